@@ -1,0 +1,58 @@
+"""The errors that users see. Each message is one sentence that says what is wrong and what to do.
+
+    AnabranchError
+    +-- InputError        an argument or a prompt that cannot be used (also a ValueError)
+    +-- CapabilityError   a combination of target, drafter, sampling and device that is not supported
+    +-- FileError         a file or folder that is missing, truncated, tampered with or malformed
+    |   +-- AdapterError  an adapter that does not fit the target
+    +-- ModelError        a model family or weight layout that is not known
+    +-- FetchError        something that could not be downloaded
+    +-- DeviceError       a device that is missing or out of memory
+
+Programming mistakes inside the package stay ``AssertionError``; nothing is caught to hide them.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AdapterError",
+    "AnabranchError",
+    "CapabilityError",
+    "DeviceError",
+    "FetchError",
+    "FileError",
+    "InputError",
+    "ModelError",
+]
+
+
+class AnabranchError(Exception):
+    """Base of every error that the package raises for a user's situation."""
+
+
+class InputError(AnabranchError, ValueError):
+    """An argument, option or prompt that cannot be used."""
+
+
+class CapabilityError(AnabranchError):
+    """A combination that is not supported; the message names what to use instead."""
+
+
+class FileError(AnabranchError):
+    """A file that is missing, truncated, tampered with or malformed."""
+
+
+class AdapterError(FileError):
+    """An adapter that is broken or belongs to another target."""
+
+
+class ModelError(AnabranchError):
+    """A model family or a weight layout that is not known."""
+
+
+class FetchError(AnabranchError):
+    """Something that could not be downloaded."""
+
+
+class DeviceError(AnabranchError):
+    """A device that does not exist or has no memory left."""
