@@ -1,0 +1,76 @@
+"""What a target looks like: one frozen record that the decoder is built from.
+
+``families.py`` fills it from a Hugging Face ``config.json``; nothing else in the package knows a family by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = ["ModelConfig", "RopeConfig"]
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary positions (Su et al. 2021) and their stretched variants.
+
+    ``dim`` is the number of rotated channels of a head, ``scaling`` the Hugging Face ``rope_parameters``
+    record of a stretched variant (linear, dynamic, llama3, yarn, longrope), or None.
+    """
+
+    theta: float = 10_000.0
+    dim: int = 64
+    scaling: dict[str, Any] | None = None
+    max_positions: int = 2048
+    original_max_positions: int | None = None
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape and wiring of a decoder-only target. Sizes are in units of channels, heads, tokens."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_positions: int
+    # position: "rope" rotates q and k, "learned" adds a table to the embeddings
+    position: Literal["rope", "learned"] = "rope"
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    learned_offset: int = 0
+    # norms
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float = 1e-5
+    norm_plus_one: bool = False
+    qk_norm: bool = False
+    post_norms: bool = False
+    # wiring: "sequential"; "parallel" (one norm feeds attention and MLP); "parallel_two_norms"
+    wiring: Literal["sequential", "parallel", "parallel_two_norms"] = "sequential"
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    gated_mlp: bool = True
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
+    # attention
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    sliding_window: int | None = None
+    sliding_layers: tuple[bool, ...] | None = None
+    # ends
+    embedding_scale: float = 1.0
+    logit_softcap: float | None = None
+    tied_head: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+
+    def is_sliding(self, layer: int) -> bool:
+        """Whether a layer attends to the last ``sliding_window`` positions only."""
+        if self.sliding_window is None:
+            return False
+        return self.sliding_layers is None or self.sliding_layers[layer]

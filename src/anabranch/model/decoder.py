@@ -1,0 +1,403 @@
+"""The target: one decoder for every family, plain PyTorch, its wiring read from a ModelConfig.
+
+B rows of the batch, N tree nodes, R rows of one pass (N main rows, then any stream rows), V vocabulary,
+D model width, H query heads, K kv heads, G = H / K, E head width, L cache length.
+
+The decoder verifies trees: a pass takes a ``Feed`` of nodes with an ancestor mask, and a chain or a prompt is
+the tree without branches. Whoever wants to ride in the pass (speculative streams) implements ``Rider``:
+it enters at a layer, may drop nodes there, brings rows of its own, and attends for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from anabranch.errors import InputError
+from anabranch.model.cache import Cache
+from anabranch.model.config import ModelConfig
+from anabranch.model.rope import Rope, rotate
+from anabranch.tree import DraftTree
+
+__all__ = ["Block", "Decoder", "Feed", "Pass", "Rider", "RowSide", "StepOutput"]
+
+
+@dataclass(frozen=True)
+class Feed:
+    """The nodes of one pass: tokens [B, N], depth below the last committed token [B, N], ancestor mask [B, N, N].
+
+    Rows with fewer nodes are padded; a padding node sees itself alone and nobody sees it.
+    """
+
+    tokens_BN: NDArray[np.int64]
+    depths_BN: NDArray[np.int64]
+    mask_BNN: NDArray[np.bool_]
+
+    @staticmethod
+    def of_trees(trees: Sequence[DraftTree], width: int | None = None) -> Feed:
+        """Trees of one step, padded to the widest or to ``width``."""
+        n = max(tree.size for tree in trees) if width is None else width
+        if len(trees) == 1 and trees[0].size == n:
+            tree = trees[0]
+            return Feed(tree.tokens[None], tree.depths[None].astype(np.int64), tree.mask[None])
+        tokens = np.zeros((len(trees), n), np.int64)
+        depths = np.zeros((len(trees), n), np.int64)
+        mask = np.zeros((len(trees), n, n), np.bool_)
+        mask[:, np.arange(n), np.arange(n)] = True
+        for b, tree in enumerate(trees):
+            tokens[b, : tree.size] = tree.tokens
+            depths[b, : tree.size] = tree.depths
+            mask[b, : tree.size, : tree.size] = tree.mask
+        return Feed(tokens, depths, mask)
+
+    @staticmethod
+    def of_prompt(tokens: Sequence[int]) -> Feed:
+        """A stretch of prompt: a chain."""
+        n = len(tokens)
+        return Feed(np.asarray([tokens], np.int64), np.arange(n)[None], np.tril(np.ones((1, n, n), np.bool_)))
+
+
+class Norm(nn.Module):
+    """RMSNorm (optionally with weight + 1, Gemma) or LayerNorm; statistics in float32."""
+
+    def __init__(self, config: ModelConfig, width: int | None = None) -> None:
+        super().__init__()
+        width = config.hidden_size if width is None else width
+        self.kind, self.eps, self.plus_one = config.norm, config.norm_eps, config.norm_plus_one
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width)) if config.norm == "layer" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last axis."""
+        if self.kind == "layer":
+            return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
+        if self.plus_one:
+            y = x.float()
+            y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+            return (y * (1.0 + self.weight.float())).to(x.dtype)
+        if x.dtype == torch.float32:
+            return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        y = x.float()
+        y = (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return self.weight * y
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+class MLP(nn.Module):
+    """The feed-forward part; gate and up lie in one matrix where the MLP is gated."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        inner = config.intermediate_size
+        self.gated = config.gated_mlp
+        self.up = nn.Linear(config.hidden_size, inner * (2 if self.gated else 1), bias=config.mlp_bias)
+        self.down = nn.Linear(inner, config.hidden_size, bias=config.mlp_bias)
+        self.activation = _ACTIVATIONS[config.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, R, D] -> [B, R, D]."""
+        y = self.up(x)
+        if self.gated:
+            gate, y = y.chunk(2, dim=-1)
+            return self.down(self.activation(gate) * y)  # type: ignore[no-any-return]
+        return self.down(self.activation(y))  # type: ignore[no-any-return]
+
+
+class RowSide(Protocol):
+    """What a rider adds to a block for rows of its own. The main rows come first and are never touched."""
+
+    def qkv(self, h_BRD: Tensor, qkv: Tensor) -> Tensor:
+        """The packed projections, with the rider's deltas."""
+
+    def out(self, a: Tensor, out_BRD: Tensor) -> Tensor:
+        """The attention's output projection, with the rider's deltas."""
+
+    def mlp(self, h_BRD: Tensor, mlp: MLP) -> Tensor:
+        """The feed-forward part of all rows."""
+
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Block(nn.Module):
+    """One layer, wired as the config says."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.norm_in = Norm(config)
+        self.qkv = nn.Linear(config.hidden_size, q + 2 * kv, bias=config.qkv_bias)
+        self.out = nn.Linear(q, config.hidden_size, bias=config.out_bias)
+        self.mlp = MLP(config)
+        self.q_norm = Norm(config, config.head_dim) if config.qk_norm else None
+        self.k_norm = Norm(config, config.head_dim) if config.qk_norm else None
+        self.norm_mlp = Norm(config) if config.wiring != "parallel" else None
+        self.norm_after_attention = Norm(config) if config.post_norms else None
+        self.norm_after_mlp = Norm(config) if config.post_norms else None
+
+    def split(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Packed projections [B, R, (H+2K)E] -> q [B, R, H, E], k, v [B, R, K, E], rotated."""
+        c = self.config
+        b, r, _ = qkv.shape
+        heads = qkv.view(b, r, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
+        if self.q_norm is None and c.position == "rope":
+            # q and k turn together: one rotation instead of two
+            turned = rotate(heads[:, :, : c.num_heads + c.num_kv_heads], cos, sin)
+            return turned[:, :, : c.num_heads], turned[:, :, c.num_heads :], heads[:, :, c.num_heads + c.num_kv_heads :]
+        q, k, v = heads.tensor_split((c.num_heads, c.num_heads + c.num_kv_heads), dim=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if c.position == "rope":
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        return q, k, v
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, side: RowSide | None = None) -> Tensor:
+        """x [B, R, D] -> [B, R, D]; ``attend`` maps q, k, v to [B, R, H E] and owns cache and mask."""
+        h = self.norm_in(x)
+        qkv = self.qkv(h)
+        if side is not None:
+            qkv = side.qkv(h, qkv)
+        a = attend(*self.split(qkv, cos, sin))
+        o = self.out(a)
+        if side is not None:
+            o = side.out(a, o)
+        if self.norm_after_attention is not None:
+            o = self.norm_after_attention(o)
+        if self.config.wiring == "sequential":
+            x = x + o
+            assert self.norm_mlp is not None
+            h = self.norm_mlp(x)
+        elif self.norm_mlp is not None:
+            h = self.norm_mlp(x)
+        m = self.mlp(h) if side is None else side.mlp(h, self.mlp)
+        if self.norm_after_mlp is not None:
+            m = self.norm_after_mlp(m)
+        return x + m if self.config.wiring == "sequential" else x + o + m
+
+
+class Pass:
+    """The device side of a Feed: positions, rotations and masks of one forward over some rows of a cache."""
+
+    def __init__(self, config: ModelConfig, feed: Feed, cache: Cache, slots: slice, planned: int, rope: Rope) -> None:
+        self.config, self.cache, self.slots, self.planned, self.rope = config, cache, slots, planned, rope
+        device, dtype = cache.keys.device, cache.keys.dtype
+        lengths = np.asarray(cache.lengths[slots], np.int64)
+        self.tokens_BN = torch.from_numpy(feed.tokens_BN).to(device)
+        self.positions_BN = torch.from_numpy(feed.depths_BN + lengths[:, None]).to(device)
+        self.lengths_B = torch.from_numpy(lengths).to(device)
+        self.tree_BNN = torch.from_numpy(feed.mask_BNN).to(device)
+        self.plain = feed.tokens_BN.shape == (1, 1)  # one node of one row sees the whole cache: no mask needed
+        self.dtype = dtype
+        self._prepare()
+
+    @property
+    def width(self) -> int:
+        """Nodes a row."""
+        return self.tokens_BN.shape[1]
+
+    def _prepare(self) -> None:
+        self.cos, self.sin = self.rope(self.positions_BN, self.planned)
+        self.span = int(max(self.cache.lengths[self.slots])) + self.width
+        self.visible_BNL = self._visible()
+        self._bias: dict[bool, Tensor | None] = {}
+
+    def _visible(self) -> Tensor:
+        """Which cache positions each node may see [B, N, L]: committed tokens, ancestors, itself."""
+        relative_BL = torch.arange(self.span, device=self.lengths_B.device)[None] - self.lengths_B[:, None]
+        inside = (relative_BL >= 0) & (relative_BL < self.width)
+        index = relative_BL.clamp(0, self.width - 1)[:, None, :].expand(-1, self.width, -1)
+        tree = self.tree_BNN.gather(2, index) & inside[:, None, :]
+        return tree | (relative_BL < 0)[:, None, :]
+
+    def key_positions(self) -> Tensor:
+        """The text position of each cache position [B, L]; tree nodes sit at their depth."""
+        relative_BL = torch.arange(self.span, device=self.lengths_B.device)[None] - self.lengths_B[:, None]
+        node = self.positions_BN.gather(1, relative_BL.clamp(0, self.width - 1))
+        return torch.where(relative_BL < 0, relative_BL + self.lengths_B[:, None], node)
+
+    def visible(self, layer: int) -> Tensor:
+        """Which cache positions each node sees in a layer [B, N, L], sliding window included."""
+        if not self.config.is_sliding(layer):
+            return self.visible_BNL
+        assert self.config.sliding_window is not None
+        near = self.positions_BN[:, :, None] - self.key_positions()[:, None, :] < self.config.sliding_window
+        return self.visible_BNL & near
+
+    def bias(self, layer: int) -> Tensor | None:
+        """Additive attention mask [B, 1, G N, L] of a layer, or None where every position is seen."""
+        sliding = self.config.is_sliding(layer)
+        if sliding not in self._bias:
+            if self.plain and not sliding:
+                self._bias[sliding] = None
+            else:
+                visible = self.visible(layer)
+                bias = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)
+                bias.masked_fill_(~visible, float("-inf"))
+                group = self.config.num_heads // self.config.num_kv_heads
+                self._bias[sliding] = bias[:, None].repeat(1, 1, group, 1)
+        return self._bias[sliding]
+
+    def select(self, layer: int, kept_Bn: Tensor) -> None:
+        """Go on with the nodes ``kept_Bn`` from ``layer`` on."""
+        self.cache.select(layer, kept_Bn)
+        n = kept_Bn.shape[1]
+        self.tokens_BN = self.tokens_BN.gather(1, kept_Bn)
+        self.positions_BN = self.positions_BN.gather(1, kept_Bn)
+        rows = self.tree_BNN.gather(1, kept_Bn[:, :, None].expand(-1, -1, self.tree_BNN.shape[2]))
+        self.tree_BNN = rows.gather(2, kept_Bn[:, None, :].expand(-1, n, -1))
+        self._prepare()
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Main rows: append k, v [B, N, K, E] to the cache and attend; returns [B, N, H E]."""
+        self.cache.append(layer, k, v)
+        keys, values = self.cache.read(layer, self.span)
+        return attention(self.config, q, keys, values, self.bias(layer))
+
+
+def attention(config: ModelConfig, q_BNHE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, bias: Tensor | None) -> Tensor:
+    """Grouped-query attention without repeated heads: the G queries of a kv head are stacked as rows.
+
+    ``bias`` is [B, 1, G N, L], or None. Returns [B, N, H E].
+    """
+    b, n, h, e = q_BNHE.shape
+    kv = k_BKLE.shape[1]
+    scale = config.attention_scale if config.attention_scale is not None else e**-0.5
+    q = q_BNHE.view(b, n, kv, h // kv, e).permute(0, 2, 3, 1, 4).reshape(b, kv, (h // kv) * n, e)
+    if config.attention_softcap is None:
+        o = F.scaled_dot_product_attention(q, k_BKLE, v_BKLE, attn_mask=bias, scale=scale)
+    else:
+        cap = config.attention_softcap
+        scores = torch.tanh((q @ k_BKLE.transpose(-1, -2)).float() * (scale / cap)) * cap
+        if bias is not None:
+            scores = scores + bias
+        o = scores.softmax(-1).to(q.dtype) @ v_BKLE
+    return o.view(b, kv, h // kv, n, e).permute(0, 3, 1, 2, 4).reshape(b, n, h * e)
+
+
+class Rider(Protocol):
+    """Something that travels in the target's pass from layer ``start`` on."""
+
+    start: int
+
+    def enter(self, x_BND: Tensor, run: Pass) -> Tensor:
+        """See the main rows before layer ``start``; may ``run.select``; returns all rows [B, R, D], main rows first."""
+
+    def layer(self, index: int, block: Block, x_BRD: Tensor, run: Pass) -> Tensor:
+        """Run one block over all rows."""
+
+    def leave(self, x_BRD: Tensor, run: Pass) -> Tensor:
+        """Take the rider's rows out of the last layer's output; returns the main rows [B, N, D]."""
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a pass yields: ``logits`` [B, N, V] (None if not asked for) and main rows [B, N, D] after the last norm."""
+
+    logits_BNV: Tensor | None
+    hidden_BND: Tensor
+    run: Pass
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, norm, head."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.positions = (
+            nn.Embedding(config.max_positions + config.learned_offset, config.hidden_size)
+            if config.position == "learned"
+            else None
+        )
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = Norm(config)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
+        if config.tied_head:
+            self.head.weight = self.embedding.weight
+        self._rope: Rope | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights lie."""
+        return self.embedding.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of weights and activations."""
+        return self.embedding.weight.dtype
+
+    def rope(self) -> Rope:
+        """The rotation tables, made on first use on the weights' device."""
+        if self._rope is None or self._rope.device != self.device:
+            self._rope = Rope(self.config.rope, self.device)
+        return self._rope
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Token ids and positions [...] -> [..., D]."""
+        x = self.embedding(tokens)
+        if self.config.embedding_scale != 1.0:
+            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype, device=x.device)
+        if self.positions is not None:
+            x = x + self.positions(positions + self.config.learned_offset)
+        return x  # type: ignore[no-any-return]
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Normed hidden states [..., D] -> [..., V]."""
+        z: Tensor = self.head(x)
+        if self.config.logit_softcap is not None:
+            z = torch.tanh(z / self.config.logit_softcap) * self.config.logit_softcap
+        return z
+
+    def forward(
+        self,
+        feed: Feed,
+        cache: Cache,
+        *,
+        slots: slice | None = None,
+        planned: int | None = None,
+        rider: Rider | None = None,
+        need_logits: bool = True,
+    ) -> StepOutput:
+        """One pass over the nodes of ``feed``, whose keys and values are appended to ``cache`` but not committed.
+
+        ``slots`` are the rows of the cache that the feed's rows are (default: all in use), ``planned`` the length
+        that the longest row will reach, for rotations that depend on it.
+        """
+        slots = slice(0, cache.count) if slots is None else slots
+        cache.begin(feed.tokens_BN.shape[1], slots)
+        reach = max(cache.lengths[slots]) + int(feed.depths_BN.max()) + 1
+        if self.config.position == "learned" and reach > self.config.max_positions:
+            learned = f"the {self.config.max_positions} positions that the target learned"
+            raise InputError(f"{reach} tokens, drafts included, are more than {learned}; lower max_new_tokens")
+        # rotation tables end soon after the planned length: a plan that was too short must not read past them
+        planned = max(self.config.max_positions if planned is None else planned, reach)
+        run = Pass(self.config, feed, cache, slots, planned, self.rope())
+        x = self.embed(run.tokens_BN, run.positions_BN)
+        for index, block in enumerate(self.blocks):
+            assert isinstance(block, Block)
+            if rider is not None and index >= rider.start:
+                if index == rider.start:
+                    x = rider.enter(x, run)
+                x = rider.layer(index, block, x, run)
+            else:
+                x = block(x, run.cos, run.sin, lambda q, k, v, i=index: run.attend(i, q, k, v))
+        if rider is not None:
+            x = rider.leave(x, run)
+        hidden = self.norm(x)
+        return StepOutput(self.logits(hidden) if need_logits else None, hidden, run)

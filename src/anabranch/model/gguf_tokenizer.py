@@ -1,0 +1,125 @@
+"""Builds a transformers tokenizer from the fields of a GGUF file.
+
+Byte-level BPE vocabularies are built here, because the split before the merges matters and transformers (5.23) knows
+it for a few models only: it leaves SmolLM's digits unsplit, so ``"\\n\\n1."`` becomes other ids than those the model
+was trained on. SentencePiece vocabularies go through transformers' own conversion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from anabranch.errors import FileError, ModelError
+
+__all__ = ["build_tokenizer"]
+
+_CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
+
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+
+# Values of tokenizer.ggml.pre by how text is cut before the merges.
+_GPT2_NAMES = {"gpt-2", "phi-2", "mpt", "olmo", "jais"}
+_DIGITS_NAMES = {"smollm", "starcoder", "refact", "command-r", "codeshell"}
+_LLAMA3_NAMES = {"llama3", "llama-v3", "llama-bpe", "falcon3"}
+_QWEN2_NAMES = {"qwen2", "deepseek-r1-qwen"}
+
+
+def build_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Any:
+    """The tokenizer of a GGUF file, special tokens and chat template included.
+
+    Args:
+        path: the file; SentencePiece vocabularies are read from it once more.
+        metadata: its fields by GGUF name.
+
+    Raises:
+        FileError: the tokenizer fields are missing or contradict each other.
+        ModelError: the tokenizer is of a kind that is not known.
+    """
+    kind = metadata.get("tokenizer.ggml.model")
+    try:
+        if kind == "gpt2":
+            tokenizer = _byte_level(metadata)
+        elif kind == "llama":
+            tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
+        else:
+            raise ModelError(f"{path} has a tokenizer of kind {kind!r}; the known ones are gpt2 (byte-level), llama.")
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise FileError(f"{path} has an incomplete or damaged tokenizer ({error}); fetch the file again.") from error
+    if template := metadata.get("tokenizer.chat_template"):
+        tokenizer.chat_template = template
+    return tokenizer
+
+
+def _byte_level(metadata: Mapping[str, Any]) -> Any:
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    pre = metadata.get("tokenizer.ggml.pre", "gpt-2" if metadata["general.architecture"] == "gpt2" else None)
+    # Llama 3 looks whole words up before it merges; its vocabulary has words that no merges reach.
+    whole_words = pre in _LLAMA3_NAMES
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    try:
+        backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=whole_words))
+    except Exception as error:  # the Rust side raises bare Exception
+        raise FileError(f"The tokenizer in this GGUF file is damaged ({error}); fetch the file again.") from error
+    backend.pre_tokenizer = _split(pre)
+    if pre in _QWEN2_NAMES:
+        backend.normalizer = normalizers.NFC()
+    backend.decoder = decoders.ByteLevel()
+    types = metadata.get("tokenizer.ggml.token_type", [])
+    for token, token_type in zip(tokens, types, strict=False):
+        if token_type == _CONTROL:
+            backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+        elif token_type == _USER_DEFINED:
+            backend.add_tokens([AddedToken(token, special=False, normalized=False)])
+    named = _named_tokens(metadata, tokens)
+    if metadata.get("tokenizer.ggml.add_bos_token", whole_words) and named.get("bos_token"):
+        bos = named["bos_token"]
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, vocabulary[bos])]
+        )
+    architecture = metadata["general.architecture"]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        clean_up_tokenization_spaces=False,
+        model_max_length=int(metadata[f"{architecture}.context_length"]),
+        **named,
+    )
+
+
+def _named_tokens(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, str]:
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    ids = {name: metadata.get(f"tokenizer.ggml.{field}_token_id") for name, field in names.items()}
+    return {name: tokens[index] for name, index in ids.items() if index is not None}
+
+
+def _split(pre: str | None) -> Any:
+    """The pre-tokenizer behind a ``tokenizer.ggml.pre`` name; unknown names are refused, not guessed."""
+    if pre in _GPT2_NAMES:
+        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if pre in _DIGITS_NAMES:
+        # Digits first: "\n\n1" is then "\n\n" + "1". GPT-2's split alone would give "\n" + "\n" + "1".
+        return pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+            ]
+        )
+    if pre in _LLAMA3_NAMES or pre in _QWEN2_NAMES:
+        pattern = _LLAMA3_SPLIT if pre in _LLAMA3_NAMES else _QWEN2_SPLIT
+        return pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    known = ", ".join(sorted(_GPT2_NAMES | _DIGITS_NAMES | _LLAMA3_NAMES | _QWEN2_NAMES))
+    raise ModelError(f"This GGUF file splits text in a way called {pre!r}; the known ones are {known}.")

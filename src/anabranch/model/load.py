@@ -1,0 +1,169 @@
+"""From a name to a target: the default model, a folder, a .gguf file or a hub id, ready to decode."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anabranch.errors import DeviceError, FetchError, FileError, InputError
+from anabranch.model.config import ModelConfig
+from anabranch.model.decoder import Decoder
+from anabranch.model.families import model_config
+from anabranch.model.weights import build_decoder, fill_decoder, load_safetensors_dir, read_json, stored_dtype
+
+__all__ = ["Target", "build_decoder", "load_target", "locate", "resolve_device", "resolve_dtype"]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+# What a target consists of; a repository's pickled copies and other frameworks' weights stay where they are.
+_HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model whose output we reproduce, in memory.
+
+    ``decoder`` is frozen and in eval mode, ``tokenizer`` the transformers tokenizer, ``path`` the folder or file it
+    came from, ``fingerprint`` the identity of the stored weights (see ``weights.fingerprint``).
+    """
+
+    decoder: Decoder
+    tokenizer: Any
+    config: ModelConfig
+    name: str
+    path: Path | None
+    fingerprint: str
+
+
+def load_target(
+    name: str = "default",
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str = "auto",
+    revision: str | None = None,
+) -> Target:
+    """Load a target by name: ``default``, a folder, a ``.gguf`` file, or a hub id (at ``revision``).
+
+    ``dtype`` is auto (as stored), float32, bfloat16 or float16; ``device`` is auto (cuda where there is one), cpu,
+    cuda or cuda:N.
+    """
+    wanted, place = resolve_dtype(dtype), resolve_device(device)
+    path = locate(name, revision=revision)
+    tensors: Mapping[str, Tensor]
+    generation: Mapping[str, Any] = {}
+    tokenizer = None
+    if path.is_file():
+        from anabranch.model.gguf import read_gguf
+
+        # float32 asks for the dequantised values as they are; bfloat16 is what the default model keeps
+        described, tensors, tokenizer = read_gguf(path, dtype=wanted or torch.bfloat16)
+    else:
+        described, tensors = read_json(path / "config.json"), load_safetensors_dir(path)
+        if (path / "generation_config.json").is_file():
+            generation = read_json(path / "generation_config.json")
+    config = model_config(described)
+    wanted = wanted or _stored(config, tensors)
+    decoder, identity = fill_decoder(config, tensors, dtype=wanted, device=place)
+    # the tokenizer last: a wrong config or a missing shard is told without the second that transformers takes
+    tokenizer = _tokenizer(path) if tokenizer is None else tokenizer
+    config = replace(config, eos_token_ids=_eos(config, generation, tokenizer))
+    decoder.config = config
+    return Target(decoder, tokenizer, config, name, path, identity)
+
+
+def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+    """The torch type of a name; None for ``auto``."""
+    if dtype == "auto":
+        return None
+    known = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if known not in _DTYPES.values():
+        raise InputError(f"the dtype {str(dtype)!r} is not known; use auto, float32, bfloat16 or float16")
+    return known
+
+
+def resolve_device(device: str) -> torch.device:
+    """The torch device of a name, checked to exist."""
+    cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "auto":
+        return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    if device == "cpu":
+        return torch.device("cpu")
+    match = re.fullmatch(r"cuda(?::(\d+))?", device)
+    if match is None:
+        raise DeviceError(f"the device {device!r} is not known; use auto, cpu, cuda or cuda:N")
+    if not cuda:
+        raise DeviceError("there is no CUDA device here; use device='cpu' or a CUDA build of torch")
+    number = torch.cuda.current_device() if match[1] is None else int(match[1])
+    if number >= cuda:
+        raise DeviceError(f"there is no device {device!r}; the CUDA devices are cuda:0 to cuda:{cuda - 1}")
+    return torch.device("cuda", number)
+
+
+def locate(name: str, *, revision: str | None = None) -> Path:
+    """The folder or .gguf file that a name stands for, fetched if it has to be."""
+    if name == "default":
+        from anabranch.model.fetch import default_model_dir
+
+        return default_model_dir()
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise FileError(f"there is no file {name}; give the path of a GGUF file")
+        return path
+    if name and path.is_dir():
+        if not (path / "config.json").is_file():
+            raise FileError(f"the folder {name} has no config.json; give a folder with config, weights and tokenizer")
+        return path
+    if name and path.exists():
+        raise FileError(f"{name} is neither a folder nor a .gguf file; give one of these or a hub id")
+    if not _HUB_ID.fullmatch(name):
+        raise FileError(f"there is no folder {name}; give an existing folder, a .gguf file, a hub id or 'default'")
+    return _from_hub(name, revision)
+
+
+def _from_hub(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    by_hand = (
+        "copy its config.json, safetensors and tokenizer files into a folder and give that folder's path, "
+        "or use 'default', which needs no hub"
+    )
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES))
+    except GatedRepoError as error:
+        raise FetchError(f"{name} asks for an account that accepted its terms; log in, or {by_hand}") from error
+    except RepositoryNotFoundError as error:
+        raise FetchError(f"there is no folder {name} and no such repository on the hub; {by_hand}") from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise FetchError(f"{name} is no folder here and the hub cannot be reached; {by_hand}") from error
+
+
+def _stored(config: ModelConfig, tensors: Mapping[str, Tensor]) -> torch.dtype:
+    dtype = stored_dtype(config, tensors)
+    return dtype if dtype in _DTYPES.values() else torch.float32
+
+
+def _tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise FileError(f"{folder} has no readable tokenizer ({first}); copy its tokenizer.json there") from error
+
+
+def _eos(config: ModelConfig, generation: Mapping[str, Any], tokenizer: Any) -> tuple[int, ...]:
+    """Every token that ends a text: the generation config's (else the config's), and the tokenizer's own."""
+    stated = generation.get("eos_token_id")
+    ids = list(config.eos_token_ids) if stated is None else ([stated] if isinstance(stated, int) else list(stated))
+    own = getattr(tokenizer, "eos_token_id", None)
+    ids += [] if own is None else [own]
+    return tuple(dict.fromkeys(ids))

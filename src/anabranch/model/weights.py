@@ -1,0 +1,282 @@
+"""Weights: from safetensors (or any mapping of Hugging Face names to tensors) into our decoder, and their identity.
+
+Tensors are read one by one, put together where the decoder fuses them, and moved to their place, so that a model
+never lies in memory twice. Nothing here unpickles.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from anabranch.errors import DeviceError, FileError, ModelError
+from anabranch.model.config import ModelConfig
+from anabranch.model.decoder import Decoder
+from anabranch.model.families import Source, model_config, weight_source
+
+__all__ = ["build_decoder", "fill_decoder", "fingerprint", "load_safetensors_dir", "read_json", "stored_dtype"]
+
+_INDEX = "model.safetensors.index.json"
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+# Values that a fingerprint looks at in each tensor: enough that two trainings never agree, few enough for 10 ms a GB.
+_SAMPLES = 4096
+# Masks and tables that older files carry along; the decoder computes them.
+_BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class _SafetensorsDir(Mapping[str, Tensor]):
+    """The tensors of a folder by name, each read when asked for."""
+
+    def __init__(self, folder: Path, shards: Mapping[str, Path]) -> None:
+        self.folder = folder
+        self._shards = shards
+        self._open: dict[Path, Any] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        path = self._shards[name]
+        try:
+            if path not in self._open:
+                self._open[path] = safe_open(path, framework="pt", device="cpu")
+            tensor: Tensor = self._open[path].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise _broken(path, error) from error
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shards)
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+
+def _broken(path: Path, error: Exception) -> FileError:
+    return FileError(f"{path} is truncated or no safetensors file ({error}); fetch or copy it again")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; anything else is a FileError."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise FileError(f"{path} cannot be read ({error.strerror}); a model folder needs it") from error
+    except ValueError as error:
+        raise FileError(f"{path} is not JSON ({error}); fetch or copy it again") from error
+    if not isinstance(value, dict):
+        raise FileError(f"{path} holds no JSON object; fetch or copy it again")
+    return value
+
+
+def load_safetensors_dir(folder: Path) -> Mapping[str, Tensor]:
+    """The tensors of a folder's ``model.safetensors`` or of its shards, read lazily."""
+    index = folder / _INDEX
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return _SafetensorsDir(folder, dict.fromkeys(_names(single), single))
+    if not index.is_file():
+        if any(next(folder.glob(pattern), None) for pattern in _PICKLED):
+            raise FileError(
+                f"{folder} holds pickled weights only, which can run code when read; convert them to safetensors "
+                "(save_pretrained of transformers writes it) or use a repository that has it"
+            )
+        raise FileError(f"{folder} has neither model.safetensors nor {_INDEX}; give a folder with safetensors")
+    listed = read_json(index).get("weight_map")
+    if not isinstance(listed, dict):
+        raise FileError(f"{index} lacks its weight_map; fetch or copy it again")
+    shards: dict[str, Path] = {}
+    for shard in sorted({str(value) for value in listed.values()}):
+        path = folder / shard
+        # an index must not lead out of its folder
+        if Path(shard).name != shard or not path.is_file():
+            raise FileError(f"{folder} lacks the shard {shard} that {_INDEX} lists; fetch or copy it again")
+        shards.update(dict.fromkeys(_names(path), path))
+    missing = sorted(set(listed) - set(shards))
+    if missing:
+        raise FileError(f"the shards in {folder} lack {_some(missing)} that {_INDEX} lists; fetch or copy them again")
+    return _SafetensorsDir(folder, shards)
+
+
+def _names(path: Path) -> list[str]:
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return list(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise _broken(path, error) from error
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def stored_dtype(config: ModelConfig, tensors: Mapping[str, Tensor]) -> torch.dtype:
+    """The type that the file keeps its embedding in, which stands for the whole."""
+    return _fetch(config, tensors, "embedding.weight")[0].dtype
+
+
+def build_decoder(
+    config: ModelConfig, *, device: str | torch.device = "meta", dtype: torch.dtype = torch.float32
+) -> Decoder:
+    """A decoder without trained weights: on ``meta`` the shapes alone (no memory), elsewhere PyTorch's random ones."""
+    with torch.device(device):
+        return Decoder(config).to(dtype).eval().requires_grad_(False)
+
+
+def fill_decoder(
+    config: ModelConfig, tensors: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device
+) -> tuple[Decoder, str]:
+    """A decoder with the weights of ``tensors`` (Hugging Face names) in ``dtype`` on ``device``, and their fingerprint.
+
+    The fingerprint is taken before the cast, so that it says what was stored and not how it was loaded.
+    """
+    decoder = build_decoder(config, dtype=dtype)
+    parameters = sorted(decoder.named_parameters())
+    _check_names(config, tensors, [name for name, _ in parameters])
+    _check_memory(sum(parameter.numel() for _, parameter in parameters) * dtype.itemsize, device)
+    digest = _digest(config)
+    for name, parameter in parameters:
+        stored = _assemble(config, tensors, name, parameter.shape)
+        _add(digest, name, stored)
+        stem, _, kind = name.rpartition(".")
+        setattr(decoder.get_submodule(stem), kind, nn.Parameter(_place(stored, dtype, device), requires_grad=False))
+    if config.tied_head:
+        decoder.head.weight = decoder.embedding.weight
+    return decoder, digest.hexdigest()
+
+
+def _place(stored: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A copy of its own: what is read may be a view of the file, unaligned and gone when the file is."""
+    try:
+        return torch.empty(stored.shape, dtype=dtype, device=device).copy_(stored)
+    except RuntimeError as error:
+        raise DeviceError(
+            f"no memory left on {device} for the weights; use a smaller model, dtype='bfloat16' or another device"
+        ) from error
+
+
+def _check_memory(needed: int, device: torch.device) -> None:
+    if device.type != "cuda":
+        return
+    free, _ = torch.cuda.mem_get_info(device)
+    if needed > free:
+        raise DeviceError(
+            f"the weights need {needed / 2**30:.1f} GiB and {device} has {free / 2**30:.1f} GiB free; "
+            "use a smaller model, dtype='bfloat16' or device='cpu'"
+        )
+
+
+# -- Hugging Face tensors -> ours ------------------------------------------------------------------
+def _check_names(config: ModelConfig, tensors: Mapping[str, Tensor], parameters: list[str]) -> None:
+    """Every tensor we need is there, and every tensor that is there is used: a leftover bias is another model."""
+    wanted: set[str] = set()
+    missing: list[str] = []
+    for parameter in parameters:
+        for names in weight_source(config, parameter).tensors:
+            wanted.update(names)
+            if not any(name in tensors for name in names):
+                missing.append(names[0])
+    if missing:
+        raise ModelError(
+            f"the weights lack {_some(missing)}, which a {config.family} model of this config has; "
+            "config.json and weights do not belong together or the copy is incomplete"
+        )
+    if config.tied_head:
+        wanted.update(name for names in weight_source(config, "head.weight").tensors for name in names)
+    extra = sorted(name for name in tensors if name not in wanted and not name.endswith(_BUFFERS))
+    if extra:
+        raise ModelError(
+            f"the weights hold {_some(extra)}, which a {config.family} model of this config has not; "
+            "config.json and weights do not belong together"
+        )
+
+
+def _fetch(config: ModelConfig, tensors: Mapping[str, Tensor], parameter: str) -> list[Tensor]:
+    found = []
+    for names in weight_source(config, parameter).tensors:
+        name = next((name for name in names if name in tensors), None)
+        if name is None:
+            raise ModelError(f"the weights lack {names[0]}; config.json and weights do not belong together")
+        tensor = tensors[name]
+        if tensor.dtype not in _FLOATS:
+            raise ModelError(f"{name} is stored as {tensor.dtype}; use weights in float32, bfloat16 or float16")
+        found.append(tensor)
+    return found
+
+
+def _assemble(config: ModelConfig, tensors: Mapping[str, Tensor], parameter: str, shape: torch.Size) -> Tensor:
+    """One parameter of ours in the type of the file."""
+    source = weight_source(config, parameter)
+    parts = _fetch(config, tensors, parameter)
+    if source.layout == "transposed":
+        parts = [part.t() if part.dim() == 2 else part for part in parts]
+    whole = parts[0]
+    if len(parts) > 1 and len({part.shape[1:] for part in parts}) == 1:
+        whole = torch.cat(parts)
+    if whole.shape != shape:
+        raise ModelError(
+            f"{_read_names(source)} has the shape {tuple(whole.shape)} where the config asks for {tuple(shape)}; "
+            "config.json and weights do not belong together"
+        )
+    if source.layout == "by_head":
+        tail = whole.shape[1:]
+        by_head = whole.view(config.num_heads, 3, config.head_dim, *tail)
+        whole = by_head.transpose(0, 1).reshape(-1, *tail)
+    return whole
+
+
+def _read_names(source: Source) -> str:
+    return " + ".join(names[0] for names in source.tensors)
+
+
+# -- identity --------------------------------------------------------------------------------------
+def fingerprint(weights: Decoder | Path) -> str:
+    """Which weights these are: a SHA-256 in hex that adapters and result files carry.
+
+    It covers the shapes that the config fixes and, of every parameter in our layout, 4096 values spread over it and
+    rounded to bfloat16. So it is the same for a folder, for the decoder loaded from it in float32 or bfloat16, and
+    on every device, and it takes milliseconds. It tells trainings apart; it is no check against a single changed
+    value. A decoder in float16 may differ from its folder where values are below float16's range: ``fill_decoder``
+    therefore returns the fingerprint of what was stored, and ``Target.fingerprint`` is that one.
+    """
+    if isinstance(weights, Decoder):
+        digest = _digest(weights.config)
+        for name, parameter in sorted(weights.named_parameters()):
+            _add(digest, name, parameter.detach())
+        return digest.hexdigest()
+    config = model_config(read_json(weights / "config.json"))
+    tensors = load_safetensors_dir(weights)
+    digest = _digest(config)
+    for name, parameter in sorted(build_decoder(config).named_parameters()):
+        _add(digest, name, _assemble(config, tensors, name, parameter.shape))
+    return digest.hexdigest()
+
+
+def _digest(config: ModelConfig) -> hashlib._Hash:
+    # an explicit list: a field that ModelConfig gains later must not orphan every adapter
+    fields = (
+        config.family,
+        config.vocab_size,
+        config.hidden_size,
+        config.num_layers,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        config.intermediate_size,
+        config.tied_head,
+    )
+    return hashlib.sha256(repr(fields).encode())
+
+
+def _add(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
+    flat = tensor.reshape(-1)
+    # an odd step walks through the columns of a matrix instead of staying in one
+    step = (flat.numel() // _SAMPLES) | 1
+    sample = flat[::step][:_SAMPLES].to(torch.bfloat16).cpu().contiguous()
+    digest.update(f"{name}{tuple(tensor.shape)}".encode())
+    digest.update(sample.view(torch.int16).numpy().tobytes())

@@ -1,0 +1,143 @@
+"""The trained parameters of Speculative Streaming and what they compute row by row.
+
+B rows of the batch, N nodes, S streams, R rows of a pass, D model width, H query heads, K kv heads, E head width.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anabranch.errors import InputError
+from anabranch.model.config import ModelConfig
+from anabranch.model.decoder import MLP
+from anabranch.streams.config import StreamConfig
+from anabranch.streams.scorer import Conditioner
+
+__all__ = ["StreamAdapter", "StreamLayer"]
+
+
+class LowRank(nn.Module):
+    """x -> up(down(x)); starts at zero, as LoRA does (Hu et al. 2022). 2 * rank parameters a channel."""
+
+    def __init__(self, width_in: int, width_out: int, rank: int, *, activation: bool = False) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.empty(rank, width_in))
+        self.up = nn.Parameter(torch.zeros(width_out, rank))
+        self.activation = activation
+        if not self.down.is_meta:
+            nn.init.normal_(self.down, std=1.0 / math.sqrt(width_in))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width_in] -> [..., width_out]."""
+        y = F.linear(x, self.down)
+        return F.linear(F.silu(y) if self.activation else y, self.up)
+
+
+class StreamLayer(nn.Module):
+    """The trained part of one top layer, for stream rows only."""
+
+    def __init__(self, model: ModelConfig, config: StreamConfig) -> None:
+        super().__init__()
+        q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+        self.keep_mlp = config.stream_mlp == "mlp+adapter"
+        self.mlp = LowRank(model.hidden_size, model.hidden_size, config.adapter_rank, activation=True)
+        rank = config.attention_rank
+        self.qkv = LowRank(model.hidden_size, q + 2 * kv, rank) if rank else None
+        self.out = LowRank(q, model.hidden_size, rank) if rank else None
+
+
+class StreamSide:
+    """A ``RowSide``: rows from ``main`` on are stream rows and take the adapter's deltas (lossless mode).
+
+    The main rows pass through the target's own arithmetic, untouched.
+    """
+
+    def __init__(self, layer: StreamLayer, main: int) -> None:
+        self.weights, self.main = layer, main
+
+    def _add(self, delta: LowRank | None, x: Tensor, y: Tensor) -> Tensor:
+        if delta is None:
+            return y
+        if self.main == 0:
+            return y + delta(x)
+        return torch.cat((y[:, : self.main], y[:, self.main :] + delta(x[:, self.main :])), dim=1)
+
+    def qkv(self, h_BRD: Tensor, qkv: Tensor) -> Tensor:
+        """Deltas on the packed q, k, v projections."""
+        return self._add(self.weights.qkv, h_BRD, qkv)
+
+    def out(self, a: Tensor, out_BRD: Tensor) -> Tensor:
+        """Delta on the output projection."""
+        return self._add(self.weights.out, a, out_BRD)
+
+    def mlp(self, h_BRD: Tensor, mlp: MLP) -> Tensor:
+        """The frozen MLP for main rows; the adapter in its place, or added to it, for stream rows."""
+        if self.weights.keep_mlp:
+            return self._add(self.weights.mlp, h_BRD, mlp(h_BRD))
+        streams: Tensor = self.weights.mlp(h_BRD[:, self.main :])
+        return streams if self.main == 0 else torch.cat((mlp(h_BRD[:, : self.main]), streams), dim=1)
+
+
+class StreamAdapter(nn.Module):
+    """Everything that Speculative Streaming trains for one target.
+
+    Parameters with the paper's configuration: gamma * h stream embeddings, 2 * 8 * h of the pruning adapter, and
+    N_s * 2 * R_s * h of the stream adapters in lossless mode (ACL table 3; ``tests/streams/test_parameters.py``).
+
+    ``vocabulary`` [Vd] holds the token ids that drafts are made of, sorted (all of them if it has V entries): a draft
+    of frequent tokens costs less (the idea of FR-Spec, Zhao et al. 2025) and verification does not depend on it.
+    """
+
+    vocabulary: Tensor
+
+    def __init__(self, model: ModelConfig, config: StreamConfig, vocabulary: Tensor | None = None) -> None:
+        super().__init__()
+        if config.num_stream_layers > model.num_layers:
+            raise InputError(
+                f"num_stream_layers is {config.num_stream_layers}, but the target has only {model.num_layers} layers"
+            )
+        self.model, self.config = model, config
+        width = model.hidden_size
+        self.start = model.num_layers - config.num_stream_layers
+        self.embeddings = (
+            nn.Parameter(torch.empty(config.num_streams, width)) if config.position == "embedding" else None
+        )
+        if self.embeddings is not None and not self.embeddings.is_meta:
+            nn.init.normal_(self.embeddings, std=0.02)
+        self.init = LowRank(width, width, config.init_rank) if config.init_rank else None
+        self.layers = nn.ModuleList(StreamLayer(model, config) for _ in range(config.num_stream_layers))
+        self.prune = LowRank(width, width, config.pruning_rank) if config.pruning_rank else None
+        self.conditioner = (
+            Conditioner(width, config.conditioning, config.conditioning_rank)
+            if config.conditioning != "none"
+            else None
+        )
+        ids = torch.arange(model.vocab_size) if vocabulary is None else vocabulary.long().cpu()
+        self.register_buffer("vocabulary", ids, persistent=True)
+
+    def num_parameters(self) -> int:
+        """Trained parameters; works on the meta device."""
+        return sum(p.numel() for p in self.parameters())
+
+    def layer(self, index: int) -> StreamLayer:
+        """The trained part of the target's layer ``index`` (counted from the bottom of the target)."""
+        layer = self.layers[index - self.start]
+        assert isinstance(layer, StreamLayer)
+        return layer
+
+    def initial(self, main_BND: Tensor) -> Tensor:
+        """Main rows before layer N - N_s [B, N, D] -> stream rows [B, N S, D], node by node (ACL eq. 4)."""
+        b, n, d = main_BND.shape
+        base = main_BND if self.init is None else main_BND + self.init(main_BND)
+        streams = base[:, :, None, :].expand(b, n, self.config.num_streams, d)
+        if self.embeddings is not None:
+            streams = streams + self.embeddings.to(streams.dtype)
+        return streams.reshape(b, n * self.config.num_streams, d)
+
+    def early_exit(self, main_BND: Tensor) -> Tensor:
+        """o(M) of ACL section 2.3, in residual form M + up(down(M)): at zero it is the logit lens."""
+        return main_BND if self.prune is None else main_BND + self.prune(main_BND)

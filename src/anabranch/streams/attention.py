@@ -1,0 +1,95 @@
+"""Multi-stream attention (MSA): ACL eq. 2, for any set of nodes, riding in the target's pass or trailing it.
+
+Stream j of node n attends to the main stream up to n (cached context, ancestors, n itself) and to streams 1..j of n.
+Stream keys and values come from the target's own projections and are never stored.
+
+B rows of the batch, N nodes, S streams, H query heads, K kv heads, G = H / K, E head width, L cache length, T = top.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anabranch.model.config import ModelConfig
+from anabranch.streams.config import StreamConfig
+
+__all__ = ["stream_attention", "stream_positions"]
+
+
+def stream_positions(positions_BN: Tensor, num_streams: int) -> Tensor:
+    """Positions of stream rows [B, N S]: stream j of a node at t sits at t + j."""
+    offsets = torch.arange(1, num_streams + 1, device=positions_BN.device)
+    return (positions_BN[:, :, None] + offsets).flatten(1)
+
+
+def _rotate_values(v_BNSKE: Tensor, step: float) -> Tensor:
+    """Value rotation (ACL eq. 8): channel pairs of stream n's values turned by the angle step * n."""
+    angle = torch.arange(1, v_BNSKE.shape[2] + 1, device=v_BNSKE.device, dtype=torch.float32) * step
+    cos = angle.cos().to(v_BNSKE.dtype)[:, None, None]
+    sin = angle.sin().to(v_BNSKE.dtype)[:, None, None]
+    left, right = v_BNSKE.chunk(2, dim=-1)
+    return torch.cat((left * cos - right * sin, left * sin + right * cos), dim=-1)
+
+
+def stream_attention(
+    model: ModelConfig,
+    config: StreamConfig,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    keys_BKLE: Tensor,
+    values_BKLE: Tensor,
+    visible_BNL: Tensor,
+    main_q_BNHE: Tensor | None = None,
+) -> Tensor:
+    """Attend for stream rows: q [B, N S, H, E], k and v [B, N S, K, E]; returns [B, N S, H E].
+
+    ``keys_BKLE`` and ``values_BKLE`` hold the main stream, this step's nodes included; ``visible_BNL`` says what each
+    node may see of it. ``main_q_BNHE`` are the main rows' queries, needed where ``config.context_top`` is set.
+    """
+    q, k, v = qkv
+    b, rows, h, e = q.shape
+    s = config.num_streams
+    n, kv = rows // s, k.shape[2]
+    g = h // kv
+    scale = model.attention_scale if model.attention_scale is not None else e**-0.5
+    q_BKGNSE = (q * scale).view(b, n, s, kv, g, e).permute(0, 3, 4, 1, 2, 5)
+    k_BKNSE = k.view(b, n, s, kv, e).permute(0, 3, 1, 2, 4)
+    v_BNSKE = v.view(b, n, s, kv, e)
+    if config.position == "rotation":
+        v_BNSKE = _rotate_values(v_BNSKE, config.rotation_step)
+    v_BKNSE = v_BNSKE.permute(0, 3, 1, 2, 4)
+
+    own = torch.einsum("bkgnse,bknte->bkgnst", q_BKGNSE, k_BKNSE)
+    length = keys_BKLE.shape[2]
+    top = config.context_top if 0 < config.context_top < length and main_q_BNHE is not None else 0
+    if top:
+        # the paper's shortcut: only the positions that the main row of this node weighs most, a kv head
+        assert main_q_BNHE is not None
+        main_q = main_q_BNHE.view(b, n, kv, g, e).permute(0, 2, 3, 1, 4)
+        weights = (main_q * scale @ keys_BKLE[:, :, None].transpose(-1, -2)).float()
+        weights = weights.masked_fill(~visible_BNL[:, None, None], float("-inf")).softmax(-1).sum(2)
+        best_BKNT = weights.topk(top, dim=-1).indices
+        flat = best_BKNT.flatten(2)[..., None].expand(-1, -1, -1, e)
+        keys = keys_BKLE.gather(2, flat).view(b, kv, n, top, e)
+        values = values_BKLE.gather(2, flat).view(b, kv, n, top, e)
+        visible = visible_BNL[:, None].expand(-1, kv, -1, -1).gather(3, best_BKNT)[:, :, None, :, None, :]
+        main = torch.einsum("bkgnse,bknte->bkgnst", q_BKGNSE, keys)
+    else:
+        main = (q_BKGNSE.reshape(b, kv, g * n * s, e) @ keys_BKLE.transpose(-1, -2)).view(b, kv, g, n, s, length)
+        visible = visible_BNL[:, None, None, :, None, :]
+    scores = torch.cat((main, own), dim=-1)
+    if model.attention_softcap is not None:
+        scores = torch.tanh(scores / model.attention_softcap) * model.attention_softcap
+    # one additive mask: the main stream as the node sees it, then streams 1..j
+    cut = main.shape[-1]
+    bias = torch.full((*visible.shape[:-2], s, cut + s), float("-inf"), dtype=scores.dtype, device=q.device)
+    bias[..., :cut].masked_fill_(visible, 0.0)
+    bias[..., cut:] = bias[..., cut:].triu(1)
+    weights_main, weights_own = (scores + bias).softmax(-1, dtype=torch.float32).to(q.dtype).split((cut, s), dim=-1)
+    if top:
+        out = torch.einsum("bkgnst,bknte->bkgnse", weights_main, values)
+    else:
+        flat_weights = weights_main.reshape(b, kv, g * n * s, length)
+        out = (flat_weights @ values_BKLE).view(b, kv, g, n, s, e)
+    out = out + torch.einsum("bkgnst,bknte->bkgnse", weights_own, v_BKNSE)
+    return out.permute(0, 3, 4, 1, 2, 5).reshape(b, rows, h * e)

@@ -1,0 +1,86 @@
+"""The shape of Speculative Streaming: one frozen record, stored beside the adapter's weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from anabranch.errors import AdapterError, InputError
+
+__all__ = ["StreamConfig"]
+
+
+@dataclass(frozen=True)
+class StreamConfig:
+    """What is trained on top of a frozen target (ACL section 2). The defaults are the paper's lossless mode.
+
+    num_streams        gamma: stream j of position t predicts token t + 1 + j
+    num_stream_layers  N_s: the streams run through the top N_s layers
+    stream_mlp         "adapter" replaces the MLP for stream rows (the paper); "mlp+adapter" adds to the frozen MLP
+    adapter_rank       R_s, rank of the stream adapter
+    attention_rank     rank of the deltas on q, k, v and o of stream rows; 0: none (the paper)
+    init_rank          eta of f in ``S = f(M) + P`` (ACL eq. 4); 0: identity (the paper)
+    position           "embedding": stream embeddings P_j; "rotation": value rotation instead (ACL eq. 8)
+    rotation_step      epsilon of eq. 8, radians a stream
+    pruning_rank       rank of the early-exit adapter o (ACL section 2.3); 0: none
+    context_top        stream rows attend to that many context positions, those the main row weighs most
+                       (ACL appendix H.1, p = 64); 0: all
+    conditioning       how a child's score knows the tokens on its path: "none" (the paper); "parent": the bilinear
+                       term (E[parent] U)(W head[c]); "path": a gated state along the path from the root
+    conditioning_rank  width of that term
+    """
+
+    num_streams: int = 4
+    num_stream_layers: int = 4
+    stream_mlp: Literal["adapter", "mlp+adapter"] = "adapter"
+    adapter_rank: int = 8
+    attention_rank: int = 0
+    init_rank: int = 0
+    position: Literal["embedding", "rotation"] = "embedding"
+    rotation_step: float = 1e-3
+    pruning_rank: int = 8
+    context_top: int = 0
+    conditioning: Literal["none", "parent", "path"] = "none"
+    conditioning_rank: int = 0
+
+    def __post_init__(self) -> None:
+        for name, low in (
+            ("num_streams", 1),
+            ("num_stream_layers", 1),
+            ("adapter_rank", 1),
+            ("attention_rank", 0),
+            ("init_rank", 0),
+            ("pruning_rank", 0),
+            ("context_top", 0),
+            ("conditioning_rank", 0),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise InputError(f"{name} must be a whole number of at least {low}, not {value!r}")
+        for name, allowed in (
+            ("stream_mlp", ("adapter", "mlp+adapter")),
+            ("position", ("embedding", "rotation")),
+            ("conditioning", ("none", "parent", "path")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise InputError(f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}")
+        if (self.conditioning == "none") != (self.conditioning_rank == 0):
+            raise InputError("conditioning and conditioning_rank go together: give both, or 'none' and 0")
+
+    def to_dict(self) -> dict[str, Any]:
+        """As stored in adapter_config.json."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_dict(record: dict[str, Any]) -> StreamConfig:
+        """From adapter_config.json; unknown or malformed fields are refused."""
+        known = {f.name for f in dataclasses.fields(StreamConfig)}
+        if unknown := sorted(set(record) - known):
+            raise AdapterError(
+                f"adapter_config.json has the unknown stream option {unknown[0]!r}; it may come from a newer anabranch"
+            )
+        try:
+            return StreamConfig(**record)
+        except (InputError, TypeError) as error:
+            raise AdapterError(f"adapter_config.json is malformed: {error}") from error

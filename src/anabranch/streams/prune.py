@@ -1,0 +1,47 @@
+"""Parallel tree pruning by early exit (ACL section 2.3, appendix G.1).
+
+At layer N - N_s the target already has an opinion: the early-exit logits head(o(M)) of a parent score its children.
+A node's worth is the product of these transition probabilities along its path; the best nodes go on. The product
+falls along every path, so the kept nodes always form a tree.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anabranch.model.decoder import Decoder, Pass
+from anabranch.streams.adapter import StreamAdapter
+
+__all__ = ["early_exit_logits", "prune_nodes"]
+
+
+def early_exit_logits(target: Decoder, adapter: StreamAdapter, main_BND: Tensor) -> Tensor:
+    """Logits [B, N, V] that the target would give if it stopped at layer N - N_s."""
+    return target.logits(target.norm(adapter.early_exit(main_BND)))
+
+
+def prune_nodes(target: Decoder, adapter: StreamAdapter, main_BND: Tensor, run: Pass, keep: int) -> Tensor:
+    """The ``keep`` best nodes of every row, ascending [B, keep]; padding nodes come last.
+
+        root -> a (0.6) -> c (0.5)        worth: root 1, a 0.6, b 0.3, c 0.3, d 0.03
+             -> b (0.3) -> d (0.1)        keep 3: root, a, b (ties go to the earlier node)
+    """
+    log_probs = early_exit_logits(target, adapter, main_BND).float().log_softmax(-1)
+    tree = run.tree_BNN
+    b, n, _ = tree.shape
+    # the parent is the last ancestor before the node itself
+    nodes = torch.arange(n, device=tree.device)
+    above = tree & (nodes[None, :] < nodes[:, None])
+    parents_BN = torch.where(above, nodes, -1).max(-1).values
+    attached = parents_BN >= 0
+    rows = torch.arange(b, device=tree.device)[:, None]
+    steps = log_probs[rows, parents_BN.clamp(min=0), run.tokens_BN]
+    steps = torch.where(attached, steps, torch.zeros_like(steps))
+    # float64: a child's sum must never round above its parent's
+    worth = (tree.double() @ steps.double()[:, :, None])[:, :, 0]
+    padding = ~attached
+    padding[:, 0] = False
+    worth = worth.masked_fill(padding, float("-inf"))
+    order = worth.sort(dim=-1, descending=True, stable=True).indices
+    return order[:, :keep].sort(dim=-1).values

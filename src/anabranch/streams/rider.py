@@ -1,0 +1,119 @@
+"""Streams in the target's forward: riding inside the pass, or trailing behind it for the accepted node alone.
+
+In lossless mode the main rows never look at streams, so both yield the same stream states: riding computes them for
+every node before anyone knows which is accepted, trailing computes them for one node and reads the top layers'
+weights once more. Training is trailing over all positions of a segment.
+
+B rows of the batch, N nodes, S streams, D model width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anabranch.model.decoder import Block, Decoder, Pass
+from anabranch.streams.adapter import StreamAdapter, StreamSide
+from anabranch.streams.attention import stream_attention, stream_positions
+from anabranch.streams.prune import prune_nodes
+
+__all__ = ["StreamRider", "trail"]
+
+
+class StreamRider:
+    """A ``Rider``: prunes the tree at layer N - N_s, then inserts gamma stream rows at every node that is left.
+
+    After the pass: ``kept`` [B, n] nodes that were not pruned (None: all), ``entry_BND`` the main rows before layer
+    N - N_s, ``streams_BNSD`` the streams after the last norm (None where they are to trail).
+    """
+
+    def __init__(self, target: Decoder, adapter: StreamAdapter, *, ride: bool, prune: int = 0) -> None:
+        self.start = adapter.start
+        self.target, self.adapter, self.ride, self.prune = target, adapter, ride, prune
+        self.kept: Tensor | None = None
+        self.entry_BND: Tensor | None = None
+        self.streams_BNSD: Tensor | None = None
+
+    def enter(self, x_BND: Tensor, run: Pass) -> Tensor:
+        """Prune, remember the main rows, and add the stream rows behind them."""
+        self.kept, self.streams_BNSD = None, None
+        if 0 < self.prune < run.width:
+            self.kept = prune_nodes(self.target, self.adapter, x_BND, run, self.prune)
+            x_BND = x_BND.gather(1, self.kept[:, :, None].expand(-1, -1, x_BND.shape[2]))
+            run.select(self.start, self.kept)
+        self.entry_BND = x_BND
+        if not self.ride:
+            return x_BND
+        positions = stream_positions(run.positions_BN, self.adapter.config.num_streams)
+        cos, sin = run.rope(positions, run.planned)
+        self._cos, self._sin = torch.cat((run.cos, cos), dim=1), torch.cat((run.sin, sin), dim=1)
+        return torch.cat((x_BND, self.adapter.initial(x_BND)), dim=1)
+
+    def layer(self, index: int, block: Block, x_BRD: Tensor, run: Pass) -> Tensor:
+        """One block over main rows and stream rows together: the weights are read once."""
+        n = run.width
+
+        def attend_main(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return run.attend(index, q, k, v)
+
+        if not self.ride:
+            return block(x_BRD, run.cos, run.sin, attend_main)  # type: ignore[no-any-return]
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            main = attend_main(q[:, :n], k[:, :n], v[:, :n])
+            keys, values = run.cache.read(index, run.span)
+            streams = (q[:, n:], k[:, n:], v[:, n:])
+            visible = run.visible(index)
+            return torch.cat(
+                (
+                    main,
+                    stream_attention(
+                        self.target.config, self.adapter.config, streams, keys, values, visible, q[:, :n]
+                    ),
+                ),
+                dim=1,
+            )
+
+        return block(x_BRD, self._cos, self._sin, attend, StreamSide(self.adapter.layer(index), n))  # type: ignore[no-any-return]
+
+    def leave(self, x_BRD: Tensor, run: Pass) -> Tensor:
+        """Keep the streams (after the last norm) and hand back the main rows."""
+        if self.ride:
+            b, _, d = x_BRD.shape
+            streams = self.target.norm(x_BRD[:, run.width :])
+            self.streams_BNSD = streams.view(b, run.width, self.adapter.config.num_streams, d)
+        return x_BRD[:, : run.width]
+
+
+def trail(
+    target: Decoder,
+    adapter: StreamAdapter,
+    entry_BND: Tensor,
+    positions_BN: Tensor,
+    keys_values: list[tuple[Tensor, Tensor]],
+    visible_BNL: list[Tensor],
+    planned: int,
+) -> Tensor:
+    """Stream states after the last norm [B, N, S, D] of nodes whose main rows are already in the cache.
+
+    ``entry_BND`` are their main rows before layer N - N_s, ``keys_values`` and ``visible_BNL`` the main stream of
+    each top layer and what each node may see of it.
+    """
+    b, n, d = entry_BND.shape
+    assert adapter.config.context_top == 0, "context_top needs the main rows' queries: ride"
+    x = adapter.initial(entry_BND)
+    positions = stream_positions(positions_BN, adapter.config.num_streams)
+    cos, sin = target.rope()(positions, planned)
+    for index in range(adapter.start, len(target.blocks)):
+        block = target.blocks[index]
+        keys, values = keys_values[index - adapter.start]
+        visible = visible_BNL[index - adapter.start]
+
+        def attend(
+            q: Tensor, k: Tensor, v: Tensor, keys: Tensor = keys, values: Tensor = values, visible: Tensor = visible
+        ) -> Tensor:
+            return stream_attention(target.config, adapter.config, (q, k, v), keys, values, visible)
+
+        x = block(x, cos, sin, attend, StreamSide(adapter.layer(index), 0))
+    streams: Tensor = target.norm(x)
+    return streams.view(b, n, adapter.config.num_streams, d)

@@ -1,0 +1,56 @@
+"""From stream states to scores of draft tokens.
+
+A stream at position t does not see the token t + 1 that the main stream emits beside it, nor the draft tokens above
+it in the tree. Its score of a child c can be told afterwards, for the price of a small product:
+
+    parent:  score(c | parent) = head[c] . (s_j + W U E[parent])            a low-rank bilinear term
+    path:    z_j = silu(A z_{j-1} + U E[parent_j] + C s_j),  score(c | path) = head[c] . (s_j + W z_j)
+
+s_j is the stream's state after the target's last norm, E the target's embeddings at unit RMS, z_0 = 0.
+
+F frontier nodes, S streams, V draft vocabulary, D model width, Z conditioning width.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["Conditioner"]
+
+
+class Conditioner(nn.Module):
+    """The trained term; one set of weights for all streams. W starts at zero: no conditioning."""
+
+    def __init__(self, width: int, kind: Literal["parent", "path"], rank: int) -> None:
+        super().__init__()
+        self.kind, self.rank = kind, rank
+        self.token = nn.Parameter(torch.empty(rank, width))
+        self.to_state = nn.Parameter(torch.zeros(width, rank))
+        self.state = nn.Parameter(torch.empty(rank, width)) if kind == "path" else None
+        self.carry = nn.Parameter(torch.empty(rank, rank)) if kind == "path" else None
+        if not self.token.is_meta:
+            for weight in (self.token, self.state, self.carry):
+                if weight is not None:
+                    nn.init.normal_(weight, std=1.0 / math.sqrt(weight.shape[1]))
+
+    def forward(self, states: Tensor, parents: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Conditioned states and what to carry to the children.
+
+        ``states`` [..., D] are streams after the last norm, ``parents`` [..., D] the parent tokens' embeddings,
+        ``carried`` [..., Z] the parent's z (None at the root's children). Returns ([..., D], [..., Z]).
+        """
+        parents = F.rms_norm(parents.to(states.dtype), (parents.shape[-1],))
+        z = F.linear(parents, self.token)
+        if self.kind == "path":
+            assert self.state is not None
+            assert self.carry is not None
+            z = z + F.linear(states, self.state)
+            if carried is not None:
+                z = z + F.linear(carried, self.carry)
+            z = F.silu(z)
+        return states + F.linear(z, self.to_state), z

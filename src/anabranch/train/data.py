@@ -1,0 +1,136 @@
+"""Training text: prompts with answers, as token ids, one JSON object a line.
+
+A line is {"prompt_ids": [...], "answer_ids": [...]} with any other fields beside them (``anabranch train answers``
+writes id and source).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from anabranch.errors import FileError, InputError
+
+__all__ = ["Batch", "Example", "batches", "frequent_tokens", "read_examples", "split"]
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt and its answer."""
+
+    prompt_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
+    source: str = ""
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.answer_ids)
+
+
+def read_examples(path: Path, *, vocab_size: int, max_tokens: int) -> list[Example]:
+    """Read an answers file; examples longer than ``max_tokens`` are cut at the end.
+
+    Raises FileError that names the line which is not as it should be.
+    """
+    if not path.is_file():
+        raise FileError(f"there is no file {path}; write one with 'anabranch train answers'")
+    examples: list[Example] = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+                prompt = tuple(int(i) for i in record["prompt_ids"])
+                answer = tuple(int(i) for i in record["answer_ids"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise FileError(
+                    f"line {number} of {path} is not a JSON object with lists of ids prompt_ids and answer_ids"
+                ) from error
+            if any(not 0 <= i < vocab_size for i in (*prompt, *answer)):
+                raise FileError(f"line {number} of {path} has token ids outside the target's vocabulary")
+            answer = answer[: max_tokens - len(prompt)] if len(prompt) < max_tokens else ()
+            if prompt and len(answer) >= 2:
+                examples.append(Example(prompt, answer, str(record.get("source", ""))))
+    if not examples:
+        raise FileError(f"{path} has no prompt with an answer of at least 2 tokens")
+    return examples
+
+
+def split(examples: Sequence[Example], held_out: int, seed: int = 0) -> tuple[list[Example], list[Example]]:
+    """Training and held-out examples; no prompt is in both."""
+    if held_out >= len(examples):
+        raise InputError(f"{held_out} held-out examples were asked for, but there are only {len(examples)} in all")
+    order = list(examples)
+    random.Random(seed).shuffle(order)
+    evaluation = order[:held_out]
+    prompts = {example.prompt_ids for example in evaluation}
+    return [example for example in order[held_out:] if example.prompt_ids not in prompts], evaluation
+
+
+def frequent_tokens(examples: Iterable[Example], size: int, vocab_size: int, always: Iterable[int] = ()) -> Tensor:
+    """The ``size`` most frequent answer tokens, sorted, ``always`` among them: the draft vocabulary."""
+    counts = Counter(token for example in examples for token in example.answer_ids)
+    chosen = {token for token in always if 0 <= token < vocab_size}
+    for token, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
+        if len(chosen) >= size:
+            break
+        chosen.add(token)
+    # low ids are the tokenizer's first merges, so they are the best guess for what the sample lacks
+    for token in range(vocab_size):
+        if len(chosen) >= size:
+            break
+        chosen.add(token)
+    return torch.tensor(sorted(chosen))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Padded examples: tokens [B, T], lengths [B], first position that carries streams [B] (the last prompt token)."""
+
+    tokens_BT: Tensor
+    lengths_B: Tensor
+    starts_B: Tensor
+
+    @staticmethod
+    def of(examples: Sequence[Example]) -> Batch:
+        """Right-padded with 0; padding is never attended to."""
+        width = max(len(example) for example in examples)
+        tokens = torch.zeros(len(examples), width, dtype=torch.long)
+        for b, example in enumerate(examples):
+            tokens[b, : len(example)] = torch.tensor((*example.prompt_ids, *example.answer_ids))
+        return Batch(
+            tokens,
+            torch.tensor([len(example) for example in examples]),
+            torch.tensor([len(example.prompt_ids) - 1 for example in examples]),
+        )
+
+    @property
+    def size(self) -> int:
+        """Rows."""
+        return len(self.lengths_B)
+
+
+def batches(examples: Sequence[Example], tokens: int, *, seed: int) -> Iterator[Batch]:
+    """One epoch of batches of about ``tokens`` padded tokens, alike in length, in a random order fixed by ``seed``."""
+    rng = random.Random(seed)
+    order = list(examples)
+    rng.shuffle(order)
+    order.sort(key=lambda example: (len(example.answer_ids) // 32, len(example)))
+    groups: list[list[Example]] = [[]]
+    widest = 0
+    for example in order:
+        widest = max(widest, len(example))
+        if groups[-1] and widest * (len(groups[-1]) + 1) > tokens:
+            groups.append([])
+            widest = len(example)
+        groups[-1].append(example)
+    rng.shuffle(groups)
+    for group in groups:
+        yield Batch.of(group)

@@ -1,0 +1,346 @@
+"""The draft tree: proposed tokens and their structure, on the host, in a few small integer arrays.
+
+        The  (0)                     tokens   The cat dog sat ran
+        +-- cat  (1)                 parents   -1   0   0   1   1
+        |   +-- sat  (3)             depths     0   1   1   2   2
+        |   +-- ran  (4)
+        +-- dog  (2)
+
+Node 0 is the root: the last committed token, not yet in the cache. ``parents[i] < i``, so one pass from
+left to right sees every parent before its children; mask, depths and children all follow from ``parents``.
+
+A tree carries ``draft_probs`` only while every child was *sampled* from them. Whatever removes, merges or
+reorders nodes returns a tree without them, even when there was nothing to remove: whether there was may depend
+on the sampled tokens, and the *reject* rule is exact only on average over all of them (see ``verify``).
+
+Legend: N tree nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+__all__ = ["DraftTree"]
+
+# What a drafter without a belief of its own is taken to believe: each token of it is a coin toss.
+UNKNOWN_LOG_PROB = math.log(0.5)
+
+
+@dataclass(frozen=True, eq=False)
+class DraftTree:
+    """Proposed tokens with structure; see the drawing at the top of this module.
+
+    tokens       [N] int64
+    parents      [N] int64, parents[0] = -1 and parents[i] < i
+    draft_probs  [N, V] or None; row i is the law q that the children of node i were sampled from, siblings in
+                 order. Rows of leaves are never read; those after the last parent may be missing
+    replacement  whether siblings were sampled with replacement
+    sources      [N] labels of who proposed each node; "target" for the root
+    log_probs    [N] float32 or None: the joint log probability of the path to each node by the drafter's belief,
+                 0 at the root
+    """
+
+    tokens: NDArray[np.int64]
+    parents: NDArray[np.int64]
+    draft_probs: torch.Tensor | None = field(default=None, repr=False)
+    replacement: bool = True
+    sources: tuple[str, ...] = ()
+    log_probs: NDArray[np.float32] | None = None
+
+    def __post_init__(self) -> None:
+        size = len(self.tokens)
+        if not self.sources:
+            object.__setattr__(self, "sources", _labels("draft", size - 1))
+        assert self.tokens.dtype == np.int64, "tokens are int64"
+        assert self.parents.dtype == np.int64, "parents are int64"
+        assert self.tokens.shape == self.parents.shape == (size,), "one parent for each token"
+        assert size > 0, "a tree has a root"
+        assert self.parents[0] == -1, "node 0 is the root"
+        assert bool((self.parents[1:] < np.arange(1, size)).all()), "parents come before their children"
+        assert bool((self.parents[1:] >= 0).all()), "there is one root"
+        assert len(self.sources) == size, "one source for each node"
+        if self.log_probs is not None:
+            assert self.log_probs.dtype == np.float32, "log_probs are float32"
+            assert self.log_probs.shape == (size,), "one log probability for each node"
+            assert not np.isnan(self.log_probs).any(), "log_probs are numbers"
+        if self.draft_probs is not None:
+            assert self.draft_probs.ndim == 2, "draft_probs are [N, V]"
+            assert self.parents.max() < len(self.draft_probs) <= size, "one row of draft_probs for each parent"
+
+    # --- constructors -------------------------------------------------------------------------------------------
+
+    @classmethod
+    def root(cls, token: int) -> DraftTree:
+        """Return the tree of the drafter that proposes nothing: plain decoding."""
+        return cls(np.array([token], np.int64), np.array([-1], np.int64), log_probs=np.zeros(1, np.float32))
+
+    @classmethod
+    def chain(
+        cls,
+        root: int,
+        tokens: Sequence[int],
+        *,
+        source: str = "draft",
+        draft_probs: torch.Tensor | None = None,
+        log_probs: Sequence[float] | NDArray[np.float32] | None = None,
+    ) -> DraftTree:
+        """Return root - tokens[0] - tokens[1] - ...
+
+        draft_probs  [n, V] for n tokens: row i is the law that tokens[i] was sampled from
+        log_probs    [n]: joint, tokens[0] alone first
+        """
+        size = 1 + len(tokens)
+        return cls(
+            np.array([root, *tokens], np.int64),
+            np.arange(-1, size - 1, dtype=np.int64),
+            draft_probs=draft_probs,
+            sources=_labels(source, size - 1),
+            log_probs=None if log_probs is None else np.array([0.0, *log_probs], np.float32),
+        )
+
+    @classmethod
+    def product(
+        cls,
+        root: int,
+        levels: Sequence[Sequence[int]],
+        *,
+        level_log_probs: Sequence[Sequence[float]] | None = None,
+        sources: Sequence[str] | None = None,
+    ) -> DraftTree:
+        """Return the full product tree of the papers, breadth first: 1 + sum k^g nodes for gamma levels of k.
+
+        ``product(9, [[1, 2], [3, 4]])`` is
+
+            9 (0) +-- 1 (1) +-- 3 (3)        tokens   9  1  2  3  4  3  4
+                  |         +-- 4 (4)        parents -1  0  0  1  1  2  2
+                  +-- 2 (2) +-- 3 (5)
+                            +-- 4 (6)
+
+        levels           the tokens of each depth, best first
+        level_log_probs  the log probability of each of them on its own; they add up along a path
+        sources          one label a level; "stream 1", "stream 2", ... if not given
+        """
+        names = [f"stream {g}" for g in range(1, len(levels) + 1)] if sources is None else sources
+        assert len(names) >= len(levels), "one source for each level"
+        tokens, parents = [np.array([root], np.int64)], [np.array([-1], np.int64)]
+        joint, labels = [np.zeros(1, np.float32)], ["target"]
+        start, width = 0, 1  # of the level above
+        for g, level in enumerate(levels):
+            tokens.append(np.tile(np.array(level, np.int64), width))
+            parents.append(np.repeat(np.arange(start, start + width, dtype=np.int64), len(level)))
+            if level_log_probs is not None:
+                joint.append((joint[-1][:, None] + np.array(level_log_probs[g], np.float32)[None, :]).ravel())
+            labels += [names[g]] * (width * len(level))
+            start, width = start + width, width * len(level)
+        return cls(
+            np.concatenate(tokens),
+            np.concatenate(parents),
+            sources=tuple(labels),
+            log_probs=None if level_log_probs is None else np.concatenate(joint),
+        )
+
+    @classmethod
+    def from_paths(
+        cls,
+        root: int,
+        paths: Sequence[Sequence[int]],
+        *,
+        source: str | Sequence[str] = "draft",
+        log_probs: Sequence[Sequence[float]] | None = None,
+    ) -> DraftTree:
+        """Return the prefix trie of some continuations of the root.
+
+        ``from_paths(9, [[1, 2], [1, 3], [2]])`` is
+
+            9 (0) +-- 1 (1) +-- 2 (2)        tokens   9  1  2  3  2
+                  |         +-- 3 (3)        parents -1  0  1  1  0
+                  +-- 2 (4)
+
+        source     one label, or one a path
+        log_probs  as long as ``paths``, each joint along its path; a shared node keeps the highest
+        """
+        trie = _Trie(root)
+        believed = log_probs is not None
+        for k, path in enumerate(paths):
+            label = source if isinstance(source, str) else source[k]
+            node = 0
+            for depth, token in enumerate(path):
+                joint = log_probs[k][depth] if log_probs is not None else UNKNOWN_LOG_PROB * (depth + 1)
+                node = trie.add(node, token, label, joint)
+        return trie.tree(with_log_probs=believed)
+
+    # --- what follows from parents ------------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        """N, the root included."""
+        return len(self.tokens)
+
+    @cached_property
+    def depths(self) -> NDArray[np.int64]:
+        """[N] distance from the root: node i sits at the root's position + depths[i]."""
+        depths = [0] * self.size
+        for node, parent in enumerate(self.parents.tolist()):
+            if node:
+                depths[node] = depths[parent] + 1
+        return np.array(depths, np.int64)
+
+    @property
+    def max_depth(self) -> int:
+        """The longest path, in drafted tokens."""
+        return int(self.depths.max())
+
+    @cached_property
+    def mask(self) -> NDArray[np.bool_]:
+        """[N, N]: mask[i, j] says that j is i or an ancestor of i, hence that i attends to j.
+
+        The tree at the top of this module:    1 . . . .
+                                               1 1 . . .
+                                               1 . 1 . .
+                                               1 1 . 1 .
+                                               1 1 . . 1
+        """
+        # One Python integer a node serves as a set of bits, so a row costs one "or" whatever the depth.
+        rows = [1] * self.size
+        for node, parent in enumerate(self.parents.tolist()):
+            if node:
+                rows[node] = rows[parent] | (1 << node)
+        stride = (self.size + 7) // 8
+        packed = np.frombuffer(b"".join(row.to_bytes(stride, "little") for row in rows), np.uint8)
+        bits = np.unpackbits(packed.reshape(self.size, stride), axis=1, count=self.size, bitorder="little")
+        return bits.view(np.bool_)
+
+    @cached_property
+    def _children(self) -> list[tuple[int, ...]]:
+        children: list[list[int]] = [[] for _ in range(self.size)]
+        for node, parent in enumerate(self.parents.tolist()):
+            if node:
+                children[parent].append(node)
+        return [tuple(siblings) for siblings in children]
+
+    def children(self, node: int) -> tuple[int, ...]:
+        """Return the children of a node in ascending order, which is the order they were sampled in."""
+        return self._children[node]
+
+    def path_to(self, node: int) -> tuple[int, ...]:
+        """Return the nodes from the root to ``node``, both included."""
+        path = [node]
+        while path[-1] > 0:
+            path.append(int(self.parents[path[-1]]))
+        return tuple(reversed(path))
+
+    @property
+    def leaves(self) -> tuple[int, ...]:
+        """The nodes without children, ascending."""
+        return tuple(node for node, siblings in enumerate(self._children) if not siblings)
+
+    # --- operations: all of them drop draft_probs ---------------------------------------------------------------
+
+    def select(self, kept: Sequence[int] | NDArray[np.int64]) -> DraftTree:
+        """Return the tree of some nodes: ascending, with the root, and with the parent of each.
+
+        ``select([0, 1, 4])`` of the tree at the top is The - cat - ran: parents -1 0 1.
+        """
+        nodes = np.asarray(kept, np.int64)
+        assert nodes.ndim == 1, "kept is a list of nodes"
+        assert len(nodes) > 0, "the root stays"
+        assert nodes[0] == 0, "the root stays"
+        assert bool((nodes[1:] > nodes[:-1]).all()), "kept nodes ascend"
+        assert nodes[-1] < self.size, "kept nodes exist"
+        renamed = np.full(self.size + 1, -1, np.int64)  # one more, so that the root's parent -1 stays -1
+        renamed[nodes] = np.arange(len(nodes))
+        parents = renamed[self.parents[nodes]]
+        assert bool((parents[1:] >= 0).all()), "the parent of a kept node is kept"
+        return DraftTree(
+            self.tokens[nodes],
+            parents,
+            replacement=self.replacement,
+            sources=tuple([self.sources[node] for node in nodes.tolist()]),
+            log_probs=None if self.log_probs is None else self.log_probs[nodes],
+        )
+
+    def truncate(self, budget: int) -> DraftTree:
+        """Return the ``budget`` best nodes, the root among them, by log_probs; the shallowest where there are none.
+
+        A child never outranks its parent, so what is kept is a tree.
+        """
+        assert budget >= 1, "the root stays"
+        rank = self._beliefs()
+        for node, parent in enumerate(self.parents.tolist()):
+            if node:
+                rank[node] = min(rank[node], rank[parent])
+        rank[0] = math.inf
+        # sorted() is stable: between equals the earlier node, hence the parent, goes first.
+        best = sorted(range(self.size), key=rank.__getitem__, reverse=True)[:budget]
+        return self.select(sorted(best))
+
+    @staticmethod
+    def merge(trees: Sequence[DraftTree], budget: int) -> DraftTree:
+        """Return the best ``budget`` nodes, the root among them, of the union of trees that share a root.
+
+        A node that several trees propose appears once, with the highest log probability and that one's source. A
+        tree without log_probs counts as a coin toss a token.
+
+            9 +-- 1 (-0.1) -- 2 (-0.3)         9 +-- 1 (-0.2) -- 5 (-0.4)
+                                                 +-- 4 (-2.0)
+        merge to
+
+            9 (0) +-- 1 (1: -0.1) +-- 2 (2: -0.3)
+                  |               +-- 5 (3: -0.4)
+                  +-- 4 (4: -2.0), dropped at budget 4
+        """
+        assert trees, "something to merge"
+        trie = _Trie(int(trees[0].tokens[0]))
+        for tree in trees:
+            assert tree.tokens[0] == trees[0].tokens[0], "merged trees share their root"
+            renamed = [0] * tree.size
+            nodes = zip(tree.parents.tolist(), tree.tokens.tolist(), tree.sources, tree._beliefs(), strict=True)
+            for node, (parent, token, source, joint) in enumerate(nodes):
+                if node:
+                    renamed[node] = trie.add(renamed[parent], token, source, joint)
+        return trie.tree(with_log_probs=True).truncate(budget)
+
+    def _beliefs(self) -> list[float]:
+        joint_N = self.depths * UNKNOWN_LOG_PROB if self.log_probs is None else self.log_probs
+        beliefs: list[float] = joint_N.tolist()
+        return beliefs
+
+
+class _Trie:
+    """A tree under construction in which a parent has one child a token."""
+
+    def __init__(self, root: int) -> None:
+        self.tokens, self.parents, self.sources, self.joints = [root], [-1], ["target"], [0.0]
+        self.nodes: dict[tuple[int, int], int] = {}
+
+    def add(self, parent: int, token: int, source: str, joint: float) -> int:
+        known = self.nodes.get((parent, token))
+        if known is None:
+            self.nodes[parent, token] = node = len(self.tokens)
+            self.tokens.append(token)
+            self.parents.append(parent)
+            self.sources.append(source)
+            self.joints.append(joint)
+            return node
+        if joint > self.joints[known]:
+            self.joints[known], self.sources[known] = joint, source
+        return known
+
+    def tree(self, *, with_log_probs: bool) -> DraftTree:
+        return DraftTree(
+            np.array(self.tokens, np.int64),
+            np.array(self.parents, np.int64),
+            sources=tuple(self.sources),
+            log_probs=np.array(self.joints, np.float32) if with_log_probs else None,
+        )
+
+
+def _labels(sources: str, count: int) -> tuple[str, ...]:
+    return ("target", *[sources] * count)

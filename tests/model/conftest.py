@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from toys import CASES, Oracle, save_toy, toy_hf
+
+from anabranch.model.load import Target, load_target
+
+ToyMaker = Callable[[str], tuple[Target, Oracle]]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def make_toy(tmp_path_factory: pytest.TempPathFactory) -> ToyMaker:
+    """Our decoder and transformers' model of a case of ``toys.CASES``, with the same weights."""
+
+    @cache
+    def make(case: str) -> tuple[Target, Oracle]:
+        model_type, config = CASES[case]
+        model = toy_hf(model_type, config)
+        folder: Path = save_toy(model, tmp_path_factory.mktemp(case))
+        return load_target(str(folder), dtype="float32", device="cpu"), Oracle(model)
+
+    return make
+
+
+@pytest.fixture(params=sorted(CASES))
+def toy(request: pytest.FixtureRequest, make_toy: ToyMaker) -> tuple[Target, Oracle]:
+    """Every case in turn."""
+    return make_toy(request.param)

@@ -1,0 +1,137 @@
+"""Writes toy GGUF files the way llama.cpp's converter would, from Hugging Face models with random weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from tokenizers import pre_tokenizers
+
+SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+MERGES = ["Ċ Ċ", "h i"]
+TOKENS = [*SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ", "hi"]
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+
+ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "phi3": gguf.MODEL_ARCH.PHI3,
+    "gemma2": gguf.MODEL_ARCH.GEMMA2,
+    "gpt2": gguf.MODEL_ARCH.GPT2,
+}
+
+
+def toy_model(family: str, **overrides: Any) -> Any:
+    """A Hugging Face model of two layers, width 64, 4 heads and 2 kv heads, with random norms and biases too."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 128,
+    }
+    if family == "gpt2":
+        sizes = {"n_embd": 64, "n_inner": 96, "n_layer": 2, "n_head": 4, "n_positions": 128}
+    if family == "gemma2":
+        sizes |= {"query_pre_attn_scalar": 16, "sliding_window": 8}
+    if family == "phi3":
+        sizes |= {"tie_word_embeddings": False}
+    ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    config = AutoConfig.for_model(family, vocab_size=len(TOKENS), **{**sizes, **ends, **overrides})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+def write_gguf(path: Path, family: str, model: Any, *, pre: str = "smollm", quantize: bool = False) -> Path:
+    """Write ``model`` to ``path``; ``quantize`` stores block matrices as Q8_0."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, family)
+    layers = config.num_hidden_layers
+    writer.add_block_count(layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_head_count(config.num_attention_heads)
+    if family == "gpt2":
+        writer.add_feed_forward_length(config.n_inner)
+        writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    else:
+        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        writer.add_rope_dimension_count(16)
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if family == "gemma2":
+        writer.add_key_length(config.head_dim)
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    _add_tokenizer(writer, pre)
+    names = gguf.get_tensor_name_map(ARCHITECTURES[family], layers)
+    for name, values in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert stored is not None, name
+        _add_tensor(writer, stored, _as_converter_would(stored, values.numpy(), family, config), quantize=quantize)
+    if (parameters := getattr(config, "rope_parameters", None)) and parameters["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", llama3_divisors(config))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def llama3_divisors(config: Any) -> np.ndarray:
+    """The (E/2,) divisors of Llama 3's frequencies, by transformers' own formula."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    plain = config.rope_parameters["rope_theta"] ** -(torch.arange(0, 16, 2) / 16)
+    return (plain / scaled).numpy().astype(np.float32)
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, pre: str) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3] * len(SPECIALS) + [1] * (len(TOKENS) - len(SPECIALS)))
+    writer.add_token_merges(MERGES)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_pad_token_id(2)
+    writer.add_chat_template(TEMPLATE)
+
+
+def _as_converter_would(stored: str, values: np.ndarray, family: str, config: Any) -> np.ndarray:
+    if family == "llama" and (".attn_q." in stored or ".attn_k." in stored):
+        heads = config.num_attention_heads if ".attn_q." in stored else config.num_key_value_heads
+        halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+        return halves.swapaxes(1, 2).reshape(values.shape)
+    if family == "gemma2" and "norm" in stored:
+        return values + np.float32(1)
+    if family == "gpt2" and stored.startswith("blk") and stored.endswith("weight") and values.ndim == 2:
+        return values.T
+    return values
+
+
+def _add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, *, quantize: bool) -> None:
+    values = np.ascontiguousarray(values)
+    if quantize and values.ndim == 2 and name.startswith("blk"):
+        kind = gguf.GGMLQuantizationType.Q8_0
+        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    else:
+        writer.add_tensor(name, values)

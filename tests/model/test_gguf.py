@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf_files import ARCHITECTURES, TOKENS, toy_model, write_gguf
+
+from anabranch.errors import FileError, ModelError
+from anabranch.model.gguf import read_gguf, unpermute_rotary
+
+
+@pytest.mark.parametrize("family", sorted(ARCHITECTURES))
+def test_a_family_survives_the_way_through_gguf(tmp_path: Path, family: str) -> None:
+    """Names, layout and config at once: the model rebuilt from the file computes the same logits, bit for bit."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    original = toy_model(family)
+    contents = read_gguf(write_gguf(tmp_path / "toy.gguf", family, original), dtype=torch.float32)
+
+    expected = original.state_dict()
+    if original.config.tie_word_embeddings:
+        del expected["lm_head.weight"]
+    assert set(contents.tensors) == set(expected)
+    rebuilt = AutoModelForCausalLM.from_config(AutoConfig.for_model(**contents.config)).eval()
+    # Gemma's norms went through `+ 1 - 1` in float32, the others are untouched
+    tolerance = 1e-6 if family == "gemma2" else 0.0
+    for name, values in expected.items():
+        torch.testing.assert_close(contents.tensors[name], values, rtol=0, atol=tolerance)
+    rebuilt.load_state_dict(dict(contents.tensors), strict=False)
+    rebuilt.tie_weights()
+    ids = torch.arange(3, 23)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(rebuilt(ids).logits, original(ids).logits, rtol=0, atol=1e-4 * bool(tolerance))
+
+
+def test_rotary_rows_as_drawn() -> None:
+    rows = np.array([[0], [2], [1], [3]])
+    assert unpermute_rotary(rows, 1)[:, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_quantised_blocks_are_dequantised_then_rounded_once(tmp_path: Path) -> None:
+    model = toy_model("llama")
+    contents = read_gguf(write_gguf(tmp_path / "toy.gguf", "llama", model, quantize=True))
+    kind = gguf.GGMLQuantizationType.Q8_0
+    values = model.state_dict()["model.layers.1.mlp.up_proj.weight"].numpy()
+    expected = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind)).bfloat16()
+    assert torch.equal(contents.tensors["model.layers.1.mlp.up_proj.weight"], expected)
+    # the rows of q are quantised one by one, so undoing their order is exact on quantised rows too
+    query = model.state_dict()["model.layers.0.self_attn.q_proj.weight"].numpy()
+    expected = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(query, kind), kind)).bfloat16()
+    assert torch.equal(contents.tensors["model.layers.0.self_attn.q_proj.weight"], expected)
+
+
+def test_llama3_frequencies_are_recovered_from_their_divisors(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    model = toy_model("llama", rope_parameters=rope, max_position_embeddings=131072)
+    contents = read_gguf(write_gguf(tmp_path / "toy.gguf", "llama", model))
+    assert contents.config["rope_parameters"] == rope
+
+
+def test_smollm_digits_are_split_before_anything_else(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "toy.gguf", "llama", toy_model("llama"))
+    tokenizer = read_gguf(path).tokenizer
+    assert tokenizer.tokenize("12345") == list("12345")
+    # GPT-2's split alone gives "\n", "\n", "1"
+    assert tokenizer.tokenize("a\n\n1.") == ["a", "ĊĊ", "1", "."]
+    text = "  hi\n\n\tx = 12345; café 東京 🙂 don't"
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+def test_special_tokens_and_template(tmp_path: Path) -> None:
+    tokenizer = read_gguf(write_gguf(tmp_path / "toy.gguf", "llama", toy_model("llama"))).tokenizer
+    hi = TOKENS.index("hi")
+    assert tokenizer("<|im_start|>hi<|im_end|><|endoftext|>").input_ids == [1, hi, 2, 0]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (1, 2, 0)
+    assert tokenizer.decode([1, hi, 2], skip_special_tokens=True) == "hi"
+    messages = [{"role": "user", "content": "hi"}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == "<|im_start|>user\nhi<|im_end|>\n"
+
+
+def test_the_tokenizer_is_the_same_after_saving(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = read_gguf(write_gguf(tmp_path / "toy.gguf", "llama", toy_model("llama"))).tokenizer
+    tokenizer.save_pretrained(tmp_path / "saved")
+    again = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    text = "<|im_start|>a\n\n12 hi"
+    assert again(text).input_ids == tokenizer(text).input_ids
+
+
+def test_llama3_split_keeps_three_digits_and_begins_with_bos(tmp_path: Path) -> None:
+    tokenizer = read_gguf(write_gguf(tmp_path / "toy.gguf", "llama", toy_model("llama"), pre="llama-bpe")).tokenizer
+    assert tokenizer("hi").input_ids == [1, TOKENS.index("hi")]
+    assert [piece for piece, _ in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("12345")] == ["123", "45"]
+
+
+def test_an_unknown_split_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "toy.gguf", "llama", toy_model("llama"), pre="esperanto")
+    with pytest.raises(ModelError, match=r"'esperanto'; the known ones are .*smollm"):
+        read_gguf(path)
+
+
+def test_an_unknown_architecture_names_the_known_ones(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "toy.gguf", "mamba")
+    writer.add_tensor("x", np.zeros(4, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match="'mamba'; the known ones are gemma2, gpt2, llama, phi3, qwen2, qwen3"):
+        read_gguf(tmp_path / "toy.gguf")
+
+
+@pytest.mark.parametrize("keep", [0, 3, 20, 60, 1000, 5000, -5000, -1])
+def test_a_truncated_file_is_a_sentence(tmp_path: Path, keep: int) -> None:
+    path = write_gguf(tmp_path / "toy.gguf", "llama", toy_model("llama"))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:keep])
+    with pytest.raises(FileError, match=r"truncated or damaged .* fetch it again"):
+        read_gguf(path)
+
+
+def test_random_damage_never_shows_a_foreign_error(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "toy.gguf", "llama", toy_model("llama"))
+    whole = bytearray(path.read_bytes())
+    generator = np.random.default_rng(0)
+    for _ in range(60):
+        damaged = bytearray(whole)
+        for at in generator.integers(0, 6000, size=8):
+            damaged[at] = generator.integers(256)
+        path.write_bytes(damaged)
+        try:
+            read_gguf(path)
+        except (FileError, ModelError):
+            continue
+
+
+def test_not_a_gguf_file_and_no_file(tmp_path: Path) -> None:
+    (tmp_path / "text.gguf").write_text("not a model, " * 100)
+    with pytest.raises(FileError, match="not a GGUF file"):
+        read_gguf(tmp_path / "text.gguf")
+    with pytest.raises(FileError, match="There is no GGUF file"):
+        read_gguf(tmp_path / "absent.gguf")

@@ -1,0 +1,348 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf_files import toy_model, write_gguf
+from safetensors.torch import load_file, save_file
+from toys import CASES, save_toy, toy_hf
+
+from anabranch.errors import DeviceError, FetchError, FileError, InputError, ModelError
+from anabranch.model.families import FAMILIES, model_config
+from anabranch.model.load import build_decoder, load_target, resolve_device, resolve_dtype
+from anabranch.model.weights import fill_decoder, fingerprint, load_safetensors_dir, stored_dtype
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_toy(toy_hf(*CASES["llama"]), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def folder(pristine: Path, tmp_path: Path) -> Path:
+    """A model folder that a test may damage."""
+    return Path(shutil.copytree(pristine, tmp_path / "toy"))
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    return save_toy(toy_hf(*CASES["llama"]), tmp_path / "sharded", max_shard_size="60KB")
+
+
+def edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+# -- what loads ------------------------------------------------------------------------------------
+def test_a_target_is_frozen_and_complete(folder: Path) -> None:
+    target = load_target(str(folder), device="cpu")
+    assert not target.decoder.training
+    assert not any(parameter.requires_grad for parameter in target.decoder.parameters())
+    assert target.decoder.dtype == torch.float32, "auto is what the file has"
+    assert target.path == folder
+    assert target.tokenizer("w5 w6")["input_ids"] == [5, 6]
+    assert target.decoder.config is target.config
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_auto_takes_the_type_of_the_file(tmp_path: Path, dtype: torch.dtype) -> None:
+    save_toy(toy_hf(*CASES["llama"]).to(dtype), tmp_path)
+    target = load_target(str(tmp_path), device="cpu")
+    assert {parameter.dtype for parameter in target.decoder.parameters()} == {dtype}
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_a_sparse_config_means_what_transformers_takes_it_to_mean(case: str) -> None:
+    """Old files leave out what was the default then; our defaults are those of transformers."""
+    from transformers import AutoConfig
+
+    model_type, given = CASES[case]
+    sparse = {"model_type": model_type, **given}
+    assert model_config(sparse) == model_config(AutoConfig.for_model(model_type, **given).to_dict())
+
+
+def test_shards_load_as_one_file_does(folder: Path, sharded: Path) -> None:
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    assert fingerprint(sharded) == fingerprint(folder)
+    whole, parts = load_target(str(folder), device="cpu"), load_target(str(sharded), device="cpu")
+    for (name, ours), (_, theirs) in zip(
+        whole.decoder.named_parameters(), parts.decoder.named_parameters(), strict=True
+    ):
+        assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_fingerprint_names_the_weights_and_not_how_they_were_loaded(tmp_path: Path, stored: torch.dtype) -> None:
+    save_toy(toy_hf(*CASES["gpt2"]).to(stored), tmp_path)
+    prints = {fingerprint(tmp_path)}
+    for dtype in ("float32", "bfloat16", "float16"):
+        target = load_target(str(tmp_path), dtype=dtype, device="cpu")
+        prints.add(target.fingerprint)
+        if dtype != "float16":
+            prints.add(fingerprint(target.decoder))
+    assert len(prints) == 1
+    assert len(prints.pop()) == 64
+
+
+def test_the_fingerprint_tells_trainings_apart(folder: Path, tmp_path: Path) -> None:
+    other = save_toy(toy_hf(*CASES["llama"], seed=1), tmp_path / "other")
+    assert fingerprint(other) != fingerprint(folder)
+    before = fingerprint(folder)
+    edit_tensors(folder, lambda tensors: tensors["model.norm.weight"].add_(0.5))
+    assert fingerprint(folder) != before
+
+
+def test_names_without_the_outer_module(tmp_path: Path, make_toy: Any) -> None:
+    """GPT-2's own file has ``h.0.attn``, not ``transformer.h.0.attn``, and carries its masks along."""
+    target, _ = make_toy("gpt2")
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        tensors["h.0.attn.bias"] = torch.ones(1, 1, 4, 4)
+
+    shutil.copytree(target.path, tmp_path / "bare")
+    edit_tensors(tmp_path / "bare", rename)
+    assert load_target(str(tmp_path / "bare"), device="cpu").fingerprint == target.fingerprint
+
+
+@pytest.mark.parametrize(("stated", "expected"), [(None, (2,)), (7, (7, 2)), ([8, 9], (8, 9, 2)), ([2, 9], (2, 9))])
+def test_end_tokens_come_from_generation_config_and_tokenizer(
+    folder: Path, stated: Any, expected: tuple[int, ...]
+) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stated}))
+    assert load_target(str(folder), device="cpu").config.eos_token_ids == expected
+
+
+def test_shapes_alone_take_no_memory() -> None:
+    config = model_config({"model_type": CASES["llama"][0], **CASES["llama"][1]})
+    decoder = build_decoder(config)
+    assert all(parameter.is_meta for parameter in decoder.parameters())
+    d, v = config.hidden_size, config.vocab_size
+    layer = d * (64 + 2 * 32) + d * d + 3 * d * 96 + 2 * d
+    assert sum(parameter.numel() for parameter in decoder.parameters()) == 2 * v * d + 3 * layer + d
+
+
+def test_a_tied_head_stays_tied(make_toy: Any) -> None:
+    decoder = make_toy("llama-biased-tied")[0].decoder
+    assert decoder.head.weight is decoder.embedding.weight
+
+
+def test_a_gguf_file(tmp_path: Path) -> None:
+    original = toy_model("llama")
+    path = write_gguf(tmp_path / "toy.gguf", "llama", original)
+    target = load_target(str(path), dtype="float32", device="cpu")
+    assert target.path == path
+    assert torch.equal(target.decoder.embedding.weight, original.state_dict()["model.embed_tokens.weight"])
+    half = load_target(str(path), device="cpu")
+    assert half.decoder.dtype == torch.bfloat16
+    assert half.fingerprint == target.fingerprint
+
+
+# -- what does not ---------------------------------------------------------------------------------
+def test_an_unknown_family_is_told_the_known_ones(folder: Path) -> None:
+    edit(folder / "config.json", model_type="mamba")
+    with pytest.raises(ModelError, match="'mamba' is not known; the families are gemma, gemma2, gpt2,") as raised:
+        load_target(str(folder))
+    assert all(family in str(raised.value) for family in FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("opt", {"do_layer_norm_before": False}, "opt-350m"),
+        ("opt", {"word_embed_proj_dim": 32}, "projected embeddings"),
+        ("phi", {"qk_layernorm": True}, "qk_layernorm"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantised"),
+        ("llama", {"hidden_act": "prelu"}, "'prelu' is not known"),
+        ("llama", {"num_key_value_heads": 3}, "4 heads cannot share 3"),
+    ],
+)
+def test_variants_that_are_not_computed_are_refused(model_type: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        model_config({"model_type": model_type, **CASES[model_type][1], **changes})
+
+
+def test_a_config_without_sizes(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ModelError, match="lacks 'num_attention_heads'"):
+        load_target(str(folder))
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", ""])
+def test_a_config_that_is_no_object(folder: Path, text: str) -> None:
+    (folder / "config.json").write_text(text)
+    with pytest.raises(FileError, match=r"config\.json"):
+        load_target(str(folder))
+
+
+def test_a_missing_shard(sharded: Path) -> None:
+    lost = sorted(sharded.glob("*.safetensors"))[1]
+    lost.unlink()
+    with pytest.raises(FileError, match=f"lacks the shard {lost.name}"):
+        load_target(str(sharded))
+
+
+def test_an_index_that_leads_out_of_its_folder(sharded: Path) -> None:
+    index = sharded / "model.safetensors.index.json"
+    names = json.loads(index.read_text())["weight_map"]
+    edit(index, weight_map=dict.fromkeys(names, "../toy/model.safetensors"))
+    with pytest.raises(FileError, match="lacks the shard"):
+        load_safetensors_dir(sharded)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 20_000])
+def test_a_truncated_file(folder: Path, keep: int) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(FileError, match="truncated"):
+        load_target(str(folder))
+
+
+def test_a_file_that_is_something_else(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"\xff" * 4096)
+    with pytest.raises(FileError, match="no safetensors file"):
+        load_target(str(folder))
+
+
+def test_pickle_is_never_read(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+    with pytest.raises(FileError, match="convert them to safetensors"):
+        load_target(str(folder))
+
+
+def test_no_weights_at_all(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(FileError, match=r"neither model\.safetensors nor"):
+        load_target(str(folder))
+
+
+def test_missing_tensors_are_named(folder: Path) -> None:
+    edit_tensors(folder, lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.weight"))
+    with pytest.raises(ModelError, match=r"lack model\.layers\.1\.self_attn\.k_proj\.weight"):
+        load_target(str(folder))
+
+
+def test_leftover_tensors_are_named(folder: Path) -> None:
+    edit_tensors(folder, lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}))
+    with pytest.raises(ModelError, match=r"hold model\.layers\.0\.self_attn\.q_proj\.bias"):
+        load_target(str(folder))
+
+
+@pytest.mark.parametrize("shape", [(64, 63), (63, 64), (64,)])
+def test_unexpected_shapes_are_named(folder: Path, shape: tuple[int, ...]) -> None:
+    edit_tensors(folder, lambda t: t.update({"model.layers.0.self_attn.q_proj.weight": torch.zeros(shape)}))
+    with pytest.raises(ModelError, match=r"q_proj\.weight \+ .*config asks for \(128, 64\)"):
+        load_target(str(folder))
+
+
+def test_integer_weights_are_refused(folder: Path) -> None:
+    edit_tensors(folder, lambda t: t.update({"model.norm.weight": torch.zeros(64, dtype=torch.int8)}))
+    with pytest.raises(ModelError, match=r"model\.norm\.weight is stored as torch\.int8"):
+        load_target(str(folder))
+
+
+def test_a_missing_tokenizer(folder: Path) -> None:
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(FileError, match="no readable tokenizer"):
+        load_target(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("./nowhere", "no folder ./nowhere"),
+        ("/no/where/at/all", "no folder"),
+        ("missing.gguf", "no file missing.gguf"),
+        ("", "no folder"),
+    ],
+)
+def test_paths_that_are_not_there(name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileError, match=message):
+        load_target(name)
+
+
+def test_a_file_and_an_empty_folder(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(FileError, match="neither a folder nor"):
+        load_target(str(tmp_path / "notes.txt"))
+    with pytest.raises(FileError, match=r"has no config\.json"):
+        load_target(str(tmp_path))
+
+
+def test_a_hub_out_of_reach_says_how_to_go_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def offline(*_: object, **__: object) -> str:
+        raise LocalEntryNotFoundError("no connection")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(FetchError, match=r"cannot be reached; copy its config\.json, safetensors and tokenizer files"):
+        load_target("org/model")
+
+
+def test_the_hub_is_asked_for_safetensors_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    asked: dict[str, Any] = {}
+
+    def download(name: str, **options: Any) -> str:
+        asked.update(options, name=name)
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    target = load_target("org/model", revision="v2", device="cpu")
+    assert (asked["name"], asked["revision"], target.path) == ("org/model", "v2", folder)
+    assert not any(pattern.endswith((".bin", ".pt", "*")) for pattern in asked["allow_patterns"])
+
+
+@pytest.mark.parametrize("device", ["banana", "cuda:x", "mps", "cuda:99"])
+def test_devices_that_are_not_there(device: str) -> None:
+    with pytest.raises(DeviceError, match="device"):
+        resolve_device(device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_no_cuda(folder: Path) -> None:
+    with pytest.raises(DeviceError, match="no CUDA device here"):
+        load_target(str(folder), device="cuda")
+    assert resolve_device("auto") == torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "half", torch.int8, ""])
+def test_types_that_are_not_known(dtype: Any) -> None:
+    with pytest.raises(InputError, match="use auto, float32, bfloat16 or float16"):
+        resolve_dtype(dtype)
+
+
+def test_no_memory_for_the_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = torch.empty
+
+    def full(*shape: Any, **options: Any) -> torch.Tensor:
+        if options.get("device") == torch.device("cpu"):
+            raise torch.OutOfMemoryError("out of memory")
+        return make(*shape, **options)
+
+    config = model_config(json.loads((folder / "config.json").read_text()))
+    tensors = load_safetensors_dir(folder)
+    assert stored_dtype(config, tensors) == torch.float32
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(DeviceError, match="no memory left on cpu"):
+        fill_decoder(config, tensors, dtype=torch.float32, device=torch.device("cpu"))

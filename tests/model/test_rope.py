@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_parity import advance, close
+from toys import CASES, Oracle, tokens, toy_hf
+
+from anabranch.errors import ModelError
+from anabranch.model.cache import Cache
+from anabranch.model.config import ModelConfig, RopeConfig
+from anabranch.model.decoder import Decoder
+from anabranch.model.families import model_config
+from anabranch.model.rope import ROPE_VARIANTS, Rope, rope_frequencies, rotate
+from anabranch.model.weights import fill_decoder
+
+# longest 64 and half of it, so that a toy sequence lies beyond the length that the model was first trained with
+_LONG = {"max_position_embeddings": 64}
+_LLAMA = {**CASES["llama"][1], **_LONG}
+_FACTORS = [1.0 + 0.2 * i for i in range(8)]
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "default": ("llama", {**_LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+    "linear": ("llama", {**_LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
+    "dynamic": (
+        "llama",
+        {
+            **_LLAMA,
+            "max_position_embeddings": 32,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 1e4},
+        },
+    ),
+    "llama3": (
+        "llama",
+        {
+            **_LLAMA,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "yarn": (
+        "qwen2",
+        {
+            **_LLAMA,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "yarn-mscale": (
+        "llama",
+        {
+            **_LLAMA,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "beta_fast": 16.0,
+                "beta_slow": 2.0,
+                "mscale": 0.7,
+                "mscale_all_dim": 0.3,
+                "truncate": False,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "longrope": (
+        "phi3",
+        {
+            **_LLAMA,
+            "original_max_position_embeddings": 32,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": _FACTORS,
+                "long_factor": [2 * factor for factor in _FACTORS],
+            },
+        },
+    ),
+}
+
+
+def described(variant: str) -> tuple[ModelConfig, Any]:
+    """Our config, by way of the file that transformers would write, and transformers' own."""
+    from transformers import AutoConfig
+
+    theirs = AutoConfig.for_model(VARIANTS[variant][0], **VARIANTS[variant][1])
+    return model_config(theirs.to_dict()), theirs
+
+
+def test_every_variant_is_tested() -> None:
+    assert {variant.split("-")[0] for variant in VARIANTS} == set(ROPE_VARIANTS)
+
+
+@pytest.mark.parametrize("planned", [20, 48, 64, 90])
+@pytest.mark.parametrize("variant", sorted(set(VARIANTS) - {"default"}))
+def test_frequencies_equal_those_of_transformers(variant: str, planned: int) -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    ours, theirs = described(variant)
+    kind = theirs.rope_parameters["rope_type"]
+    expected, expected_factor = ROPE_INIT_FUNCTIONS[kind](theirs, torch.device("cpu"), seq_len=planned)
+    frequencies, factor = rope_frequencies(ours.rope, planned)
+    torch.testing.assert_close(frequencies, expected, rtol=1e-6, atol=0)
+    assert factor == pytest.approx(expected_factor, rel=1e-12)
+
+
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+@pytest.mark.parametrize("length", [20, 60])
+def test_logits_within_and_beyond_the_original_length(variant: str, length: int) -> None:
+    model = toy_hf(*VARIANTS[variant])
+    config = model_config(model.config.to_dict())
+    decoder, _ = fill_decoder(config, model.state_dict(), dtype=torch.float32, device=torch.device("cpu"))
+    ids = tokens(length)
+    expected = Oracle(model).logits(ids)
+    whole = _logits(decoder, [ids])
+    close(whole, expected)
+    # stepping does not change a rotation, as long as the same length is planned
+    close(_logits(decoder, [ids[:7], ids[7:19], ids[19:]]), expected)
+
+
+def _logits(decoder: Decoder, pieces: list[list[int]]) -> torch.Tensor:
+    cache = Cache(decoder.config, rows=1, capacity=64, dtype=torch.float32, device=torch.device("cpu"))
+    cache.add_row()
+    planned = sum(len(piece) for piece in pieces)
+    return torch.cat([advance(decoder, piece, cache, planned=planned) for piece in pieces])
+
+
+@pytest.mark.parametrize(
+    "old",
+    [
+        {"rope_theta": 7e4, "rope_scaling": None},
+        {"rope_theta": 7e4, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_theta": 7e4, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+    ],
+)
+def test_files_from_before_transformers_5(old: dict[str, Any]) -> None:
+    from transformers import AutoConfig
+
+    config = {"model_type": "llama", **_LLAMA, **old}
+    theirs = AutoConfig.for_model(**{**config, "rope_scaling": dict(old["rope_scaling"] or {}) or None})
+    assert model_config(config).rope == model_config(theirs.to_dict()).rope
+    assert model_config(config).rope.theta == 7e4
+
+
+def test_first_phi3_files_say_su() -> None:
+    config = {**VARIANTS["longrope"][1], "model_type": "phi3"}
+    factors = {"short_factor": _FACTORS, "long_factor": _FACTORS, "type": "su"}
+    rope = model_config({**config, "rope_parameters": None, "rope_scaling": factors}).rope
+    assert rope.scaling is not None
+    assert rope.scaling["rope_type"] == "longrope"
+    assert rope.original_max_positions == 32
+
+
+def test_an_unknown_variant_is_named() -> None:
+    with pytest.raises(ModelError, match="'spiral' is not known; known are default, dynamic, linear"):
+        model_config({"model_type": "llama", **_LLAMA, "rope_parameters": {"rope_type": "spiral"}})
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"rope_type": "llama3", "factor": 8.0}, "'llama3' needs 'low_freq_factor'"),
+        ({"rope_type": "linear"}, "'linear' needs 'factor'"),
+        (
+            {"rope_type": "longrope", "factor": 2.0, "short_factor": _FACTORS, "long_factor": [1.0]},
+            r"does not compute \(1 factors for 8",
+        ),
+        ({"rope_type": "linear", "factor": "two"}, "'linear' does not compute"),
+    ],
+)
+def test_an_incomplete_record_is_refused(record: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        model_config(
+            {"model_type": "llama", **_LLAMA, "rope_parameters": {"original_max_position_embeddings": 32, **record}}
+        )
+
+
+def test_tables_are_computed_once_and_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    rope = Rope(RopeConfig(dim=8), torch.device("cpu"))
+    made: list[int] = []
+    table = rope._table
+    monkeypatch.setattr(rope, "_table", lambda planned: made.append(planned) or table(planned))
+    positions = torch.tensor([[0, 3, 1100]])
+    cos, sin = rope(positions, 100)
+    for planned in (100, 50, 120):
+        assert torch.equal(rope(positions, planned)[0], cos)
+    # 100 + 1024 rounded up to 2048: planned 1500 needs a longer one, and the old positions keep their numbers
+    longer, _ = rope(positions, 1500)
+    assert torch.equal(longer, cos)
+    assert made == [100, 1500]
+    assert cos.shape == sin.shape == (1, 3, 8)
+    torch.testing.assert_close(cos**2 + sin**2, torch.ones(1, 3, 8))
+
+
+def test_length_dependent_variants_keep_few_tables() -> None:
+    rope = Rope(described("dynamic")[0].rope, torch.device("cpu"))
+    positions = torch.arange(40)[None]
+    short = rope(positions, 20)[0]
+    assert torch.equal(rope(positions, 32)[0], short), "up to the trained length nothing is stretched"
+    for planned in range(40, 60):
+        assert not torch.equal(rope(positions, planned)[0], short)
+    assert len(rope._tables) <= 4
+
+
+def test_rotation_as_drawn() -> None:
+    """One head of 6 channels of which 4 turn, by 90 degrees: (1 2 | 3 4) -> (-3 -4 | 1 2), 5 6 stay."""
+    x = torch.arange(1.0, 7.0).view(1, 1, 1, 6)
+    quarter = torch.zeros(1, 1, 4), torch.ones(1, 1, 4)
+    assert rotate(x, *quarter).flatten().tolist() == [-3, -4, 1, 2, 5, 6]

@@ -1,0 +1,296 @@
+"""The distribution, its noise, and that the shortcuts draw from the same law."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from anabranch.errors import InputError
+from anabranch.sampling import (
+    SamplingParams,
+    generator,
+    inverse_cdf,
+    log_probs,
+    process_logits,
+    target_probs,
+    target_tokens,
+    uniforms,
+)
+
+LOGITS = torch.tensor([[0.5, 0.2, 0.2, 0.1], [0.1, 0.6, 0.0, 0.3]]).log()  # [2, 4]
+
+
+def assert_law(params: SamplingParams, expected: list[list[float]]) -> None:
+    torch.testing.assert_close(target_probs(LOGITS, params), torch.tensor(expected).float(), rtol=1e-5, atol=1e-6)
+
+
+# --- the law --------------------------------------------------------------------------------------------------------
+
+
+def test_temperature_one_is_softmax() -> None:
+    assert_law(SamplingParams(temperature=1.0), [[0.5, 0.2, 0.2, 0.1], [0.1, 0.6, 0.0, 0.3]])
+
+
+def test_temperature_half_squares() -> None:
+    first = [p * p / 0.34 for p in (0.5, 0.2, 0.2, 0.1)]
+    assert_law(SamplingParams(temperature=0.5), [first, [0.01 / 0.46, 0.36 / 0.46, 0.0, 0.09 / 0.46]])
+
+
+def test_greedy_is_one_hot_at_the_first_of_ties() -> None:
+    assert_law(SamplingParams(), [[1, 0, 0, 0], [0, 1, 0, 0]])
+    ties = torch.tensor([[1.0, 3.0, 3.0, 3.0]])
+    assert target_probs(ties, SamplingParams()).tolist() == [[0, 1, 0, 0]]
+    wide = torch.zeros(1, 1000)
+    wide[0, [300, 301, 900]] = 5.0
+    assert target_tokens(wide, SamplingParams(), [0.9]).tolist() == [300]
+
+
+def test_top_k_keeps_ties() -> None:
+    assert_law(SamplingParams(temperature=1.0, top_k=1), [[1, 0, 0, 0], [0, 1, 0, 0]])
+    two = [5 / 9, 2 / 9, 2 / 9, 0]  # the two that tie for the second place both stay
+    assert_law(SamplingParams(temperature=1.0, top_k=2), [two, [0, 2 / 3, 0, 1 / 3]])
+    assert_law(SamplingParams(temperature=1.0, top_k=99), [[0.5, 0.2, 0.2, 0.1], [0.1, 0.6, 0.0, 0.3]])
+
+
+def test_top_p_keeps_the_smallest_set_that_holds_the_mass() -> None:
+    assert_law(SamplingParams(temperature=1.0, top_p=0.3), [[1, 0, 0, 0], [0, 1, 0, 0]])
+    assert_law(SamplingParams(temperature=1.0, top_p=0.85), [[5 / 9, 2 / 9, 2 / 9, 0], [0, 2 / 3, 0, 1 / 3]])
+    assert_law(SamplingParams(temperature=1.0, top_p=1e-9), [[1, 0, 0, 0], [0, 1, 0, 0]])
+
+
+def test_top_p_beyond_the_shortlist_sorts_everything() -> None:
+    logits = torch.stack([torch.zeros(2000), torch.arange(2000) * -0.001, torch.arange(2000) * -1.0])
+    probs = target_probs(logits, SamplingParams(temperature=1.0, top_p=0.5))
+    assert (probs > 0).sum(dim=-1).tolist()[0] == 2000  # all of them tie
+    ordered = logits[1].softmax(0).double()
+    enough = int((ordered.cumsum(0) < 0.5).sum()) + 1
+    assert (probs[1] > 0).sum() == enough
+    assert (probs[2] > 0).sum() == 1
+
+
+def test_min_p_is_relative_to_the_best() -> None:
+    assert_law(SamplingParams(temperature=1.0, min_p=0.3), [[5 / 9, 2 / 9, 2 / 9, 0], [0, 2 / 3, 0, 1 / 3]])
+
+
+def test_tiny_temperatures_do_not_overflow() -> None:
+    for temperature in (1e-6, 1e-38, 5e-324):
+        assert_law(SamplingParams(temperature=temperature), [[1, 0, 0, 0], [0, 1, 0, 0]])
+
+
+def test_bfloat16_logits_give_float32_probs() -> None:
+    assert target_probs(LOGITS.bfloat16(), SamplingParams(temperature=1.0)).dtype == torch.float32
+    assert target_tokens(LOGITS.bfloat16(), SamplingParams(), [0.0, 0.0]).tolist() == [0, 1]
+
+
+def test_inputs_are_left_alone() -> None:
+    def in_place(history: Sequence[int], logits: Tensor) -> Tensor:
+        logits[0] = -math.inf
+        return logits
+
+    before = LOGITS.clone()
+    everything = SamplingParams(temperature=1.0, top_k=2, top_p=0.5, min_p=0.1, processors=(in_place,))
+    target_probs(LOGITS, everything, [[0], [1]])
+    assert torch.equal(LOGITS, before)
+
+
+def test_log_probs_are_raw() -> None:
+    expected = torch.tensor([0.1, 0.6]).log()
+    torch.testing.assert_close(log_probs(LOGITS + 3, torch.tensor([3, 1])), expected)
+
+
+# --- history --------------------------------------------------------------------------------------------------------
+
+
+def test_repetition_penalty_pulls_seen_tokens_down_once() -> None:
+    logits = torch.tensor([[2.0, -2.0, 1.0]])
+    params = SamplingParams(repetition_penalty=4.0)
+    assert process_logits(logits, params, [[0, 0, 1]]).tolist() == [[0.5, -8.0, 1.0]]
+    assert target_tokens(logits, params, [0.0], [[0, 0, 1]]).tolist() == [2]
+    assert process_logits(logits, params, [[]]).tolist() == logits.tolist()
+
+
+def test_processors_see_the_history_of_their_own_node() -> None:
+    def forbid_the_last(history: Sequence[int], logits: Tensor) -> Tensor:
+        return logits.index_fill(0, torch.tensor([history[-1]]), -math.inf)
+
+    params = SamplingParams(temperature=1.0, processors=(forbid_the_last,))
+    probs = target_probs(LOGITS, params, [[3, 0], [0, 1]])
+    torch.testing.assert_close(probs, torch.tensor([[0, 0.4, 0.4, 0.2], [0.25, 0, 0, 0.75]]))
+
+
+def test_history_is_needed_only_where_the_law_depends_on_it() -> None:
+    assert not SamplingParams(temperature=1.0, top_k=3).needs_history
+    assert SamplingParams(repetition_penalty=1.1).needs_history
+    for histories in (None, [[0]]):
+        with pytest.raises(InputError, match="histories"):
+            target_probs(LOGITS, SamplingParams(repetition_penalty=1.1), histories)
+
+
+def test_broken_processors_are_named() -> None:
+    forbid = SamplingParams(processors=(lambda history, logits: logits - math.inf,))
+    with pytest.raises(InputError, match="forbid every token"):
+        target_probs(LOGITS, forbid, [[0], [0]])
+    cut = SamplingParams(processors=(lambda history, logits: logits[:2],))
+    with pytest.raises(InputError, match="shape"):
+        target_probs(LOGITS, cut, [[0], [0]])
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.7),
+        SamplingParams(temperature=1.3, top_k=7),
+        SamplingParams(temperature=0.9, top_p=0.8),
+        SamplingParams(temperature=0.9, min_p=0.05),
+        SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.3),
+    ],
+)
+def test_parity_with_hugging_face(params: SamplingParams) -> None:
+    hf = pytest.importorskip("transformers.generation.logits_process")
+    logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(1)) * 3
+    history = torch.randint(0, 50, (5, 9), generator=torch.Generator().manual_seed(2))
+    scores = logits
+    if params.repetition_penalty != 1:
+        scores = hf.RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(history, scores)
+    scores = hf.TemperatureLogitsWarper(params.temperature)(history, scores)
+    if params.top_k:
+        scores = hf.TopKLogitsWarper(params.top_k)(history, scores)
+    if params.top_p < 1:
+        scores = hf.TopPLogitsWarper(params.top_p)(history, scores)
+    if params.min_p:
+        scores = hf.MinPLogitsWarper(params.min_p)(history, scores)
+    torch.testing.assert_close(process_logits(logits, params, history.tolist()), scores)
+
+
+# --- drawing --------------------------------------------------------------------------------------------------------
+
+
+def test_inverse_cdf_drawing() -> None:
+    rows = torch.tensor([[0.5, 0.0, 0.5]] * 4)
+    assert inverse_cdf(rows, [0.0, 0.499, 0.5, 0.999]).tolist() == [0, 0, 2, 2]
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 4, 255, 256, 257, 700]), st.floats(0, 1, exclude_max=True))
+def test_inverse_cdf_never_draws_the_impossible(seed: int, vocabulary: int, uniform: float) -> None:
+    rng = np.random.default_rng(seed)
+    weights = rng.random(vocabulary) ** 8 * (rng.random(vocabulary) < 0.3)
+    weights[rng.integers(vocabulary)] = 1e-9
+    probs = torch.from_numpy(weights / weights.sum()).float()
+    for aim in (uniform, 0.0, 1 - 2.0**-53):
+        token = int(inverse_cdf(probs[None], [aim]))
+        assert probs[token] > 0
+        total = float(probs.double().sum())
+        cdf = probs.double().cumsum(0)
+        assert float(cdf[token]) >= aim * total - 1e-12
+        assert float(cdf[token] - probs[token]) <= aim * total + 1e-12
+
+
+def test_target_tokens_follow_the_law_exactly_on_a_grid() -> None:
+    params = SamplingParams(temperature=1.0, top_k=3)
+    grid = (np.arange(9000) + 0.5) / 9000
+    tokens = target_tokens(LOGITS[:1].expand(9000, 4), params, grid)
+    counts = torch.bincount(tokens, minlength=4) / 9000
+    torch.testing.assert_close(counts, target_probs(LOGITS[:1], params)[0], rtol=0, atol=1e-3)
+
+
+def test_greedy_tokens_have_the_law_of_target_probs() -> None:
+    logits = torch.randint(0, 4, (200, 300), generator=torch.Generator().manual_seed(0)).float()  # full of ties
+    noise = uniforms(0, np.arange(200))
+    shortcut = target_tokens(logits, SamplingParams(), noise)
+    assert shortcut.dtype == torch.int64
+    assert torch.equal(shortcut, inverse_cdf(target_probs(logits, SamplingParams()), noise))
+    assert torch.equal(shortcut, logits.argmax(-1))
+
+
+def test_the_draw_at_a_node_does_not_depend_on_its_neighbours() -> None:
+    logits = torch.randn(33, 1000, generator=torch.Generator().manual_seed(3)) * 4
+    params = SamplingParams(temperature=0.8, top_p=0.9)
+    noise = uniforms(5, np.arange(33))
+    together = target_tokens(logits, params, noise)
+    alone = [int(target_tokens(logits[i : i + 1], params, noise[i : i + 1])) for i in range(33)]
+    assert together.tolist() == alone
+
+
+# --- noise ----------------------------------------------------------------------------------------------------------
+
+
+def test_uniforms_belong_to_positions() -> None:
+    positions = np.array([[7, 3], [7, 10_000_000_000]])
+    numbers = uniforms(1, positions)
+    assert numbers.shape == (2, 2)
+    assert numbers.dtype == np.float64
+    assert numbers[0, 0] == numbers[1, 0]
+    assert numbers[0].tolist() == uniforms(1, np.arange(20))[[7, 3]].tolist()
+    assert numbers[1, 1] == uniforms(1, [10_000_000_000])[0]
+    assert uniforms(1, []).shape == (0,)
+
+
+def test_uniforms_differ_by_seed_lane_and_position() -> None:
+    values = [uniforms(seed, np.arange(100), lane) for seed in (-1, 0, 1, 2**70) for lane in (0, 1, 2)]
+    assert len(np.unique(np.concatenate(values))) == 900
+    assert (values[3] == values[9]).all()  # 2**70 is 0 modulo 2**64
+
+
+def test_uniforms_are_uniform() -> None:
+    numbers = uniforms(0, np.arange(4000))
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
+    counts = np.histogram(numbers, bins=10, range=(0, 1))[0]
+    assert ((counts - 400) ** 2 / 400).sum() < 27.9  # chi-square, 9 degrees of freedom, 0.1 percent
+    assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.06
+
+
+def test_uniforms_are_pinned() -> None:
+    """The noise of a seed is a promise to users: the same text tomorrow and on another machine."""
+    assert uniforms(0, [0, 1]).tolist() == [0.011546754286331562, 0.5023796042735054]
+
+
+def test_generator_is_fresh_for_each_position() -> None:
+    draws = [generator(0, position).random(4).tolist() for position in (5, 5, 6)]
+    assert draws[0] == draws[1]
+    assert not set(draws[0]) & set(draws[2])
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", "hot"),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_p", math.nan),
+        ("top_k", -1),
+        ("top_k", 2.5),
+        ("min_p", -0.1),
+        ("min_p", 1.0),
+        ("min_p", math.nan),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", -1.0),
+        ("repetition_penalty", math.nan),
+        ("seed", 1.5),
+        ("seed", None),
+        ("seed", True),
+    ],
+)
+def test_values_that_mean_nothing_are_refused(name: str, value: object) -> None:
+    with pytest.raises(InputError, match=rf"^{name} must be .*\.$"):
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+
+
+def test_defaults_are_greedy() -> None:
+    assert SamplingParams().greedy
+    assert not SamplingParams(temperature=0.1).greedy
+    assert SamplingParams(seed=np.int64(3)) == SamplingParams(seed=3)  # type: ignore[arg-type]

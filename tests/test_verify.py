@@ -1,0 +1,379 @@
+"""The law of what is emitted, enumerated exactly over a 4-word vocabulary; then the same by chance and by seed.
+
+The enumeration runs the shipped code: ``follow`` on every outcome of the target's draws, and ``trials``, where every
+decision of ``reject`` is made, on every outcome of the drafter's. Steps that emit fewer tokens than compared are
+continued by plain decoding, so the joint law of several tokens is tested and not just the first one's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from anabranch.errors import CapabilityError, InputError
+from anabranch.sampling import SamplingParams, generator, target_probs, target_tokens, uniforms
+from anabranch.tree import DraftTree
+from anabranch.verify import Verdict, choose_rule, follow, reject, trials
+
+VOCABULARY = 4
+LENGTH = 3  # tokens whose joint law is compared
+ROOT = 0
+Law = NDArray[np.float64]
+Words = tuple[int, ...]
+Model = Callable[[Words], Law]
+
+
+def model(seed: int, sharpness: float = 1.5) -> Model:
+    """Return a language model: a law [V] for each sequence of words after the root."""
+
+    def law(words: Words) -> Law:
+        weights = np.exp(sharpness * np.random.default_rng((seed, len(words), *words)).standard_normal(VOCABULARY))
+        return np.asarray(weights / weights.sum())
+
+    return law
+
+
+P, Q = model(1), model(2)
+
+
+def joint(p: Model, emitted: dict[Words, float]) -> Law:
+    """Return the law [V, V, V] of the first LENGTH words when plain decoding goes on after what was emitted."""
+    result = np.zeros([VOCABULARY] * LENGTH)
+    for words, weight in emitted.items():
+        for rest in itertools.product(range(VOCABULARY), repeat=max(0, LENGTH - len(words))):
+            odds, full = weight, words
+            for word in rest:
+                odds, full = odds * p(full)[word], (*full, word)
+            result[full[:LENGTH]] += odds
+    return result
+
+
+def plain_law() -> Law:
+    return joint(P, {(): 1.0})
+
+
+def words_at(tree: DraftTree, node: int) -> Words:
+    return tuple(int(tree.tokens[i]) for i in tree.path_to(node)[1:])
+
+
+def add(emitted: dict[Words, float], words: Words, weight: float) -> None:
+    emitted[words] = emitted.get(words, 0.0) + weight
+
+
+def follow_law(tree: DraftTree) -> Law:
+    """Run ``follow`` on every outcome of the target's draws at the inner nodes, weighed by its probability."""
+    laws = [P(words_at(tree, node)) for node in range(tree.size)]
+    emitted: dict[Words, float] = {}
+    for drawn in itertools.product(range(VOCABULARY), repeat=tree.size):
+        verdict = follow(tree, drawn)
+        weight = float(np.prod([law[word] for law, word in zip(laws, drawn, strict=True)]))
+        add(emitted, (*words_at(tree, verdict.path[-1]), verdict.next_token), weight)
+    return joint(P, emitted)
+
+
+def drafts(parents: list[int], replacement: bool) -> Iterator[tuple[list[int], float]]:
+    """Yield every outcome of sampling the children of each node from Q, with its probability."""
+
+    def grow(tokens: list[int], weight: float) -> Iterator[tuple[list[int], float]]:
+        node = len(tokens)
+        if node == len(parents):
+            yield tokens, weight
+            return
+        words: Words = ()
+        walk = parents[node]
+        while walk:
+            words, walk = (tokens[walk], *words), parents[walk]
+        q = Q(words)
+        if not replacement:
+            q[[tokens[i] for i in range(1, node) if parents[i] == parents[node]]] = 0.0
+            q = q / q.sum()
+        for word in range(VOCABULARY):
+            if q[word] > 0:
+                yield from grow([*tokens, word], weight * float(q[word]))
+
+    return grow([ROOT], 1.0)
+
+
+def sampled_tree(tokens: list[int], parents: list[int], replacement: bool) -> DraftTree:
+    bare = DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64))
+    q_NV = torch.from_numpy(np.stack([Q(words_at(bare, node)) for node in range(bare.size)]))
+    return DraftTree(bare.tokens, bare.parents, draft_probs=q_NV, replacement=replacement)
+
+
+def reject_outcomes(tree: DraftTree, weight: float, emitted: dict[Words, float], node: int = 0) -> None:
+    """Walk through every decision that ``reject`` can make on this tree, weighed by the odds of ``trials``."""
+    assert tree.draft_probs is not None
+    words, siblings = words_at(tree, node), tree.children(node)
+    odds_and_laws = trials(P(words), tree.draft_probs[node].numpy(), tree.tokens[list(siblings)], tree.replacement)
+    for child, (odds, law) in zip((*siblings, None), odds_and_laws, strict=True):
+        if child is None:
+            for word in range(VOCABULARY):
+                add(emitted, (*words, word), weight * float(law[word]))
+        elif odds > 0:
+            reject_outcomes(tree, weight * odds, emitted, child)
+        weight *= 1 - odds
+
+
+def reject_law(parents: list[int], replacement: bool) -> Law:
+    emitted: dict[Words, float] = {}
+    for tokens, weight in drafts(parents, replacement):
+        reject_outcomes(sampled_tree(tokens, parents, replacement), weight, emitted)
+    return joint(P, emitted)
+
+
+def distance(a: Law, b: Law) -> float:
+    """Return the total variation distance."""
+    return float(np.abs(a - b).sum() / 2)
+
+
+# --- follow: any tree -----------------------------------------------------------------------------------------------
+
+
+def top(words: Words, k: int) -> list[int]:
+    return [int(word) for word in np.argsort(-Q(words))[:k]]
+
+
+def trees_of_all_kinds() -> dict[str, DraftTree]:
+    top_k = DraftTree.from_paths(ROOT, [[word, next_word] for word in top((), 2) for next_word in top((word,), 2)])
+    product = DraftTree.product(ROOT, [top((), 2), top((0,), 2)], level_log_probs=[[-1, -2], [-1, -1.5]])
+    chain = DraftTree.chain(ROOT, [3, 1, 2, 0], log_probs=[-0.5, -1.2, -1.3, -9])
+    return {
+        "root": DraftTree.root(ROOT),
+        "chain": chain,
+        "top-k": top_k,
+        "product": product,
+        "pruned": product.select([0, 2, 5, 6]),
+        "truncated": product.truncate(5),
+        "merged": DraftTree.merge([chain, product, top_k], 7),
+        "repeated siblings": DraftTree(np.array([0, 1, 1, 2, 3]), np.array([-1, 0, 0, 1, 2])),
+        "sampled": sampled_tree([ROOT, 2, 2, 1, 0], [-1, 0, 0, 1, 2], True),
+    }
+
+
+@pytest.mark.parametrize("kind", trees_of_all_kinds())
+def test_follow_is_exact_for_any_tree(kind: str) -> None:
+    np.testing.assert_allclose(follow_law(trees_of_all_kinds()[kind]), plain_law(), rtol=0, atol=1e-12)
+
+
+def test_follow_drawing() -> None:
+    tree = DraftTree(np.array([9, 3, 2, 5]), np.array([-1, 0, 0, 1]))
+    assert follow(tree, [2, 3, 7, 5]) == Verdict((0, 2), 7)
+    assert follow(tree, np.array([3, 5, 7, 1])) == Verdict((0, 1, 3), 1)
+    assert follow(tree, [9, 3, 7, 5]) == Verdict((0,), 9)
+    assert Verdict((0, 1, 3), 1).accepted == 2
+
+
+# --- reject: sampled trees ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+@pytest.mark.parametrize(
+    "parents",
+    [[-1], [-1, 0], [-1, 0, 1, 2], [-1, 0, 0], [-1, 0, 0, 0, 0], [-1, 0, 0, 1, 2, 2], [-1, 0, 1, 1, 0]],
+    ids=["root", "one", "chain", "two", "four", "tree", "interleaved"],
+)
+def test_reject_is_exact_for_sampled_trees(parents: list[int], replacement: bool) -> None:
+    np.testing.assert_allclose(reject_law(parents, replacement), plain_law(), rtol=0, atol=1e-12)
+
+
+def test_reject_drawing() -> None:
+    p, q = np.array([0.2, 0.6, 0.2, 0.0]), np.array([0.1, 0.8, 0.1, 0.0])
+    steps = list(trials(p, q, [1, 0], True))
+    np.testing.assert_allclose([odds for odds, _ in steps], [0.75, 1.0, 1.0])
+    np.testing.assert_allclose(steps[1][1], [0.5, 0, 0.5, 0])
+    np.testing.assert_allclose(steps[2][1], [0.5, 0, 0.5, 0])  # .4 0 .4 0, normalised
+
+
+def test_without_replacement_removes_the_tried_word() -> None:
+    p, q = np.array([0.1, 0.2, 0.3, 0.4]), np.array([0.4, 0.3, 0.2, 0.1])
+    steps = list(trials(p, q, [0, 1], False))
+    np.testing.assert_allclose(steps[1][1], [0, 0, 0.25, 0.75])
+    np.testing.assert_allclose(steps[2][1], [0, 0, 0, 1])  # minus 0 1/2 1/3 1/6
+    assert [odds for odds, _ in steps] == pytest.approx([0.25, 0.0, 1.0])
+
+
+def test_a_drafter_that_agrees_is_always_accepted() -> None:
+    p_V = torch.rand(7, generator=torch.Generator().manual_seed(0)).softmax(0)  # float32: sums to 1 only nearly
+    tree = DraftTree.chain(0, [3], draft_probs=p_V[None])
+    for step in range(50):
+        assert reject(tree, torch.stack([p_V, p_V]), generator(0, step)).path == (0, 1)
+
+
+def test_reject_at_temperature_zero_is_the_target_argmax() -> None:
+    one_hot = torch.eye(4)[[2, 1, 3]]
+    hit = DraftTree(np.array([0, 1, 2]), np.array([-1, 0, 0]), draft_probs=torch.full((1, 4), 0.25))
+    assert reject(hit, one_hot, generator(0, 0)) == Verdict((0, 2), 3)
+    miss = DraftTree.chain(0, [1, 3], draft_probs=torch.full((2, 4), 0.25))
+    assert reject(miss, one_hot, generator(0, 0)) == Verdict((0,), 2)
+
+
+# --- the check can fail ---------------------------------------------------------------------------------------------
+
+
+def test_top_k_children_judged_by_the_ratio_err() -> None:
+    best = top((), 2)
+    tree = sampled_tree([ROOT, *best], [-1, 0, 0], True)
+    emitted: dict[Words, float] = {}
+    reject_outcomes(tree, 1.0, emitted)
+    assert distance(joint(P, emitted), plain_law()) > 0.05
+
+
+def test_sampled_children_pruned_by_token_err() -> None:
+    emitted: dict[Words, float] = {}
+    for tokens, weight in drafts([-1, 0, 0], True):
+        kept = max(tokens[1:], key=Q(()).__getitem__)
+        reject_outcomes(sampled_tree([ROOT, kept], [-1, 0], True), weight, emitted)
+    assert distance(joint(P, emitted), plain_law()) > 0.05
+
+
+def test_the_wrong_replacement_errs() -> None:
+    emitted: dict[Words, float] = {}
+    for tokens, weight in drafts([-1, 0, 0, 0], False):
+        reject_outcomes(sampled_tree(tokens, [-1, 0, 0, 0], True), weight, emitted)
+    assert distance(joint(P, emitted), plain_law()) > 0.01
+
+
+# --- reject itself, by chance ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_reject_draws_from_the_target_law(replacement: bool) -> None:
+    runs, parents = 4000, [-1, 0, 0, 1, 2]
+    outcomes = list(drafts(parents, replacement))
+    weights = np.array([weight for _, weight in outcomes])
+    chosen = np.random.default_rng(0).choice(len(outcomes), size=runs, p=weights / weights.sum())
+    counts = np.zeros((VOCABULARY, VOCABULARY))
+    for run, choice in enumerate(chosen.tolist()):
+        tree = sampled_tree(outcomes[choice][0], parents, replacement)
+        noise = generator(11, run)
+        p_NV = torch.from_numpy(np.stack([P(words_at(tree, node)) for node in range(tree.size)]))
+        verdict = reject(tree, p_NV, noise)
+        words = (*words_at(tree, verdict.path[-1]), verdict.next_token)
+        if len(words) == 1:
+            words = (*words, int(noise.choice(VOCABULARY, p=P(words))))
+        counts[words[:2]] += 1
+    expected = runs * plain_law().sum(axis=2)
+    assert ((counts - expected) ** 2 / expected).sum() < 37.7  # chi-square, 15 degrees of freedom, 0.1 percent
+
+
+# --- whole decodings ------------------------------------------------------------------------------------------------
+
+WORDS = 40
+Drafter = Callable[[list[int]], DraftTree]
+
+
+def logits_after(tokens: list[int]) -> torch.Tensor:
+    return torch.from_numpy(2 * np.random.default_rng(tokens[-3:]).standard_normal(WORDS)).float()
+
+
+def decode(drafter: Drafter, params: SamplingParams, count: int) -> tuple[list[int], list[int]]:
+    """Return the tokens and how many each step accepted, by the rule that fits each tree."""
+    tokens, accepted = [1, 2, 3], []
+    while len(tokens) < 3 + count:
+        tree, start = drafter(tokens), len(tokens)
+        paths = [[int(tree.tokens[i]) for i in tree.path_to(node)[1:]] for node in range(tree.size)]
+        logits_NV = torch.stack([logits_after(tokens + path) for path in paths])
+        if choose_rule(tree, "auto") == "follow":
+            drawn = target_tokens(logits_NV, params, uniforms(params.seed, start + tree.depths))
+            verdict = follow(tree, drawn.numpy())
+        else:
+            verdict = reject(tree, target_probs(logits_NV, params), generator(params.seed, start))
+        tokens = tokens + paths[verdict.path[-1]] + [verdict.next_token]
+        accepted.append(verdict.accepted)
+    return tokens[3 : 3 + count], accepted
+
+
+def nothing(tokens: list[int]) -> DraftTree:
+    return DraftTree.root(tokens[-1])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("seed", [0, 7])
+def test_no_drafter_changes_what_follow_says(temperature: float, seed: int) -> None:
+    params = SamplingParams(temperature=temperature, top_p=0.95, seed=seed)
+    plain, steps = decode(nothing, params, 60)
+    assert steps == [0] * 60
+    rng = np.random.default_rng(seed)
+
+    def adversary(tokens: list[int]) -> DraftTree:
+        """Propose mostly what must not be said, wrong twins beside right words, in trees of random shape."""
+        size = int(rng.integers(1, 20))
+        parents = np.array([-1, *(int(rng.integers(0, node)) for node in range(1, size))], np.int64)
+        words = rng.integers(0, WORDS, size)
+        words[0] = tokens[-1]
+        upcoming = plain[len(tokens) - 3 :]
+        for node in range(1, min(size, len(upcoming))):
+            if rng.random() < 0.5:
+                words[node] = upcoming[int(rng.integers(0, min(3, len(upcoming))))]
+        return DraftTree(words, parents)
+
+    assert decode(adversary, params, 60)[0] == plain
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_oracle_is_accepted_to_the_end(temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, seed=3)
+    plain, _ = decode(nothing, params, 60)
+
+    def oracle(tokens: list[int]) -> DraftTree:
+        upcoming = plain[len(tokens) - 3 :][:4]
+        return DraftTree.from_paths(tokens[-1], [[0], upcoming, [1, 2]])
+
+    tokens, accepted = decode(oracle, params, 60)
+    assert tokens == plain
+    assert accepted == [4] * 12
+
+
+def test_reject_at_temperature_zero_says_what_plain_decoding_says() -> None:
+    rng = np.random.default_rng(0)
+    q = torch.full((3, WORDS), 1 / WORDS)
+
+    def sampler(tokens: list[int]) -> DraftTree:
+        return DraftTree.chain(tokens[-1], rng.integers(0, WORDS, 3).tolist(), draft_probs=q)
+
+    assert decode(sampler, SamplingParams(), 40)[0] == decode(nothing, SamplingParams(), 40)[0]
+
+
+# --- misuse ---------------------------------------------------------------------------------------------------------
+
+
+def test_reject_refuses_trees_without_draft_probs() -> None:
+    probs = torch.full((3, 4), 0.25)
+    sampled = DraftTree.chain(0, [1, 2], draft_probs=probs[:2])
+    for tree in (DraftTree.chain(0, [1, 2]), sampled.select([0, 1, 2]), DraftTree.product(0, [[1, 2]])):
+        with pytest.raises(CapabilityError, match="use the rule 'follow'"):
+            reject(tree, probs, generator(0, 0))
+
+
+def test_reject_takes_a_step_without_drafts() -> None:
+    assert reject(DraftTree.root(0), torch.eye(4)[[2]], generator(0, 0)) == Verdict((0,), 2)
+
+
+def test_impossible_drafts_are_noticed() -> None:
+    impossible = DraftTree.chain(0, [1], draft_probs=torch.tensor([[1.0, 0.0]]))
+    with pytest.raises(AssertionError, match="sampled from draft_probs"):
+        reject(impossible, torch.full((2, 2), 0.5), generator(0, 0))
+
+
+def test_follow_wants_a_token_for_each_node() -> None:
+    with pytest.raises(AssertionError, match="each node"):
+        follow(DraftTree.chain(0, [1, 2]), [1, 2])
+
+
+def test_choose_rule() -> None:
+    sampled = DraftTree.chain(0, [1], draft_probs=torch.full((1, 4), 0.25))
+    assert choose_rule(sampled, "auto") == "reject"
+    assert choose_rule(sampled, "follow") == "follow"
+    assert choose_rule(sampled, "reject") == "reject"
+    assert choose_rule(DraftTree.root(0), "auto") == "follow"
+    assert choose_rule(DraftTree.root(0), "follow") == "follow"
+    assert choose_rule(DraftTree.root(0), "reject") == "reject"
+    with pytest.raises(CapabilityError):
+        choose_rule(DraftTree.chain(0, [1]), "reject")
+    with pytest.raises(InputError, match="must be 'auto'"):
+        choose_rule(sampled, "typical")
