@@ -290,9 +290,13 @@ def attention(config: ModelConfig, q_BNHE: Tensor, k_BKLE: Tensor, v_BKLE: Tenso
 
 
 class Rider(Protocol):
-    """Something that travels in the target's pass from layer ``start`` on."""
+    """Something that travels in the target's pass from layer ``start`` on.
+
+    ``kept`` [B, n] are the nodes that went on after it entered, ascending, padding last; None: all.
+    """
 
     start: int
+    kept: Tensor | None
 
     def enter(self, x_BND: Tensor, run: Pass) -> Tensor:
         """See the main rows before layer ``start``; may ``run.select``; returns all rows [B, R, D], main rows first."""

@@ -156,18 +156,20 @@ class StreamDraft:
 
     # -- sampled trees, which carry the law they were drawn from --------------------------------------
     @torch.inference_mode()
-    def sample(self, states_SD: Tensor, root: int, params: SamplingParams, noise: np.random.Generator) -> DraftTree:
+    def sample(
+        self, states_SD: Tensor, root: int, params: SamplingParams, noise: np.random.Generator, *, depth: int
+    ) -> DraftTree:
         """A tree of k children a node *sampled* from the streams' law, for the rule *reject* (ACL eq. 9).
 
         The law is the target's own transformation (temperature, top-k, ...) of the stream scores. Returns the
-        product tree of k children over ``depth`` streams (k = 1: a chain) with ``draft_probs`` [N, V].
+        product tree of k children over at most ``depth`` streams (k = 1: a chain) with ``draft_probs`` [N, V].
         """
         k = 1 if self.options.tree == "chain" else self.options.k
         vocabulary = self.target.config.vocab_size
         tokens, parents, laws = [root], [-1], []
         carried: Tensor | None = None
         frontier = [0]
-        for d in range(self.depth):
+        for d in range(min(self.depth, depth)):
             above = torch.tensor([[tokens[i] for i in frontier]], device=states_SD.device)
             states, carried = self.condition(states_SD[d].expand(1, len(frontier), -1), above, carried)
             scores = torch.full((len(frontier), vocabulary), float("-inf"), device=states_SD.device)

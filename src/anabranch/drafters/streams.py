@@ -1,0 +1,148 @@
+"""Speculative Streaming as a drafter: the target's own streams, read at the accepted node, become the next tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from anabranch.drafters.base import Context, Drafter, Observation
+from anabranch.errors import CapabilityError, InputError
+from anabranch.model.decoder import Decoder, Rider
+from anabranch.sampling import SamplingParams, generator
+from anabranch.streams.adapter import StreamAdapter
+from anabranch.streams.draft import DraftOptions, StreamDraft
+from anabranch.streams.rider import StreamRider, trail
+from anabranch.tree import DraftTree
+from anabranch.verify import Rule
+
+__all__ = ["StreamDrafter"]
+
+# the lane of the counter-based noise that drafts are sampled with; the target's own draws use lane 0, reject lane 1
+DRAFT_LANE = 2
+
+
+class StreamDrafter(Drafter):
+    """Drafts from speculative streams (ACL section 2.2).
+
+    options    the shape of the tree
+    prune      nodes that pass the early-exit pruning layer; 0: no pruning. Where it prunes, the tree that was drawn
+               is not the tree that is verified, so only *follow* is exact and sampled drafts are refused
+    placement  "ride": stream rows travel with every tree node in the target's pass (the paper); "trail": those of the
+               accepted node alone follow it; "auto": trail on a CPU, where rows cost time, ride on a GPU, where at
+               batch 1 they are nearly free
+    """
+
+    name = "streams"
+    rules = ("follow", "reject")
+
+    def __init__(
+        self,
+        target: Decoder,
+        adapter: StreamAdapter,
+        options: DraftOptions | None = None,
+        *,
+        prune: int = 0,
+        placement: Literal["auto", "ride", "trail"] = "auto",
+    ) -> None:
+        if placement not in ("auto", "ride", "trail"):
+            raise InputError(f"placement must be auto, ride or trail, not {placement!r}")
+        if not isinstance(prune, int) or prune < 0 or prune == 1:
+            raise InputError(f"prune must be 0 (off) or the number of nodes to keep, at least 2, not {prune!r}")
+        if prune and adapter.prune is None:
+            raise CapabilityError("this adapter was trained without a pruning layer (pruning_rank 0); use prune=0")
+        if placement == "trail" and adapter.config.context_top:
+            raise CapabilityError("context_top needs the main rows' attention; use placement=ride")
+        self.target, self.adapter, self.prune = target, adapter, prune
+        self.tree = StreamDraft(target, adapter, options)
+        on_cpu = target.device.type == "cpu" and not adapter.config.context_top
+        ride = placement == "ride" or (placement == "auto" and not on_cpu)
+        self._rider = StreamRider(target, adapter, ride=ride, prune=prune)
+        o, depth = self.tree.options, self.tree.depth
+        children = 1 if o.tree == "chain" else o.k
+        self.max_nodes = o.nodes if o.tree == "best" else sum(children**d for d in range(depth + 1))
+        self._states: dict[int, Tensor] = {}
+
+    @property
+    def rider(self) -> Rider:
+        """The streams' place in the pass."""
+        return self._rider
+
+    def check(self, sampling: SamplingParams, rule: Rule) -> None:
+        """*reject* needs trees that were sampled and stay as they were drawn."""
+        super().check(sampling, rule)
+        if rule == "reject":
+            if self.prune:
+                raise CapabilityError(
+                    "pruning removes sampled nodes, after which rule='reject' is not exact; use rule='follow' or prune=0"
+                )
+            if self.tree.options.tree == "best":
+                raise CapabilityError(
+                    "best-first trees hold the most probable nodes, not sampled ones, so rule='reject' is not exact; "
+                    "use rule='follow', or tree=product or tree=chain"
+                )
+            if sampling.greedy or sampling.needs_history:
+                raise CapabilityError(
+                    "rule='reject' draws its drafts from the streams' own law and needs temperature > 0 without "
+                    "repetition penalty or logits processors; use rule='follow'"
+                )
+
+    def draft(self, contexts: Sequence[Context]) -> list[DraftTree]:
+        """Trees from the states that the last step left; the root alone where there are none yet."""
+        trees = [DraftTree.root(context.root) for context in contexts]
+        known = [b for b, context in enumerate(contexts) if context.key in self._states and context.room > 0]
+        batch = [b for b in known if contexts[b].rule == "follow"]
+        if batch:
+            states = torch.stack([self._states[contexts[b].key] for b in batch])
+            for b, tree in zip(batch, self.tree.build(states, [contexts[b].root for b in batch]), strict=True):
+                room = contexts[b].room
+                trees[b] = tree if tree.max_depth <= room else tree.select((tree.depths <= room).nonzero()[0])
+        for b in known:
+            context = contexts[b]
+            if context.rule == "reject":
+                noise = generator(context.sampling.seed, len(context.tokens), lane=DRAFT_LANE)
+                trees[b] = self.tree.sample(
+                    self._states[context.key], context.root, context.sampling, noise, depth=context.room
+                )
+        return trees
+
+    @torch.inference_mode()
+    def observe(self, contexts: Sequence[Context], seen: Observation) -> None:
+        """Keep the streams of each row's accepted node."""
+        rider = self._rider
+        last = [verdict.path[-1] for verdict in seen.verdicts]
+        if rider.ride:
+            assert rider.streams_BNSD is not None
+            for b, context in enumerate(contexts):
+                self._states[context.key] = rider.streams_BNSD[b, last[b]]
+            return
+        if not any(seen.live):
+            return
+        entry = rider.entry_BND
+        assert entry is not None
+        rows = torch.arange(len(last), device=entry.device)
+        entry_B1D = entry[rows, torch.tensor(last, device=entry.device)][:, None]
+        lengths = torch.tensor(seen.cache.lengths, device=entry.device)
+        span = max(seen.cache.lengths)
+        keys = torch.arange(span, device=entry.device)
+        everything = (keys < lengths[:, None])[:, None]
+        window = self.target.config.sliding_window
+        near = everything if window is None else everything & ((lengths[:, None] - 1 - keys) < window)[:, None]
+        layers = range(self.adapter.start, self.target.config.num_layers)
+        states = trail(
+            self.target,
+            self.adapter,
+            entry_B1D,
+            lengths[:, None] - 1,
+            [seen.cache.read(layer, span) for layer in layers],
+            [near if self.target.config.is_sliding(layer) else everything for layer in layers],
+            seen.planned,
+        )
+        for b, context in enumerate(contexts):
+            self._states[context.key] = states[b, 0]
+
+    def leave(self, context: Context) -> None:
+        """Forget a row's streams."""
+        self._states.pop(context.key, None)
