@@ -1,0 +1,1 @@
+"""Measuring beside each other: suites, contenders, alternating runs, reports."""

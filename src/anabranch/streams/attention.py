@@ -12,9 +12,14 @@ import torch
 from torch import Tensor
 
 from anabranch.model.config import ModelConfig
+from anabranch.model.decoder import attention
 from anabranch.streams.config import StreamConfig
 
-__all__ = ["stream_attention", "stream_positions"]
+__all__ = ["stream_attention", "stream_bias", "stream_positions"]
+
+# up to that many stream rows attend in one fused call over context and all stream keys; beyond it, the keys of other
+# nodes' streams, masked away, would cost more than a product of their own (training: hundreds of nodes)
+FUSED_ROWS = 160
 
 
 def stream_positions(positions_BN: Tensor, num_streams: int) -> Tensor:
@@ -32,6 +37,20 @@ def _rotate_values(v_BNSKE: Tensor, step: float) -> Tensor:
     return torch.cat((left * cos - right * sin, left * sin + right * cos), dim=-1)
 
 
+def stream_bias(model: ModelConfig, config: StreamConfig, visible_BNL: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Additive mask [B, 1, G N S, L + N S] of the fused call, made once a pass; None where it does not apply."""
+    b, n, length = visible_BNL.shape
+    s = config.num_streams
+    if n * s > FUSED_ROWS or 0 < config.context_top < length:
+        return None
+    same = torch.eye(n, dtype=torch.bool, device=visible_BNL.device)[:, None, :, None]
+    upto = torch.ones(s, s, dtype=torch.bool, device=visible_BNL.device).tril()[None, :, None, :]
+    own = (same & upto).reshape(n * s, n * s).expand(b, -1, -1)
+    allowed = torch.cat((visible_BNL.repeat_interleave(s, dim=1), own), dim=2)
+    bias = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, float("-inf"))
+    return bias[:, None].repeat(1, 1, model.num_heads // model.num_kv_heads, 1)
+
+
 def stream_attention(
     model: ModelConfig,
     config: StreamConfig,
@@ -40,17 +59,25 @@ def stream_attention(
     values_BKLE: Tensor,
     visible_BNL: Tensor,
     main_q_BNHE: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Attend for stream rows: q [B, N S, H, E], k and v [B, N S, K, E]; returns [B, N S, H E].
 
     ``keys_BKLE`` and ``values_BKLE`` hold the main stream, this step's nodes included; ``visible_BNL`` says what each
     node may see of it. ``main_q_BNHE`` are the main rows' queries, needed where ``config.context_top`` is set.
+    With ``bias`` of ``stream_bias`` the same is computed in one fused call.
     """
     q, k, v = qkv
     b, rows, h, e = q.shape
     s = config.num_streams
     n, kv = rows // s, k.shape[2]
     g = h // kv
+    if bias is not None:
+        if config.position == "rotation":
+            v = _rotate_values(v.view(b, n, s, kv, e), config.rotation_step).view(b, rows, kv, e)
+        keys = torch.cat((keys_BKLE, k.transpose(1, 2)), dim=2)
+        values = torch.cat((values_BKLE, v.transpose(1, 2)), dim=2)
+        return attention(model, q, keys, values, bias)
     scale = model.attention_scale if model.attention_scale is not None else e**-0.5
     q_BKGNSE = (q * scale).view(b, n, s, kv, g, e).permute(0, 3, 4, 1, 2, 5)
     k_BKNSE = k.view(b, n, s, kv, e).permute(0, 3, 1, 2, 4)

@@ -10,16 +10,20 @@ B rows of the batch, F frontier nodes, S streams, V vocabulary, Vd draft vocabul
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.errors import InputError
 from anabranch.model.decoder import Decoder
+from anabranch.model.pack import PackedLinear
 from anabranch.sampling import SamplingParams, inverse_cdf, target_probs
 from anabranch.streams.adapter import StreamAdapter
 from anabranch.tree import DraftTree
@@ -88,11 +92,15 @@ class StreamDraft:
         # a copy of the frequent tokens' head rows: reading them is what a draft costs
         self.head_VD = target.head.weight if whole else target.head.weight[self.vocabulary].contiguous()
         self.bias_V = None if target.head.bias is None else target.head.bias[self.vocabulary]
+        packs = isinstance(target.head, PackedLinear)
+        self.head: Callable[[Tensor], Tensor] = (
+            PackedLinear(self.head_VD, self.bias_V) if packs else partial(F.linear, weight=self.head_VD, bias=self.bias_V)
+        )
 
     def logits(self, states: Tensor, shortlist: Tensor | None = None) -> Tensor:
         """Scores over the draft vocabulary [..., Vd], or over ``shortlist`` [B, n] of it: [B, F, n]."""
         if shortlist is None:
-            z = torch.nn.functional.linear(states, self.head_VD, self.bias_V)
+            z = self.head(states)
         else:
             z = states @ self.head_VD[shortlist].transpose(-1, -2)
             if self.bias_V is not None:

@@ -9,12 +9,14 @@ B rows of the batch, N nodes, S streams, D model width.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from anabranch.model.decoder import Block, Decoder, Pass
 from anabranch.streams.adapter import StreamAdapter, StreamSide
-from anabranch.streams.attention import stream_attention, stream_positions
+from anabranch.streams.attention import stream_attention, stream_bias, stream_positions
 from anabranch.streams.prune import prune_nodes
 
 __all__ = ["StreamRider", "trail"]
@@ -47,6 +49,7 @@ class StreamRider:
         positions = stream_positions(run.positions_BN, self.adapter.config.num_streams)
         cos, sin = run.rope(positions, run.planned)
         self._cos, self._sin = torch.cat((run.cos, cos), dim=1), torch.cat((run.sin, sin), dim=1)
+        self._bias: dict[bool, Tensor | None] = {}
         return torch.cat((x_BND, self.adapter.initial(x_BND)), dim=1)
 
     def layer(self, index: int, block: Block, x_BRD: Tensor, run: Pass) -> Tensor:
@@ -63,18 +66,18 @@ class StreamRider:
             main = attend_main(q[:, :n], k[:, :n], v[:, :n])
             keys, values = run.cache.read(index, run.span)
             streams = (q[:, n:], k[:, n:], v[:, n:])
-            visible = run.visible(index)
-            return torch.cat(
-                (
-                    main,
-                    stream_attention(
-                        self.target.config, self.adapter.config, streams, keys, values, visible, q[:, :n]
-                    ),
-                ),
-                dim=1,
-            )
+            visible, bias = run.visible(index), self._mask(index, run)
+            config, shape = self.target.config, self.adapter.config
+            rows = stream_attention(config, shape, streams, keys, values, visible, q[:, :n], bias)
+            return torch.cat((main, rows), dim=1)
 
         return block(x_BRD, self._cos, self._sin, attend, StreamSide(self.adapter.layer(index), n))  # type: ignore[no-any-return]
+
+    def _mask(self, index: int, run: Pass) -> Tensor | None:
+        sliding = self.target.config.is_sliding(index)
+        if sliding not in self._bias:
+            self._bias[sliding] = stream_bias(self.target.config, self.adapter.config, run.visible(index), run.dtype)
+        return self._bias[sliding]
 
     def leave(self, x_BRD: Tensor, run: Pass) -> Tensor:
         """Keep the streams (after the last norm) and hand back the main rows."""
@@ -104,16 +107,22 @@ def trail(
     x = adapter.initial(entry_BND)
     positions = stream_positions(positions_BN, adapter.config.num_streams)
     cos, sin = target.rope()(positions, planned)
+    biases: dict[int, Tensor | None] = {}  # layers that see alike share one visible tensor, hence one mask
     for index in range(adapter.start, len(target.blocks)):
         block = target.blocks[index]
         keys, values = keys_values[index - adapter.start]
         visible = visible_BNL[index - adapter.start]
-
-        def attend(
-            q: Tensor, k: Tensor, v: Tensor, keys: Tensor = keys, values: Tensor = values, visible: Tensor = visible
-        ) -> Tensor:
-            return stream_attention(target.config, adapter.config, (q, k, v), keys, values, visible)
-
-        x = block(x, cos, sin, attend, StreamSide(adapter.layer(index), 0))
+        if id(visible) not in biases:
+            biases[id(visible)] = stream_bias(target.config, adapter.config, visible, entry_BND.dtype)
+        look = partial(
+            stream_attention,
+            target.config,
+            adapter.config,
+            keys_BKLE=keys,
+            values_BKLE=values,
+            visible_BNL=visible,
+            bias=biases[id(visible)],
+        )
+        x = block(x, cos, sin, lambda q, k, v, look=look: look(qkv=(q, k, v)), StreamSide(adapter.layer(index), 0))
     streams: Tensor = target.norm(x)
     return streams.view(b, n, adapter.config.num_streams, d)

@@ -17,22 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from anabranch.errors import FileError
+from anabranch.files import write_atomically
 
-__all__ = ["load_checkpoint", "save_checkpoint", "write_atomically"]
-
-
-def write_atomically(path: Path, data: str | bytes) -> None:
-    """Write a file so that a reader sees the old one or the new one, never half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staged = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        if isinstance(data, str):
-            staged.write_text(data, encoding="utf-8")
-        else:
-            staged.write_bytes(data)
-        os.replace(staged, path)
-    finally:
-        staged.unlink(missing_ok=True)
+__all__ = ["load_checkpoint", "save_checkpoint"]
 
 
 def save_checkpoint(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, record: dict[str, Any]) -> None:

@@ -50,11 +50,14 @@ class LossOptions:
 
 @dataclass(frozen=True)
 class Frozen:
-    """The target's pass over a batch: its cache, main rows before layer N - N_s and after the last norm."""
+    """The target's pass over a batch: main rows before layer N - N_s and after the last norm, and the top layers' cache.
 
-    cache: Cache
+    About (2 D + 2 K E N_s) values a token of text.
+    """
+
     entry_BTD: Tensor
     hidden_BTD: Tensor
+    keys_values: list[tuple[Tensor, Tensor]]
 
 
 @dataclass
@@ -153,7 +156,9 @@ class StreamObjective:
         rider = StreamRider(self.target, self.adapter, ride=False)
         out = self.target(feed, cache, rider=rider, need_logits=False, planned=width)
         assert rider.entry_BND is not None
-        return Frozen(cache, rider.entry_BND, out.hidden_BND)
+        # copies, so that the lower layers' cache goes
+        keys, values = cache.keys[self.adapter.start :].clone(), cache.values[self.adapter.start :].clone()
+        return Frozen(rider.entry_BND, out.hidden_BND, list(zip(keys, values, strict=True)))
 
     def states(self, frozen: Frozen, positions_BP: Tensor) -> Tensor:
         """Stream states after the last norm [B, P, S, D] of some positions."""
@@ -166,9 +171,8 @@ class StreamObjective:
         if self.target.config.sliding_window is not None:
             near = seen & (positions_BP[:, :, None] - keys < self.target.config.sliding_window)
         layers = range(self.adapter.start, self.target.config.num_layers)
-        stored = [frozen.cache.read(layer, width) for layer in layers]
         visible = [near if self.target.config.is_sliding(layer) else seen for layer in layers]
-        return trail(self.target, self.adapter, entry, positions_BP, stored, visible, width)
+        return trail(self.target, self.adapter, entry, positions_BP, frozen.keys_values, visible, width)
 
     def segments(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
         """Positions [B, P] that carry streams, in segments, and which of them are real [B, P]."""

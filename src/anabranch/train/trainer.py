@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +20,7 @@ from anabranch.streams.adapter import StreamAdapter
 from anabranch.streams.draft import DraftOptions, StreamDraft
 from anabranch.train.checkpoint import load_checkpoint, save_checkpoint
 from anabranch.train.data import Batch, Example, batches
-from anabranch.train.objective import LossOptions, StreamObjective
+from anabranch.train.objective import Frozen, LossOptions, StreamObjective
 from anabranch.train.replay import replay
 
 __all__ = ["Progress", "TrainOptions", "Trainer"]
@@ -26,7 +28,11 @@ __all__ = ["Progress", "TrainOptions", "Trainer"]
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """How long and how fast. ``batch_tokens`` are padded text tokens a step; ``lr`` the peak learning rate."""
+    """How long and how fast. ``batch_tokens`` are padded text tokens a step; ``lr`` the peak learning rate.
+
+    keep_states  run the frozen target over each batch once and keep what the streams need of it in memory: later
+                 epochs cost half. Batches then have the same members in every epoch, in another order
+    """
 
     epochs: float = 3.0
     batch_tokens: int = 2048
@@ -36,6 +42,7 @@ class TrainOptions:
     weight_decay: float = 0.0
     clip: float = 1.0
     segment: int = 128
+    keep_states: bool = False
     seed: int = 0
     evaluate_every: int = 200
     evaluate_rows: int = 48
@@ -85,7 +92,9 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             adapter.parameters(), lr=options.lr, betas=(0.9, 0.98), weight_decay=options.weight_decay
         )
-        self.per_epoch = sum(1 for _ in batches(examples, options.batch_tokens, seed=options.seed))
+        self._groups = list(batches(examples, options.batch_tokens, seed=options.seed))
+        self._kept: dict[int, Frozen] = {}
+        self.per_epoch = len(self._groups)
         self.steps = max(1, math.ceil(self.per_epoch * options.epochs))
 
     def rate(self, step: int) -> float:
@@ -96,11 +105,26 @@ class Trainer:
         fall = 0.5 * (1 + math.cos(math.pi * done)) if self.options.schedule == "cosine" else 1 - done
         return self.options.lr * max(fall, 0.02)
 
-    def step(self, batch: Batch, rate: float) -> tuple[float, torch.Tensor, torch.Tensor]:
+    def epoch(self, number: int) -> Iterator[tuple[Batch, Callable[[], Frozen]]]:
+        """The batches of an epoch in its order, each with the way to its target states."""
+        if not self.options.keep_states:
+            for batch in batches(self.examples, self.options.batch_tokens, seed=self.options.seed + number):
+                yield batch, partial(self.objective.freeze, batch)
+            return
+        order = list(range(self.per_epoch))
+        random.Random(self.options.seed + number).shuffle(order)
+        for index in order:
+            yield self._groups[index], partial(self._remember, index)
+
+    def _remember(self, index: int) -> Frozen:
+        if index not in self._kept:
+            self._kept[index] = self.objective.freeze(self._groups[index])
+        return self._kept[index]
+
+    def step(self, batch: Batch, frozen: Frozen, rate: float) -> tuple[float, torch.Tensor, torch.Tensor]:
         """One update; returns the loss a prediction, right predictions and predictions by stream."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        frozen = self.objective.freeze(batch)
         gamma = self.adapter.config.num_streams
         right, count, loss = torch.zeros(gamma), torch.zeros(gamma), 0.0
         wanted = float((batch.lengths_B - 2 - batch.starts_B).clamp(min=0).sum()) * gamma
@@ -153,11 +177,11 @@ class Trainer:
         began, positions, step = time.monotonic(), 0, 0
         try:
             while step < self.steps:
-                for batch in batches(self.examples, self.options.batch_tokens, seed=self.options.seed + step):
+                for batch, states in self.epoch(step // self.per_epoch):
                     step += 1
                     if step <= done:
                         continue
-                    loss, r, c = self.step(batch, self.rate(step - 1))
+                    loss, r, c = self.step(batch, states(), self.rate(step - 1))
                     right, count = 0.95 * right + r, 0.95 * count + c
                     positions += int(c[0])
                     taken = time.monotonic() - began
