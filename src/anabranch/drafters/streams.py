@@ -13,7 +13,7 @@ from anabranch.errors import CapabilityError, InputError
 from anabranch.model.decoder import Decoder, Rider
 from anabranch.sampling import SamplingParams, generator
 from anabranch.streams.adapter import StreamAdapter
-from anabranch.streams.draft import DraftOptions, StreamDraft
+from anabranch.streams.draft import DraftOptions, RowVocabulary, StreamDraft
 from anabranch.streams.rider import StreamRider, trail
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule
@@ -64,6 +64,7 @@ class StreamDrafter(Drafter):
         children = 1 if o.tree == "chain" else o.k
         self.max_nodes = o.nodes if o.tree == "best" else sum(children**d for d in range(depth + 1))
         self._states: dict[int, Tensor] = {}
+        self._words: dict[int, RowVocabulary] = {}
 
     @property
     def rider(self) -> Rider:
@@ -96,7 +97,8 @@ class StreamDrafter(Drafter):
         batch = [b for b in known if contexts[b].rule == "follow"]
         if batch:
             states = torch.stack([self._states[contexts[b].key] for b in batch])
-            for b, tree in zip(batch, self.tree.build(states, [contexts[b].root for b in batch]), strict=True):
+            words = [self._vocabulary(contexts[b]) for b in batch]
+            for b, tree in zip(batch, self.tree.build(states, [contexts[b].root for b in batch], words), strict=True):
                 room = contexts[b].room
                 trees[b] = tree if tree.max_depth <= room else tree.select((tree.depths <= room).nonzero()[0])
         for b in known:
@@ -104,9 +106,19 @@ class StreamDrafter(Drafter):
             if context.rule == "reject":
                 noise = generator(context.sampling.seed, len(context.tokens), lane=DRAFT_LANE)
                 trees[b] = self.tree.sample(
-                    self._states[context.key], context.root, context.sampling, noise, depth=context.room
+                    self._states[context.key],
+                    context.root,
+                    context.sampling,
+                    noise,
+                    depth=context.room,
+                    row=self._vocabulary(context),
                 )
         return trees
+
+    def _vocabulary(self, context: Context) -> RowVocabulary:
+        if context.key not in self._words:
+            self._words[context.key] = RowVocabulary(self.tree)
+        return self._words[context.key].extend(context.tokens)
 
     @torch.inference_mode()
     def observe(self, contexts: Sequence[Context], seen: Observation) -> None:
@@ -146,3 +158,4 @@ class StreamDrafter(Drafter):
     def leave(self, context: Context) -> None:
         """Forget a row's streams."""
         self._states.pop(context.key, None)
+        self._words.pop(context.key, None)

@@ -10,7 +10,7 @@ B rows of the batch, F frontier nodes, S streams, V vocabulary, Vd draft vocabul
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -28,7 +28,7 @@ from anabranch.sampling import SamplingParams, inverse_cdf, target_probs
 from anabranch.streams.adapter import StreamAdapter
 from anabranch.tree import DraftTree
 
-__all__ = ["DraftOptions", "StreamDraft"]
+__all__ = ["DraftOptions", "RowVocabulary", "StreamDraft"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,49 @@ class _Level:
     parents: Tensor
 
 
+class RowVocabulary:
+    """The tokens of one row's own text that the draft vocabulary lacks, with their rows of the head.
+
+    Names and numbers of a prompt are rare in general and frequent in its answer: they join the draft vocabulary of
+    this row as soon as they stand in its text.
+    """
+
+    def __init__(self, draft: StreamDraft) -> None:
+        self._draft = draft
+        self._read = 0
+        self._known: set[int] = set()
+        self._new: list[int] = []
+        self.ids = draft.vocabulary[:0]
+        self.head_XD = draft.weight[:0]
+        self.bias_X = None if draft.bias is None else draft.bias[:0]
+
+    def extend(self, text: Sequence[int]) -> RowVocabulary:
+        """Take in the tokens of ``text`` (which only grows) that were not there at the last call."""
+        common = self._draft.common
+        for token in text[self._read :]:
+            if token not in common and token not in self._known:
+                self._known.add(token)
+                self._new.append(token)
+        self._read = len(text)
+        if self._new:
+            ids = torch.tensor(self._new, device=self.ids.device)
+            self._new = []
+            self.ids = torch.cat((self.ids, ids))
+            self.head_XD = torch.cat((self.head_XD, self._draft.weight[ids]))
+            if self.bias_X is not None and self._draft.bias is not None:
+                self.bias_X = torch.cat((self.bias_X, self._draft.bias[ids]))
+        return self
+
+
+@dataclass
+class _Vocabulary:
+    """What the rows of one build draft from: ids [B, V'], and the rows' own part of the head, padded [B, X, D]."""
+
+    ids_BV: Tensor
+    own_BXD: Tensor | None = None
+    offset_B1X: Tensor | None = None
+
+
 class StreamDraft:
     """Builds trees for one target and adapter."""
 
@@ -88,66 +131,84 @@ class StreamDraft:
         self.depth = self.options.depth or gamma
         self.conditioner = adapter.conditioner if self.options.condition else None
         self.vocabulary = adapter.vocabulary.to(target.device)
-        whole = len(self.vocabulary) == target.config.vocab_size
+        self.common = frozenset(self.vocabulary.tolist())
+        self.weight: Tensor = target.head.weight
+        self.bias: Tensor | None = target.head.bias
         # a copy of the frequent tokens' head rows: reading them is what a draft costs
-        self.head_VD = target.head.weight if whole else target.head.weight[self.vocabulary].contiguous()
-        self.bias_V = None if target.head.bias is None else target.head.bias[self.vocabulary]
+        whole = len(self.vocabulary) == target.config.vocab_size
+        rows = self.weight if whole else self.weight[self.vocabulary].contiguous()
+        bias = None if self.bias is None else self.bias[self.vocabulary]
         packs = isinstance(target.head, PackedLinear)
         self.head: Callable[[Tensor], Tensor] = (
-            PackedLinear(self.head_VD, self.bias_V) if packs else partial(F.linear, weight=self.head_VD, bias=self.bias_V)
+            PackedLinear(rows, bias) if packs else partial(F.linear, weight=rows, bias=bias)
         )
 
-    def logits(self, states: Tensor, shortlist: Tensor | None = None) -> Tensor:
-        """Scores over the draft vocabulary [..., Vd], or over ``shortlist`` [B, n] of it: [B, F, n]."""
-        if shortlist is None:
-            z = self.head(states)
-        else:
-            z = states @ self.head_VD[shortlist].transpose(-1, -2)
-            if self.bias_V is not None:
-                z = z + self.bias_V[shortlist][:, None]
-        z = z.float()
+    def _vocabulary(self, rows: Sequence[RowVocabulary] | None, count: int) -> _Vocabulary:
+        ids = self.vocabulary.expand(count, -1)
+        widest = max((len(row.ids) for row in rows or ()), default=0)
+        if rows is None or widest == 0:
+            return _Vocabulary(ids)
+        own_ids = torch.zeros(count, widest, dtype=torch.long, device=ids.device)
+        own = self.weight.new_zeros(count, widest, self.weight.shape[1])
+        offset = torch.full((count, 1, widest), float("-inf"), device=ids.device)
+        for b, row in enumerate(rows):
+            n = len(row.ids)
+            own_ids[b, :n], own[b, :n] = row.ids, row.head_XD
+            offset[b, 0, :n] = 0.0 if row.bias_X is None else row.bias_X.float()
+        return _Vocabulary(torch.cat((ids, own_ids), dim=1), own, offset)
+
+    def logits(self, states_BFD: Tensor, words: _Vocabulary) -> Tensor:
+        """Scores over the draft vocabulary and the rows' own tokens [B, F, V'], float32."""
+        z = self.head(states_BFD).float()
+        if words.own_BXD is not None:
+            z = torch.cat((z, (states_BFD @ words.own_BXD.transpose(1, 2)).float() + words.offset_B1X), dim=-1)
+        return self._cap(z)
+
+    def _shortlist_logits(self, states_BFD: Tensor, tokens_Bn: Tensor) -> Tensor:
+        z = (states_BFD @ self.weight[tokens_Bn].transpose(1, 2)).float()
+        return self._cap(z if self.bias is None else z + self.bias[tokens_Bn][:, None])
+
+    def _cap(self, z: Tensor) -> Tensor:
         cap = self.target.config.logit_softcap
         return z if cap is None else torch.tanh(z / cap) * cap
 
     def condition(self, states: Tensor, tokens: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Stream states [B, F, D] told the parents' tokens [B, F]; unchanged without a conditioner."""
+        """A stream's states [B, 1, D] told the parents' tokens [B, F]: [B, F, D]; as they are without a conditioner."""
         if self.conditioner is None:
             return states, None
         return self.conditioner(states, self.target.embedding(tokens), carried)  # type: ignore[no-any-return]
 
     # -- deterministic trees ------------------------------------------------------------------------
     @torch.inference_mode()
-    def build(self, states_BSD: Tensor, roots: list[int]) -> list[DraftTree]:
-        """One tree a row from stream states after the last norm [B, S, D] and the rows' root tokens."""
-        levels = self._grow(states_BSD, torch.tensor(roots, device=states_BSD.device))
+    def build(
+        self, states_BSD: Tensor, roots: list[int], rows: Sequence[RowVocabulary] | None = None
+    ) -> list[DraftTree]:
+        """One tree a row from stream states after the last norm [B, S, D] and the rows' root tokens.
+
+        ``rows`` add each row's own tokens to the draft vocabulary.
+        """
+        levels = self._grow(states_BSD, torch.tensor(roots, device=states_BSD.device), rows)
         host = [(x.tokens.cpu().numpy(), x.joint.cpu().numpy(), x.parents.cpu().numpy()) for x in levels]
         budget = self.options.nodes if self.options.tree == "best" else None
         return [_collect(root, [(t[b], j[b], p[b]) for t, j, p in host], budget) for b, root in enumerate(roots)]
 
-    def _grow(self, states_BSD: Tensor, roots_B: Tensor) -> list[_Level]:
-        options = self.options
+    def _grow(self, states_BSD: Tensor, roots_B: Tensor, rows: Sequence[RowVocabulary] | None) -> list[_Level]:
+        options, words = self.options, self._vocabulary(rows, len(roots_B))
         k = 1 if options.tree == "chain" else options.k
-        rows = len(roots_B)
-        tokens, joint = roots_B[:, None], torch.zeros(rows, 1, device=roots_B.device)
+        tokens, joint = roots_B[:, None], torch.zeros(len(roots_B), 1, device=roots_B.device)
         carried: Tensor | None = None
         shortlists: Tensor | None = None
         if options.shortlist and self.conditioner is not None:
-            n = min(options.shortlist, len(self.vocabulary))
-            shortlists = self.logits(states_BSD[:, : self.depth]).topk(n, dim=-1).indices
+            n = min(options.shortlist, words.ids_BV.shape[1])
+            best = self.logits(states_BSD[:, : self.depth], words).topk(n, dim=-1).indices
+            shortlists = words.ids_BV.gather(1, best.flatten(1)).view_as(best)
         levels: list[_Level] = []
         for d in range(self.depth):
-            states = states_BSD[:, d : d + 1]
-            shortlist = None if shortlists is None else shortlists[:, d]
-            if self.conditioner is not None:
-                states, carried = self.condition(states.expand(-1, tokens.shape[1], -1), tokens, carried)
-            log_probs, best = self.logits(states, shortlist).log_softmax(-1).topk(k, dim=-1)
-            if shortlist is not None:
-                best = shortlist.gather(1, best.flatten(1)).view_as(best)
-            f = tokens.shape[1]
-            children = self.vocabulary[best].expand(-1, f, -1)
-            totals = joint[:, :, None] + log_probs  # without conditioning all parents share their children
-            above = torch.arange(f, device=tokens.device)[:, None].expand(rows, f, k)
-            level = _Level(children.reshape(rows, -1), totals.reshape(rows, -1), above.reshape(rows, -1))
+            states, carried = self.condition(states_BSD[:, d : d + 1], tokens, carried)
+            ids = words.ids_BV if shortlists is None else shortlists[:, d]
+            scores = self.logits(states, words) if shortlists is None else self._shortlist_logits(states, ids)
+            log_probs, best = scores.log_softmax(-1).topk(min(k, ids.shape[1]), dim=-1)
+            level = _children(ids, best, joint[:, :, None] + log_probs)
             width = level.tokens.shape[1]
             if options.tree == "best" and width > options.frontier:
                 # what is not expanded may still be a leaf, so it stays a candidate behind the frontier
@@ -165,7 +226,14 @@ class StreamDraft:
     # -- sampled trees, which carry the law they were drawn from --------------------------------------
     @torch.inference_mode()
     def sample(
-        self, states_SD: Tensor, root: int, params: SamplingParams, noise: np.random.Generator, *, depth: int
+        self,
+        states_SD: Tensor,
+        root: int,
+        params: SamplingParams,
+        noise: np.random.Generator,
+        *,
+        depth: int,
+        row: RowVocabulary | None = None,
     ) -> DraftTree:
         """A tree of k children a node *sampled* from the streams' law, for the rule *reject* (ACL eq. 9).
 
@@ -174,14 +242,15 @@ class StreamDraft:
         """
         k = 1 if self.options.tree == "chain" else self.options.k
         vocabulary = self.target.config.vocab_size
+        words = self._vocabulary(None if row is None else [row], 1)
         tokens, parents, laws = [root], [-1], []
         carried: Tensor | None = None
         frontier = [0]
         for d in range(min(self.depth, depth)):
             above = torch.tensor([[tokens[i] for i in frontier]], device=states_SD.device)
-            states, carried = self.condition(states_SD[d].expand(1, len(frontier), -1), above, carried)
+            states, carried = self.condition(states_SD[None, d : d + 1], above, carried)
             scores = torch.full((len(frontier), vocabulary), float("-inf"), device=states_SD.device)
-            scores[:, self.vocabulary] = self.logits(states)[0]
+            scores[:, words.ids_BV[0]] = self.logits(states, words)[0].expand(len(frontier), -1)
             q = target_probs(scores, params)
             laws.append(q)
             uniforms = noise.random((k, len(frontier)))
@@ -203,6 +272,14 @@ class StreamDraft:
             replacement=True,
             sources=_sources(depths),
         )
+
+
+def _children(ids_BV: Tensor, best_BFk: Tensor, joint_BFk: Tensor) -> _Level:
+    """The k best children of every frontier node; without conditioning all nodes of a row share theirs."""
+    rows, f, k = joint_BFk.shape
+    children = ids_BV.gather(1, best_BFk.flatten(1)).view_as(best_BFk).expand(-1, f, -1)
+    above = torch.arange(f, device=ids_BV.device)[:, None].expand(rows, f, k)
+    return _Level(children.reshape(rows, -1), joint_BFk.reshape(rows, -1), above.reshape(rows, -1))
 
 
 def _sources(depths: NDArray[np.int64]) -> tuple[str, ...]:

@@ -42,7 +42,8 @@ class Conditioner(nn.Module):
         """Conditioned states and what to carry to the children.
 
         ``states`` [..., D] are streams after the last norm, ``parents`` [..., D] the parent tokens' embeddings,
-        ``carried`` [..., Z] the parent's z (None at the root's children). Returns ([..., D], [..., Z]).
+        ``carried`` [..., Z] the parent's z (None at the root's children). Returns ([..., D], [..., Z]). One state may
+        serve many parents: the leading axes broadcast.
         """
         parents = F.rms_norm(parents.to(states.dtype), (parents.shape[-1],))
         z = F.linear(parents, self.token)

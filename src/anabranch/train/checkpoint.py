@@ -1,7 +1,8 @@
 """Training state on disk: one safetensors file and one JSON file, written beside and moved into place.
 
-    RUN/checkpoint.safetensors    adapter weights and AdamW moments
-    RUN/checkpoint.json           step, epoch, batches done, options
+    RUN/checkpoint.safetensors    adapter weights, AdamW moments and, as metadata, the record
+    RUN/checkpoint.json           the record once more, for people: step, options, streams, digest of the data
+    RUN/log.jsonl                 a line of progress every few steps
 """
 
 from __future__ import annotations
@@ -12,43 +13,58 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from anabranch.errors import FileError
 from anabranch.files import write_atomically
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
+__all__ = ["drop_run", "load_checkpoint", "read_checkpoint", "save_checkpoint", "trim_log"]
+
+WEIGHTS, RECORD, LOG = "checkpoint.safetensors", "checkpoint.json", "log.jsonl"
 
 
 def save_checkpoint(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, record: dict[str, Any]) -> None:
-    """Store everything that an exact resume needs. The tensors carry the step, so a torn pair is noticed."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Store everything that an exact resume needs. The record travels with the tensors, so the two never disagree."""
     tensors = {f"weight.{name}": value.detach().contiguous() for name, value in module.state_dict().items()}
     for index, state in optimizer.state_dict()["state"].items():
         for key, value in state.items():
             tensors[f"optimizer.{index}.{key}"] = torch.as_tensor(value).detach().clone().contiguous()
     staged = folder / f".checkpoint.{os.getpid()}.tmp"
     try:
-        save_file(tensors, staged, metadata={"record": json.dumps(record)})
-        os.replace(staged, folder / "checkpoint.safetensors")
-    finally:
-        staged.unlink(missing_ok=True)
-    write_atomically(folder / "checkpoint.json", json.dumps(record, indent=2) + "\n")
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            save_file(tensors, staged, metadata={"record": json.dumps(record)})
+            os.replace(staged, folder / WEIGHTS)
+        finally:
+            staged.unlink(missing_ok=True)
+        write_atomically(folder / RECORD, json.dumps(record, indent=2) + "\n")
+    except (OSError, SafetensorError) as error:
+        raise FileError(f"the checkpoint cannot be written to {folder} ({error}); free some space there") from error
+
+
+def read_checkpoint(folder: Path) -> dict[str, Any] | None:
+    """The record of a run's checkpoint, or None where there is none. Raises FileError for a damaged one."""
+    path = folder / WEIGHTS
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, "pt") as opened:
+            record: dict[str, Any] = json.loads((opened.metadata() or {})["record"])
+        int(record["step"])
+    except (SafetensorError, KeyError, ValueError, TypeError, OSError) as error:
+        raise FileError(f"the checkpoint in {folder} is damaged; delete the folder to start anew") from error
+    return record
 
 
 def load_checkpoint(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """Restore a run; returns its record, or None where there is none. Raises FileError for a damaged one."""
-    path = folder / "checkpoint.safetensors"
-    if not path.is_file():
+    record = read_checkpoint(folder)
+    if record is None:
         return None
     try:
-        tensors = load_file(path)
-        from safetensors import safe_open
-
-        with safe_open(path, "pt") as opened:
-            record: dict[str, Any] = json.loads((opened.metadata() or {})["record"])
+        tensors = load_file(folder / WEIGHTS)
         module.load_state_dict(
             {name.removeprefix("weight."): value for name, value in tensors.items() if name.startswith("weight.")}
         )
@@ -65,3 +81,24 @@ def load_checkpoint(folder: Path, module: nn.Module, optimizer: torch.optim.Opti
     state["state"] = restored
     optimizer.load_state_dict(state)
     return record
+
+
+def drop_run(folder: Path) -> None:
+    """Forget a run, so that a new one may begin in its folder."""
+    for name in (WEIGHTS, RECORD, LOG):
+        (folder / name).unlink(missing_ok=True)
+
+
+def trim_log(folder: Path, step: int) -> None:
+    """Drop what the log says of steps after ``step`` (a run that was killed goes back to its checkpoint), and a torn line."""
+    path = folder / LOG
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            continue
+    write_atomically(path, "".join(kept))

@@ -6,19 +6,22 @@ writes id and source).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from anabranch.errors import FileError, InputError
 
-__all__ = ["Batch", "Example", "batches", "frequent_tokens", "read_examples", "split"]
+__all__ = ["Batch", "Example", "batches", "digest", "frequent_tokens", "read_examples", "read_texts", "split"]
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,53 @@ def read_examples(path: Path, *, vocab_size: int, max_tokens: int) -> list[Examp
     return examples
 
 
+def read_texts(path: Path, tokenizer: Any, *, max_tokens: int, prompt_tokens: int = 8) -> list[Example]:
+    """Read plain text: a JSONL file with a field ``text`` a line, or any other file as one text.
+
+    Texts are cut into stretches of ``max_tokens``, of which the first ``prompt_tokens`` carry no streams. Raises
+    FileError that names the line which is not as it should be.
+    """
+    if not path.is_file():
+        raise FileError(f"there is no file {path}; give a text file or a JSONL file with a field 'text'")
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (UnicodeDecodeError, OSError) as error:
+        raise FileError(f"{path} cannot be read as UTF-8 text ({error})") from error
+    texts = [(content, path.stem)]
+    if path.suffix == ".jsonl":
+        texts = []
+        for number, line in enumerate(content.splitlines(), 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+                texts.append((str(record["text"]), str(record.get("source", path.stem))))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise FileError(f"line {number} of {path} is not a JSON object with a field 'text'") from error
+    examples = []
+    for text, source in texts:
+        ids = tuple(tokenizer.encode(text))
+        for first in range(0, len(ids), max_tokens):
+            stretch = ids[first : first + max_tokens]
+            if len(stretch) >= prompt_tokens + 2:
+                examples.append(Example(stretch[:prompt_tokens], stretch[prompt_tokens:], source))
+    if not examples:
+        raise FileError(f"{path} has no text of at least {prompt_tokens + 2} tokens")
+    return examples
+
+
+def digest(examples: Iterable[Example]) -> str:
+    """Identity of a training set in its order: a SHA-256 in hex."""
+    seen = hashlib.sha256()
+    for example in examples:
+        seen.update(np.array([len(example.prompt_ids), *example.prompt_ids, *example.answer_ids, -1]).tobytes())
+    return seen.hexdigest()
+
+
 def split(examples: Sequence[Example], held_out: int, seed: int = 0) -> tuple[list[Example], list[Example]]:
     """Training and held-out examples; no prompt is in both."""
+    if held_out < 0:
+        raise InputError(f"the number of held-out examples must be at least 0, not {held_out}")
     if held_out >= len(examples):
         raise InputError(f"{held_out} held-out examples were asked for, but there are only {len(examples)} in all")
     order = list(examples)

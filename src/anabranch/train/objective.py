@@ -27,6 +27,7 @@ from anabranch.train.data import Batch
 __all__ = ["Frozen", "LossOptions", "Scores", "StreamObjective"]
 
 
+UNCONDITIONED_STRIDE = 4
 CHUNK = 256  # predictions scored at once: 256 x 8,192 float32 are 8 MiB
 
 
@@ -58,6 +59,15 @@ class Frozen:
     entry_BTD: Tensor
     hidden_BTD: Tensor
     keys_values: list[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a batch is scored over: rows of the head [V, D], bias [V], and where each token id stands in them."""
+
+    head_VD: Tensor
+    bias_V: Tensor | None
+    place: Tensor
 
 
 @dataclass
@@ -135,11 +145,16 @@ class StreamObjective:
 
     def __init__(self, target: Decoder, adapter: StreamAdapter, options: LossOptions, *, segment: int = 128) -> None:
         self.target, self.adapter, self.options, self.segment = target, adapter, options, segment
-        self.vocabulary = adapter.vocabulary.to(target.device)
-        self.head_VD = target.head.weight[self.vocabulary]
-        self.bias_V = None if target.head.bias is None else target.head.bias[self.vocabulary]
-        self.place = torch.full((target.config.vocab_size,), -1, device=target.device)
-        self.place[self.vocabulary] = torch.arange(len(self.vocabulary), device=target.device)
+
+    def vocabulary(self, batch: Batch) -> Vocabulary:
+        """The draft vocabulary and the batch's own tokens, as decoding adds a row's own tokens to it."""
+        device = self.target.device
+        common = self.adapter.vocabulary.to(device)
+        ids = torch.cat((common, batch.tokens_BT.to(device).flatten())).unique()
+        place = torch.full((self.target.config.vocab_size,), -1, device=device)
+        place[ids] = torch.arange(len(ids), device=device)
+        bias = None if self.target.head.bias is None else self.target.head.bias[ids]
+        return Vocabulary(self.target.head.weight[ids], bias, place)
 
     @torch.no_grad()
     def freeze(self, batch: Batch) -> Frozen:
@@ -199,11 +214,14 @@ class StreamObjective:
             told.append(state)
         return torch.stack(told, dim=2)
 
-    def _cross_entropy(self, states_MD: Tensor, tokens_M: Tensor, teacher_MD: Tensor | None, weight_M: Tensor) -> Scored:
+    def _cross_entropy(
+        self, words: Vocabulary, states_MD: Tensor, tokens_M: Tensor, teacher_MD: Tensor | None, weight_M: Tensor
+    ) -> Scored:
         """Weighted loss and right predictions; ``teacher_MD`` are the target's states that emit the tokens."""
         soft = self.options.soft if teacher_MD is not None else 0.0
+        cap = self.target.config.logit_softcap
         found: Scored = VocabularyLoss.apply(
-            states_MD, self.head_VD, self.bias_V, tokens_M, weight_M, teacher_MD, soft, self.target.config.logit_softcap
+            states_MD, words.head_VD, words.bias_V, tokens_M, weight_M, teacher_MD, soft, cap
         )
         return found
 
@@ -218,18 +236,22 @@ class StreamObjective:
         inside = (index_BPS < lengths[:, None, None]) & real_BP[:, :, None]
         index = index_BPS.clamp(max=width - 1)
         wanted_BPS = tokens[:, None, :].expand(-1, index.shape[1], -1).gather(2, index)
-        place_BPS = self.place[wanted_BPS]
-        scored = inside & (place_BPS >= 0)  # a token outside the draft vocabulary cannot be drafted, hence not learned
+        words = self.vocabulary(batch)
+        place_BPS = words.place[wanted_BPS]
         rows = torch.arange(batch.size, device=tokens.device)[:, None, None].expand_as(index)
-        teacher = frozen.hidden_BTD[rows[scored], index[scored] - 1]
-        stream_M = (streams - 1).expand_as(index)[scored]
+        teacher = frozen.hidden_BTD[rows[inside], index[inside] - 1]
+        stream_M = (streams - 1).expand_as(index)[inside]
         weight_M = self.options.decay ** stream_M.float()
 
         states = self.states(frozen, positions_BP)
         told = self.conditioned(states, tokens, positions_BP)
-        loss, right = self._cross_entropy(told[scored], place_BPS[scored], teacher, weight_M)
+        loss, right = self._cross_entropy(words, told[inside], place_BPS[inside], teacher, weight_M)
         if self.adapter.conditioner is not None and self.options.unconditioned:
-            plain, _ = self._cross_entropy(states[scored], place_BPS[scored], None, weight_M)
+            # a quarter of the predictions is enough to keep the streams meaningful by themselves
+            some = slice(None, None, UNCONDITIONED_STRIDE)
+            plain, _ = self._cross_entropy(
+                words, states[inside][some], place_BPS[inside][some], None, weight_M[some] * UNCONDITIONED_STRIDE
+            )
             loss = loss + self.options.unconditioned * plain
         if self.adapter.prune is not None and self.options.pruning:
             loss = loss + self.options.pruning * self._pruning_loss(frozen, tokens, positions_BP, real_BP)

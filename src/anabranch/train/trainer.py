@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -14,16 +15,20 @@ from typing import Any, Literal
 
 import torch
 
-from anabranch.errors import FileError, InputError
+from anabranch.errors import CapabilityError, FileError, InputError
 from anabranch.model.decoder import Decoder
 from anabranch.streams.adapter import StreamAdapter
 from anabranch.streams.draft import DraftOptions, StreamDraft
-from anabranch.train.checkpoint import load_checkpoint, save_checkpoint
-from anabranch.train.data import Batch, Example, batches
+from anabranch.train.checkpoint import drop_run, load_checkpoint, read_checkpoint, save_checkpoint, trim_log
+from anabranch.train.data import Batch, Example, batches, digest
 from anabranch.train.objective import Frozen, LossOptions, StreamObjective
-from anabranch.train.replay import replay
+from anabranch.train.interrupt import shielded
+from anabranch.train.replay import evaluate
 
 __all__ = ["Progress", "TrainOptions", "Trainer"]
+
+# options that may change when a run goes on: they do not touch the weights
+_FREE = ("evaluate_every", "evaluate_rows", "checkpoint_every")
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,10 @@ class Trainer:
         options: TrainOptions,
         folder: Path,
     ) -> None:
+        if not examples:
+            raise InputError("there are no examples to train on; hold fewer out or give more answers")
+        if adapter.config.context_top:
+            raise CapabilityError("context_top is for decoding; train with context_top 0 and set it afterwards")
         self.target, self.adapter, self.options, self.folder = target, adapter, options, folder
         self.examples, self.held_out = examples, held_out
         self.objective = StreamObjective(target, adapter, options.loss, segment=options.segment)
@@ -96,6 +105,8 @@ class Trainer:
         self._kept: dict[int, Frozen] = {}
         self.per_epoch = len(self._groups)
         self.steps = max(1, math.ceil(self.per_epoch * options.epochs))
+        self.done = 0
+        self._digest = digest(examples)
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
@@ -125,6 +136,7 @@ class Trainer:
         """One update; returns the loss a prediction, right predictions and predictions by stream."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        self.optimizer.zero_grad(set_to_none=True)  # here and not behind the update: an interrupted step left some
         gamma = self.adapter.config.num_streams
         right, count, loss = torch.zeros(gamma), torch.zeros(gamma), 0.0
         wanted = float((batch.lengths_B - 2 - batch.starts_B).clamp(min=0).sum()) * gamma
@@ -136,75 +148,110 @@ class Trainer:
             loss += float(scores.loss.detach())
             right += scores.right_S.cpu()
             count += scores.count_S.cpu()
-        if not math.isfinite(loss):
-            raise FileError(f"the loss is {loss}: lower --lr; the last checkpoint in {self.folder} is still good")
-        torch.nn.utils.clip_grad_norm_(self.adapter.parameters(), self.options.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        norm = float(torch.nn.utils.clip_grad_norm_(self.adapter.parameters(), self.options.clip))
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            raise FileError(f"the loss is {loss} and its gradient {norm}: start anew with a lower learning rate")
+        with shielded():  # a half-moved set of weights is no state to go on from
+            self.optimizer.step()
+            self.done += 1
         return loss / max(1.0, float(count.sum())), right, count
 
     def evaluate(self, rows: int | None = None) -> dict[str, Any]:
-        """Predicted mean acceptance length of held-out answers, with and without conditioning."""
-        examples = self.held_out[: rows or len(self.held_out)]
-        reduced = self.target.dtype in (torch.bfloat16, torch.float16)
-        record: dict[str, Any] = {}
+        """Accuracy by stream and predicted mean acceptance length of held-out answers, with and without conditioning."""
+        gamma = self.adapter.config.num_streams
         settings = {"tree": DraftOptions(), "chain": DraftOptions(tree="chain")}
         if self.adapter.conditioner is not None:
             settings["tree without conditioning"] = DraftOptions(condition=False)
+        drafts = {name: StreamDraft(self.target, self.adapter, options) for name, options in settings.items()}
+        reduced = self.target.dtype in (torch.bfloat16, torch.float16)
         with torch.autocast(self.target.device.type, dtype=self.target.dtype, enabled=reduced):
-            for name, options in settings.items():
-                found = replay(self.objective, StreamDraft(self.target, self.adapter, options), examples)
-                record[name] = round(found.mean_acceptance_length, 4)
-                if name == "tree":
-                    gamma = self.adapter.config.num_streams
-                    record["at least"] = [round(found.at_least(d), 4) for d in range(1, gamma + 1)]
-                    record["by source"] = {
-                        source: round(tokens / steps, 3) for source, (tokens, steps) in sorted(found.by_source.items())
-                    }
-        return record
+            found, accuracy = evaluate(self.objective, drafts, self.held_out[:rows])
+        first, among = accuracy.shares()
+        tree = found["tree"]
+        return {
+            **{name: round(total.mean_acceptance_length, 4) for name, total in found.items()},
+            "top 1": [round(share, 4) for share in first],
+            f"top {accuracy.top}": [round(share, 4) for share in among],
+            "at least": [round(tree.at_least(d), 4) for d in range(1, gamma + 1)],
+            "by source": {name: round(t / steps, 3) for name, (t, steps) in sorted(tree.by_source.items())},
+        }
 
     def run(self, report: Callable[[Progress], None], *, resume: bool = True) -> dict[str, Any]:
         """Train to the end (or go on from the last checkpoint) and return the final evaluation.
 
-        Ctrl-C saves a checkpoint before it goes on up; an exact resume yields the same weights as no interruption.
+        Ctrl-C saves a checkpoint before it goes on up; a resumed run yields the same weights as one that was not
+        interrupted. Raises FileError where the folder holds a run with other options, streams or examples.
         """
-        record = load_checkpoint(self.folder, self.adapter, self.optimizer) if resume else None
-        plan = json.loads(json.dumps(asdict(self.options)))
-        if record is not None and record["options"] != plan:
-            raise FileError(f"the run in {self.folder} was started with other options; use another --out, or those")
-        done = 0 if record is None else int(record["step"])
-        right, count = torch.zeros(self.adapter.config.num_streams), torch.zeros(self.adapter.config.num_streams)
-        began, positions, step = time.monotonic(), 0, 0
+        self._restore(resume)
+        first, saved, positions, began = self.done, self.done, 0, time.monotonic()
         try:
-            while step < self.steps:
-                for batch, states in self.epoch(step // self.per_epoch):
-                    step += 1
-                    if step <= done:
-                        continue
-                    loss, r, c = self.step(batch, states(), self.rate(step - 1))
-                    right, count = 0.95 * right + r, 0.95 * count + c
-                    positions += int(c[0])
-                    taken = time.monotonic() - began
-                    evaluation = None
-                    if step % self.options.evaluate_every == 0 and step < self.steps and self.held_out:
-                        evaluation = self.evaluate(self.options.evaluate_rows)
-                    accuracy = tuple((right / count.clamp(min=1)).tolist())
-                    left = taken / (step - done) * (self.steps - step)
-                    self._report(
-                        report, Progress(step, self.steps, loss, accuracy, positions / taken, left, evaluation)
-                    )
-                    if step % self.options.checkpoint_every == 0:
-                        self._save(step, plan)
-                    if step >= self.steps:
-                        break
+            for batch, states in self._left(first):
+                loss, right, count = self.step(batch, states(), self.rate(self.done))
+                self._right, self._count = 0.95 * self._right + right, 0.95 * self._count + count
+                positions += int(count[0])
+                evaluation = None
+                if self.done % self.options.evaluate_every == 0 and self.done < self.steps and self.held_out:
+                    evaluation = self.evaluate(self.options.evaluate_rows)
+                taken = time.monotonic() - began
+                accuracy = tuple((self._right / self._count.clamp(min=1)).tolist())
+                left = taken / (self.done - first) * (self.steps - self.done)
+                speed = positions / max(taken, 1e-9)
+                self._report(report, Progress(self.done, self.steps, loss, accuracy, speed, left, evaluation))
+                if self.done % self.options.checkpoint_every == 0:
+                    self._save()
+                    saved = self.done
         finally:
-            if step > done:
-                # a step that was interrupted half-way left the weights as they were
-                self._save(min(step, self.steps), plan)
+            if self.done > saved:
+                self._save()
         return self.evaluate() if self.held_out else {}
 
-    def _save(self, step: int, plan: dict[str, Any]) -> None:
-        save_checkpoint(self.folder, self.adapter, self.optimizer, {"step": step, "options": plan})
+    def _left(self, done: int) -> Iterator[tuple[Batch, Callable[[], Frozen]]]:
+        """The batches that are still to come after ``done`` steps."""
+        for number in itertools.count(done // self.per_epoch):
+            for index, item in enumerate(self.epoch(number), number * self.per_epoch):
+                if index >= self.steps:
+                    return
+                if index >= done:
+                    yield item
+
+    def _restore(self, resume: bool) -> None:
+        self.done = 0
+        self._right = torch.zeros(self.adapter.config.num_streams)
+        self._count = torch.zeros(self.adapter.config.num_streams)
+        if not resume:
+            drop_run(self.folder)
+        found = read_checkpoint(self.folder)
+        if found is None:
+            drop_run(self.folder)
+            return
+        for name, wanted in self._identity().items():
+            # a run from before a field existed has nothing to compare it with
+            stored = found.get(name, wanted)
+            if isinstance(wanted, dict) and isinstance(stored, dict):
+                stored = {**wanted, **{key: value for key, value in stored.items() if key not in _FREE}}
+                wanted = {key: value if key not in _FREE else stored[key] for key, value in wanted.items()}
+            if stored != wanted:
+                raise FileError(
+                    f"the run in {self.folder} was started with other {name}; use those, another folder, or start anew"
+                )
+        load_checkpoint(self.folder, self.adapter, self.optimizer)
+        self.done = int(found["step"])
+        if "right" in found:
+            self._right, self._count = torch.tensor(found["right"]), torch.tensor(found["count"])
+        trim_log(self.folder, self.done)
+
+    def _identity(self) -> dict[str, Any]:
+        """What a resumed run must share with the one that it goes on with."""
+        return {
+            "options": json.loads(json.dumps(asdict(self.options))),
+            "streams": self.adapter.config.to_dict(),
+            "examples": self._digest,
+        }
+
+    def _save(self) -> None:
+        accuracy = {"right": self._right.tolist(), "count": self._count.tolist()}
+        record = {"step": self.done, **self._identity(), **accuracy}
+        save_checkpoint(self.folder, self.adapter, self.optimizer, record)
 
     def _report(self, report: Callable[[Progress], None], progress: Progress) -> None:
         report(progress)
