@@ -1,0 +1,53 @@
+"""anabranch: decode language models faster without changing what they say.
+
+    import anabranch
+    model = anabranch.load("default")
+    print(model.generate("The river forks and", max_new_tokens=64).text)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from anabranch.errors import (
+    AdapterError,
+    AnabranchError,
+    CapabilityError,
+    DeviceError,
+    FetchError,
+    FileError,
+    InputError,
+    ModelError,
+)
+
+if TYPE_CHECKING:
+    from anabranch.api import Model, load
+    from anabranch.generation import Chunk, Generation
+
+__version__ = "0.1.0"
+__all__ = [
+    "AdapterError",
+    "AnabranchError",
+    "CapabilityError",
+    "Chunk",
+    "DeviceError",
+    "FetchError",
+    "FileError",
+    "Generation",
+    "InputError",
+    "Model",
+    "ModelError",
+    "__version__",
+    "load",
+]
+
+_HOMES = {"Model": "api", "load": "api", "Chunk": "generation", "Generation": "generation"}
+
+
+def __getattr__(name: str) -> Any:
+    # torch is heavy: `anabranch --help` and error handling do without it
+    if name in _HOMES:
+        from importlib import import_module
+
+        return getattr(import_module(f"anabranch.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'anabranch' has no attribute {name!r}")

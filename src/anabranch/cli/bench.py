@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = ["bench"]
+__all__ = ["bench", "encode"]
 
 METHODS = ("none", "prompt_lookup", "streams")
 
@@ -52,10 +52,12 @@ def bench(
     from anabranch.bench.report import SCHEMA, environment, markdown
     from anabranch.bench.run import measure, summarise
     from anabranch.bench.suites import load_suite
+    from anabranch.cli.models import fetch_default
     from anabranch.drafters import make_drafter
     from anabranch.errors import InputError
     from anabranch.files import write_atomically
     from anabranch.model.load import load_target
+    from anabranch.model.pack import pack_decoder
     from anabranch.sampling import SamplingParams
     from anabranch.streams.folder import find_adapter
 
@@ -63,10 +65,13 @@ def bench(
         torch.set_num_threads(threads)
     sampling = SamplingParams(temperature=temperature, top_k=top_k, seed=seed)
     prompts = load_suite(suite, data=data, limit=limit, field=field)
+    if model == "default":
+        fetch_default()
     target = load_target(model, dtype=dtype, device=device)
     loaded = find_adapter(target, adapter)
-    encoded = [(prompt, _encode(target.tokenizer, prompt.text, raw)) for prompt in prompts]
+    encoded = [(prompt, encode(target.tokenizer, prompt.text, raw=raw)) for prompt in prompts]
     capacity = max(len(ids) for _, ids in encoded) + max_new_tokens
+    pack_decoder(target.decoder)
     contenders: list[Contender] = []
     for spec in method or METHODS:
         drafter = make_drafter(spec, target.decoder, None if loaded is None else loaded.adapter)
@@ -119,7 +124,7 @@ def bench(
         Console().print(Markdown(page))
 
 
-def _encode(tokenizer: Any, text: str, raw: bool) -> list[int]:
+def encode(tokenizer: Any, text: str, *, raw: bool) -> list[int]:
     if raw or not tokenizer.chat_template:
         return list(tokenizer.encode(text))
     chat = tokenizer.apply_chat_template(

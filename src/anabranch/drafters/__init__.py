@@ -1,0 +1,110 @@
+"""The methods, one file each, behind one seam; ``make_drafter`` builds one from its name and settings.
+
+    none
+    prompt_lookup:tokens=10,ngram=3
+    streams:tree=32,prune=16
+    streams+prompt_lookup              their trees merged under one node budget
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from anabranch.drafters.base import Context, Drafter, Observation
+from anabranch.drafters.combined import CombinedDrafter
+from anabranch.drafters.none import NoDrafter
+from anabranch.drafters.prompt_lookup import PromptLookupDrafter
+from anabranch.drafters.streams import StreamDrafter
+from anabranch.errors import CapabilityError, InputError
+from anabranch.model.decoder import Decoder
+from anabranch.streams.adapter import StreamAdapter
+from anabranch.streams.draft import DraftOptions
+
+__all__ = ["DRAFTERS", "Context", "Drafter", "Observation", "make_drafter"]
+
+DRAFTERS = ("none", "prompt_lookup", "streams")
+PLANNED = ("draft_model", "ngram", "staged", "lookahead", "rest", "medusa", "medusa2", "hydra", "eagle", "space")
+
+Reader = Callable[[str], Any]
+
+
+def _flag(text: str) -> bool:
+    if text not in ("yes", "no"):
+        raise ValueError(text)
+    return text == "yes"
+
+
+# the settings a name takes, and how each is read
+_SETTINGS: dict[str, dict[str, Reader]] = {
+    "none": {},
+    "prompt_lookup": {"tokens": int, "ngram": int},
+    "streams": {
+        "tree": str,
+        "nodes": int,
+        "k": int,
+        "depth": int,
+        "frontier": int,
+        "shortlist": int,
+        "condition": _flag,
+        "prune": int,
+        "placement": str,
+    },
+}
+
+
+def make_drafter(spec: str, target: Decoder, adapter: StreamAdapter | None = None) -> Drafter:
+    """The drafter that ``spec`` names, for one target.
+
+    Raises InputError for a name or setting that does not exist, CapabilityError for one that cannot be had here.
+    """
+    parts = [_parse(part) for part in spec.split("+")]
+    if len({name for name, _ in parts}) < len(parts):
+        raise InputError(f"the drafter {spec!r} names a method twice; name each once")
+    if len(parts) > 1 and any(name == "none" for name, _ in parts):
+        raise InputError("the drafter 'none' proposes nothing, so it cannot be combined with others")
+    drafters = [_build(name, settings, target, adapter) for name, settings in parts]
+    if len(drafters) == 1:
+        return drafters[0]
+    nodes = next((d.tree.options.nodes for d in drafters if isinstance(d, StreamDrafter)), 32)
+    return CombinedDrafter(drafters, nodes=nodes)
+
+
+def _parse(part: str) -> tuple[str, dict[str, Any]]:
+    name, _, rest = part.partition(":")
+    name = name.strip()
+    if name in PLANNED:
+        raise CapabilityError(f"the drafter {name!r} is not in this version; use one of {', '.join(DRAFTERS)}")
+    if name not in _SETTINGS:
+        raise InputError(f"there is no drafter {name!r}; drafters are {', '.join(DRAFTERS)}, combined with '+'")
+    known = _SETTINGS[name]
+    settings: dict[str, Any] = {}
+    for item in filter(None, (item.strip() for item in rest.split(","))):
+        key, equals, value = item.partition("=")
+        if key not in known or not equals:
+            allowed = ", ".join(known) or "none"
+            raise InputError(f"the drafter {name!r} has no setting {item!r}; settings are {allowed}, as name=value")
+        if key == "tree" and value.isdigit():
+            key = "nodes"  # streams:tree=32 is short for tree=best,nodes=32
+        try:
+            settings[key] = known[key](value)
+        except ValueError as error:
+            wanted = "yes or no" if known[key] is _flag else "a whole number"
+            raise InputError(f"the setting {key!r} of the drafter {name!r} takes {wanted}, not {value!r}") from error
+    return name, settings
+
+
+def _build(name: str, settings: dict[str, Any], target: Decoder, adapter: StreamAdapter | None) -> Drafter:
+    if name == "none":
+        return NoDrafter()
+    if name == "prompt_lookup":
+        return PromptLookupDrafter(**settings)
+    if adapter is None:
+        raise CapabilityError(
+            "the drafter 'streams' needs an adapter that was trained for this target, and none is at hand; give one "
+            "with adapter=FOLDER, train one with 'anabranch train streams', or use drafter='prompt_lookup'"
+        )
+    own = {key: settings.pop(key) for key in ("prune", "placement") if key in settings}
+    if settings.get("tree") == "product":
+        settings.setdefault("k", 3)
+    return StreamDrafter(target, adapter, DraftOptions(**settings), **own)

@@ -1,0 +1,1 @@
+"""Speculative Streaming: adapter, multi-stream attention, pruning, scoring, drafting, the adapter folder."""

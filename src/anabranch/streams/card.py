@@ -19,8 +19,8 @@ def card(record: dict[str, Any]) -> str:
         "",
         f"# Stream adapter for {target['name']}",
         "",
-        f"Lets anabranch decode {target['name']} faster by Speculative Streaming. The target stays as it is, and so does "
-        "what it says: an adapter changes how many tokens a forward pass yields, never which.",
+        f"Lets anabranch decode {target['name']} faster by Speculative Streaming. The target stays as it is, and so "
+        "does what it says: an adapter changes how many tokens a forward pass yields, never which.",
         "",
         f"- target: {target['name']}, family {target['family']}, fingerprint `{target['fingerprint']}`",
         f"- {streams['num_streams']} streams through the top {streams['num_stream_layers']} layers, "

@@ -30,6 +30,8 @@ from anabranch.tree import DraftTree
 
 __all__ = ["DraftOptions", "RowVocabulary", "StreamDraft"]
 
+MOST_NODES = 1024  # of a product tree, which grows with k ** depth
+
 
 @dataclass(frozen=True)
 class DraftOptions:
@@ -60,9 +62,14 @@ class DraftOptions:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise InputError(f"{name} must be a whole number of at least {low}, not {value!r}")
-        if self.tree == "product" and sum(self.k**d for d in range((self.depth or 4) + 1)) > 1024:
+        if self.depth:
+            self.check_size(self.depth)
+
+    def check_size(self, depth: int) -> None:
+        """Refuse a product tree over ``depth`` streams that no pass should verify."""
+        if self.tree == "product" and sum(self.k**d for d in range(depth + 1)) > MOST_NODES:
             raise InputError(
-                f"a product tree of {self.k} children over {self.depth or 4} streams has more than 1,024 nodes; "
+                f"a product tree of {self.k} children over {depth} streams has more than {MOST_NODES:,} nodes; "
                 "lower k or depth, or use tree=best with a node budget"
             )
 
@@ -129,6 +136,7 @@ class StreamDraft:
             raise InputError(f"depth is {self.options.depth}, but the adapter has only {gamma} streams")
         self.target, self.adapter = target, adapter
         self.depth = self.options.depth or gamma
+        self.options.check_size(self.depth)
         self.conditioner = adapter.conditioner if self.options.condition else None
         self.vocabulary = adapter.vocabulary.to(target.device)
         self.common = frozenset(self.vocabulary.tolist())
@@ -159,10 +167,12 @@ class StreamDraft:
 
     def logits(self, states_BFD: Tensor, words: _Vocabulary) -> Tensor:
         """Scores over the draft vocabulary and the rows' own tokens [B, F, V'], float32."""
-        z = self.head(states_BFD).float()
-        if words.own_BXD is not None:
-            z = torch.cat((z, (states_BFD @ words.own_BXD.transpose(1, 2)).float() + words.offset_B1X), dim=-1)
-        return self._cap(z)
+        z = self._cap(self.head(states_BFD).float())
+        if words.own_BXD is None or words.offset_B1X is None:
+            return z
+        own = self._cap((states_BFD @ words.own_BXD.transpose(1, 2)).float() + words.offset_B1X)
+        # padding once more: a soft cap lifts what is at minus infinity
+        return torch.cat((z, own.masked_fill(words.offset_B1X.isinf(), float("-inf"))), dim=-1)
 
     def _shortlist_logits(self, states_BFD: Tensor, tokens_Bn: Tensor) -> Tensor:
         z = (states_BFD @ self.weight[tokens_Bn].transpose(1, 2)).float()

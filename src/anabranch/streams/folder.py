@@ -149,9 +149,9 @@ def load_adapter(folder: Path, target: Target) -> LoadedAdapter:
     trained = record["target"]
     if trained["fingerprint"] != target.fingerprint:
         raise AdapterError(
-            f"the adapter in {folder} was trained for {trained.get('name')} (fingerprint {trained['fingerprint'][:12]}), "
-            f"but the target is {target.name} (fingerprint {target.fingerprint[:12]}); use that target, or train an "
-            "adapter for this one"
+            f"the adapter in {folder} was trained for {trained.get('name')} (fingerprint "
+            f"{trained['fingerprint'][:12]}), but the target is {target.name} (fingerprint "
+            f"{target.fingerprint[:12]}); use that target, or train an adapter for this one"
         )
     tensors = _read_weights(folder, str(record["sha256"]))
     config = StreamConfig.from_dict(record["streams"])

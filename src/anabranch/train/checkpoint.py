@@ -1,8 +1,8 @@
 """Training state on disk: one safetensors file and one JSON file, written beside and moved into place.
 
-    RUN/checkpoint.safetensors    adapter weights, AdamW moments and, as metadata, the record
-    RUN/checkpoint.json           the record once more, for people: step, options, streams, digest of the data
-    RUN/log.jsonl                 a line of progress every few steps
+RUN/checkpoint.safetensors    adapter weights, AdamW moments and, as metadata, the record
+RUN/checkpoint.json           the record once more, for people: step, options, streams, digest of the data
+RUN/log.jsonl                 a line of progress every few steps
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def drop_run(folder: Path) -> None:
 
 
 def trim_log(folder: Path, step: int) -> None:
-    """Drop what the log says of steps after ``step`` (a run that was killed goes back to its checkpoint), and a torn line."""
+    """Drop torn lines and those of steps after ``step``: a run that was killed goes back to its checkpoint."""
     path = folder / LOG
     if not path.is_file():
         return

@@ -81,7 +81,7 @@ def read_texts(path: Path, tokenizer: Any, *, max_tokens: int, prompt_tokens: in
     texts = [(content, path.stem)]
     if path.suffix == ".jsonl":
         texts = []
-        for number, line in enumerate(content.splitlines(), 1):
+        for number, line in enumerate(content.split("\n"), 1):
             if not line.strip():
                 continue
             try:

@@ -4,7 +4,8 @@ The target is frozen: its pass runs without gradients, once a batch. The streams
 positions at once, segment by segment (ACL appendix I): no streams on prompt tokens, and peak memory grows with
 ``segment``, not with gamma times the length of the text.
 
-B rows, T text length, P positions of a segment, S streams, D width, V draft vocabulary, M scored (position, stream) pairs.
+B rows, T text length, P positions of a segment, S streams, D width, V draft vocabulary,
+M scored (position, stream) pairs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from anabranch.errors import InputError
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder, Feed
 from anabranch.streams.adapter import StreamAdapter
@@ -48,10 +50,18 @@ class LossOptions:
     pruning: float = 1.0
     pruning_stride: int = 8
 
+    def __post_init__(self) -> None:
+        if not 0 < self.decay <= 1:
+            raise InputError(f"decay must be greater than 0 and at most 1, not {self.decay}")
+        if not 0 <= self.soft <= 1:
+            raise InputError(f"soft must be from 0 to 1, not {self.soft}")
+        if not (self.unconditioned >= 0 and self.pruning >= 0 and self.pruning_stride >= 1):
+            raise InputError("unconditioned and pruning must be at least 0, and pruning_stride at least 1")
+
 
 @dataclass(frozen=True)
 class Frozen:
-    """The target's pass over a batch: main rows before layer N - N_s and after the last norm, and the top layers' cache.
+    """The target's pass over a batch: main rows before layer N - N_s and after the last norm, the top layers' cache.
 
     About (2 D + 2 K E N_s) values a token of text.
     """

@@ -21,8 +21,8 @@ from anabranch.streams.adapter import StreamAdapter
 from anabranch.streams.draft import DraftOptions, StreamDraft
 from anabranch.train.checkpoint import drop_run, load_checkpoint, read_checkpoint, save_checkpoint, trim_log
 from anabranch.train.data import Batch, Example, batches, digest
-from anabranch.train.objective import Frozen, LossOptions, StreamObjective
 from anabranch.train.interrupt import shielded
+from anabranch.train.objective import Frozen, LossOptions, StreamObjective
 from anabranch.train.replay import evaluate
 
 __all__ = ["Progress", "TrainOptions", "Trainer"]
@@ -62,6 +62,8 @@ class TrainOptions:
         for name in ("batch_tokens", "segment", "evaluate_every", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.warmup < 0 or not self.clip > 0:
+            raise InputError(f"warmup must be at least 0 and clip positive, not {self.warmup} and {self.clip}")
         if self.schedule not in ("cosine", "linear"):
             raise InputError(f"schedule must be cosine or linear, not {self.schedule!r}")
 
@@ -105,7 +107,9 @@ class Trainer:
         self._kept: dict[int, Frozen] = {}
         self.per_epoch = len(self._groups)
         self.steps = max(1, math.ceil(self.per_epoch * options.epochs))
-        self.done = 0
+        self.done = 0  # updates applied
+        self._right = torch.zeros(adapter.config.num_streams)
+        self._count = torch.zeros(adapter.config.num_streams)
         self._digest = digest(examples)
 
     def rate(self, step: int) -> float:
@@ -157,7 +161,7 @@ class Trainer:
         return loss / max(1.0, float(count.sum())), right, count
 
     def evaluate(self, rows: int | None = None) -> dict[str, Any]:
-        """Accuracy by stream and predicted mean acceptance length of held-out answers, with and without conditioning."""
+        """Held-out accuracy by stream and predicted mean acceptance length, with and without conditioning."""
         gamma = self.adapter.config.num_streams
         settings = {"tree": DraftOptions(), "chain": DraftOptions(tree="chain")}
         if self.adapter.conditioner is not None:
@@ -215,9 +219,6 @@ class Trainer:
                     yield item
 
     def _restore(self, resume: bool) -> None:
-        self.done = 0
-        self._right = torch.zeros(self.adapter.config.num_streams)
-        self._count = torch.zeros(self.adapter.config.num_streams)
         if not resume:
             drop_run(self.folder)
         found = read_checkpoint(self.folder)

@@ -1,0 +1,153 @@
+"""Decode the same prompts by every method, in batches of 1 and 4, and compare the tokens with plain decoding's.
+
+In float32 every method must give plain decoding's tokens, and plain decoding those of transformers' ``generate``. In
+bf16 a wide pass rounds otherwise than a narrow one; each difference is listed with the margin between the two largest
+logits, recomputed in float32, at the first token that differs.
+
+    python scripts/exactness.py --data DIR --limit 100 --dtype float32 --out benchmarks/NAME.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anabranch.bench.report import environment
+from anabranch.bench.suites import load_suite
+from anabranch.drafters import make_drafter
+from anabranch.engine import Engine, Request
+from anabranch.files import write_atomically
+from anabranch.model.cache import Cache
+from anabranch.model.decoder import Feed
+from anabranch.model.load import Target, load_target
+from anabranch.model.pack import pack_decoder
+from anabranch.sampling import SamplingParams
+from anabranch.streams.folder import find_adapter
+
+METHODS = ("none", "prompt_lookup", "streams", "streams:prune=12", "streams:tree=product,k=2", "streams+prompt_lookup")
+
+
+def decode(target: Target, spec: str, adapter: Any, prompts: list[list[int]], *, rows: int, new: int) -> list[list[int]]:
+    drafter = make_drafter(spec, target.decoder, adapter)
+    engine = Engine(target.decoder, drafter, rows=rows, capacity=max(map(len, prompts)) + new)
+    stop = frozenset(target.config.eos_token_ids)
+    waiting = list(enumerate(prompts))
+    owner: dict[int, int] = {}
+    out: list[list[int]] = [[] for _ in prompts]
+    while waiting or engine.active:
+        while waiting and engine.active < rows:
+            index, prompt = waiting.pop(0)
+            owner[engine.add(Request(prompt, new, SamplingParams(), stop))] = index
+        for step in engine.step():
+            out[owner[step.row]].extend(step.tokens)
+    return out
+
+
+def oracle(target: Target, prompts: list[list[int]], *, new: int) -> list[list[int]]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target.path, dtype=target.decoder.dtype).eval()
+    out = []
+    with torch.inference_mode():
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            found = model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=new,
+                do_sample=False,
+                eos_token_id=list(target.config.eos_token_ids),
+                pad_token_id=0,
+            )
+            out.append(found[0, len(prompt) :].tolist())
+    return out
+
+
+@torch.inference_mode()
+def margin(exact: Target, text: list[int], first: int, second: int) -> dict[str, float]:
+    """Float32 logits after ``text``: how far the two tokens are apart, and how far the best two are."""
+    cache = Cache(exact.config, rows=1, capacity=len(text), dtype=torch.float32, device=exact.decoder.device)
+    cache.add_row()
+    logits = exact.decoder(Feed.of_prompt(text), cache).logits_BNV[0, -1]
+    top = logits.topk(2).values
+    return {"top2": round(float(top[0] - top[1]), 4), "between": round(float((logits[first] - logits[second]).abs()), 4)}
+
+
+def differences(
+    exact: Target | None, prompts: list[list[int]], ours: list[list[int]], theirs: list[list[int]]
+) -> list[dict[str, Any]]:
+    found = []
+    for index, (prompt, a, b) in enumerate(zip(prompts, ours, theirs, strict=True)):
+        if a == b:
+            continue
+        at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        record: dict[str, Any] = {"prompt": index, "token": at}
+        if exact is not None and at < min(len(a), len(b)):
+            record |= margin(exact, [*prompt, *a[:at]], a[at], b[at])
+        found.append(record)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--data", type=Path, required=True, help="folder with the data sets")
+    parser.add_argument("--limit", type=int, default=100)
+    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--methods", nargs="+", default=list(METHODS))
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    target = load_target("default", dtype=args.dtype)
+    loaded = find_adapter(target)
+    assert loaded is not None, "the package ships an adapter for the default model"
+    exact = None if args.dtype == "float32" else load_target("default", dtype="float32")
+    suite = load_suite("spec_bench", data=args.data, limit=args.limit)
+    prompts = []
+    for prompt in suite:
+        chat = [{"role": "user", "content": prompt.text}]
+        text = target.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        prompts.append(target.tokenizer.encode(text, add_special_tokens=False))
+    records: list[dict[str, Any]] = []
+    reference: list[list[int]] = []
+
+    def note(name: str, rows: int, out: list[list[int]], began: float) -> None:
+        against = reference or out
+        found = differences(exact, prompts, out, against)
+        records.append({"method": name, "batch": rows, "equal": len(prompts) - len(found), "differences": found})
+        print(f"{name}, batch {rows}: {len(prompts) - len(found)} of {len(prompts)} ({time.time() - began:.0f} s)", flush=True)
+
+    theirs_began = time.time()
+    theirs = oracle(target, prompts, new=args.new)
+    pack_decoder(target.decoder)
+    for rows in args.batches:
+        for spec in args.methods:
+            began = time.time()
+            out = decode(target, spec, loaded.adapter, prompts, rows=rows, new=args.new)
+            reference = reference or out
+            note(spec, rows, out, began)
+    note("transformers generate", 1, theirs, theirs_began)
+    result = {
+        "command": shlex.join(["python", *sys.argv]).replace(str(args.data), "DIR"),
+        "what": "prompts whose new tokens equal those of our plain decoding at batch 1",
+        "prompts": len(prompts),
+        "new_tokens": args.new,
+        "dtype": args.dtype,
+        "adapter": loaded.record.get("sha256"),
+        "environment": environment(target.decoder.device),
+        "records": records,
+    }
+    write_atomically(args.out, json.dumps(result, indent=1) + "\n")
+    failed = [r for r in records if r["differences"]]
+    sys.exit(1 if failed and args.dtype == "float32" else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""What a decoding did, counted from its steps; docs/metrics.md has the definitions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from anabranch.engine import Step
+
+__all__ = ["Stats"]
+
+
+@dataclass
+class Stats:
+    """Counts of one sequence. ``seconds`` run from the call to the last token, ``prefill_seconds`` inside it.
+
+    accepted   steps by the number of draft tokens they accepted
+    sources    emitted tokens by who proposed them
+    parts      seconds by part of a step: draft, forward, verify, commit (of the steps this sequence took part in)
+    """
+
+    tokens: int = 0
+    steps: int = 0
+    drafted_steps: int = 0
+    draft_nodes: int = 0
+    seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    accepted: Counter[int] = field(default_factory=Counter)
+    sources: Counter[str] = field(default_factory=Counter)
+    parts: dict[str, float] = field(default_factory=lambda: {"draft": 0.0, "forward": 0.0, "verify": 0.0, "commit": 0.0})
+
+    @staticmethod
+    def of(steps: Iterable[Step]) -> Stats:
+        """Count some steps of one row."""
+        stats = Stats()
+        for step in steps:
+            stats.add(step)
+        return stats
+
+    def add(self, step: Step) -> None:
+        """Count one more step."""
+        self.tokens += len(step.tokens)
+        self.steps += 1
+        self.drafted_steps += step.drafted > 0
+        self.draft_nodes += step.drafted
+        self.accepted[step.verdict.accepted] += 1
+        self.sources.update(step.sources)
+        for part in self.parts:
+            self.parts[part] += getattr(step.timings, part)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens emitted per step, the target's own next token included; 1 for plain decoding."""
+        return self.tokens / self.steps if self.steps else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens over seconds, prompt included."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def acceptance_by_depth(self) -> list[float]:
+        """Share of the steps with a draft that accepted at least 1, 2, ... draft tokens."""
+        deepest = max(self.accepted, default=0)
+        total = max(1, self.drafted_steps)
+        return [sum(n for a, n in self.accepted.items() if a >= d) / total for d in range(1, deepest + 1)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For --json and result files."""
+        return {
+            "tokens": self.tokens,
+            "steps": self.steps,
+            "mean_acceptance_length": round(self.mean_acceptance_length, 4),
+            "tokens_per_second": round(self.tokens_per_second, 3),
+            "seconds": round(self.seconds, 4),
+            "prefill_seconds": round(self.prefill_seconds, 4),
+            "draft_nodes": self.draft_nodes,
+            "acceptance_by_depth": [round(x, 4) for x in self.acceptance_by_depth()],
+            "sources": dict(self.sources),
+            "seconds_by_part": {part: round(value, 4) for part, value in self.parts.items()},
+        }

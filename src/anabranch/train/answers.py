@@ -1,0 +1,260 @@
+"""Answers written by the target itself: what a stream adapter learns from and is measured on.
+
+Plain decoding through the engine, many rows at a time: a row enters as another leaves. Each answer is one line of a
+JSONL file, written when it is finished, so a run may stop at any time and the same command goes on where it stopped.
+
+    prompts   {"prompt": "...", "chat": true, "id": 7, "source": "gsm8k"}  or  {"messages": [{"role", "content"}, ...]}
+    answers   {"id": 7, "source": "gsm8k", "prompt_ids": [...], "answer_ids": [...]}
+
+``chat``, ``id`` and ``source`` may be missing: chat is on where the tokenizer has a template, ids count lines from 0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from anabranch.drafters.none import NoDrafter
+from anabranch.engine import Engine, Request
+from anabranch.errors import FileError, InputError
+from anabranch.files import write_atomically
+from anabranch.model.load import Target
+from anabranch.sampling import SamplingParams
+
+__all__ = ["AnswerProgress", "Prompt", "encode_chat", "read_prompts", "settings_path", "write_answers"]
+
+# chunks of that many prompts a row are shuffled among each other and sorted within: enough to find company of one's
+# length, few enough that a file of some chunks is a fair sample of all
+CHUNK = 8
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as token ids; ``id`` is unique in its file."""
+
+    id: int | str
+    source: str
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class AnswerProgress:
+    """Answers in the file out of those wanted, and this run's tokens, tokens/s and estimated seconds left."""
+
+    answers: int
+    wanted: int
+    tokens: int
+    tokens_per_second: float
+    seconds_left: float
+
+
+def encode_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
+    """A conversation in the model's chat template, up to where the answer begins."""
+    text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def read_prompts(path: Path, tokenizer: Any, *, limit: int | None = None) -> list[Prompt]:
+    """Read a JSONL file of prompts and encode them, the first ``limit`` lines if given.
+
+    Raises FileError that names the line which is not as it should be, InputError for a limit below 1.
+    """
+    if limit is not None and limit < 1:
+        raise InputError(f"limit must be at least 1, not {limit}")
+    if not path.is_file():
+        raise FileError(f"there is no file {path}; give a JSONL file with a field 'prompt' or 'messages' a line")
+    prompts: dict[int | str, Prompt] = {}
+    for number, line in _lines(path):
+        if limit is not None and len(prompts) >= limit:
+            break
+        prompt = _prompt(line, f"line {number + 1} of {path}", number, tokenizer)
+        if prompt.id in prompts:
+            raise FileError(f"line {number + 1} of {path} has the id {prompt.id!r} of an earlier line; ids are unique")
+        prompts[prompt.id] = prompt
+    if not prompts:
+        raise FileError(f"{path} has no prompts")
+    return list(prompts.values())
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines):
+                if line.strip():
+                    yield number, line
+    except (UnicodeDecodeError, OSError) as error:
+        raise FileError(f"{path} cannot be read as UTF-8 text ({error})") from error
+
+
+def _prompt(line: str, where: str, number: int, tokenizer: Any) -> Prompt:
+    try:
+        record = json.loads(line)
+        messages, text = record.get("messages"), record.get("prompt")
+    except (ValueError, AttributeError) as error:
+        raise FileError(f"{where} is not a JSON object") from error
+    template = bool(getattr(tokenizer, "chat_template", None))
+    chat = record.get("chat", template or messages is not None)
+    if (text is None) == (messages is None) or not isinstance(chat, bool):
+        raise FileError(f"{where} needs a field 'prompt' or 'messages' (not both), and 'chat' is true or false")
+    if chat and not template:
+        raise FileError(f"{where} asks for a chat, but the tokenizer has no chat template; use prompts with chat false")
+    try:
+        if messages is not None:
+            ids = encode_chat(tokenizer, messages)
+        elif chat:
+            ids = encode_chat(tokenizer, [{"role": "user", "content": str(text)}])
+        else:
+            ids = list(tokenizer.encode(str(text)))
+    except (TypeError, KeyError, ValueError) as error:
+        raise FileError(f"{where} has messages that the chat template does not take ({error})") from error
+    name = record.get("id", number)
+    if not isinstance(name, int | str) or not ids:
+        raise FileError(f"{where} is empty or has an id that is neither a number nor a text")
+    return Prompt(name, str(record.get("source", "")), tuple(ids))
+
+
+def settings_path(out: Path) -> Path:
+    """The small file beside the answers that says which target wrote them and how."""
+    return out.with_name(f"{out.name}.settings.json")
+
+
+def write_answers(
+    target: Target,
+    prompts: Sequence[Prompt],
+    out: Path,
+    *,
+    rows: int = 32,
+    max_new_tokens: int = 256,
+    longest_prompt: int = 1024,
+    sampling: SamplingParams | None = None,
+    report: Callable[[AnswerProgress], None] | None = None,
+) -> AnswerProgress:
+    """Answer the prompts that ``out`` does not answer yet and append to it; returns the last progress.
+
+    rows            sequences decoded at a time
+    max_new_tokens  an answer is cut there
+    longest_prompt  prompts of more tokens are left out
+    sampling        greedy if not given; each prompt draws from a seed of its own
+
+    Raises FileError if ``out`` is malformed or was written by another target or with other settings.
+    """
+    sampling = sampling or SamplingParams()
+    if rows < 1 or max_new_tokens < 1:
+        raise InputError(f"rows and max_new_tokens must be at least 1, not {rows} and {max_new_tokens}")
+    longest = min(longest_prompt, target.config.max_positions - 1)
+    wanted = [prompt for prompt in prompts if len(prompt.ids) <= longest]
+    if not wanted:
+        raise InputError(f"no prompt has {longest} tokens or fewer; give shorter prompts")
+    described = asdict(replace(sampling, processors=()))
+    described.pop("processors")
+    _agree(out, {"fingerprint": target.fingerprint, "max_new_tokens": max_new_tokens, **described})
+    known = _answered(out)
+    work = deque(_ordered([prompt for prompt in wanted if prompt.id not in known], rows * CHUNK))
+    clock = _Clock(len(wanted), len(wanted) - len(work), time.monotonic())
+    if not work:
+        return clock.progress()
+    capacity = max(len(prompt.ids) for prompt in work) + max_new_tokens
+    engine = Engine(target.decoder, NoDrafter(), rows=min(rows, len(work)), capacity=capacity)
+    stop = frozenset(target.config.eos_token_ids)
+    growing: dict[int, tuple[Prompt, list[int]]] = {}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("a", encoding="utf-8") as file:
+        while work or engine.active:
+            while work and engine.active < engine.cache.rows:
+                prompt = work.popleft()
+                own = replace(sampling, seed=_seed(sampling.seed, prompt.id))
+                growing[engine.add(Request(prompt.ids, max_new_tokens, own, stop))] = (prompt, [])
+            for step in engine.step():
+                prompt, answer = growing[step.row]
+                answer.extend(step.tokens)
+                clock.tokens += len(step.tokens)
+                if step.finish is not None:
+                    del growing[step.row]
+                    file.write(_line(prompt, answer))
+                    file.flush()
+                    clock.answers += 1
+                    if report is not None:
+                        report(clock.progress())
+    return clock.progress()
+
+
+@dataclass
+class _Clock:
+    wanted: int
+    answers: int
+    began: float
+    tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.before = self.answers
+
+    def progress(self) -> AnswerProgress:
+        taken = max(time.monotonic() - self.began, 1e-9)
+        now = self.answers - self.before
+        left = taken / now * (self.wanted - self.answers) if now else 0.0
+        return AnswerProgress(self.answers, self.wanted, self.tokens, self.tokens / taken, left)
+
+
+def _line(prompt: Prompt, answer: list[int]) -> str:
+    record = {"id": prompt.id, "source": prompt.source, "prompt_ids": list(prompt.ids), "answer_ids": answer}
+    return json.dumps(record) + "\n"
+
+
+def _seed(seed: int, name: int | str) -> int:
+    """A seed of each prompt's own: noise belongs to positions, so rows of one seed would draw alike."""
+    return (seed << 32) + zlib.crc32(repr(name).encode())
+
+
+def _ordered(prompts: Sequence[Prompt], chunk: int) -> Iterator[Prompt]:
+    """Random chunks, each sorted by length, up and down in turn so that neighbours stay alike."""
+    order = list(prompts)
+    random.Random(0).shuffle(order)
+    for number, first in enumerate(range(0, len(order), chunk)):
+        yield from sorted(order[first : first + chunk], key=lambda prompt: len(prompt.ids), reverse=number % 2 == 1)
+
+
+def _agree(out: Path, settings: dict[str, Any]) -> None:
+    """Check that the file goes on as it began, or note how it begins."""
+    path = settings_path(out)
+    if not out.is_file() or out.stat().st_size == 0:
+        write_atomically(path, json.dumps(settings, indent=2) + "\n")
+        return
+    if not path.is_file():
+        return  # somebody else's file: nothing is known about how it was written
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise FileError(f"{path} is not JSON; delete it and {out} to start anew") from error
+    if stored != settings:
+        name = next(key for key in {**settings, **stored} if stored.get(key) != settings.get(key))
+        raise FileError(
+            f"{out} was begun with {name} {stored.get(name)!r}, not {settings.get(name)!r}; go on with that, or write "
+            "to another file"
+        )
+
+
+def _answered(out: Path) -> set[int | str]:
+    """The ids that a file answers; a torn last line, which a killed run leaves behind, is cut off."""
+    if not out.is_file():
+        return set()
+    data = out.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        os.truncate(out, whole)
+    known: set[int | str] = set()
+    for number, line in enumerate(data[:whole].split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            known.add(json.loads(line)["id"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise FileError(f"line {number} of {out} is not an answer with an id; write to another file") from error
+    return known

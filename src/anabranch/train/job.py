@@ -1,0 +1,99 @@
+"""From a target, a recipe and examples to an adapter folder: what ``anabranch train streams`` does.
+
+FOLDER/adapter_config.json, adapter.safetensors, README.md    the adapter, written at the end
+FOLDER/training/                                              checkpoint and log; may be deleted afterwards
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anabranch.errors import FileError, InputError
+from anabranch.model.load import Target
+from anabranch.streams.adapter import StreamAdapter
+from anabranch.streams.folder import TargetIdentity, save_adapter
+from anabranch.train.answers import settings_path
+from anabranch.train.data import Example, frequent_tokens, read_examples, read_texts, split
+from anabranch.train.memory import keep_memory
+from anabranch.train.recipes import Recipe
+from anabranch.train.trainer import Progress, Trainer
+
+__all__ = ["read_data", "train_streams"]
+
+
+def read_data(
+    target: Target, recipe: Recipe, *, answers: Path | None = None, text: Path | None = None
+) -> list[Example]:
+    """The examples of an answers file or of plain text; exactly one of them is given.
+
+    Raises FileError where the answers are known to be another target's: streams learn what their target says.
+    """
+    if (answers is None) == (text is None):
+        raise InputError("give either an answers file (--answers) or plain text (--text)")
+    max_tokens = min(recipe.max_tokens, target.config.max_positions)
+    if text is not None:
+        return read_texts(text, target.tokenizer, max_tokens=max_tokens)
+    assert answers is not None
+    settings = settings_path(answers)
+    if settings.is_file():
+        try:
+            written = json.loads(settings.read_text(encoding="utf-8")).get("fingerprint")
+        except (ValueError, AttributeError) as error:
+            raise FileError(f"{settings} is not a JSON object; delete it if the answers are this target's") from error
+        if written != target.fingerprint:
+            raise FileError(
+                f"{answers} was written by another target (fingerprint {str(written)[:12]}) than {target.name} "
+                f"(fingerprint {target.fingerprint[:12]}); write answers with this one"
+            )
+    return read_examples(answers, vocab_size=target.config.vocab_size, max_tokens=max_tokens)
+
+
+def train_streams(
+    target: Target,
+    recipe: Recipe,
+    examples: list[Example],
+    folder: Path,
+    *,
+    report: Callable[[Progress], None],
+    resume: bool = True,
+    command: str = "",
+    licences: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Train an adapter and write its folder; returns its record (``adapter_config.json``).
+
+    command   how to repeat this, for the card
+    licences  of the data by source, for the card
+    """
+    keep_memory()
+    training, held_out = split(examples, recipe.held_out, recipe.options.seed)
+    size, vocabulary = recipe.draft_vocabulary, None
+    if 0 < size < target.config.vocab_size:
+        always = [token for token in (*target.config.eos_token_ids, target.config.bos_token_id) if token is not None]
+        vocabulary = frequent_tokens(training, size, target.config.vocab_size, always)
+    torch.manual_seed(recipe.options.seed)  # initial weights; nothing else of a training is random but its order
+    adapter = StreamAdapter(target.config, recipe.streams, vocabulary).to(target.decoder.device)
+    trainer = Trainer(target.decoder, adapter, training, held_out, recipe.options, folder / "training")
+    evaluation = trainer.run(report, resume=resume)
+    measured = {"held-out answers": len(held_out), "predicted mean acceptance length": evaluation} if held_out else {}
+    sources = Counter(example.source for example in training)
+    record = {
+        "command": command,
+        "data": [
+            {"source": source, "examples": count, "licence": (licences or {}).get(source, "")}
+            for source, count in sorted(sources.items())
+        ],
+        "examples": len(training),
+        "answer_tokens": sum(len(example.answer_ids) for example in training),
+        "steps": trainer.done,
+        "options": asdict(recipe.options),
+        "held_out": recipe.held_out,
+        "max_tokens": recipe.max_tokens,
+    }
+    return save_adapter(folder, adapter, target=TargetIdentity.of(target), training=record, measured=measured)

@@ -1,0 +1,172 @@
+"""Small targets, adapters and drafters for tests above the decoder: random weights, a vocabulary of a few words.
+
+The wiring varies where streams and engine could go wrong (grouped heads, sliding windows, soft caps, learned
+positions, parallel blocks); that each family's wiring is right is ``tests/model/test_parity.py``'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anabranch.drafters.base import Drafter
+from anabranch.drafters.none import NoDrafter
+from anabranch.engine import Engine, Request, Step
+from anabranch.model.config import ModelConfig, RopeConfig
+from anabranch.model.decoder import Decoder
+from anabranch.model.load import Target
+from anabranch.model.weights import build_decoder, fingerprint
+from anabranch.sampling import SamplingParams
+from anabranch.streams.adapter import StreamAdapter
+from anabranch.streams.config import StreamConfig
+
+VOCABULARY = 19
+LLAMA = ModelConfig(
+    family="llama",
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=48,
+    max_positions=96,
+    rope=RopeConfig(dim=8, max_positions=96),
+)
+CASES: dict[str, ModelConfig] = {
+    "llama": LLAMA,
+    "qwen3": replace(LLAMA, family="qwen3", qk_norm=True, qkv_bias=True, tied_head=True),
+    "mistral": replace(LLAMA, family="mistral", sliding_window=6),
+    "gemma2": replace(
+        LLAMA,
+        family="gemma2",
+        num_layers=4,
+        norm_plus_one=True,
+        post_norms=True,
+        activation="gelu_tanh",
+        attention_scale=0.3,
+        attention_softcap=4.0,
+        logit_softcap=3.0,
+        sliding_window=5,
+        sliding_layers=(True, False, True, False),
+        embedding_scale=32**0.5,
+    ),
+    "gpt2": replace(
+        LLAMA,
+        family="gpt2",
+        num_kv_heads=4,
+        position="learned",
+        norm="layer",
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        gated_mlp=False,
+        activation="gelu_tanh",
+    ),
+    "phi": replace(
+        LLAMA,
+        family="phi",
+        norm="layer",
+        wiring="parallel",
+        head_bias=True,
+        gated_mlp=False,
+        activation="gelu_tanh",
+        rope=RopeConfig(dim=4, max_positions=96),
+    ),
+}
+RICH = StreamConfig(
+    num_streams=3,
+    num_stream_layers=2,
+    stream_mlp="mlp+adapter",
+    adapter_rank=3,
+    attention_rank=2,
+    pruning_rank=2,
+    conditioning="path",
+    conditioning_rank=5,
+)
+
+
+def randomise(module: nn.Module, seed: int, scale: float = 0.3) -> None:
+    """Weights large enough that a wrong wire shows, in a fixed order."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(module.named_parameters()):
+            centre = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+            parameter.copy_(centre + scale * torch.randn(parameter.shape, generator=generator))
+
+
+@cache
+def small(case: str = "llama") -> Decoder:
+    """A target of a case of ``CASES`` in float32."""
+    decoder = build_decoder(CASES[case], device="cpu")
+    randomise(decoder, seed=1)
+    return decoder
+
+
+def small_adapter(target: Decoder, config: StreamConfig = RICH, vocabulary: Tensor | None = None) -> StreamAdapter:
+    """An adapter with random weights, so that every term of it counts."""
+    adapter = StreamAdapter(target.config, config, vocabulary)
+    randomise(adapter, seed=2)
+    return adapter.eval().requires_grad_(False)
+
+
+class Words:
+    """A tokenizer of the words w0, w1, ...; its chat template puts w3 before and w4 behind each message."""
+
+    chat_template = "w3 ... w4"
+    eos_token_id = None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [int(word[1:]) % VOCABULARY for word in text.split()]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(f"w{i}" for i in ids)
+
+    def apply_chat_template(self, messages: Any, *, add_generation_prompt: bool, tokenize: bool) -> str:
+        assert add_generation_prompt
+        assert not tokenize
+        return " ".join(f"w3 {message['content']} w4" for message in messages)
+
+
+def as_target(decoder: Decoder, *, eos: tuple[int, ...] = (2,), name: str = "toy") -> Target:
+    """What ``load_target`` would return."""
+    return Target(decoder, Words(), replace(decoder.config, eos_token_ids=eos), name, None, fingerprint(decoder))
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Random token ids."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+
+
+def decode(
+    target: Decoder,
+    requests: Sequence[Request],
+    drafter: Drafter | None = None,
+    *,
+    rows: int = 1,
+    capacity: int = 96,
+) -> tuple[list[list[int]], list[list[Step]]]:
+    """Tokens and steps of each request, in order; a row enters as another leaves."""
+    engine = Engine(target, drafter or NoDrafter(), rows=rows, capacity=capacity)
+    steps: list[list[Step]] = [[] for _ in requests]
+    place: dict[int, int] = {}
+    waiting = list(range(len(requests)))
+    while waiting or engine.active:
+        while waiting and engine.active < rows:
+            number = waiting.pop(0)
+            place[engine.add(requests[number])] = number
+        for step in engine.step():
+            steps[place[step.row]].append(step)
+    return [[token for step in row for token in step.tokens] for row in steps], steps
+
+
+def request(length: int, seed: int, new: int = 20, **options: Any) -> Request:
+    """A request with a random prompt, plain greedy if nothing else is said."""
+    sampling = options.pop("sampling", SamplingParams())
+    return Request(prompt(length, seed), new, sampling, **options)

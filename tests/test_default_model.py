@@ -1,0 +1,118 @@
+"""The default model and the adapter that ships with it, in float32: what a user runs, on a few tokens.
+
+The longer runs are scripts/exactness.py and ``anabranch bench``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from anabranch.drafters import make_drafter
+from anabranch.engine import Engine, Request
+from anabranch.model.load import Target, load_target
+from anabranch.sampling import SamplingParams, generator, target_probs, target_tokens, uniforms
+from anabranch.streams.adapter import StreamAdapter
+from anabranch.streams.draft import DraftOptions, StreamDraft
+from anabranch.streams.folder import SHIPPED, find_adapter
+from anabranch.verify import follow, reject
+
+pytestmark = pytest.mark.default_model
+
+PROMPTS = ("Explain why the sky is blue.", "Write a Python function that adds two numbers.", "1, 2, 3, 4, 5, 6,")
+CHI_SQUARE_999 = 3.29  # standard deviations above the mean: one false alarm in about a thousand
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[Target]:
+    yield load_target("default", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def adapter(target: Target) -> StreamAdapter:
+    loaded = find_adapter(target)
+    assert loaded is not None
+    return loaded.adapter
+
+
+def _decode(target: Target, adapter: StreamAdapter, spec: str, *, rows: int, sampling: SamplingParams) -> list[list[int]]:
+    engine = Engine(target.decoder, make_drafter(spec, target.decoder, adapter), rows=rows, capacity=128)
+    out: dict[int, list[int]] = {}
+    waiting = [Request(target.tokenizer.encode(text), 16, sampling) for text in PROMPTS]
+    while waiting or engine.active:
+        while waiting and engine.active < rows:
+            out[engine.add(waiting.pop(0))] = []
+        for step in engine.step():
+            out[step.row].extend(step.tokens)
+    return list(out.values())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_method_emits_the_tokens_of_plain_decoding(
+    target: Target, adapter: StreamAdapter, temperature: float
+) -> None:
+    sampling = SamplingParams(temperature=temperature, top_k=50, seed=5)
+    plain = _decode(target, adapter, "none", rows=1, sampling=sampling)
+    for spec in ("streams", "streams:prune=8,placement=ride", "streams+prompt_lookup"):
+        assert _decode(target, adapter, spec, rows=1, sampling=sampling) == plain, spec
+        assert _decode(target, adapter, spec, rows=3, sampling=sampling) == plain, spec
+
+
+def test_streams_save_passes(target: Target, adapter: StreamAdapter) -> None:
+    engine = Engine(target.decoder, make_drafter("streams", target.decoder, adapter), capacity=128)
+    engine.add(Request(target.tokenizer.encode(PROMPTS[0]), 48))
+    steps = list(engine.run())
+    assert sum(len(step.tokens) for step in steps) > 1.4 * len(steps)
+
+
+def test_the_shipped_adapter_is_small() -> None:
+    for weights in SHIPPED.glob("*/adapter.safetensors"):
+        assert weights.stat().st_size <= 8_000_000
+
+
+@torch.inference_mode()
+def test_first_token_law_at_temperature_one(target: Target, adapter: StreamAdapter) -> None:
+    """Chi-square of both rules against the target's own next-token law (T = 1, top-k 50), drafts sampled from streams."""
+    sampling = SamplingParams(temperature=1.0, top_k=50)
+    drafter = make_drafter("streams:tree=chain", target.decoder, adapter)
+    engine = Engine(target.decoder, drafter, capacity=128)
+    engine.add(Request(target.tokenizer.encode("The weather was"), 8, sampling))
+    engine.step()
+    context, states = next(iter((row.context, drafter._states[row.context.key]) for row in engine._rows))  # type: ignore[attr-defined]
+    engine.clear()
+    plain = Engine(target.decoder, make_drafter("none", target.decoder, None), capacity=128)
+    plain.add(Request(context.tokens, 1))
+    plain.cache.begin(1, slice(0, 1))
+    from anabranch.model.decoder import Feed
+    from anabranch.tree import DraftTree
+
+    logits = target.decoder(Feed.of_trees([DraftTree.root(context.root)]), plain.cache).logits_BNV[0]
+    law = target_probs(logits, sampling)[0].double().numpy()
+    tree_of = StreamDraft(target.decoder, adapter, DraftOptions(tree="product", k=2, depth=1))
+
+    draws = 4000
+    emitted: dict[str, list[int]] = {"reject": [], "follow": []}
+    for i in range(draws):
+        noise = np.random.default_rng(i)
+        tree = tree_of.sample(states, context.root, sampling, noise, depth=1)
+        laws = torch.from_numpy(np.tile(law, (tree.size, 1)))
+        verdict = reject(tree, laws, generator(i, len(context.tokens)))
+        emitted["reject"].append(int(tree.tokens[verdict.path[1]]) if verdict.accepted else verdict.next_token)
+        u = uniforms(i, len(context.tokens) + tree.depths)
+        own = target_tokens(logits.expand(tree.size, -1), sampling, u).numpy()
+        verdict = follow(tree, own)
+        emitted["follow"].append(int(tree.tokens[verdict.path[1]]) if verdict.accepted else verdict.next_token)
+    for rule, tokens in emitted.items():
+        counts = np.bincount(tokens, minlength=len(law))
+        assert counts[law == 0].sum() == 0, rule
+        # pool what is expected fewer than 5 times
+        often = law * draws >= 5
+        seen = np.append(counts[often], counts[~often].sum())
+        expected = np.append(law[often], law[~often].sum()) * draws
+        kept = expected > 0
+        statistic = float(((seen - expected)[kept] ** 2 / expected[kept]).sum())
+        freedom = int(kept.sum()) - 1
+        assert statistic < freedom + CHI_SQUARE_999 * (2 * freedom) ** 0.5 + 5, (rule, statistic, freedom)
