@@ -34,7 +34,9 @@ from anabranch.streams.folder import find_adapter
 METHODS = ("none", "prompt_lookup", "streams", "streams:prune=12", "streams:tree=product,k=2", "streams+prompt_lookup")
 
 
-def decode(target: Target, spec: str, adapter: Any, prompts: list[list[int]], *, rows: int, new: int) -> list[list[int]]:
+def decode(
+    target: Target, spec: str, adapter: Any, prompts: list[list[int]], *, rows: int, new: int
+) -> list[list[int]]:
     drafter = make_drafter(spec, target.decoder, adapter)
     engine = Engine(target.decoder, drafter, rows=rows, capacity=max(map(len, prompts)) + new)
     stop = frozenset(target.config.eos_token_ids)
@@ -77,7 +79,10 @@ def margin(exact: Target, text: list[int], first: int, second: int) -> dict[str,
     cache.add_row()
     logits = exact.decoder(Feed.of_prompt(text), cache).logits_BNV[0, -1]
     top = logits.topk(2).values
-    return {"top2": round(float(top[0] - top[1]), 4), "between": round(float((logits[first] - logits[second]).abs()), 4)}
+    return {
+        "top2": round(float(top[0] - top[1]), 4),
+        "between": round(float((logits[first] - logits[second]).abs()), 4),
+    }
 
 
 def differences(
@@ -122,7 +127,10 @@ def main() -> None:
         against = reference or out
         found = differences(exact, prompts, out, against)
         records.append({"method": name, "batch": rows, "equal": len(prompts) - len(found), "differences": found})
-        print(f"{name}, batch {rows}: {len(prompts) - len(found)} of {len(prompts)} ({time.time() - began:.0f} s)", flush=True)
+        print(
+            f"{name}, batch {rows}: {len(prompts) - len(found)} of {len(prompts)} ({time.time() - began:.0f} s)",
+            flush=True,
+        )
 
     theirs_began = time.time()
     theirs = oracle(target, prompts, new=args.new)

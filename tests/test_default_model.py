@@ -5,8 +5,6 @@ The longer runs are scripts/exactness.py and ``anabranch bench``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -27,8 +25,8 @@ CHI_SQUARE_999 = 3.29  # standard deviations above the mean: one false alarm in 
 
 
 @pytest.fixture(scope="module")
-def target() -> Iterator[Target]:
-    yield load_target("default", dtype="float32")
+def target() -> Target:
+    return load_target("default", dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +36,9 @@ def adapter(target: Target) -> StreamAdapter:
     return loaded.adapter
 
 
-def _decode(target: Target, adapter: StreamAdapter, spec: str, *, rows: int, sampling: SamplingParams) -> list[list[int]]:
+def _decode(
+    target: Target, adapter: StreamAdapter, spec: str, *, rows: int, sampling: SamplingParams
+) -> list[list[int]]:
     engine = Engine(target.decoder, make_drafter(spec, target.decoder, adapter), rows=rows, capacity=128)
     out: dict[int, list[int]] = {}
     waiting = [Request(target.tokenizer.encode(text), 16, sampling) for text in PROMPTS]
@@ -75,7 +75,7 @@ def test_the_shipped_adapter_is_small() -> None:
 
 @torch.inference_mode()
 def test_first_token_law_at_temperature_one(target: Target, adapter: StreamAdapter) -> None:
-    """Chi-square of both rules against the target's own next-token law (T = 1, top-k 50), drafts sampled from streams."""
+    """Chi-square of both rules against the target's own law (T = 1, top-k 50), drafts sampled from streams."""
     sampling = SamplingParams(temperature=1.0, top_k=50)
     drafter = make_drafter("streams:tree=chain", target.decoder, adapter)
     engine = Engine(target.decoder, drafter, capacity=128)

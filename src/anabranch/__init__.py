@@ -1,8 +1,8 @@
 """anabranch: decode language models faster without changing what they say.
 
-    import anabranch
-    model = anabranch.load("default")
-    print(model.generate("The river forks and", max_new_tokens=64).text)
+import anabranch
+model = anabranch.load("default")
+print(model.generate("The river forks and", max_new_tokens=64).text)
 """
 
 from __future__ import annotations

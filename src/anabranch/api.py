@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 import torch
+from jinja2 import TemplateError
 
 from anabranch import generation
-from anabranch.drafters import make_drafter
+from anabranch.drafters import Drafter, check_spec, make_drafter
 from anabranch.engine import Engine, Request
 from anabranch.errors import CapabilityError, InputError
 from anabranch.generation import Chunk, Generation
@@ -19,14 +22,37 @@ from anabranch.sampling import LogitsProcessor, SamplingParams
 from anabranch.streams.folder import LoadedAdapter, find_adapter
 from anabranch.verify import Rule
 
-__all__ = ["Model", "load"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["Model", "Options", "load"]
 
 Ids = Sequence[int]
 MIN_CAPACITY = 512
+EMPTY = "the prompt is empty; give some text or at least one token id"
+
+
+class Keywords(TypedDict, total=False):
+    """The options of a call as keywords; ``Options`` says what they mean and what they are without being given."""
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    seed: int
+    stop: str | Sequence[str]
+    ignore_eos: bool
+    drafter: str | None
+    rule: Rule
+    log_probs: bool
+    processors: Sequence[LogitsProcessor]
+    rows: int
 
 
 def load(
-    name: str = "default",
+    name: str | Path = "default",
     *,
     drafter: str = "streams",
     adapter: str | Path | None = None,
@@ -44,7 +70,10 @@ def load(
     Raises FetchError, FileError, ModelError, AdapterError, CapabilityError and DeviceError, each with a sentence that
     says what to do.
     """
-    target = load_target(name, dtype=dtype, device=device, revision=revision)
+    check_spec(drafter)
+    if not isinstance(name, str | Path):
+        raise InputError(f"a model is named by a string or a path, not {type(name).__name__}")
+    target = load_target(str(name), dtype=dtype, device=device, revision=revision)
     loaded = find_adapter(target, None if adapter is None else Path(adapter))
     pack_decoder(target.decoder)
     return Model(target, loaded, drafter)
@@ -64,15 +93,15 @@ class Model:
         return self.target.tokenizer
 
     @overload
-    def generate(self, prompt: str, **options: Any) -> Generation: ...
+    def generate(self, prompt: str, **options: Unpack[Keywords]) -> Generation: ...
     @overload
-    def generate(self, prompt: list[int], **options: Any) -> Generation: ...
+    def generate(self, prompt: list[int], **options: Unpack[Keywords]) -> Generation: ...
     @overload
-    def generate(self, prompt: Sequence[str], **options: Any) -> list[Generation]: ...
+    def generate(self, prompt: Sequence[str], **options: Unpack[Keywords]) -> list[Generation]: ...
     @overload
-    def generate(self, prompt: Sequence[Ids], **options: Any) -> list[Generation]: ...
+    def generate(self, prompt: Sequence[Ids], **options: Unpack[Keywords]) -> list[Generation]: ...
     def generate(
-        self, prompt: str | list[int] | Sequence[str] | Sequence[Ids], **options: Any
+        self, prompt: str | list[int] | Sequence[str] | Sequence[Ids], **options: Unpack[Keywords]
     ) -> Generation | list[Generation]:
         """Decode one prompt, or a list of prompts together.
 
@@ -88,134 +117,164 @@ class Model:
         processors=()     functions (tokens so far, logits [V]) -> logits [V]
         rows=8            prompts decoded together at most
 
-        Every prompt of a list uses the same seed: what a prompt yields does not depend on its neighbours.
+        Every prompt of a list uses the same seed: what a prompt yields does not depend on its neighbours. A text that
+        reaches the model's limit ends there with the finish reason "length".
+
+        Raises InputError for a prompt or an option that cannot be used, CapabilityError for a combination that is not
+        supported, DeviceError where memory does not suffice.
         """
         single, prompts = self._prompts(prompt)
-        call = _Options(**_checked(options))
+        call = Options.of(options)
         requests = [call.request(ids, self.target) for ids in prompts]
         engine = self._engine(call.drafter or self.drafter, requests, rows=min(call.rows, len(requests)))
-        found = generation.generate(engine, requests, self.tokenizer, stop=call.stop)
+        found = generation.generate(engine, requests, self.tokenizer, stop=call.stops)
         return found[0] if single else found
 
-    def stream(self, prompt: str | list[int], **options: Any) -> Generator[Chunk, None, Generation | None]:
+    def stream(self, prompt: str | list[int], **options: Unpack[Keywords]) -> Generator[Chunk, None, None]:
         """Decode one prompt and hand out chunks (text, token_ids, sources, step) as they come; options of ``generate``.
 
-        Closing the generator cancels the decoding and frees its row.
+        The last chunk carries the ``result``. Closing the generator cancels the decoding and frees its row.
         """
         single, prompts = self._prompts(prompt)
         if not single:
             raise InputError("stream takes one prompt at a time; use generate for a list of prompts")
-        call = _Options(**_checked(options))
+        call = Options.of(options)
         request = call.request(prompts[0], self.target)
         engine = self._engine(call.drafter or self.drafter, [request], rows=1)
-        return generation.stream(engine, request, self.tokenizer, stop=call.stop)
+        return generation.stream(engine, request, self.tokenizer, stop=call.stops)
 
-    def chat(self, messages: Sequence[dict[str, str]], **options: Any) -> Generation:
+    def chat(self, messages: Sequence[dict[str, str]], **options: Unpack[Keywords]) -> Generation:
         """Answer a conversation [{"role": "user", "content": "..."}, ...] through the model's chat template."""
         return self.generate(self.chat_ids(messages), **options)
 
     def chat_ids(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """The token ids of a conversation, ready for an answer."""
+        """The token ids of a conversation, ready for an answer by ``generate`` or ``stream``."""
         if not messages:
             raise InputError("the conversation is empty; give at least one message")
+        for message in messages:
+            if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+                raise InputError(f"a message is a dictionary with a role and a content, not {message!r}")
         if not getattr(self.tokenizer, "chat_template", None):
             raise CapabilityError(f"{self.target.name} has no chat template; use generate with a plain prompt")
-        text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        try:
+            text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        except (TemplateError, TypeError) as error:
+            raise InputError(f"the chat template of {self.target.name} refuses this conversation: {error}") from error
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def _make_drafter(self, spec: str) -> Any:
+    def _make_drafter(self, spec: str) -> Drafter:
         return make_drafter(spec, self.target.decoder, None if self.adapter is None else self.adapter.adapter)
 
     def _prompts(self, prompt: Any) -> tuple[bool, list[list[int]]]:
         if isinstance(prompt, str):
             return True, [self._encode(prompt)]
-        if not isinstance(prompt, Sequence):
-            raise InputError(f"a prompt is a string, a list of token ids, or a list of these, not {type(prompt).__name__}")
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+            raise InputError(
+                f"a prompt is a string, a list of token ids, or a list of these, not {type(prompt).__name__}"
+            )
         if len(prompt) == 0:
-            raise InputError("the prompt is empty; give some text or at least one token id")
-        if all(isinstance(item, int) and not isinstance(item, bool) for item in prompt):
-            return True, [list(prompt)]
+            raise InputError(EMPTY)
+        if _are_ids(prompt):
+            return True, [[int(token) for token in prompt]]
         many: list[list[int]] = []
         for item in prompt:
             if isinstance(item, str):
                 many.append(self._encode(item))
-            elif isinstance(item, Sequence) and all(isinstance(i, int) and not isinstance(i, bool) for i in item):
+            elif isinstance(item, Sequence) and not isinstance(item, bytes) and _are_ids(item):
                 if not item:
-                    raise InputError("the prompt is empty; give some text or at least one token id")
-                many.append(list(item))
+                    raise InputError(EMPTY)
+                many.append([int(token) for token in item])
             else:
-                raise InputError(f"a list of prompts holds strings or lists of token ids, not {type(item).__name__}")
+                raise InputError(f"a list of prompts holds strings or lists of token ids, not {item!r}")
         return False, many
 
     def _encode(self, text: str) -> list[int]:
         ids = list(self.tokenizer.encode(text))
         if not text or not ids:
-            raise InputError("the prompt is empty; give some text or at least one token id")
+            raise InputError(EMPTY)
         return ids
 
     def _engine(self, spec: str, requests: Sequence[Request], *, rows: int) -> Engine:
+        """An idle engine that has room for the requests: the one kept for ``spec``, or a larger one in its place."""
         limit = self.target.config.max_positions
         wanted = min(limit, max(len(request.prompt_ids) + request.max_new_tokens for request in requests))
         kept = self._engines.get(spec)
-        if kept is not None and kept.active == 0 and kept.capacity >= wanted and kept.cache.rows >= rows:
-            return kept
-        if kept is not None and kept.active > 0:
+        if kept is not None and kept.active:
             # somebody still listens to a stream of it
             return Engine(self.target.decoder, self._make_drafter(spec), rows=rows, capacity=wanted)
+        if kept is not None and kept.capacity >= wanted and kept.cache.rows >= rows:
+            return kept
+        drafter = self._make_drafter(spec) if kept is None else kept.drafter
+        del kept
+        self._engines.pop(spec, None)  # its cache goes before the larger one comes
         capacity = min(limit, max(MIN_CAPACITY, 1 << (wanted - 1).bit_length()))
-        self._engines.pop(spec, None)
-        engine = Engine(self.target.decoder, self._make_drafter(spec), rows=rows, capacity=capacity)
-        self._engines[spec] = engine
+        engine = self._engines[spec] = Engine(self.target.decoder, drafter, rows=rows, capacity=capacity)
         return engine
 
 
-class _Options:
-    """The options of one call."""
+@dataclass(frozen=True)
+class Options:
+    """The options of one call; see ``Model.generate``. Raises InputError for a value that means nothing."""
 
-    def __init__(
-        self,
-        *,
-        max_new_tokens: int = 256,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        seed: int = 0,
-        stop: str | Sequence[str] = (),
-        ignore_eos: bool = False,
-        drafter: str | None = None,
-        rule: Rule = "follow",
-        log_probs: bool = False,
-        processors: Sequence[LogitsProcessor] = (),
-        rows: int = 8,
-    ) -> None:
-        if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
-            raise InputError(f"max_new_tokens must be a whole number of at least 1, not {max_new_tokens!r}")
-        if not isinstance(rows, int) or rows < 1:
-            raise InputError(f"rows must be a whole number of at least 1, not {rows!r}")
-        if rule not in ("follow", "reject"):
-            raise InputError(f"rule must be 'follow' or 'reject', not {rule!r}")
-        self.sampling = SamplingParams(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
-            processors=tuple(processors),
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    stop: str | Sequence[str] = ()
+    ignore_eos: bool = False
+    drafter: str | None = None
+    rule: Rule = "follow"
+    log_probs: bool = False
+    processors: Sequence[LogitsProcessor] = ()
+    rows: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "rows"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise InputError(f"{name} must be a whole number of at least 1, not {value!r}")
+        if self.rule not in ("follow", "reject"):
+            raise InputError(f"rule must be 'follow' or 'reject', not {self.rule!r}")
+        if self.drafter is not None:
+            check_spec(self.drafter)
+        if any(not isinstance(text, str) or not text for text in self.stops):
+            raise InputError(f"stop takes strings of at least one character, not {self.stop!r}")
+        _ = self.sampling
+
+    @staticmethod
+    def of(keywords: Keywords) -> Options:
+        """From the keywords of a call."""
+        known = Options.__dataclass_fields__
+        if unknown := sorted(set(keywords) - set(known)):
+            raise InputError(f"there is no option {unknown[0]!r}; options are {', '.join(known)}")
+        return Options(**keywords)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The law that tokens are drawn from."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            seed=self.seed,
+            processors=tuple(self.processors),
         )
-        self.stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        self.max_new_tokens, self.ignore_eos, self.drafter = max_new_tokens, ignore_eos, drafter
-        self.rule, self.log_probs, self.rows = rule, log_probs, rows
 
     def request(self, prompt_ids: list[int], target: Target) -> Request:
+        """What the engine is asked for."""
         stop_ids = frozenset() if self.ignore_eos else frozenset(target.config.eos_token_ids)
         return Request(prompt_ids, self.max_new_tokens, self.sampling, stop_ids, self.rule, self.log_probs)
 
 
-def _checked(options: dict[str, Any]) -> dict[str, Any]:
-    known = _Options.__init__.__kwdefaults__ or {}
-    if unknown := sorted(set(options) - set(known)):
-        raise InputError(f"there is no option {unknown[0]!r}; options are {', '.join(known)}")
-    return options
+def _are_ids(items: Sequence[Any]) -> bool:
+    return all(isinstance(item, Integral) and not isinstance(item, bool) for item in items)

@@ -117,4 +117,5 @@ def _logits(target: Target, text: list[int], width: int) -> Tensor:
         cache.commit([range(len(head))])
     logits = decoder(Feed.of_prompt(text[len(head) :]), cache, planned=len(text)).logits_BNV
     assert logits is not None
-    return logits[0, -1].float()
+    last: Tensor = logits[0, -1].float()
+    return last

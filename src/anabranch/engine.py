@@ -123,9 +123,8 @@ class Engine:
     @torch.inference_mode()
     def add(self, request: Request) -> int:
         """Take a row for ``request`` and read its prompt; returns the row's key. Refuses what cannot be served."""
+        self.check(request)
         prompt = [int(token) for token in request.prompt_ids]
-        self._check(request, prompt)
-        self.drafter.check(request.sampling, request.rule)
         limit = min(len(prompt) + request.max_new_tokens, self.capacity)
         planned = self._plan(limit)
         slot = self.cache.add_row()
@@ -142,7 +141,9 @@ class Engine:
         self._rows.append(_Row(request, context, limit, planned))
         return context.key
 
-    def _check(self, request: Request, prompt: list[int]) -> None:
+    def check(self, request: Request) -> None:
+        """Raise InputError or CapabilityError if ``request`` cannot be served; ``add`` asks too."""
+        prompt = request.prompt_ids
         if not prompt:
             raise InputError("the prompt is empty; give at least one token")
         if request.max_new_tokens < 1:
@@ -154,9 +155,8 @@ class Engine:
         if len(prompt) >= longest:
             raise InputError(f"the prompt has {len(prompt)} tokens, but the model's limit is {longest}; shorten it")
         if len(prompt) >= self.capacity:
-            raise InputError(
-                f"the prompt has {len(prompt)} tokens, but the cache holds {self.capacity}; shorten it or raise capacity"
-            )
+            raise InputError(f"the prompt has {len(prompt)} tokens, but the cache holds {self.capacity}; shorten it")
+        self.drafter.check(request.sampling, request.rule)
 
     def _plan(self, limit: int) -> int:
         """The length that rotations are planned for; rows of one batch must agree where they depend on it."""
@@ -273,9 +273,7 @@ class Engine:
         logits_NV = logits_NV[: tree.size]
         histories = None
         if sampling.needs_history:
-            histories = [
-                [*text[:-1], *(int(tree.tokens[i]) for i in tree.path_to(node))] for node in range(tree.size)
-            ]
+            histories = [[*text[:-1], *(int(tree.tokens[i]) for i in tree.path_to(node))] for node in range(tree.size)]
         if row.request.rule == "reject":
             probs = target_probs(logits_NV, sampling, histories)
             return reject(tree, probs, generator(sampling.seed, len(text)))

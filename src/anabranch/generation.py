@@ -1,13 +1,22 @@
-"""Text over tokens: chunks of text from an engine's steps, stop strings, and what is left when a row ends."""
+"""Text over tokens: chunks of text from an engine's steps, stop strings, and what is left when a row ends.
+
+An end token and the tokens of a stop string are among ``token_ids``, since the target said them; neither is part of
+the text. So ``token_ids`` are the same however many tokens a step accepted.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections import deque
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from anabranch.engine import Engine, Request, Step
+import torch
+
+from anabranch.engine import Engine, FinishReason, Request, Step
+from anabranch.errors import DeviceError
 from anabranch.stats import Stats
 
 __all__ = ["Chunk", "Detokenizer", "Generation", "generate", "stream"]
@@ -15,31 +24,38 @@ __all__ = ["Chunk", "Detokenizer", "Generation", "generate", "stream"]
 REPLACEMENT = "�"
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """What one step added: text (whole characters only), its tokens, who proposed them, and the step itself."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    sources: tuple[str, ...]
-    step: Step
-
-
 @dataclass
 class Generation:
     """A finished sequence. ``token_ids`` are the new tokens only, an end token included; ``text`` is without it.
 
     finish_reason  "stop": an end token or a stop string; "length": max_new_tokens or the model's limit
+    sources        who proposed each token: "target", "stream 1", ..., "prompt_lookup"
     log_probs      the target's raw log probability of each token, where asked for
     """
 
     text: str
     token_ids: list[int]
-    finish_reason: Literal["stop", "length"]
+    finish_reason: FinishReason
     stats: Stats
     prompt_ids: list[int]
     sources: list[str] = field(default_factory=list)
     log_probs: list[float] | None = None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one step added: text (whole characters only), its tokens, who proposed them, and the step itself.
+
+    Texts of all chunks together are the text of the result. The text of a token may come with a later chunk, where a
+    character is not complete or a stop string may have begun. ``result`` is set on the last chunk.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    sources: tuple[str, ...]
+    step: Step
+    log_probs: tuple[float, ...] | None = None
+    result: Generation | None = None
 
 
 class Detokenizer:
@@ -72,10 +88,11 @@ class Detokenizer:
 
     def add(self, tokens: Sequence[int]) -> str:
         """Take tokens in; returns the text that is safe to show."""
-        for token in tokens:
+        # a stop string ends the text at the token that completes it; without one, a step is decoded at once
+        for group in [[token] for token in tokens] if self._stop else [tokens]:
             if self.stopped:
                 break
-            self._ids.append(token)
+            self._ids += group
             # decode behind a few known tokens: some tokenizers glue a word to what precedes it
             known = self._decode(self._ids[self._prefix : self._read])
             now = self._decode(self._ids[self._prefix :])
@@ -88,9 +105,8 @@ class Detokenizer:
     def finish(self) -> str:
         """No token comes any more; returns what was held back."""
         if not self.stopped:
-            whole = self._decode(self._ids)
-            if whole.startswith(self._text):
-                self._text = whole
+            known = self._decode(self._ids[self._prefix : self._read])
+            self._text += self._decode(self._ids[self._prefix :])[len(known) :]
             self._look()
         return self._give(len(self._text))
 
@@ -116,65 +132,70 @@ class Detokenizer:
 
 
 class _Row:
-    def __init__(self, index: int, request: Request, tokenizer: Any, stop: Sequence[str]) -> None:
-        self.index, self.request = index, request
+    """One request while it is decoded. ``clock`` are the seconds spent decoding, without those of who listens."""
+
+    def __init__(self, request: Request, tokenizer: Any, stop: Sequence[str], clock: float) -> None:
+        self.request, self.began = request, clock
         self.detokenizer = Detokenizer(tokenizer, stop)
         self.stats = Stats()
         self.tokens: list[int] = []
         self.sources: list[str] = []
         self.log_probs: list[float] = []
-        self.began = time.perf_counter()
 
-    def take(self, step: Step) -> Chunk:
-        text = self.detokenizer.add(step.tokens)
-        kept = self.detokenizer.kept - len(self.tokens)
+    def take(self, step: Step, clock: float) -> Chunk:
+        """Count a step; returns its chunk, with the result if it was the last."""
+        # the end token has no text, whether its tokenizer calls it special or not
+        spoken = step.tokens[:-1] if step.finish == "stop" else step.tokens
+        text = self.detokenizer.add(spoken)
+        finish, kept = step.finish, len(step.tokens)
+        if self.detokenizer.stopped:
+            finish, kept = "stop", self.detokenizer.kept - len(self.tokens)
+        elif finish is not None:
+            text += self.detokenizer.finish()
         tokens, sources = step.tokens[:kept], step.sources[:kept]
+        log_probs = None if step.log_probs is None else step.log_probs[:kept]
         self.tokens += tokens
         self.sources += sources
-        if step.log_probs is not None:
-            self.log_probs += step.log_probs[:kept]
-        self.stats.add(step)
-        self.stats.tokens += kept - len(step.tokens)
-        self.stats.seconds = time.perf_counter() - self.began
-        if step.finish is not None and not self.detokenizer.stopped:
-            text += self.detokenizer.finish()
-        return Chunk(text, tokens, sources, step)
+        self.log_probs += log_probs or ()
+        self.stats.add(step, kept)
+        self.stats.seconds = clock - self.began
+        return Chunk(text, tokens, sources, step, log_probs, None if finish is None else self._result(finish))
 
-    def result(self, reason: Literal["stop", "length"]) -> Generation:
-        return Generation(
-            self.detokenizer.text,
-            self.tokens,
-            "stop" if self.detokenizer.stopped else reason,
-            self.stats,
-            list(self.request.prompt_ids),
-            self.sources,
-            self.log_probs if self.request.log_probs else None,
-        )
+    def _result(self, reason: FinishReason) -> Generation:
+        log_probs = self.log_probs if self.request.log_probs else None
+        prompt = list(self.request.prompt_ids)
+        return Generation(self.detokenizer.text, self.tokens, reason, self.stats, prompt, self.sources, log_probs)
 
 
 def _run(
     engine: Engine, requests: Sequence[Request], tokenizer: Any, stop: Sequence[str]
-) -> Iterator[tuple[int, Chunk, Generation | None]]:
-    """Chunks of all requests as they come: (index of the request, chunk, result if that was its last)."""
-    waiting = list(enumerate(requests))
-    rows: dict[int, _Row] = {}
+) -> Generator[tuple[int, Chunk], None, None]:
+    """Chunks of all requests as they come, each with the index of its request."""
+    waiting = deque(enumerate(requests))
+    rows: dict[int, tuple[int, _Row]] = {}
+    away = 0.0  # spent by who listens, which is not decoding
     try:
         while waiting or rows:
             while waiting and engine.active < engine.cache.rows:
-                index, request = waiting.pop(0)
-                row = _Row(index, request, tokenizer, stop)
-                rows[engine.add(request)] = row
-                row.stats.prefill_seconds = time.perf_counter() - row.began
+                index, request = waiting.popleft()
+                began = time.perf_counter()
+                row = _Row(request, tokenizer, stop, began - away)
+                rows[engine.add(request)] = index, row
+                row.stats.prefill_seconds = time.perf_counter() - began
             for step in engine.step():
-                row = rows[step.row]
-                chunk = row.take(step)
-                reason = step.finish
-                if row.detokenizer.stopped:
-                    engine.remove(step.row)
-                    reason = "stop"
-                if reason is not None:
+                index, row = rows[step.row]
+                chunk = row.take(step, time.perf_counter() - away)
+                if chunk.result is not None:
                     del rows[step.row]
-                yield row.index, chunk, None if reason is None else row.result(reason)
+                    engine.remove(step.row)
+                left = time.perf_counter()
+                yield index, chunk
+                away += time.perf_counter() - left
+    except torch.OutOfMemoryError as error:
+        raise DeviceError(
+            f"{engine.target.device} has no memory left for this; use a shorter prompt, fewer rows, a smaller tree "
+            "or device='cpu'"
+        ) from error
     finally:
         # whoever stops listening, or an error on the way: the rows go back
         for key in rows:
@@ -184,20 +205,29 @@ def _run(
 def generate(
     engine: Engine, requests: Sequence[Request], tokenizer: Any, *, stop: Sequence[str] = ()
 ) -> list[Generation]:
-    """Decode all requests, as many at a time as the engine has rows; results in the order of the requests."""
-    found: dict[int, Generation] = {}
-    for index, _, result in _run(engine, requests, tokenizer, stop):
-        if result is not None:
-            found[index] = result
-    return [found[index] for index in range(len(requests))]
+    """Decode all requests, as many at a time as the engine has rows; results in the order of the requests.
+
+    Raises InputError or CapabilityError for a request that cannot be served, before any is decoded.
+    """
+    for request in requests:
+        engine.check(request)
+    found = {index: chunk.result for index, chunk in _run(engine, requests, tokenizer, stop)}
+    results = [found[index] for index in range(len(requests))]
+    return [result for result in results if result is not None]
 
 
 def stream(
     engine: Engine, request: Request, tokenizer: Any, *, stop: Sequence[str] = ()
-) -> Generator[Chunk, None, Generation | None]:
-    """Chunks of one request as they come; closing the generator frees its row. Returns the whole at the end."""
-    last: Generation | None = None
-    for _, chunk, result in _run(engine, [request], tokenizer, stop):
-        last = result
-        yield chunk
-    return last
+) -> Generator[Chunk, None, None]:
+    """Chunks of one request as they come. Closing the generator cancels the request and frees its row.
+
+    Raises InputError or CapabilityError for a request that cannot be served, at once and not with the first chunk.
+    """
+    engine.check(request)
+    return _chunks(_run(engine, [request], tokenizer, stop))
+
+
+def _chunks(run: Generator[tuple[int, Chunk], None, None]) -> Generator[Chunk, None, None]:
+    with closing(run):
+        for _, chunk in run:
+            yield chunk

@@ -29,7 +29,9 @@ class Stats:
     prefill_seconds: float = 0.0
     accepted: Counter[int] = field(default_factory=Counter)
     sources: Counter[str] = field(default_factory=Counter)
-    parts: dict[str, float] = field(default_factory=lambda: {"draft": 0.0, "forward": 0.0, "verify": 0.0, "commit": 0.0})
+    parts: dict[str, float] = field(
+        default_factory=lambda: {"draft": 0.0, "forward": 0.0, "verify": 0.0, "commit": 0.0}
+    )
 
     @staticmethod
     def of(steps: Iterable[Step]) -> Stats:
@@ -39,14 +41,15 @@ class Stats:
             stats.add(step)
         return stats
 
-    def add(self, step: Step) -> None:
-        """Count one more step."""
-        self.tokens += len(step.tokens)
+    def add(self, step: Step, kept: int | None = None) -> None:
+        """Count one more step; ``kept`` of its tokens, where a stop string cut it."""
+        kept = len(step.tokens) if kept is None else kept
+        self.tokens += kept
         self.steps += 1
         self.drafted_steps += step.drafted > 0
         self.draft_nodes += step.drafted
         self.accepted[step.verdict.accepted] += 1
-        self.sources.update(step.sources)
+        self.sources.update(step.sources[:kept])
         for part in self.parts:
             self.parts[part] += getattr(step.timings, part)
 
@@ -76,6 +79,7 @@ class Stats:
             "seconds": round(self.seconds, 4),
             "prefill_seconds": round(self.prefill_seconds, 4),
             "draft_nodes": self.draft_nodes,
+            "accepted": {str(count): steps for count, steps in sorted(self.accepted.items())},
             "acceptance_by_depth": [round(x, 4) for x in self.acceptance_by_depth()],
             "sources": dict(self.sources),
             "seconds_by_part": {part: round(value, 4) for part, value in self.parts.items()},

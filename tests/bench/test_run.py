@@ -56,9 +56,8 @@ def test_an_error_is_an_error_and_never_a_timed_answer() -> None:
         {
             "schema": SCHEMA,
             "run": {"suite": "own", "prompts": 4, "max_new_tokens": 4, "dtype": "float32", "command": "bench"},
-            "environment": {
-                k: "" for k in ("date", "processor", "threads", "torch", "transformers", "commit")
-            } | {"instructions": []},
+            "environment": dict.fromkeys(("date", "processor", "threads", "torch", "transformers", "commit"), "")
+            | {"instructions": []},
             "contenders": records,
         }
     )

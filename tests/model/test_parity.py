@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from conftest import ToyMaker
 from torch import Tensor
 from toys import Oracle, tokens
 
@@ -15,6 +14,7 @@ from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Block, Decoder, Feed, Pass
 from anabranch.model.load import Target
 from anabranch.tree import DraftTree
+from conftest import ToyMaker
 
 #   0 - 1 - 3
 #   |   +-- 4 - 6

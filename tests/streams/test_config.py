@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from small import LLAMA, RICH, small, small_adapter
 
-from anabranch.errors import AdapterError, CapabilityError, InputError
 from anabranch.drafters.streams import StreamDrafter
+from anabranch.errors import AdapterError, CapabilityError, InputError
 from anabranch.streams.adapter import StreamAdapter
 from anabranch.streams.config import StreamConfig
 from anabranch.streams.draft import DraftOptions, StreamDraft
+from small import LLAMA, RICH, small, small_adapter
 
 
 @pytest.mark.parametrize(

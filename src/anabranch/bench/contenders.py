@@ -40,9 +40,7 @@ class Contender(Protocol):
 class Ours:
     """One drafter on the engine. The engine is kept between prompts, as a server would keep it."""
 
-    def __init__(
-        self, name: str, target: Target, drafter: Drafter, *, capacity: int, sampling: SamplingParams
-    ) -> None:
+    def __init__(self, name: str, target: Target, drafter: Drafter, *, capacity: int, sampling: SamplingParams) -> None:
         self.name, self.sampling = name, sampling
         self.engine = Engine(target.decoder, drafter, capacity=capacity)
         self.stop = frozenset(target.config.eos_token_ids)

@@ -56,17 +56,16 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             yield number, row
 
 
-def load_suite(suite: str, *, data: Path | None = None, limit: int | None = None, field: str = "prompt") -> list[Prompt]:
+def load_suite(
+    suite: str, *, data: Path | None = None, limit: int | None = None, field: str = "prompt"
+) -> list[Prompt]:
     """The prompts of ``suite``: a name of ``SUITES`` (needs ``data``), "own", or the path of a JSONL file.
 
     ``limit`` takes that many, spread evenly over the tasks in file order. Of several turns the first is used.
     """
     if limit is not None and limit < 1:
         raise InputError(f"limit must be at least 1, not {limit}")
-    if suite == "own":
-        found = [Prompt(name, "own", text) for name, text in OWN]
-    else:
-        found = list(_read(suite, data, field))
+    found = [Prompt(name, "own", text) for name, text in OWN] if suite == "own" else list(_read(suite, data, field))
     if not found:
         raise FileError(f"the suite {suite!r} has no prompts")
     return found if limit is None else _spread(found, limit)

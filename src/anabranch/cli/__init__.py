@@ -35,7 +35,9 @@ def main() -> None:
         from rich.console import Console
         from rich.text import Text
 
-        Console(stderr=True, soft_wrap=True).print(Text("error: ", style="bold red") + Text(str(error), style="default"))
+        Console(stderr=True, soft_wrap=True).print(
+            Text("error: ", style="bold red") + Text(str(error), style="default")
+        )
         sys.exit(1)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)

@@ -125,6 +125,7 @@ def bench(
 
 
 def encode(tokenizer: Any, text: str, *, raw: bool) -> list[int]:
+    """Token ids of a prompt, through the chat template where there is one and ``raw`` is off."""
     if raw or not tokenizer.chat_template:
         return list(tokenizer.encode(text))
     chat = tokenizer.apply_chat_template(

@@ -21,7 +21,9 @@ def certify(
     field: Annotated[str, typer.Option(help="field of a JSONL file that holds the prompt")] = "prompt",
     limit: Annotated[int | None, typer.Option(help="that many prompts")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="new tokens a prompt")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 is greedy; above it the same seed must give the same text")] = 0.0,
+    temperature: Annotated[
+        float, typer.Option(help="0 is greedy; above it the same seed must give the same text")
+    ] = 0.0,
     seed: Annotated[int, typer.Option(help="noise of sampling")] = 0,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",

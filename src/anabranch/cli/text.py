@@ -165,7 +165,6 @@ def _stream(loaded: LoadedModel, asked: Any, options: dict[str, Any], *, show: b
         except StopIteration as end:
             if show:
                 print(flush=True)
-            assert end.value is not None
             return end.value  # type: ignore[no-any-return]
         if show and show_drafts:
             console.print(_marked(loaded, chunk, console.is_terminal), end="")

@@ -1,9 +1,9 @@
 """The methods, one file each, behind one seam; ``make_drafter`` builds one from its name and settings.
 
-    none
-    prompt_lookup:tokens=10,ngram=3
-    streams:tree=32,prune=16
-    streams+prompt_lookup              their trees merged under one node budget
+none
+prompt_lookup:tokens=10,ngram=3
+streams:tree=32,prune=16
+streams+prompt_lookup              their trees merged under one node budget
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from anabranch.model.decoder import Decoder
 from anabranch.streams.adapter import StreamAdapter
 from anabranch.streams.draft import DraftOptions
 
-__all__ = ["DRAFTERS", "Context", "Drafter", "Observation", "make_drafter"]
+__all__ = ["DRAFTERS", "Context", "Drafter", "Observation", "check_spec", "make_drafter"]
 
 DRAFTERS = ("none", "prompt_lookup", "streams")
 PLANNED = ("draft_model", "ngram", "staged", "lookahead", "rest", "medusa", "medusa2", "hydra", "eagle", "space")
@@ -58,16 +58,28 @@ def make_drafter(spec: str, target: Decoder, adapter: StreamAdapter | None = Non
 
     Raises InputError for a name or setting that does not exist, CapabilityError for one that cannot be had here.
     """
-    parts = [_parse(part) for part in spec.split("+")]
-    if len({name for name, _ in parts}) < len(parts):
-        raise InputError(f"the drafter {spec!r} names a method twice; name each once")
-    if len(parts) > 1 and any(name == "none" for name, _ in parts):
-        raise InputError("the drafter 'none' proposes nothing, so it cannot be combined with others")
+    parts = _parts(spec)
     drafters = [_build(name, settings, target, adapter) for name, settings in parts]
     if len(drafters) == 1:
         return drafters[0]
     nodes = next((d.tree.options.nodes for d in drafters if isinstance(d, StreamDrafter)), 32)
     return CombinedDrafter(drafters, nodes=nodes)
+
+
+def check_spec(spec: str) -> None:
+    """Raise what ``make_drafter`` would raise for the words of ``spec`` alone, before any model is loaded."""
+    _parts(spec)
+
+
+def _parts(spec: Any) -> list[tuple[str, dict[str, Any]]]:
+    if not isinstance(spec, str):
+        raise InputError(f"a drafter is named by a string such as 'streams' or 'prompt_lookup', not {spec!r}")
+    parts = [_parse(part) for part in spec.split("+")]
+    if len({name for name, _ in parts}) < len(parts):
+        raise InputError(f"the drafter {spec!r} names a method twice; name each once")
+    if len(parts) > 1 and any(name == "none" for name, _ in parts):
+        raise InputError("the drafter 'none' proposes nothing, so it cannot be combined with others")
+    return parts
 
 
 def _parse(part: str) -> tuple[str, dict[str, Any]]:
@@ -86,6 +98,8 @@ def _parse(part: str) -> tuple[str, dict[str, Any]]:
             raise InputError(f"the drafter {name!r} has no setting {item!r}; settings are {allowed}, as name=value")
         if key == "tree" and value.isdigit():
             key = "nodes"  # streams:tree=32 is short for tree=best,nodes=32
+        if key in settings:
+            raise InputError(f"the drafter {name!r} has the setting {key!r} twice; give it once")
         try:
             settings[key] = known[key](value)
         except ValueError as error:

@@ -52,9 +52,9 @@ class PromptLookupDrafter(Drafter):
         row = self._rows.setdefault(context.key, _Row(self.ngram))
         text = context.tokens
         # index every n-gram that ends before the last token; the text only grows
-        for end in range(max(1, row.seen), len(text)):
-            for n in range(1, min(self.ngram, end) + 1):
-                row.last[n][tuple(text[end - n : end])] = end
+        for after in range(max(1, row.seen), len(text)):
+            for n in range(1, min(self.ngram, after) + 1):
+                row.last[n][tuple(text[after - n : after])] = after
         row.seen = max(row.seen, len(text))
         row.matched = 0
         for n in range(min(self.ngram, len(text)), 0, -1):

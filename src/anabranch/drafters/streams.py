@@ -77,7 +77,7 @@ class StreamDrafter(Drafter):
         if rule == "reject":
             if self.prune:
                 raise CapabilityError(
-                    "pruning removes sampled nodes, after which rule='reject' is not exact; use rule='follow' or prune=0"
+                    "pruning removes sampled nodes, so rule='reject' is not exact; use rule='follow' or prune=0"
                 )
             if self.tree.options.tree == "best":
                 raise CapabilityError(

@@ -40,7 +40,7 @@ class PackedLinear(nn.Module):
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether this build and machine have the kernels and they agree with the plain product."""
-    if device.type != "cpu" or dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
+    if device.type != "cpu" or dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(96, 64, generator=generator).to(dtype)

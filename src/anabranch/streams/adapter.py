@@ -63,7 +63,8 @@ class StreamSide:
         if delta is None:
             return y
         if self.main == 0:
-            return y + delta(x)
+            whole: Tensor = y + delta(x)
+            return whole
         return torch.cat((y[:, : self.main], y[:, self.main :] + delta(x[:, self.main :])), dim=1)
 
     def qkv(self, h_BRD: Tensor, qkv: Tensor) -> Tensor:
@@ -112,9 +113,7 @@ class StreamAdapter(nn.Module):
         self.layers = nn.ModuleList(StreamLayer(model, config) for _ in range(config.num_stream_layers))
         self.prune = LowRank(width, width, config.pruning_rank) if config.pruning_rank else None
         self.conditioner = (
-            Conditioner(width, config.conditioning, config.conditioning_rank)
-            if config.conditioning != "none"
-            else None
+            Conditioner(width, config.conditioning, config.conditioning_rank) if config.conditioning != "none" else None
         )
         ids = torch.arange(model.vocab_size) if vocabulary is None else vocabulary.long().cpu()
         self.register_buffer("vocabulary", ids, persistent=True)

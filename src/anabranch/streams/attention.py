@@ -93,9 +93,9 @@ def stream_attention(
         # the paper's shortcut: only the positions that the main row of this node weighs most, a kv head
         assert main_q_BNHE is not None
         main_q = main_q_BNHE.view(b, n, kv, g, e).permute(0, 2, 3, 1, 4)
-        weights = (main_q * scale @ keys_BKLE[:, :, None].transpose(-1, -2)).float()
-        weights = weights.masked_fill(~visible_BNL[:, None, None], float("-inf")).softmax(-1).sum(2)
-        best_BKNT = weights.topk(top, dim=-1).indices
+        seen = (main_q * scale @ keys_BKLE[:, :, None].transpose(-1, -2)).float()
+        seen = seen.masked_fill(~visible_BNL[:, None, None], float("-inf")).softmax(-1).sum(2)
+        best_BKNT = seen.topk(top, dim=-1).indices
         flat = best_BKNT.flatten(2)[..., None].expand(-1, -1, -1, e)
         keys = keys_BKLE.gather(2, flat).view(b, kv, n, top, e)
         values = values_BKLE.gather(2, flat).view(b, kv, n, top, e)
@@ -112,7 +112,8 @@ def stream_attention(
     bias = torch.full((*visible.shape[:-2], s, cut + s), float("-inf"), dtype=scores.dtype, device=q.device)
     bias[..., :cut].masked_fill_(visible, 0.0)
     bias[..., cut:] = bias[..., cut:].triu(1)
-    weights_main, weights_own = (scores + bias).softmax(-1, dtype=torch.float32).to(q.dtype).split((cut, s), dim=-1)
+    weights = (scores + bias).softmax(-1, dtype=torch.float32).to(q.dtype)
+    weights_main, weights_own = weights[..., :cut], weights[..., cut:]
     if top:
         out = torch.einsum("bkgnst,bknte->bkgnse", weights_main, values)
     else:

@@ -24,8 +24,8 @@ def early_exit_logits(target: Decoder, adapter: StreamAdapter, main_BND: Tensor)
 def prune_nodes(target: Decoder, adapter: StreamAdapter, main_BND: Tensor, run: Pass, keep: int) -> Tensor:
     """The ``keep`` best nodes of every row, ascending [B, keep]; padding nodes come last.
 
-        root -> a (0.6) -> c (0.5)        worth: root 1, a 0.6, b 0.3, c 0.3, d 0.03
-             -> b (0.3) -> d (0.1)        keep 3: root, a, b (ties go to the earlier node)
+    root -> a (0.6) -> c (0.4)        worth: root 1, a 0.6, b 0.3, c 0.24, d 0.03
+         -> b (0.3) -> d (0.1)        keep 3: root, a, b
     """
     log_probs = early_exit_logits(target, adapter, main_BND).float().log_softmax(-1)
     tree = run.tree_BNN

@@ -100,7 +100,7 @@ class VocabularyLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         states_MD: Tensor,
         head_VD: Tensor,
@@ -116,8 +116,8 @@ class VocabularyLoss(torch.autograd.Function):
         right = torch.empty(len(tokens_M), dtype=torch.bool, device=states_MD.device)
         gradient = torch.empty_like(states_MD)
         with torch.autocast(states_MD.device.type, enabled=False):
-            for rows in torch.arange(len(tokens_M)).split(CHUNK):
-                part = slice(int(rows[0]), int(rows[-1]) + 1)
+            for first in range(0, len(tokens_M), CHUNK):
+                part = slice(first, first + CHUNK)
                 z = F.linear(states_MD[part].to(head_VD.dtype), head_VD, bias_V).float()
                 slope = None
                 if cap is not None:
@@ -160,7 +160,8 @@ class StreamObjective:
         """The draft vocabulary and the batch's own tokens, as decoding adds a row's own tokens to it."""
         device = self.target.device
         common = self.adapter.vocabulary.to(device)
-        ids = torch.cat((common, batch.tokens_BT.to(device).flatten())).unique()
+        ids = torch.cat((common, batch.tokens_BT.to(device).flatten()))
+        ids = torch.unique(ids)
         place = torch.full((self.target.config.vocab_size,), -1, device=device)
         place[ids] = torch.arange(len(ids), device=device)
         bias = None if self.target.head.bias is None else self.target.head.bias[ids]
@@ -170,9 +171,7 @@ class StreamObjective:
     def freeze(self, batch: Batch) -> Frozen:
         """Run the target over the batch."""
         rows, width = batch.tokens_BT.shape
-        cache = Cache(
-            self.target.config, rows=rows, capacity=width, dtype=self.target.dtype, device=self.target.device
-        )
+        cache = Cache(self.target.config, rows=rows, capacity=width, dtype=self.target.dtype, device=self.target.device)
         for _ in range(rows):
             cache.add_row()
         causal = torch.ones(width, width, dtype=torch.bool).tril().numpy()
@@ -230,7 +229,7 @@ class StreamObjective:
         """Weighted loss and right predictions; ``teacher_MD`` are the target's states that emit the tokens."""
         soft = self.options.soft if teacher_MD is not None else 0.0
         cap = self.target.config.logit_softcap
-        found: Scored = VocabularyLoss.apply(
+        found: Scored = VocabularyLoss.apply(  # type: ignore[no-untyped-call]
             states_MD, words.head_VD, words.bias_V, tokens_M, weight_M, teacher_MD, soft, cap
         )
         return found

@@ -1,0 +1,237 @@
+"""The adapter folder: what comes back is what was saved, and whatever is wrong with it is one clear sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small import RICH, as_target, decode, request, small, small_adapter
+
+from anabranch.drafters.streams import StreamDrafter
+from anabranch.errors import AdapterError, FileError
+from anabranch.model.load import Target
+from anabranch.model.weights import build_decoder
+from anabranch.streams import folder as folders
+from anabranch.streams.adapter import StreamAdapter
+from anabranch.streams.config import StreamConfig
+from anabranch.streams.folder import TargetIdentity, find_adapter, load_adapter, read_record, save_adapter
+
+WORDS = torch.tensor([0, 2, 3, 5, 11])
+TRAINING = {
+    "command": "anabranch train streams --answers answers.jsonl --out adapter",
+    "data": [{"source": "poems", "examples": 1200, "licence": "CC0-1.0"}],
+    "steps": 40,
+}
+MEASURED = {"held-out answers": 9, "predicted mean acceptance length": {"tree": 2.5, "top 1": [0.5, 0.25]}}
+
+
+@pytest.fixture
+def target() -> Target:
+    return as_target(small())
+
+
+@pytest.fixture
+def saved(target: Target, tmp_path: Path) -> Path:
+    adapter = small_adapter(target.decoder, RICH, WORDS)
+    identity = TargetIdentity.of(target)
+    save_adapter(tmp_path / "a", adapter, target=identity, training=TRAINING, measured=MEASURED, dtype=torch.float32)
+    return tmp_path / "a"
+
+
+def test_what_was_saved_comes_back(target: Target, saved: Path) -> None:
+    loaded = load_adapter(saved, target)
+    original = small_adapter(target.decoder, RICH, WORDS)
+    assert loaded.adapter.config == RICH
+    assert loaded.adapter.vocabulary.dtype == torch.int64
+    for name, value in original.state_dict().items():
+        assert torch.equal(loaded.adapter.state_dict()[name], value)
+    assert not loaded.adapter.training
+    assert not any(parameter.requires_grad for parameter in loaded.adapter.parameters())
+    assert loaded.record == read_record(saved)
+    assert loaded.record["measured"] == MEASURED
+    assert load_file(saved / "adapter.safetensors")["vocabulary"].dtype == torch.int32
+    asked = [request(6, 1, 12)]
+    drafter = StreamDrafter(target.decoder, loaded.adapter)
+    assert decode(target.decoder, asked, drafter)[0] == decode(target.decoder, asked)[0]
+
+
+def test_the_type_and_place_are_the_targets(target: Target, saved: Path) -> None:
+    cast = replace(target, decoder=build_decoder(target.config, device="cpu", dtype=torch.bfloat16))
+    adapter = load_adapter(saved, cast).adapter
+    assert {parameter.dtype for parameter in adapter.parameters()} == {torch.bfloat16}
+    assert adapter.vocabulary.dtype == torch.int64
+
+
+def test_bfloat16_halves_the_file_and_a_whole_vocabulary_takes_no_space(target: Target, tmp_path: Path) -> None:
+    adapter = small_adapter(target.decoder)
+    record = save_adapter(tmp_path, adapter, target=TargetIdentity.of(target), training={}, measured={})
+    stored = load_file(tmp_path / "adapter.safetensors")
+    assert "vocabulary" not in stored
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    assert record["bytes"] == (tmp_path / "adapter.safetensors").stat().st_size
+    loaded = load_adapter(tmp_path, target).adapter
+    assert loaded.vocabulary.tolist() == list(range(target.config.vocab_size))
+    assert "Nothing was measured" in (tmp_path / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_card_says_what_one_must_know(target: Target, saved: Path) -> None:
+    card = (saved / "README.md").read_text(encoding="utf-8")
+    record = read_record(saved)
+    for part in ("poems", "1,200", "CC0-1.0", TRAINING["command"], "2.5", record["sha256"], target.fingerprint):
+        assert str(part) in card
+    assert 'anabranch.load("toy", drafter="streams"' in card
+
+
+def test_a_path_of_this_machine_is_not_stored(tmp_path: Path, target: Target) -> None:
+    place = tmp_path / "my-model"
+    place.mkdir()
+    assert TargetIdentity.of(replace(target, name=str(place))).name == "my-model"
+    assert TargetIdentity.of(replace(target, name="org/model")).name == "org/model"
+    assert TargetIdentity.of(target, "other").name == "other"
+
+
+def test_a_second_save_replaces_the_first_and_leaves_nothing_else(target: Target, saved: Path) -> None:
+    before = read_record(saved)["sha256"]
+    adapter = small_adapter(target.decoder, StreamConfig(num_stream_layers=1, pruning_rank=0))
+    save_adapter(saved, adapter, target=TargetIdentity.of(target), training={}, measured={})
+    assert read_record(saved)["sha256"] != before
+    assert sorted(path.name for path in saved.iterdir()) == ["README.md", "adapter.safetensors", "adapter_config.json"]
+
+
+def test_a_crash_between_the_files_is_refused_later(
+    target: Target, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, moved = os.replace, []
+
+    def crash(source: Path, goal: Path) -> None:
+        if moved:
+            raise KeyboardInterrupt
+        moved.append(goal)
+        real(source, goal)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", crash)
+        with pytest.raises(KeyboardInterrupt):
+            adapter = small_adapter(target.decoder, StreamConfig(num_stream_layers=1))
+            save_adapter(saved, adapter, target=TargetIdentity.of(target), training={}, measured={})
+    with pytest.raises(AdapterError, match="SHA-256"):
+        load_adapter(saved, target)
+    assert len(list(saved.iterdir())) == 3
+
+
+def test_a_folder_that_cannot_be_written(target: Target, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileError, match="cannot be written"):
+        save_adapter(
+            tmp_path / "file", small_adapter(small()), target=TargetIdentity.of(target), training={}, measured={}
+        )
+
+
+# -- bad folders -------------------------------------------------------------------------------------------------
+def edit(**changes: Any) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        path = folder / "adapter_config.json"
+        record = json.loads(path.read_text(encoding="utf-8"))
+        for name, value in changes.items():
+            record.update({name: value}) if value is not None else record.pop(name)
+        path.write_text(json.dumps(record), encoding="utf-8")
+
+    return apply
+
+
+def reseal(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
+    """Other weights with a digest that fits them: only the shapes can tell."""
+
+    def apply(folder: Path) -> None:
+        import hashlib
+
+        path = folder / "adapter.safetensors"
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path)
+        edit(sha256=hashlib.sha256(path.read_bytes()).hexdigest())(folder)
+
+    return apply
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "adapter.safetensors"
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def flip(folder: Path) -> None:
+    path = folder / "adapter.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def no_safetensors(folder: Path) -> None:
+    import hashlib
+
+    (folder / "adapter.safetensors").write_bytes(b"not tensors")
+    edit(sha256=hashlib.sha256(b"not tensors").hexdigest())(folder)
+
+
+BAD: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no config": (lambda f: (f / "adapter_config.json").unlink(), "has no adapter_config.json"),
+    "no weights": (lambda f: (f / "adapter.safetensors").unlink(), "has no adapter.safetensors"),
+    "no JSON": (lambda f: (f / "adapter_config.json").write_text("{"), "not readable JSON"),
+    "not UTF-8": (lambda f: (f / "adapter_config.json").write_bytes(b"\xff\xfe\x00"), "not readable JSON"),
+    "a list": (lambda f: (f / "adapter_config.json").write_text("[]"), "does not describe an adapter"),
+    "another format": (edit(format="peft"), "does not describe an adapter"),
+    "a newer version": (edit(version=2), "format version 2"),
+    "no digest": (edit(sha256=None), "lacks 'sha256'"),
+    "malformed streams": (edit(streams=[]), "lacks 'streams'"),
+    "no fingerprint": (edit(target={"name": "toy"}), "which target"),
+    "an unknown option": (edit(streams={**RICH.to_dict(), "later": 1}), "'later'"),
+    "a bad option": (edit(streams={**RICH.to_dict(), "num_streams": -1}), "num_streams"),
+    "too many layers": (edit(streams={**RICH.to_dict(), "num_stream_layers": 9}), "only 3 layers"),
+    "other shapes": (edit(streams={**RICH.to_dict(), "adapter_rank": 4}), r"layers.0.mlp.down with the shape \(3, 32\)"),
+    "another target": (edit(target={"name": "elsewhere", "fingerprint": "f" * 64}), "elsewhere.*ffffffffffff.*toy"),
+    "truncated": (truncate, "truncated or was changed"),
+    "tampered": (flip, "truncated or was changed"),
+    "no safetensors": (no_safetensors, "no safetensors file"),
+    "a missing tensor": (reseal(lambda t: t.pop("embeddings") is None), "embeddings with the shape None"),
+    "an extra tensor": (reseal(lambda t: t.update(more=torch.zeros(2))), "more with the shape"),
+    "an unsorted vocabulary": (reseal(lambda t: t.update(vocabulary=WORDS.flip(0).int().clone())), "rising list"),
+    "ids beyond the target": (reseal(lambda t: t.update(vocabulary=WORDS.int() + 9)), "below 19"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_folders(name: str, saved: Path, target: Target) -> None:
+    spoil, message = BAD[name]
+    spoil(saved)
+    with pytest.raises(AdapterError, match=message) as caught:
+        load_adapter(saved, target)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_folder(tmp_path: Path, target: Target) -> None:
+    with pytest.raises(AdapterError, match="no adapter folder"):
+        load_adapter(tmp_path / "nowhere", target)
+    with pytest.raises(AdapterError, match="no adapter folder"):
+        read_record(tmp_path / "nowhere")
+
+
+def test_the_adapter_that_ships_is_found_by_fingerprint(
+    saved: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folders, "SHIPPED", saved.parent)
+    found = find_adapter(target)
+    assert found is not None
+    assert isinstance(found.adapter, StreamAdapter)
+    assert find_adapter(as_target(small("gpt2"))) is None
+    with pytest.raises(AdapterError, match="was trained for"):
+        find_adapter(as_target(small("gpt2")), saved)
+    explicit = find_adapter(target, saved)
+    assert explicit is not None
+    assert explicit.record == found.record

@@ -1,0 +1,389 @@
+"""The laws of the loop, for every drafter: drafts decide how fast, never what. Float32, toy size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from small import CASES, LLAMA, RICH, VOCABULARY, decode, prompt, randomise, request, small, small_adapter
+from torch import Tensor
+
+from anabranch.drafters.base import Context, Drafter, Observation
+from anabranch.drafters.combined import CombinedDrafter
+from anabranch.drafters.none import NoDrafter
+from anabranch.drafters.prompt_lookup import PromptLookupDrafter
+from anabranch.drafters.streams import StreamDrafter
+from anabranch.engine import Engine, Request
+from anabranch.errors import AnabranchError, CapabilityError, InputError
+from anabranch.model.cache import Cache
+from anabranch.model.decoder import Decoder, Feed, Rider
+from anabranch.model.weights import build_decoder
+from anabranch.sampling import SamplingParams, log_probs
+from anabranch.streams.config import StreamConfig
+from anabranch.streams.draft import DraftOptions
+from anabranch.tree import DraftTree
+from anabranch.verify import Rule
+
+BEST = DraftOptions(nodes=10, k=4)
+FREQUENT = torch.arange(0, VOCABULARY, 2)
+
+
+def streams(target: Decoder, **options: object) -> StreamDrafter:
+    tree = options.pop("tree", BEST)
+    return StreamDrafter(target, small_adapter(target), tree, **options)  # type: ignore[arg-type]
+
+
+DRAFTERS: dict[str, Callable[[Decoder], Drafter]] = {
+    "prompt_lookup": lambda target: PromptLookupDrafter(tokens=5),
+    "ride": lambda target: streams(target, placement="ride"),
+    "trail": lambda target: streams(target, placement="trail"),
+    "pruned-ride": lambda target: streams(target, placement="ride", prune=5),
+    "pruned-trail": lambda target: streams(target, placement="trail", prune=5),
+    "product": lambda target: streams(target, tree=DraftOptions(tree="product", k=2)),
+    "chain": lambda target: streams(target, tree=DraftOptions(tree="chain")),
+    "frequent": lambda target: StreamDrafter(target, small_adapter(target, RICH, FREQUENT), BEST),
+    "combined": lambda target: CombinedDrafter([streams(target), PromptLookupDrafter()], nodes=10),
+    "combined-pruned": lambda target: CombinedDrafter([streams(target, prune=5), PromptLookupDrafter()], nodes=10),
+}
+# ragged prompts, one of a single token; a short answer leaves in the middle of the others
+RAGGED = [request(n, n, new) for n, new in ((9, 18), (1, 5), (14, 18), (4, 11), (7, 18), (2, 13))]
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_greedy_output_is_plain_decodings(case: str, name: str) -> None:
+    target = small(case)
+    wanted, _ = decode(target, RAGGED)
+    alone, _ = decode(target, RAGGED[:2], DRAFTERS[name](target))
+    assert alone == wanted[:2]
+    together, steps = decode(target, RAGGED, DRAFTERS[name](target), rows=4)
+    assert together == wanted
+    assert [row[-1].finish for row in steps] == ["length"] * len(RAGGED)
+    for row in steps:
+        for step in row:
+            assert len(step.tokens) == len(step.sources) <= len(step.verdict.path)
+            assert step.tree.size - 1 <= step.drafted
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_follow_with_a_seed_is_plain_sampling_with_it(name: str) -> None:
+    target = small()
+    sampling = SamplingParams(temperature=0.8, top_k=9, top_p=0.95, min_p=0.01)
+    requests = [replace(r, sampling=replace(sampling, seed=i)) for i, r in enumerate(RAGGED)]
+    wanted, _ = decode(target, requests)
+    assert decode(target, requests, DRAFTERS[name](target), rows=3)[0] == wanted
+    assert wanted != decode(target, RAGGED)[0]
+    # greedy and sampled rows share a batch
+    mixed = [r if i % 2 else RAGGED[i] for i, r in enumerate(requests)]
+    assert decode(target, mixed, DRAFTERS[name](target), rows=4)[0] == decode(target, mixed)[0]
+
+
+def forbid_evens(history: Sequence[int], logits_V: Tensor) -> Tensor:
+    logits_V = logits_V.clone()
+    logits_V[0 if history[-1] % 2 else 1 :: 2] -= 1.5
+    return logits_V
+
+
+@pytest.mark.parametrize("name", ["prompt_lookup", "ride", "pruned-trail", "combined"])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_penalties_and_processors_look_at_each_nodes_own_history(name: str, temperature: float) -> None:
+    target = small()
+    for options in ({"repetition_penalty": 1.7}, {"processors": (forbid_evens,)}):
+        sampling = SamplingParams(temperature=temperature, seed=5, **options)  # type: ignore[arg-type]
+        requests = [replace(r, sampling=sampling) for r in RAGGED[:3]]
+        wanted, _ = decode(target, requests)
+        assert decode(target, requests, DRAFTERS[name](target), rows=2)[0] == wanted
+        assert wanted != decode(target, [replace(r, sampling=replace(sampling, **PLAIN)) for r in requests])[0]
+
+
+PLAIN = {"repetition_penalty": 1.0, "processors": ()}
+
+
+# -- drafters that know nothing and everything ---------------------------------------------------------------
+class Noise(Drafter):
+    """Random trees of random sizes."""
+
+    name, rules, max_nodes = "noise", ("follow",), 9
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+
+    def draft(self, contexts: Sequence[Context]) -> list[DraftTree]:
+        found = []
+        for context in contexts:
+            size = int(self.rng.integers(1, self.max_nodes + 1))
+            parents = [-1, *(int(self.rng.integers(0, i)) for i in range(1, size))]
+            tokens = [context.root, *self.rng.integers(0, VOCABULARY, size - 1)]
+            tree = DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64))
+            found.append(tree.select((tree.depths <= context.room).nonzero()[0]))
+        return found
+
+
+class Oracle(Drafter):
+    """The text to come, ``depth`` tokens at a time."""
+
+    name, rules = "oracle", ("follow",)
+
+    def __init__(self, texts: Sequence[Sequence[int]], depth: int) -> None:
+        self.texts, self.depth, self.max_nodes = texts, depth, depth + 1
+
+    def draft(self, contexts: Sequence[Context]) -> list[DraftTree]:
+        chains = []
+        for context in contexts:
+            (text,) = [t for t in self.texts if list(t[: len(context.tokens)]) == context.tokens]
+            behind = text[len(context.tokens) :][: min(self.depth, context.room)]
+            chains.append(DraftTree.chain(context.root, behind))
+        return chains
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_noise_changes_nothing(case: str, temperature: float) -> None:
+    target = small(case)
+    requests = [replace(r, sampling=SamplingParams(temperature=temperature, seed=7)) for r in RAGGED]
+    assert decode(target, requests, Noise(), rows=4)[0] == decode(target, requests)[0]
+
+
+def test_an_oracle_reaches_the_maximum() -> None:
+    target, depth, new = small(), 4, 20
+    requests = [request(n, n, new) for n in (9, 3, 6)]
+    answers, plain = decode(target, requests)
+    texts = [[*r.prompt_ids, *a] for r, a in zip(requests, answers, strict=True)]
+    found, steps = decode(target, requests, Oracle(texts, depth), rows=3)
+    assert found == answers
+    assert [len(row) for row in plain] == [new] * 3
+    assert [len(row) for row in steps] == [new // (depth + 1)] * 3
+    for row in steps:
+        assert all(step.sources == ("draft",) * depth + ("target",) for step in row)
+
+
+# -- where a row ends --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_the_length_limit_and_end_tokens_cut_inside_an_accepted_path(cut: int) -> None:
+    target = small()
+    asked = request(9, 9, 30)
+    (answer,), _ = decode(target, [asked])
+    texts = [[*asked.prompt_ids, *answer]]
+    (short,), (steps,) = decode(target, [replace(asked, max_new_tokens=cut)], Oracle(texts, 4))
+    assert short == answer[:cut]
+    assert steps[-1].finish == "length"
+    stop = answer[cut - 1]
+    first = answer.index(stop) + 1
+    (stopped,), (steps,) = decode(target, [replace(asked, stop_ids=frozenset({stop}))], Oracle(texts, 4))
+    assert stopped == answer[:first]
+    assert steps[-1].finish == "stop"
+    assert [step.finish for step in steps[:-1]] == [None] * (len(steps) - 1)
+
+
+class Watched(Drafter):
+    """Another drafter, and whether it kept to its room and its budget."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner, self.name, self.max_nodes, self.drafts = inner, inner.name, inner.max_nodes, 0
+
+    @property
+    def rider(self) -> Rider | None:
+        return self.inner.rider
+
+    def check(self, sampling: SamplingParams, rule: Rule) -> None:
+        self.inner.check(sampling, rule)
+
+    def draft(self, contexts: Sequence[Context]) -> list[DraftTree]:
+        trees = self.inner.draft(contexts)
+        for context, tree in zip(contexts, trees, strict=True):
+            assert tree.tokens[0] == context.tokens[-1]
+            assert tree.max_depth <= context.room
+            assert tree.size <= self.max_nodes
+            self.drafts += tree.size - 1
+        return trees
+
+    def observe(self, contexts: Sequence[Context], seen: Observation) -> None:
+        self.inner.observe(contexts, seen)
+
+    def leave(self, context: Context) -> None:
+        self.inner.leave(context)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("case", ["llama", "gpt2"])
+def test_drafts_keep_to_their_room_up_to_the_models_last_position(name: str, case: str) -> None:
+    target = small(case)
+    asked = [request(80, 3, 100), request(85, 4, 3)]
+    watched = Watched(DRAFTERS[name](target))
+    found, steps = decode(target, asked, watched, rows=2, capacity=500)
+    assert found == decode(target, asked, capacity=500)[0]
+    assert len(found[0]) == 96 - 80
+    assert steps[0][-1].finish == "length"
+    assert watched.drafts > 0
+
+
+def test_a_cancelled_row_leaves_the_others_alone() -> None:
+    target = small()
+    wanted, _ = decode(target, RAGGED[:4])
+    for victim in range(4):
+        engine = Engine(target, DRAFTERS["ride"](target), rows=4, capacity=96)
+        keys = [engine.add(r) for r in RAGGED[:4]]
+        found: dict[int, list[int]] = {key: [] for key in keys}
+        for _ in range(2):
+            for step in engine.step():
+                found[step.row] += step.tokens
+        engine.remove(keys[victim])
+        engine.remove(keys[victim])  # a row that is gone is gone
+        for step in engine.run():
+            assert step.row != keys[victim]
+            found[step.row] += step.tokens
+        for number, key in enumerate(keys):
+            assert found[key] == (wanted[number] if number != victim else wanted[number][: len(found[key])])
+    engine.add(RAGGED[0])
+    engine.clear()
+    assert engine.active == 0
+    assert engine.cache.count == 0
+
+
+# -- what the cache and the numbers are -----------------------------------------------------------------------
+def forward(target: Decoder, text: Sequence[int]) -> tuple[Tensor, Cache]:
+    """Logits [N, V] of a text in one pass, and its cache."""
+    cache = Cache(target.config, rows=1, capacity=len(text), dtype=target.dtype, device=target.device)
+    cache.add_row()
+    with torch.no_grad():
+        output = target(Feed.of_prompt(text), cache)
+    cache.commit([range(len(text))])
+    assert output.logits_BNV is not None
+    return output.logits_BNV[0], cache
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+@pytest.mark.parametrize("name", ["ride", "pruned-trail", "combined-pruned"])
+def test_the_cache_is_a_fresh_prefill_after_every_step(case: str, name: str) -> None:
+    target = small(case)
+    engine = Engine(target, DRAFTERS[name](target), rows=3, capacity=96)
+    texts = {engine.add(r): list(r.prompt_ids) for r in RAGGED[:3]}
+    while engine.active:
+        for step in engine.step():
+            texts[step.row] += step.tokens
+        for slot, row in enumerate(engine._rows):
+            text = texts[row.context.key]
+            assert row.context.tokens == text
+            assert engine.cache.lengths[slot] == len(text) - 1
+            _, fresh = forward(target, text[:-1])
+            n = len(text) - 1
+            assert torch.allclose(engine.cache.keys[:, slot, :, :n], fresh.keys[:, 0], atol=2e-5)
+            assert torch.allclose(engine.cache.values[:, slot, :, :n], fresh.values[:, 0], atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["prompt_lookup", "ride", "pruned-trail"])
+def test_log_probs_are_the_targets_own(name: str) -> None:
+    target = small()
+    requests = [replace(r, log_probs=True, sampling=SamplingParams(temperature=0.8, top_k=4)) for r in RAGGED[:3]]
+    found, steps = decode(target, requests, DRAFTERS[name](target), rows=3)
+    for asked, answer, row in zip(requests, found, steps, strict=True):
+        told = [log for step in row for log in step.log_probs or ()]
+        logits, _ = forward(target, [*asked.prompt_ids, *answer])
+        start = len(asked.prompt_ids) - 1
+        wanted = log_probs(logits[start:-1], torch.tensor(answer))
+        assert told == pytest.approx(wanted.tolist(), abs=1e-4)
+
+
+# -- reject ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("tree", ["chain", "product"])
+def test_reject_keeps_the_joint_law_of_two_tokens(tree: str) -> None:
+    """Second and third new token of 1,600 samples; the first step drafts nothing, the second two tokens deep."""
+    words, count = 5, 1600
+    target = build_decoder(replace(LLAMA, vocab_size=words, num_layers=2), device="cpu")
+    randomise(target, seed=3, scale=0.2)
+    adapter = small_adapter(target, StreamConfig(num_streams=2, num_stream_layers=1, adapter_rank=2))
+    drafter = StreamDrafter(target, adapter, DraftOptions(tree=tree, k=2))  # type: ignore[arg-type]
+    text = [1, 4, 2]
+    law = torch.zeros(words, words)
+    for first in range(words):
+        one = forward(target, text)[0][-1].softmax(-1)[first]
+        second = forward(target, [*text, first])[0][-1].softmax(-1)
+        for token in range(words):
+            third = forward(target, [*text, first, token])[0][-1].softmax(-1)
+            law[token] += one * second[token] * third
+    asked = [
+        Request(text, 4, SamplingParams(temperature=1.0, seed=seed), rule="reject") for seed in range(count)
+    ]
+    found, steps = decode(target, asked, drafter, rows=64)
+    seen = torch.zeros(words, words)
+    for _, second, third, _ in found:
+        seen[second, third] += 1
+    wanted = law * count
+    assert float(law.sum()) == pytest.approx(1.0, abs=1e-5)
+    assert float(wanted.min()) > 4
+    # 24 degrees of freedom: 51.2 is passed once in a thousand
+    assert float(((seen - wanted) ** 2 / wanted).sum()) < 51.2
+    assert 0.2 < np.mean([row[1].verdict.accepted > 0 for row in steps]) < 1.0  # drafts were judged both ways
+
+
+def test_rules_that_a_drafter_cannot_serve_are_refused() -> None:
+    target = small()
+    sampled = request(4, 1, 5, sampling=SamplingParams(temperature=1.0), rule="reject")
+    for name in ("prompt_lookup", "ride", "pruned-ride", "combined"):
+        engine = Engine(target, DRAFTERS[name](target))
+        with pytest.raises(CapabilityError, match="follow"):
+            engine.add(sampled)
+        assert engine.active == 0
+    product = Engine(target, DRAFTERS["product"](target))
+    for sampling in (SamplingParams(), SamplingParams(temperature=1.0, repetition_penalty=1.2)):
+        with pytest.raises(CapabilityError, match="follow"):
+            product.add(replace(sampled, sampling=sampling))
+    product.add(sampled)
+    assert sum(len(step.tokens) for step in product.run()) == 5
+
+
+# -- requests that cannot be served ----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (Request([], 5), "empty"),
+        (Request([1, VOCABULARY], 5), "vocabulary ends at 18"),
+        (Request([1, -1], 5), "token id -1"),
+        (Request([1], 0), "max_new_tokens"),
+        (Request(prompt(96), 5), "model's limit is 96"),
+        (Request(prompt(40), 5), "cache holds 40"),
+    ],
+)
+def test_errors_leave_the_engine_usable(bad: Request, message: str) -> None:
+    target = small()
+    engine = Engine(target, DRAFTERS["trail"](target), rows=2, capacity=40)
+    key = engine.add(RAGGED[0])
+    first = engine.step()
+    with pytest.raises(InputError, match=message):
+        engine.add(bad)
+    rest = [token for step in (*first, *engine.run()) for token in step.tokens if step.row == key]
+    assert rest == decode(target, RAGGED[:1])[0][0]
+
+
+def test_a_full_engine_and_a_prefill_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = small()
+    engine = Engine(target, NoDrafter(), rows=1, capacity=40)
+    engine.add(RAGGED[0])
+    with pytest.raises(InputError, match="rows"):
+        engine.add(RAGGED[1])
+    assert engine.active == engine.cache.count == 1
+    engine.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(Cache, "commit", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.add(RAGGED[0])
+    assert engine.active == engine.cache.count == 0
+    engine.add(RAGGED[0])
+    assert [t for step in engine.run() for t in step.tokens] == decode(target, RAGGED[:1])[0][0]
+
+
+@pytest.mark.parametrize(("rows", "capacity"), [(0, 40), (1, 1)])
+def test_engines_of_no_size(rows: int, capacity: int) -> None:
+    with pytest.raises(AnabranchError, match="at least 1 row"):
+        Engine(small(), NoDrafter(), rows=rows, capacity=capacity)
+
+
+def test_combining() -> None:
+    target = small()
+    with pytest.raises(CapabilityError, match="at most one"):
+        CombinedDrafter([streams(target), streams(target)])
+    with pytest.raises(InputError, match="nodes"):
+        CombinedDrafter([streams(target)], nodes=1)

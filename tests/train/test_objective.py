@@ -1,0 +1,200 @@
+"""The loss: against autograd over whole logits, in segments of any size, on streams that are those of decoding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small import RICH, VOCABULARY, decode, prompt, request, small, small_adapter
+from torch import Tensor
+
+from anabranch.drafters.streams import StreamDrafter
+from anabranch.engine import Engine, Request
+from anabranch.errors import InputError
+from anabranch.model.decoder import Decoder
+from anabranch.streams.adapter import StreamAdapter
+from anabranch.streams.config import StreamConfig
+from anabranch.train import objective as module
+from anabranch.train.data import Batch, Example
+from anabranch.train.objective import LossOptions, StreamObjective, VocabularyLoss
+
+PAPER = StreamConfig(num_streams=4, num_stream_layers=2, adapter_rank=3, pruning_rank=2)
+
+
+def trainable(target: Decoder, config: StreamConfig, vocabulary: Tensor | None = None) -> StreamAdapter:
+    return small_adapter(target, config, vocabulary).requires_grad_(True)
+
+
+def batch() -> Batch:
+    """Ragged prompts and answers, one answer of the least length."""
+    sizes = ((5, 9), (1, 2), (3, 14))
+    return Batch.of([Example(tuple(prompt(p, p)), tuple(prompt(a, 30 + a))) for p, a in sizes])
+
+
+def total(objective: StreamObjective, of: Batch) -> Tensor:
+    frozen = objective.freeze(of)
+    return sum(
+        (objective.segment_loss(of, frozen, positions, real).loss for positions, real in objective.segments(of)),
+        torch.zeros(()),
+    )
+
+
+def gradients(adapter: StreamAdapter) -> dict[str, Tensor]:
+    found = {name: p.grad.clone() for name, p in adapter.named_parameters() if p.grad is not None}
+    adapter.zero_grad(set_to_none=True)
+    return found
+
+
+@pytest.mark.parametrize("soft", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("biased", [False, True])
+def test_vocabulary_loss_is_cross_entropy(
+    soft: float, cap: float | None, biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CHUNK", 4)  # several chunks and a rest
+    torch.manual_seed(0)
+    states = torch.randn(11, 6, requires_grad=True)
+    head, teacher = torch.randn(9, 6), torch.randn(11, 6)
+    bias = torch.randn(9) if biased else None
+    tokens, weight = torch.randint(0, 9, (11,)), torch.rand(11)
+
+    def logits(x: Tensor) -> Tensor:
+        z = F.linear(x, head, bias)
+        return z if cap is None else torch.tanh(z / cap) * cap
+
+    z = logits(states)
+    hard = F.cross_entropy(z, tokens, reduction="none")
+    distilled = F.cross_entropy(z, logits(teacher).softmax(-1), reduction="none")
+    wanted = (weight * ((1 - soft) * hard + soft * distilled)).sum()
+    (gradient,) = torch.autograd.grad(3 * wanted, states)
+    found, right = VocabularyLoss.apply(states, head, bias, tokens, weight, teacher if soft else None, soft, cap)
+    (mine,) = torch.autograd.grad(3 * found, states)
+    assert torch.allclose(found, wanted, atol=1e-5)
+    assert torch.allclose(mine, gradient, atol=1e-5)
+    assert torch.equal(right, z.argmax(-1) == tokens)
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma2", "mistral"])
+@pytest.mark.parametrize("config", [PAPER, RICH])
+def test_segments_of_any_size_are_one_loss(case: str, config: StreamConfig) -> None:
+    target, options = small(case), LossOptions(pruning=0.0)
+    adapter = trainable(target, config)
+    losses, found = [], []
+    for segment in (100, 5, 1):
+        loss = total(StreamObjective(target, adapter, options, segment=segment), batch())
+        loss.backward()
+        losses.append(float(loss.detach()))
+        found.append(gradients(adapter))
+    assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-5)
+    for other in found[1:]:
+        assert other.keys() == found[0].keys()
+        for name, gradient in other.items():
+            assert torch.allclose(gradient, found[0][name], rtol=1e-3, atol=1e-4), name
+
+
+def test_the_pruning_layers_loss_is_the_next_tokens() -> None:
+    target = small()
+    adapter = trainable(target, PAPER)
+    options = LossOptions(pruning=0.5, pruning_stride=1)
+    of = batch()
+    with_it = total(StreamObjective(target, adapter, options), of)
+    without = total(StreamObjective(target, adapter, replace(options, pruning=0.0)), of)
+    objective = StreamObjective(target, adapter, options)
+    frozen = objective.freeze(of)
+    logits = target.logits(target.norm(adapter.early_exit(frozen.entry_BTD)))
+    wanted = torch.zeros(())
+    for b, (start, length) in enumerate(zip(of.starts_B.tolist(), of.lengths_B.tolist(), strict=True)):
+        for t in range(start, length - 2):  # where streams are: the last position has nothing beyond its next token
+            wanted = wanted + F.cross_entropy(logits[b, t], of.tokens_BT[b, t + 1])
+    assert float(with_it - without) == pytest.approx(0.5 * float(wanted), rel=1e-5)
+
+
+def test_the_loss_by_hand() -> None:
+    """sum_j alpha_j CE(stream j) over completion tokens (ACL eq. 6), one position and stream after the other."""
+    target, options = small(), LossOptions(decay=0.7, soft=0.4, unconditioned=0.2, pruning=0.0)
+    adapter = trainable(target, RICH)
+    of = batch()
+    objective = StreamObjective(target, adapter, options)
+    frozen = objective.freeze(of)
+    wanted, count = torch.zeros(()), [0] * RICH.num_streams
+    for b, (start, length) in enumerate(zip(of.starts_B.tolist(), of.lengths_B.tolist(), strict=True)):
+        text = of.tokens_BT[b]
+        for t in range(start, length):
+            states = objective.states(frozen, torch.full((3, 1), t))[b, 0]
+            carried: Tensor | None = None
+            for j in range(1, RICH.num_streams + 1):
+                if t + 1 + j >= length:
+                    break
+                assert adapter.conditioner is not None
+                told, carried = adapter.conditioner(states[j - 1], target.embedding(text[t + j]), carried)
+                teacher = target.head(frozen.hidden_BTD[b, t + j]).softmax(-1)
+                z = target.head(told)
+                hard, soft = F.cross_entropy(z, text[t + 1 + j]), F.cross_entropy(z, teacher)
+                blind = F.cross_entropy(target.head(states[j - 1]), text[t + 1 + j])
+                wanted = wanted + 0.7 ** (j - 1) * (0.6 * hard + 0.4 * soft + 0.2 * blind)
+                count[j - 1] += 1
+    ((positions, real),) = objective.segments(of)
+    scores = objective.segment_loss(of, frozen, positions, real)
+    assert float(scores.loss.detach()) == pytest.approx(float(wanted.detach()), rel=1e-5)
+    assert scores.count_S.tolist() == count
+
+
+def test_no_gradient_reaches_the_target() -> None:
+    target = small("gemma2")
+    adapter = trainable(target, RICH)
+    before = {name: value.clone() for name, value in target.state_dict().items()}
+    total(StreamObjective(target, adapter, LossOptions()), batch()).backward()
+    assert all(parameter.grad is None and not parameter.requires_grad for parameter in target.parameters())
+    assert all(torch.equal(before[name], value) for name, value in target.state_dict().items())
+    missing = [name for name, parameter in adapter.named_parameters() if parameter.grad is None]
+    assert not missing
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma2", "mistral", "gpt2", "phi"])
+@pytest.mark.parametrize("placement", ["ride", "trail"])
+def test_streams_in_training_are_those_of_decoding(case: str, placement: str) -> None:
+    target = small(case)
+    adapter = small_adapter(target, RICH)
+    asked = request(7, 3, 16)
+    ((answer,), _) = decode(target, [asked])
+    text = [*asked.prompt_ids, *answer]
+    of = Batch.of([Example(tuple(asked.prompt_ids), tuple(answer))])
+    objective = StreamObjective(target, adapter, LossOptions())
+    frozen = objective.freeze(of)
+    drafter = StreamDrafter(target, adapter, placement=placement)  # type: ignore[arg-type]
+    engine = Engine(target, drafter, capacity=64)
+    key = engine.add(Request(asked.prompt_ids, 16))
+    at = len(asked.prompt_ids)
+    while True:
+        (step,) = engine.step()
+        at += len(step.tokens)
+        if step.finish is not None:
+            break
+        with torch.no_grad():
+            wanted = objective.states(frozen, torch.tensor([[at - 2]]))[0, 0]
+        assert torch.allclose(drafter._states[key], wanted, atol=5e-5)
+    assert at == len(text)
+
+
+def test_a_small_draft_vocabulary_and_the_texts_own_tokens() -> None:
+    """What is learned is scored over the draft vocabulary and the batch's own tokens."""
+    target = small("phi")
+    adapter = trainable(target, PAPER, torch.tensor([0, 1, 2]))
+    of = batch()
+    words = StreamObjective(target, adapter, LossOptions()).vocabulary(of)
+    ids = sorted({0, 1, 2, *of.tokens_BT.flatten().tolist()})
+    assert torch.equal(words.head_VD, target.head.weight[ids])
+    assert words.bias_V is not None
+    assert torch.equal(words.bias_V, target.head.bias[ids])
+    assert [int(words.place[i]) for i in ids] == list(range(len(ids)))
+    assert int((words.place >= 0).sum()) == len(ids) < VOCABULARY
+
+
+@pytest.mark.parametrize(
+    "bad", [{"decay": 0.0}, {"decay": 1.5}, {"soft": -0.1}, {"soft": 2.0}, {"unconditioned": -1.0}, {"pruning_stride": 0}]
+)
+def test_weights_that_mean_nothing(bad: dict[str, float]) -> None:
+    with pytest.raises(InputError, match=next(iter(bad))):
+        LossOptions(**bad)  # type: ignore[arg-type]

@@ -1,0 +1,70 @@
+"""Predicted mean acceptance length is the decoded one, on answers that the target wrote itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small import RICH, VOCABULARY, decode, request, small, small_adapter
+
+from anabranch.drafters.streams import StreamDrafter
+from anabranch.streams.config import StreamConfig
+from anabranch.streams.draft import DraftOptions, StreamDraft
+from anabranch.train.data import Example
+from anabranch.train.objective import LossOptions, StreamObjective
+from anabranch.train.replay import evaluate, replay
+
+PARENT = StreamConfig(num_streams=4, num_stream_layers=2, conditioning="parent", conditioning_rank=5)
+TREES = {
+    "tree": DraftOptions(nodes=12, k=4),
+    "chain": DraftOptions(tree="chain"),
+    "product": DraftOptions(tree="product", k=2),
+    "blind": DraftOptions(nodes=12, k=4, condition=False),
+}
+REQUESTS = [request(n, n, 22, stop_ids=frozenset({2})) for n in range(1, 11)]
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("config", [RICH, PARENT])
+def test_predicted_is_decoded(case: str, config: StreamConfig) -> None:
+    target = small(case)
+    adapter = small_adapter(target, config, torch.arange(0, VOCABULARY, 2))
+    answers, _ = decode(target, REQUESTS, rows=4)
+    examples = [Example(tuple(r.prompt_ids), tuple(a), "toy") for r, a in zip(REQUESTS, answers, strict=True)]
+    objective = StreamObjective(target, adapter, LossOptions(), segment=5)
+    drafts = {name: StreamDraft(target, adapter, options) for name, options in TREES.items()}
+    together, _ = evaluate(objective, drafts, examples, rows=3)
+    for name, options in TREES.items():
+        found, steps = decode(target, REQUESTS, StreamDrafter(target, adapter, options), rows=4)
+        assert found == answers
+        predicted = replay(objective, drafts[name], examples, rows=4)
+        assert predicted.tokens == sum(map(len, answers))
+        assert predicted.steps == sum(map(len, steps))
+        assert predicted.mean_acceptance_length == predicted.tokens / predicted.steps
+        assert together[name] == predicted
+    tree = together["tree"]
+    assert tree.mean_acceptance_length > together["chain"].mean_acceptance_length > 1.0
+    assert 1.0 >= tree.at_least(1) >= tree.at_least(2) >= tree.at_least(config.num_streams) >= 0.0
+    assert tree.by_source["toy"][1] == tree.steps - len(examples)
+
+
+def test_accuracy_by_stream_is_counted_as_the_loss_counts_it() -> None:
+    target = small()
+    adapter = small_adapter(target, RICH, torch.arange(0, VOCABULARY, 2))
+    answers, _ = decode(target, REQUESTS, rows=4)
+    examples = [Example(tuple(r.prompt_ids), tuple(a)) for r, a in zip(REQUESTS, answers, strict=True)]
+    objective = StreamObjective(target, adapter, LossOptions())
+    from anabranch.train.data import Batch
+
+    right, count = torch.zeros(3), torch.zeros(3)
+    of = Batch.of(examples)
+    frozen = objective.freeze(of)
+    for positions, real in objective.segments(of):
+        scores = objective.segment_loss(of, frozen, positions, real)
+        right, count = right + scores.right_S, count + scores.count_S
+    _, accuracy = evaluate(objective, {}, examples, top=4, rows=len(examples))
+    assert accuracy.count_S.tolist() == count.tolist()
+    assert accuracy.first_S.tolist() == right.tolist()
+    first, among = accuracy.shares()
+    assert all(a >= f for f, a in zip(first, among, strict=True))
+    _, everything = evaluate(objective, {}, examples, top=VOCABULARY)
+    assert everything.shares()[1] == [1.0] * 3
