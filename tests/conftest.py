@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from toy_text import ToyFolders, save_toys
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
@@ -13,3 +15,9 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def toys(tmp_path_factory: pytest.TempPathFactory) -> ToyFolders:
+    """Folders of a toy model and its adapter."""
+    return save_toys(tmp_path_factory.mktemp("toys"))

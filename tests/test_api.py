@@ -1,159 +1,305 @@
-"""The public face on a toy model: what goes in, what comes out, and what is refused."""
+"""``load`` and ``Model``: what goes in, what comes out, and which engine serves it."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import anabranch
-from anabranch import CapabilityError, InputError, Model
+from anabranch.api import MIN_CAPACITY, Model
+from anabranch.drafters import DRAFTERS, PLANNED, make_drafter
+from anabranch.errors import AdapterError, CapabilityError, FileError, InputError
+from anabranch.streams import folder
+from toy_text import VOCABULARY, ToyFolders, byte_tokenizer, toy_model
 
-sys.path.insert(0, str(Path(__file__).parent / "model"))
-from toys import CASES, save_toy, toy_hf
+PROMPTS = ["the thing", "a", "another prompt, longer than both"]
+METHODS = ("streams", "streams:tree=chain", "streams:prune=6", "prompt_lookup", "streams+prompt_lookup")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_toy(toy_hf(*CASES["llama"]), tmp_path_factory.mktemp("api"))
+def model() -> Model:
+    return toy_model()
 
 
-@pytest.fixture
-def model(folder: Path) -> Model:
-    return anabranch.load(str(folder), drafter="prompt_lookup", dtype="float32")
+@pytest.mark.parametrize("drafter", METHODS)
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "top_p": 0.9, "seed": 3}, {"repetition_penalty": 1.3}])
+def test_every_method_says_what_plain_decoding_says(model: Model, drafter: str, options: dict[str, Any]) -> None:
+    plain = [model.generate(p, max_new_tokens=20, drafter="none", **options) for p in PROMPTS]
+    for rows in (1, 2):
+        found = model.generate(PROMPTS, max_new_tokens=20, drafter=drafter, rows=rows, **options)
+        assert [x.token_ids for x in found] == [x.token_ids for x in plain]
+        assert [x.text for x in found] == [x.text for x in plain]
 
 
 def test_one_prompt_gives_one_result_and_a_list_a_list(model: Model) -> None:
-    one = model.generate("w3 w4 w5", max_new_tokens=6, ignore_eos=True)
-    assert len(one.token_ids) == 6
-    assert one.finish_reason == "length"
-    assert one.text == model.tokenizer.decode(one.token_ids, skip_special_tokens=True)
-    ids = model.tokenizer.encode("w3 w4 w5")
-    assert model.generate(ids, max_new_tokens=6, ignore_eos=True).token_ids == one.token_ids
-    many = model.generate(["w3 w4 w5", "w9", [7, 8]], max_new_tokens=6, ignore_eos=True)
-    assert [len(result.token_ids) for result in many] == [6, 6, 6]
-    assert many[0].token_ids == one.token_ids
-    assert one.stats.steps >= 1
-    assert one.stats.mean_acceptance_length == 6 / one.stats.steps
-    assert one.stats.tokens_per_second > 0
+    text = model.generate("the thing", max_new_tokens=6)
+    ids = model.generate(model.tokenizer.encode("the thing"), max_new_tokens=6)
+    assert isinstance(text, anabranch.Generation)
+    assert text.token_ids == ids.token_ids
+    assert text.prompt_ids == ids.prompt_ids == model.tokenizer.encode("the thing")
+    assert [x.token_ids for x in model.generate(["the thing"], max_new_tokens=6)] == [text.token_ids]
+    assert model.generate([ids.prompt_ids, [5]], max_new_tokens=6)[0].token_ids == text.token_ids
+    assert model.generate([np.int64(i) for i in ids.prompt_ids], max_new_tokens=6).token_ids == text.token_ids
 
 
-def test_drafters_and_batches_change_nothing(model: Model) -> None:
-    prompts = ["w3 w4", "w5 w6 w7 w5 w6 w7 w5", "w8", "w9 w9 w9"]
-    plain = [model.generate(p, max_new_tokens=12, drafter="none").token_ids for p in prompts]
-    assert [r.token_ids for r in model.generate(prompts, max_new_tokens=12)] == plain
-    assert [r.token_ids for r in model.generate(prompts, max_new_tokens=12, rows=2)] == plain
+def test_a_prompt_does_not_depend_on_its_neighbours(model: Model) -> None:
+    together = model.generate(PROMPTS, max_new_tokens=8, temperature=1.0, seed=7)
+    assert together[1].token_ids == model.generate(PROMPTS[1], max_new_tokens=8, temperature=1.0, seed=7).token_ids
 
 
-def test_a_seed_fixes_the_text_whatever_drafts(model: Model) -> None:
-    options = {"max_new_tokens": 10, "temperature": 1.0, "seed": 11}
-    plain = model.generate("w3 w4", drafter="none", **options)
-    assert model.generate("w3 w4", **options).token_ids == plain.token_ids
-    assert model.generate("w3 w4", **{**options, "seed": 12}).token_ids != plain.token_ids
+def test_a_stream_adds_up_to_the_result(model: Model) -> None:
+    chunks = list(model.stream("the thing", max_new_tokens=20, log_probs=True))
+    result = model.generate("the thing", max_new_tokens=20, log_probs=True)
+    assert "".join(chunk.text for chunk in chunks) == result.text
+    assert [token for chunk in chunks for token in chunk.token_ids] == result.token_ids
+    assert [value for chunk in chunks for value in chunk.log_probs or ()] == pytest.approx(result.log_probs)
+    assert len(chunks) == result.stats.steps
+    assert chunks[0].step.tree.size >= 1
+    assert chunks[-1].result is not None
+    assert chunks[-1].result.token_ids == result.token_ids
 
 
-def test_stream_yields_what_generate_returns(model: Model) -> None:
-    whole = model.generate("w3 w4", max_new_tokens=9)
-    chunks = list(model.stream("w3 w4", max_new_tokens=9))
-    assert "".join(chunk.text for chunk in chunks) == whole.text
-    assert [token for chunk in chunks for token in chunk.token_ids] == whole.token_ids
-    assert all(len(chunk.sources) == len(chunk.token_ids) for chunk in chunks)
+def test_streams_side_by_side_do_not_disturb_each_other(model: Model) -> None:
+    alone = model.generate("the thing", max_new_tokens=16).token_ids
+    first, second = model.stream("the thing", max_new_tokens=16), model.stream("the thing", max_new_tokens=16)
+    tokens: list[list[int]] = [[], []]
+    tokens[0] += next(first).token_ids
+    tokens[1] += next(second).token_ids
+    assert model.generate("the thing", max_new_tokens=16).token_ids == alone
+    for out, chunks in zip(tokens, (first, second), strict=True):
+        for chunk in chunks:
+            out += chunk.token_ids
+    assert tokens == [alone, alone]
 
 
-def test_closing_a_stream_frees_its_row(model: Model) -> None:
-    stream = model.stream("w3 w4", max_new_tokens=40, ignore_eos=True)
-    next(stream)
-    stream.close()
-    assert all(engine.active == 0 for engine in model._engines.values())
-    assert len(model.generate("w3", max_new_tokens=2, ignore_eos=True).token_ids) == 2
+def test_a_closed_stream_leaves_the_engine_for_the_next_call(model: Model) -> None:
+    chunks = model.stream("the thing", max_new_tokens=30)
+    next(chunks)
+    engine = model._engines["streams"]
+    assert engine.active == 1
+    chunks.close()
+    assert engine.active == 0
+    model.generate("the thing", max_new_tokens=4)
+    assert model._engines["streams"] is engine
 
 
-def test_two_streams_at_a_time(model: Model) -> None:
-    whole = model.generate("w3 w4", max_new_tokens=6, ignore_eos=True).token_ids
-    first = model.stream("w3 w4", max_new_tokens=6, ignore_eos=True)
-    got = list(next(first).token_ids)
-    assert model.generate("w5", max_new_tokens=3, ignore_eos=True).finish_reason == "length"
-    for chunk in first:
-        got += chunk.token_ids
-    assert got == whole
+def test_engines_are_kept_and_grown() -> None:
+    model = toy_model()
+    model.target.decoder.config = model.target.config  # one record for both
+    model.generate("the", max_new_tokens=5)
+    first = model._engines["streams"]
+    assert first.capacity <= MIN_CAPACITY
+    assert first.cache.rows == 1
+    model.generate("the thing", max_new_tokens=6)
+    assert model._engines["streams"] is first
+    model.generate(["the", "thing"], max_new_tokens=6)
+    assert model._engines["streams"].cache.rows == 2
+    assert model._engines["streams"].drafter is first.drafter
+    model.generate("the", max_new_tokens=5, drafter="none")
+    assert set(model._engines) == {"streams", "none"}
 
 
-def test_stop_strings_and_log_probs(model: Model) -> None:
-    free = model.generate("w3 w4", max_new_tokens=8, ignore_eos=True, log_probs=True)
-    assert free.log_probs is not None
-    assert len(free.log_probs) == 8
-    assert all(value <= 0 for value in free.log_probs)
-    word = free.text.split()[3]
-    cut = model.generate("w3 w4", max_new_tokens=8, ignore_eos=True, stop=word)
-    assert cut.finish_reason == "stop"
-    assert cut.text == free.text[: free.text.index(word)]
-    assert cut.token_ids == free.token_ids[: len(cut.token_ids)]
-    assert cut.stats.tokens == len(cut.token_ids)
+def test_a_text_ends_at_the_models_limit(model: Model) -> None:
+    limit = model.target.config.max_positions
+    result = model.generate([5] * (limit - 4), max_new_tokens=50, ignore_eos=True)
+    assert len(result.token_ids) == 4
+    assert result.finish_reason == "length"
 
 
-def test_processors_and_penalties_hold_under_speculation(model: Model) -> None:
-    def no_sevens(tokens: object, logits: torch.Tensor) -> torch.Tensor:
-        logits = logits.clone()
-        logits[7] = float("-inf")
-        return logits
+def test_chat_goes_through_the_template(model: Model) -> None:
+    messages = [{"role": "user", "content": "the"}]
+    ids = model.chat_ids(messages)
+    assert ids == model.tokenizer.encode("[user]the[assistant]")
+    assert model.chat(messages, max_new_tokens=5).token_ids == model.generate(ids, max_new_tokens=5).token_ids
 
-    options = {"max_new_tokens": 12, "ignore_eos": True, "repetition_penalty": 1.3, "processors": [no_sevens]}
-    plain = model.generate("w3 w3 w4 w3 w4", drafter="none", **options)
-    assert 7 not in plain.token_ids
-    assert model.generate("w3 w3 w4 w3 w4", **options).token_ids == plain.token_ids
+
+def test_chat_refuses_what_no_template_can_take(model: Model) -> None:
+    with pytest.raises(InputError, match="empty"):
+        model.chat([])
+    with pytest.raises(InputError, match="role and a content"):
+        model.chat([{"role": "user"}])
+    with pytest.raises(CapabilityError, match="no chat template"):
+        toy_model(template=False).chat([{"role": "user", "content": "the"}])
+    strict = toy_model()
+    strict.tokenizer.chat_template = "{{ raise_exception('no system role here') }}"
+    with pytest.raises(InputError, match="no system role here"):
+        strict.chat([{"role": "system", "content": "the"}])
 
 
 @pytest.mark.parametrize(
-    ("prompt", "options", "message"),
+    "prompt", ["", [], ["the", ""], [[5], []], 5, None, b"the", [5, "the"], [True], [[5, "a"]], {}]
+)
+def test_prompts_that_are_none(model: Model, prompt: Any) -> None:
+    with pytest.raises(InputError, match="prompt"):
+        model.generate(prompt)
+
+
+def test_a_stream_takes_one_prompt(model: Model) -> None:
+    with pytest.raises(InputError, match="one prompt at a time"):
+        model.stream(["a", "b"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
     [
-        ("", {}, "empty"),
-        ([], {}, "empty"),
-        (["w3", ""], {}, "empty"),
-        ([[]], {}, "empty"),
-        (5, {}, "string"),
-        ([1.5], {}, "strings or lists"),
-        ([10**6], {}, "vocabulary"),
-        ("w3", {"max_new_tokens": 0}, "max_new_tokens"),
-        ("w3", {"temperature": -1.0}, "temperature"),
-        ("w3", {"top_p": 0.0}, "top_p"),
-        ("w3", {"top_p": 1.5}, "top_p"),
-        ("w3", {"rule": "maybe"}, "rule"),
-        ("w3", {"rows": 0}, "rows"),
-        ("w3", {"max_tokens": 5}, "no option 'max_tokens'"),
-        ("w3", {"drafter": "magic"}, "no drafter 'magic'"),
-        ("w3", {"drafter": "prompt_lookup:tokens=x"}, "whole number"),
-        ("w3", {"drafter": "prompt_lookup:size=3"}, "no setting"),
-        ("w3", {"drafter": "none+prompt_lookup"}, "cannot be combined"),
-        ("w3", {"drafter": "prompt_lookup+prompt_lookup"}, "twice"),
-        ([3] * 5000, {}, "limit"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"rows": 0}, "rows"),
+        ({"rule": "guess"}, "follow"),
+        ({"stop": ""}, "stop"),
+        ({"stop": [3]}, "stop"),
+        ({"drafter": "telepathy"}, "none, prompt_lookup, streams"),
+        ({"max_tokens": 3}, "max_new_tokens"),
     ],
 )
-def test_what_cannot_be_used_is_said_in_a_sentence(
-    model: Model, prompt: object, options: dict[str, object], message: str
-) -> None:
-    with pytest.raises(InputError, match=message):
-        model.generate(prompt, **options)  # type: ignore[call-overload]
-    # and nothing is lost
-    assert len(model.generate("w3", max_new_tokens=2, ignore_eos=True).token_ids) == 2
+def test_options_that_mean_nothing(model: Model, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        model.generate("the", **options)
 
 
-def test_what_is_not_supported_is_never_replaced_by_something_else(folder: Path, model: Model) -> None:
-    with pytest.raises(CapabilityError, match="anabranch train streams"):
-        anabranch.load(str(folder))
-    with pytest.raises(CapabilityError, match="medusa"):
-        model.generate("w3", drafter="medusa")
-    with pytest.raises(CapabilityError, match="rule"):
-        model.generate("w3", rule="reject", temperature=1.0)
-    with pytest.raises(CapabilityError, match="chat template"):
-        model.chat([{"role": "user", "content": "hello"}])
-    with pytest.raises(InputError, match="one prompt"):
-        model.stream(["w3", "w4"])  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("prompt", "words"), [([10**6], "vocabulary"), ([-1], "vocabulary"), ([3] * 96, "limit is 96")]
+)
+def test_ids_that_the_model_cannot_read(model: Model, prompt: list[int], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        model.generate([[5], prompt])
+    with pytest.raises(InputError, match=words):
+        model.stream(prompt)  # at once, not with the first chunk
+    assert all(engine.active == 0 for engine in model._engines.values())
 
 
-def test_public_names() -> None:
-    for name in anabranch.__all__:
-        assert getattr(anabranch, name) is not None
-    with pytest.raises(AttributeError, match="no attribute"):
-        anabranch.nothing  # noqa: B018
+def test_a_seed_fixes_the_text(model: Model) -> None:
+    first, again, other = (model.generate("the", max_new_tokens=12, temperature=1.0, seed=s) for s in (11, 11, 12))
+    assert first.token_ids == again.token_ids != other.token_ids
+
+
+def test_processors_hold_under_speculation(model: Model) -> None:
+    forbidden = model.generate("the", max_new_tokens=12).token_ids[4]
+
+    def forbid(tokens: Any, logits: torch.Tensor) -> torch.Tensor:
+        logits[forbidden] = float("-inf")
+        return logits
+
+    plain = model.generate("the", max_new_tokens=12, processors=[forbid], drafter="none")
+    assert forbidden not in plain.token_ids
+    assert model.generate("the", max_new_tokens=12, processors=[forbid]).token_ids == plain.token_ids
+
+
+def test_the_rule_reject_needs_sampled_drafts(model: Model) -> None:
+    with pytest.raises(CapabilityError, match="reject"):
+        model.generate("the", temperature=1.0, rule="reject")
+    found = model.generate("the", temperature=1.0, rule="reject", drafter="streams:tree=chain", max_new_tokens=8)
+    assert len(found.token_ids) == 8
+
+
+# --- drafters by name ---------------------------------------------------------------------------------------------
+
+
+def test_settings_reach_the_drafter(model: Model) -> None:
+    adapter = model.adapter.adapter if model.adapter is not None else None
+
+    def build(spec: str) -> Any:
+        return make_drafter(spec, model.target.decoder, adapter)
+
+    best = build("streams:tree=20,prune=8,k=3,depth=2,frontier=5,shortlist=64,condition=no,placement=ride")
+    options = best.tree.options
+    assert (options.tree, options.nodes, options.k, options.depth) == ("best", 20, 3, 2)
+    assert (options.frontier, options.shortlist, options.condition) == (5, 64, False)
+    assert (best.prune, best._rider.ride, best.max_nodes) == (8, True, 20)
+    assert build("streams:tree=chain").max_nodes == 4
+    assert build("prompt_lookup:tokens=4,ngram=2").max_nodes == 5
+    both = build("streams:nodes=12 + prompt_lookup:tokens=4")
+    assert (both.name, both.max_nodes) == ("streams+prompt_lookup", 12)
+    assert build("none").max_nodes == 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("", "there is no drafter"),
+        ("speculate", "none, prompt_lookup, streams"),
+        ("streams:width=3", "settings are tree, nodes"),
+        ("streams:k", "name=value"),
+        ("streams:k=many", "a whole number"),
+        ("streams:k=0", "at least 1"),
+        ("streams:depth=9", "only 3 streams"),
+        ("streams:nodes=1", "at least 2"),
+        ("streams:tree=oak", "best, product or chain"),
+        ("streams:condition=perhaps", "yes or no"),
+        ("streams:placement=sit", "auto, ride or trail"),
+        ("streams:prune=1", "prune"),
+        ("streams:k=2,k=3", "twice"),
+        ("none:k=2", "settings are none"),
+        ("prompt_lookup:tokens=0", "at least 1"),
+        ("streams+streams", "twice"),
+        ("none+streams", "cannot be combined"),
+        ("streams+", "there is no drafter"),
+    ],
+)
+def test_words_that_name_no_drafter(model: Model, spec: str, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        model.generate("the", drafter=spec)
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_methods_of_later_versions_say_so(model: Model, name: str) -> None:
+    with pytest.raises(CapabilityError, match=f"{name}' is not in this version; use one of {', '.join(DRAFTERS)}"):
+        model.generate("the", drafter=name)
+
+
+# --- loading ------------------------------------------------------------------------------------------------------
+
+
+def test_load_a_folder_with_an_adapter(toys: ToyFolders) -> None:
+    model = anabranch.load(toys.model, adapter=str(toys.adapter), dtype="float32", device="cpu")
+    assert model.tokenizer.decode(model.tokenizer.encode("the thing")) == "the thing"
+    streams = model.generate("the thing", max_new_tokens=12)
+    assert streams.token_ids == model.generate("the thing", max_new_tokens=12, drafter="none").token_ids
+    assert streams.stats.draft_nodes > 0
+
+
+def test_without_an_adapter_nothing_is_silently_plain(toys: ToyFolders) -> None:
+    with pytest.raises(CapabilityError, match=r"adapter=FOLDER.*anabranch train streams.*prompt_lookup"):
+        anabranch.load(str(toys.model))
+    model = anabranch.load(str(toys.model), drafter="prompt_lookup", dtype="float32")
+    with pytest.raises(CapabilityError, match="adapter"):
+        model.generate("the", drafter="streams+prompt_lookup")
+
+
+def test_a_shipped_adapter_is_found_by_fingerprint(toys: ToyFolders, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder, "SHIPPED", toys.adapter.parent)
+    model = anabranch.load(str(toys.model), dtype="float32")
+    assert model.generate("the", max_new_tokens=4).stats.draft_nodes > 0
+
+
+def test_an_adapter_of_another_target_is_refused(toys: ToyFolders) -> None:
+    with pytest.raises(AdapterError, match="was trained for another"):
+        anabranch.load(str(toys.model), adapter=toys.other)
+
+
+def test_words_are_checked_before_weights_are_read(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="there is no drafter"):
+        anabranch.load(str(tmp_path / "missing"), drafter="telepathy")
+    with pytest.raises(FileError, match="there is no folder"):
+        anabranch.load(str(tmp_path / "missing"))
+    with pytest.raises(InputError, match="named by a string"):
+        anabranch.load(7)  # type: ignore[arg-type]
+
+
+def test_bf16_weights_serve_too(toys: ToyFolders) -> None:
+    model = anabranch.load(toys.model, adapter=toys.adapter, dtype=torch.bfloat16, device="cpu")
+    assert len(model.generate("the", max_new_tokens=6, ignore_eos=True).token_ids) == 6
+
+
+def test_the_toy_tokenizer_is_what_the_tests_take_it_for() -> None:
+    tokenizer = byte_tokenizer()
+    assert len(tokenizer) == VOCABULARY
+    assert tokenizer.decode(tokenizer.encode("the theme ü")) == "the theme ü"

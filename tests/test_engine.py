@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from small import CASES, LLAMA, RICH, VOCABULARY, decode, prompt, randomise, request, small, small_adapter
 from torch import Tensor
 
 from anabranch.drafters.base import Context, Drafter, Observation
@@ -26,6 +25,7 @@ from anabranch.streams.config import StreamConfig
 from anabranch.streams.draft import DraftOptions
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule
+from small import CASES, LLAMA, RICH, VOCABULARY, decode, prompt, randomise, request, small, small_adapter
 
 BEST = DraftOptions(nodes=10, k=4)
 FREQUENT = torch.arange(0, VOCABULARY, 2)
@@ -304,9 +304,7 @@ def test_reject_keeps_the_joint_law_of_two_tokens(tree: str) -> None:
         for token in range(words):
             third = forward(target, [*text, first, token])[0][-1].softmax(-1)
             law[token] += one * second[token] * third
-    asked = [
-        Request(text, 4, SamplingParams(temperature=1.0, seed=seed), rule="reject") for seed in range(count)
-    ]
+    asked = [Request(text, 4, SamplingParams(temperature=1.0, seed=seed), rule="reject") for seed in range(count)]
     found, steps = decode(target, asked, drafter, rows=64)
     seen = torch.zeros(words, words)
     for _, second, third, _ in found:

@@ -1,57 +1,255 @@
-"""Text over tokens: whole characters, stop strings, and results that equal decoding all tokens at once."""
+"""Text over tokens: whole characters, stop strings inside accepted paths, cancellation, rows, counts."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from anabranch import generation
+from anabranch.api import Model
+from anabranch.drafters.base import Context, Drafter
+from anabranch.engine import Engine, Request
+from anabranch.errors import CapabilityError, InputError
 from anabranch.generation import Detokenizer
+from anabranch.sampling import SamplingParams
+from anabranch.stats import Stats
+from anabranch.tree import DraftTree
+from toy_text import VOCABULARY, byte_tokenizer, toy_model
+
+TOKENIZER = byte_tokenizer()
+END = VOCABULARY - 1
 
 
-class Bytes:
-    """A tokenizer whose tokens are single bytes, so that characters are split over tokens; 255 is special."""
+class Oracle(Drafter):
+    """Knows what will be said, so a step accepts as much as it may."""
 
-    def decode(self, ids: list[int], **options: Any) -> str:
-        return bytes(i for i in ids if i != 255).decode("utf-8", errors="replace")
+    name = "oracle"
+    max_nodes = 9
 
+    def __init__(self, answer: Sequence[int]) -> None:
+        self.answer = list(answer)
 
-def _feed(text: str, *, size: int, stop: tuple[str, ...] = ()) -> tuple[list[str], Detokenizer]:
-    detokenizer = Detokenizer(Bytes(), stop)
-    ids = list(text.encode())
-    chunks = [detokenizer.add(ids[i : i + size]) for i in range(0, len(ids), size)]
-    chunks.append(detokenizer.finish())
-    return chunks, detokenizer
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_never_half_a_character(size: int) -> None:
-    text = "naïve — 日本語 🚣 end"
-    chunks, detokenizer = _feed(text, size=size)
-    assert "".join(chunks) == text == detokenizer.text
-    assert not any("�" in chunk for chunk in chunks)
+    def draft(self, contexts: Sequence[Context]) -> list[DraftTree]:
+        trees = []
+        for context in contexts:
+            done = len(context.tokens) - context.prompt_length
+            trees.append(
+                DraftTree.chain(context.root, self.answer[done : done + min(8, context.room)], source="oracle")
+            )
+        return trees
 
 
-@pytest.mark.parametrize("size", [1, 2, 5])
-def test_a_stop_string_ends_the_text_inside_a_step(size: int) -> None:
-    chunks, detokenizer = _feed("one two STOP three", size=size, stop=("STOP",))
-    assert "".join(chunks) == "one two "
-    assert detokenizer.stopped
-    assert detokenizer.kept == len("one two STOP")
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return toy_model()
 
 
-def test_what_may_become_a_stop_string_is_held_back_and_given_at_the_end() -> None:
-    chunks, detokenizer = _feed("a ST", size=1, stop=("STOP",))
-    assert chunks == ["a", " ", "", "", "ST"]
+def feed(ids: Sequence[int], sizes: Sequence[int], stop: Sequence[str] = ()) -> tuple[list[str], Detokenizer]:
+    """Push tokens in groups of the given sizes, then singly; returns the texts handed out."""
+    detokenizer = Detokenizer(TOKENIZER, stop)
+    pieces, at = [], 0
+    for size in [*sizes, *[1] * len(ids)]:
+        if at < len(ids) and not detokenizer.stopped:
+            pieces.append(detokenizer.add(ids[at : at + size]))
+            at += size
+    return [*pieces, detokenizer.finish()], detokenizer
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(0, VOCABULARY - 1), max_size=30), st.lists(st.integers(1, 6), max_size=8))
+def test_pieces_add_up_to_decoding_at_once(ids: list[int], sizes: list[int]) -> None:
+    pieces, _ = feed(ids, sizes)
+    assert "".join(pieces) == TOKENIZER.decode(ids, skip_special_tokens=True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(max_size=12), st.lists(st.integers(1, 6), max_size=8))
+def test_characters_come_whole(text: str, sizes: list[int]) -> None:
+    text = text.replace("�", "")
+    pieces, _ = feed(TOKENIZER.encode(text), sizes)
+    assert "".join(pieces) == text
+    assert not any("�" in piece for piece in pieces)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.text("abü ", max_size=14),
+    st.lists(st.text("abü", min_size=1, max_size=3), min_size=1, max_size=3),
+    st.lists(st.integers(1, 6), max_size=8),
+)
+def test_stop_strings_end_the_text_before_them(text: str, stop: list[str], sizes: list[int]) -> None:
+    """However tokens are grouped: the text before the first token that completes a stop string, cut there."""
+    ids = TOKENIZER.encode(text)
+    pieces, detokenizer = feed(ids, sizes, stop)
+    for count in range(len(ids) + 1):
+        said = TOKENIZER.decode(ids[:count])
+        found = [at for at in (said.find(s) for s in stop) if at >= 0]
+        if found:
+            assert "".join(pieces) == said[: min(found)]
+            assert detokenizer.stopped
+            assert detokenizer.kept == count
+            return
+    assert "".join(pieces) == text
     assert not detokenizer.stopped
 
 
+def test_a_text_that_may_become_a_stop_string_is_held_back() -> None:
+    detokenizer = Detokenizer(TOKENIZER, ["stop"])
+    assert detokenizer.add(TOKENIZER.encode("no st")) == "no "
+    assert detokenizer.add(TOKENIZER.encode("a")) == "sta"
+    assert detokenizer.add(TOKENIZER.encode("sto")) == ""
+    assert detokenizer.finish() == "sto"
+
+
 def test_the_earliest_of_several_stop_strings_counts() -> None:
-    chunks, _ = _feed("x yy zz", size=7, stop=("zz", "yy"))
-    assert "".join(chunks) == "x "
+    pieces, _ = feed(TOKENIZER.encode("x yy zz"), [7], ["zz", "yy"])
+    assert "".join(pieces) == "x "
 
 
 def test_special_tokens_have_no_text() -> None:
-    detokenizer = Detokenizer(Bytes())
-    assert detokenizer.add([104, 105, 255]) + detokenizer.finish() == "hi"
-    assert detokenizer.kept == 3
+    detokenizer = Detokenizer(TOKENIZER)
+    assert detokenizer.add([*TOKENIZER.encode("the"), END]) + detokenizer.finish() == "the"
+    assert detokenizer.kept == 2
+
+
+def run(model: Model, drafter: Drafter, request: Request, stop: Sequence[str] = ()) -> generation.Generation:
+    engine = Engine(model.target.decoder, drafter, capacity=96)
+    chunks = list(generation.stream(engine, request, model.tokenizer, stop=stop))
+    result = chunks[-1].result
+    assert result is not None
+    assert all(chunk.result is None for chunk in chunks[:-1])
+    assert "".join(chunk.text for chunk in chunks) == result.text
+    assert [token for chunk in chunks for token in chunk.token_ids] == result.token_ids
+    assert [source for chunk in chunks for source in chunk.sources] == result.sources
+    assert engine.active == 0
+    return result
+
+
+def plain(model: Model, new: int = 40, **options: Any) -> generation.Generation:
+    return model.generate("the", max_new_tokens=new, ignore_eos=True, drafter="none", **options)
+
+
+def test_a_stop_string_cuts_inside_an_accepted_path(model: Model) -> None:
+    whole = plain(model)
+    said = [model.tokenizer.decode(whole.token_ids[: n + 1]) for n in range(len(whole.token_ids))]
+    # two characters of the middle of the text as the stop string
+    middle = whole.text[len(whole.text) // 2 :]
+    stop = next(middle[i : i + 2] for i in range(len(middle)) if "�" not in middle[i : i + 2])
+    cut = whole.text.index(stop)
+    count = next(n + 1 for n, text in enumerate(said) if stop in text)
+    request = Request(whole.prompt_ids, 40, log_probs=True)
+    for drafter in (Oracle(whole.token_ids), Oracle([])):
+        result = run(model, drafter, request, [stop])
+        assert result.text == whole.text[:cut]
+        assert result.token_ids == whole.token_ids[:count]
+        assert result.finish_reason == "stop"
+        assert result.stats.tokens == count == sum(result.stats.sources.values())
+        assert result.log_probs is not None
+        assert len(result.log_probs) == count
+
+
+def test_the_end_token_is_a_token_but_no_text(model: Model) -> None:
+    whole = plain(model)
+    # a token with text as the end token: it must not show
+    end = next(token for token in whole.token_ids[10:] if token < 256)
+    count = whole.token_ids.index(end) + 1
+    for drafter in (Oracle(whole.token_ids), Oracle([])):
+        result = run(model, drafter, Request(whole.prompt_ids, 40, stop_ids=frozenset({end})))
+        assert result.token_ids == whole.token_ids[:count]
+        assert result.text == model.tokenizer.decode(whole.token_ids[: count - 1])
+        assert result.finish_reason == "stop"
+
+
+def test_length_cuts_inside_an_accepted_path(model: Model) -> None:
+    whole = plain(model)
+    result = run(model, Oracle(whole.token_ids), Request(whole.prompt_ids, 13))
+    assert result.token_ids == whole.token_ids[:13]
+    assert result.finish_reason == "length"
+    assert result.stats.steps == 2
+
+
+def test_statistics_of_an_oracle(model: Model) -> None:
+    whole = plain(model)
+    result = run(model, Oracle(whole.token_ids), Request(whole.prompt_ids, 36))
+    stats = result.stats
+    assert (stats.tokens, stats.steps, stats.mean_acceptance_length) == (36, 4, 9.0)
+    assert dict(stats.accepted) == {8: 4}
+    assert dict(stats.sources) == {"oracle": 32, "target": 4}
+    assert stats.acceptance_by_depth() == [1.0] * 8
+    assert 0 < stats.prefill_seconds < stats.seconds
+    assert sum(stats.parts.values()) < stats.seconds
+    assert stats.tokens_per_second == pytest.approx(36 / stats.seconds)
+    assert stats.to_dict()["accepted"] == {"8": 4}
+    assert Stats().to_dict()["mean_acceptance_length"] == 0
+
+
+def test_log_probs_are_the_raw_law(model: Model) -> None:
+    result = model.generate("the", max_new_tokens=12, temperature=1.0, top_k=3, seed=4, log_probs=True)
+    again = model.generate("the", max_new_tokens=12, temperature=1.0, top_k=3, seed=4, log_probs=True, drafter="none")
+    assert result.token_ids == again.token_ids
+    assert result.log_probs is not None
+    assert again.log_probs is not None
+    assert result.log_probs == pytest.approx(again.log_probs, abs=1e-4)
+    assert len(result.log_probs) == len(result.token_ids)
+
+
+def test_closing_a_stream_frees_its_row(model: Model) -> None:
+    engine = Engine(model.target.decoder, Oracle([]), capacity=96)
+    chunks = generation.stream(engine, Request([1, 2, 3], 40), model.tokenizer)
+    next(chunks)
+    assert engine.active == 1
+    chunks.close()
+    assert engine.active == 0
+    never_started = generation.stream(engine, Request([1, 2, 3], 40), model.tokenizer)
+    never_started.close()
+    assert engine.active == 0
+
+
+def test_the_clock_stops_while_nobody_listens(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(10_000))
+    monkeypatch.setattr(generation.time, "perf_counter", lambda: float(next(clock)))
+    engine = Engine(model.target.decoder, Oracle([]), capacity=96)
+    chunks = []
+    for chunk in generation.stream(engine, Request([1, 2, 3], 4), model.tokenizer):
+        chunks.append(chunk)
+        for _ in range(1000):
+            next(clock)
+    assert chunks[-1].result is not None
+    assert chunks[-1].result.stats.seconds < 100
+
+
+def test_many_prompts_through_few_rows(model: Model) -> None:
+    requests = [Request([i + 1, 5, 7 + i], 5 + 3 * i, SamplingParams(temperature=0.9, seed=i)) for i in range(5)]
+    alone = [run(model, Oracle([]), request) for request in requests]
+    engine = Engine(model.target.decoder, Oracle([]), rows=2, capacity=96)
+    together = generation.generate(engine, requests, model.tokenizer)
+    assert [result.token_ids for result in together] == [result.token_ids for result in alone]
+    assert [result.text for result in together] == [result.text for result in alone]
+
+
+def test_a_request_that_cannot_be_served_is_refused_before_any_is(model: Model) -> None:
+    engine = Engine(model.target.decoder, Oracle([]), rows=2, capacity=96)
+    with pytest.raises(InputError, match="empty"):
+        generation.generate(engine, [Request([1], 5), Request([], 5)], model.tokenizer)
+    with pytest.raises(CapabilityError, match="reject"):
+        generation.stream(engine, Request([1], 5, rule="reject"), model.tokenizer)
+    assert engine.active == 0
+
+
+def test_no_memory_is_told_in_a_sentence(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    from anabranch.errors import DeviceError
+
+    engine = Engine(model.target.decoder, Oracle([]), capacity=96)
+
+    def full() -> list[Any]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(engine, "step", full)
+    with pytest.raises(DeviceError, match="no memory left"):
+        list(generation.stream(engine, Request([1, 2], 5), model.tokenizer))
+    assert engine.active == 0

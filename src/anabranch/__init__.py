@@ -23,6 +23,7 @@ from anabranch.errors import (
 if TYPE_CHECKING:
     from anabranch.api import Model, load
     from anabranch.generation import Chunk, Generation
+    from anabranch.stats import Stats
 
 __version__ = "0.1.0"
 __all__ = [
@@ -37,11 +38,12 @@ __all__ = [
     "InputError",
     "Model",
     "ModelError",
+    "Stats",
     "__version__",
     "load",
 ]
 
-_HOMES = {"Model": "api", "load": "api", "Chunk": "generation", "Generation": "generation"}
+_HOMES = {"Model": "api", "load": "api", "Chunk": "generation", "Generation": "generation", "Stats": "stats"}
 
 
 def __getattr__(name: str) -> Any:

@@ -97,7 +97,7 @@ class Model:
     @overload
     def generate(self, prompt: list[int], **options: Unpack[Keywords]) -> Generation: ...
     @overload
-    def generate(self, prompt: Sequence[str], **options: Unpack[Keywords]) -> list[Generation]: ...
+    def generate(self, prompt: list[str] | tuple[str, ...], **options: Unpack[Keywords]) -> list[Generation]: ...
     @overload
     def generate(self, prompt: Sequence[Ids], **options: Unpack[Keywords]) -> list[Generation]: ...
     def generate(
@@ -140,8 +140,14 @@ class Model:
             raise InputError("stream takes one prompt at a time; use generate for a list of prompts")
         call = Options.of(options)
         request = call.request(prompts[0], self.target)
-        engine = self._engine(call.drafter or self.drafter, [request], rows=1)
-        return generation.stream(engine, request, self.tokenizer, stop=call.stops)
+        spec = call.drafter or self.drafter
+        self._engine(spec, [request], rows=1).check(request)  # what cannot work is said at once
+        return self._stream(spec, request, call.stops)
+
+    def _stream(self, spec: str, request: Request, stops: Sequence[str]) -> Generator[Chunk, None, None]:
+        # the engine is taken with the first chunk: until then others may use it
+        engine = self._engine(spec, [request], rows=1)
+        yield from generation.stream(engine, request, self.tokenizer, stop=stops)
 
     def chat(self, messages: Sequence[dict[str, str]], **options: Unpack[Keywords]) -> Generation:
         """Answer a conversation [{"role": "user", "content": "..."}, ...] through the model's chat template."""

@@ -1,9 +1,13 @@
 """Decode both ways and explain every difference: a *tie* of the target's numerics, or a BUG.
 
-In float32 speculative greedy output equals plain greedy output. In bf16 and fp16 a wide pass rounds otherwise than a
-narrow one, so two logits that are nearly equal may change places. The first token that differs is a tie if, with both
-continuations' logits recomputed at that place in one narrow pass, the two tokens are no further apart than
-recomputing the same place in passes of other widths moves them.
+In float32 speculative output equals plain output, greedy or with a seed. In bf16 and fp16 a wide pass rounds otherwise
+than a narrow one, so two logits that are nearly equal may change places. The first token that differs is a tie if the
+law there, recomputed from the common text in passes of several widths, is so close to either token that the difference
+between those passes covers the distance:
+
+    temperature 0   distance: of a token's logit from the largest      noise: what moves between two passes' logits
+    above           distance: of the position's noise from the         noise: what moves between two passes' running
+                    token's stretch of the running sum of the law      sums
 """
 
 from __future__ import annotations
@@ -17,10 +21,11 @@ from torch import Tensor
 
 from anabranch.drafters import make_drafter
 from anabranch.engine import Engine, Request
+from anabranch.errors import InputError
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Feed
 from anabranch.model.load import Target
-from anabranch.sampling import SamplingParams
+from anabranch.sampling import SamplingParams, process_logits, target_probs, uniforms
 from anabranch.streams.adapter import StreamAdapter
 
 __all__ = ["Certificate", "certify"]
@@ -36,7 +41,8 @@ class Certificate:
 
     verdict  "equal", "tie" or "BUG"
     at       index of the first new token that differs; ``plain`` and ``drafted`` are the two tokens there
-    margin   how far their logits are apart; ``noise`` how far recomputation moves that distance
+    margin   how far the law must move for both to be drawn: logits if greedy, else probability
+    noise    how far recomputation moves it
     """
 
     prompt: int
@@ -59,7 +65,13 @@ def certify(
     sampling: SamplingParams | None = None,
     report: Callable[[Certificate], None] = lambda found: None,
 ) -> list[Certificate]:
-    """Decode every prompt plainly and with the drafter ``spec``, and compare token by token."""
+    """Decode every prompt plainly and with the drafter ``spec``, and compare token by token.
+
+    ``report`` is told of each prompt as it is done. Raises what ``make_drafter`` and ``Engine.check`` raise, before
+    anything is decoded.
+    """
+    if not prompts:
+        raise InputError("there is nothing to certify; give at least one prompt")
     sampling = sampling or SamplingParams()
     capacity = max(len(prompt) for prompt in prompts) + max_new_tokens
     engines = [
@@ -67,18 +79,24 @@ def certify(
         for name in ("none", spec)
     ]
     stop = frozenset(target.config.eos_token_ids)
+    for engine in engines:
+        for prompt in prompts:
+            engine.check(Request(prompt, max_new_tokens, sampling, stop))
     found = []
     for index, prompt in enumerate(prompts):
-        outputs = []
-        for engine in engines:
-            engine.add(Request(prompt, max_new_tokens, sampling, stop))
-            outputs.append([token for step in engine.run() for token in step.tokens])
-        found.append(_compare(target, index, list(prompt), *outputs))
+        request = Request(prompt, max_new_tokens, sampling, stop)
+        plain, drafted = (_decode(engine, request) for engine in engines)
+        found.append(_compare(target, index, request, plain, drafted))
         report(found[-1])
     return found
 
 
-def _compare(target: Target, index: int, prompt: list[int], plain: list[int], drafted: list[int]) -> Certificate:
+def _decode(engine: Engine, request: Request) -> list[int]:
+    engine.add(request)
+    return [token for step in engine.run() for token in step.tokens]
+
+
+def _compare(target: Target, index: int, request: Request, plain: list[int], drafted: list[int]) -> Certificate:
     if plain == drafted:
         return Certificate(index, "equal", len(plain))
     shorter = min(len(plain), len(drafted))
@@ -86,24 +104,39 @@ def _compare(target: Target, index: int, prompt: list[int], plain: list[int], dr
     if at == shorter:
         # same tokens, one output longer: neither end tokens nor limits may depend on the drafter
         return Certificate(index, "BUG", len(plain), at)
-    margin, noise = _margin(target, [*prompt, *plain[:at]], plain[at], drafted[at])
+    text = [*request.prompt_ids, *plain[:at]]
+    margin, noise = _margin(target, text, (plain[at], drafted[at]), request.sampling)
     verdict: Literal["tie", "BUG"] = "tie" if margin <= SLACK * noise else "BUG"
-    return Certificate(index, verdict, len(plain), at, plain[at], drafted[at], round(margin, 5), round(noise, 5))
+    return Certificate(index, verdict, len(plain), at, plain[at], drafted[at], round(margin, 6), round(noise, 6))
 
 
 @torch.inference_mode()
-def _margin(target: Target, text: list[int], first: int, second: int) -> tuple[float, float]:
-    """Distance of two tokens' logits after ``text``, and how much that distance moves with the width of the pass."""
-    distances: list[float] = []
-    for width in WIDTHS:
-        if width > len(text):
-            break
-        logits = _logits(target, text, width)
-        distances.append(float(logits[first] - logits[second]))
-    spread = max(distances) - min(distances)
-    # at least one rounding step of a logit of that size
-    step = torch.finfo(target.decoder.dtype).eps * float(logits[[first, second]].abs().max())
-    return min(abs(d) for d in distances), max(spread, step)
+def _margin(target: Target, text: list[int], tokens: tuple[int, int], sampling: SamplingParams) -> tuple[float, float]:
+    """How far the law after ``text`` must move for both tokens to be drawn, and how far a pass's width moves it."""
+    passes = [_logits(target, text, width) for width in WIDTHS if width <= len(text)]
+    processed = [process_logits(logits[None], sampling, [text])[0] for logits in passes]
+    rounding = torch.finfo(target.decoder.dtype).eps
+    if sampling.greedy:
+        curves = [logits.max() - logits for logits in processed]
+        needed = [max(float(curve[token]) for token in tokens) for curve in curves]
+        top = processed[0].topk(min(8, len(processed[0]))).indices
+        # what is far below the top moves more and does not matter; at least one rounding step of the largest logit
+        floor = rounding * float(passes[0].abs().max())
+        where = torch.unique(torch.cat((top, torch.tensor(tokens, device=top.device))))
+    else:
+        curves = [target_probs(logits[None], sampling, [text])[0].double().cumsum(-1) for logits in passes]
+        aim = float(uniforms(sampling.seed, [len(text)])[0])
+        needed = [max(_beside(curve, aim, token) for token in tokens) for curve in curves]
+        where, floor = torch.arange(len(curves[0]), device=curves[0].device), rounding
+    noise = max(float((curve - curves[0])[where].abs().max()) for curve in curves)
+    return min(needed), max(noise, floor)
+
+
+def _beside(sums: Tensor, aim: float, token: int) -> float:
+    """Distance of ``aim`` from the stretch of the running sums [V] in which ``token`` is drawn."""
+    low = float(sums[token - 1]) if token else 0.0
+    high = float(sums[token])
+    return max(0.0, low - aim, aim - high)
 
 
 def _logits(target: Target, text: list[int], width: int) -> Tensor:

@@ -56,7 +56,7 @@ def brute_force(draft: StreamDraft, states_SD: Tensor, ids: list[int], nodes: in
     for depth in range(draft.depth):
         for path in itertools.product(ids, repeat=depth):
             for token, log_prob in log_probs(draft, states_SD, path, ids).items():
-                joint[*path, token] = joint[path] + log_prob
+                joint[(*path, token)] = joint[path] + log_prob
     return set(sorted(joint, key=joint.__getitem__, reverse=True)[:nodes])
 
 
@@ -183,3 +183,15 @@ def test_a_sampled_tree_stops_where_there_is_no_room() -> None:
     params = SamplingParams(temperature=1.0)
     assert draft.sample(states()[0], ROOT, params, generator(0, 1), depth=1).size == 3
     assert draft.sample(states()[0], ROOT, params, generator(0, 1), depth=0).size == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_threshold_leaves_out_what_is_unlikely(kind: str) -> None:
+    target = small()
+    adapter = small_adapter(target, KINDS[kind])
+    (whole,) = StreamDraft(target, adapter, DraftOptions(nodes=40, k=5)).build(states(), [ROOT])
+    (likely,) = StreamDraft(target, adapter, DraftOptions(nodes=40, k=5, threshold=0.05)).build(states(), [ROOT])
+    assert whole.log_probs is not None
+    kept = [node for node in range(whole.size) if whole.log_probs[node] >= np.log(0.05)]
+    assert 1 < len(kept) < whole.size
+    assert paths(likely) == paths(whole.select(kept))

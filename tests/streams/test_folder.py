@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -12,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small import RICH, as_target, decode, request, small, small_adapter
 
 from anabranch.drafters.streams import StreamDrafter
 from anabranch.errors import AdapterError, FileError
@@ -22,6 +22,7 @@ from anabranch.streams import folder as folders
 from anabranch.streams.adapter import StreamAdapter
 from anabranch.streams.config import StreamConfig
 from anabranch.streams.folder import TargetIdentity, find_adapter, load_adapter, read_record, save_adapter
+from small import RICH, as_target, decode, request, small, small_adapter
 
 WORDS = torch.tensor([0, 2, 3, 5, 11])
 TRAINING = {
@@ -78,7 +79,7 @@ def test_bfloat16_halves_the_file_and_a_whole_vocabulary_takes_no_space(target: 
     assert record["bytes"] == (tmp_path / "adapter.safetensors").stat().st_size
     loaded = load_adapter(tmp_path, target).adapter
     assert loaded.vocabulary.tolist() == list(range(target.config.vocab_size))
-    assert "Nothing was measured" in (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "Not measured." in (tmp_path / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_card_says_what_one_must_know(target: Target, saved: Path) -> None:
@@ -118,8 +119,8 @@ def test_a_crash_between_the_files_is_refused_later(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", crash)
+        adapter = small_adapter(target.decoder, StreamConfig(num_stream_layers=1))
         with pytest.raises(KeyboardInterrupt):
-            adapter = small_adapter(target.decoder, StreamConfig(num_stream_layers=1))
             save_adapter(saved, adapter, target=TargetIdentity.of(target), training={}, measured={})
     with pytest.raises(AdapterError, match="SHA-256"):
         load_adapter(saved, target)
@@ -150,8 +151,6 @@ def reseal(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path]
     """Other weights with a digest that fits them: only the shapes can tell."""
 
     def apply(folder: Path) -> None:
-        import hashlib
-
         path = folder / "adapter.safetensors"
         tensors = load_file(path)
         change(tensors)
@@ -174,8 +173,6 @@ def flip(folder: Path) -> None:
 
 
 def no_safetensors(folder: Path) -> None:
-    import hashlib
-
     (folder / "adapter.safetensors").write_bytes(b"not tensors")
     edit(sha256=hashlib.sha256(b"not tensors").hexdigest())(folder)
 
@@ -194,7 +191,10 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "an unknown option": (edit(streams={**RICH.to_dict(), "later": 1}), "'later'"),
     "a bad option": (edit(streams={**RICH.to_dict(), "num_streams": -1}), "num_streams"),
     "too many layers": (edit(streams={**RICH.to_dict(), "num_stream_layers": 9}), "only 3 layers"),
-    "other shapes": (edit(streams={**RICH.to_dict(), "adapter_rank": 4}), r"layers.0.mlp.down with the shape \(3, 32\)"),
+    "other shapes": (
+        edit(streams={**RICH.to_dict(), "adapter_rank": 4}),
+        r"mlp.down with the shape \(3, 32\)",
+    ),
     "another target": (edit(target={"name": "elsewhere", "fingerprint": "f" * 64}), "elsewhere.*ffffffffffff.*toy"),
     "truncated": (truncate, "truncated or was changed"),
     "tampered": (flip, "truncated or was changed"),
@@ -235,3 +235,14 @@ def test_the_adapter_that_ships_is_found_by_fingerprint(
     explicit = find_adapter(target, saved)
     assert explicit is not None
     assert explicit.record == found.record
+
+
+@pytest.mark.parametrize("path", sorted(folders.SHIPPED.glob("*/adapter_config.json")), ids=lambda p: p.parent.name)
+def test_what_ships_is_whole_and_small(path: Path) -> None:
+    record = read_record(path.parent)
+    weights = path.with_name("adapter.safetensors").read_bytes()
+    assert hashlib.sha256(weights).hexdigest() == record["sha256"]
+    assert len(weights) <= 8 * 10**6
+    assert StreamConfig.from_dict(record["streams"]).to_dict() == record["streams"]
+    card = path.with_name("README.md").read_text(encoding="utf-8")
+    assert record["sha256"] in card

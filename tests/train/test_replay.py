@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small import RICH, VOCABULARY, decode, request, small, small_adapter
 
 from anabranch.drafters.streams import StreamDrafter
 from anabranch.streams.config import StreamConfig
@@ -12,6 +11,7 @@ from anabranch.streams.draft import DraftOptions, StreamDraft
 from anabranch.train.data import Example
 from anabranch.train.objective import LossOptions, StreamObjective
 from anabranch.train.replay import evaluate, replay
+from small import RICH, VOCABULARY, decode, request, small, small_adapter
 
 PARENT = StreamConfig(num_streams=4, num_stream_layers=2, conditioning="parent", conditioning_rank=5)
 TREES = {
@@ -20,7 +20,7 @@ TREES = {
     "product": DraftOptions(tree="product", k=2),
     "blind": DraftOptions(nodes=12, k=4, condition=False),
 }
-REQUESTS = [request(n, n, 22, stop_ids=frozenset({2})) for n in range(1, 11)]
+REQUESTS = [request(n, n, 22, stop_ids=frozenset({2} if n % 2 else ())) for n in range(1, 11)]
 
 
 @pytest.mark.parametrize("case", ["llama", "gemma2", "gpt2"])
@@ -42,7 +42,7 @@ def test_predicted_is_decoded(case: str, config: StreamConfig) -> None:
         assert predicted.mean_acceptance_length == predicted.tokens / predicted.steps
         assert together[name] == predicted
     tree = together["tree"]
-    assert tree.mean_acceptance_length > together["chain"].mean_acceptance_length > 1.0
+    assert tree.mean_acceptance_length >= together["chain"].mean_acceptance_length > 1.0
     assert 1.0 >= tree.at_least(1) >= tree.at_least(2) >= tree.at_least(config.num_streams) >= 0.0
     assert tree.by_source["toy"][1] == tree.steps - len(examples)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
 
@@ -14,6 +16,8 @@ from anabranch.cli.text import chat, generate
 from anabranch.errors import AnabranchError
 
 __all__ = ["app", "main"]
+
+USAGE, INTERRUPTED = 2, 130
 
 app = typer.Typer(
     name="anabranch",
@@ -27,20 +31,67 @@ for verb in (pull, generate, chat, info, certify, bench):
 app.add_typer(train.app, name="train")
 
 
-def main() -> None:
-    """Run a verb; a user's mistake ends in one sentence and exit code 1, Ctrl-C in 130."""
-    try:
-        app()
-    except AnabranchError as error:
-        from rich.console import Console
-        from rich.text import Text
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import PackageNotFoundError, version
 
-        Console(stderr=True, soft_wrap=True).print(
-            Text("error: ", style="bold red") + Text(str(error), style="default")
-        )
-        sys.exit(1)
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:
-        sys.exit(1)
+        try:
+            typer.echo(f"anabranch {version('anabranch')}")
+        except PackageNotFoundError:
+            typer.echo("anabranch, from a checkout that is not installed")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version and exit")
+    ] = False,
+) -> None:
+    pass
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a verb and exit: a user's situation ends in one sentence and code 1, wrong usage in 2, Ctrl-C in 130."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        # a terminal that lacks a character, or a pipe with a broken one, is no reason to stop
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")
+    code = _run(arguments)
+    if code == INTERRUPTED:
+        print("\nstopped", file=sys.stderr)
+    sys.exit(code)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    try:
+        code = app(args=arguments, prog_name="anabranch", standalone_mode=False)
+    except AnabranchError as error:
+        _complain(str(error))
+        return 1
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except Exception as error:
+        # typer brings a click of its own, or uses the installed one: its usage errors are known by what they can do
+        if not hasattr(error, "format_message"):
+            raise
+        return _misused(error)
+    return code if isinstance(code, int) else 0
+
+
+def _misused(error: Any) -> int:
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+        return USAGE
+    context = getattr(error, "ctx", None)
+    see = "" if context is None else f" (see '{context.command_path} --help')"
+    _complain(str(error.format_message()).rstrip(".") + see)
+    return int(getattr(error, "exit_code", USAGE))
+
+
+def _complain(sentence: str) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(stderr=True, soft_wrap=True).print(Text("error: ", style="bold red") + Text(sentence, style="default"))

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
-import time
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from anabranch.errors import InputError
+
 if TYPE_CHECKING:
+    from anabranch.api import Keywords
     from anabranch.api import Model as LoadedModel
     from anabranch.generation import Chunk, Generation
 
@@ -34,7 +38,9 @@ ShowDrafts = Annotated[bool, typer.Option("--show-drafts", help="mark who propos
 
 # the target's own tokens are plain; drafted ones are coloured, or marked where there is no colour
 COLOURS = ("green", "cyan", "magenta", "yellow", "bright_green", "bright_cyan", "bright_magenta", "bright_yellow")
+OTHER_COLOUR = "red"
 SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹"
+COMPARED_RUNS = 3
 
 
 def generate(
@@ -60,35 +66,25 @@ def generate(
     A model with a chat template is asked through it. The last line tells tokens, tokens/s, mean acceptance length
     (tokens per forward) and forwards; --compare adds the measured speedup over plain decoding.
     """
+    if compare and drafter == "none":
+        raise InputError("--compare measures a drafter against plain decoding; choose another drafter than none")
     text = sys.stdin.read() if prompt == "-" else prompt
-    loaded = _load(model, adapter, drafter, dtype, device)
-    has_template = bool(getattr(loaded.tokenizer, "chat_template", None))
-    asked: Any = text
-    if has_template and not raw and text:
+    if not text.strip():
+        raise InputError("the prompt is empty; give some text")
+    options = _options(max_new_tokens, temperature, top_k, top_p, seed, stop)
+    loaded = _load(model, adapter, drafter, dtype=dtype, device=device, options=options)
+    asked: str | list[int] = text
+    if not raw and getattr(loaded.tokenizer, "chat_template", None):
         asked = loaded.chat_ids([{"role": "user", "content": text}])
-    options: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "seed": seed,
-        "stop": tuple(stop or ()),
-    }
     found = _stream(loaded, asked, options, show=not as_json, show_drafts=show_drafts)
-    record: dict[str, Any] = found.stats.to_dict()
     comparison = _compare(loaded, asked, options, drafter) if compare else None
     if as_json:
-        record = {"text": found.text, "token_ids": found.token_ids, "finish_reason": found.finish_reason, **record}
-        print(json.dumps(record | (comparison or {})))
+        record = {"text": found.text, "token_ids": found.token_ids, "finish_reason": found.finish_reason}
+        if show_drafts:
+            record["sources"] = found.sources
+        print(json.dumps(record | {"stats": found.stats.to_dict()} | ({"compare": comparison} if comparison else {})))
         return
-    line = (
-        f"{found.stats.tokens} tokens, {found.stats.tokens_per_second:.1f} tokens/s, "
-        f"mean acceptance length {found.stats.mean_acceptance_length:.2f}, {found.stats.steps} forwards"
-    )
-    if comparison is not None:
-        same = "same tokens" if comparison["equal"] else "other tokens than plain decoding (see anabranch certify)"
-        line += f", speedup {comparison['speedup']:.2f}x over plain decoding, {same}"
-    _console(stderr=True).print(line, style="dim", highlight=False)
+    _note(_summary(found, comparison))
 
 
 def chat(
@@ -106,115 +102,165 @@ def chat(
     show_drafts: ShowDrafts = False,
 ) -> None:
     """Talk with a model. An empty line or Ctrl-D ends the conversation; Ctrl-C stops an answer."""
-    loaded = _load(model, adapter, drafter, dtype, device)
+    options = _options(max_new_tokens, temperature, top_k, top_p, seed, None)
+    loaded = _load(model, adapter, drafter, dtype=dtype, device=device, options=options)
     messages = [] if system is None else [{"role": "system", "content": system}]
-    options = {
+    while True:
+        try:
+            said = input("> ")
+        except EOFError:
+            print()
+            return
+        if not said.strip():
+            return
+        messages.append({"role": "user", "content": said})
+        try:
+            found = _stream(loaded, loaded.chat_ids(messages), options, show=True, show_drafts=show_drafts)
+        except KeyboardInterrupt:
+            _note("\nstopped; this question and its answer are forgotten")
+            messages.pop()
+            continue
+        except InputError as error:
+            _note(f"{error}; this question is forgotten")
+            messages.pop()
+            continue
+        messages.append({"role": "assistant", "content": found.text})
+        rate, length = found.stats.tokens_per_second, found.stats.mean_acceptance_length
+        _note(f"{rate:.1f} tokens/s, mean acceptance length {length:.2f}")
+
+
+def _options(
+    max_new_tokens: int, temperature: float, top_k: int, top_p: float, seed: int, stop: list[str] | None
+) -> Keywords:
+    return {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,
         "seed": seed,
+        "stop": tuple(stop or ()),
     }
-    while True:
-        try:
-            said = input("> ")
-        except EOFError:
-            break
-        if not said.strip():
-            break
-        messages.append({"role": "user", "content": said})
-        try:
-            found = _stream(loaded, loaded.chat_ids(messages), options, show=True, show_drafts=show_drafts)
-        except KeyboardInterrupt:
-            print("\n(stopped)")
-            messages.pop()
-            continue
-        messages.append({"role": "assistant", "content": found.text})
-        _console(stderr=True).print(
-            f"{found.stats.tokens_per_second:.1f} tokens/s, {found.stats.mean_acceptance_length:.2f} tokens a forward",
-            style="dim",
-            highlight=False,
-        )
 
 
-def _console(*, stderr: bool = False) -> Any:
+def _summary(found: Generation, comparison: dict[str, Any] | None) -> str:
+    line = (
+        f"{found.stats.tokens} tokens, {found.stats.tokens_per_second:.1f} tokens/s, "
+        f"mean acceptance length {found.stats.mean_acceptance_length:.2f}, {found.stats.steps} forwards"
+    )
+    if comparison is None:
+        return line
+    mine, plain = comparison["tokens_per_second"], comparison["plain_tokens_per_second"]
+    same = "same tokens" if comparison["equal"] else "other tokens than plain decoding (see 'anabranch certify')"
+    ratio = f"speedup {comparison['speedup']:.2f}x over plain decoding ({mine:.1f} against {plain:.1f} tokens/s)"
+    return f"{line}; {ratio}, {same}"
+
+
+def _note(line: str) -> None:
+    """A quiet line on standard error."""
     from rich.console import Console
 
-    return Console(stderr=stderr, soft_wrap=True)
+    Console(stderr=True, soft_wrap=True).print(line, style="dim", highlight=False, markup=False)
 
 
-def _load(model: str, adapter: Path | None, drafter: str, dtype: str, device: str) -> LoadedModel:
+def _load(model: str, adapter: Path | None, drafter: str, *, dtype: str, device: str, options: Keywords) -> LoadedModel:
+    """Check what can be checked without a model, then fetch (with a progress bar) and load it."""
+    from anabranch.api import Options, load
+    from anabranch.drafters import check_spec
+
+    check_spec(drafter)
+    Options.of(options)
     if model == "default":
         from anabranch.cli.models import fetch_default
 
         fetch_default()
-    import anabranch
-
-    return anabranch.load(model, drafter=drafter, adapter=adapter, dtype=dtype, device=device)
+    return load(model, drafter=drafter, adapter=adapter, dtype=dtype, device=device)
 
 
-def _stream(loaded: LoadedModel, asked: Any, options: dict[str, Any], *, show: bool, show_drafts: bool) -> Generation:
+def _stream(
+    loaded: LoadedModel, asked: str | list[int], options: Keywords, *, show: bool, show_drafts: bool
+) -> Generation:
     """Decode, showing text as it comes; returns the whole."""
-    chunks = loaded.stream(asked, **options)
-    console = _console()
-    if show and show_drafts:
-        console.print(_legend(console.is_terminal))
-    while True:
-        try:
-            chunk = next(chunks)
-        except StopIteration as end:
+    marker = _Marker(loaded.tokenizer, options.get("stop", ())) if show and show_drafts else None
+    result: Generation | None = None
+    with closing(loaded.stream(asked, **options)) as chunks:
+        for chunk in chunks:
             if show:
-                print(flush=True)
-            return end.value  # type: ignore[no-any-return]
-        if show and show_drafts:
-            console.print(_marked(loaded, chunk, console.is_terminal), end="")
-        elif show:
-            print(chunk.text, end="", flush=True)
+                typer.echo(chunk.text if marker is None else marker.mark(chunk), nl=False)
+            result = chunk.result
+    assert result is not None, "the last chunk has the result"
+    if show:
+        typer.echo()
+    if marker is not None:
+        typer.echo(marker.legend(result), err=True)
+    return result
+
+
+class _Marker:
+    """Shows who proposed each token: by colour on a terminal, else by a mark behind the token."""
+
+    def __init__(self, tokenizer: Any, stop: Any) -> None:
+        from anabranch.generation import Detokenizer
+
+        self._detokenizer = Detokenizer(tokenizer, (stop,) if isinstance(stop, str) else stop)
+        self._colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        try:
+            SUPERSCRIPTS.encode(sys.stdout.encoding or "ascii")
+            self._superscripts = True
+        except UnicodeEncodeError:
+            self._superscripts = False
+
+    def mark(self, chunk: Chunk) -> str:
+        """The text of a chunk, token by token."""
+        text = ""
+        last = len(chunk.token_ids) - 1
+        for i, (token, source) in enumerate(zip(chunk.token_ids, chunk.sources, strict=True)):
+            ended = chunk.step.finish == "stop" and i == len(chunk.step.tokens) - 1
+            piece = "" if ended else self._detokenizer.add([token])
+            if i == last and chunk.result is not None:
+                piece += self._detokenizer.finish()
+            text += self._style(piece, source)
+        return text
+
+    def legend(self, result: Generation) -> str:
+        """Who proposed how many tokens, in the order target, streams, others."""
+        sources = sorted(result.stats.sources.items(), key=lambda item: (_rank(item[0]), item[0]))
+        words = [self._style(source, source) + f" {count}" for source, count in sources]
+        return "proposed by: " + ", ".join(words)
+
+    def _style(self, piece: str, source: str) -> str:
+        rank = _rank(source)
+        if rank == 0 or not piece:
+            return piece
+        if self._colour:
+            return typer.style(piece, fg=COLOURS[(rank - 1) % len(COLOURS)] if rank < 100 else OTHER_COLOUR)
+        if not self._superscripts:
+            return piece + (f"[{rank}]" if rank < 100 else "[p]")
+        return piece + ("".join(SUPERSCRIPTS[int(digit)] for digit in str(rank)) if rank < 100 else "ᵖ")
 
 
 def _rank(source: str) -> int:
-    """0: the target; j: stream j; other drafters behind the streams."""
+    """0: the target; j: stream j; 100: other drafters."""
     if source == "target":
         return 0
-    return int(source.rsplit(" ", 1)[1]) if source.startswith("stream ") else 9
+    return int(source.rsplit(" ", 1)[1]) if source.startswith("stream ") else 100
 
 
-def _legend(colour: bool) -> Any:
-    from rich.text import Text
-
-    text = Text("who proposed it: the target itself (plain)", style="dim")
-    for j in range(1, 5):
-        mark = f"stream {j}" + ("" if colour else f" (word{SUPERSCRIPTS[j]})")
-        text += Text(", ", style="dim") + Text(mark, style=COLOURS[j - 1])
-    return text + Text(", ", style="dim") + Text("another drafter" + ("" if colour else " (word⁹)"), style="red")
-
-
-def _marked(loaded: LoadedModel, chunk: Chunk, colour: bool) -> Any:
-    """The tokens of a chunk one by one, coloured or marked by source."""
-    from rich.text import Text
-
-    text = Text()
-    for token, source in zip(chunk.token_ids, chunk.sources, strict=True):
-        word = loaded.tokenizer.decode([token], skip_special_tokens=True)
-        rank = _rank(source)
-        if rank == 0 or not word:
-            text.append(word)
-        elif colour:
-            text.append(word, style="red" if rank == 9 else COLOURS[(rank - 1) % len(COLOURS)])
-        else:
-            text.append(word + SUPERSCRIPTS[min(rank, 9)])
-    return text
-
-
-def _compare(loaded: LoadedModel, asked: Any, options: dict[str, Any], drafter: str) -> dict[str, Any]:
-    """Alternate plain decoding and the drafter three times on the same prompt; the ratio of medians."""
-    seconds: dict[str, list[float]] = {"none": [], drafter: []}
+def _compare(loaded: LoadedModel, asked: str | list[int], options: Keywords, drafter: str) -> dict[str, Any]:
+    """Alternate plain decoding and the drafter on the same prompt; rates are medians, the speedup that of the pairs."""
+    rates: dict[str, list[float]] = {"none": [], drafter: []}
     tokens: dict[str, list[int]] = {}
-    loaded.generate(asked, drafter="none", **options)  # warm-up; the drafter has just run
-    for _ in range(3):
-        for spec, taken in seconds.items():
-            began = time.perf_counter()
-            tokens[spec] = loaded.generate(asked, drafter=spec, **options).token_ids
-            taken.append((time.perf_counter() - began) / len(tokens[spec]))
-    ratios = [a / b for a, b in zip(seconds["none"], seconds[drafter], strict=True)]
-    return {"speedup": round(statistics.median(ratios), 4), "equal": tokens["none"] == tokens[drafter]}
+    warm_up: Keywords = {**options, "max_new_tokens": 8, "drafter": "none"}
+    loaded.generate(asked, **warm_up)  # the drafter has just run
+    for _ in range(COMPARED_RUNS):
+        for spec, measured in rates.items():
+            call: Keywords = {**options, "drafter": spec}
+            found = loaded.generate(asked, **call)
+            tokens[spec] = found.token_ids
+            measured.append(found.stats.tokens_per_second)
+    ratios = [mine / plain for mine, plain in zip(rates[drafter], rates["none"], strict=True)]
+    return {
+        "speedup": round(statistics.median(ratios), 4),
+        "tokens_per_second": round(statistics.median(rates[drafter]), 3),
+        "plain_tokens_per_second": round(statistics.median(rates["none"]), 3),
+        "equal": tokens["none"] == tokens[drafter],
+    }

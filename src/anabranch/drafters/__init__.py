@@ -45,6 +45,7 @@ _SETTINGS: dict[str, dict[str, Reader]] = {
         "k": int,
         "depth": int,
         "frontier": int,
+        "threshold": float,
         "shortlist": int,
         "condition": _flag,
         "prune": int,

@@ -63,12 +63,16 @@ def _data(training: dict[str, Any]) -> list[str]:
 
 def _measured(measured: dict[str, Any]) -> list[str]:
     if not measured:
-        return ["Nothing was measured: no examples were held out."]
-    lines = ["| what | value |", "|---|---|"]
+        return ["Not measured."]
+    return ["| what | value |", "|---|---|", *_rows("", measured)]
+
+
+def _rows(prefix: str, measured: dict[str, Any]) -> list[str]:
+    lines = []
     for name, value in measured.items():
         if isinstance(value, dict):
-            value = ", ".join(f"{key} {part}" for key, part in value.items())
-        elif isinstance(value, list):
-            value = " ".join(str(part) for part in value)
-        lines.append(f"| {name} | {value} |")
+            lines += _rows(f"{prefix}{name}: ", value)
+        else:
+            shown = " ".join(str(part) for part in value) if isinstance(value, list) else value
+            lines.append(f"| {prefix}{name} | {shown} |")
     return lines

@@ -10,6 +10,7 @@ B rows of the batch, F frontier nodes, S streams, V vocabulary, Vd draft vocabul
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +43,8 @@ class DraftOptions:
     k          children a node may have
     depth      streams used; 0: all of the adapter's (gamma)
     frontier   nodes of one level that are expanded (best-first); bounds the cost of conditioned scoring
+    threshold  nodes of a lower joint probability are left out (best-first): where rows cost time, a node must be likely
+               enough to pay for itself
     shortlist  conditioned scores are computed for that many of each stream's own best tokens; 0: for the whole draft
                vocabulary
     condition  use the adapter's conditioning if it has one
@@ -52,6 +55,7 @@ class DraftOptions:
     k: int = 8
     depth: int = 0
     frontier: int = 12
+    threshold: float = 0.0
     shortlist: int = 0
     condition: bool = True
 
@@ -67,6 +71,8 @@ class DraftOptions:
 
     def check_size(self, depth: int) -> None:
         """Refuse a product tree over ``depth`` streams that no pass should verify."""
+        if not 0.0 <= self.threshold < 1.0:
+            raise InputError(f"threshold must be a probability of at least 0 and below 1, not {self.threshold!r}")
         if self.tree == "product" and sum(self.k**d for d in range(depth + 1)) > MOST_NODES:
             raise InputError(
                 f"a product tree of {self.k} children over {depth} streams has more than {MOST_NODES:,} nodes; "
@@ -199,8 +205,10 @@ class StreamDraft:
         """
         levels = self._grow(states_BSD, torch.tensor(roots, device=states_BSD.device), rows)
         host = [(x.tokens.cpu().numpy(), x.joint.cpu().numpy(), x.parents.cpu().numpy()) for x in levels]
-        budget = self.options.nodes if self.options.tree == "best" else None
-        return [_collect(root, [(t[b], j[b], p[b]) for t, j, p in host], budget) for b, root in enumerate(roots)]
+        options = self.options
+        budget = options.nodes if options.tree == "best" else None
+        floor = math.log(options.threshold) if options.threshold else -math.inf
+        return [_collect(root, [(t[b], j[b], p[b]) for t, j, p in host], budget, floor) for b, root in enumerate(roots)]
 
     def _grow(self, states_BSD: Tensor, roots_B: Tensor, rows: Sequence[RowVocabulary] | None) -> list[_Level]:
         options, words = self.options, self._vocabulary(rows, len(roots_B))
@@ -299,16 +307,20 @@ def _sources(depths: NDArray[np.int64]) -> tuple[str, ...]:
 Candidates = tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]
 
 
-def _collect(root: int, levels: list[Candidates], budget: int | None) -> DraftTree:
-    """The tree of the ``budget`` best candidates of all levels (all of them if None), breadth first."""
+def _collect(root: int, levels: list[Candidates], budget: int | None, floor: float = -math.inf) -> DraftTree:
+    """The tree of the ``budget`` best candidates of all levels (all of them if None), breadth first.
+
+    ``floor`` is the least joint log probability that a node needs.
+    """
     sizes = [len(tokens) for tokens, _, _ in levels]
     joint = np.concatenate([j for _, j, _ in levels])
     depth = np.repeat(np.arange(1, len(levels) + 1), sizes)
-    if budget is not None and len(joint) > budget - 1:
-        # stable: of equals the shallower one first, so that no node is kept without its parent
-        chosen = np.sort(np.argsort(-joint, kind="stable")[: budget - 1])
-    else:
+    if budget is None:
         chosen = np.arange(len(joint))
+    else:
+        # stable: of equals the shallower one first, so that no node is kept without its parent
+        best = np.argsort(-joint, kind="stable")[: budget - 1]
+        chosen = np.sort(best[joint[best] >= floor])
     offsets = np.concatenate(([0], np.cumsum(sizes)[:-1]))
     above = np.concatenate([p + (offsets[i - 1] if i else 0) for i, (_, _, p) in enumerate(levels)])
     place = np.full(len(joint), -1)

@@ -159,6 +159,8 @@ def write_answers(
     known = _answered(out)
     work = deque(_ordered([prompt for prompt in wanted if prompt.id not in known], rows * CHUNK))
     clock = _Clock(len(wanted), len(wanted) - len(work), time.monotonic())
+    if report is not None:
+        report(clock.progress())
     if not work:
         return clock.progress()
     capacity = max(len(prompt.ids) for prompt in work) + max_new_tokens

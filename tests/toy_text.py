@@ -1,0 +1,90 @@
+"""A toy that reads and writes text: byte-level tokens, random weights, an adapter; in memory and as folders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anabranch.api import Model
+from anabranch.model.load import Target, load_target
+from anabranch.model.weights import build_decoder, fingerprint
+from anabranch.streams.folder import LoadedAdapter, TargetIdentity, save_adapter
+from small import LLAMA, RICH, randomise, small_adapter
+
+END = "<end>"
+TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[assistant]"
+# tokens of several letters; every other character is one token a byte, so most are cut between tokens
+MERGED = ["th", "the", "Ġt", "Ġth", "Ġthe"]
+
+
+def byte_tokenizer(*, template: bool = True) -> Any:
+    """A byte-level BPE tokenizer of 263 tokens; the last is the end token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*alphabet, *MERGED, "Ã¼", END])}
+    merges = [("t", "h"), ("th", "e"), ("Ġ", "t"), ("Ġt", "h"), ("Ġth", "e"), ("Ã", "¼")]
+    core = Tokenizer(models.BPE(vocabulary, merges))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END)
+    if template:
+        tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+VOCABULARY = 256 + len(MERGED) + 2
+CONFIG = replace(LLAMA, vocab_size=VOCABULARY)
+
+
+def toy_model(drafter: str = "streams", *, template: bool = True, eos: tuple[int, ...] = (VOCABULARY - 1,)) -> Model:
+    """A ``Model`` with an adapter, in memory."""
+    decoder = build_decoder(CONFIG, device="cpu")
+    randomise(decoder, seed=1)
+    config = replace(CONFIG, eos_token_ids=eos)
+    target = Target(decoder, byte_tokenizer(template=template), config, "toy", None, fingerprint(decoder))
+    return Model(target, LoadedAdapter(small_adapter(decoder), {}), drafter)
+
+
+@dataclass(frozen=True)
+class ToyFolders:
+    """A model folder and two adapter folders: one of this model, one of another."""
+
+    model: Path
+    adapter: Path
+    other: Path
+
+
+def save_toys(where: Path) -> ToyFolders:
+    """Write them as a user would have them."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=96,
+            bos_token_id=None,
+            eos_token_id=VOCABULARY - 1,
+            initializer_range=0.3,
+        )
+    )
+    folders = ToyFolders(where / "model", where / "adapter", where / "other")
+    model.save_pretrained(folders.model)
+    byte_tokenizer().save_pretrained(folders.model)
+    target = load_target(str(folders.model))
+    identity = TargetIdentity.of(target, "toy")
+    adapter = small_adapter(target.decoder, RICH)
+    save_adapter(folders.adapter, adapter, target=identity, training={}, measured={}, dtype=torch.float32)
+    stranger = replace(identity, name="another", fingerprint="0" * 64)
+    save_adapter(folders.other, adapter, target=stranger, training={}, measured={}, dtype=torch.float32)
+    return folders

@@ -1,0 +1,241 @@
+"""Answers: the target's own, each once, whatever stops the run; and the readers of prompts, answers and texts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anabranch.engine import Request
+from anabranch.errors import FileError, InputError
+from anabranch.sampling import SamplingParams
+from anabranch.train.answers import AnswerProgress, Prompt, read_prompts, settings_path, write_answers
+from anabranch.train.data import Example, batches, digest, frequent_tokens, read_examples, read_texts, split
+from small import VOCABULARY, Words, as_target, decode, prompt, small
+
+TARGET = as_target(small())
+PROMPTS = [Prompt(n, "toy", tuple(prompt(1 + n % 9, n))) for n in range(23)]
+NEW = 10
+
+
+def records(path: Path) -> dict[Any, dict[str, Any]]:
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    found = {line["id"]: line for line in lines}
+    assert len(found) == len(lines)
+    return found
+
+
+def write(out: Path, prompts: list[Prompt] = PROMPTS, **options: Any) -> AnswerProgress:
+    return write_answers(TARGET, prompts, out, **{"rows": 4, "max_new_tokens": NEW, **options})
+
+
+def test_answers_are_plain_greedy_decodings(tmp_path: Path) -> None:
+    seen: list[AnswerProgress] = []
+    done = write(tmp_path / "deep" / "a.jsonl", report=seen.append)
+    requests = [Request(p.ids, NEW, stop_ids=frozenset({2})) for p in PROMPTS]
+    wanted, _ = decode(TARGET.decoder, requests)
+    found = records(tmp_path / "deep" / "a.jsonl")
+    for p, answer in zip(PROMPTS, wanted, strict=True):
+        assert found[p.id] == {"id": p.id, "source": "toy", "prompt_ids": list(p.ids), "answer_ids": answer}
+    assert done.answers == done.wanted == len(PROMPTS)
+    assert done.tokens == sum(map(len, wanted))
+    assert [p.answers for p in seen] == list(range(len(PROMPTS) + 1))
+    assert seen[-1].seconds_left == 0.0
+    examples = read_examples(tmp_path / "deep" / "a.jsonl", vocab_size=VOCABULARY, max_tokens=64)
+    assert all(example.source == "toy" for example in examples)
+
+
+def test_ctrl_c_and_a_torn_line(tmp_path: Path) -> None:
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "part.jsonl"
+    write(whole)
+
+    def stop(progress: AnswerProgress) -> None:
+        if progress.answers == 9:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write(out, report=stop)
+    kept = out.read_text(encoding="utf-8")
+    assert kept.count("\n") == 9
+    with out.open("a", encoding="utf-8") as file:
+        file.write('{"id": 5, "source": "toy", "prom')
+    assert write(out).answers == len(PROMPTS)
+    assert out.read_text(encoding="utf-8").startswith(kept)
+    assert records(out) == records(whole)
+    # nothing is left to do, and nothing is done
+    again = write(out)
+    assert (again.answers, again.tokens) == (len(PROMPTS), 0)
+    assert records(out) == records(whole)
+
+
+def test_sampled_answers_have_a_seed_each_and_do_not_depend_on_the_batch(tmp_path: Path) -> None:
+    sampling = SamplingParams(temperature=1.0, seed=4)
+    twins = [Prompt(name, "", tuple(prompt(5))) for name in ("a", "b", "c")]
+    write(tmp_path / "1.jsonl", twins, sampling=sampling, rows=1)
+    write(tmp_path / "3.jsonl", twins[::-1], sampling=sampling, rows=3)
+    found = records(tmp_path / "1.jsonl")
+    assert found == records(tmp_path / "3.jsonl")
+    assert len({tuple(record["answer_ids"]) for record in found.values()}) == 3
+
+
+def test_a_file_goes_on_as_it_began(tmp_path: Path) -> None:
+    out = tmp_path / "a.jsonl"
+    write(out, PROMPTS[:3])
+    with pytest.raises(FileError, match="max_new_tokens 10, not 11"):
+        write(out, max_new_tokens=11)
+    with pytest.raises(FileError, match="temperature"):
+        write(out, sampling=SamplingParams(temperature=1.0))
+    with pytest.raises(FileError, match="fingerprint"):
+        write_answers(as_target(small("phi")), PROMPTS, out, max_new_tokens=NEW)
+    settings_path(out).unlink()  # nothing is known of it any more
+    assert write(out).answers == len(PROMPTS)
+    out.write_text('{"id": 1}\nrubbish\n', encoding="utf-8")
+    with pytest.raises(FileError, match="line 2"):
+        write(out)
+
+
+def test_long_prompts_are_left_out(tmp_path: Path) -> None:
+    done = write(tmp_path / "a.jsonl", longest_prompt=4)
+    assert done.wanted == sum(len(p.ids) <= 4 for p in PROMPTS)
+    assert set(records(tmp_path / "a.jsonl")) == {p.id for p in PROMPTS if len(p.ids) <= 4}
+    with pytest.raises(InputError, match="no prompt"):
+        write(tmp_path / "b.jsonl", longest_prompt=0)
+    for bad in ({"rows": 0}, {"max_new_tokens": 0}):
+        with pytest.raises(InputError, match="at least 1"):
+            write(tmp_path / "b.jsonl", **bad)
+
+
+def test_a_part_of_the_run_is_a_fair_sample(tmp_path: Path) -> None:
+    """The first quarter of the answers has short and long prompts alike, whatever their order in the file."""
+    from anabranch.train.answers import _ordered
+
+    many = [Prompt(n, "", (1,) * (1 + n // 4)) for n in range(400)]
+    order = list(_ordered(many, 32))
+    assert sorted(p.id for p in order) == list(range(400))
+    mean = sum(len(p.ids) for p in order[:96]) / 96
+    assert mean == pytest.approx(50, rel=0.25)
+    jumps = [abs(len(a.ids) - len(b.ids)) for a, b in itertools.pairwise(order)]
+    assert sum(jumps) / len(jumps) < 8
+
+
+# -- readers -----------------------------------------------------------------------------------------------------
+def lines(path: Path, *records: Any) -> Path:
+    text = "".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_prompts(tmp_path: Path) -> None:
+    path = lines(
+        tmp_path / "p.jsonl",
+        {"prompt": "w5 w6"},
+        {"prompt": "w5 w6", "chat": False, "id": "x", "source": "s"},
+        "",
+        {"messages": [{"role": "user", "content": "w7"}, {"role": "assistant", "content": "w8"}]},
+    )
+    found = read_prompts(path, Words())
+    assert found == [
+        Prompt(0, "", (3, 5, 6, 4)),
+        Prompt("x", "s", (5, 6)),
+        Prompt(3, "", (3, 7, 4, 3, 8, 4)),
+    ]
+    assert read_prompts(path, Words(), limit=2) == found[:2]
+    bare = Words()
+    bare.chat_template = ""
+    assert read_prompts(path, bare, limit=1)[0].ids == (5, 6)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ("{", "line 2 .* not a JSON object"),
+        ("[1]", "line 2 .* not a JSON object"),
+        ({"text": "w1"}, "needs a field 'prompt' or 'messages'"),
+        ({"prompt": "w1", "messages": []}, "not both"),
+        ({"prompt": "w1", "chat": "yes"}, "true or false"),
+        ({"prompt": "", "chat": False}, "empty"),
+        ({"prompt": "w1", "id": 0}, "id 0 of an earlier line"),
+        ({"prompt": "w1", "id": [1]}, "neither a number nor a text"),
+        ({"messages": [{"role": "user"}]}, "chat template does not take"),
+    ],
+)
+def test_bad_prompts(record: Any, message: str, tmp_path: Path) -> None:
+    path = lines(tmp_path / "p.jsonl", {"prompt": "w1"}, record)
+    with pytest.raises(FileError, match=message):
+        read_prompts(path, Words())
+
+
+def test_no_prompts(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="no file"):
+        read_prompts(tmp_path / "nowhere", Words())
+    with pytest.raises(FileError, match="no prompts"):
+        read_prompts(lines(tmp_path / "empty"), Words())
+    with pytest.raises(InputError, match="limit"):
+        read_prompts(lines(tmp_path / "p", {"prompt": "w1"}), Words(), limit=0)
+    (tmp_path / "latin").write_bytes(b'{"prompt": "\xe4"}\n')
+    with pytest.raises(FileError, match="UTF-8"):
+        read_prompts(tmp_path / "latin", Words())
+    bare = Words()
+    bare.chat_template = ""
+    with pytest.raises(FileError, match="no chat template"):
+        read_prompts(lines(tmp_path / "p", {"prompt": "w1", "chat": True}), bare)
+
+
+def test_examples(tmp_path: Path) -> None:
+    good = {"prompt_ids": [1, 2], "answer_ids": [3, 4, 5], "source": "s"}
+    path = lines(tmp_path / "a", good, "", {**good, "answer_ids": [3]}, {**good, "prompt_ids": []})
+    assert read_examples(path, vocab_size=9, max_tokens=9) == [Example((1, 2), (3, 4, 5), "s")]
+    assert read_examples(path, vocab_size=9, max_tokens=4)[0].answer_ids == (3, 4)
+    for bad, message in (("{", "line 2"), ({"prompt_ids": [1]}, "line 2"), ({**good, "answer_ids": [9, 1]}, "outside")):
+        with pytest.raises(FileError, match=message):
+            read_examples(lines(tmp_path / "b", good, bad), vocab_size=9, max_tokens=9)
+    with pytest.raises(FileError, match="no prompt with an answer"):
+        read_examples(path, vocab_size=9, max_tokens=2)
+    with pytest.raises(FileError, match="train answers"):
+        read_examples(tmp_path / "nowhere", vocab_size=9, max_tokens=9)
+
+
+def test_texts(tmp_path: Path) -> None:
+    text = " ".join(f"w{i}" for i in range(19)) + "\n" + "w1 " * 12
+    (tmp_path / "t.txt").write_text(text, encoding="utf-8")
+    found = read_texts(tmp_path / "t.txt", Words(), max_tokens=14, prompt_tokens=3)
+    ids = [*range(19), *[1] * 12]
+    assert [(*e.prompt_ids, *e.answer_ids) for e in found] == [tuple(ids[:14]), tuple(ids[14:28])]
+    assert {len(e.prompt_ids) for e in found} == {3}
+    assert {e.source for e in found} == {"t"}
+    path = lines(tmp_path / "t.jsonl", {"text": text, "source": "s"}, {"text": "w1\u2028 w2"})
+    assert {e.source for e in read_texts(path, Words(), max_tokens=14)} == {"s"}
+    for content, message in (("{}\n", "line 1"), ("[]\n", "line 1"), ('{"text": "w1"}\n', "at least 10 tokens")):
+        (tmp_path / "t.jsonl").write_text(content, encoding="utf-8")
+        with pytest.raises(FileError, match=message):
+            read_texts(tmp_path / "t.jsonl", Words(), max_tokens=14)
+    with pytest.raises(FileError, match="no file"):
+        read_texts(tmp_path / "nowhere", Words(), max_tokens=14)
+
+
+def test_splitting_batching_and_counting() -> None:
+    many = [Example((1, n % 5), tuple(prompt(2 + n % 30, n))) for n in range(60)]
+    training, held_out = split(many, 3)
+    assert len(held_out) == 3
+    assert not {e.prompt_ids for e in training} & {e.prompt_ids for e in held_out}
+    assert split(many, 0) == (split(many, 0)[0], [])
+    for bad in (-1, 60):
+        with pytest.raises(InputError, match="held-out"):
+            split(many, bad)
+    groups = [list(batches(many, 100, seed=seed)) for seed in (0, 0, 1, 2)]
+    # an exact resume counts on it: every epoch has as many batches
+    assert len({len(epoch) for epoch in groups}) == 1
+    assert [b.tokens_BT.tolist() for b in groups[0]] == [b.tokens_BT.tolist() for b in groups[1]]
+    for epoch in groups:
+        assert sum(b.size for b in epoch) == 60
+        assert all(b.tokens_BT.numel() <= 100 for b in epoch)
+    assert digest(many) == digest(list(many)) != digest(many[::-1])
+    assert digest([Example((1,), (2, 3))]) != digest([Example((1, 2), (3,))])
+    common = frequent_tokens([Example((9,), (5, 5, 7, 7, 7, 8))], 4, 12, always=(11, 40))
+    assert common.tolist() == [5, 7, 8, 11]
+    assert frequent_tokens([], 3, 12).tolist() == [0, 1, 2]
+    assert replace(many[0], source="x").source == "x"

@@ -1,0 +1,135 @@
+"""``anabranch train`` from prompts to an adapter folder that decodes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from anabranch.cli.train import app
+from anabranch.drafters.streams import StreamDrafter
+from anabranch.errors import AnabranchError, FileError, InputError
+from anabranch.model import load
+from anabranch.streams.folder import load_adapter
+from anabranch.train import RECIPES, answers, recipe
+from anabranch.train.job import train_streams
+from anabranch.train.trainer import Trainer
+from small import as_target, decode, prompt, request, small
+
+TARGET = as_target(small(), name="default")
+
+
+@pytest.fixture(autouse=True)
+def _toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "load_target", lambda *_, **__: TARGET)
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=True)
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """Answers of the toy, by the command."""
+    lines = [{"prompt": " ".join(f"w{i}" for i in prompt(2 + n % 5, n)), "source": f"s{n % 2}"} for n in range(30)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    out = tmp_path / "a.jsonl"
+    result = call("answers", "--prompts", tmp_path / "p.jsonl", "--out", out, "--max-new-tokens", 12, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["answers"] == 30
+    return out
+
+
+SMALL = ("--recipe", "small", "--batch-tokens", 120, "--held-out", 4, "--stream-layers", 2, "--conditioning", "path")
+
+
+def test_from_prompts_to_an_adapter_that_decodes(written: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    arguments = ("streams", "--answers", written, "--out", folder, *SMALL, "--epochs", 2, "--draft-vocabulary", 9)
+    result = call(*arguments, "--licence", "s0=CC0-1.0", "--json")
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    loaded = load_adapter(folder, TARGET)
+    assert loaded.record == record
+    assert record["draft_vocabulary"] == 9
+    assert record["streams"]["num_stream_layers"] == 2
+    assert record["streams"]["conditioning"] == "path"
+    assert record["training"]["data"][0]["licence"] == "CC0-1.0"
+    assert record["measured"]["predicted mean acceptance length"]["tree"] >= 1.0
+    # a card goes to other machines
+    assert str(tmp_path) not in (folder / "README.md").read_text(encoding="utf-8")
+    asked = [request(5, 1, 12)]
+    drafter = StreamDrafter(TARGET.decoder, loaded.adapter)
+    assert decode(TARGET.decoder, asked, drafter)[0] == decode(TARGET.decoder, asked)[0]
+    before = (folder / "adapter.safetensors").read_bytes()
+    again = call(*arguments)
+    assert again.exit_code == 0
+    assert (folder / "adapter.safetensors").read_bytes() == before
+    assert "parameters" in again.stdout
+
+
+def test_plain_text_and_nothing_held_out(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text(" ".join(f"w{i}" for i in prompt(300)), encoding="utf-8")
+    text = ("streams", "--text", tmp_path / "t.txt", "--out", tmp_path / "b")
+    result = call(*text, *SMALL, "--held-out", 0, "--max-tokens", 40, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["measured"] == {}
+
+
+def test_ctrl_c_says_how_to_go_on(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ("streams", "--answers", written, "--out", tmp_path / "c", *SMALL)
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "run", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        stopped = call(*arguments)
+    assert stopped.exit_code == 130
+    assert "the same command goes on" in stopped.stderr
+    assert not (tmp_path / "c" / "adapter_config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("streams", "--out", "x"), "either an answers file"),
+        (("streams", "--out", "x", "--answers", "nowhere"), "no file nowhere"),
+        (("streams", "--out", "x", "--answers", "a", "--recipe", "grand"), "paper-lossless, small, default-adapter"),
+        (("streams", "--out", "x", "--answers", "a", "--num-streams", 0), "num_streams"),
+        (("streams", "--out", "x", "--answers", "a", "--soft", 2), "soft"),
+        (("streams", "--out", "x", "--answers", "a", "--schedule", "flat"), "schedule"),
+        (("streams", "--out", "x", "--answers", "a", "--held-out", -1), "held_out"),
+        (("answers", "--prompts", "nowhere", "--out", "x"), "no file nowhere"),
+        (("answers", "--prompts", "nowhere", "--out", "x", "--temperature", -1), "temperature"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments: tuple[Any, ...], message: str) -> None:
+    result = call(*arguments)
+    assert result.exit_code != 0
+    assert isinstance(result.exception, AnabranchError)
+    assert message in str(result.exception)
+    assert "\n" not in str(result.exception)
+
+
+def test_licences_have_two_sides(written: Path, tmp_path: Path) -> None:
+    result = call("streams", "--answers", written, "--out", tmp_path / "d", *SMALL, "--licence", "CC0")
+    assert isinstance(result.exception, InputError)
+
+
+def test_answers_of_another_target(written: Path, tmp_path: Path) -> None:
+    settings = answers.settings_path(written)
+    settings.write_text(settings.read_text(encoding="utf-8").replace(TARGET.fingerprint, "f" * 64), encoding="utf-8")
+    result = call("streams", "--answers", written, "--out", tmp_path / "e")
+    assert isinstance(result.exception, FileError)
+    assert "another target" in str(result.exception)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_name_what_they_are(name: str) -> None:
+    plan = recipe(name)
+    assert plan.streams.num_streams == 4
+    if name == "paper-lossless":
+        assert plan.streams.stream_mlp == "adapter"
+        assert plan.streams.conditioning == "none"
+        assert (plan.options.loss.decay, plan.options.loss.soft) == (1.0, 0.0)
+    assert callable(train_streams)
