@@ -200,6 +200,8 @@ class Engine:
     def step(self) -> list[Step]:
         """One target pass for all rows in use; rows that are done leave."""
         rows = self._rows
+        if not rows:
+            return []
         contexts = [row.context for row in rows]
         began = time.perf_counter()
         for row in rows:

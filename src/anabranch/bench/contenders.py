@@ -20,7 +20,7 @@ __all__ = ["Contender", "Ours", "Run", "Transformers"]
 
 @dataclass
 class Run:
-    """One prompt decoded once: new token ids, seconds from call to last token, and our own steps where there are any."""
+    """One prompt decoded once: new token ids, seconds from call to last token, and our own steps, if any."""
 
     token_ids: list[int]
     seconds: float

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from anabranch import __version__
+
 __all__ = ["SCHEMA", "environment", "markdown"]
 
 SCHEMA = 1
@@ -59,7 +61,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
-        "anabranch": version("anabranch"),
+        "anabranch": __version__,
         "commit": _commit(),
     }
 
@@ -80,8 +82,8 @@ def markdown(result: dict[str, Any]) -> str:
         "Speedup: tokens/s over our own plain decoding (`none`) on the same prompt, median and quartiles over prompts. "
         "Equal: prompts whose tokens equal plain decoding's.",
         "",
-        "| contender | tokens/s | speedup (quartiles) | mean acceptance length | step ms (draft / forward / verify / commit) "
-        "| equal |",
+        "| contender | tokens/s | speedup (quartiles) | mean acceptance length "
+        "| step ms (draft / forward / verify / commit) | equal |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for record in result["contenders"]:

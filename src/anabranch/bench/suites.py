@@ -1,4 +1,4 @@
-"""Prompts to measure on: a suite of a data folder, a JSONL file of the user's, or the few that come with the package."""
+"""Prompts to measure on: a suite of a data folder, a JSONL file of the user's, or the few in the package."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ OWN = (
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
-    with opened as lines:
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt", encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue

@@ -66,13 +66,13 @@ class DraftOptions:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise InputError(f"{name} must be a whole number of at least {low}, not {value!r}")
+        if not 0.0 <= self.threshold < 1.0:
+            raise InputError(f"threshold must be a probability of at least 0 and below 1, not {self.threshold!r}")
         if self.depth:
             self.check_size(self.depth)
 
     def check_size(self, depth: int) -> None:
         """Refuse a product tree over ``depth`` streams that no pass should verify."""
-        if not 0.0 <= self.threshold < 1.0:
-            raise InputError(f"threshold must be a probability of at least 0 and below 1, not {self.threshold!r}")
         if self.tree == "product" and sum(self.k**d for d in range(depth + 1)) > MOST_NODES:
             raise InputError(
                 f"a product tree of {self.k} children over {depth} streams has more than {MOST_NODES:,} nodes; "

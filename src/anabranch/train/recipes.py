@@ -63,7 +63,8 @@ def default_adapter() -> Recipe:
         conditioning="path",
         conditioning_rank=512,
     )
-    return Recipe(streams, TrainOptions(lr=1.5e-3, batch_tokens=2048), draft_vocabulary=8192)
+    options = TrainOptions(epochs=3.0, lr=1.5e-3, batch_tokens=2048, keep_states=True)
+    return Recipe(streams, options, draft_vocabulary=8192, held_out=96)
 
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
