@@ -97,7 +97,7 @@ def bench(
     result: dict[str, Any] = {
         "schema": SCHEMA,
         "run": {
-            "command": shlex.join(["anabranch", *sys.argv[1:]]),
+            "command": _command(data),
             "model": model,
             "fingerprint": target.fingerprint,
             "adapter": None if loaded is None else loaded.record.get("sha256"),
@@ -132,3 +132,10 @@ def encode(tokenizer: Any, text: str, *, raw: bool) -> list[int]:
         [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
     )
     return list(tokenizer.encode(chat, add_special_tokens=False))
+
+
+def _command(data: Path | None) -> str:
+    """The command as anyone could give it: the data folder is called DIR."""
+    return shlex.join(
+        "DIR" if data is not None and word == str(data) else word for word in ("anabranch", *sys.argv[1:])
+    )

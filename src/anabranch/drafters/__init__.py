@@ -104,7 +104,7 @@ def _parse(part: str) -> tuple[str, dict[str, Any]]:
         try:
             settings[key] = known[key](value)
         except ValueError as error:
-            wanted = "yes or no" if known[key] is _flag else "a whole number"
+            wanted = {_flag: "yes or no", float: "a number"}.get(known[key], "a whole number")
             raise InputError(f"the setting {key!r} of the drafter {name!r} takes {wanted}, not {value!r}") from error
     return name, settings
 

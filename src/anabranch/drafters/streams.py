@@ -10,7 +10,7 @@ from torch import Tensor
 
 from anabranch.drafters.base import Context, Drafter, Observation
 from anabranch.errors import CapabilityError, InputError
-from anabranch.model.decoder import Decoder, Rider
+from anabranch.model.decoder import Block, Decoder, Rider
 from anabranch.sampling import SamplingParams, generator
 from anabranch.streams.adapter import StreamAdapter
 from anabranch.streams.draft import DraftOptions, RowVocabulary, StreamDraft
@@ -60,6 +60,11 @@ class StreamDrafter(Drafter):
         on_cpu = target.device.type == "cpu" and not adapter.config.context_top
         ride = placement == "ride" or (placement == "auto" and not on_cpu)
         self._rider = StreamRider(target, adapter, ride=ride, prune=prune)
+        if not ride:
+            for index in range(adapter.start, len(target.blocks)):
+                block = target.blocks[index]
+                assert isinstance(block, Block)
+                adapter.layer(index).merge(block)
         o, depth = self.tree.options, self.tree.depth
         children = 1 if o.tree == "chain" else o.k
         self.max_nodes = o.nodes if o.tree == "best" else sum(children**d for d in range(depth + 1))

@@ -120,11 +120,11 @@ class MLP(nn.Module):
 class RowSide(Protocol):
     """What a rider adds to a block for rows of its own. The main rows come first and are never touched."""
 
-    def qkv(self, h_BRD: Tensor, qkv: Tensor) -> Tensor:
-        """The packed projections, with the rider's deltas."""
+    def qkv(self, h_BRD: Tensor, qkv: nn.Module) -> Tensor:
+        """The packed projections of all rows."""
 
-    def out(self, a: Tensor, out_BRD: Tensor) -> Tensor:
-        """The attention's output projection, with the rider's deltas."""
+    def out(self, a: Tensor, out: nn.Module) -> Tensor:
+        """The attention's output projection of all rows."""
 
     def mlp(self, h_BRD: Tensor, mlp: MLP) -> Tensor:
         """The feed-forward part of all rows."""
@@ -169,13 +169,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, side: RowSide | None = None) -> Tensor:
         """x [B, R, D] -> [B, R, D]; ``attend`` maps q, k, v to [B, R, H E] and owns cache and mask."""
         h = self.norm_in(x)
-        qkv = self.qkv(h)
-        if side is not None:
-            qkv = side.qkv(h, qkv)
+        qkv = self.qkv(h) if side is None else side.qkv(h, self.qkv)
         a = attend(*self.split(qkv, cos, sin))
-        o = self.out(a)
-        if side is not None:
-            o = side.out(a, o)
+        o = self.out(a) if side is None else side.out(a, self.out)
         if self.norm_after_attention is not None:
             o = self.norm_after_attention(o)
         if self.config.wiring == "sequential":

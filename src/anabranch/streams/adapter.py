@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from anabranch.errors import InputError
 from anabranch.model.config import ModelConfig
-from anabranch.model.decoder import MLP
+from anabranch.model.decoder import MLP, Block
+from anabranch.model.pack import PackedLinear
 from anabranch.streams.config import StreamConfig
 from anabranch.streams.scorer import Conditioner
 
@@ -48,6 +49,21 @@ class StreamLayer(nn.Module):
         rank = config.attention_rank
         self.qkv = LowRank(model.hidden_size, q + 2 * kv, rank) if rank else None
         self.out = LowRank(q, model.hidden_size, rank) if rank else None
+        self.merged: tuple[PackedLinear, PackedLinear] | None = None
+
+    def merge(self, block: Block) -> None:
+        """Fold the attention deltas into packed copies of the block's projections, for rows that trail alone.
+
+        Worth it on a CPU, where four narrow products a layer cost as much as one wide one; costs the copies' memory.
+        """
+        if self.qkv is None or self.out is None or not isinstance(block.qkv, PackedLinear):
+            return
+        assert isinstance(block.out, PackedLinear)
+        merged = []
+        for packed, delta in ((block.qkv, self.qkv), (block.out, self.out)):
+            weight = packed.packed.to_dense()
+            merged.append(PackedLinear(weight + (delta.up @ delta.down).to(weight.dtype), packed.bias))
+        self.merged = (merged[0], merged[1])
 
 
 class StreamSide:
@@ -67,13 +83,17 @@ class StreamSide:
             return whole
         return torch.cat((y[:, : self.main], y[:, self.main :] + delta(x[:, self.main :])), dim=1)
 
-    def qkv(self, h_BRD: Tensor, qkv: Tensor) -> Tensor:
-        """Deltas on the packed q, k, v projections."""
-        return self._add(self.weights.qkv, h_BRD, qkv)
+    def qkv(self, h_BRD: Tensor, qkv: nn.Module) -> Tensor:
+        """The packed q, k, v projections, with deltas for stream rows."""
+        if self.main == 0 and self.weights.merged is not None:
+            return self.weights.merged[0](h_BRD)  # type: ignore[no-any-return]
+        return self._add(self.weights.qkv, h_BRD, qkv(h_BRD))
 
-    def out(self, a: Tensor, out_BRD: Tensor) -> Tensor:
-        """Delta on the output projection."""
-        return self._add(self.weights.out, a, out_BRD)
+    def out(self, a: Tensor, out: nn.Module) -> Tensor:
+        """The output projection, with a delta for stream rows."""
+        if self.main == 0 and self.weights.merged is not None:
+            return self.weights.merged[1](a)  # type: ignore[no-any-return]
+        return self._add(self.weights.out, a, out(a))
 
     def mlp(self, h_BRD: Tensor, mlp: MLP) -> Tensor:
         """The frozen MLP for main rows; the adapter in its place, or added to it, for stream rows."""

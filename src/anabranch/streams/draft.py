@@ -51,7 +51,7 @@ class DraftOptions:
     """
 
     tree: Literal["best", "product", "chain"] = "best"
-    nodes: int = 32
+    nodes: int = 16
     k: int = 8
     depth: int = 0
     frontier: int = 12
