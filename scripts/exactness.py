@@ -14,6 +14,7 @@ import json
 import shlex
 import sys
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from anabranch.model.pack import pack_decoder
 from anabranch.sampling import SamplingParams
 from anabranch.streams.folder import find_adapter
 
-METHODS = ("none", "prompt_lookup", "streams", "streams:prune=12", "streams:tree=product,k=2", "streams+prompt_lookup")
+METHODS = ("none", "prompt_lookup", "streams", "streams:nodes=32,prune=12")
 
 
 def decode(
@@ -52,10 +53,16 @@ def decode(
     return out
 
 
-def oracle(target: Target, prompts: list[list[int]], *, new: int) -> list[list[int]]:
+@cache
+def oracle_model(path: Path, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(target.path, dtype=target.decoder.dtype).eval()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+
+
+def oracle(target: Target, prompts: list[list[int]], *, new: int) -> list[list[int]]:
+    assert target.path is not None
+    model = oracle_model(target.path, target.decoder.dtype)
     out = []
     with torch.inference_mode():
         for prompt in prompts:
@@ -100,11 +107,21 @@ def differences(
     return found
 
 
+def read_prompts(target: Target, data: Path, limit: int) -> list[list[int]]:
+    prompts = []
+    for prompt in load_suite("spec_bench", data=data, limit=limit):
+        chat = [{"role": "user", "content": prompt.text}]
+        text = target.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        prompts.append(target.tokenizer.encode(text, add_special_tokens=False))
+    return prompts
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--data", type=Path, required=True, help="folder with the data sets")
-    parser.add_argument("--limit", type=int, default=100)
-    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--limit", type=int, default=100, help="prompts, spread over the tasks")
+    parser.add_argument("--new", type=int, default=64, help="new tokens a prompt")
+    parser.add_argument("--chunk", type=int, default=12, help="prompts after which the result is written")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
@@ -114,46 +131,37 @@ def main() -> None:
     loaded = find_adapter(target)
     assert loaded is not None, "the package ships an adapter for the default model"
     exact = None if args.dtype == "float32" else load_target("default", dtype="float32")
-    suite = load_suite("spec_bench", data=args.data, limit=args.limit)
-    prompts = []
-    for prompt in suite:
-        chat = [{"role": "user", "content": prompt.text}]
-        text = target.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        prompts.append(target.tokenizer.encode(text, add_special_tokens=False))
-    records: list[dict[str, Any]] = []
-    reference: list[list[int]] = []
-
-    def note(name: str, rows: int, out: list[list[int]], began: float) -> None:
-        against = reference or out
-        found = differences(exact, prompts, out, against)
-        records.append({"method": name, "batch": rows, "equal": len(prompts) - len(found), "differences": found})
-        print(
-            f"{name}, batch {rows}: {len(prompts) - len(found)} of {len(prompts)} ({time.time() - began:.0f} s)",
-            flush=True,
-        )
-
-    theirs_began = time.time()
-    theirs = oracle(target, prompts, new=args.new)
+    prompts = read_prompts(target, args.data, args.limit)
     pack_decoder(target.decoder)
-    for rows in args.batches:
-        for spec in args.methods:
-            began = time.time()
-            out = decode(target, spec, loaded.adapter, prompts, rows=rows, new=args.new)
-            reference = reference or out
-            note(spec, rows, out, began)
-    note("transformers generate", 1, theirs, theirs_began)
-    result = {
-        "command": shlex.join(["python", *sys.argv]).replace(str(args.data), "DIR"),
-        "what": "prompts whose new tokens equal those of our plain decoding at batch 1",
-        "prompts": len(prompts),
-        "new_tokens": args.new,
-        "dtype": args.dtype,
-        "adapter": loaded.record.get("sha256"),
-        "environment": environment(target.decoder.device),
-        "records": records,
-    }
-    write_atomically(args.out, json.dumps(result, indent=1) + "\n")
-    failed = [r for r in records if r["differences"]]
+    records: dict[str, dict[str, Any]] = {}
+    began = time.time()
+    for first in range(0, len(prompts), args.chunk):
+        part = prompts[first : first + args.chunk]
+        outputs = {"transformers generate": oracle(target, part, new=args.new)}
+        for rows in args.batches:
+            for spec in args.methods:
+                outputs[f"{spec}, batch {rows}"] = decode(target, spec, loaded.adapter, part, rows=rows, new=args.new)
+        plain = outputs[f"none, batch {args.batches[0]}"]
+        for name, out in outputs.items():
+            record = records.setdefault(name, {"prompts": 0, "equal": 0, "differences": []})
+            found = differences(exact, part, out, plain)
+            record["prompts"] += len(part)
+            record["equal"] += len(part) - len(found)
+            record["differences"] += [{**d, "prompt": first + d["prompt"]} for d in found]
+        result = {
+            "command": shlex.join("DIR" if word == str(args.data) else word for word in ("python", *sys.argv)),
+            "what": "prompts whose new tokens equal those of our plain decoding at batch 1",
+            "prompts": first + len(part),
+            "new_tokens": args.new,
+            "dtype": args.dtype,
+            "adapter": loaded.record.get("sha256"),
+            "environment": environment(target.decoder.device),
+            "methods": records,
+        }
+        write_atomically(args.out, json.dumps(result, indent=1) + "\n")
+        done = ", ".join(f"{name}: {r['equal']}/{r['prompts']}" for name, r in records.items())
+        print(f"{time.time() - began:.0f} s  {done}", flush=True)
+    failed = any(record["differences"] for record in records.values())
     sys.exit(1 if failed and args.dtype == "float32" else 0)
 
 
