@@ -33,7 +33,7 @@ def test_load_takes_the_documented_keywords() -> None:
     parameters = inspect.signature(anabranch.load).parameters
     assert list(parameters) == ["name", "drafter", "adapter", "dtype", "device", "revision"]
     assert parameters["name"].default == "default"
-    assert parameters["drafter"].default == "streams"
+    assert parameters["drafter"].default == "streams+prompt_lookup"
     assert all(p.kind is p.KEYWORD_ONLY for name, p in parameters.items() if name != "name")
 
 
@@ -56,3 +56,13 @@ def test_importing_is_light(module: str) -> None:
     code = f"import sys, {module}; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_one_default_drafter() -> None:
+    import inspect
+
+    from anabranch.api import load
+    from anabranch.cli.text import chat, generate
+
+    defaults = {inspect.signature(f).parameters["drafter"].default for f in (load, generate, chat)}
+    assert defaults == {"streams+prompt_lookup"}

@@ -54,7 +54,7 @@ class Keywords(TypedDict, total=False):
 def load(
     name: str | Path = "default",
     *,
-    drafter: str = "streams",
+    drafter: str = "streams+prompt_lookup",
     adapter: str | Path | None = None,
     dtype: str | torch.dtype = "auto",
     device: str = "auto",
@@ -82,7 +82,7 @@ def load(
 class Model:
     """A target, its adapter, and engines that are kept between calls. Not for use by several threads at once."""
 
-    def __init__(self, target: Target, adapter: LoadedAdapter | None, drafter: str = "streams") -> None:
+    def __init__(self, target: Target, adapter: LoadedAdapter | None, drafter: str = "streams+prompt_lookup") -> None:
         self.target, self.adapter, self.drafter = target, adapter, drafter
         self._engines: dict[str, Engine] = {}
         self._make_drafter(drafter)  # what cannot work is said at once

@@ -5,13 +5,11 @@ from __future__ import annotations
 import platform
 import subprocess
 from datetime import datetime, timezone
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-
-from anabranch import __version__
 
 __all__ = ["SCHEMA", "environment", "markdown"]
 
@@ -50,6 +48,13 @@ def _commit() -> str:
     return out.stdout.strip() or "unknown"
 
 
+def _version() -> str:
+    try:
+        return version("anabranch")
+    except PackageNotFoundError:  # run from a checkout that was never installed
+        return "unreleased"
+
+
 def environment(device: torch.device) -> dict[str, Any]:
     """Hardware, versions and commit of this run."""
     return {
@@ -61,7 +66,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
-        "anabranch": __version__,
+        "anabranch": _version(),
         "commit": _commit(),
     }
 

@@ -47,7 +47,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="the prompt, or - to read it from standard input")],
     model: Model = "default",
     adapter: Adapter = None,
-    drafter: Drafter = "streams",
+    drafter: Drafter = "streams+prompt_lookup",
     max_new_tokens: NewTokens = 256,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
@@ -90,7 +90,7 @@ def generate(
 def chat(
     model: Model = "default",
     adapter: Adapter = None,
-    drafter: Drafter = "streams",
+    drafter: Drafter = "streams+prompt_lookup",
     max_new_tokens: NewTokens = 512,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
