@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -8,13 +9,20 @@ import torch
 from toy_text import ToyFolders, save_toys
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> Iterator[None]:
-    """Toy tensors are faster on one thread, and equal runs give equal bits."""
+    """Toy tensors are faster on one thread, and equal runs give equal bits. For all of a run: fixtures count too."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ctrl_c_arrives() -> None:
+    """A run in the background ignores SIGINT, and so would every child of it: tests of Ctrl-C need it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
