@@ -56,11 +56,13 @@ class StreamLayer(nn.Module):
 
         Worth it on a CPU, where four narrow products a layer cost as much as one wide one; costs the copies' memory.
         """
-        if self.qkv is None or self.out is None or not isinstance(block.qkv, PackedLinear):
+        if self.qkv is None or self.out is None:
             return
-        assert isinstance(block.out, PackedLinear)
         merged = []
-        for packed, delta in ((block.qkv, self.qkv), (block.out, self.out)):
+        pairs: list[tuple[nn.Module, LowRank]] = [(block.qkv, self.qkv), (block.out, self.out)]
+        for packed, delta in pairs:
+            if not isinstance(packed, PackedLinear):
+                return
             weight = packed.packed.to_dense()
             merged.append(PackedLinear(weight + (delta.up @ delta.down).to(weight.dtype), packed.bias))
         self.merged = (merged[0], merged[1])
