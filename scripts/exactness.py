@@ -22,6 +22,7 @@ import torch
 
 from anabranch.bench.report import environment
 from anabranch.bench.suites import load_suite
+from anabranch.cli.bench import encode
 from anabranch.drafters import make_drafter
 from anabranch.engine import Engine, Request
 from anabranch.files import write_atomically
@@ -108,12 +109,8 @@ def differences(
 
 
 def read_prompts(target: Target, data: Path, limit: int) -> list[list[int]]:
-    prompts = []
-    for prompt in load_suite("spec_bench", data=data, limit=limit):
-        chat = [{"role": "user", "content": prompt.text}]
-        text = target.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        prompts.append(target.tokenizer.encode(text, add_special_tokens=False))
-    return prompts
+    suite = load_suite("spec_bench", data=data, limit=limit)
+    return [encode(target.tokenizer, prompt.text, raw=False) for prompt in suite]
 
 
 def main() -> None:

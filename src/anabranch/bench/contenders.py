@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -86,6 +86,3 @@ class Transformers:
             **self.options,
         )
         return Run(out[0, ids.shape[1] :].tolist(), time.perf_counter() - began)
-
-
-Factory = Callable[[], Contender]

@@ -15,6 +15,7 @@ from anabranch.bench.contenders import Contender, Run
 from anabranch.bench.suites import Prompt
 from anabranch.engine import Step
 from anabranch.errors import AnabranchError
+from anabranch.stats import Stats
 
 __all__ = ["Measured", "measure", "summarise"]
 
@@ -76,21 +77,15 @@ def _quartiles(values: Sequence[float]) -> list[float]:
 
 def _speculation(steps: Sequence[Step]) -> dict[str, Any]:
     """What speculation did: see docs/metrics.md for the definitions."""
-    tokens = sum(len(step.tokens) for step in steps)
-    drafted = [step for step in steps if step.drafted]
-    accepted = [step.verdict.accepted for step in steps]
-    deepest = max(accepted, default=0)
-    parts = ("draft", "forward", "verify", "commit")
+    stats = Stats.of(steps)
     return {
-        "steps": len(steps),
-        "mean_acceptance_length": round(tokens / max(1, len(steps)), 4),
-        "acceptance_by_depth": [
-            round(sum(step.verdict.accepted >= depth for step in drafted) / max(1, len(drafted)), 4)
-            for depth in range(1, deepest + 1)
-        ],
+        "steps": stats.steps,
+        "mean_acceptance_length": round(stats.mean_acceptance_length, 4),
+        "acceptance_by_depth": [round(share, 4) for share in stats.acceptance_by_depth()],
         "draft_nodes_per_step": round(statistics.fmean(step.drafted for step in steps), 2) if steps else 0.0,
         "step_ms_by_part": {
-            part: round(1e3 * statistics.median(getattr(step.timings, part) for step in steps), 3) for part in parts
+            part: round(1e3 * statistics.median(getattr(step.timings, part) for step in steps), 3)
+            for part in stats.parts
         },
         "step_ms": round(1e3 * statistics.median(step.timings.total for step in steps), 3),
     }

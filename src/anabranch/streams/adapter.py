@@ -56,8 +56,8 @@ class StreamLayer(nn.Module):
 
         Worth it on a CPU, where four narrow products a layer cost as much as one wide one; costs the copies' memory.
         """
-        if self.qkv is None or self.out is None:
-            return
+        if self.merged is not None or self.qkv is None or self.out is None:
+            return  # one adapter serves many drafters
         merged = []
         pairs: list[tuple[nn.Module, LowRank]] = [(block.qkv, self.qkv), (block.out, self.out)]
         for packed, delta in pairs:
