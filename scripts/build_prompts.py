@@ -4,7 +4,9 @@ Reads permissively licensed data sets (see docs/adapter.md for the licences) fro
 JSON lines and writes one JSON object a line: {"id", "source", "prompt", "chat"}. ``chat`` says whether
 the prompt is wrapped in the model's chat template before it is answered.
 
-    python scripts/build_prompts.py --data DIR --out prompts.jsonl
+    python scripts/build_prompts.py --data DIR --german de_gsd-ud-dev.conllu de_gsd-ud-test.conllu --out prompts.jsonl
+
+The German sentences are those of Universal Dependencies' UD_German-GSD (CC BY-SA 4.0).
 """
 
 from __future__ import annotations
@@ -13,18 +15,36 @@ import argparse
 import gzip
 import json
 import random
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-INSTRUCTIONS_PASSAGE = (
+PASSAGE = (
+    "Summarize: {text}",
+    "Summarize: {text}",
     "Summarize: {text}",
     "Summarize the following passage in a few sentences.\n\n{text}",
     "{text}\n\nTL;DR:",
     "Read the passage and say who appears in it and what happens.\n\n{text}",
     "{text}\n\nAsk and answer three questions about the text above.",
-    "A chat between a curious user and a helpful assistant. Answer from the document.\n\n"
-    "Document: {text}\n\nQuestion: What is the document about, and what matters most in it?",
+)
+ABOUT = (
+    "What is {title}?",
+    "When did {title} begin?",
+    "Who is known for {title}?",
+    "Where is {title} from?",
+    "What happened to {title} in the end?",
+    "Why is {title} important?",
+    "How many people were involved in {title}?",
+    "Who was {title}?",
+)
+TRANSLATE = (
+    "Translate German to English: {text}",
+    "Translate German to English: {text}",
+    "Translate German to English: {text}",
+    "Translate this into English:\n{text}",
+    "What does this German sentence mean? {text}",
 )
 SQL = (
     "{context}\n\nWrite a SQL query: {question}",
@@ -42,28 +62,67 @@ def rows(data: Path, name: str) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def collect(data: Path, rng: random.Random, scale: float) -> list[dict[str, Any]]:
+def article(text: str) -> tuple[str, str]:
+    """Title and running text of a tokenised WikiText article, its spacing put back."""
+    title, _, body = text.strip().partition("\n")
+    body = "\n".join(line for line in body.split("\n") if not line.strip().startswith("="))
+    for source in (0, 1):
+        part = (title, body)[source]
+        part = part.replace("<unk>", "it").replace(" @-@ ", "-").replace(" @,@ ", ",").replace(" @.@ ", ".")
+        part = re.sub(r" ([.,;:!?)\]'%])", r"\1", part)
+        part = re.sub(r"([(\[$]) ", r"\1", part)
+        part = re.sub(r'" ([^"]*) "', r'"\1"', part)
+        title, body = (part.strip(" ="), body) if source == 0 else (title, part)
+    return title, body
+
+
+def cut(text: str, rng: random.Random) -> str:
+    """A stretch of 600 to 3,200 characters that begins at a sentence."""
+    start = rng.randrange(max(1, len(text) - 3200))
+    start = text.find(". ", start) + 2 if start else 0
+    return text[start : start + rng.randint(600, 3200)].strip()
+
+
+def sentences(path: Path) -> list[str]:
+    """The sentences of a CoNLL-U file that are long enough to be worth translating."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    texts = [line.removeprefix("# text = ") for line in lines if line.startswith("# text = ")]
+    return [text for text in texts if len(text) >= 40]
+
+
+def collect(data: Path, rng: random.Random, scale: float, german: Sequence[Path]) -> list[dict[str, Any]]:
     def pick(name: str, count: int) -> list[dict[str, Any]]:
         found = list(rows(data, name))
         rng.shuffle(found)
         return found[: max(1, round(count * scale))]
 
     prompts: list[tuple[str, str]] = []
-    prompts += [("oasst1_en", r["prompt"]) for r in pick("oasst1_en/train", 5056)]
-    prompts += [("gsm8k", r["question"]) for r in pick("gsm8k/train", 1200)]
+    prompts += [("oasst1_en", r["prompt"]) for r in pick("oasst1_en/train", 3600)]
+    prompts += [("gsm8k", r["question"]) for r in pick("gsm8k/train", 1300)]
     for r in pick("self_instruct_seed/train", 175):
         prompts.append(("self_instruct_seed", "\n\n".join(x for x in (r["instruction"], r.get("input")) if x)))
-    prompts += [("e2e_nlg", rng.choice(E2E).format(**r)) for r in pick("e2e_nlg/train", 400)]
-    prompts += [("sql_create_context", rng.choice(SQL).format(**r)) for r in pick("sql_create_context/train", 500)]
-    for name, count in (("gutenberg", 700), ("wikitext2", 600)):
-        for r in pick(f"{name}/train", count):
-            text = " ".join(r["text"].replace("<unk>", "it").split())
-            start = rng.randrange(max(1, len(text) - 2500))
-            passage = text[start : start + rng.randint(400, 2500)]
-            prompts.append((name, rng.choice(INSTRUCTIONS_PASSAGE).format(text=passage)))
+    prompts += [("e2e_nlg", rng.choice(E2E).format(**r)) for r in pick("e2e_nlg/train", 150)]
+    prompts += [("sql_create_context", rng.choice(SQL).format(**r)) for r in pick("sql_create_context/train", 200)]
+    prompts += [("sql_create_context", r["question"]) for r in pick("sql_create_context/train", 600)]
+    for r in pick("gutenberg/train", 350):
+        passage = cut(" ".join(r["text"].split()), rng)
+        prompts.append(("gutenberg", rng.choice(PASSAGE).format(text=passage)))
+    for r in 3 * pick("wikitext2/train", 606):
+        title, text = article(r["text"])
+        about = rng.choice(ABOUT).format(title=title)
+        kind = rng.random()
+        if kind < 0.5:
+            prompts.append(("wikitext2", rng.choice(PASSAGE).format(text=cut(text, rng))))
+        elif kind < 0.85:
+            prompts.append(("wikitext2", f"{cut(text, rng)}\n{about}"))
+        else:
+            prompts.append(("wikitext2", about))
+    found = [line for path in german for line in sentences(path)]
+    rng.shuffle(found)
+    prompts += [("ud_german_gsd", rng.choice(TRANSLATE).format(text=text)) for text in found[: round(1700 * scale)]]
     rng.shuffle(prompts)
     return [
-        {"id": i, "source": source, "prompt": prompt[:4000], "chat": rng.random() < 0.88}
+        {"id": i, "source": source, "prompt": prompt[:4200], "chat": rng.random() < 0.94}
         for i, (source, prompt) in enumerate(prompts)
     ]
 
@@ -71,11 +130,12 @@ def collect(data: Path, rng: random.Random, scale: float) -> list[dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--data", type=Path, required=True, help="folder with the data sets")
+    parser.add_argument("--german", type=Path, nargs="*", default=[], help="CoNLL-U files of UD_German-GSD")
     parser.add_argument("--out", type=Path, required=True, help="JSONL file to write")
     parser.add_argument("--scale", type=float, default=1.0, help="share of each source to take")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    prompts = collect(args.data, random.Random(args.seed), args.scale)
+    prompts = collect(args.data, random.Random(args.seed), args.scale, args.german)
     args.out.write_text("".join(json.dumps(p) + "\n" for p in prompts), encoding="utf-8")
     print(f"{len(prompts)} prompts -> {args.out}")
 

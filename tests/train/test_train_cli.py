@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from anabranch.cli.train import app
@@ -77,6 +78,26 @@ def test_plain_text_and_nothing_held_out(tmp_path: Path) -> None:
     result = call(*text, *SMALL, "--held-out", 0, "--max-tokens", 40, "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["measured"] == {}
+
+
+def test_beginning_with_another_adapter(written: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    begun = call("streams", "--answers", written, "--out", first, *SMALL, "--epochs", 1, "--json")
+    gentle = ("--epochs", 1, "--lr", 1e-9, "--warmup", 0)
+    further = ("streams", "--answers", written, "--out", second, "--init", first, *SMALL)
+    result = call(*further, *gentle, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["training"]["init"] == json.loads(begun.stdout)["sha256"]
+    # a rate of nothing leaves the weights that it began with
+    old, new = load_adapter(first, TARGET).adapter, load_adapter(second, TARGET).adapter
+    for name, value in old.state_dict().items():
+        torch.testing.assert_close(new.state_dict()[name], value, atol=1e-5, rtol=1e-2)
+    other = call(*further, *gentle, "--adapter-rank", 3)
+    assert isinstance(other.exception, InputError)
+    assert "adapter_rank 16, and this training asks for 3" in str(other.exception)
+    fresh = call("streams", "--answers", written, "--out", second, *SMALL, *gentle)
+    assert isinstance(fresh.exception, FileError)
+    assert "other initial weights" in str(fresh.exception)
 
 
 def test_ctrl_c_says_how_to_go_on(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import torch
 from anabranch.errors import FileError, InputError
 from anabranch.model.load import Target
 from anabranch.streams.adapter import StreamAdapter
-from anabranch.streams.folder import TargetIdentity, save_adapter
+from anabranch.streams.folder import TargetIdentity, load_adapter, save_adapter
 from anabranch.train.answers import settings_path
 from anabranch.train.data import Example, frequent_tokens, read_examples, read_texts, split
 from anabranch.train.memory import keep_memory
@@ -62,12 +62,15 @@ def train_streams(
     folder: Path,
     *,
     report: Callable[[Progress], None],
+    init: Path | None = None,
     resume: bool = True,
     command: str = "",
     licences: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Train an adapter and write its folder; returns its record (``adapter_config.json``).
 
+    init      adapter folder whose weights to begin with, of the same target and the same streams; the draft vocabulary
+              is drawn anew
     command   how to repeat this, for the card
     licences  of the data by source, for the card
     """
@@ -79,12 +82,14 @@ def train_streams(
         vocabulary = frequent_tokens(training, size, target.config.vocab_size, always)
     torch.manual_seed(recipe.options.seed)  # initial weights; nothing else of a training is random but its order
     adapter = StreamAdapter(target.config, recipe.streams, vocabulary).to(target.decoder.device)
+    begun = None if init is None else _begin_with(adapter, init, target)
     trainer = Trainer(target.decoder, adapter, training, held_out, recipe.options, folder / "training")
     evaluation = trainer.run(report, resume=resume)
     measured = {"held-out answers": len(held_out), "predicted mean acceptance length": evaluation} if held_out else {}
     sources = Counter(example.source for example in training)
     record = {
         "command": command,
+        **({} if begun is None else {"init": begun}),
         "data": [
             {"source": source, "examples": count, "licence": (licences or {}).get(source, "")}
             for source, count in sorted(sources.items())
@@ -97,3 +102,18 @@ def train_streams(
         "max_tokens": recipe.max_tokens,
     }
     return save_adapter(folder, adapter, target=TargetIdentity.of(target), training=record, measured=measured)
+
+
+def _begin_with(adapter: StreamAdapter, init: Path, target: Target) -> str:
+    """Copy the weights of an adapter folder into ``adapter``; returns the SHA-256 that the folder's record states."""
+    loaded = load_adapter(init, target)
+    if loaded.adapter.config != adapter.config:
+        mine, theirs = adapter.config.to_dict(), loaded.adapter.config.to_dict()
+        name = next(name for name in mine if mine[name] != theirs[name])
+        raise InputError(
+            f"the adapter in {init} has {name} {theirs[name]!r}, and this training asks for {mine[name]!r}; "
+            "begin with another adapter or give the same option"
+        )
+    weights = {name: value for name, value in loaded.adapter.state_dict().items() if name != "vocabulary"}
+    adapter.load_state_dict(weights, strict=False)
+    return str(loaded.record["sha256"])

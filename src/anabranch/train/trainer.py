@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -111,6 +112,7 @@ class Trainer:
         self._right = torch.zeros(adapter.config.num_streams)
         self._count = torch.zeros(adapter.config.num_streams)
         self._digest = digest(examples)
+        self._began = _weights(adapter)
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
@@ -247,6 +249,7 @@ class Trainer:
             "options": json.loads(json.dumps(asdict(self.options))),
             "streams": self.adapter.config.to_dict(),
             "examples": self._digest,
+            "initial weights": self._began,
         }
 
     def _save(self) -> None:
@@ -261,3 +264,12 @@ class Trainer:
             self.folder.mkdir(parents=True, exist_ok=True)
             with (self.folder / "log.jsonl").open("a", encoding="utf-8") as log:
                 log.write(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in line.items()}) + "\n")
+
+
+def _weights(adapter: StreamAdapter) -> str:
+    """Identity of an adapter's weights and draft vocabulary: a SHA-256 in hex."""
+    seen = hashlib.sha256()
+    for name, value in sorted(adapter.state_dict().items()):
+        seen.update(name.encode())
+        seen.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return seen.hexdigest()
