@@ -108,7 +108,7 @@ class Engine:
         self.cache = Cache(
             target.config,
             rows=rows,
-            capacity=self.capacity + drafter.max_nodes,
+            capacity=self.capacity + drafter.room,
             dtype=target.dtype,
             device=target.device,
         )
@@ -129,11 +129,12 @@ class Engine:
         planned = self._plan(limit)
         slot = self.cache.add_row()
         try:
-            for start in range(0, len(prompt) - 1, PREFILL_CHUNK):
-                chunk = prompt[start : min(start + PREFILL_CHUNK, len(prompt) - 1)]
-                where = slice(slot, slot + 1)
-                self.target(Feed.of_prompt(chunk), self.cache, slots=where, planned=planned, need_logits=False)
-                self.cache.commit([range(len(chunk))])
+            with self.target.threads():
+                for start in range(0, len(prompt) - 1, PREFILL_CHUNK):
+                    chunk = prompt[start : min(start + PREFILL_CHUNK, len(prompt) - 1)]
+                    where = slice(slot, slot + 1)
+                    self.target(Feed.of_prompt(chunk), self.cache, slots=where, planned=planned, need_logits=False)
+                    self.cache.commit([range(len(chunk))])
         except BaseException:
             self.cache.remove_row(slot)
             raise
@@ -199,9 +200,13 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Step]:
         """One target pass for all rows in use; rows that are done leave."""
-        rows = self._rows
-        if not rows:
+        if not self._rows:
             return []
+        with self.target.threads():
+            return self._step()
+
+    def _step(self) -> list[Step]:
+        rows = self._rows
         contexts = [row.context for row in rows]
         began = time.perf_counter()
         for row in rows:

@@ -1,11 +1,20 @@
-"""Writing files so that a reader sees the old one or the new one, never half of it."""
+"""Where files are kept, and writing them so that a reader sees the old one or the new one, never half of it."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-__all__ = ["write_atomically"]
+from platformdirs import user_cache_dir
+
+__all__ = ["cache_home", "write_atomically"]
+
+
+def cache_home() -> Path:
+    """The folder for everything kept between runs: ``$ANABRANCH_HOME``, else the user's cache directory."""
+    if chosen := os.environ.get("ANABRANCH_HOME"):
+        return Path(chosen).expanduser()
+    return Path(user_cache_dir("anabranch", appauthor=False))
 
 
 def write_atomically(path: Path, data: str | bytes) -> None:

@@ -66,6 +66,11 @@ class Drafter(ABC):
     max_nodes: int = 1
 
     @property
+    def room(self) -> int:
+        """Cache positions that a step needs behind a row's committed tokens."""
+        return self.max_nodes
+
+    @property
     def rider(self) -> Rider | None:
         """What travels in the target's pass, if anything."""
         return None

@@ -34,6 +34,11 @@ class CombinedDrafter(Drafter):
         self.max_nodes = nodes
 
     @property
+    def room(self) -> int:
+        """What the neediest part needs, and the merged tree."""
+        return max(self.max_nodes, *(part.room for part in self.parts))
+
+    @property
     def rider(self) -> Rider | None:
         """The rider of the one part that has one."""
         return next((part.rider for part in self.parts if part.rider is not None), None)

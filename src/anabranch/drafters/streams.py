@@ -14,6 +14,7 @@ from anabranch.model.decoder import Block, Decoder, Rider
 from anabranch.sampling import SamplingParams, generator
 from anabranch.streams.adapter import StreamAdapter
 from anabranch.streams.draft import DraftOptions, RowVocabulary, StreamDraft
+from anabranch.streams.native import NativeTrail
 from anabranch.streams.rider import StreamRider, trail
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule
@@ -60,7 +61,8 @@ class StreamDrafter(Drafter):
         on_cpu = target.device.type == "cpu" and not adapter.config.context_top
         ride = placement == "ride" or (placement == "auto" and not on_cpu)
         self._rider = StreamRider(target, adapter, ride=ride, prune=prune)
-        if not ride:
+        self._native = NativeTrail(target, adapter) if not ride and NativeTrail.fits(target, adapter) else None
+        if not ride and self._native is None:
             for index in range(adapter.start, len(target.blocks)):
                 block = target.blocks[index]
                 assert isinstance(block, Block)
@@ -70,6 +72,11 @@ class StreamDrafter(Drafter):
         self.max_nodes = o.nodes if o.tree == "best" else sum(children**d for d in range(depth + 1))
         self._states: dict[int, Tensor] = {}
         self._words: dict[int, RowVocabulary] = {}
+
+    @property
+    def room(self) -> int:
+        """The tree's, and where they trail by the native kernels the streams' own."""
+        return max(self.max_nodes, 0 if self._native is None else self.adapter.config.num_streams)
 
     @property
     def rider(self) -> Rider:
@@ -140,10 +147,19 @@ class StreamDrafter(Drafter):
         entry = rider.entry_BND
         assert entry is not None
         rows = torch.arange(len(last), device=entry.device)
-        entry_B1D = entry[rows, torch.tensor(last, device=entry.device)][:, None]
-        lengths = torch.tensor(seen.cache.lengths, device=entry.device)
+        entry_BD = entry[rows, torch.tensor(last, device=entry.device)]
+        states = (
+            self._trail(entry_BD, seen) if self._native is None else self._native(entry_BD, seen.cache, seen.planned)
+        )
+        for b, context in enumerate(contexts):
+            self._states[context.key] = states[b]
+
+    def _trail(self, entry_BD: Tensor, seen: Observation) -> Tensor:
+        """Stream states [B, S, D] of nodes that are committed, from their main rows before layer N - N_s."""
+        device = entry_BD.device
+        lengths = torch.tensor(seen.cache.lengths, device=device)
         span = max(seen.cache.lengths)
-        keys = torch.arange(span, device=entry.device)
+        keys = torch.arange(span, device=device)
         everything = (keys < lengths[:, None])[:, None]
         window = self.target.config.sliding_window
         near = everything if window is None else everything & ((lengths[:, None] - 1 - keys) < window)[:, None]
@@ -151,14 +167,13 @@ class StreamDrafter(Drafter):
         states = trail(
             self.target,
             self.adapter,
-            entry_B1D,
+            entry_BD[:, None],
             lengths[:, None] - 1,
             [seen.cache.read(layer, span) for layer in layers],
             [near if self.target.config.is_sliding(layer) else everything for layer in layers],
             seen.planned,
         )
-        for b, context in enumerate(contexts):
-            self._states[context.key] = states[b, 0]
+        return states[:, 0]
 
     def leave(self, context: Context) -> None:
         """Forget a row's streams."""

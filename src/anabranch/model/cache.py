@@ -90,9 +90,7 @@ class Cache:
         self._slots = slots
         self._width = width
         self._selections = []
-        starts = torch.tensor(self.lengths[slots], device=self.keys.device)
-        self._index_BN = starts[:, None] + torch.arange(width, device=self.keys.device)
-        self._rows_B1 = torch.arange(slots.start, slots.stop, device=self.keys.device)[:, None]
+        self._places: tuple[Tensor, Tensor] | None = None
 
     def append(self, layer: int, k_BNKE: Tensor, v_BNKE: Tensor) -> None:
         """Write this step's keys and values of one layer behind each row's committed tokens."""
@@ -103,9 +101,14 @@ class Cache:
             self.keys[layer, slots.start, :, start : start + n] = k_BNKE[0].transpose(0, 1)
             self.values[layer, slots.start, :, start : start + n] = v_BNKE[0].transpose(0, 1)
         else:
-            index = self._index_BN[:, :n]
-            self.keys[layer][self._rows_B1, :, index] = k_BNKE
-            self.values[layer][self._rows_B1, :, index] = v_BNKE
+            if self._places is None:
+                device = self.keys.device
+                starts = torch.tensor(self.lengths[slots], device=device)
+                index_BN = starts[:, None] + torch.arange(self._width, device=device)
+                self._places = torch.arange(slots.start, slots.stop, device=device)[:, None], index_BN
+            rows_B1, index_BN = self._places
+            self.keys[layer][rows_B1, :, index_BN[:, :n]] = k_BNKE
+            self.values[layer][rows_B1, :, index_BN[:, :n]] = v_BNKE
 
     def read(self, layer: int, span: int) -> tuple[Tensor, Tensor]:
         """Keys and values [B, K, span, E] of the rows of this step, committed tokens first."""

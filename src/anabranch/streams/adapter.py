@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from anabranch.errors import InputError
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import MLP, Block
-from anabranch.model.pack import PackedLinear
+from anabranch.model.pack import PackedLinear, PackedWeight, packed_like
+from anabranch.model.stack import NativeLinear
 from anabranch.streams.config import StreamConfig
 from anabranch.streams.scorer import Conditioner
 
@@ -49,7 +50,7 @@ class StreamLayer(nn.Module):
         rank = config.attention_rank
         self.qkv = LowRank(model.hidden_size, q + 2 * kv, rank) if rank else None
         self.out = LowRank(q, model.hidden_size, rank) if rank else None
-        self.merged: tuple[PackedLinear, PackedLinear] | None = None
+        self.merged: tuple[PackedWeight, PackedWeight] | None = None
 
     def merge(self, block: Block) -> None:
         """Fold the attention deltas into packed copies of the block's projections, for rows that trail alone.
@@ -58,14 +59,16 @@ class StreamLayer(nn.Module):
         """
         if self.merged is not None or self.qkv is None or self.out is None:
             return  # one adapter serves many drafters
-        merged = []
-        pairs: list[tuple[nn.Module, LowRank]] = [(block.qkv, self.qkv), (block.out, self.out)]
-        for packed, delta in pairs:
-            if not isinstance(packed, PackedLinear):
-                return
-            weight = packed.packed.to_dense()
-            merged.append(PackedLinear(weight + (delta.up @ delta.down).to(weight.dtype), packed.bias))
-        self.merged = (merged[0], merged[1])
+        qkv, out = self._with(block.qkv, self.qkv), self._with(block.out, self.out)
+        if qkv is not None and out is not None:
+            self.merged = (qkv, out)
+
+    @staticmethod
+    def _with(linear: nn.Module, delta: LowRank) -> PackedWeight | None:
+        if not isinstance(linear, PackedLinear | NativeLinear):
+            return None
+        weight = linear.dense()
+        return packed_like(linear, weight + (delta.up @ delta.down).to(weight.dtype), linear.bias)
 
 
 class StreamSide:

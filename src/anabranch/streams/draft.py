@@ -24,7 +24,8 @@ from torch import Tensor
 
 from anabranch.errors import InputError
 from anabranch.model.decoder import Decoder
-from anabranch.model.pack import PackedLinear
+from anabranch.model.pack import packed_like
+from anabranch.model.stack import NativeLinear
 from anabranch.sampling import SamplingParams, inverse_cdf, target_probs
 from anabranch.streams.adapter import StreamAdapter
 from anabranch.tree import DraftTree
@@ -104,6 +105,7 @@ class RowVocabulary:
         self.ids = draft.vocabulary[:0]
         self.head_XD = draft.weight[:0]
         self.bias_X = None if draft.bias is None else draft.bias[:0]
+        self.head: Callable[[Tensor], Tensor] | None = None  # packed, where the target's is
 
     def extend(self, text: Sequence[int]) -> RowVocabulary:
         """Take in the tokens of ``text`` (which only grows) that were not there at the last call."""
@@ -120,6 +122,7 @@ class RowVocabulary:
             self.head_XD = torch.cat((self.head_XD, self._draft.weight[ids]))
             if self.bias_X is not None and self._draft.bias is not None:
                 self.bias_X = torch.cat((self.bias_X, self._draft.bias[ids]))
+            self.head = packed_like(self._draft.target.head, self.head_XD, self.bias_X)
         return self
 
 
@@ -130,6 +133,7 @@ class _Vocabulary:
     ids_BV: Tensor
     own_BXD: Tensor | None = None
     offset_B1X: Tensor | None = None
+    head: Callable[[Tensor], Tensor] | None = None  # of the only row
 
 
 class StreamDraft:
@@ -152,16 +156,18 @@ class StreamDraft:
         whole = len(self.vocabulary) == target.config.vocab_size
         rows = self.weight if whole else self.weight[self.vocabulary].contiguous()
         bias = None if self.bias is None else self.bias[self.vocabulary]
-        packs = isinstance(target.head, PackedLinear)
-        self.head: Callable[[Tensor], Tensor] = (
-            PackedLinear(rows, bias) if packs else partial(F.linear, weight=rows, bias=bias)
-        )
+        packed = packed_like(target.head, rows, bias)
+        if self.conditioner is not None:
+            self.conditioner.pack(target.head)
+        self.head: Callable[[Tensor], Tensor] = packed or partial(F.linear, weight=rows, bias=bias)
 
     def _vocabulary(self, rows: Sequence[RowVocabulary] | None, count: int) -> _Vocabulary:
         ids = self.vocabulary.expand(count, -1)
         widest = max((len(row.ids) for row in rows or ()), default=0)
         if rows is None or widest == 0:
             return _Vocabulary(ids)
+        if count == 1 and rows[0].head is not None:
+            return _Vocabulary(torch.cat((ids, rows[0].ids[None]), dim=1), head=rows[0].head)
         own_ids = torch.zeros(count, widest, dtype=torch.long, device=ids.device)
         own = self.weight.new_zeros(count, widest, self.weight.shape[1])
         offset = torch.full((count, 1, widest), float("-inf"), device=ids.device)
@@ -174,6 +180,8 @@ class StreamDraft:
     def logits(self, states_BFD: Tensor, words: _Vocabulary) -> Tensor:
         """Scores over the draft vocabulary and the rows' own tokens [B, F, V'], float32."""
         z = self._cap(self.head(states_BFD).float())
+        if words.head is not None:
+            return torch.cat((z, self._cap(words.head(states_BFD).float())), dim=-1)
         if words.own_BXD is None or words.offset_B1X is None:
             return z
         own = self._cap((states_BFD @ words.own_BXD.transpose(1, 2)).float() + words.offset_B1X)
@@ -225,21 +233,45 @@ class StreamDraft:
             states, carried = self.condition(states_BSD[:, d : d + 1], tokens, carried)
             ids = words.ids_BV if shortlists is None else shortlists[:, d]
             scores = self.logits(states, words) if shortlists is None else self._shortlist_logits(states, ids)
-            log_probs, best = scores.log_softmax(-1).topk(min(k, ids.shape[1]), dim=-1)
+            log_probs, best = self._best(scores, min(k, ids.shape[1]))
             level = _children(ids, best, joint[:, :, None] + log_probs)
             width = level.tokens.shape[1]
-            if options.tree == "best" and width > options.frontier:
+            if options.tree == "best":
                 # what is not expanded may still be a leaf, so it stays a candidate behind the frontier
                 keep = min(width, options.nodes - 1)
-                order = level.joint.topk(keep, dim=-1).indices
-                level = _Level(*(x.gather(1, order) for x in (level.tokens, level.joint, level.parents)))
+                joint_falling, order = level.joint.topk(keep, dim=-1)
+                level = _Level(level.tokens.gather(1, order), joint_falling, level.parents.gather(1, order))
                 width = min(options.frontier, keep)
+                if states.device.type == "cpu":
+                    width = self._worth_expanding([*levels, level], width)
             levels.append(level)
+            if width == 0:
+                break
             tokens, joint = level.tokens[:, :width], level.joint[:, :width]
             if carried is not None:
                 index = level.parents[:, :width, None].expand(-1, -1, carried.shape[-1])
                 carried = carried.gather(1, index)
         return levels
+
+    def _best(self, scores_BFV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k best tokens' log probabilities and places [B, F, k]."""
+        if not isinstance(self.head, NativeLinear):
+            return scores_BFV.log_softmax(-1).topk(k, dim=-1)
+        values, places = self.head.kernels.best(scores_BFV.flatten(0, 1), k)
+        return values.view(*scores_BFV.shape[:2], k), places.view(*scores_BFV.shape[:2], k)
+
+    def _worth_expanding(self, levels: list[_Level], width: int) -> int:
+        """How many of the last level's nodes, best first, may have children among the budget's best in any row.
+
+        A child is no more probable than its parent, so a parent below the budget's least node has none. Reading that
+        on the host costs a GPU more than a few rows do.
+        """
+        joint = torch.cat([level.joint for level in levels], dim=1)
+        budget = self.options.nodes - 1
+        if joint.shape[1] <= budget:
+            return width
+        least = joint.topk(budget, dim=-1).values[:, -1:]
+        return min(width, int((levels[-1].joint > least).sum(1).max()))
 
     # -- sampled trees, which carry the law they were drawn from --------------------------------------
     @torch.inference_mode()

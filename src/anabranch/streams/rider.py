@@ -40,12 +40,13 @@ class StreamRider:
         """Prune, remember the main rows, and add the stream rows behind them."""
         self.kept, self.streams_BNSD = None, None
         if 0 < self.prune < run.width:
-            self.kept = prune_nodes(self.target, self.adapter, x_BND, run, self.prune)
+            self.kept = prune_nodes(self.target, self.adapter, x_BND.to(self.target.dtype), run, self.prune)
             x_BND = x_BND.gather(1, self.kept[:, :, None].expand(-1, -1, x_BND.shape[2]))
             run.select(self.start, self.kept)
-        self.entry_BND = x_BND
+        self.entry_BND = x_BND.to(self.target.dtype)
         if not self.ride:
             return x_BND
+        x_BND = self.entry_BND
         positions = stream_positions(run.positions_BN, self.adapter.config.num_streams)
         cos, sin = run.rope(positions, run.planned)
         self._cos, self._sin = torch.cat((run.cos, cos), dim=1), torch.cat((run.sin, sin), dim=1)
@@ -58,9 +59,6 @@ class StreamRider:
 
         def attend_main(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return run.attend(index, q, k, v)
-
-        if not self.ride:
-            return block(x_BRD, run.cos, run.sin, attend_main)  # type: ignore[no-any-return]
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             main = attend_main(q[:, :n], k[:, :n], v[:, :n])

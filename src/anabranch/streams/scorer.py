@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from anabranch.model.pack import PackedWeight, packed_like
+
 __all__ = ["Conditioner"]
 
 
@@ -38,6 +40,19 @@ class Conditioner(nn.Module):
                 if weight is not None:
                     nn.init.normal_(weight, std=1.0 / math.sqrt(weight.shape[1]))
 
+        self._packed: dict[str, PackedWeight] = {}
+
+    def pack(self, like: nn.Module) -> None:
+        """Pack the weights as the linear module ``like`` is packed, if it is; inference only."""
+        for name, weight in () if self._packed else self.named_parameters():
+            packed = packed_like(like, weight.detach(), None)
+            if packed is not None:
+                self._packed[name] = packed
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        packed = self._packed.get(name)
+        return F.linear(x, getattr(self, name)) if packed is None else packed(x)
+
     def forward(self, states: Tensor, parents: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor]:
         """Conditioned states and what to carry to the children.
 
@@ -46,12 +61,10 @@ class Conditioner(nn.Module):
         serve many parents: the leading axes broadcast.
         """
         parents = F.rms_norm(parents.to(states.dtype), (parents.shape[-1],))
-        z = F.linear(parents, self.token)
+        z = self._linear(parents, "token")
         if self.kind == "path":
-            assert self.state is not None
-            assert self.carry is not None
-            z = z + F.linear(states, self.state)
+            z = z + self._linear(states, "state")
             if carried is not None:
-                z = z + F.linear(carried, self.carry)
+                z = z + self._linear(carried, "carry")
             z = F.silu(z)
-        return states + F.linear(z, self.to_state), z
+        return states + self._linear(z, "to_state"), z

@@ -6,6 +6,7 @@ FOLDER/training/                                              checkpoint and log
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ import torch
 
 from anabranch.errors import FileError, InputError
 from anabranch.model.load import Target
+from anabranch.model.pack import pack_decoder
 from anabranch.streams.adapter import StreamAdapter
 from anabranch.streams.folder import TargetIdentity, load_adapter, save_adapter
 from anabranch.train.answers import settings_path
@@ -83,7 +85,10 @@ def train_streams(
     torch.manual_seed(recipe.options.seed)  # initial weights; nothing else of a training is random but its order
     adapter = StreamAdapter(target.config, recipe.streams, vocabulary).to(target.decoder.device)
     begun = None if init is None else _begin_with(adapter, init, target)
-    trainer = Trainer(target.decoder, adapter, training, held_out, recipe.options, folder / "training")
+    frozen = copy.deepcopy(target.decoder)
+    if not pack_decoder(frozen):
+        frozen = target.decoder
+    trainer = Trainer(target.decoder, adapter, training, held_out, recipe.options, folder / "training", frozen=frozen)
     evaluation = trainer.run(report, resume=resume)
     measured = {"held-out answers": len(held_out), "predicted mean acceptance length": evaluation} if held_out else {}
     sources = Counter(example.source for example in training)

@@ -151,10 +151,22 @@ class VocabularyLoss(torch.autograd.Function):
 
 
 class StreamObjective:
-    """Losses of a stream adapter against its frozen target."""
+    """Losses of a stream adapter against its frozen target.
 
-    def __init__(self, target: Decoder, adapter: StreamAdapter, options: LossOptions, *, segment: int = 128) -> None:
+    ``frozen`` runs the passes without gradients: a packed copy of the target where that is faster.
+    """
+
+    def __init__(
+        self,
+        target: Decoder,
+        adapter: StreamAdapter,
+        options: LossOptions,
+        *,
+        segment: int = 128,
+        frozen: Decoder | None = None,
+    ) -> None:
         self.target, self.adapter, self.options, self.segment = target, adapter, options, segment
+        self.frozen = target if frozen is None else frozen
 
     def vocabulary(self, batch: Batch) -> Vocabulary:
         """The draft vocabulary and the batch's own tokens, as decoding adds a row's own tokens to it."""
@@ -178,7 +190,8 @@ class StreamObjective:
         depths = torch.arange(width).expand(rows, width).numpy()
         feed = Feed(batch.tokens_BT.numpy(), depths, causal[None].repeat(rows, 0))
         rider = StreamRider(self.target, self.adapter, ride=False)
-        out = self.target(feed, cache, rider=rider, need_logits=False, planned=width)
+        with self.frozen.threads():
+            out = self.frozen(feed, cache, rider=rider, need_logits=False, planned=width)
         assert rider.entry_BND is not None
         # copies, so that the lower layers' cache goes
         keys, values = cache.keys[self.adapter.start :].clone(), cache.values[self.adapter.start :].clone()

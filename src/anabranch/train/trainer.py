@@ -83,7 +83,10 @@ class Progress:
 
 
 class Trainer:
-    """Trains ``adapter`` for a frozen ``target`` on ``examples``; ``folder`` receives checkpoints and log.jsonl."""
+    """Trains ``adapter`` for a frozen ``target`` on ``examples``; ``folder`` receives checkpoints and log.jsonl.
+
+    ``frozen`` is a copy of the target that passes without gradients run through (default: the target).
+    """
 
     def __init__(
         self,
@@ -93,6 +96,8 @@ class Trainer:
         held_out: list[Example],
         options: TrainOptions,
         folder: Path,
+        *,
+        frozen: Decoder | None = None,
     ) -> None:
         if not examples:
             raise InputError("there are no examples to train on; hold fewer out or give more answers")
@@ -100,7 +105,7 @@ class Trainer:
             raise CapabilityError("context_top is for decoding; train with context_top 0 and set it afterwards")
         self.target, self.adapter, self.options, self.folder = target, adapter, options, folder
         self.examples, self.held_out = examples, held_out
-        self.objective = StreamObjective(target, adapter, options.loss, segment=options.segment)
+        self.objective = StreamObjective(target, adapter, options.loss, segment=options.segment, frozen=frozen)
         self.optimizer = torch.optim.AdamW(
             adapter.parameters(), lr=options.lr, betas=(0.9, 0.98), weight_decay=options.weight_decay
         )

@@ -1,0 +1,232 @@
+"""Layers of a target run by the native kernels: one call for any number of them.
+
+B rows of the batch, N nodes, M = B N, L committed tokens, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from anabranch.model.cache import Cache
+from anabranch.model.config import ModelConfig
+from anabranch.model.decoder import Block, Decoder, Norm
+from anabranch.native import library as native
+
+__all__ = ["LayerWeights", "NativeLinear", "Stack", "StackStep", "native_for"]
+
+
+class NativeLinear(nn.Module):
+    """``nn.Linear`` over a packed bf16 weight, each row's result independent of the other rows; inference only.
+
+    wide   returns float32 (scores) in place of bf16
+    keep   keeps the weight as it was beside the packed one
+    gated  the two halves of the outputs, gate and up, are packed block by block in turn, so that they are read as one
+    """
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, *, keep: bool = False, wide: bool = False, gated: bool = False
+    ) -> None:
+        super().__init__()
+        kernels = native.library()
+        assert kernels is not None, native.why_not()
+        self.kernels = kernels
+        self.out_features, self.in_features = weight.shape
+        self.wide, self.gated = wide, gated
+        self.weight = weight if keep else None  # drafters read rows of the head
+        self.packed = kernels.pack(self._in_turn(weight) if gated else weight)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.offset = None if bias is None else bias.detach().float().contiguous()
+
+    @staticmethod
+    def _in_turn(y: Tensor, *, back: bool = False) -> Tensor:
+        """Blocks of the first half and of the second of axis 0 in turn, or that undone."""
+        shape = (-1, 2, native.BLOCK) if back else (2, -1, native.BLOCK)
+        return y.view(*shape, *y.shape[1:]).transpose(0, 1).reshape(y.shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        rows = x.reshape(-1, self.in_features).to(torch.bfloat16)
+        y = self.kernels.linear(rows, self.packed, self.out_features, self.offset)
+        if self.gated:
+            y = self._in_turn(y.T.contiguous(), back=True).T
+        y = y.reshape(*x.shape[:-1], self.out_features)
+        return y if self.wide else y.to(torch.bfloat16)
+
+    def dense(self) -> Tensor:
+        """The weight [out, in] as it was."""
+        blocks = self.packed.view(-1, self.in_features // 2, native.BLOCK, 2)
+        weight = blocks.permute(0, 2, 1, 3).reshape(-1, self.in_features)[: self.out_features].contiguous()
+        return self._in_turn(weight, back=True) if self.gated else weight
+
+    def struct(self) -> native.Packed:
+        """For the kernels."""
+        return native.Packed(self.packed.data_ptr(), self.out_features, self.in_features)
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer: a block of the target, with other projections or a low-rank term beside its MLP where given.
+
+    low, high    silu(h low') high' is added to the MLP's output
+    mlp          False: that term stands in place of the MLP
+    """
+
+    block: Block
+    qkv: NativeLinear
+    out: NativeLinear
+    low: NativeLinear | None = None
+    high: NativeLinear | None = None
+    mlp: bool = True
+
+
+@dataclass(frozen=True)
+class StackStep:
+    """Which keys the rows of a pass see, as the kernels read it.
+
+    lengths_B    committed tokens a row
+    first_M      where what a node sees of them begins (a sliding window)
+    offsets, ancestors    node i sees nodes ancestors[offsets[i] : offsets[i + 1]] of its row, ascending
+    """
+
+    lengths_B: NDArray[np.int32]
+    first_M: NDArray[np.int32]
+    offsets: NDArray[np.int32]
+    ancestors: NDArray[np.int32]
+
+    @staticmethod
+    def of(mask_BNN: NDArray[np.bool_], lengths: Sequence[int], first_BN: NDArray[np.int64] | None = None) -> StackStep:
+        """From what each node sees of the pass's nodes [B, N, N]; ``first_BN`` is 0 if not given."""
+        b, n, _ = mask_BNN.shape
+        seen = mask_BNN.reshape(b * n, n)
+        offsets = np.zeros(b * n + 1, np.int32)
+        np.cumsum(seen.sum(1), out=offsets[1:])
+        first = np.zeros(b * n, np.int32) if first_BN is None else first_BN.reshape(-1).astype(np.int32)
+        return StackStep(np.asarray(lengths, np.int32), first, offsets, seen.nonzero()[1].astype(np.int32))
+
+
+class Stack:
+    """Consecutive layers, ready to run. ``first`` is the index in the target of the lowest one."""
+
+    def __init__(self, config: ModelConfig, layers: Sequence[LayerWeights], first: int) -> None:
+        kernels = native.library()
+        assert kernels is not None, native.why_not()
+        self.kernels, self.config, self.first = kernels, config, first
+        self._kept: list[object] = []  # what the structs point to
+        self._layers = [self._struct(layer) for layer in layers]
+        scale = config.attention_scale if config.attention_scale is not None else config.head_dim**-0.5
+        self._shape = native.Shape(
+            d=config.hidden_size,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            e=config.head_dim,
+            inner=config.intermediate_size,
+            rope_dim=config.rope.dim,
+            eps=config.norm_eps,
+            scale=scale,
+        )
+
+    @staticmethod
+    def of_decoder(target: Decoder) -> Stack:
+        """All layers of a packed target."""
+        layers = []
+        for block in target.blocks:
+            assert isinstance(block, Block)
+            assert isinstance(block.qkv, NativeLinear)
+            assert isinstance(block.out, NativeLinear)
+            layers.append(LayerWeights(block, block.qkv, block.out))
+        return Stack(target.config, layers, 0)
+
+    def _pointer(self, tensor: Tensor | None) -> int | None:
+        if tensor is None:
+            return None
+        kept = tensor.detach().float().contiguous()
+        self._kept.append(kept)
+        return int(kept.data_ptr())
+
+    def _packed(self, linear: NativeLinear | None) -> native.Packed:
+        if linear is None:
+            return native.Packed()
+        self._kept.append(linear)
+        return linear.struct()
+
+    def _struct(self, layer: LayerWeights) -> native.Layer:
+        block = layer.block
+        assert block.norm_mlp is not None
+        up, down = (block.mlp.up, block.mlp.down) if layer.mlp else (None, None)
+        return native.Layer(
+            norm_in=self._pointer(norm_weight(block.norm_in)),
+            norm_mlp=self._pointer(norm_weight(block.norm_mlp)),
+            q_norm=self._pointer(None if block.q_norm is None else norm_weight(block.q_norm)),
+            k_norm=self._pointer(None if block.k_norm is None else norm_weight(block.k_norm)),
+            qkv_bias=self._pointer(layer.qkv.offset),
+            out_bias=self._pointer(layer.out.offset),
+            qkv=self._packed(layer.qkv),
+            out=self._packed(layer.out),
+            up=self._packed(up),  # type: ignore[arg-type]
+            down=self._packed(down),  # type: ignore[arg-type]
+            low=self._packed(layer.low),
+            high=self._packed(layer.high),
+        )
+
+    def run(
+        self, x_BND: Tensor, cos: Tensor, sin: Tensor, step: StackStep, cache: Cache, slot: int, low: int, high: int
+    ) -> None:
+        """Layers ``low`` to ``high`` - 1 of the target over float32 rows, in place.
+
+        ``cos``, ``sin`` [B, N, dim] are the rows' rotations, ``slot`` is the cache's row of the first one. Keys and
+        values are written behind the committed tokens.
+        """
+        assert x_BND.dtype == torch.float32
+        assert x_BND.is_contiguous()
+        cos, sin = cos.contiguous(), sin.contiguous()
+        size = cache.keys.element_size()
+        self._shape.row_stride, self._shape.head_stride = cache.keys.stride(1), cache.keys.stride(2)
+        chosen = self._layers[low - self.first : high - self.first]
+        layer_bytes, slot_bytes = cache.keys.stride(0) * size, cache.keys.stride(1) * size * slot
+        keys, values = cache.keys.data_ptr() + slot_bytes, cache.values.data_ptr() + slot_bytes
+        for index, layer in enumerate(chosen, low):
+            layer.keys, layer.values = keys + index * layer_bytes, values + index * layer_bytes
+        b, n, _ = x_BND.shape
+        described = native.Step(
+            batch=b,
+            nodes=n,
+            x=x_BND.data_ptr(),
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            lengths=step.lengths_B.ctypes.data,
+            offsets=step.offsets.ctypes.data,
+            ancestors=step.ancestors.ctypes.data,
+            first=step.first_M.ctypes.data,
+        )
+        self.kernels.layers(self._shape, chosen, described)
+
+    def normed(self, x: Tensor, norm: Norm) -> Tensor:
+        """A norm of float32 rows: bf16."""
+        weight = getattr(norm, "_wide", None)
+        if weight is None:
+            weight = norm._wide = norm_weight(norm).contiguous()  # type: ignore[assignment]
+        return self.kernels.norm(x, weight, norm.eps)
+
+
+def norm_weight(norm: Norm) -> Tensor:
+    """What an RMS norm multiplies by, float32."""
+    weight = norm.weight.detach().float()
+    return weight + 1.0 if norm.plus_one else weight
+
+
+def native_for(target: Decoder) -> bool:
+    """Whether the kernels are there and know this target: bf16 on a CPU, wired as Llama is, sizes multiples of 32."""
+    c = target.config
+    sizes = (c.hidden_size, c.head_dim, c.intermediate_size)
+    wired = c.wiring == "sequential" and c.norm == "rms" and c.gated_mlp and c.activation == "silu"
+    plain = not (c.post_norms or c.mlp_bias or c.attention_softcap is not None) and c.position == "rope"
+    alike = len({c.is_sliding(layer) for layer in range(c.num_layers)}) == 1
+    fits = all(size % 32 == 0 for size in sizes) and c.head_dim <= 128 and c.rope.dim % 2 == 0
+    here = target.device.type == "cpu" and target.dtype == torch.bfloat16
+    return here and wired and plain and alike and fits and native.library() is not None

@@ -1,0 +1,252 @@
+"""Compile ``kernels.cpp`` once a machine, load it, and call it on torch tensors.
+
+The library is kept in the cache folder under the hash of its source, compiler and processor; a second process only
+loads it. Where there is no compiler, no AVX-512 or no Linux, ``library()`` is None and ``why_not()`` says why.
+
+M rows, D width, N outputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from anabranch.files import cache_home
+
+__all__ = ["Layer", "Library", "Packed", "Shape", "Step", "library", "why_not"]
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")
+NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
+BLOCK = 32
+PAGE = 2**20  # of 2 MiB, in bf16 values
+ARENA = 2**25  # 64 MiB
+
+
+class Packed(ctypes.Structure):
+    """A packed weight [outputs, width]."""
+
+    _fields_ = (("data", ctypes.c_void_p), ("outputs", ctypes.c_int32), ("width", ctypes.c_int32))
+
+
+class Layer(ctypes.Structure):
+    """Weights of one layer and where its cache lies."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("norm_in", "norm_mlp", "q_norm", "k_norm", "qkv_bias", "out_bias")),
+        *((name, Packed) for name in ("qkv", "out", "up", "down", "low", "high")),
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+    )
+
+
+class Shape(ctypes.Structure):
+    """Sizes that all layers share."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("d", "heads", "kv_heads", "e", "inner", "rope_dim")),
+        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+        ("row_stride", ctypes.c_int64),
+        ("head_stride", ctypes.c_int64),
+    )
+
+
+class Step(ctypes.Structure):
+    """The rows of one pass."""
+
+    _fields_ = (
+        ("batch", ctypes.c_int32),
+        ("nodes", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "lengths", "offsets", "ancestors", "first")),
+    )
+
+
+class Library:
+    """The compiled kernels with their threads, as many as torch uses."""
+
+    def __init__(self, path: Path) -> None:
+        self._c = ctypes.CDLL(str(path))
+        self._c.anabranch_runner.restype = ctypes.c_void_p
+        self._c.anabranch_runner.argtypes = (ctypes.c_int,)
+        self._c.anabranch_free.argtypes = (ctypes.c_void_p,)
+        self._c.anabranch_pack.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p)
+        self._c.anabranch_advise.argtypes = (ctypes.c_void_p, ctypes.c_int64)
+        self._c.anabranch_linear.argtypes = (
+            *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int),
+            *(ctypes.c_void_p, ctypes.c_void_p),
+        )
+        self._c.anabranch_norm.argtypes = (
+            *(ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_float, ctypes.c_void_p),
+        )
+        self._c.anabranch_best.argtypes = (
+            *(ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
+        )
+        self._c.anabranch_layers.argtypes = (
+            *(ctypes.c_void_p, ctypes.POINTER(Shape), ctypes.POINTER(Layer), ctypes.c_int, ctypes.POINTER(Step)),
+        )
+        self._lock = threading.Lock()  # one pass at a time: the threads and their scratch memory are shared
+        self._threads = 0  # what they take while torch is down to one; 0: as many as torch has
+        self._free = torch.empty(0, dtype=torch.bfloat16)
+        self._runners: dict[tuple[int, int], int] = {}
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Torch keeps to one thread meanwhile: its others would spin where the kernels' threads want to run."""
+        threads = torch.get_num_threads()
+        if self._threads or threads == 1:
+            yield
+            return
+        self._threads = threads
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            self._threads = 0
+            torch.set_num_threads(threads)
+
+    def _run(self) -> int:
+        """The threads of this process, as many as torch has."""
+        key = (os.getpid(), self._threads or torch.get_num_threads())
+        if key not in self._runners:
+            self._runners[key] = self._c.anabranch_runner(key[1])
+        return self._runners[key]
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """A bf16 weight [N, D] in blocks of 32 outputs (the last one padded), for ``linear``; D even."""
+        outputs, width = weight.shape
+        source = weight.detach().to("cpu", torch.bfloat16).contiguous()
+        packed = self._room(-(-outputs // BLOCK) * BLOCK * width)
+        self._c.anabranch_pack(source.data_ptr(), outputs, width, packed.data_ptr())
+        return packed
+
+    def _room(self, count: int) -> Tensor:
+        """Memory for ``count`` bf16 values in large pages; small and lasting pieces share them."""
+        if count < PAGE // 8:
+            return torch.empty(count, dtype=torch.bfloat16)
+        with self._lock:
+            if len(self._free) < count:
+                # pages are only taken when written to: what is left over at the end costs nothing
+                whole = torch.empty(max(ARENA, count) + PAGE, dtype=torch.bfloat16)
+                start = -whole.data_ptr() // 2 % PAGE
+                self._c.anabranch_advise(whole[start:].data_ptr(), 2 * (len(whole) - PAGE))
+                self._free = whole[start:]
+            taken, self._free = self._free[:count], self._free[count + -count % 32 :]
+            return taken
+
+    def linear(self, x_MD: Tensor, packed: Tensor, outputs: int, bias_N: Tensor | None) -> Tensor:
+        """bf16 rows times a packed weight, plus a float32 bias: float32 [M, N]."""
+        x_MD = x_MD.contiguous()
+        y = torch.empty(x_MD.shape[0], outputs)
+        bias = None if bias_N is None else bias_N.data_ptr()
+        with self._lock:
+            self._c.anabranch_linear(
+                *(self._run(), x_MD.data_ptr(), len(x_MD), packed.data_ptr(), outputs, x_MD.shape[1]),
+                *(bias, y.data_ptr()),
+            )
+        return y
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMS norm of float32 rows [..., D] by a float32 weight: bf16."""
+        x = x.contiguous()
+        y = torch.empty(x.shape, dtype=torch.bfloat16)
+        width = x.shape[-1]
+        self._c.anabranch_norm(x.data_ptr(), x.numel() // width, width, weight.data_ptr(), eps, y.data_ptr())
+        return y
+
+    def best(self, z_MN: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The ``count`` largest log probabilities of float32 scores [M, N], falling, and their places [M, count]."""
+        z_MN = z_MN.contiguous()
+        values, places = torch.empty(len(z_MN), count), torch.empty(len(z_MN), count, dtype=torch.long)
+        self._c.anabranch_best(z_MN.data_ptr(), *z_MN.shape, count, values.data_ptr(), places.data_ptr())
+        return values, places
+
+    def layers(self, shape: Shape, layers: Sequence[Layer], step: Step) -> None:
+        """Run layers over ``step.x`` in place; keys and values are written behind the committed ones."""
+        array = (Layer * len(layers))(*layers)
+        with self._lock:
+            self._c.anabranch_layers(self._run(), ctypes.byref(shape), array, len(layers), ctypes.byref(step))
+
+
+_reason = "the kernels have not been asked for yet"
+
+
+def why_not() -> str:
+    """Why ``library()`` is None."""
+    return _reason
+
+
+@lru_cache(maxsize=1)
+def library() -> Library | None:
+    """The kernels, compiled if need be; None where they cannot be had. ANABRANCH_NATIVE=0 switches them off."""
+    global _reason
+    try:
+        _reason = _unfit()
+        if _reason:
+            return None
+        return Library(_compiled())
+    except (OSError, subprocess.SubprocessError) as error:
+        _reason = f"compiling them failed: {error}"
+        return None
+
+
+def _unfit() -> str:
+    if os.environ.get("ANABRANCH_NATIVE", "1") == "0":
+        return "ANABRANCH_NATIVE is 0"
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return f"they are for x86-64 Linux, not {platform.system()} on {platform.machine()}"
+    if missing := [name for name in NEEDED if name not in _processor_flags()]:
+        return f"this processor lacks {missing[0]}"
+    if _compiler() is None:
+        return "there is no C++ compiler; install g++ or set CXX"
+    return ""
+
+
+@lru_cache(maxsize=1)
+def _processor_flags() -> frozenset[str]:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("flags"):
+            return frozenset(line.split(":", 1)[1].split())
+    return frozenset()
+
+
+def _compiler() -> str | None:
+    names = (os.environ.get("CXX"), "g++", "clang++", "c++")
+    return next((path for name in names if name and (path := shutil.which(name))), None)
+
+
+def _compiled() -> Path:
+    """Where the library lies, compiled first if it is not there yet; safe among processes."""
+    compiler = _compiler()
+    assert compiler is not None
+    named = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+    identity = repr((SOURCE.read_text(encoding="utf-8"), FLAGS, compiler, named, sorted(_processor_flags())))
+    path = cache_home() / "native" / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = Path(folder) / "kernels.so"
+            done = subprocess.run(
+                [compiler, *FLAGS, "-o", str(made), str(SOURCE)],
+                capture_output=True,
+                text=True,
+                timeout=300,
+                check=False,
+            )
+            if done.returncode:
+                raise subprocess.SubprocessError(done.stderr.strip().splitlines()[-1] if done.stderr else compiler)
+            made.replace(path)
+    return path

@@ -1,0 +1,70 @@
+"""Streams trailing through the native kernels: the rows of one node's streams are a chain with weights of its own.
+
+B rows of the batch, S streams, D model width.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from anabranch.model.cache import Cache
+from anabranch.model.decoder import Block, Decoder
+from anabranch.model.stack import LayerWeights, NativeLinear, Stack, StackStep
+from anabranch.native.library import BLOCK
+from anabranch.streams.adapter import LowRank, StreamAdapter, StreamLayer
+
+__all__ = ["NativeTrail"]
+
+
+class NativeTrail:
+    """The top layers with an adapter's deltas. The streams' keys and values are written behind the committed ones,
+    where the next pass writes its own: the cache needs room for them.
+    """
+
+    def __init__(self, target: Decoder, adapter: StreamAdapter) -> None:
+        layers = [self._layer(target.blocks[i], adapter.layer(i)) for i in range(adapter.start, len(target.blocks))]
+        self.target, self.adapter = target, adapter
+        self.stack = Stack(target.config, layers, adapter.start)
+
+    @staticmethod
+    def fits(target: Decoder, adapter: StreamAdapter) -> bool:
+        """Whether the kernels run this target and know this adapter's attention."""
+        return target.stack is not None and adapter.config.position == "embedding"
+
+    @staticmethod
+    def _layer(block: object, weights: StreamLayer) -> LayerWeights:
+        assert isinstance(block, Block)
+        weights.merge(block)
+        qkv, out = (block.qkv, block.out) if weights.merged is None else weights.merged
+        assert isinstance(qkv, NativeLinear)
+        assert isinstance(out, NativeLinear)
+        return LayerWeights(block, qkv, out, *_whole_blocks(weights.mlp), mlp=weights.keep_mlp)
+
+    def __call__(self, entry_BD: Tensor, cache: Cache, planned: int) -> Tensor:
+        """Stream states after the last norm [B, S, D] of the newest committed nodes of all rows in use.
+
+        ``entry_BD`` are those nodes' main rows before layer N - N_s.
+        """
+        rows, s = len(entry_BD), self.adapter.config.num_streams
+        x = self.adapter.initial(entry_BD[:, None]).to(torch.float32).contiguous()
+        lengths = np.asarray(cache.lengths, np.int64)
+        cos, sin = self.target.rope()(torch.from_numpy(lengths[:, None] + np.arange(s)), planned)
+        first = None
+        if (window := self.target.config.sliding_window) is not None and self.target.config.is_sliding(0):
+            first = np.broadcast_to(np.maximum(lengths - window, 0)[:, None], (rows, s))
+        upto = np.broadcast_to(np.tril(np.ones((s, s), np.bool_)), (rows, s, s))
+        step = StackStep.of(upto, cache.lengths, first)
+        self.stack.run(x, cos, sin, step, cache, 0, self.adapter.start, self.target.config.num_layers)
+        return self.target.normed(x)
+
+
+def _whole_blocks(term: LowRank) -> tuple[NativeLinear, NativeLinear]:
+    """A low-rank term, its rank padded with zeros to what the kernels take."""
+    more = -len(term.down) % BLOCK
+    return (
+        NativeLinear(F.pad(term.down.detach(), (0, 0, 0, more)), None),
+        NativeLinear(F.pad(term.up.detach(), (0, more)), None),
+    )

@@ -1,0 +1,327 @@
+"""The native kernels against plain PyTorch, and what they promise beyond it: results that do not depend on company."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anabranch.drafters.none import NoDrafter
+from anabranch.drafters.prompt_lookup import PromptLookupDrafter
+from anabranch.drafters.streams import StreamDrafter
+from anabranch.engine import Engine, Request
+from anabranch.model.cache import Cache
+from anabranch.model.config import ModelConfig, RopeConfig
+from anabranch.model.decoder import Decoder, Feed
+from anabranch.model.pack import pack_decoder
+from anabranch.model.stack import NativeLinear
+from anabranch.native import library as native
+from anabranch.streams.adapter import StreamAdapter
+from anabranch.streams.config import StreamConfig
+from anabranch.streams.draft import DraftOptions
+from anabranch.tree import DraftTree
+
+needs_kernels = pytest.mark.skipif(native.library() is None, reason=f"no native kernels here: {native.why_not()}")
+
+BASE = ModelConfig(
+    family="llama",
+    vocab_size=97,
+    hidden_size=64,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    intermediate_size=160,
+    max_positions=512,
+    rope=RopeConfig(dim=32, max_positions=512),
+)
+
+
+def variant(**changes: object) -> ModelConfig:
+    return replace(BASE, **changes)  # type: ignore[arg-type]
+
+
+CASES = {
+    "llama": BASE,
+    "no groups": variant(num_kv_heads=4),
+    "one kv head": variant(num_kv_heads=1),
+    "wide heads": variant(head_dim=64, rope=RopeConfig(dim=64, max_positions=512)),
+    "very wide heads": variant(head_dim=128, num_heads=2, num_kv_heads=1, rope=RopeConfig(dim=128, max_positions=512)),
+    "three vectors a head": variant(head_dim=96, rope=RopeConfig(dim=96, max_positions=512)),
+    "biases (qwen2)": variant(qkv_bias=True, out_bias=True),
+    "normed heads (qwen3)": variant(qk_norm=True),
+    "sliding window (mistral)": variant(sliding_window=9),
+    "partly turned": variant(rope=RopeConfig(dim=16, max_positions=512)),
+    "tied head": variant(tied_head=True),
+}
+
+
+def decoder(config: ModelConfig, seed: int = 0) -> Decoder:
+    """A bf16 decoder whose logits are far from uniform."""
+    torch.manual_seed(seed)
+    model = Decoder(config)
+    for name, value in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(value, 0.5, 1.5)
+        elif value.dim() == 2:
+            torch.nn.init.normal_(value, std=1.5 / value.shape[1] ** 0.5)
+        else:
+            torch.nn.init.normal_(value, std=0.3)
+    return model.to(torch.bfloat16).eval().requires_grad_(False)
+
+
+def cache(model: Decoder, rows: int = 1) -> Cache:
+    made = Cache(model.config, rows=rows, capacity=256, dtype=model.dtype, device=model.device)
+    for _ in range(rows):
+        made.add_row()
+    return made
+
+
+def tokens(n: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, BASE.vocab_size, n).tolist()
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", CASES)
+@torch.inference_mode()
+def test_layers_agree_with_float32(name: str) -> None:
+    """The kernels are at least as near to float32 as PyTorch's bf16 is, prompt and tree alike."""
+    plain = decoder(CASES[name])
+    exact, packed = copy.deepcopy(plain).float(), copy.deepcopy(plain)
+    assert pack_decoder(packed)
+    assert packed.stack is not None
+    tree = DraftTree(np.array([5, 7, 9, 11, 13]), np.array([-1, 0, 0, 1, 3]))
+    outputs = []
+    for model in (exact, plain, packed):
+        memory = cache(model)
+        first = model(Feed.of_prompt(tokens(40)), memory).logits_BNV
+        memory.commit([range(40)])
+        second = model(Feed.of_trees([tree]), memory).logits_BNV
+        outputs.append(torch.cat((first, second), dim=1).float())
+    truth, eager, ours = outputs
+    scale = truth.std()
+    assert (ours - truth).abs().mean() <= 1.05 * (eager - truth).abs().mean()
+    assert (ours - truth).abs().max() < 0.25 * scale
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", CASES)
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+@torch.inference_mode()
+def test_a_tree_is_its_paths_to_the_bit(name: str, data: st.DataObject) -> None:
+    """Each node of any tree has the logits, to the bit, that decoding its path token by token gives."""
+    model = MODELS.setdefault(name, decoder(CASES[name]))
+    assert pack_decoder(model)
+    size = data.draw(st.integers(1, 20))
+    parents = [-1] + [data.draw(st.integers(0, i - 1)) for i in range(1, size)]
+    tree = DraftTree(np.array(tokens(size, size)), np.array(parents))
+    prompt = tokens(data.draw(st.integers(1, 40)), 1)
+    memory = cache(model)
+    model(Feed.of_prompt(prompt), memory)
+    memory.commit([range(len(prompt))])
+    wide = model(Feed.of_trees([tree]), memory).logits_BNV
+    assert wide is not None
+    node = data.draw(st.integers(0, size - 1))
+    for step in [*tree.path_to(node)]:
+        alone = model(Feed.of_prompt([int(tree.tokens[step])]), memory).logits_BNV
+        assert alone is not None
+        memory.commit([[0]])
+        assert torch.equal(alone[0, 0], wide[0, step])
+
+
+MODELS: dict[str, Decoder] = {}
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["llama", "sliding window (mistral)"])
+@torch.inference_mode()
+def test_rows_of_a_batch_are_alone(name: str) -> None:
+    model = decoder(CASES[name])
+    assert pack_decoder(model)
+    prompts = [tokens(n, n) for n in (3, 31, 17)]
+    trees = [DraftTree(np.array(tokens(n, 50 + n)), np.array([-1, *range(n - 1)])) for n in (4, 1, 6)]
+    together = cache(model, rows=3)
+    for slot, prompt in enumerate(prompts):
+        model(Feed.of_prompt(prompt), together, slots=slice(slot, slot + 1))
+        together.commit([range(len(prompt))])
+    batch = model(Feed.of_trees(trees), together).logits_BNV
+    assert batch is not None
+    for b, (prompt, tree) in enumerate(zip(prompts, trees, strict=True)):
+        memory = cache(model)
+        model(Feed.of_prompt(prompt), memory)
+        memory.commit([range(len(prompt))])
+        alone = model(Feed.of_trees([tree]), memory).logits_BNV
+        assert alone is not None
+        assert torch.equal(alone[0], batch[b, : tree.size])
+
+
+def adapter_for(model: Decoder, **changes: object) -> StreamAdapter:
+    torch.manual_seed(3)
+    shape = {"num_stream_layers": 2, "stream_mlp": "mlp+adapter", "attention_rank": 4, **changes}
+    made = StreamAdapter(model.config, StreamConfig(**shape))  # type: ignore[arg-type]
+    for value in made.parameters():
+        torch.nn.init.normal_(value, std=0.1)
+    return made.to(torch.bfloat16).eval().requires_grad_(False)
+
+
+ADAPTERS: list[dict[str, object]] = [
+    {},
+    {"attention_rank": 0},
+    {"stream_mlp": "adapter"},
+    {"conditioning": "path", "conditioning_rank": 8},
+    {"adapter_rank": 40},
+]
+
+
+@needs_kernels
+@pytest.mark.parametrize("shape", ADAPTERS, ids=str)
+@pytest.mark.parametrize("name", ["llama", "sliding window (mistral)"])
+@torch.inference_mode()
+def test_streams_trail_as_in_pytorch(name: str, shape: dict[str, object]) -> None:
+    model = decoder(CASES[name])
+    adapter = adapter_for(model, **shape)
+    exact, wide = copy.deepcopy(model).float(), copy.deepcopy(adapter).float()
+    assert pack_decoder(model)
+    states = []
+    for target, streams in ((exact, wide), (model, adapter)):
+        drafter = StreamDrafter(target, streams, placement="trail")
+        engine = Engine(target, drafter, capacity=128)
+        engine.add(Request(tokens(30), 1, stop_ids=frozenset()))
+        context = engine._rows[0].context
+        # a row that ends leaves nothing behind, so look before it does
+        engine._rows[0].limit += 5
+        engine.step()
+        states.append(drafter._states[context.key].float())
+    assert states[0].shape == states[1].shape
+    assert F.cosine_similarity(*states, dim=-1).min() > 0.999
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["llama", "no groups", "sliding window (mistral)", "tied head"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_speculation_in_bf16_says_the_same(name: str, rows: int) -> None:
+    """What no library promises: in bf16 too, drafts change nothing."""
+    model = decoder(CASES[name])
+    adapter = adapter_for(model, conditioning="path", conditioning_rank=8)
+    assert pack_decoder(model)
+    asked = [Request(tokens(4 + 9 * i, i), 40) for i in range(4)]
+
+    def decode(drafter: object, rows: int) -> list[list[int]]:
+        engine = Engine(model, drafter, rows=rows, capacity=200)  # type: ignore[arg-type]
+        waiting, found, order = list(asked), {}, []
+        while waiting or engine.active:
+            while waiting and engine.active < rows:
+                order.append(engine.add(waiting.pop(0)))
+            for step in engine.step():
+                found.setdefault(step.row, []).extend(step.tokens)
+        return [found[key] for key in order]
+
+    plain = decode(NoDrafter(), 1)
+    assert decode(NoDrafter(), rows) == plain
+    assert decode(PromptLookupDrafter(), rows) == plain
+    for options in (DraftOptions(nodes=16), DraftOptions(nodes=40), DraftOptions(tree="chain")):
+        assert decode(StreamDrafter(model, adapter, options), rows) == plain
+    assert decode(StreamDrafter(model, adapter, DraftOptions(nodes=24), prune=7), rows) == plain
+
+
+@needs_kernels
+@pytest.mark.parametrize("outputs", [1, 31, 32, 33, 200])
+@pytest.mark.parametrize("rows", [1, 5, 8, 9, 24, 50])
+def test_products(outputs: int, rows: int) -> None:
+    torch.manual_seed(outputs)
+    weight, bias = torch.randn(outputs, 70).bfloat16(), torch.randn(outputs).bfloat16()
+    x = torch.randn(rows, 70).bfloat16()
+    linear = NativeLinear(weight, bias, wide=True)
+    y = linear(x)
+    torch.testing.assert_close(y, x.float() @ weight.float().T + bias.float(), rtol=1e-4, atol=1e-3)
+    assert torch.equal(y[-1], linear(x[-1:])[0])
+    assert torch.equal(linear.dense(), weight)
+
+
+@needs_kernels
+def test_gate_and_up_in_turn() -> None:
+    weight, x = torch.randn(128, 32).bfloat16(), torch.randn(3, 32).bfloat16()
+    linear = NativeLinear(weight, None, wide=True, gated=True)
+    torch.testing.assert_close(linear(x), x.float() @ weight.float().T, rtol=1e-4, atol=1e-3)
+    assert torch.equal(linear.dense(), weight)
+
+
+@needs_kernels
+@settings(max_examples=50, deadline=None)
+@given(width=st.integers(1, 300), count=st.integers(1, 12), seed=st.integers(0, 2**31))
+def test_the_best_log_probabilities(width: int, count: int, seed: int) -> None:
+    kernels = native.library()
+    assert kernels is not None
+    count = min(count, width)
+    generator = torch.Generator().manual_seed(seed)
+    z = torch.randint(-20, 20, (4, width), generator=generator).float() / 3
+    values, places = kernels.best(z, count)
+    wanted = z.log_softmax(-1)
+    torch.testing.assert_close(values, wanted.topk(count).values, rtol=1e-5, atol=1e-5)
+    # of equals the first comes first
+    order = wanted.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    assert torch.equal(places, order)
+
+
+@needs_kernels
+def test_torch_keeps_its_threads() -> None:
+    kernels = native.library()
+    assert kernels is not None
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        with kernels.alone():
+            assert torch.get_num_threads() == 1
+            with kernels.alone():
+                assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_where_they_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No compiler, another processor, a compiler that fails: the reason is kept and PyTorch decodes."""
+    model = decoder(BASE)
+    for change in (
+        lambda m: m.setenv("ANABRANCH_NATIVE", "0"),
+        lambda m: m.setattr(native, "_compiler", lambda: None),
+        lambda m: m.setattr(native, "_processor_flags", lambda: frozenset()),
+        lambda m: m.setattr(native.platform, "machine", lambda: "riscv64"),
+        lambda m: m.setattr(native, "_compiled", lambda: (_ for _ in ()).throw(subprocess.SubprocessError("ice"))),
+    ):
+        with monkeypatch.context() as patch:
+            change(patch)
+            native.library.cache_clear()
+            try:
+                assert native.library() is None
+                assert native.why_not()
+                other = copy.deepcopy(model)
+                pack_decoder(other)
+                assert other.stack is None
+            finally:
+                native.library.cache_clear()
+
+
+@needs_kernels
+def test_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    monkeypatch.setenv("ANABRANCH_HOME", str(tmp_path))
+    path = native._compiled()
+    assert path.is_file()
+    monkeypatch.setattr(native.subprocess, "run", _only_version(native.subprocess.run))
+    assert native._compiled() == path
+
+
+def _only_version(run: object) -> object:
+    def checked(command: list[str], **options: object) -> object:
+        assert command[1:] == ["--version"], "compiled again"
+        return run(command, **options)  # type: ignore[operator]
+
+    return checked
