@@ -25,7 +25,7 @@ from anabranch.model.stack import NativeLinear
 from anabranch.native import library as native
 from anabranch.streams.adapter import StreamAdapter
 from anabranch.streams.config import StreamConfig
-from anabranch.streams.draft import DraftOptions
+from anabranch.streams.draft import DraftOptions, RowVocabulary, StreamDraft
 from anabranch.tree import DraftTree
 
 needs_kernels = pytest.mark.skipif(native.library() is None, reason=f"no native kernels here: {native.why_not()}")
@@ -325,3 +325,48 @@ def _only_version(run: object) -> object:
         return run(command, **options)  # type: ignore[operator]
 
     return checked
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "options",
+    [
+        DraftOptions(nodes=16),
+        DraftOptions(nodes=5, k=3),
+        DraftOptions(nodes=40, frontier=3),
+        DraftOptions(tree="chain"),
+        DraftOptions(depth=2),
+        DraftOptions(nodes=30, threshold=0.05),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("vocabulary", [None, 20])
+@torch.inference_mode()
+def test_drafts_as_in_pytorch(options: DraftOptions, vocabulary: int | None) -> None:
+    """The kernels and PyTorch build the same trees, but for candidates that are equally good within bf16."""
+    model = decoder(BASE)
+    ids = None if vocabulary is None else torch.arange(0, 4 * vocabulary, 4)
+    torch.manual_seed(5)
+    shape = StreamConfig(num_stream_layers=2, conditioning="path", conditioning_rank=32)
+    adapter = StreamAdapter(model.config, shape, ids).to(torch.bfloat16).eval().requires_grad_(False)
+    for value in adapter.parameters():
+        torch.nn.init.normal_(value, std=0.15)
+    assert pack_decoder(model)
+    draft = StreamDraft(model, adapter, options)
+    assert draft._native is not None
+    alike, row = 0, RowVocabulary(draft)
+    for seed in range(20):
+        states = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        row.extend(tokens(3 * seed))
+        (mine,) = draft.build(states, [seed], [row])
+        draft._by_kernels = None
+        (theirs,) = draft.build(states, [seed], [row])
+        draft._asked = False
+        assert mine.size == theirs.size or options.threshold
+        n = min(mine.size, theirs.size)
+        assert mine.log_probs is not None
+        assert theirs.log_probs is not None
+        np.testing.assert_allclose(np.sort(mine.log_probs)[-n:], np.sort(theirs.log_probs)[-n:], atol=0.15)
+        paths = [{tuple(t.tokens[list(t.path_to(i))]) for i in range(t.size)} for t in (mine, theirs)]
+        alike += len(paths[0] & paths[1]) / n
+    assert alike / 20 > 0.9

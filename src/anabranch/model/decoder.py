@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -145,8 +145,8 @@ class Block(nn.Module):
         self.config = config
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.norm_in = Norm(config)
-        self.qkv = nn.Linear(config.hidden_size, q + 2 * kv, bias=config.qkv_bias)
-        self.out = nn.Linear(q, config.hidden_size, bias=config.out_bias)
+        self.qkv: nn.Module = nn.Linear(config.hidden_size, q + 2 * kv, bias=config.qkv_bias)
+        self.out: nn.Module = nn.Linear(q, config.hidden_size, bias=config.out_bias)
         self.mlp = MLP(config)
         self.q_norm = Norm(config, config.head_dim) if config.qk_norm else None
         self.k_norm = Norm(config, config.head_dim) if config.qk_norm else None
@@ -355,7 +355,7 @@ class Decoder(nn.Module):
         )
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = Norm(config)
-        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
+        self.head: Any = nn.Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
         if config.tied_head:
             self.head.weight = self.embedding.weight
         self._rope: Rope | None = None

@@ -92,8 +92,8 @@ def pack_decoder(target: Decoder) -> bool:
             setattr(module, name, packed)
     head = target.head
     if native:
-        target.head = NativeLinear(head.weight, head.bias, keep=True, wide=True)  # type: ignore[assignment]
+        target.head = NativeLinear(head.weight, head.bias, keep=True, wide=True)
         target.stack = Stack.of_decoder(target)
     else:
-        target.head = PackedLinear(head.weight, head.bias, keep=True)  # type: ignore[assignment]
+        target.head = PackedLinear(head.weight, head.bias, keep=True)
     return True

@@ -210,7 +210,7 @@ class Stack:
         """A norm of float32 rows: bf16."""
         weight = getattr(norm, "_wide", None)
         if weight is None:
-            weight = norm._wide = norm_weight(norm).contiguous()  # type: ignore[assignment]
+            weight = norm._wide = norm_weight(norm).contiguous()
         return self.kernels.norm(x, weight, norm.eps)
 
 

@@ -18,6 +18,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -450,6 +451,22 @@ void top(const float* z, int width, int best, float* values, int64_t* places) {
   for (int i = 0; i < best; ++i) values[i] -= scale;
 }
 
+// ---- drafts -------------------------------------------------------------------------------------------------------
+
+// How stream states become candidates: z_j = silu(A z_{j-1} + U E[parent] + C s_j), score = head . (s_j + W z_j)
+struct Draft {
+  const bf16* embedding;              // E [vocabulary, D]
+  Packed token, state, carry, to_state, head, own;
+  const int64_t *ids, *own_ids;       // token ids of the rows of head and own
+  int32_t d, depth, best, nodes, frontier;
+};
+
+struct Candidate {
+  int64_t token;
+  float joint;
+  int32_t parent;  // place among the expanded nodes of the level above
+};
+
 struct Scratch {
   std::vector<bf16> h, q;
   std::vector<float> scores;
@@ -461,7 +478,9 @@ class Runner {
   Pool pool;
   std::vector<Scratch> own;
   std::vector<float> qkv;
-  std::vector<bf16> heads, inner, low;
+  std::vector<bf16> heads, inner, low, draft_rows, draft_z, draft_before, draft_c;
+  std::vector<float> scores, parts, fixed, values;
+  std::vector<int64_t> places;
 
   void layers(const Shape& s, const Layer* all, int count, const Step& step) {
     const int64_t m = static_cast<int64_t>(step.batch) * step.nodes;
@@ -476,6 +495,126 @@ class Runner {
       for (int i = 0; i < count; ++i) {
         layer(s, all[i], step, id);
         if (i + 1 < count) warm(all[i + 1].qkv, pool.size(), id);
+        pool.barrier();
+      }
+    });
+  }
+
+  // Candidates level by level into tokens, joints, parents [depth, nodes - 1], their number a level into counts [depth].
+  // A level's best nodes come first, and as many of them are expanded as may have children among the best ``nodes`` - 1
+  // of all, up to ``frontier``: a child is no more probable than its parent.
+  void draft(const Draft& t, const bf16* states, int64_t root, int64_t* tokens, float* joints, int64_t* parents,
+             int64_t* counts) {
+    const int keep = t.nodes - 1, wide = t.token.outputs, words = t.head.outputs, own_words = t.own.outputs;
+    const int width = words + own_words, most = std::max(t.frontier, 1);
+    const float eps = 1.1920929e-7f;
+    std::vector<bf16>&e = draft_rows, &z = draft_z, &before = draft_before, &c = draft_c;
+    e.resize(static_cast<size_t>(most) * t.d);
+    c.resize(static_cast<size_t>(most) * t.d);
+    z.resize(static_cast<size_t>(most) * wide);
+    before.assign(static_cast<size_t>(most) * wide, 0);
+    scores.resize(static_cast<size_t>(most) * width);
+    parts.resize(static_cast<size_t>(most) * wide);
+    fixed.resize(static_cast<size_t>(wide));
+    values.resize(static_cast<size_t>(most) * t.best);
+    places.resize(static_cast<size_t>(most) * t.best);
+    std::vector<float> joint{0.0f}, all;
+    std::vector<int64_t> token{root};
+    std::vector<Candidate> level;
+    const std::vector<float> ones(static_cast<size_t>(t.d), 1.0f);
+    std::fill(counts, counts + t.depth, 0);
+    pool.run([&](int id) {
+      int first, last;
+      const int threads = pool.size();
+      for (int depth = 0; depth < t.depth; ++depth) {
+        const int rows = static_cast<int>(token.size());
+        if (rows == 0) return;
+        const bf16* state = states + static_cast<int64_t>(depth) * t.d;
+        // parents' embeddings at unit RMS
+        share(rows, threads, id, &first, &last);
+        for (int i = first; i < last; ++i) {
+          alignas(64) float row[8192];
+          const bf16* from = t.embedding + token[static_cast<size_t>(i)] * t.d;
+          for (int j = 0; j < t.d; j += 16) _mm512_store_ps(row + j, from_bf16(from + j));
+          rms_norm(row, ones.data(), t.d, eps, e.data() + static_cast<int64_t>(i) * t.d);
+        }
+        pool.barrier();
+        share(t.token.blocks(), threads, id, &first, &last);
+        product(state, t.d, 1, t.state, first, last, [&](int, int b, __m512 lo, __m512 hi) {
+          _mm512_storeu_ps(fixed.data() + b * BLOCK, lo);
+          _mm512_storeu_ps(fixed.data() + b * BLOCK + 16, hi);
+        });
+        product(e.data(), t.d, rows, t.token, first, last, [&](int m, int b, __m512 lo, __m512 hi) {
+          float* to = parts.data() + static_cast<int64_t>(m) * wide + b * BLOCK;
+          _mm512_storeu_ps(to, _mm512_add_ps(lo, _mm512_loadu_ps(fixed.data() + b * BLOCK)));
+          _mm512_storeu_ps(to + 16, _mm512_add_ps(hi, _mm512_loadu_ps(fixed.data() + b * BLOCK + 16)));
+        });
+        product(before.data(), wide, depth == 0 ? 0 : rows, t.carry, first, last,
+                [&](int m, int b, __m512 lo, __m512 hi) {
+                  float* to = parts.data() + static_cast<int64_t>(m) * wide + b * BLOCK;
+                  _mm512_storeu_ps(to, _mm512_add_ps(lo, _mm512_loadu_ps(to)));
+                  _mm512_storeu_ps(to + 16, _mm512_add_ps(hi, _mm512_loadu_ps(to + 16)));
+                });
+        for (int b = first; b < last; ++b)
+          for (int m = 0; m < rows; ++m)
+            for (int j = b * BLOCK; j < (b + 1) * BLOCK; j += 16) {
+              const __m512 v = silu(_mm512_loadu_ps(parts.data() + static_cast<int64_t>(m) * wide + j));
+              _mm256_storeu_si256(reinterpret_cast<__m256i*>(z.data() + static_cast<int64_t>(m) * wide + j), to_bf16(v));
+            }
+        pool.barrier();
+        share(t.to_state.blocks(), threads, id, &first, &last);
+        product(z.data(), wide, rows, t.to_state, first, last, [&](int m, int b, __m512 lo, __m512 hi) {
+          auto* to = reinterpret_cast<__m256i*>(c.data() + static_cast<int64_t>(m) * t.d + b * BLOCK);
+          _mm256_storeu_si256(to, to_bf16(_mm512_add_ps(lo, from_bf16(state + b * BLOCK))));
+          _mm256_storeu_si256(to + 1, to_bf16(_mm512_add_ps(hi, from_bf16(state + b * BLOCK + 16))));
+        });
+        pool.barrier();
+        const auto score = [&](const Packed& w, int offset) {
+          share(w.blocks(), threads, id, &first, &last);
+          product(c.data(), t.d, rows, w, first, last, [&](int m, int b, __m512 lo, __m512 hi) {
+            store_part(scores.data() + static_cast<int64_t>(m) * width + offset + b * BLOCK, w.outputs - b * BLOCK, lo, hi);
+          });
+        };
+        score(t.head, 0);
+        if (own_words > 0) score(t.own, words);
+        pool.barrier();
+        share(rows, threads, id, &first, &last);
+        for (int i = first; i < last; ++i)
+          top(scores.data() + static_cast<int64_t>(i) * width, width, t.best, values.data() + static_cast<int64_t>(i) * t.best,
+              places.data() + static_cast<int64_t>(i) * t.best);
+        pool.barrier();
+        if (id == 0) {
+          level.clear();
+          for (int i = 0; i < rows * t.best; ++i) {
+            const int64_t at = places[static_cast<size_t>(i)];
+            level.push_back({at < words ? t.ids[at] : t.own_ids[at - words],
+                             joint[static_cast<size_t>(i / t.best)] + values[static_cast<size_t>(i)], i / t.best});
+          }
+          std::stable_sort(level.begin(), level.end(),
+                           [](const Candidate& a, const Candidate& b) { return a.joint > b.joint; });
+          if (static_cast<int>(level.size()) > keep) level.resize(static_cast<size_t>(keep));
+          counts[depth] = static_cast<int64_t>(level.size());
+          for (size_t i = 0; i < level.size(); ++i) {
+            tokens[depth * keep + static_cast<int>(i)] = level[i].token;
+            joints[depth * keep + static_cast<int>(i)] = level[i].joint;
+            parents[depth * keep + static_cast<int>(i)] = level[i].parent;
+            all.push_back(level[i].joint);
+          }
+          float least = -INFINITY;
+          if (static_cast<int>(all.size()) > keep) {
+            std::nth_element(all.begin(), all.begin() + keep - 1, all.end(), std::greater<float>());
+            least = all[static_cast<size_t>(keep - 1)];
+          }
+          joint.clear();
+          token.clear();
+          for (const Candidate& node : level) {
+            if (static_cast<int>(token.size()) == most || !(node.joint > least)) break;
+            std::memcpy(before.data() + token.size() * static_cast<size_t>(wide),
+                        z.data() + static_cast<size_t>(node.parent) * static_cast<size_t>(wide), sizeof(bf16) * static_cast<size_t>(wide));
+            token.push_back(node.token);
+            joint.push_back(node.joint);
+          }
+        }
         pool.barrier();
       }
     });
@@ -736,6 +875,12 @@ void anabranch_norm(const float* x, int count, int width, const float* weight, f
 // first comes first
 void anabranch_best(const float* z, int count, int width, int best, float* values, int64_t* places) {
   for (int64_t i = 0; i < count; ++i) top(z + i * width, width, best, values + i * best, places + i * best);
+}
+
+// the tree of one row from its stream states [depth, D]; see Runner::draft
+void anabranch_draft(void* runner, const Draft* draft, const bf16* states, int64_t root, int64_t* tokens, float* joints,
+                     int64_t* parents, int64_t* counts) {
+  static_cast<Runner*>(runner)->draft(*draft, states, root, tokens, joints, parents, counts);
 }
 
 void anabranch_layers(void* runner, const Shape* shape, const Layer* layers, int count, const Step* step) {

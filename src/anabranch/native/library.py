@@ -20,13 +20,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.files import cache_home
 
-__all__ = ["Layer", "Library", "Packed", "Shape", "Step", "library", "why_not"]
+__all__ = ["BLOCK", "Draft", "Layer", "Level", "Library", "Packed", "Shape", "Step", "library", "why_not"]
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")
@@ -75,6 +78,21 @@ class Step(ctypes.Structure):
     )
 
 
+class Draft(ctypes.Structure):
+    """How one row's stream states become candidates."""
+
+    _fields_ = (
+        ("embedding", ctypes.c_void_p),
+        *((name, Packed) for name in ("token", "state", "carry", "to_state", "head", "own")),
+        ("ids", ctypes.c_void_p),
+        ("own_ids", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("d", "depth", "best", "nodes", "frontier")),
+    )
+
+
+Level: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]
+
+
 class Library:
     """The compiled kernels with their threads, as many as torch uses."""
 
@@ -94,6 +112,10 @@ class Library:
         )
         self._c.anabranch_best.argtypes = (
             *(ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
+        )
+        self._c.anabranch_draft.argtypes = (
+            *(ctypes.c_void_p, ctypes.POINTER(Draft), ctypes.c_void_p, ctypes.c_int64),
+            *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p),
         )
         self._c.anabranch_layers.argtypes = (
             *(ctypes.c_void_p, ctypes.POINTER(Shape), ctypes.POINTER(Layer), ctypes.c_int, ctypes.POINTER(Step)),
@@ -173,6 +195,20 @@ class Library:
         values, places = torch.empty(len(z_MN), count), torch.empty(len(z_MN), count, dtype=torch.long)
         self._c.anabranch_best(z_MN.data_ptr(), *z_MN.shape, count, values.data_ptr(), places.data_ptr())
         return values, places
+
+    def draft(self, how: Draft, states_SD: Tensor, root: int) -> list[Level]:
+        """Candidates of each depth: tokens, joint log probabilities, falling, and parents among the expanded above."""
+        states_SD = states_SD.to(torch.bfloat16).contiguous()
+        keep = how.nodes - 1
+        tokens, parents = np.empty((how.depth, keep), np.int64), np.empty((how.depth, keep), np.int64)
+        joints, counts = np.empty((how.depth, keep), np.float32), np.empty(how.depth, np.int64)
+        with self._lock:
+            self._c.anabranch_draft(
+                *(self._run(), ctypes.byref(how), states_SD.data_ptr(), root, tokens.ctypes.data),
+                *(joints.ctypes.data, parents.ctypes.data, counts.ctypes.data),
+            )
+        found = zip(tokens, joints, parents, counts.tolist(), strict=True)
+        return [(t[:n], j[:n], p[:n]) for t, j, p, n in found if n]
 
     def layers(self, shape: Shape, layers: Sequence[Layer], step: Step) -> None:
         """Run layers over ``step.x`` in place; keys and values are written behind the committed ones."""

@@ -26,6 +26,7 @@ from anabranch.errors import InputError
 from anabranch.model.decoder import Decoder
 from anabranch.model.pack import packed_like
 from anabranch.model.stack import NativeLinear
+from anabranch.native import library as native
 from anabranch.sampling import SamplingParams, inverse_cdf, target_probs
 from anabranch.streams.adapter import StreamAdapter
 from anabranch.tree import DraftTree
@@ -156,10 +157,17 @@ class StreamDraft:
         whole = len(self.vocabulary) == target.config.vocab_size
         rows = self.weight if whole else self.weight[self.vocabulary].contiguous()
         bias = None if self.bias is None else self.bias[self.vocabulary]
+        self._asked, self._by_kernels = False, None
         packed = packed_like(target.head, rows, bias)
         if self.conditioner is not None:
             self.conditioner.pack(target.head)
         self.head: Callable[[Tensor], Tensor] = packed or partial(F.linear, weight=rows, bias=bias)
+
+    @property
+    def _native(self) -> NativeDraft | None:
+        if not self._asked:
+            self._asked, self._by_kernels = True, NativeDraft.of(self)
+        return self._by_kernels
 
     def _vocabulary(self, rows: Sequence[RowVocabulary] | None, count: int) -> _Vocabulary:
         ids = self.vocabulary.expand(count, -1)
@@ -211,11 +219,14 @@ class StreamDraft:
 
         ``rows`` add each row's own tokens to the draft vocabulary.
         """
-        levels = self._grow(states_BSD, torch.tensor(roots, device=states_BSD.device), rows)
-        host = [(x.tokens.cpu().numpy(), x.joint.cpu().numpy(), x.parents.cpu().numpy()) for x in levels]
         options = self.options
         budget = options.nodes if options.tree == "best" else None
         floor = math.log(options.threshold) if options.threshold else -math.inf
+        if len(roots) == 1 and self._native is not None:
+            row = None if rows is None else rows[0]
+            return [_collect(roots[0], self._native(states_BSD[0], roots[0], row), budget, floor)]
+        levels = self._grow(states_BSD, torch.tensor(roots, device=states_BSD.device), rows)
+        host = [(x.tokens.cpu().numpy(), x.joint.cpu().numpy(), x.parents.cpu().numpy()) for x in levels]
         return [_collect(root, [(t[b], j[b], p[b]) for t, j, p in host], budget, floor) for b, root in enumerate(roots)]
 
     def _grow(self, states_BSD: Tensor, roots_B: Tensor, rows: Sequence[RowVocabulary] | None) -> list[_Level]:
@@ -322,6 +333,49 @@ class StreamDraft:
             replacement=True,
             sources=_sources(depths),
         )
+
+
+class NativeDraft:
+    """Trees of one row by the native kernels: conditioning, scores and choice of all levels in one call."""
+
+    def __init__(self, draft: StreamDraft, linears: dict[str, NativeLinear], head: NativeLinear) -> None:
+        options, chain = draft.options, draft.options.tree == "chain"
+        self.kernels = head.kernels
+        self._kept = (linears, head, draft.vocabulary, draft.target.embedding.weight)
+        self._how = native.Draft(
+            embedding=draft.target.embedding.weight.data_ptr(),
+            head=head.struct(),
+            ids=draft.vocabulary.data_ptr(),
+            d=draft.target.config.hidden_size,
+            depth=draft.depth,
+            best=1 if chain else min(options.k, len(draft.vocabulary)),
+            nodes=draft.depth + 1 if chain else options.nodes,
+            frontier=1 if chain else options.frontier,
+            **{name: linear.struct() for name, linear in linears.items()},
+        )
+
+    @staticmethod
+    def of(draft: StreamDraft) -> NativeDraft | None:
+        """For a target on the kernels, conditioning by the path, and best-first trees or chains over all tokens."""
+        conditioner, width = draft.conditioner, draft.weight.shape[1]
+        if conditioner is None or not isinstance(draft.head, NativeLinear):
+            return None
+        linears = {name: linear for name, linear in conditioner.packed.items() if isinstance(linear, NativeLinear)}
+        known = len(linears) == 4 and conditioner.rank % native.BLOCK == 0 and width % native.BLOCK == 0
+        plain = draft.options.tree != "product" and not draft.options.shortlist and draft.bias is None
+        if not (known and plain and width <= 8192) or draft.target.config.logit_softcap is not None:
+            return None
+        return NativeDraft(draft, linears, draft.head)
+
+    def __call__(self, states_SD: Tensor, root: int, row: RowVocabulary | None) -> list[native.Level]:
+        """Candidates of each depth for ``_collect``."""
+        own = None if row is None else row.head
+        if isinstance(own, NativeLinear):
+            assert row is not None
+            self._how.own, self._how.own_ids = own.struct(), row.ids.data_ptr()
+        else:
+            self._how.own, self._how.own_ids = native.Packed(), None
+        return self.kernels.draft(self._how, states_SD, root)
 
 
 def _children(ids_BV: Tensor, best_BFk: Tensor, joint_BFk: Tensor) -> _Level:

@@ -40,17 +40,17 @@ class Conditioner(nn.Module):
                 if weight is not None:
                     nn.init.normal_(weight, std=1.0 / math.sqrt(weight.shape[1]))
 
-        self._packed: dict[str, PackedWeight] = {}
+        self.packed: dict[str, PackedWeight] = {}
 
     def pack(self, like: nn.Module) -> None:
         """Pack the weights as the linear module ``like`` is packed, if it is; inference only."""
-        for name, weight in () if self._packed else self.named_parameters():
+        for name, weight in () if self.packed else self.named_parameters():
             packed = packed_like(like, weight.detach(), None)
             if packed is not None:
-                self._packed[name] = packed
+                self.packed[name] = packed
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
-        packed = self._packed.get(name)
+        packed = self.packed.get(name)
         return F.linear(x, getattr(self, name)) if packed is None else packed(x)
 
     def forward(self, states: Tensor, parents: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor]:
