@@ -19,9 +19,9 @@ FLOORS = [
     {"streams"},
     {"drafters"},
     {"engine"},
-    {"generation", "stats", "trace"},
+    {"generation", "stats", "profiles"},
     {"api", "certify", "train", "bench", "analysis"},
-    {"server"},
+    {"tune"},
     {"cli", "__main__"},
 ]
 HEIGHT = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}

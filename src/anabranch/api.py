@@ -18,6 +18,7 @@ from anabranch.errors import CapabilityError, InputError
 from anabranch.generation import Chunk, Generation
 from anabranch.model.load import Target, load_target
 from anabranch.model.pack import pack_decoder
+from anabranch.profiles import AUTO, resolve
 from anabranch.sampling import LogitsProcessor, SamplingParams
 from anabranch.streams.folder import LoadedAdapter, find_adapter
 from anabranch.verify import Rule
@@ -54,7 +55,7 @@ class Keywords(TypedDict, total=False):
 def load(
     name: str | Path = "default",
     *,
-    drafter: str = "streams+prompt_lookup",
+    drafter: str = AUTO,
     adapter: str | Path | None = None,
     dtype: str | torch.dtype = "auto",
     device: str = "auto",
@@ -63,20 +64,22 @@ def load(
     """Load a target and choose how it drafts.
 
     name     "default" (SmolLM2-135M-Instruct, fetched once), a folder, a .gguf file, or a hub id
-    drafter  a method and its settings, see ``anabranch.drafters``; "none" is plain decoding
+    drafter  a method and its settings, see ``anabranch.drafters``; "none" is plain decoding; "auto" is what
+             ``anabranch tune`` found best here, or streams with prompt lookup where there is an adapter
     adapter  folder of a stream adapter; None: the one that ships for this target, if any
     dtype    "auto" (bf16 where the weights are), "float32", "bfloat16", "float16"
 
     Raises FetchError, FileError, ModelError, AdapterError, CapabilityError and DeviceError, each with a sentence that
     says what to do.
     """
-    check_spec(drafter)
+    if drafter != AUTO:
+        check_spec(drafter)
     if not isinstance(name, str | Path):
         raise InputError(f"a model is named by a string or a path, not {type(name).__name__}")
     target = load_target(str(name), dtype=dtype, device=device, revision=revision)
     loaded = find_adapter(target, None if adapter is None else Path(adapter))
     pack_decoder(target.decoder)
-    return Model(target, loaded, drafter)
+    return Model(target, loaded, resolve(drafter, target, loaded))
 
 
 class Model:

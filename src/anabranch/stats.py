@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ __all__ = ["Stats"]
 class Stats:
     """Counts of one sequence. ``seconds`` run from the call to the last token, ``prefill_seconds`` inside it.
 
+    drafted_steps  steps with a draft, draft_nodes the nodes that were drafted in all, before pruning
     accepted   steps by the number of draft tokens they accepted
     sources    emitted tokens by who proposed them
     parts      seconds by part of a step: draft, forward, verify, commit (of the steps this sequence took part in)
@@ -41,6 +42,19 @@ class Stats:
             stats.add(step)
         return stats
 
+    @staticmethod
+    def merged(many: Iterable[Stats]) -> Stats:
+        """The counts of several sequences together."""
+        whole = Stats()
+        for one in many:
+            for count in ("tokens", "steps", "drafted_steps", "draft_nodes", "seconds", "prefill_seconds"):
+                setattr(whole, count, getattr(whole, count) + getattr(one, count))
+            whole.accepted.update(one.accepted)
+            whole.sources.update(one.sources)
+            for part in whole.parts:
+                whole.parts[part] += one.parts[part]
+        return whole
+
     def add(self, step: Step, kept: int | None = None) -> None:
         """Count one more step; ``kept`` of its tokens, where a stop string cut it."""
         kept = len(step.tokens) if kept is None else kept
@@ -57,6 +71,21 @@ class Stats:
     def mean_acceptance_length(self) -> float:
         """Tokens emitted per step, the target's own next token included; 1 for plain decoding."""
         return self.tokens / self.steps if self.steps else 0.0
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Draft tokens on the accepted paths, those that the end of the text cut off included."""
+        return sum(count * steps for count, steps in self.accepted.items())
+
+    @property
+    def acceptance_rate(self) -> float:
+        """vLLM's: accepted draft tokens over draft nodes. Low for a tree, whose siblings exclude each other."""
+        return self.accepted_tokens / self.draft_nodes if self.draft_nodes else 0.0
+
+    @property
+    def draft_nodes_per_step(self) -> float:
+        """Draft nodes over steps, those without a draft included."""
+        return self.draft_nodes / self.steps if self.steps else 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -76,11 +105,28 @@ class Stats:
             "steps": self.steps,
             "mean_acceptance_length": round(self.mean_acceptance_length, 4),
             "tokens_per_second": round(self.tokens_per_second, 3),
-            "seconds": round(self.seconds, 4),
-            "prefill_seconds": round(self.prefill_seconds, 4),
+            "seconds": round(self.seconds, 6),
+            "prefill_seconds": round(self.prefill_seconds, 6),
+            "drafted_steps": self.drafted_steps,
             "draft_nodes": self.draft_nodes,
+            "acceptance_rate": round(self.acceptance_rate, 4),
             "accepted": {str(count): steps for count, steps in sorted(self.accepted.items())},
             "acceptance_by_depth": [round(x, 4) for x in self.acceptance_by_depth()],
             "sources": dict(self.sources),
-            "seconds_by_part": {part: round(value, 4) for part, value in self.parts.items()},
+            "seconds_by_part": {part: round(value, 6) for part, value in self.parts.items()},
         }
+
+    @staticmethod
+    def from_dict(record: Mapping[str, Any]) -> Stats:
+        """What ``to_dict`` wrote."""
+        return Stats(
+            tokens=record["tokens"],
+            steps=record["steps"],
+            drafted_steps=record["drafted_steps"],
+            draft_nodes=record["draft_nodes"],
+            seconds=record["seconds"],
+            prefill_seconds=record["prefill_seconds"],
+            accepted=Counter({int(count): steps for count, steps in record["accepted"].items()}),
+            sources=Counter(record["sources"]),
+            parts=dict(record["seconds_by_part"]),
+        )

@@ -1,19 +1,27 @@
-"""The result record: what was run, on what, and how it is shown."""
+"""The result record: on what it was measured, and how it is shown on a terminal, as a page and as a sheet."""
 
 from __future__ import annotations
 
+import csv
+import io
+import os
 import platform
 import subprocess
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-__all__ = ["SCHEMA", "environment", "markdown"]
+__all__ = ["SCHEMA", "environment", "heading", "markdown", "plain_table", "sheet", "tables", "wide_console"]
 
-SCHEMA = 1
+SCHEMA = 2  # docs/metrics.md, "The result file"
 
 
 def _processor() -> str:
@@ -62,6 +70,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "processor": _processor(),
         "instructions": _instructions(),
+        "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -71,49 +80,200 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """The result as a page: the command, the machine, one table of contenders and one by task."""
-    run = result["run"]
-    where = result["environment"]
+def _number(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _spread(values: Sequence[float] | None, digits: int = 2) -> str:
+    """Median, and quartiles behind it."""
+    if values is None:
+        return "-"
+    low, middle, high = (f"{value:.{digits}f}" for value in values)
+    return f"{middle} ({low}-{high})"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.0f} %"
+
+
+def heading(result: Mapping[str, Any]) -> list[str]:
+    """What was measured and on what, a sentence a line: run, machine, physics."""
+    run, where, machine = result["run"], result["environment"], result["machine"]
+    of = f"{result['prompts_done']} of {run['prompts']}" if not result["complete"] else f"{run['prompts']}"
+    law = "greedy" if run["temperature"] == 0 else f"temperature {run['temperature']:g}, seed {run['seed']}"
+    instructions = f" ({', '.join(where['instructions'])})" if where["instructions"] else ""
     lines = [
-        f"# {run['suite']}, {run['prompts']} prompts, {run['max_new_tokens']} new tokens, {run['dtype']}, batch 1",
-        "",
-        f"`{run['command']}`",
-        "",
-        f"{where['date']}, {where['processor']}, {where['threads']} threads "
-        f"({', '.join(where['instructions'])}), torch {where['torch']}, transformers {where['transformers']}, "
-        f"commit {where['commit']}.",
-        "",
-        "Speedup: tokens/s over our own plain decoding (`none`) on the same prompt, median and quartiles over prompts. "
-        "Equal: prompts whose tokens equal plain decoding's.",
-        "",
-        "| contender | tokens/s | speedup (quartiles) | mean acceptance length "
-        "| step ms (draft / forward / verify / commit) | equal |",
-        "|---|---:|---:|---:|---:|---:|",
+        f"{run['suite']}: {of} prompts, {run['max_new_tokens']} new tokens, {law}, {run['dtype']}, batch 1, "
+        f"{run['repeats']} repeat{'s' if run['repeats'] > 1 else ''}; model {run['model']}.",
+        f"{where['date']}, {where['device']}, {where['processor']}{instructions}, {where['threads']} threads; "
+        f"anabranch {where['anabranch']} (commit {where['commit']}), torch {where['torch']}, "
+        f"transformers {where['transformers']}, Python {where['python']}.",
+        f"The machine reads {_spread(machine['read_gb_s'], 1)} GB/s and computes "
+        f"{_spread(machine['matrix_tflop_s'], 2)} TFLOP/s in {machine['dtype']}. A token reads "
+        f"{machine['weight_mb']:.1f} MB of weights: plain decoding "
+        f"cannot take less than {machine['floor_ms']:.2f} ms a token.",
     ]
+    if memory := result["memory_mb"]:
+        held = ", ".join(f"{value:.0f} MB {kind}" for kind, value in memory.items())
+        lines.append(f"Our contenders share one process; the most it held while decoding: {held}.")
     for record in result["contenders"]:
-        if "error" in record:
-            lines.append(f"| {record['name']} | error: {record['error']} | | | | |")
-            continue
-        low, middle, high = record.get("speedup_quartiles") or ("-", "-", "-")
-        parts = record.get("step_ms_by_part")
-        step = "-" if parts is None else f"{record['step_ms']:.1f} ({' / '.join(f'{v:.1f}' for v in parts.values())})"
-        lines.append(
-            f"| {record['name']} | {record['tokens_per_second']:.1f} | {middle} ({low}-{high}) "
-            f"| {record.get('mean_acceptance_length', '-')} | {step} | {record.get('equal_outputs', '-')} |"
-        )
+        if info := record.get("info"):
+            told = ", ".join(
+                f"{key.removesuffix('_bytes').replace('_', ' ')} {_fact(key, value)}" for key, value in info.items()
+            )
+            lines.append(f"{record['name']}, in a process of its own: {told}.")
+    return lines
+
+
+def _middle(values: Sequence[float] | None) -> float | None:
+    return None if values is None else values[1]
+
+
+def _fact(key: str, value: Any) -> str:
+    """What a peer tells of itself, in words."""
+    if key.endswith("_bytes") and isinstance(value, (int, float)):
+        return f"{value / 1e6:.0f} MB"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+
+
+# title and how a cell is written: of the main table, and of the one of what speculation did
+Column = tuple[str, Callable[[Mapping[str, Any]], str]]
+SPEED: tuple[Column, ...] = (
+    ("tokens/s", lambda r: _number(r["tokens_per_second"])),
+    ("mean over\nprompts", lambda r: _number(r["tokens_per_second_mean"])),
+    ("speedup\n(quartiles)", lambda r: _spread(r.get("speedup_quartiles"))),
+    ("first\nms", lambda r: _number(_middle(r["first_token_ms_quartiles"]))),
+    ("ms/token", lambda r: _number(_middle(r["token_ms_quartiles"]))),
+    ("floor/\ntoken", lambda r: _share(r.get("floor_share"))),
+    ("equal", lambda r: f"{r['equal_outputs']}/{r['prompts']}" if "equal_outputs" in r else "-"),
+    ("common\nprefix", lambda r: _number(r.get("common_prefix_median"), 0)),
+)
+STEPS: tuple[Column, ...] = (
+    ("tokens/\nstep", lambda r: _number(r["mean_acceptance_length"], 2)),
+    ("draft\nnodes", lambda r: _number(r["draft_nodes_per_step"])),
+    ("acceptance\nby depth", lambda r: " ".join(f"{share:.2f}" for share in r["acceptance_by_depth"][:4]) or "-"),
+    ("ms/step", lambda r: _number(_middle(r["step_ms_quartiles"]))),
+    ("floor/\nstep", lambda r: _share(r.get("floor_share_step"))),
+    ("draft\nms", lambda r: _number(r["step_ms_by_part"]["draft"])),
+    ("forward\nms", lambda r: _number(r["step_ms_by_part"]["forward"])),
+    ("verify\nms", lambda r: _number(r["step_ms_by_part"]["verify"])),
+    ("commit\nms", lambda r: _number(r["step_ms_by_part"]["commit"])),
+)
+
+
+def _blocks(result: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
+    """(caption, column titles, rows) of every table."""
     good = [record for record in result["contenders"] if "error" not in record]
-    if good:
+    ours = [record for record in good if "steps" in record]
+    found = []
+    for caption, columns, records in (
+        ("Speed, beside our plain decoding of the same prompts", SPEED, good),
+        ("What speculation did", STEPS, ours),
+    ):
+        rows = [[record["name"], *(cell(record) for _, cell in columns)] for record in records]
+        found.append((caption, ["contender", *(title for title, _ in columns)], rows))
+    if good and len(good[0]["by_task"]) > 1:
         tasks = list(good[0]["by_task"])
-        lines += ["", "Mean acceptance length and speedup by task:", ""]
-        lines += ["| contender | " + " | ".join(tasks) + " |", "|---|" + "---:|" * len(tasks)]
+        rows = []
         for record in good:
-            cells = [
-                f"{c.get('mean_acceptance_length', '-')} / {c.get('speedup', '-')}" for c in record["by_task"].values()
-            ]
-            lines.append(f"| {record['name']} | " + " | ".join(cells) + " |")
-        lines += ["", "Share of drafted steps that accepted at least that many draft tokens:", ""]
-        for record in good:
-            if record.get("acceptance_by_depth"):
-                lines.append(f"- {record['name']}: " + ", ".join(str(x) for x in record["acceptance_by_depth"]))
+            cells = [record["by_task"][task] for task in tasks]
+            middles = [_middle(c.get("speedup_quartiles")) for c in cells]
+            lengths = [c.get("mean_acceptance_length") for c in cells]
+            rows.append(
+                [record["name"], *(f"{_number(a, 2)} / {_number(b, 2)}" for a, b in zip(middles, lengths, strict=True))]
+            )
+        titles = [task.replace("_", "\n") for task in tasks]
+        found.append(("By task: median speedup / tokens per step", ["contender", *titles], rows))
+    failed = [[record["name"], record["error"]] for record in result["contenders"] if "error" in record]
+    if failed:
+        found.append(("Not measured", ["contender", "error"], failed))
+    return [block for block in found if block[2]]
+
+
+def plain_table(caption: str | None = None) -> Table:
+    """A table of the one look that results have."""
+    return Table(
+        title=caption,
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+
+
+def wide_console(shown: Sequence[Table]) -> Console:
+    """A console on stdout as wide as the tables: on a narrow terminal a line then breaks, but no digit is cut off."""
+    console = Console(highlight=False, markup=False)
+    needed = [Console(width=500).measure(table).maximum for table in shown]
+    return Console(highlight=False, markup=False, width=max([console.width, *needed]))
+
+
+def tables(result: Mapping[str, Any]) -> list[Table]:
+    """The result for a terminal."""
+    found = []
+    for caption, titles, rows in _blocks(result):
+        table = plain_table(f"\n{caption}")
+        for place, column in enumerate(titles):
+            words = place == 0 or column == "error"
+            table.add_column(column, justify="left" if words else "right", max_width=100 if column == "error" else None)
+        for row in rows:
+            table.add_row(*map(Text, row))  # errors may hold brackets, which are no markup
+        found.append(table)
+    return found
+
+
+def markdown(result: Mapping[str, Any], figures: Sequence[str] = ()) -> str:
+    """The result as a page: the command, the machine, the tables, and ``figures`` that lie beside it."""
+    run = result["run"]
+    lines = [f"# {run['suite']}, {result['prompts_done']} prompts, {run['max_new_tokens']} new tokens, {run['dtype']}"]
+    lines += ["", f"`{run['command']}`", ""]
+    if not result["complete"]:
+        lines += [f"**Stopped after {result['prompts_done']} of {run['prompts']} prompts.**", ""]
+    for sentence in heading(result):
+        lines += [sentence, ""]
+    for caption, titles, rows in _blocks(result):
+        left = 2 if titles[-1] == "error" else 1
+        lines += [f"{caption}:", "", "| " + " | ".join(titles).replace("\n", " ") + " |"]
+        lines += ["|" + "---|" * left + "---:|" * (len(titles) - left)]
+        lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+        lines.append("")
+    for name in figures:
+        lines += [f"![{name}]({name})", ""]
+    lines.append("Every number is defined in [metrics](../docs/metrics.md).")
     return "\n".join(lines) + "\n"
+
+
+SHEET = (
+    "tokens_per_second",
+    "tokens_per_second_mean",
+    "speedup_total",
+    "mean_acceptance_length",
+    "acceptance_rate",
+    "draft_nodes_per_step",
+    "floor_share",
+    "floor_share_step",
+    "equal_outputs",
+    "common_prefix_median",
+)
+SPREADS = ("speedup", "tokens_per_second", "first_token_ms", "token_ms", "step_ms")
+
+
+def sheet(result: Mapping[str, Any]) -> str:
+    """The result as CSV: a line a contender for all prompts (task "all"), then one a task."""
+    spreads = [f"{name}_{end}" for name in SPREADS for end in ("q1", "median", "q3")]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["contender", "spec", "task", "prompts", *SHEET, *spreads, "error"])
+    for record in result["contenders"]:
+        parts = [("all", record), *record.get("by_task", {}).items()]
+        for task, part in parts:
+            numbers = [part.get(name, "") for name in SHEET]
+            for name in SPREADS:
+                numbers += part.get(f"{name}_quartiles") or [""] * 3
+            row = [record["name"], record["spec"], task, part.get("prompts", ""), *numbers, record.get("error", "")]
+            writer.writerow(row)
+    return text.getvalue()

@@ -1,146 +1,185 @@
 """Alternating measurement: every prompt goes through all contenders before the next prompt, in a rotating order.
 
-What is compared is the ratio to the first contender on the same prompt, minutes apart at most, so that a machine that
-drifts drifts for all. Nothing is timed before every contender has decoded one prompt as a warm-up.
+What is compared is the ratio to plain decoding on the same prompt, minutes apart at most, so that a machine that
+drifts drifts for all. Nothing is timed before every contender has decoded one prompt as a warm-up. One round is one
+prompt: what an interrupted round had done is forgotten, so that all contenders always have the same prompts.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from anabranch.bench.contenders import Contender, Run
 from anabranch.bench.suites import Prompt
-from anabranch.engine import Step
 from anabranch.errors import AnabranchError
 from anabranch.stats import Stats
 
-__all__ = ["Measured", "measure", "summarise"]
+__all__ = ["FAILURES", "Answer", "Measured", "Round", "describe", "gather", "rounds", "warm_up"]
+
+# what a contender may fail with: an error is an error and never a timed answer, and the others go on
+FAILURES = (AnabranchError, RuntimeError, ValueError, OSError, MemoryError)
+WARM_UP_TOKENS = 16
+
+Encoded = tuple[Prompt, Sequence[int]]
+Report = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is kept of one run: new token ids, seconds, and what our own steps did.
+
+    first_token_seconds  from the call to the first token, where the contender tells it
+    first_tokens         tokens that came with the first one; more than 1 where the first step accepted a draft
+    """
+
+    token_ids: list[int]
+    seconds: float
+    first_token_seconds: float | None = None
+    first_tokens: int = 1
+    stats: Stats | None = None
+
+    @staticmethod
+    def of(run: Run) -> Answer:
+        """Count the steps of a run."""
+        stats = Stats.of(run.steps) if run.steps else None
+        if stats is not None:
+            stats.seconds, stats.prefill_seconds = run.seconds, run.prefill_seconds
+        first = len(run.steps[0].tokens) if run.steps else 1
+        return Answer(list(run.token_ids), run.seconds, run.first_token_seconds, first, stats)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens over seconds, prompt included."""
+        return len(self.token_ids) / self.seconds
+
+    @property
+    def token_seconds(self) -> float | None:
+        """Seconds per output token after the first ones; None where that is not known or nothing followed."""
+        rest = len(self.token_ids) - self.first_tokens
+        if self.first_token_seconds is None or rest < 1:
+            return None
+        return (self.seconds - self.first_token_seconds) / rest
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds per step after the first; None for peers, whose steps nobody sees."""
+        if self.stats is None or self.first_token_seconds is None or self.stats.steps < 2:
+            return None
+        return (self.seconds - self.first_token_seconds) / (self.stats.steps - 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the file that a run can be resumed from."""
+        return {
+            "token_ids": self.token_ids,
+            "seconds": self.seconds,
+            "first_token_seconds": self.first_token_seconds,
+            "first_tokens": self.first_tokens,
+            "stats": None if self.stats is None else self.stats.to_dict(),
+        }
+
+    @staticmethod
+    def from_dict(record: Mapping[str, Any]) -> Answer:
+        """What ``to_dict`` wrote."""
+        stats = record["stats"]
+        return Answer(
+            record["token_ids"],
+            record["seconds"],
+            record["first_token_seconds"],
+            record["first_tokens"],
+            None if stats is None else Stats.from_dict(stats),
+        )
+
+
+@dataclass(frozen=True)
+class Round:
+    """One prompt through all contenders: their answers, one a repeat, and why any of them failed on the way."""
+
+    index: int
+    answers: dict[str, list[Answer]]
+    errors: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
 class Measured:
-    """All runs of one contender, by prompt; ``error`` says why it stopped, and then nothing of it is reported."""
+    """All answers of one contender, by prompt; ``error`` says why it stopped, and then nothing of it is reported."""
 
     name: str
-    runs: list[list[Run]] = field(default_factory=list)
+    answers: list[list[Answer]] = field(default_factory=list)
     error: str | None = None
 
 
-def measure(
-    contenders: Sequence[Contender],
-    prompts: Sequence[tuple[Prompt, list[int]]],
+def describe(error: BaseException) -> str:
+    """An error of ours as its sentence, another with its type; one line."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, AnabranchError) else f"{type(error).__name__}: {text}"
+
+
+def warm_up(
+    contenders: Mapping[str, Contender], ids: Sequence[int], *, max_new_tokens: int
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Let every contender decode a few tokens; returns (seconds, errors) by name."""
+    seconds: dict[str, float] = {}
+    errors: dict[str, str] = {}
+    for name, contender in contenders.items():
+        began = time.perf_counter()
+        try:
+            contender.decode(ids, max_new_tokens=min(WARM_UP_TOKENS, max_new_tokens))
+        except FAILURES as error:
+            errors[name] = describe(error)
+        seconds[name] = time.perf_counter() - began
+    return seconds, errors
+
+
+def rounds(
+    contenders: Mapping[str, Contender],
+    prompts: Sequence[Encoded],
     *,
     max_new_tokens: int,
     repeats: int = 1,
-    report: Callable[[int, int, str], None] = lambda done, total, name: None,
-) -> list[Measured]:
-    """Decode every prompt ``repeats`` times with each contender; ``report`` gets work done, work in all, and a name."""
-    found = [Measured(contender.name) for contender in contenders]
-    total = len(prompts) * repeats * len(contenders)
-    done = 0
-    for contender, measured in zip(contenders, found, strict=True):
-        _guarded(contender, measured, prompts[0][1], min(16, max_new_tokens))
-    for index, (prompt, ids) in enumerate(prompts):
-        for measured in found:
-            measured.runs.append([])
+    start: int = 0,
+    report: Report = lambda done, total, what: None,
+) -> Iterator[Round]:
+    """Decode every prompt from ``start`` on, ``repeats`` times with each contender; yields one round a prompt.
+
+    A contender that fails is left out from there on, and without any left the rounds end. ``report`` gets prompts
+    done, prompts in all, and what is next.
+    """
+    names = list(contenders)
+    failed: set[str] = set()
+    for index in range(start, len(prompts)):
+        if len(failed) == len(names):
+            return
+        prompt, ids = prompts[index]
+        found = Round(index, {})
         for repeat in range(repeats):
-            turn = (index * repeats + repeat) % len(contenders)
-            for place in [*range(turn, len(contenders)), *range(turn)]:
-                run = _guarded(contenders[place], found[place], ids, max_new_tokens)
-                if run is not None:
-                    found[place].runs[index].append(run)
-                done += 1
-                report(done, total, f"{found[place].name} on {prompt.task}")
+            turn = (index * repeats + repeat) % len(names)
+            for name in names[turn:] + names[:turn]:
+                if name in failed:
+                    continue
+                report(index, len(prompts), f"{name} on {prompt.task}")
+                try:
+                    run = contenders[name].decode(ids, max_new_tokens=max_new_tokens)
+                    if not run.token_ids:
+                        raise RuntimeError("it answered without a single token")
+                except FAILURES as error:
+                    failed.add(name)
+                    found.errors[name] = describe(error)
+                    found.answers.pop(name, None)
+                    continue
+                found.answers.setdefault(name, []).append(Answer.of(run))
+        yield found
+        report(index + 1, len(prompts), "")
+
+
+def gather(names: Sequence[str], done: Sequence[Round], errors: Mapping[str, str]) -> list[Measured]:
+    """The rounds by contender; ``errors`` are those from before the first round."""
+    found = [Measured(name, error=errors.get(name)) for name in names]
+    for one in done:
+        for measured in found:
+            measured.error = measured.error or one.errors.get(measured.name)
+            if measured.error is None:
+                measured.answers.append(one.answers[measured.name])
     return found
-
-
-def _guarded(contender: Contender, measured: Measured, ids: Sequence[int], limit: int) -> Run | None:
-    if measured.error is not None:
-        return None
-    try:
-        return contender.decode(ids, max_new_tokens=limit)
-    except (AnabranchError, RuntimeError, ValueError) as error:
-        # an error is an error and never a timed answer; the others go on
-        measured.error = f"{type(error).__name__}: {error}"
-        return None
-
-
-def _quartiles(values: Sequence[float]) -> list[float]:
-    if len(values) < 2:
-        return [values[0]] * 3 if values else []
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return [round(low, 4), round(middle, 4), round(high, 4)]
-
-
-def _speculation(steps: Sequence[Step]) -> dict[str, Any]:
-    """What speculation did: see docs/metrics.md for the definitions."""
-    stats = Stats.of(steps)
-    return {
-        "steps": stats.steps,
-        "mean_acceptance_length": round(stats.mean_acceptance_length, 4),
-        "acceptance_by_depth": [round(share, 4) for share in stats.acceptance_by_depth()],
-        "draft_nodes_per_step": round(statistics.fmean(step.drafted for step in steps), 2) if steps else 0.0,
-        "step_ms_by_part": {
-            part: round(1e3 * statistics.median(getattr(step.timings, part) for step in steps), 3)
-            for part in stats.parts
-        },
-        "step_ms": round(1e3 * statistics.median(step.timings.total for step in steps), 3),
-    }
-
-
-def summarise(
-    found: Sequence[Measured], prompts: Sequence[tuple[Prompt, list[int]]], *, baseline: str = "none"
-) -> list[dict[str, Any]]:
-    """One record a contender; ratios are to ``baseline`` on the same prompt (medians and quartiles over prompts)."""
-    reference = next((m for m in found if m.name == baseline and m.error is None), None)
-    records: list[dict[str, Any]] = []
-    for measured in found:
-        record: dict[str, Any] = {"name": measured.name}
-        records.append(record)
-        if measured.error is not None:
-            record["error"] = measured.error
-            continue
-        rates = [_rate(runs) for runs in measured.runs]
-        flat = [run for runs in measured.runs for run in runs]
-        record["tokens"] = sum(len(run.token_ids) for run in flat)
-        record["tokens_per_second"] = round(record["tokens"] / sum(run.seconds for run in flat), 3)
-        record["tokens_per_second_quartiles"] = _quartiles(rates)
-        steps = [step for run in flat for step in run.steps]
-        if steps:
-            record |= _speculation(steps)
-        if reference is not None:
-            base = [_rate(runs) for runs in reference.runs]
-            record["speedup_quartiles"] = _quartiles([a / b for a, b in zip(rates, base, strict=True)])
-            pairs = zip(measured.runs, reference.runs, strict=True)
-            record["equal_outputs"] = sum(mine[0].token_ids == theirs[0].token_ids for mine, theirs in pairs)
-        record["by_task"] = {
-            task: _task(measured, reference, [i for i, (p, _) in enumerate(prompts) if p.task == task])
-            for task in _ordered(p.task for p, _ in prompts)
-        }
-    return records
-
-
-def _task(measured: Measured, reference: Measured | None, indices: Sequence[int]) -> dict[str, Any]:
-    runs = [run for i in indices for run in measured.runs[i]]
-    record: dict[str, Any] = {
-        "prompts": len(indices),
-        "tokens_per_second": round(sum(len(r.token_ids) for r in runs) / sum(r.seconds for r in runs), 3),
-    }
-    steps = [step for run in runs for step in run.steps]
-    if steps:
-        record["mean_acceptance_length"] = round(sum(len(s.tokens) for s in steps) / len(steps), 4)
-    if reference is not None:
-        ratios = [_rate(measured.runs[i]) / _rate(reference.runs[i]) for i in indices]
-        record["speedup"] = round(statistics.median(ratios), 4)
-    return record
-
-
-def _rate(runs: Sequence[Run]) -> float:
-    return statistics.median(len(run.token_ids) / run.seconds for run in runs)
-
-
-def _ordered(names: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(names))

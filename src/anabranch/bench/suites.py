@@ -1,17 +1,18 @@
-"""Prompts to measure on: a suite of a data folder, a JSONL file of the user's, or the few in the package."""
+"""Prompts to measure on: a suite of a data folder or of the hub, a JSONL file, or the few in the package."""
 
 from __future__ import annotations
 
 import gzip
+import importlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from anabranch.errors import FileError, InputError
+from anabranch.errors import FetchError, FileError, InputError
 
-__all__ = ["SUITES", "Prompt", "load_suite"]
+__all__ = ["SUITES", "Prompt", "Suite", "load_suite"]
 
 
 @dataclass(frozen=True)
@@ -23,13 +24,28 @@ class Prompt:
     text: str
 
 
-# field that holds the prompt, field that names the task
-SUITES: dict[str, tuple[str, str, str]] = {
-    "spec_bench": ("spec_bench/test", "turns", "task"),
-    "mt_bench": ("mt_bench/test", "turns", "category"),
-    "humaneval": ("humaneval/test", "prompt", ""),
-    "gsm8k": ("gsm8k/test", "question", ""),
+@dataclass(frozen=True)
+class Suite:
+    """Where a known suite lies in a data folder, and its fields there.
+
+    ``hub``: (data set, configuration, split, field that holds the prompt) on the hub, if it is there.
+    """
+
+    stem: str
+    field: str
+    task_field: str = ""
+    hub: tuple[str, str | None, str, str] | None = None
+
+
+SUITES: dict[str, Suite] = {
+    "spec_bench": Suite("spec_bench/test", "turns", "task"),
+    "mt_bench": Suite(
+        "mt_bench/test", "turns", "category", ("HuggingFaceH4/mt_bench_prompts", None, "train", "prompt")
+    ),
+    "humaneval": Suite("humaneval/test", "prompt", "", ("openai/openai_humaneval", None, "test", "prompt")),
+    "gsm8k": Suite("gsm8k/test", "question", "", ("openai/gsm8k", "main", "test", "question")),
 }
+NAMES = ("question_id", "task_id", "prompt_id", "id")
 
 OWN = (
     ("explain", "Explain why the sky is blue."),
@@ -41,57 +57,106 @@ OWN = (
 )
 
 
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise FileError(f"line {number} of {path} is not JSON") from error
-            if not isinstance(row, dict):
-                raise FileError(f"line {number} of {path} is not a JSON object")
-            yield number, row
-
-
 def load_suite(
-    suite: str, *, data: Path | None = None, limit: int | None = None, field: str = "prompt"
+    suite: str,
+    *,
+    data: Path | None = None,
+    limit: int | None = None,
+    field: str = "prompt",
+    tasks: Sequence[str] = (),
 ) -> list[Prompt]:
-    """The prompts of ``suite``: a name of ``SUITES`` (needs ``data``), "own", or the path of a JSONL file.
+    """The prompts of ``suite``: a name of ``SUITES`` (from ``data``, else from the hub), "own", or a JSONL file.
 
-    ``limit`` takes that many, spread evenly over the tasks in file order. Of several turns the first is used.
+    ``tasks`` keeps only those; ``limit`` takes that many, spread evenly over the tasks in file order. Of several turns
+    the first is used. Raises InputError for a bad request, FileError for a bad file, FetchError for a hub out of reach.
     """
     if limit is not None and limit < 1:
         raise InputError(f"limit must be at least 1, not {limit}")
     found = [Prompt(name, "own", text) for name, text in OWN] if suite == "own" else list(_read(suite, data, field))
     if not found:
         raise FileError(f"the suite {suite!r} has no prompts")
+    if tasks:
+        known = list(dict.fromkeys(prompt.task for prompt in found))
+        if unknown := [task for task in tasks if task not in known]:
+            raise InputError(f"the suite {suite!r} has no task {unknown[0]!r}; its tasks are {', '.join(known)}")
+        found = [prompt for prompt in found if prompt.task in tasks]
     return found if limit is None else _spread(found, limit)
 
 
 def _read(suite: str, data: Path | None, field: str) -> Iterator[Prompt]:
-    task_field = "task"
-    if suite in SUITES:
-        if data is None:
-            raise InputError(f"the suite {suite!r} is not part of the package; say where it lies with --data FOLDER")
-        stem, field, task_field = SUITES[suite]
-        path = data / f"{stem}.jsonl.gz"
-        if not path.is_file():
-            path = data / f"{stem}.jsonl"
-    else:
+    known = SUITES.get(suite)
+    if known is None:
         path = Path(suite)
-    if not path.is_file():
-        known = ", ".join(["own", *SUITES])
-        raise FileError(f"there is no suite or file {str(path)!r}; suites are {known}, or give a JSONL file")
-    for number, row in _rows(path):
+        if not path.is_file():
+            names = ", ".join(["own", *SUITES])
+            raise FileError(f"there is no suite or file {suite!r}; suites are {names}, or give a JSONL file")
+        yield from _prompts(_rows(path), str(path), path.name.split(".")[0], field, "task")
+        return
+    if data is not None:
+        path = _in_folder(suite, known, data)
+        yield from _prompts(_rows(path), str(path), suite, known.field, known.task_field)
+        return
+    by_hand = f"the suite {suite!r} is not part of the package; say where it lies with --data FOLDER"
+    if known.hub is None:
+        raise InputError(by_hand)
+    rows = _hub(known.hub, by_hand)
+    yield from _prompts(rows, known.hub[0], suite, known.hub[3], known.task_field)
+
+
+def _in_folder(suite: str, known: Suite, data: Path) -> Path:
+    places = [data / f"{known.stem}.jsonl.gz", data / f"{known.stem}.jsonl"]
+    for place in places:
+        if place.is_file():
+            return place
+    raise FileError(f"there is no suite {suite!r} in {data}; it would be {places[0]} or {places[1].name}")
+
+
+def _prompts(
+    rows: Iterator[tuple[int, Mapping[str, Any]]], where: str, task: str, field: str, task_field: str
+) -> Iterator[Prompt]:
+    for number, row in rows:
         text = row.get(field)
         if isinstance(text, list) and text:
             text = text[0]
-        if not isinstance(text, str) or not text:
-            raise FileError(f"line {number} of {path} has no text in the field {field!r}; name the field with --field")
-        yield Prompt(str(row.get("question_id", row.get("id", number))), str(row.get(task_field, path.stem)), text)
+        if not isinstance(text, str) or not text.strip():
+            fields = ", ".join(row) or "none"
+            raise FileError(
+                f"line {number} of {where} has no text in the field {field!r}; its fields are {fields}: choose with "
+                "--field"
+            )
+        name = next((row[key] for key in NAMES if key in row), number)
+        yield Prompt(str(name), str(row.get(task_field, task)), text)
+
+
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except ValueError as error:
+                    raise FileError(f"line {number} of {path} is not JSON") from error
+                if not isinstance(row, dict):
+                    raise FileError(f"line {number} of {path} is not a JSON object")
+                yield number, row
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise FileError(f"{path} cannot be read as lines of UTF-8 JSON ({error}); copy it again") from error
+
+
+def _hub(where: tuple[str, str | None, str, str], by_hand: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    try:
+        datasets = importlib.import_module("datasets")
+    except ImportError as error:
+        raise InputError(f"{by_hand}, or let 'pip install datasets' fetch it from the hub") from error
+    name, configuration, split, _ = where
+    try:
+        table = datasets.load_dataset(name, configuration, split=split)
+    except Exception as error:  # the library raises whatever its transport raises
+        raise FetchError(f"{name} cannot be had from the hub ({type(error).__name__}); {by_hand}") from error
+    yield from enumerate(table, 1)
 
 
 def _spread(prompts: list[Prompt], limit: int) -> list[Prompt]:

@@ -8,11 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
-from anabranch.cli import train
-from anabranch.cli.bench import bench
+from anabranch.cli import bench, train
+from anabranch.cli.analysis import analyze, simulate
 from anabranch.cli.certify import certify
 from anabranch.cli.models import info, pull
 from anabranch.cli.text import chat, generate
+from anabranch.cli.tune import tune
 from anabranch.errors import AnabranchError
 
 __all__ = ["app", "main"]
@@ -26,8 +27,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Decode language models faster without changing what they say.",
 )
-for verb in (pull, generate, chat, info, certify, bench):
+for verb in (pull, generate, chat, info, certify, tune, simulate, analyze):
     app.command()(verb)
+app.add_typer(bench.app, name="bench")
 app.add_typer(train.app, name="train")
 
 

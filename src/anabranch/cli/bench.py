@@ -1,127 +1,195 @@
-"""``anabranch bench``: measure methods beside each other on the same prompts."""
+"""``anabranch bench``: measure methods and other engines beside each other; compare results; install peers."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shlex
 import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-__all__ = ["bench", "encode"]
+from anabranch.cli import peers
+from anabranch.errors import CapabilityError, InputError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from anabranch.bench.run import Encoded
+    from anabranch.bench.session import Session
+    from anabranch.model.load import Target
+    from anabranch.streams.folder import LoadedAdapter
+
+__all__ = ["app", "encode"]
 
 METHODS = ("none", "prompt_lookup", "streams")
+INTERRUPTED = 130
+
+app = typer.Typer(invoke_without_command=True)
+app.add_typer(peers.app, name="peers")
 
 
+@app.callback()
 def bench(
+    context: typer.Context,
     model: Annotated[str, typer.Option(help="default, a folder, a .gguf file or a hub id")] = "default",
     adapter: Annotated[Path | None, typer.Option(help="adapter folder (default: the one that ships)")] = None,
-    suite: Annotated[str, typer.Option(help="own, spec_bench, mt_bench, humaneval, gsm8k, or a JSONL file")] = "own",
-    data: Annotated[Path | None, typer.Option(help="folder with the suites' data")] = None,
+    suite: Annotated[
+        str, typer.Option(help="own (a few prompts in the package), spec_bench, mt_bench, humaneval, gsm8k, or a JSONL")
+    ] = "own",
+    data: Annotated[
+        Path | None, typer.Option(help="folder with the suites, as spec_bench/test.jsonl.gz (default: the hub)")
+    ] = None,
     field: Annotated[str, typer.Option(help="field of a JSONL file that holds the prompt")] = "prompt",
+    task: Annotated[list[str] | None, typer.Option(help="only this task of the suite; repeatable")] = None,
     limit: Annotated[int | None, typer.Option(help="that many prompts, spread over the tasks")] = None,
     method: Annotated[
-        list[str] | None, typer.Option(help="a drafter and its settings, e.g. streams:tree=32,prune=16; repeatable")
+        list[str] | None,
+        typer.Option(help="[LABEL=]a drafter and its settings, as in wide=streams:nodes=32; repeatable"),
     ] = None,
-    peer: Annotated[list[str] | None, typer.Option(help="transformers or transformers-lookup; repeatable")] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(help="[LABEL=]another engine, see 'anabranch bench peers list'; repeatable"),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="new tokens a prompt")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="0: all tokens")] = 0,
+    top_k: Annotated[int, typer.Option(help="draw from the k most probable tokens; 0: from all")] = 0,
+    top_p: Annotated[float, typer.Option(help="draw from the most probable tokens of this mass; 1: from all")] = 1.0,
     seed: Annotated[int, typer.Option(help="noise of sampling")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="no chat template")] = False,
     repeats: Annotated[int, typer.Option(help="runs of each prompt and contender")] = 1,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
-    threads: Annotated[int | None, typer.Option(help="CPU threads (default: torch's own choice)")] = None,
-    out: Annotated[Path | None, typer.Option(help="write FILE.json and FILE.md")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads of every contender (default: torch's choice)")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="write FILE.json, FILE.csv and FILE.md")] = None,
+    figures: Annotated[bool, typer.Option("--figures", help="also write figures beside FILE, as PNG and SVG")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="go on with the run that was stopped while writing FILE")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
-    """Measure methods beside each other: tokens/s, speedup, mean acceptance length, time by part.
+    """Measure methods and other engines beside each other, on this machine and the same prompts.
 
-    Every prompt goes through all methods before the next one, in rotating order; speedups are over our own plain
-    decoding (none) on the same prompt. Let nothing else run meanwhile.
+    Every prompt goes through all contenders before the next one does, in rotating order. Speedups and equal outputs
+    are over our own plain decoding (none) of the same prompt, which always takes part. Let nothing else run meanwhile.
+    Ctrl-C keeps what is done.
     """
-    import torch
+    if context.invoked_subcommand is not None:
+        return
     from rich.console import Console
-    from rich.markdown import Markdown
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from anabranch.bench.contenders import Contender, Ours, Transformers
-    from anabranch.bench.report import SCHEMA, environment, markdown
-    from anabranch.bench.run import measure, summarise
+    from anabranch.bench.entries import read_entries
+    from anabranch.bench.figures import check_figures
+    from anabranch.bench.journal import Journal, check_writable
+    from anabranch.bench.report import heading, tables, wide_console
+    from anabranch.bench.session import Session
     from anabranch.bench.suites import load_suite
-    from anabranch.cli.models import fetch_default
-    from anabranch.drafters import make_drafter
-    from anabranch.errors import InputError
-    from anabranch.files import write_atomically
-    from anabranch.model.load import load_target
-    from anabranch.model.pack import pack_decoder
     from anabranch.sampling import SamplingParams
-    from anabranch.streams.folder import find_adapter
 
-    if threads is not None:
-        torch.set_num_threads(threads)
-    sampling = SamplingParams(temperature=temperature, top_k=top_k, seed=seed)
-    prompts = load_suite(suite, data=data, limit=limit, field=field)
-    if model == "default":
-        fetch_default()
-    target = load_target(model, dtype=dtype, device=device)
-    loaded = find_adapter(target, adapter)
-    encoded = [(prompt, encode(target.tokenizer, prompt.text, raw=raw)) for prompt in prompts]
-    capacity = max(len(ids) for _, ids in encoded) + max_new_tokens
-    pack_decoder(target.decoder)
-    contenders: list[Contender] = []
-    for spec in method or METHODS:
-        drafter = make_drafter(spec, target.decoder, None if loaded is None else loaded.adapter)
-        contenders.append(Ours(spec, target, drafter, capacity=capacity, sampling=sampling))
-    for name in peer or ():
-        if name not in ("transformers", "transformers-lookup"):
-            raise InputError(f"there is no peer {name!r}; peers are transformers and transformers-lookup")
-        contenders.append(Transformers(target, sampling=sampling, lookup=name.endswith("lookup")))
-
-    console = Console(stderr=True)
-    bar = Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console
-    )
-    with bar:
-        line = bar.add_task("warm-up", total=None)
-        found = measure(
-            contenders,
-            encoded,
-            max_new_tokens=max_new_tokens,
-            repeats=repeats,
-            report=lambda done, total, name: bar.update(line, completed=done, total=total, description=name),
-        )
-    result: dict[str, Any] = {
-        "schema": SCHEMA,
-        "run": {
-            "command": _command(data),
-            "model": model,
-            "fingerprint": target.fingerprint,
-            "adapter": None if loaded is None else loaded.record.get("sha256"),
-            "suite": suite if suite in ("own", "spec_bench", "mt_bench", "humaneval", "gsm8k") else Path(suite).name,
-            "prompts": len(prompts),
-            "max_new_tokens": max_new_tokens,
-            "temperature": temperature,
-            "top_k": top_k,
-            "seed": seed,
-            "chat_template": not raw,
-            "dtype": str(target.decoder.dtype).removeprefix("torch."),
-            "repeats": repeats,
-        },
-        "environment": environment(target.decoder.device),
-        "contenders": summarise(found, encoded),
-    }
-    page = markdown(result)
+    # whatever can be refused is refused before a model is loaded
+    if (figures or resume) and out is None:
+        raise InputError(f"{'--figures' if figures else '--resume'} needs --out FILE, beside which it finds its files")
+    for name, value in (("max_new_tokens", max_new_tokens), ("repeats", repeats), ("threads", threads)):
+        if value is not None and value < 1:
+            raise InputError(f"{name} must be at least 1, not {value}")
+    sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    entries = read_entries(method or METHODS, peer or ())
+    if figures:
+        check_figures()
     if out is not None:
-        write_atomically(out.with_suffix(".json"), json.dumps(result, indent=1) + "\n")
-        write_atomically(out.with_suffix(".md"), page)
+        check_writable(out)
+        Journal.check(out, resume=resume)
+    prompts = load_suite(suite, data=data, limit=limit, field=field, tasks=task or ())
+
+    loaded = _load(model, adapter, dtype=dtype, device=device, threads=threads)
+    encoded = [(prompt, encode(loaded.target.tokenizer, prompt.text, raw=raw)) for prompt in prompts]
+    _check_lengths(encoded, max_new_tokens, loaded.target.config.max_positions)
+    run = {
+        "model": model,
+        "fingerprint": loaded.target.fingerprint,
+        "adapter": None if loaded.adapter is None else loaded.adapter.record.get("sha256"),
+        "suite": suite if data is not None or not Path(suite).is_file() else Path(suite).name,
+        "tasks": task or [],
+        "prompts": len(encoded),
+        "prompts_sha256": hashlib.sha256(json.dumps([list(ids) for _, ids in encoded]).encode()).hexdigest(),
+        "contenders": [[entry.name, entry.spec, entry.kind] for entry in entries],
+        "baseline": next(entry.name for entry in entries if entry.spec == "none"),
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "seed": seed,
+        "chat_template": not raw,
+        "dtype": str(loaded.target.decoder.dtype).removeprefix("torch."),
+        "repeats": repeats,
+    }
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    own = None if loaded.adapter is None else loaded.adapter.adapter
+    interrupted = False
+    with Session(run, entries, encoded, loaded.target, own, sampling, console.print) as session:
+        try:
+            _go(session, out, resume=resume, console=console)
+        except KeyboardInterrupt:
+            if not session.done:
+                session.forget()
+                raise
+            interrupted = True
+        if len(session.failed) == len(entries):
+            session.forget()
+            why = "; ".join(f"{name}: {error}" for name, error in session.failed.items())
+            raise CapabilityError(f"no contender could be measured ({why})")
+        result = session.result(_command(data)) | {"load_seconds": loaded.clocks}
+    written = [] if out is None else _write(result, out, figures=figures)
+    if session.complete:
+        session.forget()
     if as_json:
         print(json.dumps(result))
     else:
-        Console().print(Markdown(page))
+        shown = tables(result)
+        show = wide_console(shown)
+        for sentence in heading(result):
+            show.print(sentence, soft_wrap=True)
+        for table in shown:
+            show.print(table)
+    for path in written:
+        console.print(f"wrote {path}")
+    if interrupted:
+        again = (
+            "what is done is kept: add --resume to go on" if out is not None else "give --out FILE to be able to resume"
+        )
+        console.print(f"stopped after {result['prompts_done']} of {len(encoded)} prompts; {again}")
+        raise typer.Exit(INTERRUPTED)
+
+
+@app.command("compare")
+def compare_results(
+    a: Annotated[Path, typer.Argument(help="a result, as 'anabranch bench --out FILE' writes it")],
+    b: Annotated[Path, typer.Argument(help="another one; ratios are B over A")],
+    as_json: Annotated[bool, typer.Option("--json", help="print the comparison as JSON")] = False,
+) -> None:
+    """Put two results beside each other: B over A by contender, with quartiles over prompts.
+
+    Warns where model, dtype, machine, threads or prompts differ, since then the ratio is not the methods' alone.
+    """
+    from anabranch.bench.compare import compare, comparison_table, read_result
+    from anabranch.bench.report import wide_console
+
+    found = compare(read_result(a), read_result(b))
+    if as_json:
+        print(json.dumps(found))
+        return
+    table = comparison_table(found)
+    console = wide_console([table])
+    for line in (f"A: {a}", f"B: {b}", *(f"warning: {warning}" for warning in found["warnings"])):
+        console.print(line, soft_wrap=True)
+    console.print(table)
 
 
 def encode(tokenizer: Any, text: str, *, raw: bool) -> list[int]:
@@ -134,8 +202,93 @@ def encode(tokenizer: Any, text: str, *, raw: bool) -> list[int]:
     return list(tokenizer.encode(chat, add_special_tokens=False))
 
 
-def _command(data: Path | None) -> str:
-    """The command as anyone could give it: the data folder is called DIR."""
-    return shlex.join(
-        "DIR" if data is not None and word == str(data) else word for word in ("anabranch", *sys.argv[1:])
+@dataclass(frozen=True)
+class _Loaded:
+    """What all contenders of ours share; ``clocks`` are seconds outside every measurement."""
+
+    target: Target
+    adapter: LoadedAdapter | None
+    clocks: dict[str, float]
+
+
+def _load(model: str, adapter: Path | None, *, dtype: str, device: str, threads: int | None) -> _Loaded:
+    import torch
+
+    from anabranch.cli.models import fetch_default
+    from anabranch.model.load import load_target
+    from anabranch.model.pack import pack_decoder
+    from anabranch.streams.folder import find_adapter
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if model == "default":
+        fetch_default()
+    began = time.perf_counter()
+    target = load_target(model, dtype=dtype, device=device)
+    found = find_adapter(target, adapter)
+    loaded = time.perf_counter()
+    pack_decoder(target.decoder)
+    packed = time.perf_counter()
+    return _Loaded(target, found, {"load": round(loaded - began, 3), "pack": round(packed - loaded, 3)})
+
+
+def _check_lengths(encoded: Sequence[Encoded], max_new_tokens: int, longest: int) -> None:
+    for prompt, ids in encoded:
+        if not ids:
+            raise InputError(f"the prompt {prompt.name} of the task {prompt.task} has no tokens; leave it out")
+        if len(ids) + max_new_tokens > longest:
+            raise InputError(
+                f"the prompt {prompt.name} of the task {prompt.task} has {len(ids)} tokens, which leaves no room for "
+                f"{max_new_tokens} more within the model's {longest}; shorten it, or lower --max-new-tokens"
+            )
+
+
+def _go(session: Session, out: Path | None, *, resume: bool, console: Console) -> None:
+    """From physics to the last prompt, with progress and time left."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    session.prepare(out, resume=resume)
+    session.open()
+    already, began = len(session.done), time.perf_counter()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("prompts"))
+    # prompts take seconds to minutes: the estimate looks back over all of them
+    bar = Progress(
+        *columns,
+        TimeRemainingColumn(),
+        console=console,
+        speed_estimate_period=1e9,
+        disable=not console.is_terminal,  # a log gets a line a prompt instead
     )
+    with bar:
+        line = bar.add_task("", total=len(session.prompts), completed=already)
+
+        def report(done: int, total: int, what: str) -> None:
+            bar.update(line, completed=done, description=what)
+            if not what and not console.is_terminal:
+                left = (time.perf_counter() - began) / (done - already) * (total - done)
+                console.print(f"{done}/{total} prompts, about {left / 60:.1f} minutes left")
+
+        session.decode(report)
+
+
+def _write(result: dict[str, Any], out: Path, *, figures: bool) -> list[Path]:
+    from anabranch.bench.figures import save_figures
+    from anabranch.bench.journal import beside
+    from anabranch.bench.report import markdown, sheet
+    from anabranch.files import write_atomically
+
+    drawn = save_figures(result, out) if figures else []
+    texts = {
+        ".json": json.dumps(result, indent=1) + "\n",
+        ".csv": sheet(result),
+        ".md": markdown(result, [path.name for path in drawn if path.suffix == ".png"]),
+    }
+    for suffix, text in texts.items():
+        write_atomically(beside(out, suffix), text)
+    return [*(beside(out, suffix) for suffix in texts), *drawn]
+
+
+def _command(data: Path | None) -> str:
+    """The command as anyone could give it: the data folder is called DIR; that it was resumed changes nothing."""
+    words = (word for word in ("anabranch", *sys.argv[1:]) if word != "--resume")
+    return shlex.join("DIR" if data is not None and word == str(data) else word for word in words)

@@ -15,6 +15,8 @@ import typer
 from anabranch.errors import InputError
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from anabranch.api import Keywords
     from anabranch.api import Model as LoadedModel
     from anabranch.generation import Chunk, Generation
@@ -24,7 +26,10 @@ __all__ = ["chat", "generate"]
 Model = Annotated[str, typer.Option(help="default, a folder, a .gguf file or a hub id")]
 Adapter = Annotated[Path | None, typer.Option(help="adapter folder (default: the one that ships for the model)")]
 Drafter = Annotated[
-    str, typer.Option(help="none, streams, prompt_lookup, streams+prompt_lookup; settings as streams:nodes=32,prune=16")
+    str,
+    typer.Option(
+        help="auto (what tune found), none, streams, prompt_lookup, streams+prompt_lookup; streams:nodes=32,prune=16"
+    ),
 ]
 NewTokens = Annotated[int, typer.Option(help="at most that many new tokens")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy")]
@@ -47,7 +52,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="the prompt, or - to read it from standard input")],
     model: Model = "default",
     adapter: Adapter = None,
-    drafter: Drafter = "streams+prompt_lookup",
+    drafter: Drafter = "auto",
     max_new_tokens: NewTokens = 256,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
@@ -59,15 +64,22 @@ def generate(
     device: Device = "auto",
     show_drafts: ShowDrafts = False,
     compare: Annotated[bool, typer.Option("--compare", help="measure the speedup over plain decoding too")] = False,
+    trace: Annotated[Path | None, typer.Option(help="record every step into this file, for 'simulate'")] = None,
+    every_position: Annotated[
+        bool, typer.Option("--every-position", help="with --trace: record a draft at every token and verify none")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
     """Write text: an answer to the prompt, or with --raw its continuation.
 
     A model with a chat template is asked through it. The last line tells tokens, tokens/s, mean acceptance length
-    (tokens per forward) and forwards; --compare adds the measured speedup over plain decoding.
+    (tokens per forward) and forwards; --compare adds the measured speedup over plain decoding. --trace records token
+    ids, drafts and times, no text.
     """
     if compare and drafter == "none":
         raise InputError("--compare measures a drafter against plain decoding; choose another drafter than none")
+    if every_position and trace is None:
+        raise InputError("--every-position says how to record; give a file with --trace")
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         raise InputError("the prompt is empty; give some text")
@@ -76,8 +88,11 @@ def generate(
     asked: str | list[int] = text
     if not raw and getattr(loaded.tokenizer, "chat_template", None):
         asked = loaded.chat_ids([{"role": "user", "content": text}])
-    found = _stream(loaded, asked, options, show=not as_json, show_drafts=show_drafts)
-    comparison = _compare(loaded, asked, options, drafter) if compare else None
+    chunks = loaded.stream(asked, **options)
+    if trace is not None:
+        chunks = _recorded(chunks, loaded, asked, options, trace, loaded.drafter, every_position=every_position)
+    found = _stream(loaded, chunks, options, show=not as_json, show_drafts=show_drafts)
+    comparison = _compare(loaded, asked, options, loaded.drafter) if compare else None
     if as_json:
         record = {"text": found.text, "token_ids": found.token_ids, "finish_reason": found.finish_reason}
         if show_drafts:
@@ -90,7 +105,7 @@ def generate(
 def chat(
     model: Model = "default",
     adapter: Adapter = None,
-    drafter: Drafter = "streams+prompt_lookup",
+    drafter: Drafter = "auto",
     max_new_tokens: NewTokens = 512,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
@@ -115,7 +130,8 @@ def chat(
             return
         messages.append({"role": "user", "content": said})
         try:
-            found = _stream(loaded, loaded.chat_ids(messages), options, show=True, show_drafts=show_drafts)
+            chunks = loaded.stream(loaded.chat_ids(messages), **options)
+            found = _stream(loaded, chunks, options, show=True, show_drafts=show_drafts)
         except KeyboardInterrupt:
             _note("\nstopped; this question and its answer are forgotten")
             messages.pop()
@@ -167,7 +183,8 @@ def _load(model: str, adapter: Path | None, drafter: str, *, dtype: str, device:
     from anabranch.api import Options, load
     from anabranch.drafters import check_spec
 
-    check_spec(drafter)
+    if drafter != "auto":
+        check_spec(drafter)
     Options.of(options)
     if model == "default":
         from anabranch.cli.models import fetch_default
@@ -176,13 +193,55 @@ def _load(model: str, adapter: Path | None, drafter: str, *, dtype: str, device:
     return load(model, drafter=drafter, adapter=adapter, dtype=dtype, device=device)
 
 
+def _recorded(
+    chunks: Generator[Chunk, None, None],
+    loaded: LoadedModel,
+    asked: str | list[int],
+    options: Keywords,
+    path: Path,
+    drafter: str,
+    *,
+    every_position: bool,
+) -> Generator[Chunk, None, None]:
+    """Hand ``chunks`` on and write their steps down; to record every position, decode plainly in their place."""
+    from anabranch.analysis.trace import TraceWriter
+    from anabranch.api import Options
+    from anabranch.drafters import make_drafter
+    from anabranch.engine import Engine
+    from anabranch.generation import stream
+
+    settings = {"drafter": drafter, "model": loaded.target.name, **options}
+    with TraceWriter(path, settings=settings, every_position=every_position) as writer:
+        if every_position:
+            call = Options.of(options)
+            ids = loaded.tokenizer.encode(asked) if isinstance(asked, str) else asked
+            request = call.request(list(ids), loaded.target)
+            adapter = None if loaded.adapter is None else loaded.adapter.adapter
+            decoder = loaded.target.decoder
+            engine = Engine(
+                decoder,
+                writer.watch(make_drafter(drafter, decoder, adapter)),
+                capacity=len(request.prompt_ids) + request.max_new_tokens,
+            )
+            chunks = stream(engine, request, loaded.tokenizer, stop=call.stops)
+        with closing(chunks):
+            for chunk in chunks:
+                writer.add(chunk.step, len(chunk.token_ids))
+                yield chunk
+
+
 def _stream(
-    loaded: LoadedModel, asked: str | list[int], options: Keywords, *, show: bool, show_drafts: bool
+    loaded: LoadedModel,
+    chunks: Generator[Chunk, None, None],
+    options: Keywords,
+    *,
+    show: bool,
+    show_drafts: bool,
 ) -> Generation:
     """Decode, showing text as it comes; returns the whole."""
     marker = _Marker(loaded.tokenizer, options.get("stop", ())) if show and show_drafts else None
     result: Generation | None = None
-    with closing(loaded.stream(asked, **options)) as chunks:
+    with closing(chunks):
         for chunk in chunks:
             if show:
                 typer.echo(chunk.text if marker is None else marker.mark(chunk), nl=False)

@@ -1,0 +1,380 @@
+"""Recordings of decoding, one JSON line a step, written as it happens and readable after a crash.
+
+    {"trace": 1, "rule": "follow", "every_position": false, "settings": {...}}  the first line
+    {"source": "stream 1"}                                                       names source 1; 0 is "target"
+    {"row": 0, "at": 3, "tokens": [7, 9], "parents": [-1, 0], "sources": [0, 1], "log_probs": [0.0, -0.2],
+     "path": [0, 1], "next": 5, "kept": 2, "drafted": 1, "ms": [0.4, 9.1, 0.1, 0.6]}                    a step
+
+A recording holds token ids and no text. There are three ways to make one:
+
+as it decodes    ``writer.add(step)`` for every step of an engine
+with p and q     the engine's drafter is ``writer.watch(drafter)``: what the rule *reject* compared is kept as well
+every position   the same, of a ``TraceWriter(..., every_position=True)``: drafts are made and recorded but never
+                 verified, so every position of the text has the draft that would be made there. It takes as long as
+                 plain decoding, and narrower drafts can then be replayed without error (``simulate``)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, TextIO, cast
+
+import numpy as np
+import torch
+
+from anabranch.drafters.base import Context, Drafter, Observation
+from anabranch.engine import FinishReason, Step, Timings
+from anabranch.errors import CapabilityError, FileError
+from anabranch.model.decoder import Rider
+from anabranch.sampling import SamplingParams, target_probs
+from anabranch.tree import DraftTree
+from anabranch.verify import Rule, Verdict
+
+__all__ = ["Judged", "Record", "Row", "Trace", "TraceWriter", "Watched", "child_ranks", "read_trace"]
+
+VERSION = 1
+UNLIMITED = 1 << 20  # deeper than any draft
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What the rule *reject* compared in one step.
+
+    p, q     [N - 1] the target's and the drafter's probability of each drafted token, given its parent
+    overlap  sum_x min(p(x), q(x)) at each node of the accepted path that has children, from the root on
+    """
+
+    p: tuple[float, ...]
+    q: tuple[float, ...]
+    overlap: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One recorded step of row ``row``, whose first token is number ``at`` of the row's new tokens.
+
+    tree     what was drafted: as verified, or never verified where every position was recorded
+    verdict  the accepted path of it and the target's own next token
+    kept     tokens emitted; fewer than the path and the next token where the row was cut
+    drafted  nodes drafted before pruning
+    room     depth that was of use at the end of the text, where every position was recorded: there ``tree`` is as deep
+             as it would be anywhere; None: ``tree`` is cut already
+    """
+
+    row: int
+    at: int
+    tree: DraftTree
+    verdict: Verdict
+    kept: int
+    drafted: int
+    timings: Timings
+    finish: FinishReason | None = None
+    judged: Judged | None = None
+    room: int | None = None
+
+    @property
+    def said(self) -> tuple[int, ...]:
+        """The accepted tokens and the target's own, also where the row was cut among them."""
+        return (*(int(self.tree.tokens[node]) for node in self.verdict.path[1:]), self.verdict.next_token)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Emitted tokens."""
+        return self.said[: self.kept]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The place of each accepted node among its siblings; 0: the most believed."""
+        return child_ranks(self.tree, self.verdict.path)
+
+
+@dataclass(frozen=True)
+class Row:
+    """The steps of one sequence, in order."""
+
+    records: tuple[Record, ...]
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All emitted tokens."""
+        return tuple(token for record in self.records for token in record.tokens)
+
+    @property
+    def said(self) -> tuple[int, ...]:
+        """All emitted tokens and what the last step accepted beyond the cut."""
+        return (*(token for record in self.records[:-1] for token in record.tokens), *self.records[-1].said)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A recording on disk. Iterating reads it step by step, rows as they were decoded; ``rows`` gathers them."""
+
+    path: Path
+    settings: Mapping[str, Any]
+    rule: Rule
+    every_position: bool
+
+    def __iter__(self) -> Iterator[Record]:
+        """Records in the order of writing. A cut last line is dropped with a warning; FileError for a broken one."""
+        sources = ["target"]
+        with self.path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if number == 1:
+                    continue
+                try:
+                    fields = json.loads(line)
+                except ValueError as error:
+                    if line.endswith("\n"):
+                        raise FileError(f"line {number} of {self.path} is not JSON; record the trace again") from error
+                    warnings.warn(f"the last record of {self.path} is cut off and left out", stacklevel=2)
+                    return
+                try:
+                    if "source" in fields:
+                        sources.append(str(fields["source"]))
+                    else:
+                        yield _record(fields, sources)
+                except (AssertionError, IndexError, KeyError, TypeError, ValueError) as error:
+                    raise FileError(f"line {number} of {self.path} is not a step; record the trace again") from error
+
+    def rows(self) -> list[Row]:
+        """The recorded sequences, in the order in which they began."""
+        found: dict[int, list[Record]] = {}
+        for record in self:
+            found.setdefault(record.row, []).append(record)
+        return [Row(tuple(records)) for records in found.values()]
+
+
+def read_trace(path: Path) -> Trace:
+    """Open a recording. Raises FileError where there is none or it is of another version."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            header = json.loads(file.readline())
+        if header["trace"] != VERSION:
+            raise FileError(f"{path} is a trace of version {header['trace']}, and this anabranch reads {VERSION}")
+        return Trace(path, dict(header["settings"]), header["rule"], bool(header["every_position"]))
+    except OSError as error:
+        raise FileError(f"the trace {path} cannot be read: {error.strerror}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise FileError(f"{path} is not a trace; record one with 'anabranch generate ... --trace FILE'") from error
+
+
+class TraceWriter:
+    """Writes a recording, flushed after every step; also a context manager.
+
+    settings        whatever tells how it was made; goes into the first line and must be JSON
+    rule            how the drafts are verified
+    every_position  record drafts without verifying them; the engine's drafter must be ``watch``ed
+
+    Raises FileError if ``path`` exists or cannot be written.
+    """
+
+    def __init__(
+        self, path: Path, *, settings: Mapping[str, Any], rule: Rule = "follow", every_position: bool = False
+    ) -> None:
+        self.path, self.every_position = path, every_position
+        self._watched: list[Watched] = []
+        self._sources = {"target": 0}
+        self._emitted: dict[int, int] = {}
+        if path.exists():
+            raise FileError(f"{path} exists; give the trace another name, or remove it first")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: TextIO = path.open("x", encoding="utf-8")
+        except OSError as error:
+            raise FileError(f"the trace {path} cannot be written: {error.strerror}") from error
+        header = {"trace": VERSION, "rule": rule, "every_position": every_position}
+        self._write({**header, "settings": dict(settings)})
+
+    def watch(self, drafter: Drafter) -> Watched:
+        """The drafter to give to an engine whose steps are added here."""
+        watched = Watched(drafter, every_position=self.every_position)
+        self._watched.append(watched)
+        return watched
+
+    def add(self, step: Step, kept: int | None = None) -> None:
+        """Append a step; ``kept`` of its tokens were emitted, where a stop string cut it."""
+        seen = next((found for w in self._watched if (found := w.take(step.row)) is not None), None)
+        tree, judged, room = (step.tree, None, None) if seen is None else seen
+        for source in tree.sources:
+            if source not in self._sources:
+                self._sources[source] = len(self._sources)
+                self._write({"source": source})
+        at = self._emitted.get(step.row, 0)
+        kept = len(step.tokens) if kept is None else kept
+        timings = step.timings
+        fields: dict[str, Any] = {
+            "row": step.row,
+            "at": at,
+            "tokens": tree.tokens.tolist(),
+            "parents": tree.parents.tolist(),
+            "sources": [self._sources[source] for source in tree.sources],
+            "path": list(step.verdict.path),
+            "next": step.verdict.next_token,
+            "kept": kept,
+            "drafted": tree.size - 1 if self.every_position else step.drafted,
+            "ms": [round(1e3 * s, 4) for s in (timings.draft, timings.forward, timings.verify, timings.commit)],
+        }
+        if tree.log_probs is not None:
+            fields["log_probs"] = [_number(value) for value in tree.log_probs]
+        if step.finish is not None:
+            fields["finish"] = step.finish
+        if room is not None:
+            fields["room"] = room
+        if judged is not None:
+            fields |= {name: [_number(x) for x in getattr(judged, name)] for name in ("p", "q", "overlap")}
+        self._write(fields)
+        self._emitted[step.row] = at + kept
+        if step.finish is not None:
+            del self._emitted[step.row]
+
+    def _write(self, fields: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(fields, separators=(",", ":")) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+class _Seen(NamedTuple):
+    tree: DraftTree
+    judged: Judged | None
+    room: int | None
+
+
+class Watched(Drafter):
+    """A drafter, and what a recording wants to know of it beyond the steps."""
+
+    def __init__(self, drafter: Drafter, *, every_position: bool = False) -> None:
+        self.drafter, self.every_position = drafter, every_position
+        self.name, self.rules, self.max_nodes = drafter.name, drafter.rules, drafter.max_nodes
+        self._drafts: dict[int, DraftTree] = {}
+        self._seen: dict[int, deque[_Seen]] = {}
+
+    @property
+    def room(self) -> int:
+        """The drafter's own."""
+        return self.drafter.room
+
+    @property
+    def rider(self) -> Rider | None:
+        """The drafter's own."""
+        return self.drafter.rider
+
+    def check(self, sampling: SamplingParams, rule: Rule) -> None:
+        """What the drafter says; drafts at every position belong to no draw of *reject*."""
+        if self.every_position and rule == "reject":
+            raise CapabilityError(
+                "recording every position leaves drafts unverified, and rule='reject' replays only what was verified; "
+                "use rule='follow', or record as it decodes"
+            )
+        self.drafter.check(sampling, rule)
+
+    def draft(self, contexts: Sequence[Context]) -> list[DraftTree]:
+        """The drafter's trees, or roots alone where nothing is to be verified."""
+        if not self.every_position:
+            return self.drafter.draft(contexts)
+        rooms = [context.room for context in contexts]
+        for context in contexts:
+            # what is not verified needs no room, and a replay cuts narrower trees to it as their drafter would
+            context.room = UNLIMITED if context.room > 0 else 0
+        trees = self.drafter.draft(contexts)
+        for context, room in zip(contexts, rooms, strict=True):
+            context.room = room
+        self._drafts = {context.key: tree for context, tree in zip(contexts, trees, strict=True)}
+        return [DraftTree.root(context.root) for context in contexts]
+
+    def observe(self, contexts: Sequence[Context], seen: Observation) -> None:
+        """Keep what was drafted and compared; the drafter observes too."""
+        for b, (context, tree, verdict) in enumerate(zip(contexts, seen.trees, seen.verdicts, strict=True)):
+            judged = None
+            if context.rule == "reject" and tree.draft_probs is not None and not context.sampling.needs_history:
+                assert seen.output.logits_BNV is not None
+                judged = _judge(tree, verdict, seen.output.logits_BNV[b, : tree.size], context.sampling)
+            found = _Seen(tree, judged, None)
+            if self.every_position:
+                found = _Seen(self._drafts[context.key], None, max(0, context.room))
+            self._seen.setdefault(context.key, deque()).append(found)
+        self.drafter.observe(contexts, seen)
+
+    def leave(self, context: Context) -> None:
+        """The drafter forgets."""
+        self.drafter.leave(context)
+
+    def take(self, row: int) -> _Seen | None:
+        """What is known of the oldest step of a row that was not taken yet; None if it is not watched here."""
+        waiting = self._seen.get(row)
+        if not waiting:
+            return None
+        found = waiting.popleft()
+        if not waiting:
+            del self._seen[row]
+        return found
+
+
+def child_ranks(tree: DraftTree, path: Sequence[int]) -> tuple[int, ...]:
+    """The place of each node of ``path`` but the root among its siblings, by belief, or by order where there is none.
+
+    9 (0) +-- 1 (1: -0.7)    child_ranks(tree, (0, 1)) is (1,): its sibling is believed more
+          +-- 2 (2: -0.5)
+    """
+    beliefs = np.zeros(tree.size) if tree.log_probs is None else tree.log_probs
+    ranks = []
+    for parent, node in pairwise(path):
+        siblings = sorted(tree.children(parent), key=lambda child: -beliefs[child])
+        ranks.append(siblings.index(node))
+    return tuple(ranks)
+
+
+def _judge(tree: DraftTree, verdict: Verdict, logits_NV: torch.Tensor, sampling: SamplingParams) -> Judged:
+    assert tree.draft_probs is not None
+    p_NV, q_NV = target_probs(logits_NV, sampling), tree.draft_probs
+    parents, tokens = torch.from_numpy(tree.parents[1:]), torch.from_numpy(tree.tokens[1:])
+    inner = torch.tensor([node for node in verdict.path if tree.children(node)], dtype=torch.long)
+    overlap = torch.minimum(p_NV[inner], q_NV[inner]).sum(-1)
+    return Judged(tuple(p_NV[parents, tokens].tolist()), tuple(q_NV[parents, tokens].tolist()), tuple(overlap.tolist()))
+
+
+def _number(value: float) -> float | None:
+    """The shortest decimal that is this float32 again; None for minus infinity, which JSON lacks."""
+    return None if value == -math.inf else float(str(np.float32(value)))
+
+
+def _record(fields: Mapping[str, Any], sources: Sequence[str]) -> Record:
+    beliefs = fields.get("log_probs")
+    tree = DraftTree(
+        np.asarray(fields["tokens"], np.int64),
+        np.asarray(fields["parents"], np.int64),
+        sources=tuple(sources[source] for source in fields["sources"]),
+        log_probs=None if beliefs is None else np.asarray([-math.inf if x is None else x for x in beliefs], np.float32),
+    )
+    path = tuple(int(node) for node in fields["path"])
+    if path[0] != 0 or any(tree.parents[child] != parent for parent, child in pairwise(path)):
+        raise ValueError("the path leaves the tree")
+    judged = Judged(tuple(fields["p"]), tuple(fields["q"]), tuple(fields["overlap"])) if "p" in fields else None
+    return Record(
+        int(fields["row"]),
+        int(fields["at"]),
+        tree,
+        Verdict(path, int(fields["next"])),
+        int(fields["kept"]),
+        int(fields["drafted"]),
+        Timings(*(1e-3 * ms for ms in fields["ms"])),
+        cast("FinishReason | None", fields.get("finish")),
+        judged,
+        fields.get("room"),
+    )

@@ -1,0 +1,116 @@
+"""Two result files beside each other: ratios by contender, and what else differs between the runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from anabranch.bench.report import SCHEMA, plain_table
+from anabranch.bench.summary import quartiles
+from anabranch.errors import FileError
+
+__all__ = ["compare", "comparison_table", "read_result"]
+
+# what a fair comparison keeps equal, in words
+RUN = {
+    "fingerprint": "model",
+    "dtype": "dtype",
+    "suite": "suite",
+    "prompts_sha256": "prompts",
+    "max_new_tokens": "number of new tokens",
+    "temperature": "temperature",
+    "repeats": "number of repeats",
+}
+PLACE = {"processor": "processor", "device": "device", "threads": "number of threads", "torch": "torch version"}
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """A result file of this version's schema. Raises FileError for anything else."""
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise FileError(f"there is no result file {path}; 'anabranch bench --out FILE' writes one") from error
+    except (OSError, ValueError) as error:
+        raise FileError(f"{path} is not readable JSON; give a file that 'anabranch bench --out FILE' wrote") from error
+    schema = result.get("schema") if isinstance(result, dict) else None
+    if schema != SCHEMA:
+        raise FileError(f"{path} has the result schema {schema}, and this version reads {SCHEMA}; measure again")
+    return dict(result)
+
+
+def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+    """B over A for each contender of either: tokens/s prompt by prompt (quartiles), and what each gained over plain.
+
+    Where the runs have other prompts, only the ratio of the totals is given.
+    """
+    warnings = []
+    for group, facts in (("run", RUN), ("environment", PLACE)):
+        for key, words in facts.items():
+            was, now = a[group].get(key), b[group].get(key)
+            if was != now:
+                told = f": {was} and {now}" if len(f"{was}{now}") < 80 else ""
+                warnings.append(f"the {words} differs{told}")
+    warnings += [f"{name} is not complete" for name, result in (("A", a), ("B", b)) if not result["complete"]]
+    # a stopped run has the first prompts of the same list
+    same = a["run"]["prompts_sha256"] == b["run"]["prompts_sha256"]
+    sides = [{record["name"]: record for record in result["contenders"]} for result in (a, b)]
+    records = []
+    for name in dict.fromkeys([*sides[0], *sides[1]]):
+        found = [side.get(name) for side in sides]
+        record: dict[str, Any] = {"name": name}
+        for letter, one in zip("ab", found, strict=True):
+            record[letter] = _side(one)
+        one, two = found
+        if one is not None and two is not None and "error" not in one and "error" not in two:
+            if one["spec"] != two["spec"]:
+                warnings.append(f"{name} is {one['spec']} in A and {two['spec']} in B")
+            record["ratio_total"] = round(two["tokens_per_second"] / one["tokens_per_second"], 4)
+            if same:
+                pairs = zip(one["tokens_per_second_by_prompt"], two["tokens_per_second_by_prompt"], strict=False)
+                record["ratio_quartiles"] = quartiles([y / x for x, y in pairs])
+        records.append(record)
+    return {"warnings": warnings, "contenders": records}
+
+
+def _side(record: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if record is None:
+        return None
+    keys = ("error", "tokens_per_second", "speedup_quartiles", "mean_acceptance_length")
+    return {key: record[key] for key in keys if key in record}
+
+
+def comparison_table(found: Mapping[str, Any]) -> Table:
+    """For a terminal."""
+    table = plain_table()
+    table.add_column("contender")
+    pairs = [f"{side}\n{what}" for what in ("speedup", "tokens/step") for side in "AB"]
+    for title in ("A\ntokens/s", "B\ntokens/s", "B / A\n(quartiles)", *pairs):
+        table.add_column(title, justify="right")
+    for record in found["contenders"]:
+        sides = (record["a"], record["b"])
+        ratio = f"{record['ratio_total']:.2f} (totals)" if "ratio_total" in record else "-"
+        if record.get("ratio_quartiles"):
+            low, middle, high = record["ratio_quartiles"]
+            ratio = f"{middle:.2f} ({low:.2f}-{high:.2f})"
+        table.add_row(
+            record["name"],
+            *(_cell(side, "tokens_per_second", ".1f") for side in sides),
+            ratio,
+            *(_cell(side, "speedup_quartiles", ".2f") for side in sides),
+            *(_cell(side, "mean_acceptance_length", ".2f") for side in sides),
+        )
+    return table
+
+
+def _cell(side: Mapping[str, Any] | None, key: str, form: str) -> str:
+    if side is None:
+        return "absent"
+    if "error" in side:
+        return "error"
+    value = side.get(key)
+    value = value[1] if isinstance(value, list) else value
+    return "-" if value is None else format(value, form)

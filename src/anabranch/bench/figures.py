@@ -1,0 +1,273 @@
+"""Figures of a result: speedup by task, acceptance by depth, time by part, tokens/s against the floor.
+
+Colours are Okabe and Ito's, which people with any colour vision tell apart; lines differ by marker too. Needs the extra
+``figures`` (matplotlib).
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anabranch.bench.journal import beside
+from anabranch.errors import CapabilityError
+from anabranch.files import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["FIGURES", "check_figures", "draw", "save_figures"]
+
+BLUE, ORANGE, GREEN, RED, SKY, PINK, YELLOW = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#D55E00",
+    "#56B4E9",
+    "#CC79A7",
+    "#F0E442",
+)
+LINES = ((BLUE, "o"), (RED, "s"), (GREEN, "^"), (PINK, "D"), (ORANGE, "v"), (SKY, "P"), ("#000000", "X"))
+PARTS = {"forward": BLUE, "draft": ORANGE, "commit": GREEN, "verify": PINK}
+INK, FAINT = "#333333", "#DDDDDD"
+STYLE: dict[Any, Any] = {
+    "font.size": 10,
+    "font.family": "DejaVu Sans",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#888888",
+    "axes.labelcolor": INK,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "svg.fonttype": "path",
+    "svg.hashsalt": "anabranch",
+}
+Records = list[dict[str, Any]]
+
+
+def check_figures() -> None:
+    """Raise CapabilityError if matplotlib is not installed, before anything is measured for it."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise CapabilityError(
+            "figures need matplotlib; install it with pip install 'anabranch[figures]', or leave out --figures"
+        ) from error
+
+
+def draw(result: Mapping[str, Any]) -> dict[str, Figure]:
+    """The figures of a result by name; one that would be empty (no task, no draft, no peer's clock) is left out."""
+    import matplotlib
+
+    records = [record for record in result["contenders"] if "error" not in record]
+    with matplotlib.rc_context(STYLE):
+        drawn = {name: make(result, records) for name, make in FIGURES.items()}
+    return {name: figure for name, figure in drawn.items() if figure is not None}
+
+
+def save_figures(result: Mapping[str, Any], out: Path) -> list[Path]:
+    """Write every figure as FILE.NAME.png and FILE.NAME.svg; returns the paths."""
+    import matplotlib
+
+    written = []
+    for name, figure in draw(result).items():
+        for kind, options in (("png", {"dpi": 160}), ("svg", {"metadata": {"Date": None}})):
+            data = io.BytesIO()
+            with matplotlib.rc_context(STYLE):
+                figure.savefig(data, format=kind, facecolor="white", **options)
+            path = beside(out, f".{name}.{kind}")
+            write_atomically(path, data.getvalue())
+            written.append(path)
+    return written
+
+
+def _figure(result: Mapping[str, Any], title: str, width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    run, where = result["run"], result["environment"]
+    law = "greedy" if run["temperature"] == 0 else f"T = {run['temperature']:g}"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
+    figure.supxlabel(
+        f"{run['suite']}, {result['prompts_done']} prompts, {run['max_new_tokens']} new tokens, {law}, {run['dtype']}, "
+        f"batch 1; {where['processor']}, threads: {where['threads']}; {where['date']}",
+        x=0.01,
+        ha="left",
+        fontsize=8,
+        color="#777777",
+    )
+    return figure
+
+
+def _rows(axes: Axes, names: list[str]) -> None:
+    """Contenders down the y axis, the first on top."""
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color=FAINT, linewidth=0.7)
+    axes.set_axisbelow(True)
+
+
+def _colour(record: Mapping[str, Any]) -> str:
+    return BLUE if record["kind"] == "ours" else ORANGE
+
+
+def _speedup(result: Mapping[str, Any], records: Records) -> Figure | None:
+    """A panel a task: median and quartiles over its prompts of the speedup over plain decoding."""
+    baseline = result["run"]["baseline"]
+    records = [r for r in records if "speedup_quartiles" in r and r["name"] != baseline]
+    if not records:
+        return None
+    tasks = list(records[0]["by_task"])
+    panels = [("all prompts", records)]
+    if len(tasks) > 1:
+        panels += [(task, [r["by_task"][task] for r in records]) for task in tasks]
+    columns = min(4, len(panels))
+    lines = -(-len(panels) // columns)
+    figure = _figure(
+        result, "Speedup over plain decoding, by task", 2.6 + 2.3 * columns, 1.1 + lines * (0.75 + 0.3 * len(records))
+    )
+    grid = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
+    for place, axes in enumerate(grid.flat):
+        if place >= len(panels):
+            axes.set_visible(False)
+            continue
+        task, parts = panels[place]
+        _rows(axes, [record["name"] for record in records])
+        axes.axvline(1.0, color=INK, linewidth=1, zorder=1)
+        for y, (record, part) in enumerate(zip(records, parts, strict=True)):
+            low, middle, high = part["speedup_quartiles"]
+            axes.plot([low, high], [y, y], color=_colour(record), linewidth=2.5, alpha=0.45, solid_capstyle="round")
+            axes.plot(middle, y, "o" if record["kind"] == "ours" else "D", color=_colour(record), markersize=6)
+            axes.annotate(
+                f"{middle:.2f}",
+                (middle, y),
+                (0, 6),
+                textcoords="offset points",
+                ha="center",
+                va="bottom",
+                fontsize=7.5,
+                bbox={"boxstyle": "square,pad=0.1", "color": "white"},
+                zorder=1.5,
+            )
+        axes.margins(x=0.12)
+        axes.set_title(task.replace("_", " "))
+        if place + columns >= len(panels):
+            axes.tick_params(axis="x", labelbottom=True)
+            axes.set_xlabel("times plain decoding")
+    if any(record["kind"] == "peer" for record in records):
+        figure.suptitle(
+            "Speedup over plain decoding, by task (circles: anabranch; diamonds: peers; bars: quartiles)",
+            x=0.01,
+            ha="left",
+            fontsize=13,
+            fontweight="bold",
+        )
+    return figure
+
+
+def _acceptance(result: Mapping[str, Any], records: Records) -> Figure | None:
+    """A line a method: how often a step accepted at least that many draft tokens."""
+    records = [record for record in records if record.get("acceptance_by_depth")]
+    if not records:
+        return None
+    figure = _figure(result, "Acceptance by depth", 8, 4.6)
+    axes = figure.subplots()
+    deepest = min(10, max(len(record["acceptance_by_depth"]) for record in records))
+    for place, record in enumerate(records):
+        colour, marker = LINES[place % len(LINES)]
+        shares = [100 * share for share in record["acceptance_by_depth"][:deepest]]
+        label = f"{record['name']}: {record['mean_acceptance_length']:.2f} tokens a step"
+        dashes = "-" if place < len(LINES) else "--"
+        axes.plot(range(1, len(shares) + 1), shares, dashes, color=colour, marker=marker, linewidth=2, label=label)
+    axes.set_xticks(range(1, deepest + 1))
+    axes.set_xlabel("draft tokens accepted in a step, at least")
+    axes.set_ylabel("steps with a draft (%)")
+    axes.set_ylim(0, 100)
+    axes.grid(color=FAINT, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def _time(result: Mapping[str, Any], records: Records) -> Figure | None:
+    """A stacked bar a method: milliseconds a token by part, and the floor of plain decoding."""
+    records = [record for record in records if "token_ms_by_part" in record]
+    if not records:
+        return None
+    figure = _figure(result, "Where the time of a token goes", 8.5, 1.9 + 0.42 * len(records))
+    axes = figure.subplots()
+    _rows(axes, [record["name"] for record in records])
+    ends = [0.0] * len(records)
+    for part, colour in PARTS.items():
+        widths = [record["token_ms_by_part"][part] for record in records]
+        axes.barh(range(len(records)), widths, left=ends, color=colour, height=0.62, edgecolor="white", label=part)
+        ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    for y, end in enumerate(ends):
+        axes.annotate(f"{end:.1f}", (end, y), (4, 0), textcoords="offset points", va="center", fontsize=9)
+    floor = result["machine"]["floor_ms"]
+    axes.axvline(floor, color=RED, linewidth=1.5, linestyle="--", label=f"floor of plain decoding ({floor:.1f})")
+    axes.set_xlim(0, 1.1 * max([*ends, floor]))
+    axes.set_xlabel("milliseconds per new token (reading the prompt is not included)")
+    handles, labels = axes.get_legend_handles_labels()
+    order = [*range(1, len(handles)), 0]  # the line comes first, and is least
+    axes.legend(
+        [handles[i] for i in order],
+        [labels[i] for i in order],
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        frameon=False,
+        fontsize=9,
+        ncols=len(handles),
+    )
+    return figure
+
+
+def _floor(result: Mapping[str, Any], records: Records) -> Figure | None:
+    """Tokens/s while decoding and prompt included, against what reading all weights for each token allows."""
+    if not records:
+        return None
+    figure = _figure(result, "Tokens per second, and the floor that memory sets", 8.5, 2.1 + 0.42 * len(records))
+    axes = figure.subplots()
+    _rows(axes, [record["name"] for record in records])
+    limit = 1e3 / result["machine"]["floor_ms"]
+    most = limit
+    for y, record in enumerate(records):
+        middle = record["token_ms_quartiles"]
+        whole = record["tokens_per_second"]
+        decoding = whole if middle is None else 1e3 / middle[1]
+        if middle is not None:
+            axes.barh(y, decoding, color=_colour(record), height=0.62, alpha=0.85)
+        axes.plot(whole, y, "o", color="white", markeredgecolor=INK, markersize=7)
+        right = max(decoding, whole)
+        most = max(most, right)
+        axes.annotate(f"{decoding:.0f}", (right, y), (7, 0), textcoords="offset points", va="center", fontsize=9)
+    axes.axvline(limit, color=RED, linewidth=1.5, linestyle="--")
+    axes.annotate(
+        f"every weight read once a token: {limit:.0f} tokens/s",
+        (limit, 1.0),
+        (-4, 3),
+        xycoords=("data", "axes fraction"),
+        textcoords="offset points",
+        ha="right",
+        color=RED,
+        fontsize=9,
+    )
+    axes.set_xlim(0, 1.1 * most)
+    axes.set_xlabel("new tokens per second (bar: while decoding; circle: prompt included)")
+    return figure
+
+
+FIGURES: dict[str, Callable[[Mapping[str, Any], Records], Figure | None]] = {
+    "speedup": _speedup,
+    "acceptance": _acceptance,
+    "time": _time,
+    "floor": _floor,
+}

@@ -1,0 +1,119 @@
+"""What a run has done so far, a line a prompt, so that a stopped run can go on: FILE.partial.jsonl.
+
+The first line says what is measured and on what; a run goes on only if nothing of that has changed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from anabranch.bench.run import Answer, Round
+from anabranch.errors import FileError, InputError
+from anabranch.files import write_atomically
+
+__all__ = ["Journal", "beside", "check_writable"]
+
+FORMATS = (".json", ".csv", ".md")
+
+
+def beside(out: Path, suffix: str) -> Path:
+    """``out`` with ``suffix`` behind it, in place of a suffix that a result has: results/a.json -> results/a.csv."""
+    stem = out.name.removesuffix(out.suffix) if out.suffix in FORMATS else out.name
+    return out.with_name(stem + suffix)
+
+
+def check_writable(out: Path) -> None:
+    """Make the folder of ``out`` and try to write there. Raises FileError before hours are spent for nothing."""
+    if out.is_dir():
+        raise FileError(f"{out} is a folder; give --out a file name in it")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out.parent):
+            pass
+    except OSError as error:
+        raise FileError(
+            f"results cannot be written to {out.parent} ({error.strerror}); choose another --out"
+        ) from error
+
+
+class Journal:
+    """The file beside ``out``. ``header`` holds what must be equal to go on, under "settings", and what is kept."""
+
+    def __init__(self, path: Path, header: dict[str, Any], rounds: list[Round]) -> None:
+        self.path, self.header, self.rounds = path, header, rounds
+
+    @staticmethod
+    def path_of(out: Path) -> Path:
+        """Where the journal of ``out`` lies."""
+        return beside(out, ".partial.jsonl")
+
+    @staticmethod
+    def check(out: Path, *, resume: bool) -> None:
+        """Refuse to forget what a stopped run has done, and to go on from nothing."""
+        path = Journal.path_of(out)
+        if resume and not path.is_file():
+            raise InputError(f"there is nothing to go on from: {path} does not exist; run without --resume")
+        if path.is_file() and not resume:
+            raise InputError(f"{path} is left from a run that was stopped; go on with --resume, or delete it")
+
+    def begin(self, errors: Mapping[str, str]) -> None:
+        """Write the first line; ``errors`` are those of contenders that could not be opened."""
+        self.header["errors"] = dict(errors)
+        write_atomically(self.path, json.dumps(self.header) + "\n")
+
+    @staticmethod
+    def resume(out: Path, settings: Mapping[str, Any]) -> Journal:
+        """Go on with the file that is there. Raises InputError if it was made with other settings than these."""
+        path = Journal.path_of(out)
+        lines = path.read_text(encoding="utf-8").splitlines()
+        records = []
+        for number, line in enumerate(lines, 1):
+            try:
+                records.append(json.loads(line))
+            except ValueError as error:
+                if number == len(lines) and number > 1:  # the line that was being written when the machine stopped
+                    break
+                raise FileError(f"line {number} of {path} is not JSON; delete the file and start again") from error
+        if not records or "settings" not in records[0]:
+            raise FileError(f"{path} does not begin with a run's settings; delete it and start again")
+        header = records[0]
+        known = json.loads(json.dumps(settings))
+        other = [name for name in {**header["settings"], **known} if header["settings"].get(name) != known.get(name)]
+        if other:
+            was, now = header["settings"].get(other[0]), known.get(other[0])
+            raise InputError(
+                f"{path} was measured with another {other[0].replace('_', ' ')} ({was}, now {now}); give the same "
+                "settings, or delete it"
+            )
+        rounds = [
+            Round(
+                record["prompt"],
+                {name: [Answer.from_dict(one) for one in many] for name, many in record["answers"].items()},
+                record["errors"],
+            )
+            for record in records[1:]
+        ]
+        write_atomically(path, "".join(json.dumps(record) + "\n" for record in records))
+        return Journal(path, header, rounds)
+
+    def add(self, one: Round) -> None:
+        """Keep a round, on disk when this returns."""
+        record = {
+            "prompt": one.index,
+            "answers": {name: [answer.to_dict() for answer in many] for name, many in one.answers.items()},
+            "errors": one.errors,
+        }
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.rounds.append(one)
+
+    def remove(self) -> None:
+        """The run is complete and written."""
+        self.path.unlink(missing_ok=True)

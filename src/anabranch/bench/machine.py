@@ -1,0 +1,146 @@
+"""The physics: how fast this machine reads memory and multiplies, and the floor that this sets for decoding.
+
+A token of plain decoding at batch 1 reads every weight once, so it cannot take less than
+
+    floor = bytes of weights / read bandwidth
+
+(the cache of keys and values and all arithmetic come on top). Speculation reads them once for several tokens, which is
+the only way below that floor without touching the weights.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anabranch.model.decoder import Decoder
+from anabranch.model.pack import PackedLinear
+from anabranch.model.stack import NativeLinear
+
+__all__ = ["Machine", "forget_peak", "last_level_cache", "measure_machine", "peak_memory_mb", "weight_bytes"]
+
+REPEATS = 9
+SIDE = 1536  # of the square matrices: 7 GFLOP a product
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What was measured, each with its quartiles over repeats.
+
+    read_gb_s       10^9 bytes a second read from ``buffer_mb`` MB by all threads, the faster of two kernels
+    matrix_tflop_s  10^12 operations a second in square products of ``dtype``; a multiplication and an addition are two
+    weight_mb       10^6 bytes of weights that a pass over one token reads
+    floor_ms        milliseconds a token of plain decoding takes at least: weight_mb / read_gb_s
+    """
+
+    threads: int
+    dtype: str
+    buffer_mb: float
+    read_gb_s: tuple[float, float, float]
+    matrix_tflop_s: tuple[float, float, float]
+    weight_mb: float
+
+    @property
+    def floor_ms(self) -> float:
+        """By the median of the read bandwidth."""
+        return self.weight_mb / self.read_gb_s[1]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For result files."""
+        return asdict(self) | {"floor_ms": round(self.floor_ms, 4)}
+
+
+def measure_machine(decoder: Decoder, *, buffer_bytes: int | None = None, repeats: int = REPEATS) -> Machine:
+    """Measure the machine that ``decoder`` lies on, with torch's threads and the decoder's type.
+
+    ``buffer_bytes`` is eight times the last-level cache by default, and at least 512 MiB.
+    """
+    device = decoder.device
+    size = max(2**29, 8 * last_level_cache(device)) if buffer_bytes is None else buffer_bytes
+    words = torch.ones(size // 8, dtype=torch.int64, device=device)
+    floats = words.view(torch.float32)
+    reads = max(
+        (_rates(read, size, device, repeats) for read in (words.sum, floats.max)),
+        key=statistics.median,
+    )
+    del words, floats
+    square = torch.randn(SIDE, SIDE, device=device).to(decoder.dtype)
+    products = _rates(lambda: square @ square, 2 * SIDE**3, device, repeats)
+    return Machine(
+        threads=torch.get_num_threads(),
+        dtype=str(decoder.dtype).removeprefix("torch."),
+        buffer_mb=round(size / 1e6, 1),
+        read_gb_s=_quartiles(reads, 1e9),
+        matrix_tflop_s=_quartiles(products, 1e12),
+        weight_mb=round(weight_bytes(decoder) / 1e6, 3),
+    )
+
+
+def _rates(work: Callable[[], Any], amount: int, device: torch.device, repeats: int) -> list[float]:
+    """``amount`` over the seconds of each repeat, after one that does not count."""
+
+    def once() -> float:
+        began = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - began
+
+    once()
+    return [amount / once() for _ in range(max(2, repeats))]
+
+
+def _quartiles(values: list[float], unit: float) -> tuple[float, float, float]:
+    low, middle, high = (round(value / unit, 4) for value in statistics.quantiles(values, n=4, method="inclusive"))
+    return low, middle, high
+
+
+def last_level_cache(device: torch.device) -> int:
+    """Bytes of the largest cache; 0 where the system does not tell."""
+    if device.type == "cuda":
+        return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0))
+    units = {"K": 2**10, "M": 2**20, "G": 2**30}
+    sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max((int(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units), default=0)
+
+
+def weight_bytes(decoder: Decoder) -> int:
+    """Bytes of weights that a pass over one token reads: blocks, last norm and head; of the embedding only a row."""
+    total = 0
+    for part in (decoder.blocks, decoder.norm, decoder.head):
+        for module in part.modules():
+            if isinstance(module, PackedLinear | NativeLinear):
+                bias = 0 if module.bias is None else module.bias.nbytes
+                total += module.out_features * module.in_features * decoder.dtype.itemsize + bias
+            else:
+                total += sum(parameter.nbytes for parameter in module.parameters(recurse=False))
+    return total
+
+
+def forget_peak(device: torch.device) -> None:
+    """Let ``peak_memory_mb`` begin anew, where the system can: what was loaded and measured before is not decoding."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory_mb(device: torch.device) -> dict[str, float]:
+    """The most memory this process held, in 10^6 bytes, by kind; what the system does not tell is left out."""
+    found: dict[str, float] = {}
+    if sys.platform != "win32":
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        found["resident"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6, 1)
+    if device.type == "cuda":
+        found["device"] = round(torch.cuda.max_memory_allocated(device) / 1e6, 1)
+    return found

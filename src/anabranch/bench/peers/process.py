@@ -1,0 +1,217 @@
+"""Our end of the wire to a peer: one JSON object a line out, one back, each with a time limit and checked.
+
+    {"op": "load", ...}                               -> {"ok": true, "info": {...}}
+    {"op": "decode", "ids": [...], "max_new_tokens": N, ...}
+                                    -> {"ok": true, "ids": [...], "seconds": s, "first_token_seconds": s or null}
+    {"op": "quit"}
+    whatever the engine refuses                       -> {"ok": false, "error": "..."}
+
+The clock is the peer's, around the engine's own call and nothing else. A peer that ends, hangs or prints something
+else is stopped, with all processes that it started, and says so ever after; its answer is never timed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from typing import IO, Any, NoReturn, TypeGuard
+
+from anabranch.bench.contenders import Run
+from anabranch.errors import AnabranchError, InputError
+from anabranch.sampling import SamplingParams
+
+__all__ = ["Peer", "PeerError"]
+
+_QUIT_SECONDS = 5.0
+_TAIL_LINES, _TAIL_BYTES = 3, 4000
+
+
+class PeerError(AnabranchError):
+    """A peer that could not be started, or did not answer as it should."""
+
+
+class Peer:
+    """A peer that has loaded its model, as a contender.
+
+    ``command`` is started at once, in an empty folder of its own and as the head of a process group, and told to
+    ``load``. ``vocabulary`` and ``eos`` say what a right answer looks like.
+
+    info  versions, weights and numerics, load seconds and peak memory in bytes, as the peer tells them
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        load: Mapping[str, Any],
+        *,
+        sampling: SamplingParams,
+        eos: Sequence[int],
+        vocabulary: int,
+        environment: Mapping[str, str] | None = None,
+        timeout: float = 300.0,
+    ) -> None:
+        self.name, self.info, self.timeout = name, dict[str, Any](), timeout
+        self._eos, self._vocabulary = tuple(eos), vocabulary
+        self._law = {
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "seed": sampling.seed,
+            "eos": list(self._eos),
+        }
+        self._failure: str | None = None
+        self._closed = False
+        self._folder = tempfile.mkdtemp(prefix="anabranch-peer-")
+        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the peer
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._stderr,
+                cwd=self._folder,
+                env=None if environment is None else dict(environment),
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._stderr.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise PeerError(f"the peer {name!r} could not be started ({error}); install it again") from error
+        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, name=f"peer {name}", daemon=True)
+        self._reader.start()
+        try:
+            info = self._ask({"op": "load", **load}).get("info")
+            if not isinstance(info, dict):
+                self._fail("answered without saying what it loaded")
+            self.info.update(info)
+        except BaseException:
+            self.close()
+            raise
+
+    def decode(self, prompt_ids: Sequence[int], *, max_new_tokens: int) -> Run:
+        """Decode one prompt. Raises PeerError for anything but the whole, plausible answer."""
+        if not len(prompt_ids) or max_new_tokens < 1:
+            raise InputError("a peer needs at least one prompt token and max_new_tokens of at least 1")
+        ids = [int(token) for token in prompt_ids]
+        reply = self._ask({"op": "decode", "ids": ids, "max_new_tokens": max_new_tokens, **self._law})
+        tokens, seconds, first = reply.get("ids"), reply.get("seconds"), reply.get("first_token_seconds")
+        if not isinstance(tokens, list) or not all(type(t) is int and 0 <= t < self._vocabulary for t in tokens):
+            self._fail(f"printed rubbish: its answer is no list of token ids below {self._vocabulary}")
+        if not _duration(seconds) or not (first is None or (_duration(first) and first <= seconds)):
+            self._fail(f"printed rubbish: its times are {seconds!r} s, and {first!r} s to the first token")
+        if len(tokens) > max_new_tokens:
+            self._fail(f"printed rubbish: {len(tokens)} tokens where at most {max_new_tokens} were asked for")
+        if any(token in self._eos for token in tokens[:-1]):
+            self._fail("went on after the end token")
+        if len(tokens) < max_new_tokens and (not tokens or tokens[-1] not in self._eos):
+            self._fail(f"stopped after {len(tokens)} of {max_new_tokens} tokens without an end token")
+        if type(peak := reply.get("peak_memory_bytes")) is int:
+            self.info["peak_memory_bytes"] = peak
+        return Run(tokens, seconds, first_token_seconds=first)
+
+    def close(self) -> None:
+        """End the peer and every process that it started; a second time is no harm."""
+        if self._closed:
+            return
+        self._closed = True
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(OSError):
+            process.stdin.write(b'{"op": "quit"}\n')
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        if self._failure is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_QUIT_SECONDS)
+        self._kill()
+        process.wait()
+        self._reader.join()
+        process.stdout.close()
+        self._stderr.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # -- the wire ---------------------------------------------------------------------------------------
+    def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        if self._closed:
+            raise PeerError(f"the peer {self.name!r} {self._failure or 'was closed'}")
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended: what it left to read tells more
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        try:
+            line = self._lines.get(timeout=self.timeout)
+        except queue.Empty:
+            self._fail(f"gave no answer to {request['op']!r} within {self.timeout:g} s and was stopped")
+        except BaseException:  # Ctrl-C: its late answer must not be taken for that of the next prompt
+            self._failure = "was interrupted"
+            self.close()
+            raise
+        if line is None:
+            self._fail(self._ending())
+        try:
+            reply = json.loads(line)
+        except ValueError:
+            reply = None
+        if not isinstance(reply, dict) or not isinstance(reply.get("ok"), bool):
+            self._fail(f"printed rubbish: {line[:80].decode(errors='replace').strip()!r}")
+        if not reply["ok"]:
+            self._fail(f"could not {request['op']}: {reply.get('error')}")
+        return reply
+
+    def _fail(self, what: str) -> NoReturn:
+        self._failure = what
+        self.close()
+        raise PeerError(f"the peer {self.name!r} {what}")
+
+    def _ending(self) -> str:
+        """How the process ended, and the last that it said."""
+        try:
+            code = self._process.wait(_QUIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            how = "closed its output"
+        else:
+            how = f"ended with exit code {code}" if code >= 0 else f"was ended by {_signal_name(-code)}"
+        tail = self._tail()
+        return f"{how}; its last words: {tail}" if tail else f"{how} without a word"
+
+    def _tail(self) -> str:
+        self._stderr.seek(max(0, self._stderr.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        lines = self._stderr.read().decode(errors="replace").splitlines()
+        return " | ".join(line.strip() for line in [line for line in lines if line.strip()][-_TAIL_LINES:])
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def _kill(self) -> None:
+        """The whole group: an engine may have started workers."""
+        if hasattr(os, "killpg"):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        else:
+            self._process.kill()
+
+
+def _duration(value: Any) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

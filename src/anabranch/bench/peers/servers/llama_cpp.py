@@ -1,0 +1,70 @@
+"""llama.cpp's server inside this process (the wheel xllamacpp), asked over its own HTTP interface."""
+
+from __future__ import annotations
+
+import json
+import time
+from http.client import HTTPConnection
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from .wire import Request, serve, versions
+
+
+class LlamaCpp:
+    """One slot, no cache of earlier prompts. The clock is around one request; the first token is llama.cpp's own."""
+
+    def __init__(self, request: Request) -> None:
+        xllamacpp = import_module("xllamacpp")
+        params: Any = xllamacpp.CommonParams()
+        params.model.path = request["model"]
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = request["threads"]
+        params.n_ctx = request["capacity"] + 8
+        params.n_parallel = 1
+        params.n_gpu_layers = 0
+        params.cache_prompt = False
+        self.server: Any = xllamacpp.Server(params)
+        self.address = urlsplit(self.server.listening_address)
+        self.info: dict[str, Any] = {
+            "weights": Path(request["model"]).stem,
+            "versions": versions("xllamacpp"),
+            "build": xllamacpp.get_system_info().strip(" |"),
+        }
+
+    def decode(self, request: Request) -> tuple[list[int], float, float | None]:
+        """Decode one prompt."""
+        body = json.dumps(
+            {
+                "prompt": request["ids"],
+                "n_predict": request["max_new_tokens"],
+                "temperature": request["temperature"],
+                "top_k": request["top_k"],
+                "top_p": request["top_p"],
+                "min_p": 0.0,
+                "repeat_penalty": 1.0,
+                "seed": request["seed"] % 2**32,
+                "samplers": ["top_k", "top_p", "temperature"],
+                "cache_prompt": False,
+                "return_tokens": True,
+            }
+        )
+        connection = HTTPConnection(self.address.hostname or "127.0.0.1", self.address.port)
+        try:
+            connection.connect()
+            began = time.perf_counter()
+            connection.request("POST", "/completion", body, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            text = answer.read()
+            seconds = time.perf_counter() - began
+        finally:
+            connection.close()
+        if answer.status != 200:
+            raise RuntimeError(f"llama.cpp answered {answer.status}: {text[:200].decode(errors='replace')}")
+        reply = json.loads(text)
+        return reply["tokens"], seconds, reply["timings"]["prompt_ms"] / 1e3
+
+
+if __name__ == "__main__":
+    serve(LlamaCpp)

@@ -1,0 +1,184 @@
+"""One benchmark: the machine measured, contenders opened and warmed up, prompts decoded, the result summed up.
+
+A session can be stopped at any point (KeyboardInterrupt) and asked for the result of what is complete.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from anabranch.bench.contenders import Contender
+from anabranch.bench.entries import Entry, open_entry
+from anabranch.bench.journal import Journal
+from anabranch.bench.machine import forget_peak, measure_machine, peak_memory_mb
+from anabranch.bench.report import SCHEMA, environment
+from anabranch.bench.run import FAILURES, Encoded, Report, Round, describe, gather, rounds, warm_up
+from anabranch.bench.summary import summarise
+from anabranch.model.load import Target
+from anabranch.sampling import SamplingParams
+from anabranch.streams.adapter import StreamAdapter
+
+__all__ = ["Session"]
+
+Tell = Callable[[str], None]
+
+
+class Session:
+    """``run`` says what is measured and goes into the result as it is: see ``cli.bench``. A context manager."""
+
+    def __init__(
+        self,
+        run: Mapping[str, Any],
+        entries: Sequence[Entry],
+        prompts: Sequence[Encoded],
+        target: Target,
+        adapter: StreamAdapter | None,
+        sampling: SamplingParams,
+        tell: Tell = lambda sentence: None,
+    ) -> None:
+        self.run, self.entries, self.prompts, self.tell = run, entries, prompts, tell
+        self.target, self.adapter, self.sampling = target, adapter, sampling
+        self.environment = environment(target.decoder.device)
+        self.machine: dict[str, Any] = {}
+        self.journal: Journal | None = None
+        self.done: list[Round] = []
+        self.errors: dict[str, str] = {}
+        self.facts: dict[str, dict[str, Any]] = {e.name: {"spec": e.spec, "kind": e.kind} for e in entries}
+        self.contenders: dict[str, Contender] = {}
+        self._exits = ExitStack()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exits.close()
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """Who failed, at whatever point, and why."""
+        return self.errors | {name: why for one in self.done for name, why in one.errors.items()}
+
+    @property
+    def complete(self) -> bool:
+        """Whether every prompt is decoded."""
+        return len(self.done) == len(self.prompts)
+
+    def prepare(self, out: Path | None, *, resume: bool) -> None:
+        """Measure the machine and begin the journal of ``out``; or read both from the journal of a stopped run."""
+        settings = {"schema": SCHEMA, **self.run, **self.environment}
+        settings = {name: value for name, value in settings.items() if name not in ("date", "commit")}
+        if out is not None and resume:
+            self.journal = Journal.resume(out, settings)
+            self.done = self.journal.rounds
+            header = self.journal.header
+            self.machine, self.errors = header["machine"], header["errors"]
+            commits = dict.fromkeys([header["environment"]["commit"], self.environment["commit"]])
+            self.environment = header["environment"] | {"commit": " then ".join(commits)}
+            self.tell(f"going on after {len(self.done)} of {len(self.prompts)} prompts")
+            return
+        self.tell("measuring the machine: memory bandwidth and matrix rate")
+        self.machine = measure_machine(self.target.decoder).to_dict()
+        self.tell(
+            f"{self.machine['read_gb_s'][1]:.1f} GB/s, {self.machine['matrix_tflop_s'][1]:.2f} TFLOP/s; reading "
+            f"{self.machine['weight_mb']:.1f} MB of weights takes {self.machine['floor_ms']:.2f} ms a token at least"
+        )
+        if out is not None:
+            kept = {"settings": settings, "machine": self.machine, "environment": self.environment}
+            self.journal = Journal(Journal.path_of(out), kept, self.done)
+
+    def open(self) -> None:
+        """Open all contenders and let each decode a little; one that cannot is an error, and the others go on."""
+        ids = [list(ids) for _, ids in self.prompts]
+        most = self.run["max_new_tokens"]
+        for entry in self.entries:
+            if entry.name in self.failed:
+                continue
+            self.tell(f"opening {entry.name}")
+            began = time.perf_counter()
+            try:
+                contender = open_entry(
+                    entry,
+                    self.target,
+                    self.adapter,
+                    sampling=self.sampling,
+                    threads=torch.get_num_threads(),
+                    capacity=max(map(len, ids)) + most,
+                )
+            except FAILURES as error:
+                self._fail(entry.name, describe(error))
+                continue
+            self._exits.callback(getattr(contender, "close", lambda: None))
+            self.contenders[entry.name] = contender
+            self.facts[entry.name]["open_seconds"] = round(time.perf_counter() - began, 3)
+        self.tell("warming up")
+        seconds, errors = warm_up(self.contenders, ids[0], max_new_tokens=most)
+        for name, value in seconds.items():
+            self.facts[name]["warm_up_seconds"] = round(value, 3)
+        for name, why in errors.items():
+            self._fail(name, why)
+            del self.contenders[name]
+        if self.journal is not None and not self.done:
+            self.journal.begin(self.errors)
+
+    def _fail(self, name: str, why: str) -> None:
+        self.errors[name] = why
+        self.tell(f"{name} is not measured: {why}")
+
+    def decode(self, report: Report) -> None:
+        """Decode the prompts that are left; every round is on disk before the next one begins."""
+        forget_peak(self.target.decoder.device)
+        for one in rounds(
+            self.contenders,
+            self.prompts,
+            max_new_tokens=self.run["max_new_tokens"],
+            repeats=self.run["repeats"],
+            start=len(self.done),
+            report=report,
+        ):
+            for name, why in one.errors.items():
+                self.tell(f"{name} is not measured: {why}")
+            if self.journal is None:
+                self.done.append(one)
+            else:
+                self.journal.add(one)  # its rounds are ours
+
+    def forget(self) -> None:
+        """Remove the journal: all is done and written, or there is nothing to go on from."""
+        if self.journal is not None:
+            self.journal.remove()
+
+    def result(self, command: str) -> dict[str, Any]:
+        """What is complete so far, in the form of a result file (docs/metrics.md)."""
+        decoded = self.prompts[: len(self.done)]
+        kinds = {entry.name: entry.kind for entry in self.entries}
+        records = summarise(
+            gather(list(kinds), self.done, self.errors),
+            decoded,
+            baseline=self.run["baseline"],
+            floor_ms=self.machine["floor_ms"],
+            # a peer draws with noise of its own
+            comparable=lambda name: kinds[name] == "ours" or self.sampling.greedy,
+        )
+        for name, contender in self.contenders.items():
+            if info := getattr(contender, "info", None):
+                self.facts[name]["info"] = dict(info)
+        return {
+            "schema": SCHEMA,
+            "complete": self.complete,
+            "prompts_done": len(self.done),
+            "run": {"command": command, **self.run},
+            "environment": self.environment,
+            "machine": self.machine,
+            "memory_mb": peak_memory_mb(self.target.decoder.device),
+            "contenders": [record | self.facts[record["name"]] for record in records],
+            "prompts": [{"name": p.name, "task": p.task, "tokens": len(ids)} for p, ids in decoded],
+        }

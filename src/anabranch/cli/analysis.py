@@ -1,0 +1,141 @@
+"""``anabranch simulate`` and ``anabranch analyze``: other drafts without the model, and the theory's figures."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from anabranch.errors import InputError
+
+if TYPE_CHECKING:
+    from anabranch.analysis.simulate import Cut, Prediction
+
+__all__ = ["analyze", "simulate"]
+
+
+def simulate(
+    trace: Annotated[Path, typer.Argument(help="a recording, from 'anabranch generate ... --trace FILE'")],
+    nodes: Annotated[str | None, typer.Option(help="nodes a draft, root included, e.g. 8,16,32")] = None,
+    depth: Annotated[str | None, typer.Option(help="tokens deep at most (gamma), e.g. 1,2,3")] = None,
+    k: Annotated[str | None, typer.Option(help="children a node at most, e.g. 1,4")] = None,
+    threshold: Annotated[str | None, typer.Option(help="least joint probability of a node, e.g. 0.01,0.1")] = None,
+    drop_source: Annotated[
+        list[str] | None, typer.Option(help="leave out what this source drafted: prompt_lookup, stream 3, stream")
+    ] = None,
+    latency: Annotated[
+        Path | None, typer.Option(help="milliseconds of a step by nodes: lines 'width,ms' or JSON {\"1\": 10.2}")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
+) -> None:
+    """Replay a recording with smaller drafts, without the model.
+
+    The first line are the drafts as they were recorded; every combination of the given settings follows. Nothing
+    larger than what was recorded can be judged, so record a large tree. A recording of real steps knows no draft at
+    the positions between them: the mean takes these to be like the others, the floor takes nothing to be accepted
+    there. With --every-position the recording knows all, and replays are exact.
+
+    Tokens/s come from --latency, or from the recorded steps' own times where these reach.
+    """
+    from anabranch.analysis.simulate import Cut, Latency, overlap
+    from anabranch.analysis.simulate import simulate as replay
+    from anabranch.analysis.trace import read_trace
+
+    axes: dict[str, list[Any]] = {
+        "nodes": _numbers("--nodes", nodes),
+        "depth": _numbers("--depth", depth),
+        "k": _numbers("--k", k),
+        "threshold": _numbers("--threshold", threshold, whole=False),
+    }
+    drop = tuple(drop_source or ())
+    asked = {name: values for name, values in axes.items() if values}
+    cuts = [Cut()]
+    if asked or drop:
+        cuts += [
+            Cut(**dict(zip(asked, values, strict=True)), drop=drop) for values in itertools.product(*asked.values())
+        ]
+    recording = read_trace(trace)
+    table = Latency.of(recording) if latency is None else Latency.read(latency)
+    found = [replay(recording, cut, latency=table) for cut in cuts]
+    if found[0].steps == 0:
+        raise InputError(f"{trace} has no steps; record a decoding first")
+    alpha = overlap(recording)
+    if as_json:
+        record = {
+            "schema": 1,
+            "trace": {
+                "rule": recording.rule,
+                "every_position": recording.every_position,
+                "settings": dict(recording.settings),
+                "alpha_from_p_and_q": alpha,
+            },
+            "predictions": [prediction.to_dict() for prediction in found],
+        }
+        print(json.dumps(record))
+        return
+    _show(found, alpha)
+
+
+def analyze(
+    out: Annotated[Path, typer.Option(help="folder for the figures and their tables")],
+    model: Annotated[
+        str, typer.Option(help="model of the cost figures, e.g. Llama-2-7B, Mistral-7B, Phi-3, OPT-1.3b")
+    ] = "Llama-2-13B",
+    as_json: Annotated[bool, typer.Option("--json", help="print the written files as JSON")] = False,
+) -> None:
+    """Draw what theory says: figures (PNG and SVG) and their numbers (CSV).
+
+    Speculative Streaming against a draft model (v1 figure 4, ACL figure 20), Leviathan et al.'s T5 experiments
+    predicted and measured, and what a draft costs in parameters, memory traffic and arithmetic (ACL figures 8, 9).
+    """
+    from anabranch.analysis.figures import write_figures
+
+    written = write_figures(out, model=model)
+    if as_json:
+        print(json.dumps([str(path) for path in written]))
+        return
+    for path in written:
+        print(path)
+
+
+def _numbers(option: str, text: str | None, *, whole: bool = True) -> list[int] | list[float]:
+    words = [word.strip() for word in (text or "").split(",") if word.strip()]
+    try:
+        return [int(word) for word in words] if whole else [float(word) for word in words]
+    except ValueError as error:
+        kind = "whole numbers" if whole else "numbers"
+        raise InputError(f"{option} takes {kind} with commas between them, not {text!r}") from error
+
+
+def _show(found: list[Prediction], alpha: float | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    table.add_column("drafts", no_wrap=True)
+    for name in ("tokens/step", "floor", "nodes/step", "filled", "alpha", "tokens/s"):
+        table.add_column(name, justify="right")
+    for prediction in found:
+        table.add_row(
+            _name(prediction.cut),
+            f"{prediction.mean_acceptance_length:.3f}",
+            "" if prediction.floor is None else f"{prediction.floor:.3f}",
+            f"{prediction.draft_nodes / prediction.steps:.1f}",
+            "" if prediction.filled is None else f"{prediction.filled:.0%}",
+            "" if prediction.alpha is None else f"{prediction.alpha:.3f}",
+            "" if prediction.tokens_per_second is None else f"{prediction.tokens_per_second:.1f}",
+        )
+    console = Console()
+    console.print(table)
+    if alpha is not None:
+        console.print(f"alpha from p and q: {alpha:.4f}, divergence {1 - alpha:.4f}", highlight=False)
+
+
+def _name(cut: Cut) -> str:
+    words = [f"{name} {getattr(cut, name)}" for name in ("nodes", "depth", "k") if getattr(cut, name) is not None]
+    words += [f"threshold {cut.threshold:g}"] if cut.threshold else []
+    words += [f"without {name}" for name in cut.drop]
+    return ", ".join(words) or "as recorded"

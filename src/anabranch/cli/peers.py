@@ -1,0 +1,93 @@
+"""``anabranch bench peers``: the environments that other engines run in."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Install, list and remove the engines that 'anabranch bench --peer' measures beside ours.",
+)
+
+
+@app.command()
+def install(
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="peers, as 'list' shows them")],
+) -> None:
+    """Install peers with pip, each in a virtual environment of its own; anabranch's own packages are not touched.
+
+    Some are large (vLLM and OpenVINO take 1 to 2 GB with torch). What is installed already is left as it is.
+    """
+    from rich.console import Console
+
+    from anabranch.bench.peers.environments import environment_of, status
+    from anabranch.bench.peers.environments import install as build
+
+    console = Console(stderr=True, highlight=False)
+    wanted = {name: environment_of(name) for name in names}  # a wrong name is told before anything is installed
+    for name, environment in wanted.items():
+        if environment is None:
+            print(f"{name} needs nothing: it runs on anabranch's own interpreter")
+            continue
+        fresh = build(environment, lambda line: console.print(line, markup=False, overflow="ellipsis", no_wrap=True))
+        size = f"{status(environment).bytes / 1e6:.0f} MB"
+        print(f"{name} is installed ({size})" if fresh else f"{name} was installed already ({size})")
+
+
+@app.command("list")
+def show(as_json: Annotated[bool, typer.Option("--json", help="print the list as JSON")] = False) -> None:
+    """Tell what peers there are, which are installed, and how much disk space they take."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from anabranch.bench.peers.catalogue import ENVIRONMENTS, PEERS
+    from anabranch.bench.peers.environments import status
+
+    standing = {name: status(name) for name in ENVIRONMENTS}
+    records: list[dict[str, Any]] = []
+    for spec in PEERS.values():
+        found = None if spec.environment is None else standing[spec.environment]
+        records.append(
+            {
+                "name": spec.name,
+                "summary": spec.summary,
+                "options": list(spec.options),
+                "environment": spec.environment,
+                "installed": found is None or found.ready,
+                "bytes": 0 if found is None else found.bytes,
+                "requirements": list(spec.requirements),
+            }
+        )
+    if as_json:
+        print(json.dumps(records))
+        return
+    table = Table("peer", "what it is", "installed", box=None, header_style="bold")
+    for record in records:
+        if record["environment"] is None:
+            state = "comes with anabranch"
+        elif record["installed"]:
+            state = f"yes, {record['bytes'] / 1e6:.0f} MB" + (
+                "" if record["environment"] == record["name"] else f" with {record['environment']}"
+            )
+        else:
+            state = "no"
+        table.add_row(record["name"], record["summary"], state)
+    Console().print(table)
+
+
+@app.command()
+def remove(name: Annotated[str, typer.Argument(metavar="NAME", help="a peer, as 'list' shows it")]) -> None:
+    """Delete a peer's environment and what was made with it; peers that share the environment go with it."""
+    from anabranch.bench.peers.environments import environment_of
+    from anabranch.bench.peers.environments import remove as delete
+    from anabranch.errors import InputError
+
+    environment = environment_of(name)
+    if environment is None:
+        raise InputError(f"{name} runs on anabranch's own interpreter, so there is nothing to remove")
+    print(f"{environment} is removed" if delete(environment) else f"{environment} was not installed")

@@ -1,0 +1,114 @@
+"""What ``anabranch tune`` found out, kept a machine, target and adapter: the drafter that ``drafter="auto"`` means.
+
+A profile's name is the hash of everything that the measurement depends on. One of another machine, another number of
+threads or another version is simply not found, and then the usual drafter serves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anabranch.errors import FileError
+from anabranch.files import cache_home, write_atomically
+from anabranch.model.load import Target
+from anabranch.streams.folder import LoadedAdapter
+
+__all__ = ["AUTO", "Situation", "find_profile", "resolve", "save_profile"]
+
+AUTO = "auto"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a measurement of speed depends on."""
+
+    fingerprint: str
+    adapter: str
+    dtype: str
+    device: str
+    processor: str
+    threads: int
+    kernels: str
+    anabranch: str
+    torch: str
+
+    @staticmethod
+    def of(target: Target, adapter: LoadedAdapter | None) -> Situation:
+        """Of a target as it is loaded (and packed) here."""
+        decoder = target.decoder
+        on_gpu = decoder.device.type == "cuda"
+        try:
+            here = version("anabranch")
+        except PackageNotFoundError:
+            here = "unreleased"
+        return Situation(
+            fingerprint=target.fingerprint,
+            adapter="" if adapter is None else str(adapter.record["sha256"]),
+            dtype=str(decoder.dtype).removeprefix("torch."),
+            device=torch.cuda.get_device_name(decoder.device) if on_gpu else "cpu",
+            processor=_processor(),
+            threads=torch.get_num_threads(),
+            kernels="torch" if decoder.stack is None else "native",
+            anabranch=here,
+            torch=torch.__version__,
+        )
+
+    def path(self) -> Path:
+        """Where its profile lies."""
+        named = json.dumps({"format": FORMAT, **self.__dict__}, sort_keys=True)
+        return cache_home() / "profiles" / f"{hashlib.sha256(named.encode()).hexdigest()[:16]}.json"
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def save_profile(situation: Situation, drafter: str, record: dict[str, Any]) -> Path:
+    """Write what was chosen and why; returns where. Raises FileError if the cache folder cannot be written."""
+    path = situation.path()
+    try:
+        whole = {"format": FORMAT, "drafter": drafter, "situation": situation.__dict__, **record}
+        write_atomically(path, json.dumps(whole, indent=1) + "\n")
+    except OSError as error:
+        raise FileError(
+            f"the profile cannot be written to {path} ({error.strerror}); set ANABRANCH_HOME to a folder that can"
+        ) from error
+    return path
+
+
+def find_profile(situation: Situation) -> dict[str, Any] | None:
+    """The profile of this situation, if there is one. Raises FileError where it is damaged."""
+    path = situation.path()
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found["drafter"], str):
+            raise TypeError
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FileError(f"{path} is no profile; delete it, or run 'anabranch tune' again") from error
+    return dict(found)
+
+
+def resolve(spec: str, target: Target, adapter: LoadedAdapter | None) -> str:
+    """What "auto" means here: the profile's drafter; without one, streams with prompt lookup, or that alone."""
+    if spec != AUTO:
+        return spec
+    profile = find_profile(Situation.of(target, adapter))
+    if profile is not None:
+        return str(profile["drafter"])
+    return "prompt_lookup" if adapter is None else "streams+prompt_lookup"

@@ -1,0 +1,114 @@
+"""``simulate``, ``analyze`` and ``generate --trace`` as a user types them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from anabranch.analysis.trace import read_trace
+from anabranch.cli import main
+from toy_text import ToyFolders
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    code = ended.value.code
+    assert isinstance(code, int)
+    return code, captured.out, captured.err
+
+
+@pytest.fixture
+def generate(toys: ToyFolders) -> list[object]:
+    where = ["--model", toys.model, "--adapter", toys.adapter, "--dtype", "float32", "--device", "cpu"]
+    return ["generate", *where, "--max-new-tokens", 30, "--drafter", "streams:nodes=20", "--json", "the thing"]
+
+
+def test_from_a_recording_to_a_prediction(
+    capsys: pytest.CaptureFixture[str], generate: list[object], tmp_path: Path
+) -> None:
+    path, every = tmp_path / "run.jsonl", tmp_path / "every.jsonl"
+    code, out, _ = run(capsys, *generate, "--trace", path)
+    assert code == 0
+    decoded = json.loads(out)
+    assert read_trace(path).settings["drafter"] == "streams:nodes=20"
+    code, out, _ = run(capsys, "simulate", path, "--nodes", "1,8", "--k", "2", "--json")
+    assert code == 0
+    first, none, eight = json.loads(out)["predictions"]
+    assert first["mean_acceptance_length"] == decoded["stats"]["mean_acceptance_length"]
+    assert first["steps"] == decoded["stats"]["steps"]
+    assert none["mean_acceptance_length"] == 1
+    assert eight["cut"] == {"nodes": 8, "depth": None, "k": 2, "threshold": 0.0, "drop": []}
+
+    code, out, _ = run(capsys, *generate, "--trace", every, "--every-position")
+    assert code == 0
+    assert json.loads(out)["token_ids"] == decoded["token_ids"]
+    code, out, _ = run(capsys, "simulate", every, "--json")
+    (whole,) = json.loads(out)["predictions"]
+    assert whole["mean_acceptance_length"] == decoded["stats"]["mean_acceptance_length"]
+
+    (tmp_path / "ms.csv").write_text("1,10\n20,20\n")
+    code, out, _ = run(capsys, "simulate", path, "--drop-source", "stream", "--latency", tmp_path / "ms.csv")
+    assert code == 0
+    assert "as recorded" in out
+    assert "without stream" in out
+    assert "100.0" in out  # nothing is drafted: 10 ms a token
+
+
+def test_what_cannot_be_replayed_is_said(
+    capsys: pytest.CaptureFixture[str], generate: list[object], tmp_path: Path
+) -> None:
+    path = tmp_path / "run.jsonl"
+    assert run(capsys, *generate, "--trace", path)[0] == 0
+    for arguments, message in (
+        (("simulate", tmp_path / "missing"), "cannot be read"),
+        (("simulate", path, "--nodes", "eight"), "--nodes takes whole numbers"),
+        (("simulate", path, "--threshold", "2"), "threshold must be"),
+        ((*generate, "--trace", path), "exists"),
+        ((*generate, "--every-position"), "give a file with --trace"),
+    ):
+        code, out, err = run(capsys, *arguments)
+        assert (code, out) == (1, "")
+        assert message in err
+        assert "Traceback" not in err
+
+
+def test_the_figures_and_their_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    code, out, _ = run(capsys, "analyze", "--out", tmp_path, "--model", "Phi-3", "--json")
+    assert code == 0
+    names = {"streaming_speedup", "t5", "overhead", "operations"}
+    expected = {tmp_path / f"{name}.{kind}" for name in names for kind in ("csv", "png", "svg")}
+    assert {Path(name) for name in json.loads(out)} == expected
+    assert all(path.stat().st_size > 100 for path in expected)
+    with (tmp_path / "streaming_speedup.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    at_parity = [r for r in rows if r["zeta_over_beta"] == "1.4" and r["target_over_draft"] == "10"]
+    assert [float(r["speedup"]) for r in at_parity] == [1.0]
+    with (tmp_path / "t5.csv").open() as file:
+        assert next(round(float(r["predicted"]), 2) for r in csv.DictReader(file)) == 3.16
+    code, _, err = run(capsys, "analyze", "--out", tmp_path, "--model", "GPT")
+    assert code == 1
+    assert "no model 'GPT'" in err
+
+
+def test_without_matplotlib(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, _, err = run(capsys, "analyze", "--out", tmp_path)
+    assert code == 1
+    assert "anabranch[figures]" in err
+
+
+@pytest.mark.parametrize("verb", ["simulate", "analyze"])
+def test_help_tells_what_a_verb_is_for(capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    code, out, _ = run(capsys, verb, "--help")
+    assert code == 0
+    assert "Usage" in out
+    assert len(out) > 200

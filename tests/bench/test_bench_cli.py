@@ -1,0 +1,306 @@
+"""``anabranch bench`` as a user types it, on toy models with real contenders."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anabranch.bench.contenders import Ours, Run
+from anabranch.bench.machine import measure_machine
+from anabranch.cli import main
+from toy_text import ToyFolders
+
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    out: str
+    err: str
+
+
+Bench = Callable[..., Outcome]
+
+
+@pytest.fixture
+def bench(
+    toys: ToyFolders, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Bench:
+    """Runs the verb on a suite of three prompts; the machine is measured in a moment."""
+    (tmp_path / "suite.jsonl").write_text(
+        '{"prompt": "the thing", "task": "a"}\n{"prompt": "other", "task": "b"}\n{"prompt": "third", "task": "a"}\n'
+    )
+    quick = partial(measure_machine, buffer_bytes=2**20, repeats=2)
+    monkeypatch.setattr("anabranch.bench.session.measure_machine", quick)
+    monkeypatch.setattr("anabranch.bench.machine.SIDE", 64)
+    where = ["--model", toys.model, "--adapter", toys.adapter, "--dtype", "float32", "--raw"]
+    suite = ["--suite", tmp_path / "suite.jsonl", "--max-new-tokens", 6]
+
+    def run(*arguments: object, bare: bool = False) -> Outcome:
+        command = ["bench", *([] if bare else [*where, *suite]), *arguments]
+        monkeypatch.setattr("sys.argv", ["anabranch", *map(str, command)])
+        with pytest.raises(SystemExit) as ended:
+            main([str(word) for word in command])
+        captured = capsys.readouterr()
+        assert isinstance(ended.value.code, int)
+        return Outcome(ended.value.code, captured.out, captured.err)
+
+    return run
+
+
+def read(path: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return record
+
+
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Ctrl-C at the so-manieth decoding of ours; the warm-up counts. Never again afterwards."""
+    decode = Ours.decode
+    calls = {"left": 0}
+
+    def interrupted(self: Ours, *arguments: Any, **options: Any) -> Run:
+        calls["left"] -= 1
+        if calls["left"] == 0:
+            raise KeyboardInterrupt
+        return decode(self, *arguments, **options)
+
+    monkeypatch.setattr(Ours, "decode", interrupted)
+
+    def at(call: int) -> None:
+        calls["left"] = call
+
+    return at
+
+
+def test_ours_against_ourselves_and_all_that_is_written(bench: Bench, tmp_path: Path) -> None:
+    out = tmp_path / "made" / "result.json"
+    methods = ("--method", "none", "--method", "again=none", "--method", "prompt_lookup", "--method", "streams")
+    done = bench(*methods, "--out", out, "--figures", "--repeats", 2)
+    assert done.code == 0, done.err
+    assert "3/3 prompts" in done.err
+    result = read(out)
+    assert (result["schema"], result["complete"], result["prompts_done"]) == (2, True, 3)
+    assert [c["name"] for c in result["contenders"]] == ["none", "again", "prompt_lookup", "streams"]
+    again = result["contenders"][1]
+    assert again["spec"] == "none"
+    assert len(again["speedup_quartiles"]) == 3
+    assert again["token_ms_quartiles"][1] > 0
+    assert all(c["equal_outputs"] == 3 and c["common_prefix_median"] > 0 for c in result["contenders"])
+    streams = result["contenders"][3]
+    assert sum(streams["accepted_per_step"].values()) == streams["steps"]
+    assert streams["mean_acceptance_length"] == round(streams["tokens"] / streams["steps"], 4)
+    assert set(streams["by_task"]) == {"a", "b"}
+    assert set(streams["step_ms_by_part"]) == {"draft", "forward", "verify", "commit"}
+    assert result["machine"]["floor_ms"] > 0
+    assert result["run"]["command"].startswith("anabranch bench --model")
+    assert {"load", "pack"} == set(result["load_seconds"])
+
+    page = out.with_suffix(".md").read_text(encoding="utf-8")
+    assert "| again |" in page
+    assert "![result.speedup.png](result.speedup.png)" in page
+    with out.with_suffix(".csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["contender"], row["task"]) for row in rows[:3]] == [("none", "all"), ("none", "a"), ("none", "b")]
+    assert float(rows[0]["speedup_median"]) == 1.0
+    for name in ("speedup", "acceptance", "time", "floor"):
+        assert (out.parent / f"result.{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert "</svg>" in (out.parent / f"result.{name}.svg").read_text(encoding="utf-8")
+    assert not list(out.parent.glob("*.partial.jsonl"))
+
+
+def test_plain_decoding_always_takes_part(bench: Bench) -> None:
+    done = bench("--method", "prompt_lookup", "--json", "--limit", 1, "--task", "b")
+    assert done.code == 0, done.err
+    result = json.loads(done.out)
+    assert [c["name"] for c in result["contenders"]] == ["none", "prompt_lookup"]
+    assert [p["task"] for p in result["prompts"]] == ["b"]
+
+
+def test_a_peer_is_measured_beside_ours(bench: Bench) -> None:
+    done = bench("--method", "none", "--peer", "theirs=transformers")
+    assert done.code == 0, done.err
+    row = next(line for line in done.out.splitlines() if line.startswith("theirs ") and "3/3" in line)
+    assert row.split()[-1] == "6", "the common prefix"
+    assert "theirs, in a process of its own" in done.out
+
+
+def test_a_contender_that_cannot_be_had_is_an_error_and_the_others_go_on(bench: Bench, tmp_path: Path) -> None:
+    out = tmp_path / "result"
+    done = bench("--method", "none", "--method", "bad=streams:depth=99", "--out", out)
+    assert done.code == 0, done.err
+    good, bad = read(tmp_path / "result.json")["contenders"]
+    assert "error" not in good
+    assert (bad["name"], bad["spec"]) == ("bad", "streams:depth=99")
+    assert bad["error"] in " ".join(done.err.split())
+    assert "bad" in done.out
+    assert bad["error"] in (tmp_path / "result.md").read_text(encoding="utf-8")
+
+
+def test_one_that_breaks_on_the_way(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = Ours.decode
+    calls = {"b": 0}
+
+    def breaks(self: Ours, *arguments: Any, **options: Any) -> Run:
+        if self.name == "b":
+            calls["b"] += 1
+            if calls["b"] == 3:
+                raise RuntimeError("[it] broke")
+        return decode(self, *arguments, **options)
+
+    monkeypatch.setattr(Ours, "decode", breaks)
+    done = bench("--method", "none", "--method", "b=none")
+    assert done.code == 0, done.err
+    assert "b is not measured: RuntimeError: [it] broke" in done.err
+    assert "RuntimeError: [it] broke" in done.out
+    monkeypatch.setattr(Ours, "decode", lambda self, *arguments, **options: 1 / 0 if calls.pop("x", 0) else _fail())
+    nobody = bench("--method", "none")
+    assert nobody.code == 1
+    assert "no contender could be measured" in nobody.err
+
+
+def _fail() -> Run:
+    raise RuntimeError("no luck")
+
+
+def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(
+    bench: Bench, tmp_path: Path, stopped: Callable[[int], None]
+) -> None:
+    out = tmp_path / "result"
+    command = ("--method", "none", "--method", "prompt_lookup", "--out", out)
+    stopped(2 + 4 + 1)  # warm-ups, two prompts, and then
+    done = bench(*command)
+    assert done.code == INTERRUPTED
+    assert "stopped after 2 of 3 prompts" in done.err
+    assert "--resume" in done.err
+    first = read(tmp_path / "result.json")
+    assert (first["complete"], first["prompts_done"]) == (False, 2)
+    assert first["contenders"][1]["prompts"] == 2
+    assert "Stopped after 2 of 3" in (tmp_path / "result.md").read_text(encoding="utf-8")
+
+    partial = tmp_path / "result.partial.jsonl"
+    with partial.open("a") as file:
+        file.write('{"prompt": 2, "ans')  # the power went
+    assert "go on with --resume" in bench(*command).err
+    other = bench(*command, "--resume", "--max-new-tokens", 7)
+    assert other.code == 1
+    assert "another max new tokens (6, now 7)" in other.err
+    assert "another contenders" in bench("--method", "none", "--out", out, "--resume").err
+
+    done = bench(*command, "--resume")
+    assert done.code == 0, done.err
+    assert "going on after 2 of 3 prompts" in done.err
+    whole = read(tmp_path / "result.json")
+    assert whole["complete"]
+    assert "--resume" not in whole["run"]["command"]
+    assert whole["machine"] == first["machine"]
+    rates = [record["contenders"][1]["tokens_per_second_by_prompt"] for record in (first, whole)]
+    assert rates[1][:2] == pytest.approx(rates[0], rel=1e-3)
+    assert len(rates[1]) == 3
+    assert not partial.exists()
+    assert "nothing to go on from" in bench(*command, "--resume").err
+
+
+def test_ctrl_c_before_anything_is_done_leaves_nothing(
+    bench: Bench, tmp_path: Path, stopped: Callable[[int], None]
+) -> None:
+    stopped(1)
+    done = bench("--method", "none", "--out", tmp_path / "made" / "result")
+    assert done.code == INTERRUPTED
+    assert not list((tmp_path / "made").iterdir())
+    stopped(3)
+    done = bench("--method", "none")
+    assert done.code == INTERRUPTED
+    assert "give --out FILE to be able to resume" in done.err
+    assert "1 of 3 prompts" in done.out
+
+
+def test_broken_journals(bench: Bench, tmp_path: Path) -> None:
+    partial, command = tmp_path / "result.partial.jsonl", ("--out", tmp_path / "result", "--resume")
+    partial.write_text("")
+    assert "does not begin with a run's settings" in bench(*command).err
+    partial.write_text('{"settings": {}}\nrubbish\n{}\n')
+    assert "line 2" in bench(*command).err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--method", "magic"], "there is no drafter 'magic'"),
+        (["--peer", "magic"], "there is no peer 'magic'"),
+        (["--method", "none", "--method", "none"], "two contenders are named 'none'"),
+        (["--method", "=none"], "write LABEL=SPEC"),
+        (["--task", "c"], "has no task 'c'; its tasks are a, b"),
+        (["--field", "text"], "no text in the field 'text'; its fields are prompt, task"),
+        (["--repeats", "0"], "repeats must be at least 1"),
+        (["--threads", "0"], "threads must be at least 1"),
+        (["--figures"], "--figures needs --out"),
+        (["--resume"], "--resume needs --out"),
+        (["--max-new-tokens", "95"], "leaves no room for 95 more"),
+    ],
+)
+def test_what_is_refused_before_anything_runs(bench: Bench, arguments: list[str], words: str) -> None:
+    done = bench(*arguments)
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith("error: ")
+    assert words in done.err
+
+
+def test_results_that_could_not_be_written(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("nothing may be loaded")
+
+    monkeypatch.setattr("anabranch.model.load.load_target", never)
+    (tmp_path / "file").write_text("")
+    done = bench("--out", tmp_path / "file" / "result")
+    assert done.code == 1
+    assert "results cannot be written to" in done.err
+    assert "is a folder" in bench("--out", tmp_path).err
+
+
+def test_figures_without_matplotlib(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    assert "pip install 'anabranch[figures]'" in bench("--out", tmp_path / "x", "--figures").err
+
+
+def test_compare(bench: Bench, tmp_path: Path) -> None:
+    a, b = tmp_path / "a.json", tmp_path / "b.json"
+    for out, methods in ((a, ("--method", "none", "--method", "x=prompt_lookup")), (b, ("--method", "none"))):
+        assert bench(*methods, "--out", out).code == 0
+    record = json.loads(bench("compare", a, b, "--json", bare=True).out)
+    assert record["warnings"] == []
+    none, x = record["contenders"]
+    assert len(none["ratio_quartiles"]) == 3
+    assert none["ratio_total"] > 0
+    assert (x["name"], x["b"]) == ("x", None)
+    same = json.loads(bench("compare", a, a, "--json", bare=True).out)
+    assert all(c["ratio_quartiles"] == [1.0, 1.0, 1.0] for c in same["contenders"])
+
+    other = read(b)
+    other["run"] |= {"fingerprint": "0" * 64, "prompts_sha256": "other", "dtype": "bfloat16"}
+    other["environment"] |= {"processor": "another", "threads": 99}
+    b.write_text(json.dumps(other))
+    shown = bench("compare", a, b, bare=True).out
+    for words in ("the model differs", "the dtype differs: float32 and bfloat16", "number of threads differs"):
+        assert words in shown
+    assert "(totals)" in shown
+    assert "absent" in shown
+
+
+def test_compare_refuses_what_is_no_result(bench: Bench, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    assert "there is no result file" in bench("compare", path, path, bare=True).err
+    path.write_text("{")
+    assert "not readable JSON" in bench("compare", path, path, bare=True).err
+    path.write_text('{"schema": 1}')
+    assert "schema 1, and this version reads 2" in bench("compare", path, path, bare=True).err
+    path.write_text("[]")
+    assert "schema None" in bench("compare", path, path, bare=True).err

@@ -1,0 +1,140 @@
+"""Fitting drafts to a machine, on toys: what is found is consistent, is kept, and is what "auto" means."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from anabranch import api, profiles
+from anabranch.analysis.simulate import Cut
+from anabranch.cli import app
+from anabranch.drafters import make_drafter
+from anabranch.engine import Request
+from anabranch.errors import FileError, InputError
+from anabranch.model import load
+from anabranch.model.load import Target
+from anabranch.profiles import Situation, find_profile, resolve, save_profile
+from anabranch.streams.folder import LoadedAdapter
+from anabranch.tune.fit import BUDGETS, Candidate, candidates, fit, measure_steps
+from small import as_target, decode, prompt, small, small_adapter
+
+
+@pytest.fixture(autouse=True)
+def _home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ANABRANCH_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return as_target(small(), name="default")
+
+
+@pytest.fixture(scope="module")
+def adapter(target: Target) -> LoadedAdapter:
+    return LoadedAdapter(small_adapter(target.decoder), {"sha256": "a" * 64})
+
+
+PROMPTS = [prompt(5 + n, n) for n in range(3)]
+
+
+def test_fit_chooses_what_it_predicts_to_be_fastest(target: Target, adapter: LoadedAdapter) -> None:
+    heard: list[str] = []
+    found = fit(
+        target, adapter.adapter, PROMPTS, max_new_tokens=16, report=lambda what, done, total: heard.append(what)
+    )
+    rates = {candidate.spec: rate for candidate, _, rate in found.tried}
+    assert rates[found.chosen.spec] == max(rates.values()) == found.prediction
+    assert found.interval[0] <= found.prediction <= found.interval[1] or found.interval[0] == found.interval[1]
+    assert found.plain > 0
+    assert found.measured > 0
+    assert {"step times", "replays", "check"} <= set(heard)
+    # plain decoding takes one step a token, and trees of more nodes accept no less
+    by_spec = {candidate.spec: prediction for candidate, prediction, _ in found.tried}
+    assert by_spec["none"].mean_acceptance_length == 1.0
+    lengths = [by_spec[f"streams:tree={nodes}"].mean_acceptance_length for nodes in BUDGETS]
+    assert all(a <= b + 1e-9 for a, b in zip(lengths, lengths[1:], strict=False))
+    # a wider step costs no less
+    assert list(found.latency.step_ms.ms) == sorted(found.latency.step_ms.ms)
+
+
+def test_predicted_acceptance_is_decoded_acceptance(target: Target, adapter: LoadedAdapter) -> None:
+    """What a candidate is said to accept is what decoding with its drafter accepts."""
+    found = fit(target, adapter.adapter, PROMPTS, max_new_tokens=24)
+    asked = [Request(ids, 24, stop_ids=frozenset(target.config.eos_token_ids)) for ids in PROMPTS]
+    for candidate, prediction, _ in found.tried:
+        if candidate.spec not in ("prompt_lookup:tokens=3", "streams:tree=8", "streams:tree=16,threshold=0.05"):
+            continue
+        said, steps = decode(target.decoder, asked, make_drafter(candidate.spec, target.decoder, adapter.adapter))
+        counted = (sum(map(len, said)), sum(map(len, steps)))
+        assert (prediction.tokens, prediction.steps) == counted, candidate.spec
+
+
+def test_without_an_adapter_streams_are_not_tried(target: Target) -> None:
+    assert all(not candidate.streams for candidate in candidates(streams=False))
+    found = fit(target, None, PROMPTS[:1], max_new_tokens=8)
+    assert found.latency.streams_ms == 0.0
+    assert found.chosen.spec == "none" or found.chosen.spec.startswith("prompt_lookup")
+
+
+def test_bad_measurements_are_refused(target: Target) -> None:
+    with pytest.raises(InputError, match="at least one prompt"):
+        fit(target, None, [])
+    with pytest.raises(InputError, match="2 rounds"):
+        measure_steps(target, None, PROMPTS[0], rounds=1)
+    with pytest.raises(InputError, match="width 1"):
+        measure_steps(target, None, PROMPTS[0], widths=(2, 4))
+
+
+def test_auto_is_the_profile_or_the_usual(target: Target, adapter: LoadedAdapter) -> None:
+    assert resolve("streams:tree=8", target, adapter) == "streams:tree=8"
+    assert resolve("auto", target, adapter) == "streams+prompt_lookup"
+    assert resolve("auto", target, None) == "prompt_lookup"
+    path = save_profile(Situation.of(target, adapter), "streams:tree=6", {"speedup": 2.0})
+    assert resolve("auto", target, adapter) == "streams:tree=6"
+    assert resolve("auto", target, None) == "prompt_lookup", "another adapter is another situation"
+    path.write_text("{", encoding="utf-8")
+    with pytest.raises(FileError, match="delete it"):
+        find_profile(Situation.of(target, adapter))
+
+
+def test_another_machine_has_another_profile(
+    target: Target, adapter: LoadedAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_profile(Situation.of(target, adapter), "none", {})
+    monkeypatch.setattr(profiles, "_processor", lambda: "another")
+    assert resolve("auto", target, adapter) == "streams+prompt_lookup"
+
+
+def test_the_command(target: Target, adapter: LoadedAdapter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(load, "load_target", lambda *_, **__: target)
+    monkeypatch.setattr(api, "load_target", lambda *_, **__: target)
+    monkeypatch.setattr("anabranch.cli.models.fetch_default", lambda: None)
+    monkeypatch.setattr("anabranch.streams.folder.find_adapter", lambda *_: adapter)
+    monkeypatch.setattr(api, "find_adapter", lambda *_: adapter)
+    (tmp_path / "p.jsonl").write_text(
+        "".join(json.dumps({"prompt": " ".join(f"w{i}" for i in ids)}) + "\n" for ids in PROMPTS), encoding="utf-8"
+    )
+    asked = ["tune", "--prompts", str(tmp_path / "p.jsonl"), "--max-new-tokens", "8", "--raw"]
+    result = CliRunner().invoke(app, [*asked, "--json"])
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert Path(record["profile"]).is_file()
+    assert api.load("default").drafter == record["drafter"]
+    shown = CliRunner().invoke(app, [*asked, "--dry"])
+    assert shown.exit_code == 0
+    assert "plain decoding" in shown.stdout
+    refused = CliRunner().invoke(app, [*asked, "--figure", "x.pdf"])
+    assert isinstance(refused.exception, InputError)
+
+
+def test_the_figure(target: Target, adapter: LoadedAdapter, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from anabranch.tune.figure import draw
+
+    found = fit(target, adapter.adapter, PROMPTS[:1], max_new_tokens=8)
+    found.chosen = Candidate("streams:tree=8", "", Cut(nodes=8), streams=True)
+    draw(found, tmp_path / "curve.svg")
+    assert (tmp_path / "curve.svg").read_text(encoding="utf-8").startswith("<?xml")
