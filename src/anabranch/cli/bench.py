@@ -115,7 +115,7 @@ def bench(
         "model": model,
         "fingerprint": loaded.target.fingerprint,
         "adapter": None if loaded.adapter is None else loaded.adapter.record.get("sha256"),
-        "suite": suite if data is not None or not Path(suite).is_file() else Path(suite).name,
+        "suite": Path(suite).name,
         "tasks": task or [],
         "prompts": len(encoded),
         "prompts_sha256": hashlib.sha256(json.dumps([list(ids) for _, ids in encoded]).encode()).hexdigest(),
@@ -142,7 +142,8 @@ def bench(
                 raise
             interrupted = True
         if len(session.failed) == len(entries):
-            session.forget()
+            if not resume:  # what was done before may still be of use
+                session.forget()
             why = "; ".join(f"{name}: {error}" for name, error in session.failed.items())
             raise CapabilityError(f"no contender could be measured ({why})")
         result = session.result(_command(data)) | {"load_seconds": loaded.clocks}

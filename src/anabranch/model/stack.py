@@ -22,9 +22,9 @@ __all__ = ["LayerWeights", "NativeLinear", "Stack", "StackStep", "native_for"]
 
 
 class NativeLinear(nn.Module):
-    """``nn.Linear`` over a packed bf16 weight, each row's result independent of the other rows; inference only.
+    """``nn.Linear`` over a packed weight, bf16 or float32; each row is computed as if it were alone. Inference only.
 
-    wide   returns float32 (scores) in place of bf16
+    wide   returns float32 (scores) in place of the weight's type
     keep   keeps the weight as it was beside the packed one
     gated  the two halves of the outputs, gate and up, are packed block by block in turn, so that they are read as one
     """
@@ -51,16 +51,17 @@ class NativeLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        rows = x.reshape(-1, self.in_features).to(torch.bfloat16)
+        rows = x.reshape(-1, self.in_features).to(self.packed.dtype)
         y = self.kernels.linear(rows, self.packed, self.out_features, self.offset)
         if self.gated:
             y = self._in_turn(y.T.contiguous(), back=True).T
         y = y.reshape(*x.shape[:-1], self.out_features)
-        return y if self.wide else y.to(torch.bfloat16)
+        return y if self.wide else y.to(self.packed.dtype)
 
     def dense(self) -> Tensor:
         """The weight [out, in] as it was."""
-        blocks = self.packed.view(-1, self.in_features // 2, native.BLOCK, 2)
+        together = 4 // self.packed.element_size()
+        blocks = self.packed.view(-1, self.in_features // together, native.BLOCK, together)
         weight = blocks.permute(0, 2, 1, 3).reshape(-1, self.in_features)[: self.out_features].contiguous()
         return self._in_turn(weight, back=True) if self.gated else weight
 
@@ -204,14 +205,14 @@ class Stack:
             ancestors=step.ancestors.ctypes.data,
             first=step.first_M.ctypes.data,
         )
-        self.kernels.layers(self._shape, chosen, described)
+        self.kernels.layers(self._shape, chosen, described, wide=cache.keys.dtype == torch.float32)
 
     def normed(self, x: Tensor, norm: Norm) -> Tensor:
-        """A norm of float32 rows: bf16."""
+        """A norm of float32 rows, in the weights' type."""
         weight = getattr(norm, "_wide", None)
         if weight is None:
             weight = norm._wide = norm_weight(norm).contiguous()
-        return self.kernels.norm(x, weight, norm.eps)
+        return self.kernels.norm(x, weight, norm.eps, norm.weight.dtype)
 
 
 def norm_weight(norm: Norm) -> Tensor:
@@ -221,12 +222,12 @@ def norm_weight(norm: Norm) -> Tensor:
 
 
 def native_for(target: Decoder) -> bool:
-    """Whether the kernels are there and know this target: bf16 on a CPU, wired as Llama is, sizes multiples of 32."""
+    """Whether the kernels are there and know this target: on a CPU, wired as Llama is, sizes multiples of 32."""
     c = target.config
     sizes = (c.hidden_size, c.head_dim, c.intermediate_size)
     wired = c.wiring == "sequential" and c.norm == "rms" and c.gated_mlp and c.activation == "silu"
     plain = not (c.post_norms or c.mlp_bias or c.attention_softcap is not None) and c.position == "rope"
     alike = len({c.is_sliding(layer) for layer in range(c.num_layers)}) == 1
     fits = all(size % 32 == 0 for size in sizes) and c.head_dim <= 128 and c.rope.dim % 2 == 0
-    here = target.device.type == "cpu" and target.dtype == torch.bfloat16
+    here = target.device.type == "cpu" and target.dtype in (torch.bfloat16, torch.float32)
     return here and wired and plain and alike and fits and native.library() is not None

@@ -1,11 +1,12 @@
-// Layers of a decoder for a few rows at a time, bf16 weights, on x86 with AVX-512.
+// Layers of a decoder for a few rows at a time, weights in bf16 or float32, on x86 with AVX-512.
 //
 // Why not a library: between two tokens a small model does three hundred tiny operations, and dispatching them costs as
 // much as reading its weights. Here a pass is one call: threads meet at six barriers a layer and nothing is allocated.
 //
 // Every output is a sum in an order that does not depend on how many rows a pass has, nor on where a key lies in the
 // cache: a product accumulates over k for each row by itself, and attention runs over the keys that a row sees, in
-// text order. So a tree of 32 nodes yields, to the bit, what 32 passes of one node yield, in bf16 too.
+// text order. So a tree of 32 nodes yields, to the bit, what 32 passes of one node yield, in bf16 too. T is the type of weights, cache and rows between
+// two products: bf16 or float. Sums and the residual stream are always float.
 //
 // B batch rows, N nodes a row, M = B N, D model width, H query heads, K kv heads, E head width, I inner width, R rank.
 
@@ -46,13 +47,40 @@ inline __m256i to_bf16(__m512 x) {
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(r, 16));
 }
 
-inline __m512 from_bf16(const bf16* p) {
+inline __m512 load16(const bf16* p) {
   return _mm512_castsi512_ps(
       _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
 }
 
-// acc + a.even * b.even + a.odd * b.odd over pairs of bf16
-inline __m512 dot(__m512 acc, __m512i a, __m512i b) {
+inline __m512 load16(const float* p) { return _mm512_loadu_ps(p); }
+inline void store16(bf16* p, __m512 x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_bf16(x)); }
+inline void store16(float* p, __m512 x) { _mm512_storeu_ps(p, x); }
+inline void store1(bf16* p, float x) { *p = to_bf16(x); }
+inline void store1(float* p, float x) { *p = x; }
+
+// values of T in the 32 bits that one lane takes in at a time
+template <class T>
+constexpr int PER_LANE = 4 / static_cast<int>(sizeof(T));
+
+// 32 bits at p in all lanes
+template <class T>
+inline __m512i spread(const T* p) {
+  int word;
+  std::memcpy(&word, p, 4);
+  return _mm512_set1_epi32(word);
+}
+
+// acc + a b, in bf16 over pairs: acc + a.even * b.even + a.odd * b.odd
+template <class T>
+inline __m512 dot(__m512 acc, __m512i a, __m512i b);
+
+template <>
+inline __m512 dot<float>(__m512 acc, __m512i a, __m512i b) {
+  return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), acc);
+}
+
+template <>
+inline __m512 dot<bf16>(__m512 acc, __m512i a, __m512i b) {
 #ifdef __AVX512BF16__
   return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
 #else
@@ -180,78 +208,81 @@ inline void share(int count, int threads, int id, int* first, int* last) {
 
 // ---- products -----------------------------------------------------------------------------------------------------
 
-// acc[m][32] += x[m] . block, for ROWS rows of bf16 pairs; the order of the sum is that of k, whatever ROWS is. Asks for
-// LINES cache lines at ``next`` for every pair.
-template <int ROWS, int LINES>
-inline void tile(const bf16* x, int64_t stride, const bf16* block, int width, const char* next,
-                 __m512 (&acc)[TILE][2]) {
+// acc[m][32] += x[m] . block, for ROWS rows; the order of the sum is that of k, whatever ROWS is. Asks for LINES cache
+// lines at ``next`` for every two lines of weights.
+template <class T, int ROWS, int LINES>
+inline void tile(const T* x, int64_t stride, const T* block, int width, const char* next, __m512 (&acc)[TILE][2]) {
+  constexpr int STEP = PER_LANE<T>;
   __m512 a[ROWS][2];
 #pragma GCC unroll 8
   for (int m = 0; m < ROWS; ++m) a[m][0] = acc[m][0], a[m][1] = acc[m][1];
-  const int pairs = width / 2;
-  for (int k = 0; k < pairs; ++k) {
-    const bf16* w = block + static_cast<int64_t>(k) * 2 * BLOCK;
+  const int steps = width / STEP;
+  for (int k = 0; k < steps; ++k) {
+    const T* w = block + static_cast<int64_t>(k) * STEP * BLOCK;
     if (LINES > 0) _mm_prefetch(next + 64 * LINES * static_cast<int64_t>(k), _MM_HINT_T0);
     if (LINES > 1) _mm_prefetch(next + 64 * LINES * static_cast<int64_t>(k) + 64, _MM_HINT_T0);
-    const __m512i w0 = _mm512_loadu_si512(w), w1 = _mm512_loadu_si512(w + BLOCK);
+    const __m512i w0 = _mm512_loadu_si512(w), w1 = _mm512_loadu_si512(w + 16 * STEP);
 #pragma GCC unroll 8
     for (int m = 0; m < ROWS; ++m) {
-      int pair;
-      std::memcpy(&pair, x + m * stride + 2 * k, 4);
-      const __m512i both = _mm512_set1_epi32(pair);
-      a[m][0] = dot(a[m][0], both, w0);
-      a[m][1] = dot(a[m][1], both, w1);
+      const __m512i v = spread(x + m * stride + STEP * k);
+      a[m][0] = dot<T>(a[m][0], v, w0);
+      a[m][1] = dot<T>(a[m][1], v, w1);
     }
   }
 #pragma GCC unroll 8
   for (int m = 0; m < ROWS; ++m) acc[m][0] = a[m][0], acc[m][1] = a[m][1];
 }
 
-template <int LINES>
-inline void rows(int count, const bf16* x, int64_t stride, const bf16* block, int width, const char* next,
+template <class T, int LINES>
+inline void rows(int count, const T* x, int64_t stride, const T* block, int width, const char* next,
                  __m512 (&acc)[TILE][2]) {
   switch (count) {
-    case 1: return tile<1, LINES>(x, stride, block, width, next, acc);
-    case 2: return tile<2, LINES>(x, stride, block, width, next, acc);
-    case 3: return tile<3, LINES>(x, stride, block, width, next, acc);
-    case 4: return tile<4, LINES>(x, stride, block, width, next, acc);
-    case 5: return tile<5, LINES>(x, stride, block, width, next, acc);
-    case 6: return tile<6, LINES>(x, stride, block, width, next, acc);
-    case 7: return tile<7, LINES>(x, stride, block, width, next, acc);
-    default: return tile<8, LINES>(x, stride, block, width, next, acc);
+    case 1: return tile<T, 1, LINES>(x, stride, block, width, next, acc);
+    case 2: return tile<T, 2, LINES>(x, stride, block, width, next, acc);
+    case 3: return tile<T, 3, LINES>(x, stride, block, width, next, acc);
+    case 4: return tile<T, 4, LINES>(x, stride, block, width, next, acc);
+    case 5: return tile<T, 5, LINES>(x, stride, block, width, next, acc);
+    case 6: return tile<T, 6, LINES>(x, stride, block, width, next, acc);
+    case 7: return tile<T, 7, LINES>(x, stride, block, width, next, acc);
+    default: return tile<T, 8, LINES>(x, stride, block, width, next, acc);
   }
 }
 
 // Rows from ``m`` on, up to a tile of ``count``. One tile reads its weights from memory as it goes; where there are
 // several, the first two ask for half of the next block each, so that memory works while the later ones compute.
-inline int some_rows(int m, int count, const bf16* x, int64_t stride, const bf16* block, int width,
-                     __m512 (&acc)[TILE][2]) {
+template <class T>
+inline int some_rows(int m, int count, const T* x, int64_t stride, const T* block, int width, __m512 (&acc)[TILE][2]) {
   const int n = std::min(TILE, count - m);
-  const bf16* from = x + m * stride;
+  const T* from = x + m * stride;
   const char* here = reinterpret_cast<const char*>(block);
+  const int64_t bytes = static_cast<int64_t>(sizeof(T)) * BLOCK * width;
   if (count <= TILE)
-    rows<2>(n, from, stride, block, width, here + AHEAD, acc);
+    rows<T, 2>(n, from, stride, block, width, here + AHEAD, acc);
   else if (m < 2 * TILE)
-    rows<1>(n, from, stride, block, width, here + 2 * BLOCK * static_cast<int64_t>(width) + m / TILE * 32 * width, acc);
+    rows<T, 1>(n, from, stride, block, width, here + bytes + m / TILE * (bytes / 2), acc);
   else
-    rows<0>(n, from, stride, block, width, here, acc);
+    rows<T, 0>(n, from, stride, block, width, here, acc);
   return n;
 }
 
-// A packed weight [outputs, width]: blocks of 32 outputs, in each for every pair of k its 32 pairs
+// A packed weight [outputs, width]: blocks of 32 outputs, in each for every k (in bf16: every pair of k) the 32 outputs'
 struct Packed {
-  const bf16* data;
+  const void* data;
   int32_t outputs, width;
-  const bf16* block(int b) const { return data + static_cast<int64_t>(b) * width * BLOCK; }
+  template <class T>
+  const T* block(int b) const {
+    return static_cast<const T*>(data) + static_cast<int64_t>(b) * width * BLOCK;
+  }
   int blocks() const { return (outputs + BLOCK - 1) / BLOCK; }
 };
 
 // ask for where thread id's part of a weight begins, before a barrier: memory works while threads wait
+template <class T>
 inline void warm(const Packed& w, int threads, int id) {
   if (w.data == nullptr) return;
   int first, last;
   share(w.blocks(), threads, id, &first, &last);
-  const char* from = reinterpret_cast<const char*>(w.block(first));
+  const char* from = reinterpret_cast<const char*>(w.block<T>(first));
   for (int i = 0; i < AHEAD; i += 64) _mm_prefetch(from + i, _MM_HINT_T0);
 }
 
@@ -260,13 +291,13 @@ inline void zero(__m512 (&acc)[TILE][2]) {
 }
 
 // y = x w' for blocks [first, last): ``done(m, b, low, high)`` takes 32 outputs of one row
-template <class Done>
-inline void product(const bf16* x, int64_t stride, int count, const Packed& w, int first, int last, Done&& done) {
+template <class T, class Done>
+inline void product(const T* x, int64_t stride, int count, const Packed& w, int first, int last, Done&& done) {
   __m512 acc[TILE][2];
   for (int b = first; b < last; ++b) {
     for (int m = 0; m < count; m += TILE) {
       zero(acc);
-      const int n = some_rows(m, count, x, stride, w.block(b), w.width, acc);
+      const int n = some_rows(m, count, x, stride, w.block<T>(b), w.width, acc);
       for (int i = 0; i < n; ++i) done(m + i, b, acc[i][0], acc[i][1]);
     }
   }
@@ -283,7 +314,7 @@ inline void store_part(float* to, int left, __m512 low, __m512 high) {
 struct Layer {
   const float *norm_in, *norm_mlp, *q_norm, *k_norm, *qkv_bias, *out_bias;
   Packed qkv, out, up, down, low, high;  // low, high: a low-rank term beside the MLP (data null: none)
-  bf16 *keys, *values;                   // of the first row in use: [K, capacity, E]
+  void *keys, *values;                   // of the first row in use: [K, capacity, E]
 };
 
 struct Shape {
@@ -310,16 +341,18 @@ inline float sum_of_squares(const float* x, int n) {
   return _mm512_reduce_add_ps(total);
 }
 
-inline void rms_norm(const float* x, const float* weight, int n, float eps, bf16* y) {
+template <class T>
+inline void rms_norm(const float* x, const float* weight, int n, float eps, T* y) {
   const __m512 factor = _mm512_set1_ps(1.0f / std::sqrt(sum_of_squares(x, n) / static_cast<float>(n) + eps));
   for (int i = 0; i < n; i += 16) {
     const __m512 v = _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x + i), factor), _mm512_loadu_ps(weight + i));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(y + i), to_bf16(v));
+    store16(y + i, v);
   }
 }
 
 // a head in place: norm it (where the model does), turn it, round it
-inline void turn(float* v, const float* norm, const Shape& s, const float* cos, const float* sin, bf16* to) {
+template <class T>
+inline void turn(float* v, const float* norm, const Shape& s, const float* cos, const float* sin, T* to) {
   if (norm != nullptr) {
     const float factor = 1.0f / std::sqrt(sum_of_squares(v, s.e) / static_cast<float>(s.e) + s.eps);
     for (int i = 0; i < s.e; ++i) v[i] = v[i] * factor * norm[i];
@@ -327,18 +360,19 @@ inline void turn(float* v, const float* norm, const Shape& s, const float* cos, 
   const int half = s.rope_dim / 2;
   for (int i = 0; i < half; ++i) {
     const float a = v[i], b = v[i + half];
-    to[i] = to_bf16(a * cos[i] - b * sin[i]);
-    to[i + half] = to_bf16(b * cos[i + half] + a * sin[i + half]);
+    store1(to + i, a * cos[i] - b * sin[i]);
+    store1(to + i + half, b * cos[i + half] + a * sin[i + half]);
   }
-  for (int i = s.rope_dim; i < s.e; ++i) to[i] = to_bf16(v[i]);
+  for (int i = s.rope_dim; i < s.e; ++i) store1(to + i, v[i]);
 }
 
-// 16 keys of E bf16 -> pairs by dimension: out[d] holds pair d of the 16 keys
-inline void transpose_keys(const bf16* keys, int have, int e, __m512i* out) {
-  for (int part = 0; part < e / 2; part += 16) {
+// 16 keys of E values -> 32 bits of all keys together: out[d] holds value d (in bf16: pair d) of the 16 keys
+template <class T>
+inline void transpose_keys(const T* keys, int have, int e, __m512i* out) {
+  for (int part = 0; part < e / PER_LANE<T>; part += 16) {
     __m512i r[16], t[16];
     for (int i = 0; i < 16; ++i)
-      r[i] = i < have ? _mm512_loadu_si512(keys + static_cast<int64_t>(i) * e + 2 * part) : _mm512_setzero_si512();
+      r[i] = i < have ? _mm512_loadu_si512(keys + static_cast<int64_t>(i) * e + PER_LANE<T> * part) : _mm512_setzero_si512();
     for (int i = 0; i < 8; ++i) {
       t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
       t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
@@ -364,18 +398,14 @@ inline void transpose_keys(const bf16* keys, int have, int e, __m512i* out) {
   }
 }
 
-template <int QUERIES>
-inline void scores_of(const bf16* q, int64_t stride, const __m512i* keys, int pairs, float* to, int64_t to_stride) {
+template <class T, int QUERIES>
+inline void scores_of(const T* q, int64_t stride, const __m512i* keys, int words, float* to, int64_t to_stride) {
   __m512 acc[QUERIES];
   for (auto& a : acc) a = _mm512_setzero_ps();
-  for (int d = 0; d < pairs; ++d) {
+  for (int d = 0; d < words; ++d) {
     const __m512i k = keys[d];
 #pragma GCC unroll 8
-    for (int i = 0; i < QUERIES; ++i) {
-      int pair;
-      std::memcpy(&pair, q + i * stride + 2 * d, 4);
-      acc[i] = dot(acc[i], _mm512_set1_epi32(pair), k);
-    }
+    for (int i = 0; i < QUERIES; ++i) acc[i] = dot<T>(acc[i], spread(q + i * stride + PER_LANE<T> * d), k);
   }
   for (int i = 0; i < QUERIES; ++i) _mm512_storeu_ps(to + i * to_stride, acc[i]);
 }
@@ -401,13 +431,13 @@ inline float soften(float* p, int n, float scale) {
 }
 
 // out[i] += sum_j p[i][j] v[j], j in order, for QUERIES rows and NE vectors of E
-template <int QUERIES, int NE>
-inline void gather_values(const float* p, int64_t p_stride, const bf16* v, int count, __m512 (&acc)[QUERIES][NE]) {
+template <class T, int QUERIES, int NE>
+inline void gather_values(const float* p, int64_t p_stride, const T* v, int count, __m512 (&acc)[QUERIES][NE]) {
   for (int j = 0; j < count; ++j) {
-    const bf16* row = v + static_cast<int64_t>(j) * NE * 16;
+    const T* row = v + static_cast<int64_t>(j) * NE * 16;
     __m512 value[NE];
 #pragma GCC unroll 8
-    for (int c = 0; c < NE; ++c) value[c] = from_bf16(row + 16 * c);
+    for (int c = 0; c < NE; ++c) value[c] = load16(row + 16 * c);
 #pragma GCC unroll 8
     for (int i = 0; i < QUERIES; ++i) {
       const __m512 w = _mm512_set1_ps(p[i * p_stride + j]);
@@ -455,7 +485,7 @@ void top(const float* z, int width, int best, float* values, int64_t* places) {
 
 // How stream states become candidates: z_j = silu(A z_{j-1} + U E[parent] + C s_j), score = head . (s_j + W z_j)
 struct Draft {
-  const bf16* embedding;              // E [vocabulary, D]
+  const void* embedding;              // E [vocabulary, D]
   Packed token, state, carry, to_state, head, own;
   const int64_t *ids, *own_ids;       // token ids of the rows of head and own
   int32_t d, depth, best, nodes, frontier;
@@ -467,9 +497,32 @@ struct Candidate {
   int32_t parent;  // place among the expanded nodes of the level above
 };
 
+// memory that grows and stays
+class Room {
+ public:
+  template <class T>
+  T* of(int64_t count) {
+    const size_t words = (static_cast<size_t>(count) * sizeof(T) + 63) / 64;
+    if (lines_.size() < words) lines_.resize(words);
+    return reinterpret_cast<T*>(lines_.data());
+  }
+
+ private:
+  struct alignas(64) Line {
+    char bytes[64];
+  };
+  std::vector<Line> lines_;
+};
+
 struct Scratch {
-  std::vector<bf16> h, q;
-  std::vector<float> scores;
+  Room h, q, scores;
+};
+
+// rows between the products of a layer
+template <class T>
+struct Between {
+  float* qkv;
+  T *heads, *inner, *low;
 };
 
 class Runner {
@@ -477,24 +530,18 @@ class Runner {
   explicit Runner(int threads) : pool(threads), own(static_cast<size_t>(threads)) {}
   Pool pool;
   std::vector<Scratch> own;
-  std::vector<float> qkv;
-  std::vector<bf16> heads, inner, low, draft_rows, draft_z, draft_before, draft_c;
-  std::vector<float> scores, parts, fixed, values;
-  std::vector<int64_t> places;
 
+  template <class T>
   void layers(const Shape& s, const Layer* all, int count, const Step& step) {
     const int64_t m = static_cast<int64_t>(step.batch) * step.nodes;
-    const int wide = (s.heads + 2 * s.kv_heads) * s.e;
-    qkv.resize(m * wide);
-    heads.resize(m * s.heads * s.e);
-    inner.resize(m * s.inner);
-    int rank = 0;
+    int rank = 1;
     for (int i = 0; i < count; ++i) rank = std::max(rank, all[i].low.data == nullptr ? 0 : all[i].low.outputs);
-    low.resize(m * std::max(rank, 1));
+    const Between<T> between{qkv_.of<float>(m * (s.heads + 2 * s.kv_heads) * s.e), heads_.of<T>(m * s.heads * s.e),
+                             inner_.of<T>(m * s.inner), low_.of<T>(m * rank)};
     pool.run([&](int id) {
       for (int i = 0; i < count; ++i) {
-        layer(s, all[i], step, id);
-        if (i + 1 < count) warm(all[i + 1].qkv, pool.size(), id);
+        layer(s, all[i], step, between, id);
+        if (i + 1 < count) warm<T>(all[i + 1].qkv, pool.size(), id);
         pool.barrier();
       }
     });
@@ -503,21 +550,17 @@ class Runner {
   // Candidates level by level into tokens, joints, parents [depth, nodes - 1], their number a level into counts [depth].
   // A level's best nodes come first, and as many of them are expanded as may have children among the best ``nodes`` - 1
   // of all, up to ``frontier``: a child is no more probable than its parent.
-  void draft(const Draft& t, const bf16* states, int64_t root, int64_t* tokens, float* joints, int64_t* parents,
+  template <class T>
+  void draft(const Draft& t, const T* states, int64_t root, int64_t* tokens, float* joints, int64_t* parents,
              int64_t* counts) {
     const int keep = t.nodes - 1, wide = t.token.outputs, words = t.head.outputs, own_words = t.own.outputs;
     const int width = words + own_words, most = std::max(t.frontier, 1);
     const float eps = 1.1920929e-7f;
-    std::vector<bf16>&e = draft_rows, &z = draft_z, &before = draft_before, &c = draft_c;
-    e.resize(static_cast<size_t>(most) * t.d);
-    c.resize(static_cast<size_t>(most) * t.d);
-    z.resize(static_cast<size_t>(most) * wide);
-    before.assign(static_cast<size_t>(most) * wide, 0);
-    scores.resize(static_cast<size_t>(most) * width);
-    parts.resize(static_cast<size_t>(most) * wide);
-    fixed.resize(static_cast<size_t>(wide));
-    values.resize(static_cast<size_t>(most) * t.best);
-    places.resize(static_cast<size_t>(most) * t.best);
+    T *e = draft_rows_.of<T>(most * t.d), *c = draft_states_.of<T>(most * t.d);
+    T *z = draft_z_.of<T>(most * wide), *before = draft_before_.of<T>(most * wide);
+    float *scores = draft_scores_.of<float>(static_cast<int64_t>(most) * width), *parts = draft_parts_.of<float>(most * wide);
+    float *fixed = draft_fixed_.of<float>(wide), *values = draft_values_.of<float>(most * t.best);
+    int64_t* places = draft_places_.of<int64_t>(most * t.best);
     std::vector<float> joint{0.0f}, all;
     std::vector<int64_t> token{root};
     std::vector<Candidate> level;
@@ -529,50 +572,50 @@ class Runner {
       for (int depth = 0; depth < t.depth; ++depth) {
         const int rows = static_cast<int>(token.size());
         if (rows == 0) return;
-        const bf16* state = states + static_cast<int64_t>(depth) * t.d;
+        const T* state = states + static_cast<int64_t>(depth) * t.d;
         // parents' embeddings at unit RMS
         share(rows, threads, id, &first, &last);
         for (int i = first; i < last; ++i) {
           alignas(64) float row[8192];
-          const bf16* from = t.embedding + token[static_cast<size_t>(i)] * t.d;
-          for (int j = 0; j < t.d; j += 16) _mm512_store_ps(row + j, from_bf16(from + j));
-          rms_norm(row, ones.data(), t.d, eps, e.data() + static_cast<int64_t>(i) * t.d);
+          const T* from = static_cast<const T*>(t.embedding) + token[static_cast<size_t>(i)] * t.d;
+          for (int j = 0; j < t.d; j += 16) _mm512_store_ps(row + j, load16(from + j));
+          rms_norm(row, ones.data(), t.d, eps, e + static_cast<int64_t>(i) * t.d);
         }
         pool.barrier();
         share(t.token.blocks(), threads, id, &first, &last);
         product(state, t.d, 1, t.state, first, last, [&](int, int b, __m512 lo, __m512 hi) {
-          _mm512_storeu_ps(fixed.data() + b * BLOCK, lo);
-          _mm512_storeu_ps(fixed.data() + b * BLOCK + 16, hi);
+          _mm512_storeu_ps(fixed + b * BLOCK, lo);
+          _mm512_storeu_ps(fixed + b * BLOCK + 16, hi);
         });
-        product(e.data(), t.d, rows, t.token, first, last, [&](int m, int b, __m512 lo, __m512 hi) {
-          float* to = parts.data() + static_cast<int64_t>(m) * wide + b * BLOCK;
-          _mm512_storeu_ps(to, _mm512_add_ps(lo, _mm512_loadu_ps(fixed.data() + b * BLOCK)));
-          _mm512_storeu_ps(to + 16, _mm512_add_ps(hi, _mm512_loadu_ps(fixed.data() + b * BLOCK + 16)));
+        product(e, t.d, rows, t.token, first, last, [&](int m, int b, __m512 lo, __m512 hi) {
+          float* to = parts + static_cast<int64_t>(m) * wide + b * BLOCK;
+          _mm512_storeu_ps(to, _mm512_add_ps(lo, _mm512_loadu_ps(fixed + b * BLOCK)));
+          _mm512_storeu_ps(to + 16, _mm512_add_ps(hi, _mm512_loadu_ps(fixed + b * BLOCK + 16)));
         });
-        product(before.data(), wide, depth == 0 ? 0 : rows, t.carry, first, last,
+        product(before, wide, depth == 0 ? 0 : rows, t.carry, first, last,
                 [&](int m, int b, __m512 lo, __m512 hi) {
-                  float* to = parts.data() + static_cast<int64_t>(m) * wide + b * BLOCK;
+                  float* to = parts + static_cast<int64_t>(m) * wide + b * BLOCK;
                   _mm512_storeu_ps(to, _mm512_add_ps(lo, _mm512_loadu_ps(to)));
                   _mm512_storeu_ps(to + 16, _mm512_add_ps(hi, _mm512_loadu_ps(to + 16)));
                 });
         for (int b = first; b < last; ++b)
           for (int m = 0; m < rows; ++m)
             for (int j = b * BLOCK; j < (b + 1) * BLOCK; j += 16) {
-              const __m512 v = silu(_mm512_loadu_ps(parts.data() + static_cast<int64_t>(m) * wide + j));
-              _mm256_storeu_si256(reinterpret_cast<__m256i*>(z.data() + static_cast<int64_t>(m) * wide + j), to_bf16(v));
+              const __m512 v = silu(_mm512_loadu_ps(parts + static_cast<int64_t>(m) * wide + j));
+              store16(z + static_cast<int64_t>(m) * wide + j, v);
             }
         pool.barrier();
         share(t.to_state.blocks(), threads, id, &first, &last);
-        product(z.data(), wide, rows, t.to_state, first, last, [&](int m, int b, __m512 lo, __m512 hi) {
-          auto* to = reinterpret_cast<__m256i*>(c.data() + static_cast<int64_t>(m) * t.d + b * BLOCK);
-          _mm256_storeu_si256(to, to_bf16(_mm512_add_ps(lo, from_bf16(state + b * BLOCK))));
-          _mm256_storeu_si256(to + 1, to_bf16(_mm512_add_ps(hi, from_bf16(state + b * BLOCK + 16))));
+        product(z, wide, rows, t.to_state, first, last, [&](int m, int b, __m512 lo, __m512 hi) {
+          T* to = c + static_cast<int64_t>(m) * t.d + b * BLOCK;
+          store16(to, _mm512_add_ps(lo, load16(state + b * BLOCK)));
+          store16(to + 16, _mm512_add_ps(hi, load16(state + b * BLOCK + 16)));
         });
         pool.barrier();
         const auto score = [&](const Packed& w, int offset) {
           share(w.blocks(), threads, id, &first, &last);
-          product(c.data(), t.d, rows, w, first, last, [&](int m, int b, __m512 lo, __m512 hi) {
-            store_part(scores.data() + static_cast<int64_t>(m) * width + offset + b * BLOCK, w.outputs - b * BLOCK, lo, hi);
+          product(c, t.d, rows, w, first, last, [&](int m, int b, __m512 lo, __m512 hi) {
+            store_part(scores + static_cast<int64_t>(m) * width + offset + b * BLOCK, w.outputs - b * BLOCK, lo, hi);
           });
         };
         score(t.head, 0);
@@ -580,15 +623,15 @@ class Runner {
         pool.barrier();
         share(rows, threads, id, &first, &last);
         for (int i = first; i < last; ++i)
-          top(scores.data() + static_cast<int64_t>(i) * width, width, t.best, values.data() + static_cast<int64_t>(i) * t.best,
-              places.data() + static_cast<int64_t>(i) * t.best);
+          top(scores + static_cast<int64_t>(i) * width, width, t.best, values + static_cast<int64_t>(i) * t.best,
+              places + static_cast<int64_t>(i) * t.best);
         pool.barrier();
         if (id == 0) {
           level.clear();
           for (int i = 0; i < rows * t.best; ++i) {
-            const int64_t at = places[static_cast<size_t>(i)];
+            const int64_t at = places[i];
             level.push_back({at < words ? t.ids[at] : t.own_ids[at - words],
-                             joint[static_cast<size_t>(i / t.best)] + values[static_cast<size_t>(i)], i / t.best});
+                             joint[static_cast<size_t>(i / t.best)] + values[i], i / t.best});
           }
           std::stable_sort(level.begin(), level.end(),
                            [](const Candidate& a, const Candidate& b) { return a.joint > b.joint; });
@@ -609,8 +652,8 @@ class Runner {
           token.clear();
           for (const Candidate& node : level) {
             if (static_cast<int>(token.size()) == most || !(node.joint > least)) break;
-            std::memcpy(before.data() + token.size() * static_cast<size_t>(wide),
-                        z.data() + static_cast<size_t>(node.parent) * static_cast<size_t>(wide), sizeof(bf16) * static_cast<size_t>(wide));
+            std::memcpy(before + token.size() * static_cast<size_t>(wide),
+                        z + static_cast<size_t>(node.parent) * static_cast<size_t>(wide), sizeof(T) * static_cast<size_t>(wide));
             token.push_back(node.token);
             joint.push_back(node.joint);
           }
@@ -620,7 +663,8 @@ class Runner {
     });
   }
 
-  void linear(const bf16* x, int count, const Packed& w, const float* bias, float* y) {
+  template <class T>
+  void linear(const T* x, int count, const Packed& w, const float* bias, float* y) {
     pool.run([&](int id) {
       int first, last;
       share(w.blocks(), pool.size(), id, &first, &last);
@@ -638,47 +682,49 @@ class Runner {
   }
 
  private:
-  void layer(const Shape& s, const Layer& l, const Step& step, int id) {
+  template <class T>
+  void layer(const Shape& s, const Layer& l, const Step& step, const Between<T>& between, int id) {
+    const auto [qkv, heads, inner, low] = between;
     const int m = step.batch * step.nodes, threads = pool.size();
     Scratch& mine = own[static_cast<size_t>(id)];
     int first, last;
 
     // norm (every thread for itself: cheaper than a barrier) and packed projections
-    mine.h.resize(static_cast<size_t>(m) * s.d);
+    T* h = mine.h.of<T>(static_cast<int64_t>(m) * s.d);
     for (int i = 0; i < m; ++i)
-      rms_norm(step.x + static_cast<int64_t>(i) * s.d, l.norm_in, s.d, s.eps, mine.h.data() + static_cast<int64_t>(i) * s.d);
+      rms_norm(step.x + static_cast<int64_t>(i) * s.d, l.norm_in, s.d, s.eps, h + static_cast<int64_t>(i) * s.d);
     const int wide = l.qkv.outputs;
     share(l.qkv.blocks(), threads, id, &first, &last);
-    product(mine.h.data(), s.d, m, l.qkv, first, last, [&](int row, int b, __m512 lo, __m512 hi) {
+    product(h, s.d, m, l.qkv, first, last, [&](int row, int b, __m512 lo, __m512 hi) {
       if (l.qkv_bias != nullptr) {
         lo = _mm512_add_ps(lo, _mm512_loadu_ps(l.qkv_bias + b * BLOCK));
         hi = _mm512_add_ps(hi, _mm512_loadu_ps(l.qkv_bias + b * BLOCK + 16));
       }
-      float* to = qkv.data() + static_cast<int64_t>(row) * wide + b * BLOCK;
+      float* to = qkv + static_cast<int64_t>(row) * wide + b * BLOCK;
       _mm512_storeu_ps(to, lo);
       _mm512_storeu_ps(to + 16, hi);
     });
-    warm(l.out, threads, id);
+    warm<T>(l.out, threads, id);
     pool.barrier();
 
     // keys and values of this pass, behind the committed tokens
     share(m * s.kv_heads, threads, id, &first, &last);
     for (int i = first; i < last; ++i) {
       const int row = i / s.kv_heads, head = i % s.kv_heads, b = row / step.nodes, node = row % step.nodes;
-      float* from = qkv.data() + static_cast<int64_t>(row) * wide + (s.heads + head) * s.e;
+      float* from = qkv + static_cast<int64_t>(row) * wide + (s.heads + head) * s.e;
       const int64_t place = b * s.row_stride + head * s.head_stride + (step.lengths[b] + node) * static_cast<int64_t>(s.e);
       turn(from, l.k_norm, s, step.cos + static_cast<int64_t>(row) * s.rope_dim,
-           step.sin + static_cast<int64_t>(row) * s.rope_dim, l.keys + place);
+           step.sin + static_cast<int64_t>(row) * s.rope_dim, static_cast<T*>(l.keys) + place);
       const float* value = from + s.kv_heads * s.e;
-      for (int c = 0; c < s.e; ++c) l.values[place + c] = to_bf16(value[c]);
+      for (int c = 0; c < s.e; ++c) store1(static_cast<T*>(l.values) + place + c, value[c]);
     }
     pool.barrier();
 
-    attend(s, l, step, id);
+    attend(s, l, step, between, id);
     pool.barrier();
 
     share(l.out.blocks(), threads, id, &first, &last);
-    product(heads.data(), s.heads * s.e, m, l.out, first, last, [&](int row, int b, __m512 lo, __m512 hi) {
+    product(heads, s.heads * s.e, m, l.out, first, last, [&](int row, int b, __m512 lo, __m512 hi) {
       if (l.out_bias != nullptr) {
         lo = _mm512_add_ps(lo, _mm512_loadu_ps(l.out_bias + b * BLOCK));
         hi = _mm512_add_ps(hi, _mm512_loadu_ps(l.out_bias + b * BLOCK + 16));
@@ -687,12 +733,12 @@ class Runner {
       _mm512_storeu_ps(x, _mm512_add_ps(_mm512_loadu_ps(x), lo));
       _mm512_storeu_ps(x + 16, _mm512_add_ps(_mm512_loadu_ps(x + 16), hi));
     });
-    warm(l.up, threads, id);
+    warm<T>(l.up, threads, id);
     pool.barrier();
 
     // silu(gate) * up; their blocks lie in turn
     for (int i = 0; i < m; ++i)
-      rms_norm(step.x + static_cast<int64_t>(i) * s.d, l.norm_mlp, s.d, s.eps, mine.h.data() + static_cast<int64_t>(i) * s.d);
+      rms_norm(step.x + static_cast<int64_t>(i) * s.d, l.norm_mlp, s.d, s.eps, h + static_cast<int64_t>(i) * s.d);
     const bool whole = l.up.data != nullptr;  // a stream adapter may stand in place of the MLP
     const int half = whole ? s.inner / BLOCK : 0;
     share(half, threads, id, &first, &last);
@@ -700,26 +746,26 @@ class Runner {
     for (int b = first; b < last; ++b) {
       for (int r = 0; r < m; r += TILE) {
         zero(gate);
-        some_rows(r, m, mine.h.data(), s.d, l.up.block(2 * b), s.d, gate);
+        some_rows(r, m, h, s.d, l.up.block<T>(2 * b), s.d, gate);
         zero(up);
-        const int n = some_rows(r, m, mine.h.data(), s.d, l.up.block(2 * b + 1), s.d, up);
+        const int n = some_rows(r, m, h, s.d, l.up.block<T>(2 * b + 1), s.d, up);
         for (int i = 0; i < n; ++i) {
-          auto* to = reinterpret_cast<__m256i*>(inner.data() + static_cast<int64_t>(r + i) * s.inner + b * BLOCK);
-          _mm256_storeu_si256(to, to_bf16(_mm512_mul_ps(silu(gate[i][0]), up[i][0])));
-          _mm256_storeu_si256(to + 1, to_bf16(_mm512_mul_ps(silu(gate[i][1]), up[i][1])));
+          T* to = inner + static_cast<int64_t>(r + i) * s.inner + b * BLOCK;
+          store16(to, _mm512_mul_ps(silu(gate[i][0]), up[i][0]));
+          store16(to + 16, _mm512_mul_ps(silu(gate[i][1]), up[i][1]));
         }
       }
     }
     const bool beside = l.low.data != nullptr;
     if (beside) {
       share(l.low.blocks(), threads, id, &first, &last);
-      product(mine.h.data(), s.d, m, l.low, first, last, [&](int row, int b, __m512 lo, __m512 hi) {
-        auto* to = reinterpret_cast<__m256i*>(low.data() + static_cast<int64_t>(row) * l.low.outputs + b * BLOCK);
-        _mm256_storeu_si256(to, to_bf16(silu(lo)));
-        _mm256_storeu_si256(to + 1, to_bf16(silu(hi)));
+      product(h, s.d, m, l.low, first, last, [&](int row, int b, __m512 lo, __m512 hi) {
+        T* to = low + static_cast<int64_t>(row) * l.low.outputs + b * BLOCK;
+        store16(to, silu(lo));
+        store16(to + 16, silu(hi));
       });
     }
-    warm(l.down, threads, id);
+    warm<T>(l.down, threads, id);
     pool.barrier();
 
     share(s.d / BLOCK, threads, id, &first, &last);
@@ -728,8 +774,8 @@ class Runner {
       for (int r = 0; r < m; r += TILE) {
         const int n = std::min(TILE, m - r);
         zero(acc);
-        if (whole) some_rows(r, m, inner.data(), s.inner, l.down.block(b), s.inner, acc);
-        if (beside) some_rows(r, m, low.data(), l.low.outputs, l.high.block(b), l.high.width, acc);
+        if (whole) some_rows(r, m, inner, s.inner, l.down.block<T>(b), s.inner, acc);
+        if (beside) some_rows(r, m, low, l.low.outputs, l.high.block<T>(b), l.high.width, acc);
         for (int i = 0; i < n; ++i) {
           float* x = step.x + static_cast<int64_t>(r + i) * s.d + b * BLOCK;
           _mm512_storeu_ps(x, _mm512_add_ps(_mm512_loadu_ps(x), acc[i][0]));
@@ -740,7 +786,8 @@ class Runner {
   }
 
   // Tasks are (row of the batch, kv head, some of its queries). A query is (node, head of the group).
-  void attend(const Shape& s, const Layer& l, const Step& step, int id) {
+  template <class T>
+  void attend(const Shape& s, const Layer& l, const Step& step, const Between<T>& between, int id) {
     const int group = s.heads / s.kv_heads, queries = step.nodes * group, threads = pool.size();
     // few enough queries a task that their scores stay in the second-level cache, and tasks enough for all threads
     int longest = 0;
@@ -755,46 +802,47 @@ class Runner {
       const int part = t % parts, head = t / parts % s.kv_heads, b = t / parts / s.kv_heads;
       const int low_query = part * some, count = std::min(some, queries - low_query);
       switch (s.e / 32) {
-        case 1: task<2>(s, l, step, id, b, head, low_query, count); break;
-        case 2: task<4>(s, l, step, id, b, head, low_query, count); break;
-        case 3: task<6>(s, l, step, id, b, head, low_query, count); break;
-        default: task<8>(s, l, step, id, b, head, low_query, count); break;
+        case 1: task<T, 2>(s, l, step, between, id, b, head, low_query, count); break;
+        case 2: task<T, 4>(s, l, step, between, id, b, head, low_query, count); break;
+        case 3: task<T, 6>(s, l, step, between, id, b, head, low_query, count); break;
+        default: task<T, 8>(s, l, step, between, id, b, head, low_query, count); break;
       }
     }
   }
 
-  template <int NE>
-  void task(const Shape& s, const Layer& l, const Step& step, int id, int b, int head, int begin, int count) {
+  template <class T, int NE>
+  void task(const Shape& s, const Layer& l, const Step& step, const Between<T>& between, int id, int b, int head,
+            int begin, int count) {
     Scratch& mine = own[static_cast<size_t>(id)];
     const int group = s.heads / s.kv_heads, wide = l.qkv.outputs, length = step.lengths[b];
     const int span = length + step.nodes;
     const int64_t width = (span + 31) / 16 * 16;
-    mine.q.resize(static_cast<size_t>(count) * s.e);
-    mine.scores.resize(static_cast<size_t>(count) * width);
+    T* q = mine.q.of<T>(static_cast<int64_t>(count) * s.e);
+    float* p = mine.scores.of<float>(count * width);
     const auto row_of = [&](int i) { return b * step.nodes + (begin + i) / group; };
     for (int i = 0; i < count; ++i) {
       const int64_t row = row_of(i);
-      float* from = qkv.data() + row * wide + (head * group + (begin + i) % group) * s.e;
-      turn(from, l.q_norm, s, step.cos + row * s.rope_dim, step.sin + row * s.rope_dim, mine.q.data() + i * s.e);
+      float* from = between.qkv + row * wide + (head * group + (begin + i) % group) * s.e;
+      turn(from, l.q_norm, s, step.cos + row * s.rope_dim, step.sin + row * s.rope_dim, q + i * s.e);
     }
-    const bf16* keys = l.keys + b * s.row_stride + head * s.head_stride;
-    const bf16* values = l.values + b * s.row_stride + head * s.head_stride;
-    __m512i turned[NE * 8];
+    const T* keys = static_cast<const T*>(l.keys) + b * s.row_stride + head * s.head_stride;
+    const T* values = static_cast<const T*>(l.values) + b * s.row_stride + head * s.head_stride;
+    constexpr int WORDS = NE * 16 / PER_LANE<T>;
+    __m512i turned[WORDS];
     for (int k = 0; k < span; k += 16) {
       transpose_keys(keys + static_cast<int64_t>(k) * s.e, std::min(16, span - k), s.e, turned);
       int i = 0;
       for (; i + 8 <= count; i += 8)
-        scores_of<8>(mine.q.data() + i * s.e, s.e, turned, NE * 8, mine.scores.data() + i * width + k, width);
+        scores_of<T, 8>(q + i * s.e, s.e, turned, WORDS, p + i * width + k, width);
       for (; i + 3 <= count; i += 3)
-        scores_of<3>(mine.q.data() + i * s.e, s.e, turned, NE * 8, mine.scores.data() + i * width + k, width);
+        scores_of<T, 3>(q + i * s.e, s.e, turned, WORDS, p + i * width + k, width);
       for (; i < count; ++i)
-        scores_of<1>(mine.q.data() + i * s.e, s.e, turned, NE * 8, mine.scores.data() + i * width + k, width);
+        scores_of<T, 1>(q + i * s.e, s.e, turned, WORDS, p + i * width + k, width);
     }
     // what a query sees, in text order: committed tokens, then its ancestors
-    std::vector<float>& p = mine.scores;
     float total[32];
     for (int i = 0; i < count; ++i) {
-      float* mine_p = p.data() + i * width;
+      float* mine_p = p + i * width;
       const int row = row_of(i), from = step.first[row], seen = length - from;
       if (from > 0) std::memmove(mine_p, mine_p + from, sizeof(float) * static_cast<size_t>(seen));
       int n = seen;
@@ -807,68 +855,82 @@ class Runner {
       for (int c = 1; alike && c < TOGETHER; ++c) alike = step.first[row_of(i + c)] == step.first[row_of(i)];
       const int n = alike ? TOGETHER : 1;
       if (alike)
-        values_of<TOGETHER, NE>(s, l, step, values, p.data() + i * width, width, b, head, begin + i, total + i);
+        values_of<T, TOGETHER, NE>(s, step, between, values, p + i * width, width, b, head, begin + i, total + i);
       else
-        values_of<1, NE>(s, l, step, values, p.data() + i * width, width, b, head, begin + i, total + i);
+        values_of<T, 1, NE>(s, step, between, values, p + i * width, width, b, head, begin + i, total + i);
       i += n;
     }
   }
 
-  template <int QUERIES, int NE>
-  void values_of(const Shape& s, const Layer&, const Step& step, const bf16* values, const float* p, int64_t width, int b,
+  template <class T, int QUERIES, int NE>
+  void values_of(const Shape& s, const Step& step, const Between<T>& between, const T* values, const float* p, int64_t width, int b,
                  int head, int begin, const float* total) {
     const int group = s.heads / s.kv_heads, length = step.lengths[b];
     __m512 acc[QUERIES][NE];
     for (auto& row : acc)
       for (auto& v : row) v = _mm512_setzero_ps();
     const int from = step.first[b * step.nodes + begin / group], seen = length - from;
-    gather_values<QUERIES, NE>(p, width, values + static_cast<int64_t>(from) * s.e, seen, acc);
+    gather_values<T, QUERIES, NE>(p, width, values + static_cast<int64_t>(from) * s.e, seen, acc);
     for (int i = 0; i < QUERIES; ++i) {
       const int node = (begin + i) / group, row = b * step.nodes + node;
       const float* weight = p + i * width + seen;
       for (int a = step.offsets[row]; a < step.offsets[row + 1]; ++a) {
-        const bf16* value = values + static_cast<int64_t>(length + step.ancestors[a]) * s.e;
+        const T* value = values + static_cast<int64_t>(length + step.ancestors[a]) * s.e;
         const __m512 w = _mm512_set1_ps(*weight++);
-        for (int c = 0; c < NE; ++c) acc[i][c] = _mm512_fmadd_ps(w, from_bf16(value + 16 * c), acc[i][c]);
+        for (int c = 0; c < NE; ++c) acc[i][c] = _mm512_fmadd_ps(w, load16(value + 16 * c), acc[i][c]);
       }
       const __m512 inverse = _mm512_set1_ps(1.0f / total[i]);
-      bf16* to = heads.data() + (static_cast<int64_t>(row) * s.heads + head * group + (begin + i) % group) * s.e;
+      T* to = between.heads + (static_cast<int64_t>(row) * s.heads + head * group + (begin + i) % group) * s.e;
       for (int c = 0; c < NE; ++c)
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 16 * c), to_bf16(_mm512_mul_ps(acc[i][c], inverse)));
+        store16(to + 16 * c, _mm512_mul_ps(acc[i][c], inverse));
     }
   }
+
+  Room qkv_, heads_, inner_, low_;
+  Room draft_rows_, draft_states_, draft_z_, draft_before_, draft_scores_, draft_parts_, draft_fixed_, draft_values_;
+  Room draft_places_;
 };
+// w [outputs, width] row by row -> blocks; ``to`` holds ceil(outputs / 32) * 32 * width values
+template <class T>
+void pack(const void* weight, int outputs, int width, void* packed) {
+  const T* w = static_cast<const T*>(weight);
+  T* to = static_cast<T*>(packed);
+  for (int b = 0; b < (outputs + BLOCK - 1) / BLOCK; ++b)
+    for (int k = 0; k < width; k += PER_LANE<T>)
+      for (int j = 0; j < BLOCK; ++j)
+        for (int c = 0; c < PER_LANE<T>; ++c) {
+          const int row = b * BLOCK + j;
+          *to++ = row < outputs ? w[static_cast<int64_t>(row) * width + k + c] : T{0};
+        }
+}
 
 }  // namespace
 
+// Each function exists once for both types: ``wide`` says float32, else bf16.
 extern "C" {
 
 void* anabranch_runner(int threads) { return new Runner(threads); }
-void anabranch_free(void* runner) { delete static_cast<Runner*>(runner); }
 
 // ask for large pages, so that reading weights does not wait for translations of addresses
 void anabranch_advise(void* memory, int64_t bytes) { madvise(memory, static_cast<size_t>(bytes), MADV_HUGEPAGE); }
 
-// w [outputs, width] row by row -> blocks; ``to`` holds ceil(outputs / 32) * 32 * width values
-void anabranch_pack(const bf16* w, int outputs, int width, bf16* to) {
-  const int blocks = (outputs + BLOCK - 1) / BLOCK;
-  for (int b = 0; b < blocks; ++b)
-    for (int k = 0; k < width; k += 2)
-      for (int j = 0; j < BLOCK; ++j)
-        for (int c = 0; c < 2; ++c) {
-          const int row = b * BLOCK + j;
-          *to++ = row < outputs ? w[static_cast<int64_t>(row) * width + k + c] : bf16{0};
-        }
+void anabranch_pack(int wide, const void* w, int outputs, int width, void* to) {
+  wide ? pack<float>(w, outputs, width, to) : pack<bf16>(w, outputs, width, to);
 }
 
-void anabranch_linear(void* runner, const bf16* x, int count, const bf16* packed, int outputs, int width,
+void anabranch_linear(int wide, void* runner, const void* x, int count, const void* packed, int outputs, int width,
                       const float* bias, float* y) {
-  static_cast<Runner*>(runner)->linear(x, count, Packed{packed, outputs, width}, bias, y);
+  auto* r = static_cast<Runner*>(runner);
+  const Packed w{packed, outputs, width};
+  wide ? r->linear(static_cast<const float*>(x), count, w, bias, y)
+       : r->linear(static_cast<const bf16*>(x), count, w, bias, y);
 }
 
-// x [count, width] float32 -> RMS norm in bf16
-void anabranch_norm(const float* x, int count, int width, const float* weight, float eps, bf16* y) {
-  for (int64_t i = 0; i < count; ++i) rms_norm(x + i * width, weight, width, eps, y + i * width);
+// x [count, width] float32 -> RMS norm
+void anabranch_norm(int wide, const float* x, int count, int width, const float* weight, float eps, void* y) {
+  for (int64_t i = 0; i < count; ++i)
+    wide ? rms_norm(x + i * width, weight, width, eps, static_cast<float*>(y) + i * width)
+         : rms_norm(x + i * width, weight, width, eps, static_cast<bf16*>(y) + i * width);
 }
 
 // log softmax of each row of z [count, width], its ``best`` largest values and where they are, falling; of equals the
@@ -878,13 +940,16 @@ void anabranch_best(const float* z, int count, int width, int best, float* value
 }
 
 // the tree of one row from its stream states [depth, D]; see Runner::draft
-void anabranch_draft(void* runner, const Draft* draft, const bf16* states, int64_t root, int64_t* tokens, float* joints,
-                     int64_t* parents, int64_t* counts) {
-  static_cast<Runner*>(runner)->draft(*draft, states, root, tokens, joints, parents, counts);
+void anabranch_draft(int wide, void* runner, const Draft* draft, const void* states, int64_t root, int64_t* tokens,
+                     float* joints, int64_t* parents, int64_t* counts) {
+  auto* r = static_cast<Runner*>(runner);
+  wide ? r->draft(*draft, static_cast<const float*>(states), root, tokens, joints, parents, counts)
+       : r->draft(*draft, static_cast<const bf16*>(states), root, tokens, joints, parents, counts);
 }
 
-void anabranch_layers(void* runner, const Shape* shape, const Layer* layers, int count, const Step* step) {
-  static_cast<Runner*>(runner)->layers(*shape, layers, count, *step);
+void anabranch_layers(int wide, void* runner, const Shape* shape, const Layer* layers, int count, const Step* step) {
+  auto* r = static_cast<Runner*>(runner);
+  wide ? r->layers<float>(*shape, layers, count, *step) : r->layers<bf16>(*shape, layers, count, *step);
 }
 
-}
+}  // extern "C"

@@ -35,8 +35,8 @@ SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")
 NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 BLOCK = 32
-PAGE = 2**20  # of 2 MiB, in bf16 values
-ARENA = 2**25  # 64 MiB
+PAGE = 2**21
+ARENA = 2**26
 
 
 class Packed(ctypes.Structure):
@@ -100,29 +100,32 @@ class Library:
         self._c = ctypes.CDLL(str(path))
         self._c.anabranch_runner.restype = ctypes.c_void_p
         self._c.anabranch_runner.argtypes = (ctypes.c_int,)
-        self._c.anabranch_free.argtypes = (ctypes.c_void_p,)
-        self._c.anabranch_pack.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p)
+        self._c.anabranch_pack.argtypes = (
+            *(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p),
+        )
         self._c.anabranch_advise.argtypes = (ctypes.c_void_p, ctypes.c_int64)
         self._c.anabranch_linear.argtypes = (
-            *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int),
-            *(ctypes.c_void_p, ctypes.c_void_p),
+            *(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int),
+            *(ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
         )
         self._c.anabranch_norm.argtypes = (
-            *(ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_float, ctypes.c_void_p),
+            *(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int),
+            *(ctypes.c_void_p, ctypes.c_float, ctypes.c_void_p),
         )
         self._c.anabranch_best.argtypes = (
             *(ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
         )
         self._c.anabranch_draft.argtypes = (
-            *(ctypes.c_void_p, ctypes.POINTER(Draft), ctypes.c_void_p, ctypes.c_int64),
+            *(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(Draft), ctypes.c_void_p, ctypes.c_int64),
             *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p),
         )
         self._c.anabranch_layers.argtypes = (
-            *(ctypes.c_void_p, ctypes.POINTER(Shape), ctypes.POINTER(Layer), ctypes.c_int, ctypes.POINTER(Step)),
+            *(ctypes.c_int, ctypes.c_void_p),
+            *(ctypes.POINTER(Shape), ctypes.POINTER(Layer), ctypes.c_int, ctypes.POINTER(Step)),
         )
         self._lock = threading.Lock()  # one pass at a time: the threads and their scratch memory are shared
         self._threads = 0  # what they take while torch is down to one; 0: as many as torch has
-        self._free = torch.empty(0, dtype=torch.bfloat16)
+        self._free = torch.empty(0, dtype=torch.uint8)
         self._runners: dict[tuple[int, int], int] = {}
 
     @contextmanager
@@ -148,45 +151,46 @@ class Library:
         return self._runners[key]
 
     def pack(self, weight: Tensor) -> Tensor:
-        """A bf16 weight [N, D] in blocks of 32 outputs (the last one padded), for ``linear``; D even."""
+        """A weight [N, D] in blocks of 32 outputs (the last one padded), for ``linear``; D even. bf16 or float32."""
         outputs, width = weight.shape
-        source = weight.detach().to("cpu", torch.bfloat16).contiguous()
-        packed = self._room(-(-outputs // BLOCK) * BLOCK * width)
-        self._c.anabranch_pack(source.data_ptr(), outputs, width, packed.data_ptr())
+        source = weight.detach().cpu().contiguous()
+        packed = self._room(-(-outputs // BLOCK) * BLOCK * width, source.dtype)
+        self._c.anabranch_pack(_wide(source), source.data_ptr(), outputs, width, packed.data_ptr())
         return packed
 
-    def _room(self, count: int) -> Tensor:
-        """Memory for ``count`` bf16 values in large pages; small and lasting pieces share them."""
-        if count < PAGE // 8:
-            return torch.empty(count, dtype=torch.bfloat16)
+    def _room(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Memory for ``count`` values in large pages; lasting pieces share them."""
+        size = count * dtype.itemsize
+        if size < PAGE // 8:
+            return torch.empty(count, dtype=dtype)
         with self._lock:
-            if len(self._free) < count:
+            if len(self._free) < size:
                 # pages are only taken when written to: what is left over at the end costs nothing
-                whole = torch.empty(max(ARENA, count) + PAGE, dtype=torch.bfloat16)
-                start = -whole.data_ptr() // 2 % PAGE
-                self._c.anabranch_advise(whole[start:].data_ptr(), 2 * (len(whole) - PAGE))
+                whole = torch.empty(max(ARENA, size) + PAGE, dtype=torch.uint8)
+                start = -whole.data_ptr() % PAGE
+                self._c.anabranch_advise(whole[start:].data_ptr(), len(whole) - PAGE)
                 self._free = whole[start:]
-            taken, self._free = self._free[:count], self._free[count + -count % 32 :]
-            return taken
+            taken, self._free = self._free[:size], self._free[size + -size % 64 :]
+            return taken.view(dtype)
 
     def linear(self, x_MD: Tensor, packed: Tensor, outputs: int, bias_N: Tensor | None) -> Tensor:
-        """bf16 rows times a packed weight, plus a float32 bias: float32 [M, N]."""
+        """Rows times a packed weight of their type, plus a float32 bias: float32 [M, N]."""
         x_MD = x_MD.contiguous()
         y = torch.empty(x_MD.shape[0], outputs)
         bias = None if bias_N is None else bias_N.data_ptr()
         with self._lock:
             self._c.anabranch_linear(
-                *(self._run(), x_MD.data_ptr(), len(x_MD), packed.data_ptr(), outputs, x_MD.shape[1]),
-                *(bias, y.data_ptr()),
+                *(_wide(x_MD), self._run(), x_MD.data_ptr(), len(x_MD)),
+                *(packed.data_ptr(), outputs, x_MD.shape[1], bias, y.data_ptr()),
             )
         return y
 
-    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """RMS norm of float32 rows [..., D] by a float32 weight: bf16."""
+    def norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        """RMS norm of float32 rows [..., D] by a float32 weight, as ``dtype``."""
         x = x.contiguous()
-        y = torch.empty(x.shape, dtype=torch.bfloat16)
+        y = torch.empty(x.shape, dtype=dtype)
         width = x.shape[-1]
-        self._c.anabranch_norm(x.data_ptr(), x.numel() // width, width, weight.data_ptr(), eps, y.data_ptr())
+        self._c.anabranch_norm(_wide(y), x.data_ptr(), x.numel() // width, width, weight.data_ptr(), eps, y.data_ptr())
         return y
 
     def best(self, z_MN: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -198,23 +202,31 @@ class Library:
 
     def draft(self, how: Draft, states_SD: Tensor, root: int) -> list[Level]:
         """Candidates of each depth: tokens, joint log probabilities, falling, and parents among the expanded above."""
-        states_SD = states_SD.to(torch.bfloat16).contiguous()
+        states_SD = states_SD.contiguous()
         keep = how.nodes - 1
         tokens, parents = np.empty((how.depth, keep), np.int64), np.empty((how.depth, keep), np.int64)
         joints, counts = np.empty((how.depth, keep), np.float32), np.empty(how.depth, np.int64)
         with self._lock:
             self._c.anabranch_draft(
-                *(self._run(), ctypes.byref(how), states_SD.data_ptr(), root, tokens.ctypes.data),
+                *(_wide(states_SD), self._run(), ctypes.byref(how), states_SD.data_ptr(), root, tokens.ctypes.data),
                 *(joints.ctypes.data, parents.ctypes.data, counts.ctypes.data),
             )
         found = zip(tokens, joints, parents, counts.tolist(), strict=True)
         return [(t[:n], j[:n], p[:n]) for t, j, p, n in found if n]
 
-    def layers(self, shape: Shape, layers: Sequence[Layer], step: Step) -> None:
-        """Run layers over ``step.x`` in place; keys and values are written behind the committed ones."""
+    def layers(self, shape: Shape, layers: Sequence[Layer], step: Step, *, wide: bool) -> None:
+        """Run layers over ``step.x`` in place; keys and values are written behind the committed ones.
+
+        ``wide`` says that weights and cache are float32, not bf16.
+        """
         array = (Layer * len(layers))(*layers)
         with self._lock:
-            self._c.anabranch_layers(self._run(), ctypes.byref(shape), array, len(layers), ctypes.byref(step))
+            self._c.anabranch_layers(wide, self._run(), ctypes.byref(shape), array, len(layers), ctypes.byref(step))
+
+
+def _wide(x: Tensor) -> bool:
+    assert x.dtype in (torch.bfloat16, torch.float32), x.dtype
+    return x.dtype == torch.float32
 
 
 _reason = "the kernels have not been asked for yet"
