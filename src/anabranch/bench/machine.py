@@ -24,6 +24,7 @@ import torch
 from anabranch.model.decoder import Decoder
 from anabranch.model.pack import PackedLinear
 from anabranch.model.stack import NativeLinear
+from anabranch.native.library import library
 
 __all__ = ["Machine", "forget_peak", "last_level_cache", "measure_machine", "peak_memory_mb", "weight_bytes"]
 
@@ -61,11 +62,14 @@ class Machine:
 def measure_machine(decoder: Decoder, *, buffer_bytes: int | None = None, repeats: int = REPEATS) -> Machine:
     """Measure the machine that ``decoder`` lies on, with torch's threads and the decoder's type.
 
-    ``buffer_bytes`` is eight times the last-level cache by default, and at least 512 MiB.
+    ``buffer_bytes`` is eight times the last-level cache by default, and at least 512 MiB; in large pages where the
+    native kernels, which put weights there, are to be had.
     """
     device = decoder.device
     size = max(2**29, 8 * last_level_cache(device)) if buffer_bytes is None else buffer_bytes
-    words = torch.ones(size // 8, dtype=torch.int64, device=device)
+    kernels = library() if device.type == "cpu" else None
+    words = torch.empty(size, dtype=torch.uint8, device=device) if kernels is None else kernels.large(size)
+    words = words[: size // 8 * 8].view(torch.int64).fill_(1)
     floats = words.view(torch.float32)
     reads = max(
         (_rates(read, size, device, repeats) for read in (words.sum, floats.max)),

@@ -158,6 +158,13 @@ class Library:
         self._c.anabranch_pack(_wide(source), source.data_ptr(), outputs, width, packed.data_ptr())
         return packed
 
+    def large(self, size: int) -> Tensor:
+        """``size`` bytes that the system may back with large pages, which are read up to twice as fast."""
+        whole = torch.empty(size + PAGE, dtype=torch.uint8)
+        start = -whole.data_ptr() % PAGE
+        self._c.anabranch_advise(whole[start:].data_ptr(), size)
+        return whole[start : start + size]
+
     def _room(self, count: int, dtype: torch.dtype) -> Tensor:
         """Memory for ``count`` values in large pages; lasting pieces share them."""
         size = count * dtype.itemsize
@@ -166,10 +173,7 @@ class Library:
         with self._lock:
             if len(self._free) < size:
                 # pages are only taken when written to: what is left over at the end costs nothing
-                whole = torch.empty(max(ARENA, size) + PAGE, dtype=torch.uint8)
-                start = -whole.data_ptr() % PAGE
-                self._c.anabranch_advise(whole[start:].data_ptr(), len(whole) - PAGE)
-                self._free = whole[start:]
+                self._free = self.large(max(ARENA, size))
             taken, self._free = self._free[:size], self._free[size + -size % 64 :]
             return taken.view(dtype)
 

@@ -157,7 +157,8 @@ class StreamDraft:
         whole = len(self.vocabulary) == target.config.vocab_size
         rows = self.weight if whole else self.weight[self.vocabulary].contiguous()
         bias = None if self.bias is None else self.bias[self.vocabulary]
-        self._asked, self._by_kernels = False, None
+        self._asked = False
+        self._by_kernels: NativeDraft | None = None
         packed = packed_like(target.head, rows, bias)
         if self.conditioner is not None:
             self.conditioner.pack(target.head)
