@@ -268,8 +268,9 @@ def test_load_a_folder_with_an_adapter(toys: ToyFolders) -> None:
 
 def test_without_an_adapter_nothing_is_silently_plain(toys: ToyFolders) -> None:
     with pytest.raises(CapabilityError, match=r"adapter=FOLDER.*anabranch train streams.*prompt_lookup"):
-        anabranch.load(str(toys.model))
-    model = anabranch.load(str(toys.model), drafter="prompt_lookup", dtype="float32")
+        anabranch.load(str(toys.model), drafter="streams")
+    model = anabranch.load(str(toys.model), dtype="float32")
+    assert model.drafter == "prompt_lookup", "auto drafts with what there is"
     with pytest.raises(CapabilityError, match="adapter"):
         model.generate("the", drafter="streams+prompt_lookup")
 

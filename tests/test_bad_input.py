@@ -145,7 +145,7 @@ def test_a_tokenizer_that_is_missing(refused: Refused, copied: ToyFolders) -> No
 
 
 def test_no_adapter_for_this_model(refused: Refused, toys: ToyFolders) -> None:
-    sentence = refused("generate", "the", "--model", toys.model)
+    sentence = refused("generate", "the", "--model", toys.model, "--drafter", "streams")
     assert "needs an adapter that was trained for this target" in sentence
     assert "anabranch train streams" in sentence
     assert "prompt_lookup" in sentence

@@ -21,7 +21,7 @@ from anabranch.cli import app, main
 from anabranch.engine import Engine
 from toy_text import ToyFolders
 
-VERBS = ("pull", "generate", "chat", "info", "certify", "bench", "train")
+VERBS = ("pull", "generate", "chat", "info", "certify", "tune", "simulate", "analyze", "bench", "train")
 PROGRAM = [sys.executable, "-c", "from anabranch.cli import main; main()"]
 
 

@@ -33,7 +33,7 @@ def test_load_takes_the_documented_keywords() -> None:
     parameters = inspect.signature(anabranch.load).parameters
     assert list(parameters) == ["name", "drafter", "adapter", "dtype", "device", "revision"]
     assert parameters["name"].default == "default"
-    assert parameters["drafter"].default == "streams+prompt_lookup"
+    assert parameters["drafter"].default == "auto"
     assert all(p.kind is p.KEYWORD_ONLY for name, p in parameters.items() if name != "name")
 
 
@@ -65,4 +65,4 @@ def test_one_default_drafter() -> None:
     from anabranch.cli.text import chat, generate
 
     defaults = {inspect.signature(f).parameters["drafter"].default for f in (load, generate, chat)}
-    assert defaults == {"streams+prompt_lookup"}
+    assert defaults == {"auto"}

@@ -105,10 +105,15 @@ def find_profile(situation: Situation) -> dict[str, Any] | None:
 
 
 def resolve(spec: str, target: Target, adapter: LoadedAdapter | None) -> str:
-    """What "auto" means here: the profile's drafter; without one, streams with prompt lookup, or that alone."""
+    """What "auto" means here: the profile's drafter; without one, streams with prompt lookup, or that alone.
+
+    Eight rows are what the native kernels verify for little more than the price of one.
+    """
     if spec != AUTO:
         return spec
     profile = find_profile(Situation.of(target, adapter))
     if profile is not None:
         return str(profile["drafter"])
-    return "prompt_lookup" if adapter is None else "streams+prompt_lookup"
+    if adapter is None:
+        return "prompt_lookup"
+    return "streams+prompt_lookup" if target.decoder.stack is None else "streams:tree=8+prompt_lookup"

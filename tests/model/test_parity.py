@@ -64,6 +64,7 @@ class Pruner:
 
     def __init__(self, start: int, kept_Bn: list[list[int]], then: tuple[int, list[list[int]]] | None = None) -> None:
         self.start, self.kept_Bn, self.then = start, torch.tensor(kept_Bn), then
+        self.ride = True  # layer by layer: it prunes on the way
 
     def enter(self, x_BND: Tensor, run: Pass) -> Tensor:
         return self._prune(self.start, self.kept_Bn, x_BND, run)

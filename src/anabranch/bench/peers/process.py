@@ -66,7 +66,7 @@ class Peer:
             "temperature": sampling.temperature,
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
-            "seed": sampling.seed,
+            "seed": sampling.seed % 2**32,  # what every engine takes
             "eos": list(self._eos),
         }
         self._failure: str | None = None

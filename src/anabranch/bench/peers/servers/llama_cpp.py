@@ -44,7 +44,7 @@ class LlamaCpp:
                 "top_p": request["top_p"],
                 "min_p": 0.0,
                 "repeat_penalty": 1.0,
-                "seed": request["seed"] % 2**32,
+                "seed": request["seed"],
                 "samplers": ["top_k", "top_p", "temperature"],
                 "cache_prompt": False,
                 "return_tokens": True,
