@@ -21,7 +21,7 @@ from anabranch.files import cache_home, write_atomically
 from anabranch.model.load import Target
 from anabranch.streams.folder import LoadedAdapter
 
-__all__ = ["AUTO", "Situation", "find_profile", "resolve", "save_profile"]
+__all__ = ["AUTO", "Situation", "find_profile", "processor_name", "resolve", "save_profile"]
 
 AUTO = "auto"
 FORMAT = 1
@@ -55,7 +55,7 @@ class Situation:
             adapter="" if adapter is None else str(adapter.record["sha256"]),
             dtype=str(decoder.dtype).removeprefix("torch."),
             device=torch.cuda.get_device_name(decoder.device) if on_gpu else "cpu",
-            processor=_processor(),
+            processor=processor_name(),
             threads=torch.get_num_threads(),
             kernels="torch" if decoder.stack is None else "native",
             anabranch=here,
@@ -68,7 +68,8 @@ class Situation:
         return cache_home() / "profiles" / f"{hashlib.sha256(named.encode()).hexdigest()[:16]}.json"
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """What the processor calls itself."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text(encoding="utf-8").splitlines():

@@ -105,7 +105,7 @@ def test_another_machine_has_another_profile(
     target: Target, adapter: LoadedAdapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_profile(Situation.of(target, adapter), "none", {})
-    monkeypatch.setattr(profiles, "_processor", lambda: "another")
+    monkeypatch.setattr(profiles, "processor_name", lambda: "another")
     assert resolve("auto", target, adapter) == "streams+prompt_lookup"
 
 

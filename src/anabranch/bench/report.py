@@ -19,18 +19,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from anabranch.profiles import processor_name
+
 __all__ = ["SCHEMA", "environment", "heading", "markdown", "plain_table", "sheet", "tables", "wide_console"]
 
 SCHEMA = 2  # docs/metrics.md, "The result file"
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def _instructions() -> list[str]:
@@ -68,7 +61,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "processor": _processor(),
+        "processor": processor_name(),
         "instructions": _instructions(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
