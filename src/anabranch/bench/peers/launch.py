@@ -145,6 +145,8 @@ def _exported(folder: Path, fingerprint: str, weight_format: str, python: Path) 
     final.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=".staging-", dir=final.parent))
     options = ["--task", "text-generation-with-past", "--weight-format", weight_format]
+    if weight_format == "int4":
+        options += ["--group-size", "64"]  # its default of 128 does not divide the widths of small models
     command = [str(python), "-c", _EXPORT, "export", "openvino", "-m", str(folder), *options, str(staging / "model")]
     try:
         done = subprocess.run(
