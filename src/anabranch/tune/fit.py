@@ -168,7 +168,8 @@ def fit(
     if not prompts:
         raise InputError("tuning needs at least one prompt")
     tried = candidates(streams=adapter is not None)
-    latency = measure_steps(target, adapter, prompts[0], report=report)
+    usual = sorted(prompts, key=len)[len(prompts) // 2]  # attention grows with the text
+    latency = measure_steps(target, adapter, usual, report=report)
     with tempfile.TemporaryDirectory() as folder:
         traces = {
             spec: _record(target, adapter, spec, prompts, max_new_tokens, Path(folder) / str(number), report)
