@@ -88,6 +88,7 @@ RICH = StreamConfig(
     pruning_rank=2,
     conditioning="path",
     conditioning_rank=5,
+    root_width=7,
 )
 
 

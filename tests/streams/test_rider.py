@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import numpy as np
@@ -27,6 +28,7 @@ CONFIGS = {
     "rotation": replace(PAPER, position="rotation", rotation_step=0.1, init_rank=2),
 }
 LENGTHS = (9, 4, 12)  # committed tokens of the rows
+EMITTED = 0
 PATHS = ((0, 1, 3), (0,), (0, 2))
 
 
@@ -74,7 +76,7 @@ def states(target: Decoder, adapter: StreamAdapter, placement: str) -> list[torc
     drafter = StreamDrafter(target, adapter, placement=placement)  # type: ignore[arg-type]
     output, cache = run(target, drafter.rider)  # type: ignore[arg-type]
     cache.commit(PATHS)
-    contexts = [Context([0], 1, SamplingParams()) for _ in PATHS]
+    contexts = [Context([EMITTED], 1, SamplingParams()) for _ in PATHS]
     verdicts = [Verdict(path, 0) for path in PATHS]
     drafter.observe(contexts, Observation(output, cache, trees(), verdicts, [True] * 3, 96))
     return [drafter._states[context.key] for context in contexts]
@@ -83,12 +85,27 @@ def states(target: Decoder, adapter: StreamAdapter, placement: str) -> list[torc
 @pytest.mark.parametrize("case", sorted(CASES))
 @pytest.mark.parametrize("name", CONFIGS)
 def test_riding_is_trailing(case: str, name: str) -> None:
-    target = small(case)
+    target = copy.deepcopy(small(case))
+    target.embedding.weight.data[EMITTED] = 0  # told of the token that was emitted, they would know more than riders
     adapter = small_adapter(target, CONFIGS[name])
     ridden, trailed = states(target, adapter, "ride"), states(target, adapter, "trail")
     for b in range(3):
         assert ridden[b].shape == (CONFIGS[name].num_streams, 32)
         assert torch.allclose(ridden[b], trailed[b], atol=2e-5)
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2"])
+def test_trailing_streams_are_told_the_root(case: str) -> None:
+    target = small(case)
+    adapter = small_adapter(target, RICH)
+    ridden, trailed, auto = (states(target, adapter, placement) for placement in ("ride", "trail", "auto"))
+    for b in range(3):
+        assert not torch.allclose(ridden[b], trailed[b], atol=1e-2)
+        assert torch.equal(trailed[b], auto[b])
+    assert adapter.root is not None
+    adapter.root.token.data.zero_()
+    for mine, other in zip(states(target, adapter, "trail"), states(target, adapter, "ride"), strict=True):
+        assert torch.allclose(mine, other, atol=2e-5)
 
 
 def test_top_context_rides_and_changes_the_streams() -> None:

@@ -17,7 +17,7 @@ from anabranch.streams.adapter import StreamAdapter
 from anabranch.streams.config import StreamConfig
 from anabranch.train import objective as module
 from anabranch.train.data import Batch, Example
-from anabranch.train.objective import LossOptions, StreamObjective, VocabularyLoss
+from anabranch.train.objective import UNTOLD_STRIDE, LossOptions, StreamObjective, VocabularyLoss
 from small import RICH, VOCABULARY, decode, prompt, request, small, small_adapter
 
 PAPER = StreamConfig(num_streams=4, num_stream_layers=2, adapter_rank=3, pruning_rank=2)
@@ -124,7 +124,9 @@ def test_the_loss_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     for b, (start, length) in enumerate(zip(of.starts_B.tolist(), of.lengths_B.tolist(), strict=True)):
         text = of.tokens_BT[b]
         for t in range(start, length):
-            states = objective.states(frozen, torch.full((3, 1), t))[b, 0]
+            states = objective.states(
+                frozen, of.tokens_BT, torch.full((3, 1), t), torch.full((3, 1), t % UNTOLD_STRIDE == 0)
+            )[b, 0]
             carried: Tensor | None = None
             for j in range(1, RICH.num_streams + 1):
                 if t + 1 + j >= length:
@@ -174,8 +176,9 @@ def test_streams_in_training_are_those_of_decoding(case: str, placement: str) ->
         at += len(step.tokens)
         if step.finish is not None:
             break
+        untold = torch.tensor([[placement == "ride"]])
         with torch.no_grad():
-            wanted = objective.states(frozen, torch.tensor([[at - 2]]))[0, 0]
+            wanted = objective.states(frozen, of.tokens_BT, torch.tensor([[at - 2]]), untold)[0, 0]
         assert torch.allclose(drafter._states[key], wanted, atol=5e-5)
     assert at == len(text)
 

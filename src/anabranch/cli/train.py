@@ -108,6 +108,9 @@ def streams(
     attention_rank: Annotated[int | None, typer.Option(help="rank of deltas on q, k, v and o; 0: none")] = None,
     conditioning: Annotated[str | None, typer.Option(help="none, parent or path")] = None,
     conditioning_rank: Annotated[int | None, typer.Option(help="width of that term")] = None,
+    root_width: Annotated[
+        int | None, typer.Option(help="width of the term that tells streams the root; 0: none")
+    ] = None,
     pruning_rank: Annotated[int | None, typer.Option(help="rank of the early-exit pruning layer; 0: none")] = None,
     draft_vocabulary: Annotated[int | None, typer.Option(help="drafts are made of that many tokens; 0: all")] = None,
     soft: Annotated[float | None, typer.Option(help="share of the target's distribution in the loss")] = None,
@@ -170,6 +173,7 @@ _STREAMS = {
     "attention_rank": "attention_rank",
     "conditioning": "conditioning",
     "conditioning_rank": "conditioning_rank",
+    "root_width": "root_width",
     "pruning_rank": "pruning_rank",
 }
 _LOSS = ("soft", "unconditioned", "decay")

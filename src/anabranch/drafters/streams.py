@@ -32,8 +32,8 @@ class StreamDrafter(Drafter):
     prune      nodes that pass the early-exit pruning layer; 0: no pruning. Where it prunes, the tree that was drawn
                is not the tree that is verified, so only *follow* is exact and sampled drafts are refused
     placement  "ride": stream rows travel with every tree node in the target's pass (the paper); "trail": those of the
-               accepted node alone follow it; "auto": trail on a CPU, where rows cost time, ride on a GPU, where at
-               batch 1 they are nearly free
+               accepted node alone follow it; "auto": trail where the adapter can tell them the emitted token, and on a
+               CPU, where rows cost time; else ride, which at batch 1 is nearly free on a GPU
     """
 
     name = "streams"
@@ -58,8 +58,8 @@ class StreamDrafter(Drafter):
             raise CapabilityError("context_top needs the main rows' attention; use placement=ride")
         self.target, self.adapter, self.prune = target, adapter, prune
         self.tree = StreamDraft(target, adapter, options)
-        on_cpu = target.device.type == "cpu" and not adapter.config.context_top
-        ride = placement == "ride" or (placement == "auto" and not on_cpu)
+        better = (target.device.type == "cpu" or adapter.root is not None) and not adapter.config.context_top
+        ride = placement == "ride" or (placement == "auto" and not better)
         self._rider = StreamRider(target, adapter, ride=ride, prune=prune)
         self._native = NativeTrail(target, adapter) if not ride and NativeTrail.fits(target, adapter) else None
         if not ride and self._native is None:
@@ -148,13 +148,15 @@ class StreamDrafter(Drafter):
         assert entry is not None
         rows = torch.arange(len(last), device=entry.device)
         entry_BD = entry[rows, torch.tensor(last, device=entry.device)]
-        states = (
-            self._trail(entry_BD, seen) if self._native is None else self._native(entry_BD, seen.cache, seen.planned)
-        )
+        emitted_BD = self.target.embedding(torch.tensor([context.root for context in contexts], device=entry.device))
+        if self._native is None:
+            states = self._trail(entry_BD, emitted_BD, seen)
+        else:
+            states = self._native(entry_BD, emitted_BD, seen.cache, seen.planned)
         for b, context in enumerate(contexts):
             self._states[context.key] = states[b]
 
-    def _trail(self, entry_BD: Tensor, seen: Observation) -> Tensor:
+    def _trail(self, entry_BD: Tensor, emitted_BD: Tensor, seen: Observation) -> Tensor:
         """Stream states [B, S, D] of nodes that are committed, from their main rows before layer N - N_s."""
         device = entry_BD.device
         lengths = torch.tensor(seen.cache.lengths, device=device)
@@ -168,6 +170,7 @@ class StreamDrafter(Drafter):
             self.target,
             self.adapter,
             entry_BD[:, None],
+            emitted_BD[:, None],
             lengths[:, None] - 1,
             [seen.cache.read(layer, span) for layer in layers],
             [near if self.target.config.is_sliding(layer) else everything for layer in layers],

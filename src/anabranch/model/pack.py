@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from anabranch.model.decoder import Block, Decoder
 from anabranch.model.stack import NativeLinear, Stack, native_for
 
-__all__ = ["PackedLinear", "PackedWeight", "can_pack", "pack_decoder", "packed_like"]
+__all__ = ["Packable", "PackedLinear", "PackedWeight", "can_pack", "pack_decoder", "packed_like"]
 
 # rows that oneDNN's packing is laid out for; measured to serve 1 to 64 rows alike
 PACK_ROWS = 32
@@ -69,6 +69,26 @@ def packed_like(module: nn.Module, weight: Tensor, bias: Tensor | None) -> Packe
     if isinstance(module, NativeLinear):
         return NativeLinear(weight, bias, wide=module.wide)
     return PackedLinear(weight, bias) if isinstance(module, PackedLinear) else None
+
+
+class Packable(nn.Module):
+    """A module whose weights [out, in] can be packed as another module's are; inference only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed: dict[str, PackedWeight] = {}
+
+    def pack(self, like: nn.Module) -> None:
+        """Pack the weights as the linear module ``like`` is packed, if it is."""
+        for name, weight in () if self.packed else self.named_parameters():
+            packed = packed_like(like, weight.detach(), None)
+            if packed is not None:
+                self.packed[name] = packed
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        """``x`` [..., in] times the weight of a name: [..., out]."""
+        packed = self.packed.get(name)
+        return F.linear(x, getattr(self, name)) if packed is None else packed(x)
 
 
 def pack_decoder(target: Decoder) -> bool:

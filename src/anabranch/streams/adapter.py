@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from anabranch.errors import InputError
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import MLP, Block
-from anabranch.model.pack import PackedLinear, PackedWeight, packed_like
+from anabranch.model.pack import Packable, PackedLinear, PackedWeight, packed_like
 from anabranch.model.stack import NativeLinear
 from anabranch.streams.config import StreamConfig
 from anabranch.streams.scorer import Conditioner
@@ -108,6 +108,36 @@ class StreamSide:
         return streams if self.main == 0 else torch.cat((mlp(h_BRD[:, : self.main]), streams), dim=1)
 
 
+class RootTerm(Packable):
+    """Tells streams that trail the token t + 1 which their node t has emitted: they draft from t + 2 on.
+
+    A stream that rides in the pass starts from its node's main row alone. One that trails starts when t + 1 is known,
+    and may start from both, as EAGLE's drafter does from feature and shifted token (Li et al. 2024):
+
+        S_j = f(M) + P_j + up silu(main M' + token E'[t + 1] + streams_j)      M', E': at unit RMS
+
+    Where the token is not known (riding), E' is zero; training withholds it at some positions. Starts at zero.
+    """
+
+    def __init__(self, width: int, inner: int, num_streams: int) -> None:
+        super().__init__()
+        self.main = nn.Parameter(torch.empty(inner, width))
+        self.token = nn.Parameter(torch.empty(inner, width))
+        self.up = nn.Parameter(torch.zeros(width, inner))
+        self.streams = nn.Parameter(torch.zeros(num_streams, inner))
+        if not self.main.is_meta:
+            for weight in (self.main, self.token):
+                nn.init.normal_(weight, std=1.0 / math.sqrt(width))
+
+    def forward(self, main_BND: Tensor, emitted_BND: Tensor | None) -> Tensor:
+        """What to add to the streams [B, N, S, D]; ``emitted_BND`` are embeddings, zero where not known."""
+        width = main_BND.shape[-1:]
+        z = self.linear(F.rms_norm(main_BND, width), "main")
+        if emitted_BND is not None:
+            z = z + self.linear(F.rms_norm(emitted_BND.to(main_BND.dtype), width, eps=1e-9), "token")
+        return self.linear(F.silu(z[:, :, None] + self.streams.to(z.dtype)), "up")
+
+
 class StreamAdapter(nn.Module):
     """Everything that Speculative Streaming trains for one target.
 
@@ -135,6 +165,7 @@ class StreamAdapter(nn.Module):
         if self.embeddings is not None and not self.embeddings.is_meta:
             nn.init.normal_(self.embeddings, std=0.02)
         self.init = LowRank(width, width, config.init_rank) if config.init_rank else None
+        self.root = RootTerm(width, config.root_width, config.num_streams) if config.root_width else None
         self.layers = nn.ModuleList(StreamLayer(model, config) for _ in range(config.num_stream_layers))
         self.prune = LowRank(width, width, config.pruning_rank) if config.pruning_rank else None
         self.conditioner = (
@@ -153,13 +184,18 @@ class StreamAdapter(nn.Module):
         assert isinstance(layer, StreamLayer)
         return layer
 
-    def initial(self, main_BND: Tensor) -> Tensor:
-        """Main rows before layer N - N_s [B, N, D] -> stream rows [B, N S, D], node by node (ACL eq. 4)."""
+    def initial(self, main_BND: Tensor, emitted_BND: Tensor | None = None) -> Tensor:
+        """Main rows before layer N - N_s [B, N, D] -> stream rows [B, N S, D], node by node (ACL eq. 4).
+
+        ``emitted_BND`` embeds the tokens that the nodes emitted, where the streams trail and these are known.
+        """
         b, n, d = main_BND.shape
         base = main_BND if self.init is None else main_BND + self.init(main_BND)
         streams = base[:, :, None, :].expand(b, n, self.config.num_streams, d)
         if self.embeddings is not None:
             streams = streams + self.embeddings.to(streams.dtype)
+        if self.root is not None:
+            streams = streams + self.root(main_BND, emitted_BND)
         return streams.reshape(b, n * self.config.num_streams, d)
 
     def early_exit(self, main_BND: Tensor) -> Tensor:

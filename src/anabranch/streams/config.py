@@ -29,6 +29,8 @@ class StreamConfig:
     conditioning       how a child's score knows the tokens on its path: "none" (the paper); "parent": the bilinear
                        term (E[parent] U)(W head[c]); "path": a gated state along the path from the root
     conditioning_rank  width of that term
+    root_width         width of the gated term that tells trailing streams the token which their node emitted, the root
+                       of the tree they draft; 0: none (the paper: streams that ride in the pass cannot know it)
     """
 
     num_streams: int = 4
@@ -43,6 +45,7 @@ class StreamConfig:
     context_top: int = 0
     conditioning: Literal["none", "parent", "path"] = "none"
     conditioning_rank: int = 0
+    root_width: int = 0
 
     def __post_init__(self) -> None:
         for name, low in (
@@ -54,6 +57,7 @@ class StreamConfig:
             ("pruning_rank", 0),
             ("context_top", 0),
             ("conditioning_rank", 0),
+            ("root_width", 0),
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:

@@ -28,6 +28,8 @@ class NativeTrail:
         layers = [self._layer(target.blocks[i], adapter.layer(i)) for i in range(adapter.start, len(target.blocks))]
         self.target, self.adapter = target, adapter
         self.stack = Stack(target.config, layers, adapter.start)
+        if adapter.root is not None:
+            adapter.root.pack(target.head)
 
     @staticmethod
     def fits(target: Decoder, adapter: StreamAdapter) -> bool:
@@ -43,13 +45,13 @@ class NativeTrail:
         assert isinstance(out, NativeLinear)
         return LayerWeights(block, qkv, out, *_whole_blocks(weights.mlp), mlp=weights.keep_mlp)
 
-    def __call__(self, entry_BD: Tensor, cache: Cache, planned: int) -> Tensor:
+    def __call__(self, entry_BD: Tensor, emitted_BD: Tensor, cache: Cache, planned: int) -> Tensor:
         """Stream states after the last norm [B, S, D] of the newest committed nodes of all rows in use.
 
-        ``entry_BD`` are those nodes' main rows before layer N - N_s.
+        ``entry_BD`` are those nodes' main rows before layer N - N_s, ``emitted_BD`` embeds what they emitted.
         """
         rows, s = len(entry_BD), self.adapter.config.num_streams
-        x = self.adapter.initial(entry_BD[:, None]).to(torch.float32).contiguous()
+        x = self.adapter.initial(entry_BD[:, None], emitted_BD[:, None]).to(torch.float32).contiguous()
         lengths = np.asarray(cache.lengths, np.int64)
         cos, sin = self.target.rope()(torch.from_numpy(lengths[:, None] + np.arange(s)), planned)
         first = None

@@ -2,7 +2,8 @@
 
 In lossless mode the main rows never look at streams, so both yield the same stream states: riding computes them for
 every node before anyone knows which is accepted, trailing computes them for one node and reads the top layers'
-weights once more. Training is trailing over all positions of a segment.
+weights once more. But when streams trail, the token that the node emitted is known, and an adapter with a root term
+tells them; so trailing drafts better. Training is trailing over all positions of a segment.
 
 B rows of the batch, N nodes, S streams, D model width.
 """
@@ -90,6 +91,7 @@ def trail(
     target: Decoder,
     adapter: StreamAdapter,
     entry_BND: Tensor,
+    emitted_BND: Tensor | None,
     positions_BN: Tensor,
     keys_values: list[tuple[Tensor, Tensor]],
     visible_BNL: list[Tensor],
@@ -97,12 +99,13 @@ def trail(
 ) -> Tensor:
     """Stream states after the last norm [B, N, S, D] of nodes whose main rows are already in the cache.
 
-    ``entry_BND`` are their main rows before layer N - N_s, ``keys_values`` and ``visible_BNL`` the main stream of
+    ``entry_BND`` are their main rows before layer N - N_s, ``emitted_BND`` embeds the tokens that they emitted (zero or
+    None where those are not to be known), ``keys_values`` and ``visible_BNL`` the main stream of
     each top layer and what each node may see of it.
     """
     b, n, d = entry_BND.shape
     assert adapter.config.context_top == 0, "context_top needs the main rows' queries: ride"
-    x = adapter.initial(entry_BND)
+    x = adapter.initial(entry_BND, emitted_BND)
     positions = stream_positions(positions_BN, adapter.config.num_streams)
     cos, sin = target.rope()(positions, planned)
     biases: dict[int, Tensor | None] = {}  # layers that see alike share one visible tensor, hence one mask

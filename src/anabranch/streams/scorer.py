@@ -20,12 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anabranch.model.pack import PackedWeight, packed_like
+from anabranch.model.pack import Packable
 
 __all__ = ["Conditioner"]
 
 
-class Conditioner(nn.Module):
+class Conditioner(Packable):
     """The trained term; one set of weights for all streams. W starts at zero: no conditioning."""
 
     def __init__(self, width: int, kind: Literal["parent", "path"], rank: int) -> None:
@@ -40,19 +40,6 @@ class Conditioner(nn.Module):
                 if weight is not None:
                     nn.init.normal_(weight, std=1.0 / math.sqrt(weight.shape[1]))
 
-        self.packed: dict[str, PackedWeight] = {}
-
-    def pack(self, like: nn.Module) -> None:
-        """Pack the weights as the linear module ``like`` is packed, if it is; inference only."""
-        for name, weight in () if self.packed else self.named_parameters():
-            packed = packed_like(like, weight.detach(), None)
-            if packed is not None:
-                self.packed[name] = packed
-
-    def _linear(self, x: Tensor, name: str) -> Tensor:
-        packed = self.packed.get(name)
-        return F.linear(x, getattr(self, name)) if packed is None else packed(x)
-
     def forward(self, states: Tensor, parents: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor]:
         """Conditioned states and what to carry to the children.
 
@@ -61,10 +48,10 @@ class Conditioner(nn.Module):
         serve many parents: the leading axes broadcast.
         """
         parents = F.rms_norm(parents.to(states.dtype), (parents.shape[-1],))
-        z = self._linear(parents, "token")
+        z = self.linear(parents, "token")
         if self.kind == "path":
-            z = z + self._linear(states, "state")
+            z = z + self.linear(states, "state")
             if carried is not None:
-                z = z + self._linear(carried, "carry")
+                z = z + self.linear(carried, "carry")
             z = F.silu(z)
-        return states + self._linear(z, "to_state"), z
+        return states + self.linear(z, "to_state"), z

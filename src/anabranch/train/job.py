@@ -71,8 +71,8 @@ def train_streams(
 ) -> dict[str, Any]:
     """Train an adapter and write its folder; returns its record (``adapter_config.json``).
 
-    init      adapter folder whose weights to begin with, of the same target and the same streams; the draft vocabulary
-              is drawn anew
+    init      adapter folder whose weights to begin with, of the same target and the same streams (it may lack the root
+              term); the draft vocabulary is drawn anew
     command   how to repeat this, for the card
     licences  of the data by source, for the card
     """
@@ -112,8 +112,10 @@ def train_streams(
 def _begin_with(adapter: StreamAdapter, init: Path, target: Target) -> str:
     """Copy the weights of an adapter folder into ``adapter``; returns the SHA-256 that the folder's record states."""
     loaded = load_adapter(init, target)
-    if loaded.adapter.config != adapter.config:
-        mine, theirs = adapter.config.to_dict(), loaded.adapter.config.to_dict()
+    mine, theirs = adapter.config.to_dict(), loaded.adapter.config.to_dict()
+    if not theirs["root_width"]:
+        theirs["root_width"] = mine["root_width"]  # a root term begins at zero: it changes nothing yet
+    if mine != theirs:
         name = next(name for name in mine if mine[name] != theirs[name])
         raise InputError(
             f"the adapter in {init} has {name} {theirs[name]!r}, and this training asks for {mine[name]!r}; "

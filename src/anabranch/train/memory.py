@@ -1,15 +1,27 @@
-"""How this process asks its system for memory while it trains."""
+"""How a training takes memory from its system."""
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import platform
 
-__all__ = ["keep_memory"]
+import torch
+from torch import Tensor
+
+__all__ = ["keep_memory", "off_heap"]
 
 # <malloc.h>
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
+
+
+def off_heap(x: Tensor) -> Tensor:
+    """A copy in memory of its own: what stays for a whole training must not lie scattered among what comes and goes."""
+    if x.device.type != "cpu" or x.numel() == 0:
+        return x
+    copy = torch.frombuffer(mmap.mmap(-1, x.numel() * x.itemsize), dtype=x.dtype).view(x.shape)
+    return copy.copy_(x)
 
 
 def keep_memory() -> bool:

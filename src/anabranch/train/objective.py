@@ -30,6 +30,7 @@ __all__ = ["Frozen", "LossOptions", "Scores", "StreamObjective"]
 
 
 UNCONDITIONED_STRIDE = 5  # no multiple of a usual number of streams, or one stream would have it all
+UNTOLD_STRIDE = 8
 CHUNK = 256  # predictions scored at once: 256 x 8,192 float32 are 8 MiB
 
 
@@ -197,8 +198,13 @@ class StreamObjective:
         keys, values = cache.keys[self.adapter.start :].clone(), cache.values[self.adapter.start :].clone()
         return Frozen(rider.entry_BND, out.hidden_BND, list(zip(keys, values, strict=True)))
 
-    def states(self, frozen: Frozen, positions_BP: Tensor) -> Tensor:
-        """Stream states after the last norm [B, P, S, D] of some positions."""
+    def states(
+        self, frozen: Frozen, tokens_BT: Tensor, positions_BP: Tensor, untold_BP: Tensor | None = None
+    ) -> Tensor:
+        """Stream states after the last norm [B, P, S, D] of some positions, told the token that follows each.
+
+        ``untold_BP`` says where they are not to be told, as streams that ride are not.
+        """
         width = frozen.entry_BTD.shape[1]
         d = frozen.entry_BTD.shape[2]
         entry = frozen.entry_BTD.gather(1, positions_BP[:, :, None].expand(-1, -1, d))
@@ -209,7 +215,12 @@ class StreamObjective:
             near = seen & (positions_BP[:, :, None] - keys < self.target.config.sliding_window)
         layers = range(self.adapter.start, self.target.config.num_layers)
         visible = [near if self.target.config.is_sliding(layer) else seen for layer in layers]
-        return trail(self.target, self.adapter, entry, positions_BP, frozen.keys_values, visible, width)
+        emitted = None
+        if self.adapter.root is not None:
+            emitted = self.target.embedding(tokens_BT.gather(1, (positions_BP + 1).clamp(max=width - 1)))
+            if untold_BP is not None:
+                emitted = emitted.masked_fill(untold_BP[:, :, None], 0.0)
+        return trail(self.target, self.adapter, entry, emitted, positions_BP, frozen.keys_values, visible, width)
 
     def segments(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
         """Positions [B, P] that carry streams, in segments, and which of them are real [B, P]."""
@@ -265,7 +276,8 @@ class StreamObjective:
         stream_M = (streams - 1).expand_as(index)[inside]
         weight_M = self.options.decay ** stream_M.float()
 
-        states = self.states(frozen, positions_BP)
+        # streams that ride are told no token: an eighth of the positions keeps them meaningful too
+        states = self.states(frozen, tokens, positions_BP, positions_BP % UNTOLD_STRIDE == 0)
         told = self.conditioned(states, tokens, positions_BP)
         loss, right = self._cross_entropy(words, told[inside], place_BPS[inside], teacher, weight_M)
         if self.adapter.conditioner is not None and self.options.unconditioned:

@@ -53,7 +53,7 @@ def small() -> Recipe:
 
 
 def default_adapter() -> Recipe:
-    """The adapter that ships: six layers, frozen MLP with deltas, scoring conditioned on the path."""
+    """The adapter that ships: six layers, frozen MLP with deltas, told the root, scoring conditioned on the path."""
     streams = StreamConfig(
         num_streams=4,
         num_stream_layers=6,
@@ -62,6 +62,7 @@ def default_adapter() -> Recipe:
         attention_rank=32,
         conditioning="path",
         conditioning_rank=512,
+        root_width=512,
     )
     options = TrainOptions(epochs=3.0, lr=1.5e-3, batch_tokens=2048, keep_states=True)
     return Recipe(streams, options, draft_vocabulary=8192, held_out=96)

@@ -81,9 +81,9 @@ def _record(objective: StreamObjective, examples: Sequence[Example], rows: int) 
     for first in range(0, len(order), rows):
         group = order[first : first + rows]
         batch = Batch.of(group)
-        frozen = objective.freeze(batch)
+        frozen, device = objective.freeze(batch), objective.target.device
         segments = list(objective.segments(batch))
-        states = [objective.states(frozen, positions) for positions, _ in segments]
+        states = [objective.states(frozen, batch.tokens_BT.to(device), positions) for positions, _ in segments]
         yield _Recorded(group, batch, torch.cat(states, dim=1), torch.cat([real for _, real in segments], dim=1))
 
 

@@ -23,6 +23,7 @@ from anabranch.streams.draft import DraftOptions, StreamDraft
 from anabranch.train.checkpoint import drop_run, load_checkpoint, read_checkpoint, save_checkpoint, trim_log
 from anabranch.train.data import Batch, Example, batches, digest
 from anabranch.train.interrupt import shielded
+from anabranch.train.memory import off_heap
 from anabranch.train.objective import Frozen, LossOptions, StreamObjective
 from anabranch.train.replay import evaluate
 
@@ -140,7 +141,9 @@ class Trainer:
 
     def _remember(self, index: int) -> Frozen:
         if index not in self._kept:
-            self._kept[index] = self.objective.freeze(self._groups[index])
+            frozen = self.objective.freeze(self._groups[index])
+            pairs = [(off_heap(keys), off_heap(values)) for keys, values in frozen.keys_values]
+            self._kept[index] = Frozen(off_heap(frozen.entry_BTD), off_heap(frozen.hidden_BTD), pairs)
         return self._kept[index]
 
     def step(self, batch: Batch, frozen: Frozen, rate: float) -> tuple[float, torch.Tensor, torch.Tensor]:
