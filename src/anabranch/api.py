@@ -59,6 +59,7 @@ def load(
     adapter: str | Path | None = None,
     dtype: str | torch.dtype = "auto",
     device: str = "auto",
+    quantize: str = "none",
     revision: str | None = None,
 ) -> Model:
     """Load a target and choose how it drafts.
@@ -68,6 +69,7 @@ def load(
              ``anabranch tune`` found best here, or streams with prompt lookup where there is an adapter
     adapter  folder of a stream adapter; None: the one that ships for this target, if any
     dtype    "auto" (bf16 where the weights are), "float32", "bfloat16", "float16"
+    quantize "int8" or "int4" weights: that model is then the target, whose own output speculation keeps
 
     Raises FetchError, FileError, ModelError, AdapterError, CapabilityError and DeviceError, each with a sentence that
     says what to do.
@@ -76,7 +78,7 @@ def load(
         check_spec(drafter)
     if not isinstance(name, str | Path):
         raise InputError(f"a model is named by a string or a path, not {type(name).__name__}")
-    target = load_target(str(name), dtype=dtype, device=device, revision=revision)
+    target = load_target(str(name), dtype=dtype, device=device, quantize=quantize, revision=revision)
     loaded = find_adapter(target, None if adapter is None else Path(adapter))
     pack_decoder(target.decoder)
     return Model(target, loaded, resolve(drafter, target, loaded))

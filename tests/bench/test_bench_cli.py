@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from anabranch.analysis.simulate import simulate
+from anabranch.analysis.trace import read_trace
 from anabranch.bench.contenders import Ours, Run
 from anabranch.bench.machine import measure_machine
 from anabranch.cli import main
@@ -125,12 +127,85 @@ def test_plain_decoding_always_takes_part(bench: Bench) -> None:
     assert [p["task"] for p in result["prompts"]] == ["b"]
 
 
+def test_quantized_weights_have_a_plain_decoding_of_their_own(bench: Bench, tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    done = bench("--method", "small=prompt_lookup@int8", "--method", "streams@int4", "--out", out)
+    assert done.code == 0, done.err
+    result = read(out)
+    found = {c["name"]: c for c in result["contenders"]}
+    assert list(found) == ["none", "none@int8", "none@int4", "small", "streams@int4"]
+    assert [c["weights"] for c in found.values()] == ["none", "int8", "int4", "int8", "int4"]
+    assert all(c["equal_outputs"] == 3 for c in found.values())
+    floor = result["floor_ms"]
+    assert floor["none"] > 2 * floor["int8"] > 2 * floor["int4"] > 0
+    for name, base in (("small", "none@int8"), ("streams@int4", "none@int4")):
+        ratio = found[name]["tokens_per_second"] / found[base]["tokens_per_second"]
+        assert found[name]["speedup_total"] == pytest.approx(ratio, rel=1e-3)
+
+
 def test_a_peer_is_measured_beside_ours(bench: Bench) -> None:
     done = bench("--method", "none", "--peer", "theirs=transformers")
     assert done.code == 0, done.err
     row = next(line for line in done.out.splitlines() if line.startswith("theirs ") and "3/3" in line)
     assert row.split()[-1] == "6", "the common prefix"
     assert "theirs, in a process of its own" in done.out
+    assert "Tokens/s over" in done.out
+
+
+def test_sampled_methods_emit_plain_decodings_tokens_and_peers_are_not_compared(bench: Bench, tmp_path: Path) -> None:
+    out = tmp_path / "result"
+    sampled = ("--temperature", 1, "--seed", 5)
+    done = bench("--method", "none", "--method", "streams", "--peer", "transformers", *sampled, "--out", out)
+    assert done.code == 0, done.err
+    none, streams, peer = read(tmp_path / "result.json")["contenders"]
+    assert none["equal_outputs"] == streams["equal_outputs"] == 3
+    assert "error" not in peer
+    assert "equal_outputs" not in peer
+    for shown in (done.out, (tmp_path / "result.md").read_text(encoding="utf-8")):
+        assert "its tokens are not comparable" in shown
+    assert "not comparable" not in bench("--method", "none", "--limit", 1).out
+
+
+def test_recordings_replay_to_what_was_measured(bench: Bench, tmp_path: Path) -> None:
+    folder, out = tmp_path / "made" / "traces", tmp_path / "result"
+    methods = ("--method", "none", "--method", "wide=streams:nodes=8", "--method", "streams:nodes=4+prompt_lookup")
+    done = bench(*methods, "--repeats", 2, "--trace", folder, "--out", out)
+    assert done.code == 0, done.err
+    names = ["none.jsonl", "streams-nodes=4+prompt_lookup.jsonl", "wide.jsonl"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    assert all(f"wrote {folder / name}" in done.err for name in names)
+    wide = read_trace(folder / "wide.jsonl")
+    assert wide.settings["drafter"] == "streams:nodes=8"
+    assert wide.settings["max_new_tokens"] == 6
+    record = read(tmp_path / "result.json")["contenders"][1]
+    replayed = simulate(wide)
+    assert 2 * replayed.steps == record["steps"]
+    assert round(replayed.mean_acceptance_length, 4) == record["mean_acceptance_length"]
+    assert [row.tokens for row in wide.rows()] == [row.tokens for row in read_trace(folder / "none.jsonl").rows()]
+
+    again = bench(*methods, "--trace", folder)
+    assert again.code == 1
+    assert "is there already" in again.err
+
+
+def test_recordings_of_a_run_that_was_stopped(bench: Bench, tmp_path: Path, stopped: Callable[[int], None]) -> None:
+    whole, parts, out = tmp_path / "whole", tmp_path / "parts", tmp_path / "result"
+    methods = ("--method", "none", "--method", "streams")
+    assert bench(*methods, "--trace", whole).code == 0
+    command = (*methods, "--out", out, "--trace", parts)
+    stopped(2 + 2 + 1 + 1)  # warm-ups, a prompt, half of one, and then
+    assert bench(*command).code == INTERRUPTED
+    assert len(read_trace(parts / "streams.jsonl").rows()) == 1
+    with (parts / "none.jsonl").open("a") as file:
+        file.write('{"row": 1, "at": 0, "tok')  # the power went
+    elsewhere = bench(*methods, "--out", out, "--trace", tmp_path / "elsewhere", "--resume")
+    assert elsewhere.code == 1
+    assert "lacks some of the 1 prompts that are done" in elsewhere.err
+    assert bench(*command, "--resume").code == 0
+    for name in ("none.jsonl", "streams.jsonl"):
+        found = [[(r.row, r.at, r.said, r.tree.sources) for r in read_trace(where / name)] for where in (whole, parts)]
+        assert found[0] == found[1]
+    assert len(list(parts.iterdir())) == 2
 
 
 def test_a_contender_that_cannot_be_had_is_an_error_and_the_others_go_on(bench: Bench, tmp_path: Path) -> None:
@@ -243,6 +318,7 @@ def test_broken_journals(bench: Bench, tmp_path: Path) -> None:
         (["--repeats", "0"], "repeats must be at least 1"),
         (["--threads", "0"], "threads must be at least 1"),
         (["--figures"], "--figures needs --out"),
+        (["--method", "none@int3"], "none, int8, int4"),
         (["--resume"], "--resume needs --out"),
         (["--max-new-tokens", "95"], "leaves no room for 95 more"),
     ],
@@ -264,6 +340,11 @@ def test_results_that_could_not_be_written(bench: Bench, tmp_path: Path, monkeyp
     assert done.code == 1
     assert "results cannot be written to" in done.err
     assert "is a folder" in bench("--out", tmp_path).err
+    done = bench("--trace", tmp_path / "file")
+    assert done.code == 1
+    assert "nothing can be recorded in" in done.err
+    same = bench("--method", "a b=none", "--method", "a/b=prompt_lookup", "--trace", tmp_path / "traces")
+    assert "would both be recorded in" in same.err
 
 
 def test_figures_without_matplotlib(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ def test_ratios_are_to_plain_decoding_on_the_same_prompt() -> None:
 
 
 def test_clocks_and_the_share_of_the_floor() -> None:
-    (record,) = records({"none": Known(10.0)}, floor_ms=25.0)
+    (record,) = records({"none": Known(10.0)}, floor_ms={"none": 25.0})
     assert record["first_token_ms_quartiles"] == [100.0] * 3
     assert record["token_ms_quartiles"] == [100.0] * 3  # (2 s - 0.1 s) / 19
     assert record["floor_share"] == 0.25
@@ -67,7 +67,7 @@ def test_clocks_and_the_share_of_the_floor() -> None:
 
 
 def test_a_contender_that_does_not_tell_its_first_token() -> None:
-    (record,) = records({"none": Known(10.0, tells_first=False)}, floor_ms=25.0)
+    (record,) = records({"none": Known(10.0, tells_first=False)}, floor_ms={"none": 25.0})
     assert record["first_token_ms_quartiles"] is record["token_ms_quartiles"] is None
     assert "floor_share" not in record
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig, RopeConfig
 from anabranch.model.decoder import Decoder, Feed
 from anabranch.model.pack import pack_decoder
+from anabranch.model.quantize import QuantizedWeight, quantize_decoder
 from anabranch.model.stack import NativeLinear
 from anabranch.native import library as native
 from anabranch.streams.adapter import StreamAdapter
@@ -64,6 +66,17 @@ CASES = {
 
 
 TYPES = [torch.bfloat16, torch.float32]
+FORMS = ["bfloat16", "float32", "int8", "int4"]
+
+
+def packed(config: ModelConfig, form: str) -> Decoder:
+    """A decoder on the kernels, its weights in one of ``FORMS``."""
+    model = decoder(config, torch.float32 if form == "float32" else torch.bfloat16)
+    if form in ("int8", "int4"):
+        quantize_decoder(model, form)  # type: ignore[arg-type]
+    assert pack_decoder(model)
+    assert model.stack is not None
+    return model
 
 
 def decoder(config: ModelConfig, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Decoder:
@@ -132,15 +145,16 @@ def test_float32_agrees_with_pytorch(name: str) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", CASES)
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
 @torch.inference_mode()
-def test_a_tree_is_its_paths_to_the_bit(name: str, dtype: torch.dtype, data: st.DataObject) -> None:
+def test_a_tree_is_its_paths_to_the_bit(name: str, form: str, data: st.DataObject) -> None:
     """Each node of any tree has the logits, to the bit, that decoding its path token by token gives."""
-    model = MODELS.setdefault((name, dtype), decoder(CASES[name], dtype))
-    assert pack_decoder(model)
+    if (name, form) not in MODELS:
+        MODELS[name, form] = packed(CASES[name], form)
+    model = MODELS[name, form]
     size = data.draw(st.integers(1, 20))
     parents = [-1] + [data.draw(st.integers(0, i - 1)) for i in range(1, size)]
     tree = DraftTree(np.array(tokens(size, size)), np.array(parents))
@@ -158,7 +172,7 @@ def test_a_tree_is_its_paths_to_the_bit(name: str, dtype: torch.dtype, data: st.
         assert torch.equal(alone[0, 0], wide[0, step])
 
 
-MODELS: dict[tuple[str, torch.dtype], Decoder] = {}
+MODELS: dict[tuple[str, str], Decoder] = {}
 
 
 @needs_kernels
@@ -199,6 +213,7 @@ ADAPTERS: list[dict[str, object]] = [
     {"stream_mlp": "adapter"},
     {"conditioning": "path", "conditioning_rank": 8},
     {"adapter_rank": 40},
+    {"root_width": 32},
 ]
 
 
@@ -228,12 +243,11 @@ def test_streams_trail_as_in_pytorch(name: str, shape: dict[str, object]) -> Non
 @needs_kernels
 @pytest.mark.parametrize("name", ["llama", "no groups", "sliding window (mistral)", "tied head"])
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_speculation_says_the_same(name: str, rows: int, dtype: torch.dtype) -> None:
-    """In bf16 too, drafts change nothing."""
-    model = decoder(CASES[name], dtype)
-    adapter = adapter_for(model, conditioning="path", conditioning_rank=8)
-    assert pack_decoder(model)
+@pytest.mark.parametrize("form", FORMS)
+def test_speculation_says_the_same(name: str, rows: int, form: str) -> None:
+    """In bf16 and quantised too, drafts change nothing."""
+    model = packed(CASES[name], form)
+    adapter = adapter_for(model, conditioning="path", conditioning_rank=8, root_width=32)
     asked = [Request(tokens(4 + 9 * i, i), 40) for i in range(4)]
 
     def decode(drafter: object, rows: int) -> list[list[int]]:
@@ -266,6 +280,45 @@ def test_products(outputs: int, rows: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(y, x.float() @ weight.float().T + bias.float(), rtol=1e-4, atol=1e-3)
     assert torch.equal(y[-1], linear(x[-1:])[0])
     assert torch.equal(linear.dense(), weight)
+
+
+def quantized_rows(x: torch.Tensor) -> torch.Tensor:
+    """Rows as the kernels take them for a quantised weight: 127 steps for every 32 values."""
+    groups = x.float().view(len(x), -1, 32)
+    most = groups.abs().amax(2, keepdim=True)
+    inverse = torch.full_like(most, 127.0) / most.clamp(min=1e-30)  # not 127 / x, which torch takes as 127 (1 / x)
+    return ((groups * inverse).round() * (most / 127)).view(x.shape)
+
+
+@needs_kernels
+@pytest.mark.parametrize("outputs", [1, 32, 33, 200])
+@pytest.mark.parametrize("rows", [1, 5, 8, 9, 24, 50])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_quantized_products(outputs: int, rows: int, kind: Literal["int8", "int4"]) -> None:
+    torch.manual_seed(outputs)
+    weight, x, bias = torch.randn(outputs, 96), torch.randn(rows, 96), torch.randn(outputs)
+    x[:, :32] *= 30  # a group of its own scale
+    x[0, 64:] = 0
+    stored = QuantizedWeight.of(weight, kind)
+    linear = NativeLinear(stored, bias, wide=True)
+    y = linear(x.bfloat16())
+    torch.testing.assert_close(y, quantized_rows(x.bfloat16()) @ stored.dense().T + bias, rtol=1e-4, atol=2e-2)
+    assert torch.equal(y[-1], linear(x[-1:].bfloat16())[0])
+    torch.testing.assert_close(linear.dense().float(), stored.dense(), rtol=1e-2, atol=1e-2)
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@torch.inference_mode()
+def test_quantized_layers_agree_with_dense_ones(kind: Literal["int8", "int4"]) -> None:
+    """What int8 rows lose against the same quantised weights in float32 is little."""
+    exact = decoder(BASE, torch.float32)
+    quantize_decoder(exact, kind)
+    ours = packed(BASE, kind)
+    assert (ours.dtype, exact.dtype) == (torch.bfloat16, torch.float32)
+    outputs = [model(Feed.of_prompt(tokens(40)), cache(model)).logits_BNV for model in (exact, ours)]
+    found = F.cosine_similarity(outputs[0], outputs[1].float(), dim=-1).mean()
+    assert found > 0.98, found
 
 
 @needs_kernels
@@ -366,7 +419,7 @@ def _only_version(run: object) -> object:
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @torch.inference_mode()
 def test_drafts_as_in_pytorch(options: DraftOptions, vocabulary: int | None, dtype: torch.dtype) -> None:
-    """The kernels and PyTorch build the same trees, but for candidates that are equally good within bf16."""
+    """The kernels and PyTorch build the same trees, but for candidates that are equally good within int8 and bf16."""
     model = decoder(BASE, dtype)
     ids = None if vocabulary is None else torch.arange(0, 4 * vocabulary, 4)
     torch.manual_seed(5)
@@ -377,7 +430,7 @@ def test_drafts_as_in_pytorch(options: DraftOptions, vocabulary: int | None, dty
     assert pack_decoder(model)
     draft = StreamDraft(model, adapter, options)
     assert draft._native is not None
-    alike, row = 0, RowVocabulary(draft)
+    alike, off, row = 0.0, 0.0, RowVocabulary(draft)
     for seed in range(20):
         states = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(seed)).to(dtype)
         row.extend(tokens(3 * seed))
@@ -389,9 +442,8 @@ def test_drafts_as_in_pytorch(options: DraftOptions, vocabulary: int | None, dty
         n = min(mine.size, theirs.size)
         assert mine.log_probs is not None
         assert theirs.log_probs is not None
-        np.testing.assert_allclose(
-            np.sort(mine.log_probs)[-n:], np.sort(theirs.log_probs)[-n:], atol=0.15 if dtype == torch.bfloat16 else 1e-3
-        )
+        off += float(np.abs(np.sort(mine.log_probs)[-n:] - np.sort(theirs.log_probs)[-n:]).mean())
         paths = [{tuple(t.tokens[list(t.path_to(i))]) for i in range(t.size)} for t in (mine, theirs)]
         alike += len(paths[0] & paths[1]) / n
-    assert alike / 20 > 0.9
+    assert alike / 20 > (0.75 if dtype == torch.bfloat16 else 0.98)
+    assert off / 20 < (0.15 if dtype == torch.bfloat16 else 1e-3)

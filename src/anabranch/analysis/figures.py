@@ -12,44 +12,33 @@ import csv
 import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from anabranch import plots
 from anabranch.analysis.cost import METHODS, Cost, Setting, costs
 from anabranch.analysis.theory import T5, streaming_speedup
-from anabranch.errors import CapabilityError
 from anabranch.files import write_atomically
+from anabranch.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, RED
 
-__all__ = ["check_matplotlib", "write_figures"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-RATIOS = (2, 5, 10, 20, 50, 100)  # target / draft latency
+__all__ = ["write_figures"]
+
+RATIOS = {2: BLUE, 5: RED, 10: GREEN, 20: PINK, 50: ORANGE, 100: BLACK}  # target / draft latency
 GAMMA = 4
 RIDING = 32
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#000000")  # Okabe and Ito's
-STYLE: dict[Any, Any] = {
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#DDDDDD",
-    "svg.hashsalt": "anabranch",
-}
 
 Table = list[dict[str, Any]]
-
-
-def check_matplotlib() -> None:
-    """Raise CapabilityError if matplotlib is not installed."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise CapabilityError("figures need matplotlib; install it with pip install 'anabranch[figures]'") from error
+Draw = Callable[["Figure", Table], None]
 
 
 def write_figures(folder: Path, *, model: str = "Llama-2-13B") -> list[Path]:
     """Write NAME.csv, NAME.png and NAME.svg of every figure into ``folder``; the cost figures are of ``model``."""
-    check_matplotlib()
+    plots.check_matplotlib()
     counted = _counted(model)
-    pages: dict[str, tuple[Table, Callable[[Any, Table], None]]] = {
+    pages: dict[str, tuple[Table, Draw]] = {
         "streaming_speedup": (_streaming(), _draw_streaming),
         "t5": (_t5(), _draw_t5),
         "overhead": ([_overhead(name, found) for name, found in counted.items()], _draw_overhead),
@@ -59,9 +48,12 @@ def write_figures(folder: Path, *, model: str = "Llama-2-13B") -> list[Path]:
     for name, (table, draw) in pages.items():
         written.append(folder / f"{name}.csv")
         write_atomically(written[-1], _csv(table))
-        for kind, data in _pictures(table, draw, model).items():
-            written.append(folder / f"{name}.{kind}")
-            write_atomically(written[-1], data)
+        with plots.styled():
+            figure = plots.new_figure(8, 4.5)
+            draw(figure, table)
+            if draw in (_draw_overhead, _draw_operations):
+                figure.suptitle(model)
+        written += plots.save_both(figure, folder / name)
     return written
 
 
@@ -113,28 +105,9 @@ def _csv(table: Table) -> str:
 
 
 # -- pictures --------------------------------------------------------------------------------------------------------
-def _pictures(table: Table, draw: Callable[[Any, Table], None], model: str) -> dict[str, bytes]:
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    found = {}
-    with matplotlib.rc_context(STYLE):
-        for kind in ("png", "svg"):
-            figure = Figure(figsize=(8, 4.5), layout="constrained")
-            FigureCanvasAgg(figure)
-            draw(figure, table)
-            if draw in (_draw_overhead, _draw_operations):
-                figure.suptitle(model)
-            data = io.BytesIO()
-            figure.savefig(data, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
-            found[kind] = data.getvalue()
-    return found
-
-
-def _draw_streaming(figure: Any, table: Table) -> None:
+def _draw_streaming(figure: Figure, table: Table) -> None:
     axes = figure.add_subplot()
-    for ratio, colour in zip(RATIOS, COLOURS, strict=True):
+    for ratio, colour in RATIOS.items():
         rows = [row for row in table if row["target_over_draft"] == ratio]
         axes.plot(
             [row["zeta_over_beta"] for row in rows],
@@ -142,28 +115,30 @@ def _draw_streaming(figure: Any, table: Table) -> None:
             color=colour,
             label=f"target / draft latency {ratio}",
         )
-    axes.axhline(1, color="#888888", linewidth=1, linestyle="--")
+    axes.axhline(1, color=GREY, linewidth=1, linestyle="--")
     axes.set_xlabel("tokens a target pass, draft model / Speculative Streaming (ζ / β)")
     axes.set_ylabel("speedup of streams over a draft model")
     axes.set_title(f"Speculative Streaming against a draft model, gamma = {GAMMA}")
-    axes.legend(frameon=False)
+    plots.grid(axes)
+    axes.legend()
 
 
-def _draw_t5(figure: Any, table: Table) -> None:
+def _draw_t5(figure: Figure, table: Table) -> None:
     axes = figure.add_subplot()
     places = range(len(table))
     width = 0.38
-    axes.bar([x - width / 2 for x in places], [r["predicted"] for r in table], width, color=COLOURS[0], label="theory")
-    axes.bar([x + width / 2 for x in places], [r["measured"] for r in table], width, color=COLOURS[4], label="measured")
+    axes.bar([x - width / 2 for x in places], [r["predicted"] for r in table], width, color=BLUE, label="theory")
+    axes.bar([x + width / 2 for x in places], [r["measured"] for r in table], width, color=ORANGE, label="measured")
     labels = [f"{r['task']}\n{r['draft']}\nT = {r['temperature']:g}" for r in table]
     axes.set_xticks(list(places), labels, fontsize=8)
     axes.set_ylabel("speedup")
     axes.set_title("T5-XXL with T5 draft models (Leviathan et al. 2023)")
-    axes.legend(frameon=False)
+    plots.grid(axes, "y")
+    axes.legend()
 
 
-def _bars(axes: Any, names: Sequence[str], values: Sequence[float], label: str) -> None:
-    bars = axes.barh(names, values, color=COLOURS[0])
+def _bars(axes: Axes, names: Sequence[str], values: Sequence[float], label: str) -> None:
+    bars = axes.barh(names, values, color=BLUE)
     axes.bar_label(bars, labels=[_short(value) if value else "" for value in values], padding=3, fontsize=8)
     for place, value in enumerate(values):
         if not value:
@@ -172,13 +147,14 @@ def _bars(axes: Any, names: Sequence[str], values: Sequence[float], label: str) 
     axes.margins(x=0.2)
     axes.invert_yaxis()
     axes.set_xlabel(label)
+    plots.grid(axes, "x")
 
 
 def _short(value: float) -> str:
     return f"{value:.2e}" if value >= 1e5 else f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
-def _draw_overhead(figure: Any, table: Table) -> None:
+def _draw_overhead(figure: Figure, table: Table) -> None:
     left, right = figure.subplots(1, 2, sharey=True)
     rows = [row for row in table if "riding" not in row["method"]]  # riding reads and trains nothing more
     names = [row["method"] for row in rows]
@@ -187,6 +163,6 @@ def _draw_overhead(figure: Any, table: Table) -> None:
     right.invert_yaxis()  # shared, so turned once
 
 
-def _draw_operations(figure: Any, table: Table) -> None:
+def _draw_operations(figure: Figure, table: Table) -> None:
     names = [row["method"] for row in table]
     _bars(figure.add_subplot(), names, [row["operations"] / 1e9 for row in table], "10⁹ operations a draft")

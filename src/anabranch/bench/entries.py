@@ -11,44 +11,63 @@ from anabranch.bench.peers import open_peer, parse_peer
 from anabranch.drafters import check_spec, make_drafter
 from anabranch.errors import InputError
 from anabranch.model.load import Target
+from anabranch.model.quantize import QUANTIZATIONS, Quantization, check_quantization
 from anabranch.sampling import SamplingParams
 from anabranch.streams.adapter import StreamAdapter
 
-__all__ = ["PLAIN", "Entry", "open_entry", "read_entries"]
+__all__ = ["PLAIN", "Entry", "Loaded", "open_entry", "plain_of", "read_entries"]
 
 PLAIN = "none"
 
 
+# a target as it was loaded, or quantised, and its adapter
+Loaded = tuple[Target, StreamAdapter | None]
+
+
 @dataclass(frozen=True)
 class Entry:
-    """One contender as asked for: ``name`` in tables, ``spec`` of a drafter of ours or of a peer."""
+    """One contender as asked for: ``name`` in tables, ``spec`` of a drafter of ours or of a peer.
+
+    ``weights`` are the target's as loaded ("none"), or quantised: another target, with a plain decoding of its own.
+    """
 
     name: str
     spec: str
     kind: Literal["ours", "peer"] = "ours"
+    weights: Quantization = "none"
 
 
 def read_entries(methods: Sequence[str], peers: Sequence[str]) -> list[Entry]:
-    """Entries of ``[LABEL=]SPEC`` texts, plain decoding among them: all is compared with it.
+    """Entries of ``[LABEL=]SPEC[@int8|@int4]`` texts; plain decoding of each kind of weights is among them.
 
     A label ends at the first "=" if no ":" comes before it: ``wide=streams:nodes=32``, but ``streams:nodes=32``.
+    All is compared with the plain decoding of the same weights, peers with that of the weights as they are.
     Raises InputError for an unknown method, peer or setting, or for a name that two contenders would have.
     """
     entries: list[Entry] = []
     for text in methods:
-        name, spec = _label(text)
+        name, whole = _label(text)
+        spec, at, weights = whole.partition("@")
         check_spec(spec)
-        entries.append(Entry(name, spec))
+        entries.append(Entry(name, spec, weights=check_quantization(weights) if at else "none"))
     for text in peers:
         name, spec = _label(text)
         parse_peer(spec)
         entries.append(Entry(name, spec, "peer"))
-    if all(entry.spec != PLAIN for entry in entries):
-        entries.insert(0, Entry(PLAIN, PLAIN))
+    for place, weights in enumerate(QUANTIZATIONS):
+        used = weights == "none" or any(entry.weights == weights for entry in entries)
+        if used and plain_of(entries, weights) is None:
+            entries.insert(place, Entry(PLAIN if weights == "none" else f"{PLAIN}@{weights}", PLAIN, weights=weights))
     names = [entry.name for entry in entries]
     if twice := [name for name in names if names.count(name) > 1]:
         raise InputError(f"two contenders are named {twice[0]!r}; name one of them, as in again={twice[0]}")
     return entries
+
+
+def plain_of(entries: Sequence[Entry], weights: Quantization) -> str | None:
+    """The name of the plain decoding of these weights."""
+    found = (e.name for e in entries if e.kind == "ours" and e.spec == PLAIN and e.weights == weights)
+    return next(found, None)
 
 
 def _label(text: str) -> tuple[str, str]:
@@ -62,14 +81,14 @@ def _label(text: str) -> tuple[str, str]:
 
 def open_entry(
     entry: Entry,
-    target: Target,
-    adapter: StreamAdapter | None,
+    loaded: Loaded,
     *,
     sampling: SamplingParams,
     threads: int,
     capacity: int,
 ) -> Contender:
     """Make the contender ready to decode; a peer starts its process and loads its weights here."""
+    target, adapter = loaded
     if entry.kind == "ours":
         drafter = make_drafter(entry.spec, target.decoder, adapter)
         return Ours(entry.name, target, drafter, capacity=capacity, sampling=sampling)

@@ -1,107 +1,51 @@
-"""Figures of a result: speedup by task, acceptance by depth, time by part, tokens/s against the floor.
-
-Colours are Okabe and Ito's, which people with any colour vision tell apart; lines differ by marker too. Needs the extra
-``figures`` (matplotlib).
-"""
+"""Figures of a result: speedup by task, acceptance by depth, time by part, tokens/s against the floor."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from anabranch import plots
 from anabranch.bench.journal import beside
-from anabranch.errors import CapabilityError
-from anabranch.files import write_atomically
+from anabranch.plots import BLUE, GREEN, GREY, INK, LINES, ORANGE, PINK, RED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["FIGURES", "check_figures", "draw", "save_figures"]
+__all__ = ["FIGURES", "draw", "save_figures"]
 
-BLUE, ORANGE, GREEN, RED, SKY, PINK, YELLOW = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#D55E00",
-    "#56B4E9",
-    "#CC79A7",
-    "#F0E442",
-)
-LINES = ((BLUE, "o"), (RED, "s"), (GREEN, "^"), (PINK, "D"), (ORANGE, "v"), (SKY, "P"), ("#000000", "X"))
 PARTS = {"forward": BLUE, "draft": ORANGE, "commit": GREEN, "verify": PINK}
-INK, FAINT = "#333333", "#DDDDDD"
-STYLE: dict[Any, Any] = {
-    "font.size": 10,
-    "font.family": "DejaVu Sans",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#888888",
-    "axes.labelcolor": INK,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.titlesize": 10.5,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "svg.fonttype": "path",
-    "svg.hashsalt": "anabranch",
-}
 Records = list[dict[str, Any]]
-
-
-def check_figures() -> None:
-    """Raise CapabilityError if matplotlib is not installed, before anything is measured for it."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise CapabilityError(
-            "figures need matplotlib; install it with pip install 'anabranch[figures]', or leave out --figures"
-        ) from error
 
 
 def draw(result: Mapping[str, Any]) -> dict[str, Figure]:
     """The figures of a result by name; one that would be empty (no task, no draft, no peer's clock) is left out."""
-    import matplotlib
-
     records = [record for record in result["contenders"] if "error" not in record]
-    with matplotlib.rc_context(STYLE):
+    with plots.styled():
         drawn = {name: make(result, records) for name, make in FIGURES.items()}
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
 def save_figures(result: Mapping[str, Any], out: Path) -> list[Path]:
     """Write every figure as FILE.NAME.png and FILE.NAME.svg; returns the paths."""
-    import matplotlib
-
-    written = []
-    for name, figure in draw(result).items():
-        for kind, options in (("png", {"dpi": 160}), ("svg", {"metadata": {"Date": None}})):
-            data = io.BytesIO()
-            with matplotlib.rc_context(STYLE):
-                figure.savefig(data, format=kind, facecolor="white", **options)
-            path = beside(out, f".{name}.{kind}")
-            write_atomically(path, data.getvalue())
-            written.append(path)
-    return written
+    return [path for name, figure in draw(result).items() for path in plots.save_both(figure, beside(out, f".{name}"))]
 
 
-def _figure(result: Mapping[str, Any], title: str, width: float, height: float) -> Figure:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
+def _figure(result: Mapping[str, Any], title: str, width: float, height: float, *, note: str = "") -> Figure:
+    """With the title above, what was measured below, and ``note`` under that."""
+    figure = plots.new_figure(width, height)
     run, where = result["run"], result["environment"]
     law = "greedy" if run["temperature"] == 0 else f"T = {run['temperature']:g}"
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
     figure.supxlabel(
         f"{run['suite']}, {result['prompts_done']} prompts, {run['max_new_tokens']} new tokens, {law}, {run['dtype']}, "
-        f"batch 1; {where['processor']}, threads: {where['threads']}; {where['date']}",
+        f"batch 1; {where['processor']}, threads: {where['threads']}; {where['date']}" + (f"\n{note}" if note else ""),
         x=0.01,
         ha="left",
         fontsize=8,
-        color="#777777",
+        color=GREY,
     )
     return figure
 
@@ -111,8 +55,7 @@ def _rows(axes: Axes, names: list[str]) -> None:
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
-    axes.grid(axis="x", color=FAINT, linewidth=0.7)
-    axes.set_axisbelow(True)
+    plots.grid(axes, "x")
 
 
 def _colour(record: Mapping[str, Any]) -> str:
@@ -131,8 +74,13 @@ def _speedup(result: Mapping[str, Any], records: Records) -> Figure | None:
         panels += [(task, [r["by_task"][task] for r in records]) for task in tasks]
     columns = min(4, len(panels))
     lines = -(-len(panels) // columns)
+    peers = any(record["kind"] == "peer" for record in records)
     figure = _figure(
-        result, "Speedup over plain decoding, by task", 2.6 + 2.3 * columns, 1.1 + lines * (0.75 + 0.3 * len(records))
+        result,
+        "Speedup over plain decoding, by task",
+        max(8.5, 2.6 + 2.3 * columns),  # the title and what was measured need that much
+        1.2 + lines * (0.75 + 0.3 * len(records)),
+        note="bars: quartiles of the prompts" + ("; circles: anabranch; diamonds: peers" if peers else ""),
     )
     grid = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
     for place, axes in enumerate(grid.flat):
@@ -162,14 +110,6 @@ def _speedup(result: Mapping[str, Any], records: Records) -> Figure | None:
         if place + columns >= len(panels):
             axes.tick_params(axis="x", labelbottom=True)
             axes.set_xlabel("times plain decoding")
-    if any(record["kind"] == "peer" for record in records):
-        figure.suptitle(
-            "Speedup over plain decoding, by task (circles: anabranch; diamonds: peers; bars: quartiles)",
-            x=0.01,
-            ha="left",
-            fontsize=13,
-            fontweight="bold",
-        )
     return figure
 
 
@@ -191,9 +131,8 @@ def _acceptance(result: Mapping[str, Any], records: Records) -> Figure | None:
     axes.set_xlabel("draft tokens accepted in a step, at least")
     axes.set_ylabel("steps with a draft (%)")
     axes.set_ylim(0, 100)
-    axes.grid(color=FAINT, linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.legend(frameon=False, fontsize=9)
+    plots.grid(axes)
+    axes.legend(fontsize=9)
     return figure
 
 
@@ -223,7 +162,6 @@ def _time(result: Mapping[str, Any], records: Records) -> Figure | None:
         [labels[i] for i in order],
         loc="lower left",
         bbox_to_anchor=(0, 1),
-        frameon=False,
         fontsize=9,
         ncols=len(handles),
     )

@@ -23,6 +23,7 @@ import torch
 
 from anabranch.model.decoder import Decoder
 from anabranch.model.pack import PackedLinear
+from anabranch.model.quantize import QuantizedLinear
 from anabranch.model.stack import NativeLinear
 from anabranch.native.library import library
 
@@ -121,11 +122,15 @@ def weight_bytes(decoder: Decoder) -> int:
     total = 0
     for part in (decoder.blocks, decoder.norm, decoder.head):
         for module in part.modules():
-            if isinstance(module, PackedLinear | NativeLinear):
-                bias = 0 if module.bias is None else module.bias.nbytes
-                total += module.out_features * module.in_features * decoder.dtype.itemsize + bias
-            else:
-                total += sum(parameter.nbytes for parameter in module.parameters(recurse=False))
+            if isinstance(module, NativeLinear):
+                total += module.nbytes
+            elif isinstance(module, PackedLinear):
+                total += module.out_features * module.in_features * decoder.dtype.itemsize
+            elif isinstance(module, QuantizedLinear):
+                total += sum(buffer.nbytes for buffer in module.buffers(recurse=False))
+            kept = isinstance(module, NativeLinear | PackedLinear | QuantizedLinear)  # a weight that drafters read
+            parameters = module.named_parameters(recurse=False)
+            total += sum(value.nbytes for name, value in parameters if not (kept and name == "weight"))
     return total
 
 

@@ -106,6 +106,11 @@ def heading(result: Mapping[str, Any]) -> list[str]:
         f"{machine['weight_mb']:.1f} MB of weights: plain decoding "
         f"cannot take less than {machine['floor_ms']:.2f} ms a token.",
     ]
+    if run["temperature"] > 0:
+        lines.append(
+            "Sampled: by one seed every method of ours draws the same noise at the same position, so its tokens should "
+            "be plain decoding's. A peer draws noise of its own: its law is the same, its tokens are not comparable."
+        )
     if memory := result["memory_mb"]:
         held = ", ".join(f"{value:.0f} MB {kind}" for kind, value in memory.items())
         lines.append(f"Our contenders share one process; the most it held while decoding: {held}.")
@@ -167,6 +172,10 @@ def _blocks(result: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[s
     ):
         rows = [[record["name"], *(cell(record) for _, cell in columns)] for record in records]
         found.append((caption, ["contender", *(title for title, _ in columns)], rows))
+    if ours and (others := [record for record in good if record.get("kind") == "peer"]):
+        rates = [other["tokens_per_second"] for other in others]
+        rows = [[r["name"], *(_number(r["tokens_per_second"] / rate, 2) for rate in rates)] for r in ours]
+        found.append(("Tokens/s over theirs", ["contender", *(other["name"] for other in others)], rows))
     if good and len(good[0]["by_task"]) > 1:
         tasks = list(good[0]["by_task"])
         rows = []

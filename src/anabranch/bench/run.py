@@ -25,6 +25,7 @@ WARM_UP_TOKENS = 16
 
 Encoded = tuple[Prompt, Sequence[int]]
 Report = Callable[[int, int, str], None]
+Take = Callable[[str, Run], None]
 
 
 @dataclass(frozen=True)
@@ -141,11 +142,12 @@ def rounds(
     repeats: int = 1,
     start: int = 0,
     report: Report = lambda done, total, what: None,
+    take: Take = lambda name, run: None,
 ) -> Iterator[Round]:
     """Decode every prompt from ``start`` on, ``repeats`` times with each contender; yields one round a prompt.
 
     A contender that fails is left out from there on, and without any left the rounds end. ``report`` gets prompts
-    done, prompts in all, and what is next.
+    done, prompts in all, and what is next; ``take`` every run that counts, after its clock has stopped.
     """
     names = list(contenders)
     failed: set[str] = set()
@@ -170,6 +172,7 @@ def rounds(
                     found.answers.pop(name, None)
                     continue
                 found.answers.setdefault(name, []).append(Answer.of(run))
+                take(name, run)
         yield found
         report(index + 1, len(prompts), "")
 

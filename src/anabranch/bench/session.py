@@ -15,15 +15,15 @@ from typing import Any
 import torch
 
 from anabranch.bench.contenders import Contender
-from anabranch.bench.entries import Entry, open_entry
+from anabranch.bench.entries import Entry, Loaded, open_entry, plain_of
 from anabranch.bench.journal import Journal
-from anabranch.bench.machine import forget_peak, measure_machine, peak_memory_mb
+from anabranch.bench.machine import forget_peak, measure_machine, peak_memory_mb, weight_bytes
+from anabranch.bench.recordings import Recordings
 from anabranch.bench.report import SCHEMA, environment
 from anabranch.bench.run import FAILURES, Encoded, Report, Round, describe, gather, rounds, warm_up
 from anabranch.bench.summary import summarise
-from anabranch.model.load import Target
+from anabranch.model.quantize import Quantization
 from anabranch.sampling import SamplingParams
-from anabranch.streams.adapter import StreamAdapter
 
 __all__ = ["Session"]
 
@@ -38,21 +38,25 @@ class Session:
         run: Mapping[str, Any],
         entries: Sequence[Entry],
         prompts: Sequence[Encoded],
-        target: Target,
-        adapter: StreamAdapter | None,
+        loaded: Mapping[Quantization, Loaded],
         sampling: SamplingParams,
         tell: Tell = lambda sentence: None,
+        recordings: Recordings | None = None,
     ) -> None:
         self.run, self.entries, self.prompts, self.tell = run, entries, prompts, tell
-        self.target, self.adapter, self.sampling = target, adapter, sampling
-        self.environment = environment(target.decoder.device)
+        self.recordings = Recordings({}, {}, {}) if recordings is None else recordings
+        self.loaded, self.target, self.sampling = loaded, loaded["none"][0], sampling
+        self.environment = environment(self.target.decoder.device)
         self.machine: dict[str, Any] = {}
         self.journal: Journal | None = None
         self.done: list[Round] = []
         self.errors: dict[str, str] = {}
-        self.facts: dict[str, dict[str, Any]] = {e.name: {"spec": e.spec, "kind": e.kind} for e in entries}
+        self.facts: dict[str, dict[str, Any]] = {
+            e.name: {"spec": e.spec, "kind": e.kind, "weights": e.weights} for e in entries
+        }
         self.contenders: dict[str, Contender] = {}
         self._exits = ExitStack()
+        self._exits.enter_context(self.recordings)
 
     def __enter__(self) -> Session:
         return self
@@ -83,6 +87,7 @@ class Session:
             self.machine, self.errors = header["machine"], header["errors"]
             commits = dict.fromkeys([header["environment"]["commit"], self.environment["commit"]])
             self.environment = header["environment"] | {"commit": " then ".join(commits)}
+            self.recordings.go_on(len(self.done), [e.name for e in self.entries if e.name not in self.failed])
             self.tell(f"going on after {len(self.done)} of {len(self.prompts)} prompts")
             return
         self.tell("measuring the machine: memory bandwidth and matrix rate")
@@ -107,8 +112,7 @@ class Session:
             try:
                 contender = open_entry(
                     entry,
-                    self.target,
-                    self.adapter,
+                    self.loaded[entry.weights],
                     sampling=self.sampling,
                     threads=torch.get_num_threads(),
                     capacity=max(map(len, ids)) + most,
@@ -143,13 +147,20 @@ class Session:
             repeats=self.run["repeats"],
             start=len(self.done),
             report=report,
+            take=self.recordings.take,
         ):
             for name, why in one.errors.items():
                 self.tell(f"{name} is not measured: {why}")
+            self.recordings.write(one.index, list(one.answers))  # a prompt that the journal has is recorded for sure
             if self.journal is None:
                 self.done.append(one)
             else:
                 self.journal.add(one)  # its rounds are ours
+
+    def floor_ms(self, weights: Quantization) -> float:
+        """Milliseconds that reading these weights once takes."""
+        rate = float(self.machine["read_gb_s"][1])
+        return round(weight_bytes(self.loaded[weights][0].decoder) / rate / 1e6, 4)
 
     def forget(self) -> None:
         """Remove the journal: all is done and written, or there is nothing to go on from."""
@@ -160,11 +171,12 @@ class Session:
         """What is complete so far, in the form of a result file (docs/metrics.md)."""
         decoded = self.prompts[: len(self.done)]
         kinds = {entry.name: entry.kind for entry in self.entries}
+        plain = {entry.name: plain_of(self.entries, entry.weights) or "" for entry in self.entries}
         records = summarise(
             gather(list(kinds), self.done, self.errors),
             decoded,
-            baseline=self.run["baseline"],
-            floor_ms=self.machine["floor_ms"],
+            baseline=plain.__getitem__,
+            floor_ms={entry.name: self.floor_ms(entry.weights) for entry in self.entries},
             # a peer draws with noise of its own
             comparable=lambda name: kinds[name] == "ours" or self.sampling.greedy,
         )
@@ -178,6 +190,7 @@ class Session:
             "run": {"command": command, **self.run},
             "environment": self.environment,
             "machine": self.machine,
+            "floor_ms": {weights: self.floor_ms(weights) for weights in self.loaded},
             "memory_mb": peak_memory_mb(self.target.decoder.device),
             "contenders": [record | self.facts[record["name"]] for record in records],
             "prompts": [{"name": p.name, "task": p.task, "tokens": len(ids)} for p, ids in decoded],

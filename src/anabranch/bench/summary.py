@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -27,26 +27,28 @@ def summarise(
     found: Sequence[Measured],
     prompts: Sequence[Encoded],
     *,
-    baseline: str = "none",
-    floor_ms: float | None = None,
+    baseline: Callable[[str], str] = lambda name: "none",
+    floor_ms: Mapping[str, float] | None = None,
     comparable: Callable[[str], bool] = lambda name: True,
 ) -> list[dict[str, Any]]:
-    """One record a contender. Ratios and equality are to ``baseline`` on the same prompt.
+    """One record a contender. Ratios and equality are to its ``baseline`` on the same prompt.
 
-    ``prompts`` are those that were decoded; ``comparable`` says whose tokens ought to equal the baseline's.
+    ``floor_ms`` are milliseconds that reading a contender's weights takes, by name. ``prompts`` are those that were
+    decoded; ``comparable`` says whose tokens ought to equal the baseline's.
     """
-    reference = next((m for m in found if m.name == baseline and m.error is None), None)
+    good = {measured.name: measured for measured in found if measured.error is None}
     records: list[dict[str, Any]] = []
     for measured in found:
         if measured.error is not None:
             records.append({"name": measured.name, "error": measured.error})
             continue
+        reference = good.get(baseline(measured.name))
         record: dict[str, Any] = {"name": measured.name} | _rates(measured.answers)
-        middle = record["token_ms_quartiles"]
-        if floor_ms is not None and middle is not None:
-            record["floor_share"] = round(floor_ms / middle[1], 4)
+        middle, floor = record["token_ms_quartiles"], (floor_ms or {}).get(measured.name)
+        if floor is not None and middle is not None:
+            record["floor_share"] = round(floor / middle[1], 4)
             if record["step_ms_quartiles"] is not None:
-                record["floor_share_step"] = round(floor_ms / record["step_ms_quartiles"][1], 4)
+                record["floor_share_step"] = round(floor / record["step_ms_quartiles"][1], 4)
         record |= _speculation(measured.answers)
         everywhere = range(len(prompts))
         if reference is not None:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from anabranch.bench.run import Encoded
     from anabranch.bench.session import Session
     from anabranch.model.load import Target
+    from anabranch.model.quantize import Quantization
+    from anabranch.streams.adapter import StreamAdapter
     from anabranch.streams.folder import LoadedAdapter
 
 __all__ = ["app", "encode"]
@@ -50,7 +52,10 @@ def bench(
     limit: Annotated[int | None, typer.Option(help="that many prompts, spread over the tasks")] = None,
     method: Annotated[
         list[str] | None,
-        typer.Option(help="[LABEL=]a drafter and its settings, as in wide=streams:nodes=32; repeatable"),
+        typer.Option(
+            help="[LABEL=]a drafter and its settings, as in wide=streams:nodes=32; with @int8 or @int4 behind it on "
+            "quantised weights; repeatable"
+        ),
     ] = None,
     peer: Annotated[
         list[str] | None,
@@ -73,24 +78,33 @@ def bench(
     resume: Annotated[
         bool, typer.Option("--resume", help="go on with the run that was stopped while writing FILE")
     ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="record the steps of ours for 'simulate', as DIR/LABEL.jsonl: each prompt's first run. They are "
+            "written between prompts, outside every clock"
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
     """Measure methods and other engines beside each other, on this machine and the same prompts.
 
     Every prompt goes through all contenders before the next one does, in rotating order. Speedups and equal outputs
-    are over our own plain decoding (none) of the same prompt, which always takes part. Let nothing else run meanwhile.
-    Ctrl-C keeps what is done.
+    are over our own plain decoding (none) of the same prompt by the same weights, which always takes part. Let nothing
+    else run meanwhile. Ctrl-C keeps what is done.
     """
     if context.invoked_subcommand is not None:
         return
     from rich.console import Console
 
-    from anabranch.bench.entries import read_entries
-    from anabranch.bench.figures import check_figures
+    from anabranch.bench.entries import plain_of, read_entries
     from anabranch.bench.journal import Journal, check_writable
+    from anabranch.bench.recordings import Recordings, check_folder
     from anabranch.bench.report import heading, tables, wide_console
     from anabranch.bench.session import Session
     from anabranch.bench.suites import load_suite
+    from anabranch.model.quantize import QUANTIZATIONS
+    from anabranch.plots import check_matplotlib
     from anabranch.sampling import SamplingParams
 
     # whatever can be refused is refused before a model is loaded
@@ -102,13 +116,15 @@ def bench(
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     entries = read_entries(method or METHODS, peer or ())
     if figures:
-        check_figures()
+        check_matplotlib("or leave out --figures")
     if out is not None:
         check_writable(out)
         Journal.check(out, resume=resume)
+    places = {} if trace is None else check_folder(trace, entries, resume=resume)
     prompts = load_suite(suite, data=data, limit=limit, field=field, tasks=task or ())
 
-    loaded = _load(model, adapter, dtype=dtype, device=device, threads=threads)
+    wanted = [kind for kind in QUANTIZATIONS if kind == "none" or any(entry.weights == kind for entry in entries)]
+    loaded = _load(model, adapter, wanted, dtype=dtype, device=device, threads=threads)
     encoded = [(prompt, encode(loaded.target.tokenizer, prompt.text, raw=raw)) for prompt in prompts]
     _check_lengths(encoded, max_new_tokens, loaded.target.config.max_positions)
     run = {
@@ -119,8 +135,8 @@ def bench(
         "tasks": task or [],
         "prompts": len(encoded),
         "prompts_sha256": hashlib.sha256(json.dumps([list(ids) for _, ids in encoded]).encode()).hexdigest(),
-        "contenders": [[entry.name, entry.spec, entry.kind] for entry in entries],
-        "baseline": next(entry.name for entry in entries if entry.spec == "none"),
+        "contenders": [[entry.name, entry.spec, entry.kind, entry.weights] for entry in entries],
+        "baseline": plain_of(entries, "none"),
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "top_k": top_k,
@@ -131,9 +147,10 @@ def bench(
         "repeats": repeats,
     }
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    own = None if loaded.adapter is None else loaded.adapter.adapter
     interrupted = False
-    with Session(run, entries, encoded, loaded.target, own, sampling, console.print) as session:
+    told = {name: value for name, value in run.items() if name not in ("contenders", "baseline", "repeats")}
+    recordings = Recordings(places, {entry.name: entry.spec for entry in entries}, told)
+    with Session(run, entries, encoded, loaded.pairs, sampling, console.print, recordings) as session:
         try:
             _go(session, out, resume=resume, console=console)
         except KeyboardInterrupt:
@@ -159,7 +176,7 @@ def bench(
             show.print(sentence, soft_wrap=True)
         for table in shown:
             show.print(table)
-    for path in written:
+    for path in [*written, *recordings.written]:
         console.print(f"wrote {path}")
     if interrupted:
         again = (
@@ -210,9 +227,18 @@ class _Loaded:
     target: Target
     adapter: LoadedAdapter | None
     clocks: dict[str, float]
+    pairs: dict[Quantization, tuple[Target, StreamAdapter | None]]
 
 
-def _load(model: str, adapter: Path | None, *, dtype: str, device: str, threads: int | None) -> _Loaded:
+def _load(
+    model: str,
+    adapter: Path | None,
+    wanted: Sequence[Quantization],
+    *,
+    dtype: str,
+    device: str,
+    threads: int | None,
+) -> _Loaded:
     import torch
 
     from anabranch.cli.models import fetch_default
@@ -224,13 +250,21 @@ def _load(model: str, adapter: Path | None, *, dtype: str, device: str, threads:
         torch.set_num_threads(threads)
     if model == "default":
         fetch_default()
-    began = time.perf_counter()
-    target = load_target(model, dtype=dtype, device=device)
-    found = find_adapter(target, adapter)
-    loaded = time.perf_counter()
-    pack_decoder(target.decoder)
-    packed = time.perf_counter()
-    return _Loaded(target, found, {"load": round(loaded - began, 3), "pack": round(packed - loaded, 3)})
+    both: list[tuple[Target, LoadedAdapter | None]] = []
+    pairs: dict[Quantization, tuple[Target, StreamAdapter | None]] = {}
+    clocks: dict[str, float] = {}
+    for kind in wanted:
+        began = time.perf_counter()
+        target = load_target(model, dtype=dtype, device=device, quantize=kind)
+        found = find_adapter(target, adapter)
+        loaded = time.perf_counter()
+        pack_decoder(target.decoder)
+        suffix = "" if kind == "none" else f" {kind}"
+        clocks[f"load{suffix}"] = round(loaded - began, 3)
+        clocks[f"pack{suffix}"] = round(time.perf_counter() - loaded, 3)
+        both.append((target, found))
+        pairs[kind] = (target, None if found is None else found.adapter)
+    return _Loaded(*both[0], clocks, pairs)
 
 
 def _check_lengths(encoded: Sequence[Encoded], max_new_tokens: int, longest: int) -> None:

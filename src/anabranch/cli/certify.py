@@ -26,6 +26,7 @@ def certify(
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="noise of sampling")] = 0,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
+    quantize: Annotated[str, typer.Option(help="weights in none (as loaded), int8 or int4")] = "none",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
@@ -50,7 +51,7 @@ def certify(
     suite = load_suite(prompts, data=data, limit=limit, field=field)
     if model == "default":
         fetch_default()
-    target = load_target(model, dtype=dtype, device=device)
+    target = load_target(model, dtype=dtype, device=device, quantize=quantize)
     loaded = find_adapter(target, adapter)
     pack_decoder(target.decoder)
     console = Console(stderr=True)

@@ -39,6 +39,7 @@ Seed = Annotated[int, typer.Option(help="noise of sampling")]
 Stop = Annotated[list[str] | None, typer.Option(help="end the text before this string; repeatable")]
 Dtype = Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
+Quantize = Annotated[str, typer.Option(help="weights in none (as loaded), int8 or int4: then that model is the target")]
 ShowDrafts = Annotated[bool, typer.Option("--show-drafts", help="mark who proposed each token")]
 
 # the target's own tokens are plain; drafted ones are coloured, or marked where there is no colour
@@ -61,6 +62,7 @@ def generate(
     stop: Stop = None,
     raw: Annotated[bool, typer.Option("--raw", help="no chat template: continue the text as it stands")] = False,
     dtype: Dtype = "auto",
+    quantize: Quantize = "none",
     device: Device = "auto",
     show_drafts: ShowDrafts = False,
     compare: Annotated[bool, typer.Option("--compare", help="measure the speedup over plain decoding too")] = False,
@@ -84,7 +86,7 @@ def generate(
     if not text.strip():
         raise InputError("the prompt is empty; give some text")
     options = _options(max_new_tokens, temperature, top_k, top_p, seed, stop)
-    loaded = _load(model, adapter, drafter, dtype=dtype, device=device, options=options)
+    loaded = _load(model, adapter, drafter, dtype=dtype, quantize=quantize, device=device, options=options)
     asked: str | list[int] = text
     if not raw and getattr(loaded.tokenizer, "chat_template", None):
         asked = loaded.chat_ids([{"role": "user", "content": text}])
@@ -113,12 +115,13 @@ def chat(
     seed: Seed = 0,
     system: Annotated[str | None, typer.Option(help="a system message")] = None,
     dtype: Dtype = "auto",
+    quantize: Quantize = "none",
     device: Device = "auto",
     show_drafts: ShowDrafts = False,
 ) -> None:
     """Talk with a model. An empty line or Ctrl-D ends the conversation; Ctrl-C stops an answer."""
     options = _options(max_new_tokens, temperature, top_k, top_p, seed, None)
-    loaded = _load(model, adapter, drafter, dtype=dtype, device=device, options=options)
+    loaded = _load(model, adapter, drafter, dtype=dtype, quantize=quantize, device=device, options=options)
     messages = [] if system is None else [{"role": "system", "content": system}]
     while True:
         try:
@@ -178,7 +181,9 @@ def _note(line: str) -> None:
     Console(stderr=True, soft_wrap=True).print(line, style="dim", highlight=False, markup=False)
 
 
-def _load(model: str, adapter: Path | None, drafter: str, *, dtype: str, device: str, options: Keywords) -> LoadedModel:
+def _load(
+    model: str, adapter: Path | None, drafter: str, *, dtype: str, quantize: str, device: str, options: Keywords
+) -> LoadedModel:
     """Check what can be checked without a model, then fetch (with a progress bar) and load it."""
     from anabranch.api import Options, load
     from anabranch.drafters import check_spec
@@ -190,7 +195,7 @@ def _load(model: str, adapter: Path | None, drafter: str, *, dtype: str, device:
         from anabranch.cli.models import fetch_default
 
         fetch_default()
-    return load(model, drafter=drafter, adapter=adapter, dtype=dtype, device=device)
+    return load(model, drafter=drafter, adapter=adapter, dtype=dtype, quantize=quantize, device=device)
 
 
 def _recorded(

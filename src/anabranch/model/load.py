@@ -15,6 +15,7 @@ from anabranch.errors import DeviceError, FetchError, FileError, InputError
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import model_config
+from anabranch.model.quantize import Quantization, check_quantization, quantize_decoder
 from anabranch.model.weights import build_decoder, fill_decoder, load_safetensors_dir, read_json, stored_dtype
 
 __all__ = ["Target", "build_decoder", "load_target", "locate", "resolve_device", "resolve_dtype"]
@@ -30,7 +31,7 @@ class Target:
     """A model whose output we reproduce, in memory.
 
     ``decoder`` is frozen and in eval mode, ``tokenizer`` the transformers tokenizer, ``path`` the folder or file it
-    came from, ``fingerprint`` the identity of the stored weights (see ``weights.fingerprint``).
+    came from, ``fingerprint`` the identity of the stored weights (see ``weights.fingerprint``), before ``quantize``.
     """
 
     decoder: Decoder
@@ -39,6 +40,7 @@ class Target:
     name: str
     path: Path | None
     fingerprint: str
+    quantize: Quantization = "none"
 
 
 def load_target(
@@ -46,13 +48,15 @@ def load_target(
     *,
     dtype: str | torch.dtype = "auto",
     device: str = "auto",
+    quantize: str = "none",
     revision: str | None = None,
 ) -> Target:
     """Load a target by name: ``default``, a folder, a ``.gguf`` file, or a hub id (at ``revision``).
 
     ``dtype`` is auto (as stored), float32, bfloat16 or float16; ``device`` is auto (cuda where there is one), cpu,
-    cuda or cuda:N.
+    cuda or cuda:N; ``quantize`` is none, int8 or int4 (see ``model.quantize``): what is loaded is then another target.
     """
+    kind = check_quantization(quantize)
     wanted, place = resolve_dtype(dtype), resolve_device(device)
     path = locate(name, revision=revision)
     tensors: Mapping[str, Tensor]
@@ -70,11 +74,12 @@ def load_target(
     config = model_config(described)
     wanted = wanted or _stored(config, tensors)
     decoder, identity = fill_decoder(config, tensors, dtype=wanted, device=place)
+    quantize_decoder(decoder, kind)
     # the tokenizer last: a wrong config or a missing shard is told without the second that transformers takes
     tokenizer = _tokenizer(path) if tokenizer is None else tokenizer
     config = replace(config, eos_token_ids=_eos(config, generation, tokenizer))
     decoder.config = config
-    return Target(decoder, tokenizer, config, name, path, identity)
+    return Target(decoder, tokenizer, config, name, path, identity, kind)
 
 
 def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:

@@ -2,7 +2,8 @@
 
 Two ways, the better one that this machine has: our own kernels (``anabranch.native``), which run whole layers in one
 call and whose rows do not depend on how many there are; else those of oneDNN that torch's own compiler calls on packed
-bf16 weights, which spare each call the re-ordering of the weight, half of its time (measured: docs/log.md).
+bf16 weights, which spare each call the re-ordering of the weight, half of its time (measured: docs/log.md). Quantised
+weights are packed for the former only.
 
 The packed copy replaces the weight, so memory stays the same; only the head keeps the original beside it where it is
 the embedding table too. Where neither is to be had, the module stays as it is.
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anabranch.model.decoder import Block, Decoder
+from anabranch.model.quantize import GROUP, QuantizedLinear, QuantizedWeight
 from anabranch.model.stack import NativeLinear, Stack, native_for
 
 __all__ = ["Packable", "PackedLinear", "PackedWeight", "can_pack", "pack_decoder", "packed_like"]
@@ -65,9 +67,13 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def packed_like(module: nn.Module, weight: Tensor, bias: Tensor | None) -> PackedWeight | None:
-    """``weight`` packed in the way that ``module`` is; None if that is not packed."""
+    """``weight`` packed in the way that ``module`` is; None if that is not packed.
+
+    For drafts, which need not be exact: the native kernels take them in int8, at half the cost, unless all is float32.
+    """
     if isinstance(module, NativeLinear):
-        return NativeLinear(weight, bias, wide=module.wide)
+        exact = module.dtype == torch.float32 or weight.shape[1] % GROUP
+        return NativeLinear(weight if exact else QuantizedWeight.of(weight, "int8"), bias, wide=module.wide)
     return PackedLinear(weight, bias) if isinstance(module, PackedLinear) else None
 
 
@@ -91,6 +97,10 @@ class Packable(nn.Module):
         return F.linear(x, getattr(self, name)) if packed is None else packed(x)
 
 
+def _stored(linear: nn.Linear | QuantizedLinear) -> Tensor | QuantizedWeight:
+    return linear.quantized() if isinstance(linear, QuantizedLinear) else linear.weight
+
+
 def pack_decoder(target: Decoder) -> bool:
     """Replace the linear layers of a target by packed ones, in place; returns whether that was possible.
 
@@ -99,20 +109,20 @@ def pack_decoder(target: Decoder) -> bool:
     if isinstance(target.head, PackedLinear | NativeLinear):
         return True
     native = native_for(target)
-    if not native and not can_pack(target.dtype, target.device):
+    if not native and (isinstance(target.head, QuantizedLinear) or not can_pack(target.dtype, target.device)):
         return False
     for block in target.blocks:
         assert isinstance(block, Block)
         for module, name in ((block, "qkv"), (block, "out"), (block.mlp, "up"), (block.mlp, "down")):
             linear = getattr(module, name)
             if native:
-                packed: nn.Module = NativeLinear(linear.weight, linear.bias, gated=name == "up")
+                packed: nn.Module = NativeLinear(_stored(linear), linear.bias, gated=name == "up")
             else:
                 packed = PackedLinear(linear.weight, linear.bias)
             setattr(module, name, packed)
     head = target.head
     if native:
-        target.head = NativeLinear(head.weight, head.bias, keep=True, wide=True)
+        target.head = NativeLinear(_stored(head), head.bias, keep=head.weight, wide=True)
         target.stack = Stack.of_decoder(target)
     else:
         target.head = PackedLinear(head.weight, head.bias, keep=True)

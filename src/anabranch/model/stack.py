@@ -16,32 +16,50 @@ from torch import Tensor, nn
 from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Block, Decoder, Norm
+from anabranch.model.quantize import QuantizedLinear, QuantizedWeight
 from anabranch.native import library as native
 
 __all__ = ["LayerWeights", "NativeLinear", "Stack", "StackStep", "native_for"]
 
 
 class NativeLinear(nn.Module):
-    """``nn.Linear`` over a packed weight, bf16 or float32; each row is computed as if it were alone. Inference only.
+    """``nn.Linear`` over a packed weight; each row is computed as if it were alone. Inference only.
 
-    wide   returns float32 (scores) in place of the weight's type
-    keep   keeps the weight as it was beside the packed one
-    gated  the two halves of the outputs, gate and up, are packed block by block in turn, so that they are read as one
+    weight  bf16 or float32 [N, D], or quantised; rows come and go in bf16 if it is quantised, else in its type
+    wide    returns float32 (scores) instead
+    keep    weight to keep as it was beside the packed one: drafters read rows of the head
+    gated   the two halves of the outputs, gate and up, are packed block by block in turn, so that they are read as one
     """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, *, keep: bool = False, wide: bool = False, gated: bool = False
+        self,
+        weight: Tensor | QuantizedWeight,
+        bias: Tensor | None,
+        *,
+        keep: Tensor | None = None,
+        wide: bool = False,
+        gated: bool = False,
     ) -> None:
         super().__init__()
         kernels = native.library()
         assert kernels is not None, native.why_not()
-        self.kernels = kernels
-        self.out_features, self.in_features = weight.shape
-        self.wide, self.gated = wide, gated
-        self.weight = weight if keep else None  # drafters read rows of the head
-        self.packed = kernels.pack(self._in_turn(weight) if gated else weight)
+        self.kernels, self.wide, self.gated, self.weight = kernels, wide, gated, keep
+        self.kind: str  # one of native.KINDS
+        if isinstance(weight, QuantizedWeight):
+            q = weight.outputs(self._in_turn) if gated else weight
+            self.kind, self.dtype = q.kind, torch.bfloat16
+            self.packed, self._memory = kernels.pack(q.kind, q.values, q.scale, q.least)
+        else:
+            self.kind, self.dtype = str(weight.dtype).removeprefix("torch."), weight.dtype
+            self.packed, self._memory = kernels.pack(self.kind, self._in_turn(weight) if gated else weight)
+        self.out_features, self.in_features = self.packed.outputs, self.packed.width
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self.offset = None if bias is None else bias.detach().float().contiguous()
+
+    @property
+    def nbytes(self) -> int:
+        """What a product reads of memory."""
+        return self._memory.nbytes
 
     @staticmethod
     def _in_turn(y: Tensor, *, back: bool = False) -> Tensor:
@@ -51,39 +69,38 @@ class NativeLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        rows = x.reshape(-1, self.in_features).to(self.packed.dtype)
-        y = self.kernels.linear(rows, self.packed, self.out_features, self.offset)
+        y = self.kernels.linear(x.reshape(-1, self.in_features).to(self.dtype), self.packed, self.offset)
         if self.gated:
             y = self._in_turn(y.T.contiguous(), back=True).T
         y = y.reshape(*x.shape[:-1], self.out_features)
-        return y if self.wide else y.to(self.packed.dtype)
+        return y if self.wide else y.to(self.dtype)
 
     def dense(self) -> Tensor:
-        """The weight [out, in] as it was."""
-        together = 4 // self.packed.element_size()
-        blocks = self.packed.view(-1, self.in_features // together, native.BLOCK, together)
-        weight = blocks.permute(0, 2, 1, 3).reshape(-1, self.in_features)[: self.out_features].contiguous()
-        return self._in_turn(weight, back=True) if self.gated else weight
-
-    def struct(self) -> native.Packed:
-        """For the kernels."""
-        return native.Packed(self.packed.data_ptr(), self.out_features, self.in_features)
+        """The weight [out, in] as it was, in the rows' type; a quantised one as products see it, rounded to it."""
+        if self.kind in ("int8", "int4"):
+            # each column of the unit matrix is exact in int8, so its product is the weight's column
+            y = self.kernels.linear(torch.eye(self.in_features), self.packed, None).T.to(self.dtype)
+        else:
+            together = 4 // self.dtype.itemsize
+            blocks = self._memory.view(self.dtype).view(-1, self.in_features // together, native.BLOCK, together)
+            y = blocks.permute(0, 2, 1, 3).reshape(-1, self.in_features)[: self.out_features].contiguous()
+        return self._in_turn(y, back=True) if self.gated else y
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer: a block of the target, with other projections or a low-rank term beside its MLP where given.
+    """One layer: the norms of a block of the target, projections, the MLP, and a low-rank term beside or in its place.
 
     low, high    silu(h low') high' is added to the MLP's output
-    mlp          False: that term stands in place of the MLP
     """
 
     block: Block
     qkv: NativeLinear
     out: NativeLinear
+    up: NativeLinear | None = None
+    down: NativeLinear | None = None
     low: NativeLinear | None = None
     high: NativeLinear | None = None
-    mlp: bool = True
 
 
 @dataclass(frozen=True)
@@ -138,9 +155,8 @@ class Stack:
         layers = []
         for block in target.blocks:
             assert isinstance(block, Block)
-            assert isinstance(block.qkv, NativeLinear)
-            assert isinstance(block.out, NativeLinear)
-            layers.append(LayerWeights(block, block.qkv, block.out))
+            weights = (block.qkv, block.out, block.mlp.up, block.mlp.down)
+            layers.append(LayerWeights(block, *(linear for linear in weights if isinstance(linear, NativeLinear))))
         return Stack(target.config, layers, 0)
 
     def _pointer(self, tensor: Tensor | None) -> int | None:
@@ -154,12 +170,11 @@ class Stack:
         if linear is None:
             return native.Packed()
         self._kept.append(linear)
-        return linear.struct()
+        return linear.packed
 
     def _struct(self, layer: LayerWeights) -> native.Layer:
         block = layer.block
         assert block.norm_mlp is not None
-        up, down = (block.mlp.up, block.mlp.down) if layer.mlp else (None, None)
         return native.Layer(
             norm_in=self._pointer(norm_weight(block.norm_in)),
             norm_mlp=self._pointer(norm_weight(block.norm_mlp)),
@@ -169,8 +184,8 @@ class Stack:
             out_bias=self._pointer(layer.out.offset),
             qkv=self._packed(layer.qkv),
             out=self._packed(layer.out),
-            up=self._packed(up),  # type: ignore[arg-type]
-            down=self._packed(down),  # type: ignore[arg-type]
+            up=self._packed(layer.up),
+            down=self._packed(layer.down),
             low=self._packed(layer.low),
             high=self._packed(layer.high),
         )
@@ -189,6 +204,8 @@ class Stack:
         size = cache.keys.element_size()
         self._shape.row_stride, self._shape.head_stride = cache.keys.stride(1), cache.keys.stride(2)
         chosen = self._layers[low - self.first : high - self.first]
+        if not chosen:
+            return
         layer_bytes, slot_bytes = cache.keys.stride(0) * size, cache.keys.stride(1) * size * slot
         keys, values = cache.keys.data_ptr() + slot_bytes, cache.values.data_ptr() + slot_bytes
         for index, layer in enumerate(chosen, low):
@@ -205,7 +222,7 @@ class Stack:
             ancestors=step.ancestors.ctypes.data,
             first=step.first_M.ctypes.data,
         )
-        self.kernels.layers(self._shape, chosen, described, wide=cache.keys.dtype == torch.float32)
+        self.kernels.layers(self._shape, chosen, described)
 
     def normed(self, x: Tensor, norm: Norm) -> Tensor:
         """A norm of float32 rows, in the weights' type."""
@@ -229,5 +246,7 @@ def native_for(target: Decoder) -> bool:
     plain = not (c.post_norms or c.mlp_bias or c.attention_softcap is not None) and c.position == "rope"
     alike = len({c.is_sliding(layer) for layer in range(c.num_layers)}) == 1
     fits = all(size % 32 == 0 for size in sizes) and c.head_dim <= 128 and c.rope.dim % 2 == 0
-    here = target.device.type == "cpu" and target.dtype in (torch.bfloat16, torch.float32)
+    narrow = isinstance(target.head, QuantizedLinear)
+    typed = target.dtype == torch.bfloat16 or (target.dtype == torch.float32 and not narrow)
+    here = target.device.type == "cpu" and typed
     return here and wired and plain and alike and fits and native.library() is not None

@@ -5,8 +5,10 @@
 //
 // Every output is a sum in an order that does not depend on how many rows a pass has, nor on where a key lies in the
 // cache: a product accumulates over k for each row by itself, and attention runs over the keys that a row sees, in
-// text order. So a tree of 32 nodes yields, to the bit, what 32 passes of one node yield, in bf16 too. T is the type of weights, cache and rows between
-// two products: bf16 or float. Sums and the residual stream are always float.
+// text order. So a tree of 32 nodes yields, to the bit, what 32 passes of one node yield, in bf16 and quantised too.
+//
+// T is the type of the rows between two products: bf16 or float, as weights and cache are, or Group, rows in int8 for
+// weights in int8 or int4, where the cache is bf16. Sums and the residual stream are always float.
 //
 // B batch rows, N nodes a row, M = B N, D model width, H query heads, K kv heads, E head width, I inner width, R rank.
 
@@ -22,6 +24,7 @@
 #include <functional>
 #include <mutex>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -57,6 +60,48 @@ inline void store16(bf16* p, __m512 x) { _mm256_storeu_si256(reinterpret_cast<__
 inline void store16(float* p, __m512 x) { _mm512_storeu_ps(p, x); }
 inline void store1(bf16* p, float x) { *p = to_bf16(x); }
 inline void store1(float* p, float x) { *p = x; }
+
+// 32 values of a row in int8: scale * value[i]; for weights whose zero is not at 0 their sum, and -128 sum(value)
+struct Group {
+  int8_t value[BLOCK];
+  float scale, sum;
+  int32_t offset;
+};
+
+// values that one T holds, and what T stands for where nothing is quantised
+template <class T>
+constexpr int PER = 1;
+template <>
+constexpr int PER<Group> = BLOCK;
+template <class T>
+struct PlainOf {
+  using type = T;
+};
+template <>
+struct PlainOf<Group> {
+  using type = bf16;
+};
+template <class T>
+using Plain = typename PlainOf<T>::type;
+
+// values [32 b, 32 b + 32) of a row
+template <class T>
+inline void store32(T* row, int b, __m512 low, __m512 high) {
+  store16(row + b * BLOCK, low);
+  store16(row + b * BLOCK + 16, high);
+}
+
+inline void store32(Group* row, int b, __m512 low, __m512 high) {
+  const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
+  const __m512 inverse = _mm512_set1_ps(most > 0.0f ? 127.0f / most : 0.0f);
+  const __m512i l = _mm512_cvtps_epi32(_mm512_mul_ps(low, inverse)), h = _mm512_cvtps_epi32(_mm512_mul_ps(high, inverse));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(row[b].value), _mm512_cvtepi32_epi8(l));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(row[b].value + 16), _mm512_cvtepi32_epi8(h));
+  const int32_t sum = _mm512_reduce_add_epi32(_mm512_add_epi32(l, h));
+  row[b].scale = most / 127.0f;
+  row[b].sum = row[b].scale * static_cast<float>(sum);
+  row[b].offset = -128 * sum;
+}
 
 // values of T in the 32 bits that one lane takes in at a time
 template <class T>
@@ -233,56 +278,171 @@ inline void tile(const T* x, int64_t stride, const T* block, int width, const ch
   for (int m = 0; m < ROWS; ++m) acc[m][0] = a[m][0], acc[m][1] = a[m][1];
 }
 
-template <class T, int LINES>
-inline void rows(int count, const T* x, int64_t stride, const T* block, int width, const char* next,
+// Weights in int8 and int4, in groups of 32 values of k. A block of 32 outputs holds for each group
+//   int8: for every 4 of k the 32 outputs' values + 128, 1,024 bytes; behind all groups the outputs' scales, float
+//   int4: for every 8 of k the 32 outputs' values from 0 to 15, those of the later 4 in the high halves, 512 bytes;
+//         then the outputs' scales and their least values in half precision: w = scale * value + least
+struct Int8 {};
+struct Int4 {};
+
+template <class W>
+constexpr int GROUP_BYTES = 1024;
+template <>
+constexpr int GROUP_BYTES<Int4> = 640;
+
+// acc + sums of 4 products: bytes of a from 0 to 255, of b signed
+inline __m512i dot4(__m512i acc, __m512i a, __m512i b) {
+#ifdef __AVX512VNNI__
+  return _mm512_dpbusd_epi32(acc, a, b);
+#else
+  const __m512i low = _mm512_set1_epi16(0xff), one = _mm512_set1_epi16(1);
+  const __m512i even = _mm512_mullo_epi16(_mm512_and_si512(a, low), _mm512_srai_epi16(_mm512_slli_epi16(b, 8), 8));
+  const __m512i odd = _mm512_mullo_epi16(_mm512_srli_epi16(a, 8), _mm512_srai_epi16(b, 8));
+  acc = _mm512_add_epi32(acc, _mm512_madd_epi16(even, one));
+  return _mm512_add_epi32(acc, _mm512_madd_epi16(odd, one));
+#endif
+}
+
+template <class W, int ROWS, int LINES>
+inline void tile(const Group* x, int64_t stride, const uint8_t* block, int width, const char* next,
+                 __m512 (&acc)[TILE][2]) {
+  constexpr bool NARROW = std::is_same<W, Int4>::value;
+  constexpr int PAIRS = GROUP_BYTES<W> / 128;
+  const int groups = width / BLOCK;
+  const __m512i half = _mm512_set1_epi8(15);
+  __m512 total[ROWS][2];
+#pragma GCC unroll 8
+  for (int m = 0; m < ROWS; ++m) total[m][0] = total[m][1] = _mm512_setzero_ps();
+  for (int g = 0; g < groups; ++g) {
+    const uint8_t* w = block + static_cast<int64_t>(g) * GROUP_BYTES<W>;
+    const Group* v = x + g;
+    __m512i sum[ROWS][2];
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; ++m)
+      sum[m][0] = sum[m][1] = NARROW ? _mm512_setzero_si512() : _mm512_set1_epi32(v[m * stride].offset);
+    for (int k = 0; k < PAIRS; ++k) {
+      const char* ask = next + (static_cast<int64_t>(g) * PAIRS + k) * 64 * LINES;
+      if (LINES > 0) _mm_prefetch(ask, _MM_HINT_T0);
+      if (LINES > 1) _mm_prefetch(ask + 64, _MM_HINT_T0);
+      if (NARROW && k == PAIRS - 1) break;
+      const __m512i w0 = _mm512_loadu_si512(w + 128 * k), w1 = _mm512_loadu_si512(w + 128 * k + 64);
+      if (NARROW) {
+        const __m512i low0 = _mm512_and_si512(w0, half), low1 = _mm512_and_si512(w1, half);
+        const __m512i high0 = _mm512_and_si512(_mm512_srli_epi16(w0, 4), half);
+        const __m512i high1 = _mm512_and_si512(_mm512_srli_epi16(w1, 4), half);
+#pragma GCC unroll 8
+        for (int m = 0; m < ROWS; ++m) {
+          const __m512i a = spread(v[m * stride].value + 8 * k), b = spread(v[m * stride].value + 8 * k + 4);
+          sum[m][0] = dot4(dot4(sum[m][0], low0, a), high0, b);
+          sum[m][1] = dot4(dot4(sum[m][1], low1, a), high1, b);
+        }
+      } else {
+#pragma GCC unroll 8
+        for (int m = 0; m < ROWS; ++m) {
+          const __m512i a = spread(v[m * stride].value + 4 * k);
+          sum[m][0] = dot4(sum[m][0], w0, a);
+          sum[m][1] = dot4(sum[m][1], w1, a);
+        }
+      }
+    }
+    const auto of_half = [](const uint8_t* p) {
+      return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    };
+    __m512 scale[2], least[2];
+    if (NARROW)
+      for (int i = 0; i < 2; ++i) scale[i] = of_half(w + 512 + 32 * i), least[i] = of_half(w + 576 + 32 * i);
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; ++m) {
+      const __m512 s = _mm512_set1_ps(v[m * stride].scale);
+      for (int i = 0; i < 2; ++i) {
+        const __m512 f = _mm512_cvtepi32_ps(sum[m][i]);
+        if (NARROW) {
+          total[m][i] = _mm512_fmadd_ps(_mm512_mul_ps(f, scale[i]), s, total[m][i]);
+          total[m][i] = _mm512_fmadd_ps(_mm512_set1_ps(v[m * stride].sum), least[i], total[m][i]);
+        } else {
+          total[m][i] = _mm512_fmadd_ps(f, s, total[m][i]);
+        }
+      }
+    }
+  }
+  const float* scales = reinterpret_cast<const float*>(block + static_cast<int64_t>(groups) * GROUP_BYTES<W>);
+#pragma GCC unroll 8
+  for (int m = 0; m < ROWS; ++m)
+    for (int i = 0; i < 2; ++i)
+      acc[m][i] = NARROW ? _mm512_add_ps(acc[m][i], total[m][i])
+                         : _mm512_fmadd_ps(total[m][i], _mm512_loadu_ps(scales + 16 * i), acc[m][i]);
+}
+
+template <class W, int LINES, class T, class B>
+inline void rows(int count, const T* x, int64_t stride, const B* block, int width, const char* next,
                  __m512 (&acc)[TILE][2]) {
   switch (count) {
-    case 1: return tile<T, 1, LINES>(x, stride, block, width, next, acc);
-    case 2: return tile<T, 2, LINES>(x, stride, block, width, next, acc);
-    case 3: return tile<T, 3, LINES>(x, stride, block, width, next, acc);
-    case 4: return tile<T, 4, LINES>(x, stride, block, width, next, acc);
-    case 5: return tile<T, 5, LINES>(x, stride, block, width, next, acc);
-    case 6: return tile<T, 6, LINES>(x, stride, block, width, next, acc);
-    case 7: return tile<T, 7, LINES>(x, stride, block, width, next, acc);
-    default: return tile<T, 8, LINES>(x, stride, block, width, next, acc);
+    case 1: return tile<W, 1, LINES>(x, stride, block, width, next, acc);
+    case 2: return tile<W, 2, LINES>(x, stride, block, width, next, acc);
+    case 3: return tile<W, 3, LINES>(x, stride, block, width, next, acc);
+    case 4: return tile<W, 4, LINES>(x, stride, block, width, next, acc);
+    case 5: return tile<W, 5, LINES>(x, stride, block, width, next, acc);
+    case 6: return tile<W, 6, LINES>(x, stride, block, width, next, acc);
+    case 7: return tile<W, 7, LINES>(x, stride, block, width, next, acc);
+    default: return tile<W, 8, LINES>(x, stride, block, width, next, acc);
   }
 }
 
-// Rows from ``m`` on, up to a tile of ``count``. One tile reads its weights from memory as it goes; where there are
-// several, the first two ask for half of the next block each, so that memory works while the later ones compute.
-template <class T>
-inline int some_rows(int m, int count, const T* x, int64_t stride, const T* block, int width, __m512 (&acc)[TILE][2]) {
-  const int n = std::min(TILE, count - m);
-  const T* from = x + m * stride;
-  const char* here = reinterpret_cast<const char*>(block);
-  const int64_t bytes = static_cast<int64_t>(sizeof(T)) * BLOCK * width;
-  if (count <= TILE)
-    rows<T, 2>(n, from, stride, block, width, here + AHEAD, acc);
-  else if (m < 2 * TILE)
-    rows<T, 1>(n, from, stride, block, width, here + bytes + m / TILE * (bytes / 2), acc);
-  else
-    rows<T, 0>(n, from, stride, block, width, here, acc);
-  return n;
-}
+// How a weight is packed.
+enum Kind : int32_t { BF16 = 0, FLOAT = 1, INT8 = 2, INT4 = 3 };
 
-// A packed weight [outputs, width]: blocks of 32 outputs, in each for every k (in bf16: every pair of k) the 32 outputs'
+// A packed weight [outputs, width]: blocks of 32 outputs, in each for every k (in bf16: every pair of k) the 32
+// outputs'; quantised ones as described above
 struct Packed {
   const void* data;
-  int32_t outputs, width;
-  template <class T>
-  const T* block(int b) const {
-    return static_cast<const T*>(data) + static_cast<int64_t>(b) * width * BLOCK;
+  int32_t outputs, width, kind;
+  int64_t block_bytes() const {
+    switch (kind) {
+      case BF16: return static_cast<int64_t>(width) * BLOCK * 2;
+      case FLOAT: return static_cast<int64_t>(width) * BLOCK * 4;
+      case INT8: return static_cast<int64_t>(width) * BLOCK + BLOCK * 4;
+      default: return static_cast<int64_t>(width / BLOCK) * GROUP_BYTES<Int4>;
+    }
   }
+  const char* block(int b) const { return static_cast<const char*>(data) + b * block_bytes(); }
   int blocks() const { return (outputs + BLOCK - 1) / BLOCK; }
 };
 
-// ask for where thread id's part of a weight begins, before a barrier: memory works while threads wait
+// Rows from ``m`` on, up to a tile of ``count``. One tile reads its weights from memory as it goes; where there are
+// several, the first two ask for half of the next block each, so that memory works while the later ones compute.
+template <class W, class B, class T>
+inline int some_rows_of(int m, int count, const T* x, int64_t stride, const char* here, int64_t bytes, int width,
+                        __m512 (&acc)[TILE][2]) {
+  const int n = std::min(TILE, count - m);
+  const T* from = x + m * stride;
+  const B* block = reinterpret_cast<const B*>(here);
+  if (count <= TILE)
+    rows<W, 2>(n, from, stride, block, width, here + AHEAD, acc);
+  else if (m < 2 * TILE)
+    rows<W, 1>(n, from, stride, block, width, here + bytes + m / TILE * (bytes / 2), acc);
+  else
+    rows<W, 0>(n, from, stride, block, width, here, acc);
+  return n;
+}
+
+// of block ``b``; x has w.width values a row
 template <class T>
+inline int some_rows(int m, int count, const T* x, const Packed& w, int b, __m512 (&acc)[TILE][2]) {
+  return some_rows_of<T, T>(m, count, x, w.width, w.block(b), w.block_bytes(), w.width, acc);
+}
+
+inline int some_rows(int m, int count, const Group* x, const Packed& w, int b, __m512 (&acc)[TILE][2]) {
+  const int64_t stride = w.width / BLOCK, bytes = w.block_bytes();
+  return w.kind == INT4 ? some_rows_of<Int4, uint8_t>(m, count, x, stride, w.block(b), bytes, w.width, acc)
+                        : some_rows_of<Int8, uint8_t>(m, count, x, stride, w.block(b), bytes, w.width, acc);
+}
+
+// ask for where thread id's part of a weight begins, before a barrier: memory works while threads wait
 inline void warm(const Packed& w, int threads, int id) {
   if (w.data == nullptr) return;
   int first, last;
   share(w.blocks(), threads, id, &first, &last);
-  const char* from = reinterpret_cast<const char*>(w.block<T>(first));
+  const char* from = w.block(first);
   for (int i = 0; i < AHEAD; i += 64) _mm_prefetch(from + i, _MM_HINT_T0);
 }
 
@@ -292,12 +452,12 @@ inline void zero(__m512 (&acc)[TILE][2]) {
 
 // y = x w' for blocks [first, last): ``done(m, b, low, high)`` takes 32 outputs of one row
 template <class T, class Done>
-inline void product(const T* x, int64_t stride, int count, const Packed& w, int first, int last, Done&& done) {
+inline void product(const T* x, int count, const Packed& w, int first, int last, Done&& done) {
   __m512 acc[TILE][2];
   for (int b = first; b < last; ++b) {
     for (int m = 0; m < count; m += TILE) {
       zero(acc);
-      const int n = some_rows(m, count, x, stride, w.block<T>(b), w.width, acc);
+      const int n = some_rows(m, count, x, w, b, acc);
       for (int i = 0; i < n; ++i) done(m + i, b, acc[i][0], acc[i][1]);
     }
   }
@@ -307,6 +467,18 @@ inline void store_part(float* to, int left, __m512 low, __m512 high) {
   const auto mask = [](int n) { return static_cast<__mmask16>(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1); };
   _mm512_mask_storeu_ps(to, mask(left), low);
   _mm512_mask_storeu_ps(to + 16, mask(left - 16), high);
+}
+
+// a row as another type of row
+template <class T, class U>
+inline void narrowed(const T* x, int width, U* y) {
+  for (int b = 0; b < width / BLOCK; ++b) store32(y, b, load16(x + b * BLOCK), load16(x + b * BLOCK + 16));
+}
+
+// where a row of ``width`` values begins among rows of T
+template <class T>
+inline int64_t place(int64_t row, int width) {
+  return row * (width / PER<T>);
 }
 
 // ---- a layer ------------------------------------------------------------------------------------------------------
@@ -344,10 +516,10 @@ inline float sum_of_squares(const float* x, int n) {
 template <class T>
 inline void rms_norm(const float* x, const float* weight, int n, float eps, T* y) {
   const __m512 factor = _mm512_set1_ps(1.0f / std::sqrt(sum_of_squares(x, n) / static_cast<float>(n) + eps));
-  for (int i = 0; i < n; i += 16) {
-    const __m512 v = _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x + i), factor), _mm512_loadu_ps(weight + i));
-    store16(y + i, v);
-  }
+  const auto part = [&](int i) {
+    return _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x + i), factor), _mm512_loadu_ps(weight + i));
+  };
+  for (int b = 0; b < n / BLOCK; ++b) store32(y, b, part(b * BLOCK), part(b * BLOCK + 16));
 }
 
 // a head in place: norm it (where the model does), turn it, round it
@@ -536,12 +708,13 @@ class Runner {
     const int64_t m = static_cast<int64_t>(step.batch) * step.nodes;
     int rank = 1;
     for (int i = 0; i < count; ++i) rank = std::max(rank, all[i].low.data == nullptr ? 0 : all[i].low.outputs);
-    const Between<T> between{qkv_.of<float>(m * (s.heads + 2 * s.kv_heads) * s.e), heads_.of<T>(m * s.heads * s.e),
-                             inner_.of<T>(m * s.inner), low_.of<T>(m * rank)};
+    const Between<T> between{qkv_.of<float>(m * (s.heads + 2 * s.kv_heads) * s.e),
+                             heads_.of<T>(place<T>(m, s.heads * s.e)), inner_.of<T>(place<T>(m, s.inner)),
+                             low_.of<T>(place<T>(m, rank))};
     pool.run([&](int id) {
       for (int i = 0; i < count; ++i) {
         layer(s, all[i], step, between, id);
-        if (i + 1 < count) warm<T>(all[i + 1].qkv, pool.size(), id);
+        if (i + 1 < count) warm(all[i + 1].qkv, pool.size(), id);
         pool.barrier();
       }
     });
@@ -551,13 +724,14 @@ class Runner {
   // A level's best nodes come first, and as many of them are expanded as may have children among the best ``nodes`` - 1
   // of all, up to ``frontier``: a child is no more probable than its parent.
   template <class T>
-  void draft(const Draft& t, const T* states, int64_t root, int64_t* tokens, float* joints, int64_t* parents,
+  void draft(const Draft& t, const Plain<T>* states, int64_t root, int64_t* tokens, float* joints, int64_t* parents,
              int64_t* counts) {
     const int keep = t.nodes - 1, wide = t.token.outputs, words = t.head.outputs, own_words = t.own.outputs;
     const int width = words + own_words, most = std::max(t.frontier, 1);
     const float eps = 1.1920929e-7f;
-    T *e = draft_rows_.of<T>(most * t.d), *c = draft_states_.of<T>(most * t.d);
-    T *z = draft_z_.of<T>(most * wide), *before = draft_before_.of<T>(most * wide);
+    T *e = draft_rows_.of<T>(place<T>(most, t.d)), *c = draft_states_.of<T>(place<T>(most, t.d));
+    T *z = draft_z_.of<T>(place<T>(most, wide)), *before = draft_before_.of<T>(place<T>(most, wide));
+    T* s = draft_state_.of<T>(place<T>(1, t.d));
     float *scores = draft_scores_.of<float>(static_cast<int64_t>(most) * width), *parts = draft_parts_.of<float>(most * wide);
     float *fixed = draft_fixed_.of<float>(wide), *values = draft_values_.of<float>(most * t.best);
     int64_t* places = draft_places_.of<int64_t>(most * t.best);
@@ -572,49 +746,48 @@ class Runner {
       for (int depth = 0; depth < t.depth; ++depth) {
         const int rows = static_cast<int>(token.size());
         if (rows == 0) return;
-        const T* state = states + static_cast<int64_t>(depth) * t.d;
+        const Plain<T>* state = states + static_cast<int64_t>(depth) * t.d;
         // parents' embeddings at unit RMS
         share(rows, threads, id, &first, &last);
         for (int i = first; i < last; ++i) {
           alignas(64) float row[8192];
-          const T* from = static_cast<const T*>(t.embedding) + token[static_cast<size_t>(i)] * t.d;
+          const Plain<T>* from = static_cast<const Plain<T>*>(t.embedding) + token[static_cast<size_t>(i)] * t.d;
           for (int j = 0; j < t.d; j += 16) _mm512_store_ps(row + j, load16(from + j));
-          rms_norm(row, ones.data(), t.d, eps, e + static_cast<int64_t>(i) * t.d);
+          rms_norm(row, ones.data(), t.d, eps, e + place<T>(i, t.d));
         }
+        if (id == 0) narrowed(state, t.d, s);
         pool.barrier();
         share(t.token.blocks(), threads, id, &first, &last);
-        product(state, t.d, 1, t.state, first, last, [&](int, int b, __m512 lo, __m512 hi) {
+        product(s, 1, t.state, first, last, [&](int, int b, __m512 lo, __m512 hi) {
           _mm512_storeu_ps(fixed + b * BLOCK, lo);
           _mm512_storeu_ps(fixed + b * BLOCK + 16, hi);
         });
-        product(e, t.d, rows, t.token, first, last, [&](int m, int b, __m512 lo, __m512 hi) {
+        product(e, rows, t.token, first, last, [&](int m, int b, __m512 lo, __m512 hi) {
           float* to = parts + static_cast<int64_t>(m) * wide + b * BLOCK;
           _mm512_storeu_ps(to, _mm512_add_ps(lo, _mm512_loadu_ps(fixed + b * BLOCK)));
           _mm512_storeu_ps(to + 16, _mm512_add_ps(hi, _mm512_loadu_ps(fixed + b * BLOCK + 16)));
         });
-        product(before, wide, depth == 0 ? 0 : rows, t.carry, first, last,
+        product(before, depth == 0 ? 0 : rows, t.carry, first, last,
                 [&](int m, int b, __m512 lo, __m512 hi) {
                   float* to = parts + static_cast<int64_t>(m) * wide + b * BLOCK;
                   _mm512_storeu_ps(to, _mm512_add_ps(lo, _mm512_loadu_ps(to)));
                   _mm512_storeu_ps(to + 16, _mm512_add_ps(hi, _mm512_loadu_ps(to + 16)));
                 });
         for (int b = first; b < last; ++b)
-          for (int m = 0; m < rows; ++m)
-            for (int j = b * BLOCK; j < (b + 1) * BLOCK; j += 16) {
-              const __m512 v = silu(_mm512_loadu_ps(parts + static_cast<int64_t>(m) * wide + j));
-              store16(z + static_cast<int64_t>(m) * wide + j, v);
-            }
+          for (int m = 0; m < rows; ++m) {
+            const float* from = parts + static_cast<int64_t>(m) * wide + b * BLOCK;
+            store32(z + place<T>(m, wide), b, silu(_mm512_loadu_ps(from)), silu(_mm512_loadu_ps(from + 16)));
+          }
         pool.barrier();
         share(t.to_state.blocks(), threads, id, &first, &last);
-        product(z, wide, rows, t.to_state, first, last, [&](int m, int b, __m512 lo, __m512 hi) {
-          T* to = c + static_cast<int64_t>(m) * t.d + b * BLOCK;
-          store16(to, _mm512_add_ps(lo, load16(state + b * BLOCK)));
-          store16(to + 16, _mm512_add_ps(hi, load16(state + b * BLOCK + 16)));
+        product(z, rows, t.to_state, first, last, [&](int m, int b, __m512 lo, __m512 hi) {
+          store32(c + place<T>(m, t.d), b, _mm512_add_ps(lo, load16(state + b * BLOCK)),
+                  _mm512_add_ps(hi, load16(state + b * BLOCK + 16)));
         });
         pool.barrier();
         const auto score = [&](const Packed& w, int offset) {
           share(w.blocks(), threads, id, &first, &last);
-          product(c, t.d, rows, w, first, last, [&](int m, int b, __m512 lo, __m512 hi) {
+          product(c, rows, w, first, last, [&](int m, int b, __m512 lo, __m512 hi) {
             store_part(scores + static_cast<int64_t>(m) * width + offset + b * BLOCK, w.outputs - b * BLOCK, lo, hi);
           });
         };
@@ -652,8 +825,8 @@ class Runner {
           token.clear();
           for (const Candidate& node : level) {
             if (static_cast<int>(token.size()) == most || !(node.joint > least)) break;
-            std::memcpy(before + token.size() * static_cast<size_t>(wide),
-                        z + static_cast<size_t>(node.parent) * static_cast<size_t>(wide), sizeof(T) * static_cast<size_t>(wide));
+            std::memcpy(before + place<T>(static_cast<int64_t>(token.size()), wide), z + place<T>(node.parent, wide),
+                        sizeof(T) * static_cast<size_t>(place<T>(1, wide)));
             token.push_back(node.token);
             joint.push_back(node.joint);
           }
@@ -663,12 +836,13 @@ class Runner {
     });
   }
 
+  // y = x w' + bias; rows of T, which is how the weight takes them or what it quantises
   template <class T>
   void linear(const T* x, int count, const Packed& w, const float* bias, float* y) {
+    Group* narrow = w.kind < INT8 ? nullptr : own[0].h.of<Group>(place<Group>(count, w.width));
     pool.run([&](int id) {
       int first, last;
-      share(w.blocks(), pool.size(), id, &first, &last);
-      product(x, w.width, count, w, first, last, [&](int m, int b, __m512 lo, __m512 hi) {
+      const auto done = [&](int m, int b, __m512 lo, __m512 hi) {
         const int left = w.outputs - b * BLOCK;
         if (bias != nullptr) {
           alignas(64) float part[BLOCK] = {};
@@ -677,7 +851,18 @@ class Runner {
           hi = _mm512_add_ps(hi, _mm512_load_ps(part + 16));
         }
         store_part(y + static_cast<int64_t>(m) * w.outputs + b * BLOCK, left, lo, hi);
-      });
+      };
+      if (narrow == nullptr) {
+        share(w.blocks(), pool.size(), id, &first, &last);
+        product(x, count, w, first, last, done);
+        return;
+      }
+      share(count, pool.size(), id, &first, &last);
+      for (int i = first; i < last; ++i)
+        narrowed(x + static_cast<int64_t>(i) * w.width, w.width, narrow + place<Group>(i, w.width));
+      pool.barrier();
+      share(w.blocks(), pool.size(), id, &first, &last);
+      product(narrow, count, w, first, last, done);
     });
   }
 
@@ -690,12 +875,12 @@ class Runner {
     int first, last;
 
     // norm (every thread for itself: cheaper than a barrier) and packed projections
-    T* h = mine.h.of<T>(static_cast<int64_t>(m) * s.d);
+    T* h = mine.h.of<T>(place<T>(m, s.d));
     for (int i = 0; i < m; ++i)
-      rms_norm(step.x + static_cast<int64_t>(i) * s.d, l.norm_in, s.d, s.eps, h + static_cast<int64_t>(i) * s.d);
+      rms_norm(step.x + static_cast<int64_t>(i) * s.d, l.norm_in, s.d, s.eps, h + place<T>(i, s.d));
     const int wide = l.qkv.outputs;
     share(l.qkv.blocks(), threads, id, &first, &last);
-    product(h, s.d, m, l.qkv, first, last, [&](int row, int b, __m512 lo, __m512 hi) {
+    product(h, m, l.qkv, first, last, [&](int row, int b, __m512 lo, __m512 hi) {
       if (l.qkv_bias != nullptr) {
         lo = _mm512_add_ps(lo, _mm512_loadu_ps(l.qkv_bias + b * BLOCK));
         hi = _mm512_add_ps(hi, _mm512_loadu_ps(l.qkv_bias + b * BLOCK + 16));
@@ -704,7 +889,7 @@ class Runner {
       _mm512_storeu_ps(to, lo);
       _mm512_storeu_ps(to + 16, hi);
     });
-    warm<T>(l.out, threads, id);
+    warm(l.out, threads, id);
     pool.barrier();
 
     // keys and values of this pass, behind the committed tokens
@@ -712,11 +897,11 @@ class Runner {
     for (int i = first; i < last; ++i) {
       const int row = i / s.kv_heads, head = i % s.kv_heads, b = row / step.nodes, node = row % step.nodes;
       float* from = qkv + static_cast<int64_t>(row) * wide + (s.heads + head) * s.e;
-      const int64_t place = b * s.row_stride + head * s.head_stride + (step.lengths[b] + node) * static_cast<int64_t>(s.e);
+      const int64_t at = b * s.row_stride + head * s.head_stride + (step.lengths[b] + node) * static_cast<int64_t>(s.e);
       turn(from, l.k_norm, s, step.cos + static_cast<int64_t>(row) * s.rope_dim,
-           step.sin + static_cast<int64_t>(row) * s.rope_dim, static_cast<T*>(l.keys) + place);
+           step.sin + static_cast<int64_t>(row) * s.rope_dim, static_cast<Plain<T>*>(l.keys) + at);
       const float* value = from + s.kv_heads * s.e;
-      for (int c = 0; c < s.e; ++c) store1(static_cast<T*>(l.values) + place + c, value[c]);
+      for (int c = 0; c < s.e; ++c) store1(static_cast<Plain<T>*>(l.values) + at + c, value[c]);
     }
     pool.barrier();
 
@@ -724,7 +909,7 @@ class Runner {
     pool.barrier();
 
     share(l.out.blocks(), threads, id, &first, &last);
-    product(heads, s.heads * s.e, m, l.out, first, last, [&](int row, int b, __m512 lo, __m512 hi) {
+    product(heads, m, l.out, first, last, [&](int row, int b, __m512 lo, __m512 hi) {
       if (l.out_bias != nullptr) {
         lo = _mm512_add_ps(lo, _mm512_loadu_ps(l.out_bias + b * BLOCK));
         hi = _mm512_add_ps(hi, _mm512_loadu_ps(l.out_bias + b * BLOCK + 16));
@@ -733,12 +918,12 @@ class Runner {
       _mm512_storeu_ps(x, _mm512_add_ps(_mm512_loadu_ps(x), lo));
       _mm512_storeu_ps(x + 16, _mm512_add_ps(_mm512_loadu_ps(x + 16), hi));
     });
-    warm<T>(l.up, threads, id);
+    warm(l.up, threads, id);
     pool.barrier();
 
     // silu(gate) * up; their blocks lie in turn
     for (int i = 0; i < m; ++i)
-      rms_norm(step.x + static_cast<int64_t>(i) * s.d, l.norm_mlp, s.d, s.eps, h + static_cast<int64_t>(i) * s.d);
+      rms_norm(step.x + static_cast<int64_t>(i) * s.d, l.norm_mlp, s.d, s.eps, h + place<T>(i, s.d));
     const bool whole = l.up.data != nullptr;  // a stream adapter may stand in place of the MLP
     const int half = whole ? s.inner / BLOCK : 0;
     share(half, threads, id, &first, &last);
@@ -746,26 +931,23 @@ class Runner {
     for (int b = first; b < last; ++b) {
       for (int r = 0; r < m; r += TILE) {
         zero(gate);
-        some_rows(r, m, h, s.d, l.up.block<T>(2 * b), s.d, gate);
+        some_rows(r, m, h, l.up, 2 * b, gate);
         zero(up);
-        const int n = some_rows(r, m, h, s.d, l.up.block<T>(2 * b + 1), s.d, up);
+        const int n = some_rows(r, m, h, l.up, 2 * b + 1, up);
         for (int i = 0; i < n; ++i) {
-          T* to = inner + static_cast<int64_t>(r + i) * s.inner + b * BLOCK;
-          store16(to, _mm512_mul_ps(silu(gate[i][0]), up[i][0]));
-          store16(to + 16, _mm512_mul_ps(silu(gate[i][1]), up[i][1]));
+          const __m512 lo = _mm512_mul_ps(silu(gate[i][0]), up[i][0]), hi = _mm512_mul_ps(silu(gate[i][1]), up[i][1]);
+          store32(inner + place<T>(r + i, s.inner), b, lo, hi);
         }
       }
     }
     const bool beside = l.low.data != nullptr;
     if (beside) {
       share(l.low.blocks(), threads, id, &first, &last);
-      product(h, s.d, m, l.low, first, last, [&](int row, int b, __m512 lo, __m512 hi) {
-        T* to = low + static_cast<int64_t>(row) * l.low.outputs + b * BLOCK;
-        store16(to, silu(lo));
-        store16(to + 16, silu(hi));
+      product(h, m, l.low, first, last, [&](int row, int b, __m512 lo, __m512 hi) {
+        store32(low + place<T>(row, l.low.outputs), b, silu(lo), silu(hi));
       });
     }
-    warm<T>(l.down, threads, id);
+    warm(l.down, threads, id);
     pool.barrier();
 
     share(s.d / BLOCK, threads, id, &first, &last);
@@ -774,8 +956,8 @@ class Runner {
       for (int r = 0; r < m; r += TILE) {
         const int n = std::min(TILE, m - r);
         zero(acc);
-        if (whole) some_rows(r, m, inner, s.inner, l.down.block<T>(b), s.inner, acc);
-        if (beside) some_rows(r, m, low, l.low.outputs, l.high.block<T>(b), l.high.width, acc);
+        if (whole) some_rows(r, m, inner, l.down, b, acc);
+        if (beside) some_rows(r, m, low, l.high, b, acc);
         for (int i = 0; i < n; ++i) {
           float* x = step.x + static_cast<int64_t>(r + i) * s.d + b * BLOCK;
           _mm512_storeu_ps(x, _mm512_add_ps(_mm512_loadu_ps(x), acc[i][0]));
@@ -817,7 +999,8 @@ class Runner {
     const int group = s.heads / s.kv_heads, wide = l.qkv.outputs, length = step.lengths[b];
     const int span = length + step.nodes;
     const int64_t width = (span + 31) / 16 * 16;
-    T* q = mine.q.of<T>(static_cast<int64_t>(count) * s.e);
+    using P = Plain<T>;
+    P* q = mine.q.of<P>(static_cast<int64_t>(count) * s.e);
     float* p = mine.scores.of<float>(count * width);
     const auto row_of = [&](int i) { return b * step.nodes + (begin + i) / group; };
     for (int i = 0; i < count; ++i) {
@@ -825,19 +1008,19 @@ class Runner {
       float* from = between.qkv + row * wide + (head * group + (begin + i) % group) * s.e;
       turn(from, l.q_norm, s, step.cos + row * s.rope_dim, step.sin + row * s.rope_dim, q + i * s.e);
     }
-    const T* keys = static_cast<const T*>(l.keys) + b * s.row_stride + head * s.head_stride;
-    const T* values = static_cast<const T*>(l.values) + b * s.row_stride + head * s.head_stride;
-    constexpr int WORDS = NE * 16 / PER_LANE<T>;
+    const P* keys = static_cast<const P*>(l.keys) + b * s.row_stride + head * s.head_stride;
+    const P* values = static_cast<const P*>(l.values) + b * s.row_stride + head * s.head_stride;
+    constexpr int WORDS = NE * 16 / PER_LANE<P>;
     __m512i turned[WORDS];
     for (int k = 0; k < span; k += 16) {
       transpose_keys(keys + static_cast<int64_t>(k) * s.e, std::min(16, span - k), s.e, turned);
       int i = 0;
       for (; i + 8 <= count; i += 8)
-        scores_of<T, 8>(q + i * s.e, s.e, turned, WORDS, p + i * width + k, width);
+        scores_of<P, 8>(q + i * s.e, s.e, turned, WORDS, p + i * width + k, width);
       for (; i + 3 <= count; i += 3)
-        scores_of<T, 3>(q + i * s.e, s.e, turned, WORDS, p + i * width + k, width);
+        scores_of<P, 3>(q + i * s.e, s.e, turned, WORDS, p + i * width + k, width);
       for (; i < count; ++i)
-        scores_of<T, 1>(q + i * s.e, s.e, turned, WORDS, p + i * width + k, width);
+        scores_of<P, 1>(q + i * s.e, s.e, turned, WORDS, p + i * width + k, width);
     }
     // what a query sees, in text order: committed tokens, then its ancestors
     float total[32];
@@ -863,38 +1046,37 @@ class Runner {
   }
 
   template <class T, int QUERIES, int NE>
-  void values_of(const Shape& s, const Step& step, const Between<T>& between, const T* values, const float* p, int64_t width, int b,
-                 int head, int begin, const float* total) {
+  void values_of(const Shape& s, const Step& step, const Between<T>& between, const Plain<T>* values, const float* p,
+                 int64_t width, int b, int head, int begin, const float* total) {
     const int group = s.heads / s.kv_heads, length = step.lengths[b];
     __m512 acc[QUERIES][NE];
     for (auto& row : acc)
       for (auto& v : row) v = _mm512_setzero_ps();
     const int from = step.first[b * step.nodes + begin / group], seen = length - from;
-    gather_values<T, QUERIES, NE>(p, width, values + static_cast<int64_t>(from) * s.e, seen, acc);
+    gather_values<Plain<T>, QUERIES, NE>(p, width, values + static_cast<int64_t>(from) * s.e, seen, acc);
     for (int i = 0; i < QUERIES; ++i) {
       const int node = (begin + i) / group, row = b * step.nodes + node;
       const float* weight = p + i * width + seen;
       for (int a = step.offsets[row]; a < step.offsets[row + 1]; ++a) {
-        const T* value = values + static_cast<int64_t>(length + step.ancestors[a]) * s.e;
+        const Plain<T>* value = values + static_cast<int64_t>(length + step.ancestors[a]) * s.e;
         const __m512 w = _mm512_set1_ps(*weight++);
         for (int c = 0; c < NE; ++c) acc[i][c] = _mm512_fmadd_ps(w, load16(value + 16 * c), acc[i][c]);
       }
       const __m512 inverse = _mm512_set1_ps(1.0f / total[i]);
-      T* to = between.heads + (static_cast<int64_t>(row) * s.heads + head * group + (begin + i) % group) * s.e;
-      for (int c = 0; c < NE; ++c)
-        store16(to + 16 * c, _mm512_mul_ps(acc[i][c], inverse));
+      T* to = between.heads + place<T>(static_cast<int64_t>(row) * s.heads + head * group + (begin + i) % group, s.e);
+      for (int c = 0; c < NE / 2; ++c)
+        store32(to, c, _mm512_mul_ps(acc[i][2 * c], inverse), _mm512_mul_ps(acc[i][2 * c + 1], inverse));
     }
   }
 
   Room qkv_, heads_, inner_, low_;
   Room draft_rows_, draft_states_, draft_z_, draft_before_, draft_scores_, draft_parts_, draft_fixed_, draft_values_;
-  Room draft_places_;
+  Room draft_places_, draft_state_;
 };
-// w [outputs, width] row by row -> blocks; ``to`` holds ceil(outputs / 32) * 32 * width values
+
+// w [outputs, width] row by row -> blocks; ``to`` holds ceil(outputs / 32) blocks
 template <class T>
-void pack(const void* weight, int outputs, int width, void* packed) {
-  const T* w = static_cast<const T*>(weight);
-  T* to = static_cast<T*>(packed);
+void pack(const T* w, int outputs, int width, T* to) {
   for (int b = 0; b < (outputs + BLOCK - 1) / BLOCK; ++b)
     for (int k = 0; k < width; k += PER_LANE<T>)
       for (int j = 0; j < BLOCK; ++j)
@@ -904,9 +1086,35 @@ void pack(const void* weight, int outputs, int width, void* packed) {
         }
 }
 
+// quantised values [outputs, width]; int8: scales float [outputs]; int4: scales, leasts half [outputs, width / 32]
+void pack_narrow(const uint8_t* w, const void* scales, const uint16_t* leasts, int outputs, const Packed& to) {
+  const int width = to.width, groups = width / BLOCK, halves = to.kind == INT4 ? 2 : 1, four = 4 * BLOCK;
+  for (int b = 0; b < to.blocks(); ++b) {
+    uint8_t* block = const_cast<uint8_t*>(reinterpret_cast<const uint8_t*>(to.block(b)));
+    std::memset(block, 0, static_cast<size_t>(to.block_bytes()));
+    for (int j = 0; j < BLOCK && b * BLOCK + j < outputs; ++j) {
+      const int64_t row = b * BLOCK + j;
+      for (int k = 0; k < width; ++k) {
+        const int group = k / BLOCK, quad = k % BLOCK / 4;
+        uint8_t* part = block + group * (to.kind == INT4 ? GROUP_BYTES<Int4> : GROUP_BYTES<Int8>) + quad / halves * four;
+        part[4 * j + k % 4] |= static_cast<uint8_t>(w[row * width + k] << (quad % halves * 4));
+      }
+      if (to.kind == INT8) {
+        std::memcpy(block + groups * GROUP_BYTES<Int8> + 4 * j, static_cast<const float*>(scales) + row, 4);
+        continue;
+      }
+      for (int g = 0; g < groups; ++g) {
+        uint16_t* behind = reinterpret_cast<uint16_t*>(block + g * GROUP_BYTES<Int4> + 512);
+        behind[j] = static_cast<const uint16_t*>(scales)[row * groups + g];
+        behind[BLOCK + j] = leasts[row * groups + g];
+      }
+    }
+  }
+}
+
 }  // namespace
 
-// Each function exists once for both types: ``wide`` says float32, else bf16.
+// ``kind`` says what rows are: bf16, float32, or (layers and drafts) quantised ones beside bf16 caches and states.
 extern "C" {
 
 void* anabranch_runner(int threads) { return new Runner(threads); }
@@ -914,23 +1122,30 @@ void* anabranch_runner(int threads) { return new Runner(threads); }
 // ask for large pages, so that reading weights does not wait for translations of addresses
 void anabranch_advise(void* memory, int64_t bytes) { madvise(memory, static_cast<size_t>(bytes), MADV_HUGEPAGE); }
 
-void anabranch_pack(int wide, const void* w, int outputs, int width, void* to) {
-  wide ? pack<float>(w, outputs, width, to) : pack<bf16>(w, outputs, width, to);
+int64_t anabranch_packed_bytes(const Packed* w) { return w->blocks() * w->block_bytes(); }
+
+// ``w`` plain or quantised values, which have ``scales`` and in int4 ``leasts``
+void anabranch_pack(const Packed* to, const void* w, const void* scales, const void* leasts) {
+  void* data = const_cast<void*>(to->data);
+  if (to->kind == BF16)
+    pack(static_cast<const bf16*>(w), to->outputs, to->width, static_cast<bf16*>(data));
+  else if (to->kind == FLOAT)
+    pack(static_cast<const float*>(w), to->outputs, to->width, static_cast<float*>(data));
+  else
+    pack_narrow(static_cast<const uint8_t*>(w), scales, static_cast<const uint16_t*>(leasts), to->outputs, *to);
 }
 
-void anabranch_linear(int wide, void* runner, const void* x, int count, const void* packed, int outputs, int width,
-                      const float* bias, float* y) {
+void anabranch_linear(int kind, void* runner, const void* x, int count, const Packed* w, const float* bias, float* y) {
   auto* r = static_cast<Runner*>(runner);
-  const Packed w{packed, outputs, width};
-  wide ? r->linear(static_cast<const float*>(x), count, w, bias, y)
-       : r->linear(static_cast<const bf16*>(x), count, w, bias, y);
+  kind == FLOAT ? r->linear(static_cast<const float*>(x), count, *w, bias, y)
+                : r->linear(static_cast<const bf16*>(x), count, *w, bias, y);
 }
 
 // x [count, width] float32 -> RMS norm
-void anabranch_norm(int wide, const float* x, int count, int width, const float* weight, float eps, void* y) {
+void anabranch_norm(int kind, const float* x, int count, int width, const float* weight, float eps, void* y) {
   for (int64_t i = 0; i < count; ++i)
-    wide ? rms_norm(x + i * width, weight, width, eps, static_cast<float*>(y) + i * width)
-         : rms_norm(x + i * width, weight, width, eps, static_cast<bf16*>(y) + i * width);
+    kind == FLOAT ? rms_norm(x + i * width, weight, width, eps, static_cast<float*>(y) + i * width)
+                  : rms_norm(x + i * width, weight, width, eps, static_cast<bf16*>(y) + i * width);
 }
 
 // log softmax of each row of z [count, width], its ``best`` largest values and where they are, falling; of equals the
@@ -940,16 +1155,26 @@ void anabranch_best(const float* z, int count, int width, int best, float* value
 }
 
 // the tree of one row from its stream states [depth, D]; see Runner::draft
-void anabranch_draft(int wide, void* runner, const Draft* draft, const void* states, int64_t root, int64_t* tokens,
+void anabranch_draft(int kind, void* runner, const Draft* draft, const void* states, int64_t root, int64_t* tokens,
                      float* joints, int64_t* parents, int64_t* counts) {
   auto* r = static_cast<Runner*>(runner);
-  wide ? r->draft(*draft, static_cast<const float*>(states), root, tokens, joints, parents, counts)
-       : r->draft(*draft, static_cast<const bf16*>(states), root, tokens, joints, parents, counts);
+  const auto* narrow = static_cast<const bf16*>(states);
+  if (kind == FLOAT)
+    r->draft<float>(*draft, static_cast<const float*>(states), root, tokens, joints, parents, counts);
+  else if (kind == BF16)
+    r->draft<bf16>(*draft, narrow, root, tokens, joints, parents, counts);
+  else
+    r->draft<Group>(*draft, narrow, root, tokens, joints, parents, counts);
 }
 
-void anabranch_layers(int wide, void* runner, const Shape* shape, const Layer* layers, int count, const Step* step) {
+void anabranch_layers(int kind, void* runner, const Shape* shape, const Layer* layers, int count, const Step* step) {
   auto* r = static_cast<Runner*>(runner);
-  wide ? r->layers<float>(*shape, layers, count, *step) : r->layers<bf16>(*shape, layers, count, *step);
+  if (kind == FLOAT)
+    r->layers<float>(*shape, layers, count, *step);
+  else if (kind == BF16)
+    r->layers<bf16>(*shape, layers, count, *step);
+  else
+    r->layers<Group>(*shape, layers, count, *step);
 }
 
 }  // extern "C"

@@ -29,20 +29,21 @@ from torch import Tensor
 
 from anabranch.files import cache_home
 
-__all__ = ["BLOCK", "Draft", "Layer", "Level", "Library", "Packed", "Shape", "Step", "library", "why_not"]
+__all__ = ["BLOCK", "KINDS", "Draft", "Layer", "Level", "Library", "Packed", "Shape", "Step", "library", "why_not"]
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")
 NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 BLOCK = 32
+KINDS = {"bfloat16": 0, "float32": 1, "int8": 2, "int4": 3}  # of packed weights
 PAGE = 2**21
 ARENA = 2**26
 
 
 class Packed(ctypes.Structure):
-    """A packed weight [outputs, width]."""
+    """A packed weight [outputs, width]; ``kind`` is one of ``KINDS``."""
 
-    _fields_ = (("data", ctypes.c_void_p), ("outputs", ctypes.c_int32), ("width", ctypes.c_int32))
+    _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_int32) for name in ("outputs", "width", "kind")))
 
 
 class Layer(ctypes.Structure):
@@ -100,13 +101,13 @@ class Library:
         self._c = ctypes.CDLL(str(path))
         self._c.anabranch_runner.restype = ctypes.c_void_p
         self._c.anabranch_runner.argtypes = (ctypes.c_int,)
-        self._c.anabranch_pack.argtypes = (
-            *(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p),
-        )
+        self._c.anabranch_packed_bytes.restype = ctypes.c_int64
+        self._c.anabranch_packed_bytes.argtypes = (ctypes.POINTER(Packed),)
+        self._c.anabranch_pack.argtypes = (ctypes.POINTER(Packed), ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
         self._c.anabranch_advise.argtypes = (ctypes.c_void_p, ctypes.c_int64)
         self._c.anabranch_linear.argtypes = (
             *(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int),
-            *(ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
+            *(ctypes.POINTER(Packed), ctypes.c_void_p, ctypes.c_void_p),
         )
         self._c.anabranch_norm.argtypes = (
             *(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int),
@@ -150,13 +151,20 @@ class Library:
             self._runners[key] = self._c.anabranch_runner(key[1])
         return self._runners[key]
 
-    def pack(self, weight: Tensor) -> Tensor:
-        """A weight [N, D] in blocks of 32 outputs (the last one padded), for ``linear``; D even. bf16 or float32."""
-        outputs, width = weight.shape
-        source = weight.detach().cpu().contiguous()
-        packed = self._room(-(-outputs // BLOCK) * BLOCK * width, source.dtype)
-        self._c.anabranch_pack(_wide(source), source.data_ptr(), outputs, width, packed.data_ptr())
-        return packed
+    def pack(
+        self, kind: str, weight: Tensor, scale: Tensor | None = None, least: Tensor | None = None
+    ) -> tuple[Packed, Tensor]:
+        """A weight [N, D] in blocks of 32 outputs (the last one padded) and the memory that it lies in.
+
+        ``weight`` is of the type that ``kind`` names, D even; or quantised values, uint8, D in whole groups of 32,
+        with ``scale`` and ``least`` as ``model.quantize`` has them.
+        """
+        given = [None if x is None else x.detach().cpu().contiguous() for x in (weight, scale, least)]
+        packed = Packed(None, *weight.shape, KINDS[kind])
+        memory = self._room(int(self._c.anabranch_packed_bytes(ctypes.byref(packed))))
+        packed.data = memory.data_ptr()
+        self._c.anabranch_pack(ctypes.byref(packed), *(None if x is None else x.data_ptr() for x in given))
+        return packed, memory
 
     def large(self, size: int) -> Tensor:
         """``size`` bytes that the system may back with large pages, which are read up to twice as fast."""
@@ -165,27 +173,28 @@ class Library:
         self._c.anabranch_advise(whole[start:].data_ptr(), size)
         return whole[start : start + size]
 
-    def _room(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Memory for ``count`` values in large pages; lasting pieces share them."""
-        size = count * dtype.itemsize
+    def _room(self, size: int) -> Tensor:
+        """Memory for ``size`` bytes in large pages; lasting pieces share them."""
         if size < PAGE // 8:
-            return torch.empty(count, dtype=dtype)
+            return torch.empty(size, dtype=torch.uint8)
         with self._lock:
             if len(self._free) < size:
                 # pages are only taken when written to: what is left over at the end costs nothing
                 self._free = self.large(max(ARENA, size))
             taken, self._free = self._free[:size], self._free[size + -size % 64 :]
-            return taken.view(dtype)
+            return taken
 
-    def linear(self, x_MD: Tensor, packed: Tensor, outputs: int, bias_N: Tensor | None) -> Tensor:
-        """Rows times a packed weight of their type, plus a float32 bias: float32 [M, N]."""
+    def linear(self, x_MD: Tensor, packed: Packed, bias_N: Tensor | None) -> Tensor:
+        """Rows times a packed weight, plus a float32 bias: float32 [M, N].
+
+        Rows are of the weight's type; for a quantised one bf16 or float32.
+        """
         x_MD = x_MD.contiguous()
-        y = torch.empty(x_MD.shape[0], outputs)
+        y = torch.empty(x_MD.shape[0], packed.outputs)
         bias = None if bias_N is None else bias_N.data_ptr()
         with self._lock:
             self._c.anabranch_linear(
-                *(_wide(x_MD), self._run(), x_MD.data_ptr(), len(x_MD)),
-                *(packed.data_ptr(), outputs, x_MD.shape[1], bias, y.data_ptr()),
+                *(_kind(x_MD), self._run(), x_MD.data_ptr(), len(x_MD), ctypes.byref(packed), bias, y.data_ptr())
             )
         return y
 
@@ -194,7 +203,7 @@ class Library:
         x = x.contiguous()
         y = torch.empty(x.shape, dtype=dtype)
         width = x.shape[-1]
-        self._c.anabranch_norm(_wide(y), x.data_ptr(), x.numel() // width, width, weight.data_ptr(), eps, y.data_ptr())
+        self._c.anabranch_norm(_kind(y), x.data_ptr(), x.numel() // width, width, weight.data_ptr(), eps, y.data_ptr())
         return y
 
     def best(self, z_MN: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -205,32 +214,34 @@ class Library:
         return values, places
 
     def draft(self, how: Draft, states_SD: Tensor, root: int) -> list[Level]:
-        """Candidates of each depth: tokens, joint log probabilities, falling, and parents among the expanded above."""
+        """Candidates of each depth: tokens, joint log probabilities, falling, and parents among the expanded above.
+
+        States and embeddings are float32 where the weights are, else bf16.
+        """
         states_SD = states_SD.contiguous()
         keep = how.nodes - 1
         tokens, parents = np.empty((how.depth, keep), np.int64), np.empty((how.depth, keep), np.int64)
         joints, counts = np.empty((how.depth, keep), np.float32), np.empty(how.depth, np.int64)
         with self._lock:
             self._c.anabranch_draft(
-                *(_wide(states_SD), self._run(), ctypes.byref(how), states_SD.data_ptr(), root, tokens.ctypes.data),
+                *(how.head.kind, self._run(), ctypes.byref(how), states_SD.data_ptr(), root, tokens.ctypes.data),
                 *(joints.ctypes.data, parents.ctypes.data, counts.ctypes.data),
             )
         found = zip(tokens, joints, parents, counts.tolist(), strict=True)
         return [(t[:n], j[:n], p[:n]) for t, j, p, n in found if n]
 
-    def layers(self, shape: Shape, layers: Sequence[Layer], step: Step, *, wide: bool) -> None:
+    def layers(self, shape: Shape, layers: Sequence[Layer], step: Step) -> None:
         """Run layers over ``step.x`` in place; keys and values are written behind the committed ones.
 
-        ``wide`` says that weights and cache are float32, not bf16.
+        The cache is float32 where the weights are, else bf16. All of a layer's weights are quantised, or none is.
         """
-        array = (Layer * len(layers))(*layers)
+        array, kind = (Layer * len(layers))(*layers), layers[0].qkv.kind
         with self._lock:
-            self._c.anabranch_layers(wide, self._run(), ctypes.byref(shape), array, len(layers), ctypes.byref(step))
+            self._c.anabranch_layers(kind, self._run(), ctypes.byref(shape), array, len(layers), ctypes.byref(step))
 
 
-def _wide(x: Tensor) -> bool:
-    assert x.dtype in (torch.bfloat16, torch.float32), x.dtype
-    return x.dtype == torch.float32
+def _kind(x: Tensor) -> int:
+    return KINDS[str(x.dtype).removeprefix("torch.")]
 
 
 _reason = "the kernels have not been asked for yet"

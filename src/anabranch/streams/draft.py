@@ -345,14 +345,14 @@ class NativeDraft:
         self._kept = (linears, head, draft.vocabulary, draft.target.embedding.weight)
         self._how = native.Draft(
             embedding=draft.target.embedding.weight.data_ptr(),
-            head=head.struct(),
+            head=head.packed,
             ids=draft.vocabulary.data_ptr(),
             d=draft.target.config.hidden_size,
             depth=draft.depth,
             best=1 if chain else min(options.k, len(draft.vocabulary)),
             nodes=draft.depth + 1 if chain else options.nodes,
             frontier=1 if chain else options.frontier,
-            **{name: linear.struct() for name, linear in linears.items()},
+            **{name: linear.packed for name, linear in linears.items()},
         )
 
     @staticmethod
@@ -373,7 +373,7 @@ class NativeDraft:
         own = None if row is None else row.head
         if isinstance(own, NativeLinear):
             assert row is not None
-            self._how.own, self._how.own_ids = own.struct(), row.ids.data_ptr()
+            self._how.own, self._how.own_ids = own.packed, row.ids.data_ptr()
         else:
             self._how.own, self._how.own_ids = native.Packed(), None
         return self.kernels.draft(self._how, states_SD, root)

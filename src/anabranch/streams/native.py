@@ -8,10 +8,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Block, Decoder
+from anabranch.model.pack import packed_like
+from anabranch.model.quantize import QuantizedWeight
 from anabranch.model.stack import LayerWeights, NativeLinear, Stack, StackStep
 from anabranch.native.library import BLOCK
 from anabranch.streams.adapter import LowRank, StreamAdapter, StreamLayer
@@ -20,7 +22,8 @@ __all__ = ["NativeTrail"]
 
 
 class NativeTrail:
-    """The top layers with an adapter's deltas. The streams' keys and values are written behind the committed ones,
+    """The top layers with an adapter's deltas, in int8 unless all is float32: they are read a second time, and drafts
+    need not be exact. The streams' keys and values are written behind the committed ones,
     where the next pass writes its own: the cache needs room for them.
     """
 
@@ -40,10 +43,11 @@ class NativeTrail:
     def _layer(block: object, weights: StreamLayer) -> LayerWeights:
         assert isinstance(block, Block)
         weights.merge(block)
-        qkv, out = (block.qkv, block.out) if weights.merged is None else weights.merged
+        qkv, out = (_narrow(block.qkv), _narrow(block.out)) if weights.merged is None else weights.merged
         assert isinstance(qkv, NativeLinear)
         assert isinstance(out, NativeLinear)
-        return LayerWeights(block, qkv, out, *_whole_blocks(weights.mlp), mlp=weights.keep_mlp)
+        up, down = (_narrow(block.mlp.up), _narrow(block.mlp.down)) if weights.keep_mlp else (None, None)
+        return LayerWeights(block, qkv, out, up, down, *_whole_blocks(weights.mlp, block.qkv))
 
     def __call__(self, entry_BD: Tensor, emitted_BD: Tensor, cache: Cache, planned: int) -> Tensor:
         """Stream states after the last norm [B, S, D] of the newest committed nodes of all rows in use.
@@ -63,10 +67,19 @@ class NativeTrail:
         return self.target.normed(x)
 
 
-def _whole_blocks(term: LowRank) -> tuple[NativeLinear, NativeLinear]:
+def _narrow(linear: nn.Module) -> NativeLinear:
+    """As drafts read it: quantised, unless all is float32."""
+    assert isinstance(linear, NativeLinear)
+    if linear.kind != "bfloat16":
+        return linear
+    return NativeLinear(QuantizedWeight.of(linear.dense(), "int8"), linear.bias, gated=linear.gated)
+
+
+def _whole_blocks(term: LowRank, like: nn.Module) -> tuple[NativeLinear, NativeLinear]:
     """A low-rank term, its rank padded with zeros to what the kernels take."""
     more = -len(term.down) % BLOCK
-    return (
-        NativeLinear(F.pad(term.down.detach(), (0, 0, 0, more)), None),
-        NativeLinear(F.pad(term.up.detach(), (0, more)), None),
-    )
+    low = packed_like(like, F.pad(term.down.detach(), (0, 0, 0, more)), None)
+    high = packed_like(like, F.pad(term.up.detach(), (0, more)), None)
+    assert isinstance(low, NativeLinear)
+    assert isinstance(high, NativeLinear)
+    return low, high

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import platform
+import tempfile
+from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from anabranch.errors import FileError
 
 __all__ = ["keep_memory", "off_heap"]
 
@@ -16,11 +21,22 @@ M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 
 
-def off_heap(x: Tensor) -> Tensor:
-    """A copy in memory of its own: what stays for a whole training must not lie scattered among what comes and goes."""
+def off_heap(x: Tensor, folder: Path) -> Tensor:
+    """A copy in a nameless file in ``folder``: what stays for a whole training must not lie scattered among what comes
+    and goes, and where memory is short the system may write it out.
+    """
     if x.device.type != "cpu" or x.numel() == 0:
         return x
-    copy = torch.frombuffer(mmap.mmap(-1, x.numel() * x.itemsize), dtype=x.dtype).view(x.shape)
+    size = x.numel() * x.itemsize
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            raise FileError(
+                f"{folder} has no room for the target's states ({error.strerror}); use --no-keep-states"
+            ) from error
+        copy = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=x.dtype).view(x.shape)
     return copy.copy_(x)
 
 

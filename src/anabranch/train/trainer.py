@@ -142,8 +142,9 @@ class Trainer:
     def _remember(self, index: int) -> Frozen:
         if index not in self._kept:
             frozen = self.objective.freeze(self._groups[index])
-            pairs = [(off_heap(keys), off_heap(values)) for keys, values in frozen.keys_values]
-            self._kept[index] = Frozen(off_heap(frozen.entry_BTD), off_heap(frozen.hidden_BTD), pairs)
+            keep = partial(off_heap, folder=self.folder)
+            pairs = [(keep(keys), keep(values)) for keys, values in frozen.keys_values]
+            self._kept[index] = Frozen(keep(frozen.entry_BTD), keep(frozen.hidden_BTD), pairs)
         return self._kept[index]
 
     def step(self, batch: Batch, frozen: Frozen, rate: float) -> tuple[float, torch.Tensor, torch.Tensor]:

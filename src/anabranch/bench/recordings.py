@@ -1,0 +1,137 @@
+"""Recordings of a benchmark's steps, a file a contender of ours, for ``anabranch simulate``: DIR/LABEL.jsonl.
+
+Every prompt is a row, numbered as in the result, with the steps of its first measured repeat. They are written when the
+prompt is through all contenders, while nothing is timed; what an interrupted prompt had done is forgotten.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from anabranch.analysis.trace import Record, TraceWriter, read_trace
+from anabranch.bench.contenders import Run
+from anabranch.bench.entries import Entry
+from anabranch.engine import Step
+from anabranch.errors import FileError, InputError
+
+__all__ = ["Recordings", "check_folder"]
+
+
+def check_folder(folder: Path, entries: Sequence[Entry], *, resume: bool) -> dict[str, Path]:
+    """Where each contender of ours is recorded, by name; makes the folder and tries to write there.
+
+    Raises InputError for two labels that would share a file, and FileError for a folder that cannot be written or that
+    holds one of the files already, unless it is to go on.
+    """
+    places = {entry.name: _place(folder, entry.name) for entry in entries if entry.kind == "ours"}
+    for name, path in places.items():
+        if twice := next((n for n, p in places.items() if n != name and p.name.lower() == path.name.lower()), None):
+            raise InputError(f"{name!r} and {twice!r} would both be recorded in {path}; give one of them another label")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise FileError(f"nothing can be recorded in {folder} ({error.strerror}); choose another --trace") from error
+    if not resume and (there := [path for path in places.values() if path.exists()]):
+        raise FileError(f"{there[0]} is there already; remove it, or choose another folder with --trace")
+    return places
+
+
+def _place(folder: Path, name: str) -> Path:
+    return folder / (re.sub(r"[^\w.,+=-]", "-", name) + ".jsonl")
+
+
+class Recordings:
+    """Takes steps as prompts are decoded, and writes those of a prompt together; a context manager.
+
+    places    as ``check_folder`` returns them
+    specs     the drafter of each contender, for the first line of its file
+    settings  goes into the first line of every file as well
+    """
+
+    def __init__(self, places: Mapping[str, Path], specs: Mapping[str, str], settings: Mapping[str, Any]) -> None:
+        self.places, self.specs, self.settings = places, specs, settings
+        self._writers: dict[str, TraceWriter] = {}
+        self._taken: dict[str, list[Step]] = {}
+        self._exits = ExitStack()
+
+    def __enter__(self) -> Recordings:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exits.close()
+
+    @property
+    def written(self) -> list[Path]:
+        """The files that were begun."""
+        return [writer.path for writer in self._writers.values()]
+
+    def take(self, name: str, run: Run) -> None:
+        """Keep the steps of a run, if it is the first of its prompt."""
+        if name in self.places:
+            self._taken.setdefault(name, run.steps)
+
+    def write(self, index: int, names: Sequence[str]) -> None:
+        """Write what was taken of prompt ``index`` from the contenders ``names``, and forget the rest."""
+        for name in names:
+            if name in self._taken:
+                writer = self._writer(name)
+                for step in self._taken[name]:
+                    writer.add(replace(step, row=index))
+        self._taken.clear()
+
+    def go_on(self, done: int, names: Sequence[str]) -> None:
+        """Continue the files of ``names``, with the first ``done`` prompts. Raises FileError if these are not there."""
+        places = {name: path for name in names if (path := self.places.get(name)) and (done or path.exists())}
+        kept = {name: _kept(path, done) for name, path in places.items()}
+        for name, records in kept.items():
+            path = places[name]
+            aside = path.rename(path.with_suffix(".before"))
+            writer = self._writer(name)
+            for record in records:
+                writer.add(_step(record), record.kept)
+            aside.unlink()
+
+    def _writer(self, name: str) -> TraceWriter:
+        if name not in self._writers:
+            settings = {"contender": name, "drafter": self.specs[name], **self.settings}
+            self._writers[name] = self._exits.enter_context(TraceWriter(self.places[name], settings=settings))
+        return self._writers[name]
+
+
+def _kept(path: Path, done: int) -> list[Record]:
+    """The records of the first ``done`` prompts; one that was not complete when the run was stopped is left out."""
+    records = []
+    if path.exists():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a line that was cut off belongs to a prompt that is decoded again
+            records = [record for record in read_trace(path) if record.row < done]
+    if {record.row for record in records} != set(range(done)):
+        raise FileError(f"{path} lacks some of the {done} prompts that are done; go on without --trace, or start again")
+    return records
+
+
+def _step(record: Record) -> Step:
+    """The step that was recorded, as far as it was."""
+    sources = (*(record.tree.sources[node] for node in record.verdict.path[1:]), "target")[: record.kept]
+    return Step(
+        record.row,
+        record.tokens,
+        sources,
+        record.tree,
+        record.drafted,
+        record.verdict,
+        record.timings,
+        finish=record.finish,
+    )

@@ -1,0 +1,128 @@
+"""Weights in 8 or 4 bits: the quantised model is then the target, and lossless means lossless against its own output.
+
+    int8    a scale for each output, symmetric: w = scale * (value - 128)
+    int4    groups of 32 inputs with a scale and a least value each: w = scale * value + least, values 0 to 15 (Q4_1 of
+            GGUF files); the head, which decides between near ties, and layers whose inputs come in no whole groups are
+            kept in int8
+
+Embeddings, norms and biases stay as they are. The native kernels also take the rows that meet such weights in int8,
+with a scale for every 32 values; elsewhere weights are made dense for each product.
+
+N outputs, D inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anabranch.errors import InputError
+from anabranch.model.decoder import Block, Decoder
+
+__all__ = [
+    "GROUP",
+    "QUANTIZATIONS",
+    "Quantization",
+    "QuantizedLinear",
+    "QuantizedWeight",
+    "check_quantization",
+    "quantize_decoder",
+]
+
+Quantization: TypeAlias = Literal["none", "int8", "int4"]
+QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4")
+GROUP = 32
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """``values`` [N, D] uint8; int8: ``scale`` [N] float32; int4: ``scale`` and ``least`` [N, D / 32] float16."""
+
+    kind: Literal["int8", "int4"]
+    values: Tensor
+    scale: Tensor
+    least: Tensor | None = None
+
+    @staticmethod
+    def of(weight: Tensor, kind: Literal["int8", "int4"]) -> QuantizedWeight:
+        """Round a weight [N, D] to the nearest of its levels."""
+        w = weight.detach().float()
+        if kind == "int8":
+            scale = w.abs().amax(1).clamp(min=1e-12) / 127
+            return QuantizedWeight("int8", ((w / scale[:, None]).round() + 128).to(torch.uint8), scale)
+        groups = w.view(len(w), -1, GROUP)
+        least, most = groups.amin(2).half(), groups.amax(2).half()
+        scale = ((most.float() - least.float()) / 15).half()
+        steps = scale.float().clamp(min=1e-8)
+        values = ((groups - least.float()[:, :, None]) / steps[:, :, None]).round().clamp(0, 15)
+        return QuantizedWeight("int4", values.to(torch.uint8).view(w.shape), scale, least)
+
+    def dense(self) -> Tensor:
+        """The weight [N, D] that the values stand for, float32."""
+        if self.least is None:
+            return (self.values.float() - 128) * self.scale[:, None]
+        groups = self.values.view(len(self.values), -1, GROUP).float()
+        return (groups * self.scale.float()[:, :, None] + self.least.float()[:, :, None]).view(self.values.shape)
+
+    def outputs(self, change: Callable[[Tensor], Tensor]) -> QuantizedWeight:
+        """The same with its outputs (axis 0) in another order."""
+        least = None if self.least is None else change(self.least)
+        return QuantizedWeight(self.kind, change(self.values), change(self.scale), least)
+
+
+class QuantizedLinear(nn.Module):
+    """``nn.Linear`` over a quantised weight, made dense for each product; two int4 values share a byte.
+
+    ``weight`` is the weight as it was where it is kept for drafters, which read rows of the head.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, kind: Literal["int8", "int4"], *, keep: bool) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.kind: Literal["int8", "int4"] = kind if self.in_features % GROUP == 0 else "int8"
+        made = QuantizedWeight.of(weight, self.kind)
+        values = made.values if self.kind == "int8" else made.values[:, ::2] | (made.values[:, 1::2] << 4)
+        self.weight = weight if keep else None
+        self.register_buffer("values", values)
+        self.register_buffer("scale", made.scale)
+        self.register_buffer("least", made.least)
+        self.bias = bias
+
+    def quantized(self) -> QuantizedWeight:
+        """The weight, a byte a value."""
+        values, least = self.values, self.least
+        assert isinstance(values, Tensor)
+        assert isinstance(self.scale, Tensor)
+        assert least is None or isinstance(least, Tensor)
+        if self.kind == "int4":
+            values = torch.stack((values & 15, values >> 4), dim=2).view(self.out_features, self.in_features)
+        return QuantizedWeight(self.kind, values, self.scale, least)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        return F.linear(x, self.quantized().dense().to(x.dtype), self.bias)
+
+
+def check_quantization(kind: str) -> Quantization:
+    """The kind of a name; raises InputError for one that does not exist."""
+    for known in QUANTIZATIONS:
+        if kind == known:
+            return known
+    raise InputError(f"quantize must be one of {', '.join(QUANTIZATIONS)}, not {kind!r}")
+
+
+def quantize_decoder(target: Decoder, kind: Quantization) -> None:
+    """Replace the linear layers of a target by quantised ones, in place."""
+    if kind == "none":
+        return
+    for block in target.blocks:
+        assert isinstance(block, Block)
+        for module, name in ((block, "qkv"), (block, "out"), (block.mlp, "up"), (block.mlp, "down")):
+            linear = getattr(module, name)
+            setattr(module, name, QuantizedLinear(linear.weight, linear.bias, kind, keep=False))
+    target.head = QuantizedLinear(target.head.weight, target.head.bias, "int8", keep=True)
