@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -144,7 +146,9 @@ def test_merge_drawing() -> None:
     assert full.parents.tolist() == [-1, 0, 1, 1, 0]
     assert full.sources == ("target", "a", "a", "b", "b")
     assert full.log_probs is not None
-    np.testing.assert_allclose(full.log_probs, [0, -0.1, -0.3, -0.4, -2.0], rtol=1e-6)
+    agreed = math.log(1 - (1 - math.exp(-0.1)) * (1 - math.exp(-0.2)))
+    np.testing.assert_allclose(full.log_probs, [0, agreed, -0.3, -0.4, -2.0], rtol=1e-5)
+    assert DraftTree.merge(merge_inputs()).tokens.tolist() == full.tokens.tolist()
     assert DraftTree.merge(merge_inputs(), 4).tokens.tolist() == [9, 1, 2, 5]
     assert DraftTree.merge(merge_inputs(), 1).tokens.tolist() == [9]
 

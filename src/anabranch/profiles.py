@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from anabranch.drafters import StepCosts, with_costs
 from anabranch.errors import FileError
 from anabranch.files import cache_home, write_atomically
 from anabranch.model.load import Target
@@ -24,7 +25,7 @@ from anabranch.streams.folder import LoadedAdapter
 __all__ = ["AUTO", "Situation", "find_profile", "processor_name", "resolve", "save_profile"]
 
 AUTO = "auto"
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -106,15 +107,19 @@ def find_profile(situation: Situation) -> dict[str, Any] | None:
 
 
 def resolve(spec: str, target: Target, adapter: LoadedAdapter | None) -> str:
-    """What "auto" means here: the profile's drafter; without one, streams with prompt lookup, or that alone.
+    """What ``spec`` means here: "auto" the profile's drafter; without one, streams with prompt lookup, or that alone.
 
-    Eight rows are what the native kernels verify for little more than the price of one.
+    A ``tree=auto`` without costs takes those of the profile. Eight rows are what the native kernels verify for little
+    more than the price of one.
     """
-    if spec != AUTO:
+    if spec != AUTO and "tree=auto" not in spec:
         return spec
     profile = find_profile(Situation.of(target, adapter))
-    if profile is not None:
+    if spec == AUTO and profile is not None:
         return str(profile["drafter"])
+    if spec != AUTO:
+        costs = (profile or {}).get("costs", {}).get("streams+prompt_lookup" if "+" in spec else "streams")
+        return spec if costs is None else with_costs(spec, StepCosts.parse(costs))
     if adapter is None:
         return "prompt_lookup"
     return "streams+prompt_lookup" if target.decoder.stack is None else "streams:tree=8+prompt_lookup"

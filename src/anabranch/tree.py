@@ -282,22 +282,23 @@ class DraftTree:
         return self.select(sorted(best))
 
     @staticmethod
-    def merge(trees: Sequence[DraftTree], budget: int) -> DraftTree:
-        """Return the best ``budget`` nodes, the root among them, of the union of trees that share a root.
+    def merge(trees: Sequence[DraftTree], budget: int | None = None) -> DraftTree:
+        """Return the best ``budget`` nodes (None: all), the root among them, of the union of trees that share a root.
 
-        A node that several trees propose appears once, with the highest log probability and that one's source. A
-        tree without log_probs counts as a coin toss a token.
+        A node that several trees propose appears once, with the most convinced one's source, and is believed to be
+        right unless all of them err, independently: 1 - (1 - p)(1 - q). A tree without log_probs counts as a coin
+        toss a token.
 
             9 +-- 1 (-0.1) -- 2 (-0.3)         9 +-- 1 (-0.2) -- 5 (-0.4)
                                                  +-- 4 (-2.0)
         merge to
 
-            9 (0) +-- 1 (1: -0.1) +-- 2 (2: -0.3)
-                  |               +-- 5 (3: -0.4)
+            9 (0) +-- 1 (1: -0.02) +-- 2 (2: -0.3)
+                  |                +-- 5 (3: -0.4)
                   +-- 4 (4: -2.0), dropped at budget 4
         """
         assert trees, "something to merge"
-        trie = _Trie(int(trees[0].tokens[0]))
+        trie = _Trie(int(trees[0].tokens[0]), independent=True)
         for tree in trees:
             assert tree.tokens[0] == trees[0].tokens[0], "merged trees share their root"
             renamed = [0] * tree.size
@@ -305,7 +306,8 @@ class DraftTree:
             for node, (parent, token, source, joint) in enumerate(nodes):
                 if node:
                     renamed[node] = trie.add(renamed[parent], token, source, joint)
-        return trie.tree(with_log_probs=True).truncate(budget)
+        union = trie.tree(with_log_probs=True)
+        return union if budget is None else union.truncate(budget)
 
     def _beliefs(self) -> list[float]:
         joint_N = self.depths * UNKNOWN_LOG_PROB if self.log_probs is None else self.log_probs
@@ -314,11 +316,17 @@ class DraftTree:
 
 
 class _Trie:
-    """A tree under construction in which a parent has one child a token."""
+    """A tree under construction in which a parent has one child a token.
 
-    def __init__(self, root: int) -> None:
+    A token that is added again keeps the surer one's source and belief; where the beliefs are ``independent`` of each
+    other, all of them must err for it to be wrong.
+    """
+
+    def __init__(self, root: int, *, independent: bool = False) -> None:
         self.tokens, self.parents, self.sources, self.joints = [root], [-1], ["target"], [0.0]
+        self.independent = independent
         self.nodes: dict[tuple[int, int], int] = {}
+        self.surest = [0.0]
 
     def add(self, parent: int, token: int, source: str, joint: float) -> int:
         known = self.nodes.get((parent, token))
@@ -328,9 +336,13 @@ class _Trie:
             self.parents.append(parent)
             self.sources.append(source)
             self.joints.append(joint)
+            self.surest.append(joint)
             return node
-        if joint > self.joints[known]:
-            self.joints[known], self.sources[known] = joint, source
+        wrong = math.expm1(self.joints[known]) * math.expm1(joint)
+        if joint > self.surest[known]:
+            self.surest[known], self.sources[known] = joint, source
+        agreed = math.log1p(-wrong) if self.independent and wrong < 1.0 else -math.inf
+        self.joints[known] = max(self.surest[known], agreed)
         return known
 
     def tree(self, *, with_log_probs: bool) -> DraftTree:

@@ -10,16 +10,17 @@ import pytest
 from typer.testing import CliRunner
 
 from anabranch import api, profiles
-from anabranch.analysis.simulate import Cut
+from anabranch.analysis.simulate import Cut, Latency
 from anabranch.cli import app
-from anabranch.drafters import make_drafter
+from anabranch.drafters import StepCosts, check_spec, make_drafter, with_costs
 from anabranch.engine import Request
 from anabranch.errors import FileError, InputError
 from anabranch.model import load
 from anabranch.model.load import Target
 from anabranch.profiles import Situation, find_profile, resolve, save_profile
 from anabranch.streams.folder import LoadedAdapter
-from anabranch.tune.fit import BUDGETS, Candidate, candidates, fit, measure_steps
+from anabranch.tune.fit import BUDGETS, Candidate, candidates, fit
+from anabranch.tune.latency import Measured, measure_steps
 from small import as_target, decode, prompt, small, small_adapter
 
 
@@ -57,26 +58,58 @@ def test_fit_chooses_what_it_predicts_to_be_fastest(target: Target, adapter: Loa
     assert by_spec["none"].mean_acceptance_length == 1.0
     lengths = [by_spec[f"streams:tree={nodes}"].mean_acceptance_length for nodes in BUDGETS]
     assert all(a <= b + 1e-9 for a, b in pairwise(lengths))
-    # a wider step costs no less
-    assert list(found.latency.step_ms.ms) == sorted(found.latency.step_ms.ms)
+    # the chosen drafter can be had again by its name, and more nodes cost no less
+    assert found.spec.startswith(found.chosen.spec.split("+")[0])
+    check_spec(found.spec)
+    for table in (*found.latency.rest.values(), *found.latency.drafts.values()):
+        assert list(table.ms) == sorted(table.ms)
+    assert set(found.costs) == {"streams", "streams+prompt_lookup"}
+
+
+def test_a_step_costs_what_it_verifies_and_what_it_drafts() -> None:
+    rest = {"none": Latency((1, 8), (5.0, 6.0)), "streams": Latency((1, 8), (7.0, 8.0))}
+    drafts = {
+        "none": Latency((1,), (0.1,)),
+        "prompt_lookup": Latency((1,), (0.2,)),
+        "streams": Latency((4, 8), (1.0, 2.0)),
+        "merged": Latency((4, 8), (1.5, 2.5)),
+    }
+    measured = Measured(rest, drafts)
+    assert measured.table("none").ms == pytest.approx((5.1, 6.1))
+    assert measured.table("prompt_lookup").ms == pytest.approx((5.2, 6.2))
+    assert measured.table("streams", 6).ms == pytest.approx((8.5, 9.5))
+    assert measured.table("streams+prompt_lookup", 8, merged=True).ms == pytest.approx((9.5, 10.5))
+    auto = Candidate("streams:tree=auto,nodes=8", "streams", Cut(nodes=8), most=8, auto=True)
+    assert auto.full_spec(measured) == "streams:tree=auto,nodes=8,costs=1:9.5/8:10.5"
 
 
 def test_predicted_acceptance_is_decoded_acceptance(target: Target, adapter: LoadedAdapter) -> None:
     """What a candidate is said to accept is what decoding with its drafter accepts."""
     found = fit(target, adapter.adapter, PROMPTS, max_new_tokens=24)
     asked = [Request(ids, 24, stop_ids=frozenset(target.config.eos_token_ids)) for ids in PROMPTS]
+    exact = {
+        "prompt_lookup:tokens=3",
+        "streams:tree=8",
+        "streams:tree=16,threshold=0.05",
+        "streams:tree=32+prompt_lookup",
+        "streams:tree=auto,nodes=16",
+        "streams:tree=auto,nodes=32+prompt_lookup",
+    }
     for candidate, prediction, _ in found.tried:
-        if candidate.spec not in ("prompt_lookup:tokens=3", "streams:tree=8", "streams:tree=16,threshold=0.05"):
+        if candidate.spec not in exact:
             continue
-        said, steps = decode(target.decoder, asked, make_drafter(candidate.spec, target.decoder, adapter.adapter))
+        exact.remove(candidate.spec)
+        spec = candidate.full_spec(found.latency)
+        said, steps = decode(target.decoder, asked, make_drafter(spec, target.decoder, adapter.adapter))
         counted = (sum(map(len, said)), sum(map(len, steps)))
         assert (prediction.tokens, prediction.steps) == counted, candidate.spec
+    assert not exact
 
 
 def test_without_an_adapter_streams_are_not_tried(target: Target) -> None:
-    assert all(not candidate.streams for candidate in candidates(streams=False))
+    assert {candidate.method for candidate in candidates(streams=False)} == {"none", "prompt_lookup"}
     found = fit(target, None, PROMPTS[:1], max_new_tokens=8)
-    assert found.latency.streams_ms == 0.0
+    assert list(found.latency.rest) == ["none"]
     assert found.chosen.spec == "none" or found.chosen.spec.startswith("prompt_lookup")
 
 
@@ -85,8 +118,6 @@ def test_bad_measurements_are_refused(target: Target) -> None:
         fit(target, None, [])
     with pytest.raises(InputError, match="2 rounds"):
         measure_steps(target, None, PROMPTS[0], rounds=1)
-    with pytest.raises(InputError, match="width 1"):
-        measure_steps(target, None, PROMPTS[0], widths=(2, 4))
 
 
 def test_auto_is_the_profile_or_the_usual(target: Target, adapter: LoadedAdapter) -> None:
@@ -96,6 +127,12 @@ def test_auto_is_the_profile_or_the_usual(target: Target, adapter: LoadedAdapter
     path = save_profile(Situation.of(target, adapter), "streams:tree=6", {"speedup": 2.0})
     assert resolve("auto", target, adapter) == "streams:tree=6"
     assert resolve("auto", target, None) == "prompt_lookup", "another adapter is another situation"
+    costs = StepCosts((1, 16), (9.0, 12.0))
+    fitted = "streams:tree=auto,nodes=20+prompt_lookup"
+    assert resolve(fitted, target, adapter) == fitted
+    save_profile(Situation.of(target, adapter), "none", {"costs": {"streams+prompt_lookup": str(costs)}})
+    assert resolve(fitted, target, adapter) == with_costs(fitted, costs) != fitted
+    assert resolve("streams:tree=auto", target, adapter) == "streams:tree=auto"
     path.write_text("{", encoding="utf-8")
     with pytest.raises(FileError, match="delete it"):
         find_profile(Situation.of(target, adapter))
@@ -136,6 +173,6 @@ def test_the_figure(target: Target, adapter: LoadedAdapter, tmp_path: Path) -> N
     from anabranch.tune.figure import draw
 
     found = fit(target, adapter.adapter, PROMPTS[:1], max_new_tokens=8)
-    found.chosen = Candidate("streams:tree=8", "", Cut(nodes=8), streams=True)
+    found.chosen = Candidate("streams:tree=8", "streams", Cut(nodes=8))
     draw(found, tmp_path / "curve.svg")
     assert (tmp_path / "curve.svg").read_text(encoding="utf-8").startswith("<?xml")

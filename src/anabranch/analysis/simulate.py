@@ -13,6 +13,7 @@ recorded step by itself and takes the positions between to be like the recorded 
 every draft between to fail. For the drafts as they were recorded both are what was counted when decoding.
 
 Best-first trees of n nodes lie within those of more nodes, so cutting nodes is what drafting fewer would have been.
+Where the width was chosen at every step, the replay chooses it by the same ``Width`` and teaches it what it accepts.
 Cutting depth, children or a source from a tree that a budget had cut leaves fewer nodes than drafting so would have
 given: ``Prediction.filled`` tells how often the budget asked for was reached.
 """
@@ -31,6 +32,7 @@ import numpy as np
 
 from anabranch.analysis.theory import fitted_acceptance_rate
 from anabranch.analysis.trace import Record, Row, Trace, child_ranks
+from anabranch.drafters.width import Width
 from anabranch.errors import CapabilityError, FileError, InputError
 from anabranch.tree import DraftTree
 from anabranch.verify import follow
@@ -217,8 +219,13 @@ class Prediction:
         }
 
 
-def simulate(trace: Trace, cut: Cut | None = None, *, latency: Latency | None = None) -> Prediction:
+def simulate(
+    trace: Trace, cut: Cut | None = None, *, latency: Latency | None = None, width: Width | None = None
+) -> Prediction:
     """Replay a recording with cut drafts.
+
+    ``width`` chooses how many nodes of what ``cut`` left are verified, step by step, as ``CombinedDrafter`` does; it
+    needs a draft at every position.
 
     Raises CapabilityError for a cut that the recording cannot tell about: one of the rule *reject* can only be cut in
     depth and in k, which leaves the law of every trial as it was.
@@ -229,10 +236,15 @@ def simulate(trace: Trace, cut: Cut | None = None, *, latency: Latency | None = 
             "under rule='reject' a draft without some of its tokens would have been judged otherwise; replay other "
             "depths or k, or record with rule='follow'"
         )
+    if width is not None and not trace.every_position:
+        raise CapabilityError(
+            "widths that are chosen step by step can only be replayed where every position has a draft; record with "
+            "--every-position"
+        )
     told, floor = Prediction(cut, ms=None if latency is None else 0.0), Prediction(cut)
     between = False
     for row in trace.rows():
-        visited = list(_walk(row, cut))
+        visited = list(_walk(row, cut, width))
         for _, tree, path, emitted in visited if trace.every_position else _each(row, cut):
             told.add(tree, path, emitted, latency)
         for record, tree, path, emitted in visited:
@@ -252,16 +264,22 @@ def overlap(trace: Trace) -> float | None:
 Visit = tuple[Record | None, DraftTree, tuple[int, ...], int]
 
 
-def _walk(row: Row, cut: Cut) -> Iterator[Visit]:
+def _walk(row: Row, cut: Cut, width: Width | None) -> Iterator[Visit]:
     """Decode the row's text with cut drafts, from where each step ends; without a record nothing is drafted."""
     records = {record.at: record for record in row.records}
     at, end = 0, len(row.tokens)
     while at < end:
         record = records.get(at)
         tree = DraftTree.root(NOTHING) if record is None else _draft(record, cut)
+        if width is not None:
+            (tree,) = width([row.records[0].row], [tree])
         path = _match(tree, row.said[at:])
+        if width is not None:
+            width.learn(row.records[0].row, tree, path)
         yield record, tree, path, min(len(path), end - at)
         at += len(path)
+    if width is not None:
+        width.forget(row.records[0].row)
 
 
 def _each(row: Row, cut: Cut) -> Iterator[Visit]:

@@ -32,9 +32,9 @@ def tune(
 ) -> None:
     """Fit drafts to this machine and these prompts, and remember the choice.
 
-    Measures what a step costs by the width of its tree, records what drafts would have been accepted, and picks method
-    and tree that give most tokens a second; checks that by decoding. The choice is what 'auto' means afterwards, for
-    this model, adapter, number of threads and machine. Let nothing else run meanwhile.
+    Measures what a step costs by the nodes that it drafts and verifies, records what drafts would have been accepted,
+    and picks method and tree that give most tokens a second; checks that by decoding. The choice is what 'auto' means
+    afterwards, for this model, adapter, number of threads and machine. Let nothing else run meanwhile.
     """
     from anabranch.bench.suites import load_suite
     from anabranch.cli.bench import encode
@@ -74,11 +74,11 @@ def tune(
             report=lambda what, done, total: bar.update(line, description=what, completed=done, total=total),
         )
     record = _record(found, len(fitting), max_new_tokens)
-    path = None if dry else save_profile(Situation.of(target, loaded), found.chosen.spec, record)
+    path = None if dry else save_profile(Situation.of(target, loaded), found.spec, record)
     if figure is not None:
         draw(found, figure)
     if as_json:
-        print(json.dumps({"drafter": found.chosen.spec, "profile": None if path is None else str(path), **record}))
+        print(json.dumps({"drafter": found.spec, "profile": None if path is None else str(path), **record}))
     else:
         _show(found, path)
 
@@ -93,10 +93,9 @@ def _record(found: Any, prompts: int, max_new_tokens: int) -> dict[str, Any]:
         "plain_tokens_per_second": round(found.plain, 2),
         "predicted_plain_tokens_per_second": round(found.predicted_plain, 2),
         "speedup": round(found.speedup, 3),
-        "step_ms": {
-            str(w): round(ms, 3) for w, ms in zip(found.latency.step_ms.widths, found.latency.step_ms.ms, strict=True)
-        },
-        "streams_ms": round(found.latency.streams_ms, 3),
+        "step_ms": _tables(found.latency.rest),
+        "draft_ms": _tables(found.latency.drafts),
+        "costs": {method: str(costs) for method, costs in found.costs.items()},
         "candidates": [
             {
                 "drafter": c.spec,
@@ -108,15 +107,22 @@ def _record(found: Any, prompts: int, max_new_tokens: int) -> dict[str, Any]:
     }
 
 
+def _tables(measured: dict[str, Any]) -> dict[str, dict[str, float]]:
+    return {
+        name: {str(nodes): round(ms, 3) for nodes, ms in zip(table.widths, table.ms, strict=True)}
+        for name, table in measured.items()
+    }
+
+
 def _show(found: Any, path: Path | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
-    steps = zip(found.latency.step_ms.widths, found.latency.step_ms.ms, strict=True)
-    console.print("step ms by nodes: " + ", ".join(f"{w}: {ms:.2f}" for w, ms in steps), highlight=False)
-    if found.latency.streams_ms:
-        console.print(f"streams and their draft add {found.latency.streams_ms:.2f} ms", highlight=False)
+    for what, measured in (("a step that verifies", found.latency.rest), ("drafting", found.latency.drafts)):
+        for name, points in _tables(measured).items():
+            nodes = ", ".join(f"{n}: {ms:.2f}" for n, ms in points.items())
+            console.print(f"ms of {what} so many nodes ({name}): {nodes}", highlight=False)
     table = Table("drafter", "tokens/step", "nodes/step", "predicted tokens/s")
     for column in table.columns[1:]:
         column.justify = "right"

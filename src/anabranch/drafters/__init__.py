@@ -3,6 +3,7 @@
 none
 prompt_lookup:tokens=10,ngram=3
 streams:tree=32,prune=16
+streams:tree=auto,nodes=32         at every step as many nodes as pay for themselves, at most 32
 streams+prompt_lookup              their trees merged under one node budget
 """
 
@@ -16,12 +17,13 @@ from anabranch.drafters.combined import CombinedDrafter
 from anabranch.drafters.none import NoDrafter
 from anabranch.drafters.prompt_lookup import PromptLookupDrafter
 from anabranch.drafters.streams import StreamDrafter
+from anabranch.drafters.width import StepCosts, usual_costs
 from anabranch.errors import CapabilityError, InputError
 from anabranch.model.decoder import Decoder
 from anabranch.streams.adapter import StreamAdapter
 from anabranch.streams.draft import DraftOptions
 
-__all__ = ["DRAFTERS", "Context", "Drafter", "Observation", "check_spec", "make_drafter"]
+__all__ = ["DRAFTERS", "Context", "Drafter", "Observation", "StepCosts", "check_spec", "make_drafter", "with_costs"]
 
 DRAFTERS = ("none", "prompt_lookup", "streams")
 PLANNED = ("draft_model", "ngram", "staged", "lookahead", "rest", "medusa", "medusa2", "hydra", "eagle", "space")
@@ -42,6 +44,7 @@ _SETTINGS: dict[str, dict[str, Reader]] = {
     "streams": {
         "tree": str,
         "nodes": int,
+        "costs": StepCosts.parse,
         "k": int,
         "depth": int,
         "frontier": int,
@@ -60,11 +63,20 @@ def make_drafter(spec: str, target: Decoder, adapter: StreamAdapter | None = Non
     Raises InputError for a name or setting that does not exist, CapabilityError for one that cannot be had here.
     """
     parts = _parts(spec)
+    costs = _costs(parts, target)
     drafters = [_build(name, settings, target, adapter) for name, settings in parts]
-    if len(drafters) == 1:
+    if len(drafters) == 1 and costs is None:
         return drafters[0]
     nodes = next((d.tree.options.nodes for d in drafters if isinstance(d, StreamDrafter)), 32)
-    return CombinedDrafter(drafters, nodes=nodes)
+    return CombinedDrafter(drafters, nodes=nodes, costs=costs)
+
+
+def with_costs(spec: str, costs: StepCosts) -> str:
+    """``spec`` with the costs of steps by width, where it fits its trees to them and does not name others."""
+    parts = _parts(spec)
+    if not any(_is_auto(settings) and "costs" not in settings for _, settings in parts):
+        return spec
+    return "+".join(f"{part},costs={costs}" if part.strip().startswith("streams") else part for part in spec.split("+"))
 
 
 def check_spec(spec: str) -> None:
@@ -81,6 +93,18 @@ def _parts(spec: Any) -> list[tuple[str, dict[str, Any]]]:
     if len(parts) > 1 and any(name == "none" for name, _ in parts):
         raise InputError("the drafter 'none' proposes nothing, so it cannot be combined with others")
     return parts
+
+
+def _is_auto(settings: dict[str, Any]) -> bool:
+    return settings.get("tree") == "auto"
+
+
+def _costs(parts: list[tuple[str, dict[str, Any]]], target: Decoder) -> StepCosts | None:
+    """Those that ``tree=auto`` fits trees to; None where trees are not fitted."""
+    for _, settings in parts:
+        if _is_auto(settings):
+            return settings.get("costs") or usual_costs(target, settings.get("nodes", DraftOptions.nodes))
+    return None
 
 
 def _parse(part: str) -> tuple[str, dict[str, Any]]:
@@ -103,9 +127,13 @@ def _parse(part: str) -> tuple[str, dict[str, Any]]:
             raise InputError(f"the drafter {name!r} has the setting {key!r} twice; give it once")
         try:
             settings[key] = known[key](value)
+        except InputError:
+            raise
         except ValueError as error:
             wanted = {_flag: "yes or no", float: "a number"}.get(known[key], "a whole number")
             raise InputError(f"the setting {key!r} of the drafter {name!r} takes {wanted}, not {value!r}") from error
+    if "costs" in settings and not _is_auto(settings):
+        raise InputError("costs are what tree=auto fits trees to; give both, or leave costs out")
     return name, settings
 
 
@@ -122,4 +150,6 @@ def _build(name: str, settings: dict[str, Any], target: Decoder, adapter: Stream
     own = {key: settings.pop(key) for key in ("prune", "placement") if key in settings}
     if settings.get("tree") == "product":
         settings.setdefault("k", 3)
+    if _is_auto(settings):
+        settings = {key: value for key, value in settings.items() if key != "costs"} | {"tree": "best"}
     return StreamDrafter(target, adapter, DraftOptions(**settings), **own)

@@ -1,11 +1,12 @@
-"""Several drafters at once: their trees merged under one node budget, duplicates sharing a node."""
+"""One drafter or several at once: their trees merged, and of the union the nodes verified that pay for themselves."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from anabranch.drafters.base import Context, Drafter, Observation
-from anabranch.errors import CapabilityError, InputError
+from anabranch.drafters.width import StepCosts, Width
+from anabranch.errors import CapabilityError
 from anabranch.model.decoder import Rider
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
@@ -15,16 +16,18 @@ __all__ = ["CombinedDrafter"]
 
 
 class CombinedDrafter(Drafter):
-    """``streams+prompt_lookup``: each proposes, the ``nodes`` most believed nodes of the union are verified.
+    """``streams+prompt_lookup``, ``streams:tree=auto``: each part proposes, the best nodes of the union are verified.
 
-    A merged tree is not a sample of any one law, so *follow* is the only exact rule.
+    nodes  verified at most, the root included
+    costs  of steps by width: as many of the nodes as pay for themselves, see ``width``; None: always ``nodes``
+
+    What is merged or cut is not a sample of any one law, so *follow* is the only exact rule.
     """
 
     rules = ("follow",)
 
-    def __init__(self, parts: Sequence[Drafter], *, nodes: int = 32) -> None:
-        if nodes < 2:
-            raise InputError(f"nodes must be at least 2 (the root and one draft), not {nodes}")
+    def __init__(self, parts: Sequence[Drafter], *, nodes: int = 32, costs: StepCosts | None = None) -> None:
+        self.width = Width(nodes, costs)
         riders = [part for part in parts if part.rider is not None]
         if len(riders) > 1:
             names = " and ".join(repr(part.name) for part in riders)
@@ -50,16 +53,20 @@ class CombinedDrafter(Drafter):
             part.check(sampling, "follow")
 
     def draft(self, contexts: Sequence[Context]) -> list[DraftTree]:
-        """Merged trees."""
+        """Merged trees, cut to one width."""
         proposals = [part.draft(contexts) for part in self.parts]
-        return [DraftTree.merge(trees, self.max_nodes) for trees in zip(*proposals, strict=True)]
+        whole = [DraftTree.merge(trees) for trees in zip(*proposals, strict=True)]
+        return self.width([context.key for context in contexts], whole)
 
     def observe(self, contexts: Sequence[Context], seen: Observation) -> None:
         """Every part learns from the merged verdict."""
         for part in self.parts:
             part.observe(contexts, seen)
+        for context, tree, verdict in zip(contexts, seen.trees, seen.verdicts, strict=True):
+            self.width.learn(context.key, tree, verdict.path)
 
     def leave(self, context: Context) -> None:
         """Every part forgets."""
         for part in self.parts:
             part.leave(context)
+        self.width.forget(context.key)

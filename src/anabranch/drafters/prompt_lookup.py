@@ -2,38 +2,74 @@
 
 The longest n-gram that ends the text and stood in it before is looked up; the tokens behind its most recent
 occurrence are the draft. Costs no model at all.
+
+    ... the cat sat on the mat . the cat        "the cat" stood before: the draft is "sat on the mat ..."
+
+How likely it is right depends above all on how long the match is. A token that is confirmed makes the match longer, so
+the belief in a draft is a(n) a(n + 1) a(n + 2) ..., where a(n) is the share of matches of n tokens that the text went
+on with. That is counted at every position of the answer, whether a draft was verified there or not: the belief is a
+function of the text alone, and a replay finds it again.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-from anabranch.drafters.base import Context, Drafter, Observation
+import numpy as np
+
+from anabranch.drafters.base import Context, Drafter
 from anabranch.errors import InputError
 from anabranch.tree import DraftTree
 
 __all__ = ["PromptLookupDrafter"]
 
+# Of matches of 1, 2, ... tokens (the last: that many or more) those that the text went on with, on prompts of many
+# kinds: what is believed before a text has shown its own, and how many matches that is worth.
+PRIOR = (0.2, 0.45, 0.6, 0.7, 0.75, 0.8, 0.8, 0.9)
+WEIGHT = 4.0
+
 
 class _Row:
-    """Where each n-gram of a text last ended, and how often drafts by its length were right."""
+    """Where each n-gram of a text last ended, and how often a match of each length went on."""
 
     def __init__(self, ngram: int) -> None:
-        self.seen = 0
+        self.ngram = ngram
+        self.read = 1
         self.last: list[dict[tuple[int, ...], int]] = [{} for _ in range(ngram + 1)]
-        # right and wrong first tokens by n-gram length; the start is a guess: longer matches are safer
-        self.right = [1.0 + n for n in range(ngram + 1)]
-        self.wrong = [2.0] * (ngram + 1)
-        self.matched = 0
+        self.right = [WEIGHT * share for share in PRIOR]
+        self.all = [WEIGHT] * len(PRIOR)
+
+    def match(self, text: Sequence[int], at: int) -> tuple[int, int] | None:
+        """Where the longest match of what stands before ``at`` ends, and how long it is, up to the longest counted."""
+        for n in range(min(self.ngram, at), 0, -1):
+            end = self.last[n].get(tuple(text[at - n : at]))
+            if end is not None:
+                if n == self.ngram:
+                    while n < min(len(PRIOR), end) and text[end - n - 1] == text[at - n - 1]:
+                        n += 1
+                return end, min(n, len(PRIOR))
+        return None
+
+    def extend(self, text: Sequence[int], prompt_length: int) -> None:
+        """Take in what ``text``, which only grows, has gained."""
+        for at in range(self.read, len(text)):
+            if at >= prompt_length and (found := self.match(text, at)) is not None:
+                end, length = found
+                self.right[length - 1] += text[end] == text[at]
+                self.all[length - 1] += 1
+            for n in range(1, min(self.ngram, at) + 1):
+                self.last[n][tuple(text[at - n : at])] = at
+        self.read = max(self.read, len(text))
+
+    def log_probs(self, length: int, tokens: int) -> list[float]:
+        """Joint beliefs in each of ``tokens`` drafted behind a match of ``length``."""
+        going_on = np.log(np.array(self.right) / np.array(self.all))
+        joint: list[float] = going_on[np.minimum(length - 1 + np.arange(tokens), len(PRIOR) - 1)].cumsum().tolist()
+        return joint
 
 
 class PromptLookupDrafter(Drafter):
-    """Chains of up to ``tokens`` tokens behind the longest match of at most ``ngram`` tokens.
-
-    The belief in a draft, which decides its place when trees are merged, is the share of earlier drafts of the same
-    n-gram length in this text that began right.
-    """
+    """Chains of up to ``tokens`` tokens behind the longest match of at most ``ngram`` tokens."""
 
     name = "prompt_lookup"
 
@@ -51,35 +87,13 @@ class PromptLookupDrafter(Drafter):
     def _draft(self, context: Context) -> DraftTree:
         row = self._rows.setdefault(context.key, _Row(self.ngram))
         text = context.tokens
-        # index every n-gram that ends before the last token; the text only grows
-        for after in range(max(1, row.seen), len(text)):
-            for n in range(1, min(self.ngram, after) + 1):
-                row.last[n][tuple(text[after - n : after])] = after
-        row.seen = max(row.seen, len(text))
-        row.matched = 0
-        for n in range(min(self.ngram, len(text)), 0, -1):
-            end = row.last[n].get(tuple(text[-n:]))
-            if end is not None:
-                found = text[end : end + min(self.tokens, context.room)]
-                if not found:
-                    break
-                row.matched = n
-                belief = math.log(row.right[n] / (row.right[n] + row.wrong[n]))
-                joint = [belief * (i + 1) for i in range(len(found))]
-                return DraftTree.chain(context.root, found, source=self.name, log_probs=joint)
-        return DraftTree.root(context.root)
-
-    def observe(self, contexts: Sequence[Context], seen: Observation) -> None:
-        """Count whether the draft began right."""
-        for context, tree, verdict in zip(contexts, seen.trees, seen.verdicts, strict=True):
-            row = self._rows.get(context.key)
-            if row is None or not row.matched:
-                continue
-            first = [child for child in tree.children(0) if tree.sources[child] == self.name]
-            if first:
-                right = len(verdict.path) > 1 and verdict.path[1] in first
-                counts = row.right if right else row.wrong
-                counts[row.matched] += 1
+        row.extend(text, context.prompt_length)
+        found = row.match(text, len(text))
+        if found is None or context.room < 1:
+            return DraftTree.root(context.root)
+        end, length = found
+        chain = text[end : end + min(self.tokens, context.room)]
+        return DraftTree.chain(context.root, chain, source=self.name, log_probs=row.log_probs(length, len(chain)))
 
     def leave(self, context: Context) -> None:
         """Forget the index."""

@@ -2,55 +2,56 @@
 
 from __future__ import annotations
 
-import io
+import itertools
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from anabranch.errors import CapabilityError, InputError
-from anabranch.files import write_atomically
+from anabranch import plots
+from anabranch.errors import InputError
+from anabranch.plots import BLACK, GREEN, GREY
 from anabranch.tune.fit import Fit
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = ["check_figure", "draw"]
 
-LINES = {"streams": ("#0072B2", "o"), "streams+prompt_lookup": ("#D55E00", "s")}
+METHODS = ("streams", "streams+prompt_lookup")
+WORDS = {False: "", True: ", as many as pay"}
 
 
 def check_figure(path: Path) -> None:
     """Refuse what could not be drawn, before anything is measured for it."""
     if path.suffix not in (".png", ".svg"):
         raise InputError(f"a figure is a .png or .svg file, not {path.name!r}")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise CapabilityError("figures need matplotlib; pip install matplotlib, or leave --figure out") from error
+    plots.check_matplotlib("or leave --figure out")
 
 
 def draw(found: Fit, path: Path) -> None:
     """Write the figure."""
-    from matplotlib.figure import Figure
+    with plots.styled():
+        figure = plots.new_figure(6.4, 4.0)
+        _draw(figure.add_subplot(), found)
+    plots.save(figure, path)
 
-    canvas: Any = Figure(figsize=(6.4, 4.0), layout="constrained")
-    axes = canvas.add_subplot()
-    for method, (colour, marker) in LINES.items():
+
+def _draw(axes: Axes, found: Fit) -> None:
+    for (method, (colour, marker)), auto in itertools.product(zip(METHODS, plots.LINES, strict=False), WORDS):
         points = [
-            (candidate.cut.nodes, rate)
+            (candidate.nodes, rate)
             for candidate, _, rate in found.tried
-            if candidate.streams and not candidate.cut.threshold and ("+" in candidate.spec) == ("+" in method)
+            if (candidate.method, candidate.auto) == (method, auto) and not candidate.cut.threshold
         ]
         if points:
-            axes.plot(*zip(*points, strict=True), color=colour, marker=marker, label=method)
-    lookup = max((rate for c, _, rate in found.tried if c.spec.startswith("prompt_lookup")), default=0.0)
-    axes.axhline(lookup, color="#009E73", linestyle="--", label="prompt_lookup, its best length")
-    axes.axhline(found.predicted_plain, color="#555555", linestyle=":", label="plain decoding")
-    if found.chosen.cut.nodes is not None and found.chosen.cut.nodes > 1:
-        axes.plot(
-            [found.chosen.cut.nodes], [found.measured], marker="*", markersize=13, color="black", linestyle="none"
-        )
-        axes.annotate("measured", (found.chosen.cut.nodes, found.measured), xytext=(6, 6), textcoords="offset points")
-    axes.set(xlabel="nodes of the tree, root included", ylabel="tokens/s while decoding", ylim=(0, None))
-    axes.set_title("Predicted from measured step times and recorded acceptance", loc="left", fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    out = io.BytesIO()
-    canvas.savefig(out, format=path.suffix[1:], dpi=150)
-    write_atomically(path, out.getvalue())
+            style = ":" if auto else "-"
+            label = method + WORDS[auto]
+            axes.plot(*zip(*points, strict=True), color=colour, marker=marker, linestyle=style, label=label)
+    lookup = max((rate for c, _, rate in found.tried if c.method == "prompt_lookup"), default=0.0)
+    axes.axhline(lookup, color=GREEN, linestyle="--", label="prompt_lookup, its best length")
+    axes.axhline(found.predicted_plain, color=GREY, linestyle=":", label="plain decoding")
+    if found.chosen.nodes is not None:
+        axes.plot([found.chosen.nodes], [found.measured], marker="*", markersize=13, color=BLACK, linestyle="none")
+        axes.annotate("measured", (found.chosen.nodes, found.measured), xytext=(6, 6), textcoords="offset points")
+    axes.set(xlabel="nodes of the tree at most, root included", ylabel="tokens/s while decoding", ylim=(0, None))
+    axes.set_title("Predicted from measured step times and recorded acceptance")
+    axes.legend()

@@ -1,6 +1,6 @@
 """Choose the drafter that a machine decodes fastest with.
 
-1. *Latency*: what a step costs by the width of its tree, and what drafting costs beside it, measured in turns.
+1. *Latency*: what a step costs by the nodes it verifies and by the nodes it drafts, with the real drafters in place.
 2. *Acceptance*: plain decoding of the prompts, with the drafts that would have been made at every position recorded.
 3. *Prediction*: every candidate is replayed from the recording (``analysis.simulate``), and its steps are priced.
 4. *Check*: the best candidate and plain decoding decode the prompts in turns; both numbers go into the profile.
@@ -19,59 +19,80 @@ import numpy as np
 
 from anabranch.analysis.simulate import Cut, Latency, Prediction, simulate
 from anabranch.analysis.trace import Trace, TraceWriter, read_trace
-from anabranch.drafters import Context, Drafter, make_drafter
+from anabranch.drafters import StepCosts, make_drafter, with_costs
+from anabranch.drafters.combined import CombinedDrafter
+from anabranch.drafters.width import Width
 from anabranch.engine import Engine, Request
 from anabranch.errors import InputError
 from anabranch.model.load import Target
 from anabranch.streams.adapter import StreamAdapter
-from anabranch.tree import DraftTree
+from anabranch.tune.latency import Measured, measure_steps
 
-__all__ = ["WIDTHS", "Candidate", "Fit", "Measured", "candidates", "fit", "measure_steps"]
+__all__ = ["Candidate", "Fit", "candidates", "fit"]
 
-WIDTHS = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48)
 BUDGETS = (4, 6, 8, 10, 12, 16, 20, 24, 32)
-THRESHOLDS = (0.0, 0.02, 0.05, 0.1)
+THRESHOLDS = (0.02, 0.05, 0.1)
+BOUNDS = (8, 16, 32)
 LOOKUPS = (3, 6, 10)
 Report = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A drafter, the recording that it is replayed from, and how that is cut."""
+    """A drafter, and how it is replayed from the recording of its method's widest one.
+
+    cut    what is drafted
+    most   nodes that are verified at most, where trees are merged or fitted
+    auto   the nodes that are verified are chosen at every step
+    """
 
     spec: str
-    recorded: str
-    cut: Cut
-    streams: bool
+    method: str
+    cut: Cut = field(default_factory=Cut)
+    most: int | None = None
+    auto: bool = False
 
+    @property
+    def nodes(self) -> int | None:
+        """The node budget, if there is one."""
+        return self.cut.nodes if self.most is None else self.most
 
-@dataclass(frozen=True)
-class Measured:
-    """Milliseconds of a step of plain decoding with a tree of each width, and what streams add to a step."""
+    def full_spec(self, latency: Measured) -> str:
+        """With the costs that trees are fitted to, as measured."""
+        return with_costs(self.spec, self.costs(latency)) if self.auto else self.spec
 
-    step_ms: Latency
-    streams_ms: float
+    def costs(self, latency: Measured) -> StepCosts:
+        """What steps cost by the nodes they verify, as ``tree=auto`` reads them again."""
+        table = self._table(latency)
+        return StepCosts.parse(str(StepCosts(table.widths, table.ms)))
 
-    def table(self, *, streams: bool) -> Latency:
-        """What a whole step costs by width."""
-        more = self.streams_ms if streams else 0.0
-        return Latency(self.step_ms.widths, tuple(ms + more for ms in self.step_ms.ms))
+    def replay(self, traces: Sequence[Trace], latency: Measured) -> list[Prediction]:
+        """One prediction a recording."""
+        width = None if self.most is None else Width(self.most, self.costs(latency) if self.auto else None)
+        return [simulate(trace, self.cut, latency=self._table(latency), width=width) for trace in traces]
+
+    def _table(self, latency: Measured) -> Latency:
+        return latency.table(self.method, self.nodes, merged=self.most is not None)
 
 
 @dataclass
 class Fit:
     """What was found. Tokens a second of decoding, prompts not counted; ``interval`` is 90 % over prompts.
 
-    measured, plain   medians over prompts of the chosen drafter and of plain decoding, in turns
+    spec              the chosen drafter in full
+    measured, plain   over all prompts, of the chosen drafter and of plain decoding in turns
+    costs             of steps by width, a method that can fit its trees to them
     """
 
     chosen: Candidate
+    spec: str
     prediction: float
     interval: tuple[float, float]
     predicted_plain: float
     measured: float
     plain: float
     latency: Measured
+    costs: dict[str, StepCosts] = field(default_factory=dict)
     tried: list[tuple[Candidate, Prediction, float]] = field(default_factory=list)
 
     @property
@@ -80,79 +101,21 @@ class Fit:
         return self.measured / self.plain
 
 
-class _Fixed(Drafter):
-    """Proposes a chain of one token, as wide as asked: for the cost of a pass, not for its tokens."""
-
-    name = "fixed"
-
-    def __init__(self, width: int) -> None:
-        self.max_nodes = self.width = width
-
-    def draft(self, contexts: Sequence[Context]) -> list[DraftTree]:
-        return [DraftTree.chain(c.root, [c.root] * min(self.width - 1, c.room), source=self.name) for c in contexts]
-
-
-def candidates(*, streams: bool, longest: int = BUDGETS[-1]) -> list[Candidate]:
+def candidates(*, streams: bool) -> list[Candidate]:
     """What is tried: plain decoding, prompt lookup, and with an adapter streams alone and merged with prompt lookup."""
-    found = [Candidate("none", "prompt_lookup:tokens=10", Cut(nodes=1), streams=False)]
-    for tokens in LOOKUPS:
-        found.append(
-            Candidate(f"prompt_lookup:tokens={tokens}", "prompt_lookup:tokens=10", Cut(depth=tokens), streams=False)
-        )
+    found = [Candidate("none", "none")]
+    found += [Candidate(f"prompt_lookup:tokens={n}", "prompt_lookup", Cut(depth=n)) for n in LOOKUPS]
     if not streams:
         return found
-    wide = f"streams:tree={longest}"
-    for nodes in BUDGETS:
-        for least in THRESHOLDS:
-            words = f"streams:tree={nodes}" + (f",threshold={least:g}" if least else "")
-            found.append(Candidate(words, wide, Cut(nodes=nodes, threshold=least), streams=True))
-        merged = f"streams:tree={nodes}+prompt_lookup"
-        found.append(Candidate(merged, f"{wide}+prompt_lookup", Cut(nodes=nodes), streams=True))
+    alone, merged = "streams", "streams+prompt_lookup"
+    for n in BUDGETS:
+        found.append(Candidate(f"streams:tree={n}", alone, Cut(nodes=n)))
+        found += [Candidate(f"streams:tree={n},threshold={t}", alone, Cut(nodes=n, threshold=t)) for t in THRESHOLDS]
+        found.append(Candidate(f"streams:tree={n}+prompt_lookup", merged, most=n))
+    for n in BOUNDS:
+        found.append(Candidate(f"streams:tree=auto,nodes={n}", alone, Cut(nodes=n), most=n, auto=True))
+        found.append(Candidate(f"streams:tree=auto,nodes={n}+prompt_lookup", merged, most=n, auto=True))
     return found
-
-
-def measure_steps(
-    target: Target,
-    adapter: StreamAdapter | None,
-    prompt: Sequence[int],
-    *,
-    widths: Sequence[int] = WIDTHS,
-    rounds: int = 8,
-    steps: int = 3,
-    report: Report = lambda what, done, total: None,
-) -> Measured:
-    """Medians of step times behind ``prompt``, widths in turns so that a machine that drifts drifts for all."""
-    if rounds < 2 or steps < 1 or 1 not in widths:
-        raise InputError("measuring steps takes at least 2 rounds, 1 step a round, and the width 1 among the widths")
-    drafters: dict[str, Drafter] = {str(width): _Fixed(width) for width in widths}
-    if adapter is not None:
-        drafters["streams"] = make_drafter("streams:tree=8", target.decoder, adapter)
-    request = Request(prompt, min(4 * max(widths), target.config.max_positions - len(prompt)))
-    capacity = len(prompt) + request.max_new_tokens
-    engines = {name: Engine(target.decoder, drafter, capacity=capacity) for name, drafter in drafters.items()}
-    whole: dict[str, list[float]] = {name: [] for name in engines}
-    beside: dict[str, list[float]] = {name: [] for name in engines}
-    for done in range(rounds):
-        report("step times", done, rounds)
-        for name, engine in engines.items():
-            counted = 0
-            while counted < steps:
-                if not engine.active:
-                    engine.add(request)
-                    engine.step()  # the first step of a text knows no draft
-                for step in engine.step():
-                    counted += 1
-                    # near the end of the text trees are cut
-                    if step.tree.size == engine.drafter.max_nodes or name == "streams":
-                        whole[name].append(1e3 * step.timings.total)
-                        beside[name].append(1e3 * (step.timings.draft + step.timings.commit))
-    known = [width for width in widths if whole[str(width)]]
-    streams = 0.0
-    if adapter is not None:
-        streams = max(0.0, statistics.median(beside["streams"]) - statistics.median(beside["1"]))
-    # a wider pass does no less: what noise says otherwise is levelled
-    rising = np.maximum.accumulate([statistics.median(whole[str(width)]) for width in known])
-    return Measured(Latency(tuple(known), tuple(float(ms) for ms in rising)), streams)
 
 
 def fit(
@@ -168,32 +131,33 @@ def fit(
     if not prompts:
         raise InputError("tuning needs at least one prompt")
     tried = candidates(streams=adapter is not None)
-    usual = sorted(prompts, key=len)[len(prompts) // 2]  # attention grows with the text
-    latency = measure_steps(target, adapter, usual, report=report)
+    # attention grows with the text, and time is a sum: so a prompt of the mean length
+    usual = max(prompts, key=len)[: round(statistics.mean(map(len, prompts)))]
+    latency = measure_steps(target, adapter, usual, max_new_tokens=max_new_tokens, report=report)
+    results = []
     with tempfile.TemporaryDirectory() as folder:
         traces = {
-            spec: _record(target, adapter, spec, prompts, max_new_tokens, Path(folder) / str(number), report)
-            for number, spec in enumerate(dict.fromkeys(candidate.recorded for candidate in tried))
+            method: _record(target, adapter, method, prompts, max_new_tokens, Path(folder) / method, report)
+            for method in dict.fromkeys(candidate.method for candidate in tried)
         }
-        results = []
         for done, candidate in enumerate(tried):
             report("replays", done, len(tried))
-            table = latency.table(streams=candidate.streams)
-            parts = [simulate(trace, candidate.cut, latency=table) for trace in traces[candidate.recorded]]
-            results.append((candidate, parts))
+            results.append((candidate, candidate.replay(traces[candidate.method], latency)))
     totals = [(candidate, _sum(parts), _rate(parts)) for candidate, parts in results]
     best = max(range(len(totals)), key=lambda i: totals[i][2])
     chosen, _, prediction = totals[best]
-    plain = next(rate for candidate, _, rate in totals if candidate.spec == "none")
-    measured = _check(target, adapter, chosen.spec, prompts, max_new_tokens, report)
+    spec = chosen.full_spec(latency)
+    measured = _check(target, adapter, spec, prompts, max_new_tokens, report)
     return Fit(
         chosen=chosen,
+        spec=spec,
         prediction=prediction,
         interval=_interval(results[best][1], seed),
-        predicted_plain=plain,
-        measured=measured[chosen.spec],
+        predicted_plain=next(rate for candidate, _, rate in totals if candidate.spec == "none"),
+        measured=measured[spec],
         plain=measured["none"],
         latency=latency,
+        costs={candidate.method: candidate.costs(latency) for candidate in tried if candidate.auto},
         tried=totals,
     )
 
@@ -201,20 +165,22 @@ def fit(
 def _record(
     target: Target,
     adapter: StreamAdapter | None,
-    spec: str,
+    method: str,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     folder: Path,
     report: Report,
 ) -> list[Trace]:
-    """One recording a prompt, of drafts at every position."""
+    """One recording a prompt, of the widest drafts at every position; what is merged is not cut."""
     traces = []
     stop = frozenset(target.config.eos_token_ids)
-    drafter = make_drafter(spec, target.decoder, adapter)
+    drafter = make_drafter(method.replace("streams", f"streams:tree={BUDGETS[-1]}"), target.decoder, adapter)
+    if isinstance(drafter, CombinedDrafter):
+        drafter = CombinedDrafter(drafter.parts, nodes=sum(part.max_nodes for part in drafter.parts))
     for number, prompt in enumerate(prompts):
-        report(f"recording {spec}", number, len(prompts))
+        report(f"recording {method}", number, len(prompts))
         path = folder / f"{number}.jsonl"
-        with TraceWriter(path, settings={"drafter": spec}, every_position=True) as writer:
+        with TraceWriter(path, settings={"drafter": method}, every_position=True) as writer:
             engine = Engine(target.decoder, writer.watch(drafter), capacity=len(prompt) + max_new_tokens + 1)
             engine.add(Request(prompt, max_new_tokens, stop_ids=stop))
             for step in engine.run():
