@@ -12,13 +12,13 @@ import torch
 from jinja2 import TemplateError
 
 from anabranch import generation
-from anabranch.drafters import Drafter, check_spec, make_drafter
+from anabranch.drafters import AUTO, Drafter, check_spec, make_drafter
 from anabranch.engine import Engine, Request
 from anabranch.errors import CapabilityError, InputError
 from anabranch.generation import Chunk, Generation
 from anabranch.model.load import Target, load_target
 from anabranch.model.pack import pack_decoder
-from anabranch.profiles import AUTO, resolve
+from anabranch.profiles import resolve
 from anabranch.sampling import LogitsProcessor, SamplingParams
 from anabranch.streams.folder import LoadedAdapter, find_adapter
 from anabranch.verify import Rule
@@ -74,23 +74,22 @@ def load(
     Raises FetchError, FileError, ModelError, AdapterError, CapabilityError and DeviceError, each with a sentence that
     says what to do.
     """
-    if drafter != AUTO:
-        check_spec(drafter)
+    check_spec(drafter)
     if not isinstance(name, str | Path):
         raise InputError(f"a model is named by a string or a path, not {type(name).__name__}")
     target = load_target(str(name), dtype=dtype, device=device, quantize=quantize, revision=revision)
     loaded = find_adapter(target, None if adapter is None else Path(adapter))
     pack_decoder(target.decoder)
-    return Model(target, loaded, resolve(drafter, target, loaded))
+    return Model(target, loaded, drafter)
 
 
 class Model:
     """A target, its adapter, and engines that are kept between calls. Not for use by several threads at once."""
 
-    def __init__(self, target: Target, adapter: LoadedAdapter | None, drafter: str = "streams+prompt_lookup") -> None:
-        self.target, self.adapter, self.drafter = target, adapter, drafter
+    def __init__(self, target: Target, adapter: LoadedAdapter | None, drafter: str = AUTO) -> None:
+        self.target, self.adapter, self.drafter = target, adapter, resolve(drafter, target, adapter)
         self._engines: dict[str, Engine] = {}
-        self._make_drafter(drafter)  # what cannot work is said at once
+        self._make_drafter(self.drafter)  # what cannot work is said at once
 
     @property
     def tokenizer(self) -> Any:
@@ -174,7 +173,8 @@ class Model:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _make_drafter(self, spec: str) -> Drafter:
-        return make_drafter(spec, self.target.decoder, None if self.adapter is None else self.adapter.adapter)
+        known = resolve(spec, self.target, self.adapter)
+        return make_drafter(known, self.target.decoder, None if self.adapter is None else self.adapter.adapter)
 
     def _prompts(self, prompt: Any) -> tuple[bool, list[list[int]]]:
         if isinstance(prompt, str):

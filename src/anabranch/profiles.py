@@ -16,15 +16,14 @@ from typing import Any
 
 import torch
 
-from anabranch.drafters import StepCosts, with_costs
+from anabranch.drafters import AUTO, StepCosts, with_costs
 from anabranch.errors import FileError
 from anabranch.files import cache_home, write_atomically
 from anabranch.model.load import Target
 from anabranch.streams.folder import LoadedAdapter
 
-__all__ = ["AUTO", "Situation", "find_profile", "processor_name", "resolve", "save_profile"]
+__all__ = ["Situation", "find_profile", "processor_name", "resolve", "save_profile"]
 
-AUTO = "auto"
 FORMAT = 2
 
 
@@ -54,7 +53,7 @@ class Situation:
         return Situation(
             fingerprint=target.fingerprint,
             adapter="" if adapter is None else str(adapter.record["sha256"]),
-            dtype=str(decoder.dtype).removeprefix("torch."),
+            dtype=str(decoder.dtype).removeprefix("torch.") if target.quantize == "none" else target.quantize,
             device=torch.cuda.get_device_name(decoder.device) if on_gpu else "cpu",
             processor=processor_name(),
             threads=torch.get_num_threads(),

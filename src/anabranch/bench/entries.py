@@ -12,8 +12,9 @@ from anabranch.drafters import check_spec, make_drafter
 from anabranch.errors import InputError
 from anabranch.model.load import Target
 from anabranch.model.quantize import QUANTIZATIONS, Quantization, check_quantization
+from anabranch.profiles import resolve
 from anabranch.sampling import SamplingParams
-from anabranch.streams.adapter import StreamAdapter
+from anabranch.streams.folder import LoadedAdapter
 
 __all__ = ["PLAIN", "Entry", "Loaded", "open_entry", "plain_of", "read_entries"]
 
@@ -21,7 +22,7 @@ PLAIN = "none"
 
 
 # a target as it was loaded, or quantised, and its adapter
-Loaded = tuple[Target, StreamAdapter | None]
+Loaded = tuple[Target, LoadedAdapter | None]
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ def open_entry(
     """Make the contender ready to decode; a peer starts its process and loads its weights here."""
     target, adapter = loaded
     if entry.kind == "ours":
-        drafter = make_drafter(entry.spec, target.decoder, adapter)
+        spec = resolve(entry.spec, target, adapter)
+        drafter = make_drafter(spec, target.decoder, None if adapter is None else adapter.adapter)
         return Ours(entry.name, target, drafter, capacity=capacity, sampling=sampling)
     return open_peer(entry.spec, target, sampling=sampling, threads=threads, capacity=capacity)

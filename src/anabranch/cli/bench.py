@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from anabranch.bench.session import Session
     from anabranch.model.load import Target
     from anabranch.model.quantize import Quantization
-    from anabranch.streams.adapter import StreamAdapter
     from anabranch.streams.folder import LoadedAdapter
 
 __all__ = ["app", "encode"]
@@ -222,12 +221,20 @@ def encode(tokenizer: Any, text: str, *, raw: bool) -> list[int]:
 
 @dataclass(frozen=True)
 class _Loaded:
-    """What all contenders of ours share; ``clocks`` are seconds outside every measurement."""
+    """Targets and adapters by their weights; ``clocks`` are seconds outside every measurement."""
 
-    target: Target
-    adapter: LoadedAdapter | None
+    pairs: dict[Quantization, tuple[Target, LoadedAdapter | None]]
     clocks: dict[str, float]
-    pairs: dict[Quantization, tuple[Target, StreamAdapter | None]]
+
+    @property
+    def target(self) -> Target:
+        """With the weights as they are."""
+        return self.pairs["none"][0]
+
+    @property
+    def adapter(self) -> LoadedAdapter | None:
+        """Its adapter."""
+        return self.pairs["none"][1]
 
 
 def _load(
@@ -250,8 +257,7 @@ def _load(
         torch.set_num_threads(threads)
     if model == "default":
         fetch_default()
-    both: list[tuple[Target, LoadedAdapter | None]] = []
-    pairs: dict[Quantization, tuple[Target, StreamAdapter | None]] = {}
+    pairs: dict[Quantization, tuple[Target, LoadedAdapter | None]] = {}
     clocks: dict[str, float] = {}
     for kind in wanted:
         began = time.perf_counter()
@@ -262,9 +268,8 @@ def _load(
         suffix = "" if kind == "none" else f" {kind}"
         clocks[f"load{suffix}"] = round(loaded - began, 3)
         clocks[f"pack{suffix}"] = round(time.perf_counter() - loaded, 3)
-        both.append((target, found))
-        pairs[kind] = (target, None if found is None else found.adapter)
-    return _Loaded(*both[0], clocks, pairs)
+        pairs[kind] = (target, found)
+    return _Loaded(pairs, clocks)
 
 
 def _check_lengths(encoded: Sequence[Encoded], max_new_tokens: int, longest: int) -> None:

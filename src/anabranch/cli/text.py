@@ -188,8 +188,7 @@ def _load(
     from anabranch.api import Options, load
     from anabranch.drafters import check_spec
 
-    if drafter != "auto":
-        check_spec(drafter)
+    check_spec(drafter)
     Options.of(options)
     if model == "default":
         from anabranch.cli.models import fetch_default

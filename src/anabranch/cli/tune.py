@@ -23,6 +23,7 @@ def tune(
     max_new_tokens: Annotated[int, typer.Option(help="new tokens a prompt")] = 96,
     raw: Annotated[bool, typer.Option("--raw", help="no chat template")] = False,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
+    quantize: Annotated[str, typer.Option(help="weights in none (as loaded), int8 or int4")] = "none",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     figure: Annotated[
         Path | None, typer.Option(help="draw predicted tokens/s over nodes (FILE.png or FILE.svg)")
@@ -54,7 +55,7 @@ def tune(
     suite = load_suite(prompts, data=data, limit=limit)
     if model == "default":
         fetch_default()
-    target = load_target(model, dtype=dtype, device=device)
+    target = load_target(model, dtype=dtype, device=device, quantize=quantize)
     loaded = find_adapter(target, adapter)
     pack_decoder(target.decoder)
     encoded = [encode(target.tokenizer, prompt.text, raw=raw) for prompt in suite]

@@ -23,8 +23,19 @@ from anabranch.model.decoder import Decoder
 from anabranch.streams.adapter import StreamAdapter
 from anabranch.streams.draft import DraftOptions
 
-__all__ = ["DRAFTERS", "Context", "Drafter", "Observation", "StepCosts", "check_spec", "make_drafter", "with_costs"]
+__all__ = [
+    "AUTO",
+    "DRAFTERS",
+    "Context",
+    "Drafter",
+    "Observation",
+    "StepCosts",
+    "check_spec",
+    "make_drafter",
+    "with_costs",
+]
 
+AUTO = "auto"  # what is best for this target on this machine: ``profiles.resolve`` says which drafter that is
 DRAFTERS = ("none", "prompt_lookup", "streams")
 PLANNED = ("draft_model", "ngram", "staged", "lookahead", "rest", "medusa", "medusa2", "hydra", "eagle", "space")
 
@@ -80,8 +91,12 @@ def with_costs(spec: str, costs: StepCosts) -> str:
 
 
 def check_spec(spec: str) -> None:
-    """Raise what ``make_drafter`` would raise for the words of ``spec`` alone, before any model is loaded."""
-    _parts(spec)
+    """Raise what ``make_drafter`` would raise for the words of ``spec`` alone, before any model is loaded.
+
+    "auto" is fine: it becomes a drafter once the target is there.
+    """
+    if spec != AUTO:
+        _parts(spec)
 
 
 def _parts(spec: Any) -> list[tuple[str, dict[str, Any]]]:

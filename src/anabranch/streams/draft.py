@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal
 
 import numpy as np
@@ -157,18 +157,15 @@ class StreamDraft:
         whole = len(self.vocabulary) == target.config.vocab_size
         rows = self.weight if whole else self.weight[self.vocabulary].contiguous()
         bias = None if self.bias is None else self.bias[self.vocabulary]
-        self._asked = False
-        self._by_kernels: NativeDraft | None = None
         packed = packed_like(target.head, rows, bias)
         if self.conditioner is not None:
             self.conditioner.pack(target.head)
         self.head: Callable[[Tensor], Tensor] = packed or partial(F.linear, weight=rows, bias=bias)
 
-    @property
-    def _native(self) -> NativeDraft | None:
-        if not self._asked:
-            self._asked, self._by_kernels = True, NativeDraft.of(self)
-        return self._by_kernels
+    @cached_property
+    def native(self) -> NativeDraft | None:
+        """The same by the native kernels, where they know how; made on first use, since training never asks."""
+        return NativeDraft.of(self)
 
     def _vocabulary(self, rows: Sequence[RowVocabulary] | None, count: int) -> _Vocabulary:
         ids = self.vocabulary.expand(count, -1)
@@ -223,9 +220,9 @@ class StreamDraft:
         options = self.options
         budget = options.nodes if options.tree == "best" else None
         floor = math.log(options.threshold) if options.threshold else -math.inf
-        if len(roots) == 1 and self._native is not None:
+        if len(roots) == 1 and self.native is not None:
             row = None if rows is None else rows[0]
-            return [_collect(roots[0], self._native(states_BSD[0], roots[0], row), budget, floor)]
+            return [_collect(roots[0], self.native(states_BSD[0], roots[0], row), budget, floor)]
         levels = self._grow(states_BSD, torch.tensor(roots, device=states_BSD.device), rows)
         host = [(x.tokens.cpu().numpy(), x.joint.cpu().numpy(), x.parents.cpu().numpy()) for x in levels]
         return [_collect(root, [(t[b], j[b], p[b]) for t, j, p in host], budget, floor) for b, root in enumerate(roots)]
