@@ -143,6 +143,14 @@ def test_quantized_weights_have_a_plain_decoding_of_their_own(bench: Bench, tmp_
         assert found[name]["speedup_total"] == pytest.approx(ratio, rel=1e-3)
 
 
+def test_auto_is_what_tune_or_we_would_take(bench: Bench) -> None:
+    done = bench("--method", "auto", "--json", "--limit", 1)
+    assert done.code == 0, done.err
+    auto = json.loads(done.out)["contenders"][1]
+    assert (auto["name"], auto["equal_outputs"]) == ("auto", 1)
+    assert "prompt_lookup" in auto["drafter"]
+
+
 def test_a_peer_is_measured_beside_ours(bench: Bench) -> None:
     done = bench("--method", "none", "--peer", "theirs=transformers")
     assert done.code == 0, done.err

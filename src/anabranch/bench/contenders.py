@@ -39,10 +39,15 @@ class Contender(Protocol):
 
 
 class Ours:
-    """One drafter on the engine. The engine is kept between prompts, as a server would keep it."""
+    """One drafter on the engine. The engine is kept between prompts, as a server would keep it.
 
-    def __init__(self, name: str, target: Target, drafter: Drafter, *, capacity: int, sampling: SamplingParams) -> None:
-        self.name, self.sampling = name, sampling
+    ``spec`` names the drafter: what "auto" became.
+    """
+
+    def __init__(
+        self, name: str, target: Target, drafter: Drafter, *, capacity: int, sampling: SamplingParams, spec: str = ""
+    ) -> None:
+        self.name, self.sampling, self.spec = name, sampling, spec
         self.engine = Engine(target.decoder, drafter, capacity=capacity)
         self.stop = frozenset(target.config.eos_token_ids)
 

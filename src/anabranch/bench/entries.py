@@ -93,5 +93,5 @@ def open_entry(
     if entry.kind == "ours":
         spec = resolve(entry.spec, target, adapter)
         drafter = make_drafter(spec, target.decoder, None if adapter is None else adapter.adapter)
-        return Ours(entry.name, target, drafter, capacity=capacity, sampling=sampling)
+        return Ours(entry.name, target, drafter, capacity=capacity, sampling=sampling, spec=spec)
     return open_peer(entry.spec, target, sampling=sampling, threads=threads, capacity=capacity)
