@@ -269,7 +269,7 @@ class Engine:
         """The target's own token at every node of every row in one read, where all rows are plainly greedy."""
         if any(not row.request.sampling.greedy or row.request.sampling.needs_history for row in self._rows):
             return None
-        tokens = target_tokens(logits_BNV.flatten(0, 1), self._rows[0].request.sampling, ())
+        tokens = self.target.argmax(logits_BNV.flatten(0, 1))
         host: NDArray[np.int64] = tokens.view(logits_BNV.shape[:2]).cpu().numpy()
         return host
 

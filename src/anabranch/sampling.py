@@ -27,6 +27,7 @@ from anabranch.errors import InputError
 __all__ = [
     "LogitsProcessor",
     "SamplingParams",
+    "argmax",
     "generator",
     "inverse_cdf",
     "log_probs",
@@ -131,7 +132,7 @@ def target_probs(logits_NV: Tensor, params: SamplingParams, histories: Sequence[
     """
     logits_NV = process_logits(logits_NV, params, histories)
     if params.greedy:
-        return torch.zeros_like(logits_NV).scatter_(-1, _argmax(logits_NV)[:, None], 1.0)
+        return torch.zeros_like(logits_NV).scatter_(-1, argmax(logits_NV)[:, None], 1.0)
     return logits_NV.softmax(dim=-1)
 
 
@@ -146,7 +147,7 @@ def target_tokens(
     uniforms_N  one number in [0, 1) a node; nodes of one depth share theirs (see ``uniforms``). Not read when greedy
     """
     if params.greedy:  # the same law without building one-hots
-        return _argmax(process_logits(logits_NV, params, histories) if params.needs_history else logits_NV)
+        return argmax(process_logits(logits_NV, params, histories) if params.needs_history else logits_NV)
     return inverse_cdf(target_probs(logits_NV, params, histories), uniforms_N)
 
 
@@ -242,7 +243,7 @@ def _weakest_of_nucleus(descending_NW: Tensor, top_p: float) -> Tensor:
     return descending_NW.masked_fill(before_NW >= top_p, math.inf).amin(dim=-1)
 
 
-def _argmax(logits_NV: Tensor) -> Tensor:
+def argmax(logits_NV: Tensor) -> Tensor:
     """Return the first index of the largest entry [N].
 
     By blocks: the maximum is vectorised where its index is not, 16 times faster for bfloat16 on a CPU.

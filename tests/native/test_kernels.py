@@ -25,6 +25,7 @@ from anabranch.model.pack import pack_decoder
 from anabranch.model.quantize import QuantizedWeight, quantize_decoder
 from anabranch.model.stack import NativeLinear
 from anabranch.native import library as native
+from anabranch.sampling import argmax
 from anabranch.streams.adapter import StreamAdapter
 from anabranch.streams.config import StreamConfig
 from anabranch.streams.draft import DraftOptions, RowVocabulary, StreamDraft
@@ -344,6 +345,18 @@ def test_the_best_log_probabilities(width: int, count: int, seed: int) -> None:
     # of equals the first comes first
     order = wanted.sort(dim=-1, descending=True, stable=True).indices[:, :count]
     assert torch.equal(places, order)
+
+
+@needs_kernels
+@settings(max_examples=60, deadline=None)
+@given(width=st.integers(1, 400), rows=st.integers(1, 9), seed=st.integers(0, 2**31))
+def test_the_first_of_the_largest(width: int, rows: int, seed: int) -> None:
+    kernels = native.library()
+    assert kernels is not None
+    z = torch.randint(-9, 9, (rows, width), generator=torch.Generator().manual_seed(seed)).float() / 3
+    z[z > 2] = float("-inf")
+    wanted = [row.index(max(row)) for row in z.tolist()]
+    assert kernels.argmax(z).tolist() == wanted == argmax(z).tolist()
 
 
 @needs_kernels

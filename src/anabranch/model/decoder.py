@@ -25,6 +25,7 @@ from anabranch.errors import InputError
 from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig
 from anabranch.model.rope import Rope, rotate
+from anabranch.sampling import argmax
 from anabranch.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -412,6 +413,12 @@ class Decoder(nn.Module):
         if self.config.logit_softcap is not None:
             z = torch.tanh(z / self.config.logit_softcap) * self.config.logit_softcap
         return z
+
+    def argmax(self, logits_NV: Tensor) -> Tensor:
+        """The first index of the largest entry [N]: the greedy choice."""
+        if self.stack is not None and logits_NV.dtype == torch.float32:
+            return self.stack.kernels.argmax(logits_NV)
+        return argmax(logits_NV)
 
     def forward(
         self,

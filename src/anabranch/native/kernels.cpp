@@ -653,6 +653,24 @@ void top(const float* z, int width, int best, float* values, int64_t* places) {
   for (int i = 0; i < best; ++i) values[i] -= scale;
 }
 
+// where the largest of z first stands
+int64_t argmax(const float* z, int width) {
+  const __m512 low = _mm512_set1_ps(-INFINITY);
+  __m512 most[4] = {low, low, low, low};
+  for (int i = 0; i < width; i += 64)
+    for (int j = 0; j < 4; ++j) {
+      const int left = std::max(0, width - i - 16 * j);
+      most[j] = _mm512_max_ps(most[j], _mm512_mask_loadu_ps(low, tail(left), z + i + 16 * j));
+    }
+  const __m512 top = _mm512_set1_ps(
+      _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(most[0], most[1]), _mm512_max_ps(most[2], most[3]))));
+  for (int i = 0; i < width; i += 16)
+    if (const __mmask16 found = _mm512_mask_cmp_ps_mask(tail(width - i), _mm512_maskz_loadu_ps(tail(width - i), z + i),
+                                                        top, _CMP_EQ_OQ))
+      return i + __builtin_ctz(found);
+  return 0;
+}
+
 // ---- drafts -------------------------------------------------------------------------------------------------------
 
 // How stream states become candidates: z_j = silu(A z_{j-1} + U E[parent] + C s_j), score = head . (s_j + W z_j)
@@ -863,6 +881,14 @@ class Runner {
       pool.barrier();
       share(w.blocks(), pool.size(), id, &first, &last);
       product(narrow, count, w, first, last, done);
+    });
+  }
+
+  void argmaxes(const float* z, int count, int width, int64_t* places) {
+    pool.run([&](int id) {
+      int first, last;
+      share(count, pool.size(), id, &first, &last);
+      for (int i = first; i < last; ++i) places[i] = argmax(z + static_cast<int64_t>(i) * width, width);
     });
   }
 
@@ -1152,6 +1178,10 @@ void anabranch_norm(int kind, const float* x, int count, int width, const float*
 // first comes first
 void anabranch_best(const float* z, int count, int width, int best, float* values, int64_t* places) {
   for (int64_t i = 0; i < count; ++i) top(z + i * width, width, best, values + i * best, places + i * best);
+}
+
+void anabranch_argmax(void* runner, const float* z, int count, int width, int64_t* places) {
+  static_cast<Runner*>(runner)->argmaxes(z, count, width, places);
 }
 
 // the tree of one row from its stream states [depth, D]; see Runner::draft

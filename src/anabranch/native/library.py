@@ -116,6 +116,9 @@ class Library:
         self._c.anabranch_best.argtypes = (
             *(ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
         )
+        self._c.anabranch_argmax.argtypes = (
+            *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p),
+        )
         self._c.anabranch_draft.argtypes = (
             *(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(Draft), ctypes.c_void_p, ctypes.c_int64),
             *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p),
@@ -212,6 +215,14 @@ class Library:
         values, places = torch.empty(len(z_MN), count), torch.empty(len(z_MN), count, dtype=torch.long)
         self._c.anabranch_best(z_MN.data_ptr(), *z_MN.shape, count, values.data_ptr(), places.data_ptr())
         return values, places
+
+    def argmax(self, z_MN: Tensor) -> Tensor:
+        """Where the largest of each row of float32 scores [M, N] first stands: int64 [M]."""
+        z_MN = z_MN.contiguous()
+        places = torch.empty(len(z_MN), dtype=torch.long)
+        with self._lock:
+            self._c.anabranch_argmax(self._run(), z_MN.data_ptr(), *z_MN.shape, places.data_ptr())
+        return places
 
     def draft(self, how: Draft, states_SD: Tensor, root: int) -> list[Level]:
         """Candidates of each depth: tokens, joint log probabilities, falling, and parents among the expanded above.
