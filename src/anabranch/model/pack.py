@@ -11,6 +11,7 @@ the embedding table too. Where neither is to be had, the module stays as it is.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TypeAlias
 
 import torch
@@ -86,10 +87,14 @@ class Packable(nn.Module):
 
     def pack(self, like: nn.Module) -> None:
         """Pack the weights as the linear module ``like`` is packed, if it is."""
-        for name, weight in () if self.packed else self.named_parameters():
+        for name, weight in () if self.packed else self.products():
             packed = packed_like(like, weight.detach(), None)
             if packed is not None:
                 self.packed[name] = packed
+
+    def products(self) -> Iterable[tuple[str, Tensor]]:
+        """The weights that ``linear`` multiplies by, and their names."""
+        return self.named_parameters()
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         """``x`` [..., in] times the weight of a name: [..., out]."""

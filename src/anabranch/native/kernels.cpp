@@ -33,6 +33,7 @@ using bf16 = uint16_t;
 
 constexpr int AHEAD = 8192;  // bytes of weights asked for in advance: memory answers late
 constexpr int BLOCK = 32;  // outputs of a packed block: two vectors
+constexpr int IDLE = 100000;  // turns a worker spins before it sleeps: longer than what Python does between two calls
 constexpr int TILE = 8;    // rows that share a read of the weights from the first-level cache
 
 // ---- numbers ------------------------------------------------------------------------------------------------------
@@ -220,7 +221,7 @@ class Pool {
       int spins = 0;
       while (turn_.load(std::memory_order_acquire) == seen) {
         _mm_pause();
-        if (++spins > 8000) {
+        if (++spins > IDLE) {
           std::unique_lock<std::mutex> lock(mutex_);
           wake_.wait(lock, [&] { return turn_.load() != seen; });
         }

@@ -6,6 +6,7 @@ B rows of the batch, N nodes, S streams, R rows of a pass, D model width, H quer
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -129,13 +130,21 @@ class RootTerm(Packable):
             for weight in (self.main, self.token):
                 nn.init.normal_(weight, std=1.0 / math.sqrt(width))
 
+    @property
+    def inputs(self) -> Tensor:
+        """main and token side by side: one product for both."""
+        return torch.cat((self.main, self.token), dim=1)
+
+    def products(self) -> Iterable[tuple[str, Tensor]]:
+        """Those of ``forward``."""
+        return (("inputs", self.inputs), ("up", self.up))
+
     def forward(self, main_BND: Tensor, emitted_BND: Tensor | None) -> Tensor:
         """What to add to the streams [B, N, S, D]; ``emitted_BND`` are embeddings, zero where not known."""
-        width = main_BND.shape[-1:]
-        z = self.linear(F.rms_norm(main_BND, width), "main")
-        if emitted_BND is not None:
-            z = z + self.linear(F.rms_norm(emitted_BND.to(main_BND.dtype), width, eps=1e-9), "token")
-        return self.linear(F.silu(z[:, :, None] + self.streams.to(z.dtype)), "up")
+        emitted_BND = torch.zeros_like(main_BND) if emitted_BND is None else emitted_BND.to(main_BND.dtype)
+        both = F.rms_norm(torch.stack((main_BND, emitted_BND), dim=2), main_BND.shape[-1:], eps=1e-9)
+        z = self.linear(both.flatten(2), "inputs")
+        return self.linear(F.silu(z[:, :, None] + self.streams), "up")
 
 
 class StreamAdapter(nn.Module):
