@@ -62,7 +62,7 @@ def copied(toys: ToyFolders, tmp_path: Path) -> ToyFolders:
         (["--stop", ""], "stop takes strings of at least one character"),
         (["--drafter", "streams:k=0"], "k must be a whole number of at least 1"),
         (["--drafter", "streams:depth=-1"], "depth must be a whole number of at least 0"),
-        (["--drafter", "streams:gamma=0"], "has no setting 'gamma=0'; settings are tree, nodes, k, depth"),
+        (["--drafter", "streams:gamma=0"], "has no setting 'gamma=0'; settings are tree, nodes, costs, k, depth"),
         (["--drafter", "streams:depth=9"], "the adapter has only 3 streams"),
         (["--drafter", "telepathy"], "there is no drafter 'telepathy'; drafters are none, prompt_lookup, streams"),
         (["--drafter", "medusa"], "'medusa' is not in this version; use one of none, prompt_lookup, streams"),

@@ -31,7 +31,7 @@ def test_public_names_are_documented() -> None:
 
 def test_load_takes_the_documented_keywords() -> None:
     parameters = inspect.signature(anabranch.load).parameters
-    assert list(parameters) == ["name", "drafter", "adapter", "dtype", "device", "revision"]
+    assert list(parameters) == ["name", "drafter", "adapter", "dtype", "device", "quantize", "revision"]
     assert parameters["name"].default == "default"
     assert parameters["drafter"].default == "auto"
     assert all(p.kind is p.KEYWORD_ONLY for name, p in parameters.items() if name != "name")
