@@ -30,10 +30,9 @@ from typing import Any, NamedTuple, TextIO, cast
 import numpy as np
 import torch
 
-from anabranch.drafters.base import Context, Drafter, Observation
+from anabranch.drafters.base import Context, Drafter, Observation, Wrapped
 from anabranch.engine import FinishReason, Step, Timings
 from anabranch.errors import CapabilityError, FileError
-from anabranch.model.decoder import Rider
 from anabranch.sampling import SamplingParams, target_probs
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule, Verdict
@@ -256,24 +255,14 @@ class _Seen(NamedTuple):
     room: int | None
 
 
-class Watched(Drafter):
+class Watched(Wrapped):
     """A drafter, and what a recording wants to know of it beyond the steps."""
 
     def __init__(self, drafter: Drafter, *, every_position: bool = False) -> None:
-        self.drafter, self.every_position = drafter, every_position
-        self.name, self.rules, self.max_nodes = drafter.name, drafter.rules, drafter.max_nodes
+        super().__init__(drafter)
+        self.every_position = every_position
         self._drafts: dict[int, DraftTree] = {}
         self._seen: dict[int, deque[_Seen]] = {}
-
-    @property
-    def room(self) -> int:
-        """The drafter's own."""
-        return self.drafter.room
-
-    @property
-    def rider(self) -> Rider | None:
-        """The drafter's own."""
-        return self.drafter.rider
 
     def check(self, sampling: SamplingParams, rule: Rule) -> None:
         """What the drafter says; drafts at every position belong to no draw of *reject*."""

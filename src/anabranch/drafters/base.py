@@ -17,7 +17,7 @@ from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule, Verdict
 
-__all__ = ["Context", "Drafter", "Observation"]
+__all__ = ["Context", "Drafter", "Observation", "Wrapped"]
 
 _keys = itertools.count()
 
@@ -92,3 +92,37 @@ class Drafter(ABC):
 
     def leave(self, context: Context) -> None:  # noqa: B027 - most keep nothing
         """Forget a row that is done."""
+
+
+class Wrapped(Drafter):
+    """Another drafter with something changed: what a subclass does not override is that drafter's own."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.name, self.rules, self.max_nodes = drafter.name, drafter.rules, drafter.max_nodes
+
+    @property
+    def room(self) -> int:
+        """The drafter's own."""
+        return self.drafter.room
+
+    @property
+    def rider(self) -> Rider | None:
+        """The drafter's own."""
+        return self.drafter.rider
+
+    def check(self, sampling: SamplingParams, rule: Rule) -> None:
+        """What the drafter says."""
+        self.drafter.check(sampling, rule)
+
+    def draft(self, contexts: Sequence[Context]) -> list[DraftTree]:
+        """The drafter's trees."""
+        return self.drafter.draft(contexts)
+
+    def observe(self, contexts: Sequence[Context], seen: Observation) -> None:
+        """Hand on what a step tells."""
+        self.drafter.observe(contexts, seen)
+
+    def leave(self, context: Context) -> None:
+        """The drafter forgets."""
+        self.drafter.leave(context)

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from anabranch.analysis.simulate import Latency
-from anabranch.drafters import Context, Drafter, Observation, make_drafter
+from anabranch.drafters import Context, Drafter, make_drafter
+from anabranch.drafters.base import Wrapped
 from anabranch.drafters.combined import CombinedDrafter
 from anabranch.drafters.none import NoDrafter
 from anabranch.engine import Engine, Request
 from anabranch.errors import InputError
-from anabranch.model.decoder import Rider
 from anabranch.model.load import Target
 from anabranch.streams.adapter import StreamAdapter
 from anabranch.tree import DraftTree
@@ -67,29 +67,15 @@ class _Fixed(Drafter):
         return [DraftTree.chain(c.root, [c.root] * min(self.width - 1, c.room), source=self.name) for c in contexts]
 
 
-class _Narrow(Drafter):
+class _Narrow(Wrapped):
     """A drafter whose trees are cut to ``width`` nodes."""
 
     def __init__(self, drafter: Drafter, width: int) -> None:
-        self.drafter, self.width = drafter, width
-        self.name, self.max_nodes = drafter.name, drafter.max_nodes
-
-    @property
-    def room(self) -> int:
-        return self.drafter.room
-
-    @property
-    def rider(self) -> Rider | None:
-        return self.drafter.rider
+        super().__init__(drafter)
+        self.width = width
 
     def draft(self, contexts: Sequence[Context]) -> list[DraftTree]:
         return [tree.truncate(self.width) for tree in self.drafter.draft(contexts)]
-
-    def observe(self, contexts: Sequence[Context], seen: Observation) -> None:
-        self.drafter.observe(contexts, seen)
-
-    def leave(self, context: Context) -> None:
-        self.drafter.leave(context)
 
 
 @dataclass
