@@ -6,7 +6,11 @@ the prompt is wrapped in the model's chat template before it is answered.
 
     python scripts/build_prompts.py --data DIR --german de_gsd-ud-dev.conllu de_gsd-ud-test.conllu --out prompts.jsonl
 
-The German sentences are those of Universal Dependencies' UD_German-GSD (CC BY-SA 4.0).
+The German sentences are those of Universal Dependencies' UD_German-GSD (CC BY-SA 4.0) and UD_German-PUD (CC BY-SA 3.0).
+With --without, prompts that earlier files hold are left out and numbers go on behind them:
+
+    python scripts/build_prompts.py --data DIR --german de_pud-ud-test.conllu --seed 1 --scale 0.6 \\
+        --without prompts.jsonl --out more.jsonl
 """
 
 from __future__ import annotations
@@ -83,6 +87,11 @@ def cut(text: str, rng: random.Random) -> str:
     return text[start : start + rng.randint(600, 3200)].strip()
 
 
+def corpus(path: Path) -> str:
+    """de_gsd-ud-dev.conllu -> ud_german_gsd."""
+    return f"ud_german_{path.name.removeprefix('de_').split('-')[0]}"
+
+
 def sentences(path: Path) -> list[str]:
     """The sentences of a CoNLL-U file that are long enough to be worth translating."""
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -90,14 +99,25 @@ def sentences(path: Path) -> list[str]:
     return [text for text in texts if len(text) >= 40]
 
 
-def collect(data: Path, rng: random.Random, scale: float, german: Sequence[Path]) -> list[dict[str, Any]]:
+def collect(
+    data: Path, rng: random.Random, scale: float, german: Sequence[Path], known: frozenset[str]
+) -> list[tuple[str, str]]:
+    """(source, prompt) pairs in a random order, none of which is in ``known``."""
+
     def pick(name: str, count: int) -> list[dict[str, Any]]:
         found = list(rows(data, name))
         rng.shuffle(found)
         return found[: max(1, round(count * scale))]
 
     prompts: list[tuple[str, str]] = []
-    prompts += [("oasst1_en", r["prompt"]) for r in pick("oasst1_en/train", 3600)]
+    asked = [r["prompt"] for r in pick("oasst1_en/train", 3600)]
+    asked = [prompt for prompt in asked if prompt not in known]
+    if missing := max(1, round(3600 * scale)) - len(asked):
+        # the pairs are used up: messages that a classifier calls the user's
+        more = [r["text"] for r in rows(data, "oasst1_en/messages") if r["p_prompter"] > 0.9]
+        rng.shuffle(more)
+        asked += [text for text in more if text not in known][:missing]
+    prompts += [("oasst1_en", prompt) for prompt in asked]
     prompts += [("gsm8k", r["question"]) for r in pick("gsm8k/train", 1300)]
     for r in pick("self_instruct_seed/train", 175):
         prompts.append(("self_instruct_seed", "\n\n".join(x for x in (r["instruction"], r.get("input")) if x)))
@@ -117,14 +137,11 @@ def collect(data: Path, rng: random.Random, scale: float, german: Sequence[Path]
             prompts.append(("wikitext2", f"{cut(text, rng)}\n{about}"))
         else:
             prompts.append(("wikitext2", about))
-    found = [line for path in german for line in sentences(path)]
+    found = [(corpus(path), line) for path in german for line in sentences(path)]
     rng.shuffle(found)
-    prompts += [("ud_german_gsd", rng.choice(TRANSLATE).format(text=text)) for text in found[: round(1700 * scale)]]
+    prompts += [(source, rng.choice(TRANSLATE).format(text=text)) for source, text in found[: round(1700 * scale)]]
     rng.shuffle(prompts)
-    return [
-        {"id": i, "source": source, "prompt": prompt[:4200], "chat": rng.random() < 0.94}
-        for i, (source, prompt) in enumerate(prompts)
-    ]
+    return [(source, prompt[:4200]) for source, prompt in prompts if prompt[:4200] not in known]
 
 
 def main() -> None:
@@ -133,9 +150,16 @@ def main() -> None:
     parser.add_argument("--german", type=Path, nargs="*", default=[], help="CoNLL-U files of UD_German-GSD")
     parser.add_argument("--out", type=Path, required=True, help="JSONL file to write")
     parser.add_argument("--scale", type=float, default=1.0, help="share of each source to take")
+    parser.add_argument("--without", type=Path, nargs="*", default=[], help="earlier prompt files")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    prompts = collect(args.data, random.Random(args.seed), args.scale, args.german)
+    earlier = [json.loads(line) for path in args.without for line in path.read_text(encoding="utf-8").splitlines()]
+    rng, known = random.Random(args.seed), frozenset(prompt["prompt"] for prompt in earlier)
+    found = collect(args.data, rng, args.scale, args.german, known)
+    prompts = [
+        {"id": len(earlier) + i, "source": source, "prompt": prompt, "chat": rng.random() < 0.94}
+        for i, (source, prompt) in enumerate(found)
+    ]
     args.out.write_text("".join(json.dumps(p) + "\n" for p in prompts), encoding="utf-8")
     print(f"{len(prompts)} prompts -> {args.out}")
 

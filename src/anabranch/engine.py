@@ -27,8 +27,8 @@ from torch import Tensor
 from anabranch.drafters.base import Context, Drafter, Observation
 from anabranch.errors import CapabilityError, InputError
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Decoder, Feed
-from anabranch.sampling import SamplingParams, generator, log_probs, target_probs, target_tokens, uniforms
+from anabranch.model.decoder import Decoder, Feed, StepOutput
+from anabranch.sampling import SamplingParams, argmax, generator, log_probs, target_probs, target_tokens, uniforms
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule, Verdict, follow, reject
 
@@ -111,6 +111,7 @@ class Engine:
             capacity=self.capacity + drafter.room,
             dtype=target.dtype,
             device=target.device,
+            kernels=None if target.stack is None else target.stack.kernels,
         )
         self._rows: list[_Row] = []
 
@@ -218,16 +219,18 @@ class Engine:
 
         planned = max(row.planned for row in rows)
         rider = self.drafter.rider
-        output = self.target(Feed.of_trees(trees), self.cache, planned=planned, rider=rider)
+        greedy = all(row.request.sampling.greedy and not row.request.sampling.needs_history for row in rows)
+        need_logits = not greedy or any(row.request.log_probs for row in rows)
+        feed = Feed.of_trees(trees)
+        output = self.target(feed, self.cache, planned=planned, rider=rider, need_logits=need_logits)
         if rider is not None and rider.kept is not None:
             host = rider.kept.cpu().numpy()
             trees = [tree.select(nodes[nodes < tree.size]) for tree, nodes in zip(trees, host, strict=True)]
-        assert output.logits_BNV is not None
-        picked = self._greedy(output.logits_BNV)
+        picked = self._greedy(output) if greedy else None
         after_forward = time.perf_counter()
 
         verdicts = [
-            self._verify(row, tree, output.logits_BNV[b], None if picked is None else picked[b])
+            follow(tree, picked[b, : tree.size]) if picked is not None else self._verify(row, tree, output, b)
             for b, (row, tree) in enumerate(zip(rows, trees, strict=True))
         ]
         after_verify = time.perf_counter()
@@ -246,7 +249,7 @@ class Engine:
         )
         steps = []
         for b, (row, (tokens, sources)) in enumerate(zip(rows, emitted, strict=True)):
-            logs = self._log_probs(output.logits_BNV[b], verdicts[b], tokens) if row.request.log_probs else None
+            logs = self._log_probs(output, b, verdicts[b], tokens) if row.request.log_probs else None
             steps.append(
                 Step(
                     row.context.key,
@@ -265,19 +268,18 @@ class Engine:
                 self._drop(slot)
         return steps
 
-    def _greedy(self, logits_BNV: Tensor) -> NDArray[np.int64] | None:
+    def _greedy(self, output: StepOutput) -> NDArray[np.int64]:
         """The target's own token at every node of every row in one read, where all rows are plainly greedy."""
-        if any(not row.request.sampling.greedy or row.request.sampling.needs_history for row in self._rows):
-            return None
-        tokens = self.target.argmax(logits_BNV.flatten(0, 1))
-        host: NDArray[np.int64] = tokens.view(logits_BNV.shape[:2]).cpu().numpy()
+        if output.logits_BNV is None:
+            tokens = self.target.choose(output.hidden_BND)
+        else:
+            tokens = argmax(output.logits_BNV.flatten(0, 1)).view(output.logits_BNV.shape[:2])
+        host: NDArray[np.int64] = tokens.cpu().numpy()
         return host
 
-    def _verify(self, row: _Row, tree: DraftTree, logits_NV: Tensor, picked_N: NDArray[np.int64] | None) -> Verdict:
-        if picked_N is not None:
-            return follow(tree, picked_N[: tree.size])
-        sampling, text = row.request.sampling, row.context.tokens
-        logits_NV = logits_NV[: tree.size]
+    def _verify(self, row: _Row, tree: DraftTree, output: StepOutput, b: int) -> Verdict:
+        assert output.logits_BNV is not None
+        sampling, text, logits_NV = row.request.sampling, row.context.tokens, output.logits_BNV[b, : tree.size]
         histories = None
         if sampling.needs_history:
             histories = [[*text[:-1], *(int(tree.tokens[i]) for i in tree.path_to(node))] for node in range(tree.size)]
@@ -303,7 +305,9 @@ class Engine:
         return tuple(tokens), tuple(sources)
 
     @staticmethod
-    def _log_probs(logits_NV: Tensor, verdict: Verdict, tokens: tuple[int, ...]) -> tuple[float, ...]:
+    def _log_probs(output: StepOutput, b: int, verdict: Verdict, tokens: tuple[int, ...]) -> tuple[float, ...]:
+        assert output.logits_BNV is not None
+        logits_NV = output.logits_BNV[b]
         nodes = torch.tensor(verdict.path[: len(tokens)], device=logits_NV.device)
         found: list[float] = log_probs(logits_NV[nodes], torch.tensor(tokens, device=logits_NV.device)).tolist()
         return tuple(found)

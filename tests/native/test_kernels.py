@@ -348,15 +348,25 @@ def test_the_best_log_probabilities(width: int, count: int, seed: int) -> None:
 
 
 @needs_kernels
-@settings(max_examples=60, deadline=None)
-@given(width=st.integers(1, 400), rows=st.integers(1, 9), seed=st.integers(0, 2**31))
-def test_the_first_of_the_largest(width: int, rows: int, seed: int) -> None:
-    kernels = native.library()
-    assert kernels is not None
-    z = torch.randint(-9, 9, (rows, width), generator=torch.Generator().manual_seed(seed)).float() / 3
-    z[z > 2] = float("-inf")
-    wanted = [row.index(max(row)) for row in z.tolist()]
-    assert kernels.argmax(z).tolist() == wanted == argmax(z).tolist()
+@settings(max_examples=40, deadline=None)
+@given(
+    outputs=st.integers(1, 300),
+    rows=st.integers(1, 33),
+    kind=st.sampled_from(["bfloat16", "float32", "int8", "int4"]),
+    biased=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_the_first_of_the_largest(outputs: int, rows: int, kind: str, biased: bool, seed: int) -> None:
+    source = torch.Generator().manual_seed(seed)
+    # few different rows, so that many outputs are equal
+    weight = torch.randn(5, 64, generator=source)[torch.randint(0, 5, (outputs,), generator=source)]
+    weight = weight.to(torch.float32 if kind == "float32" else torch.bfloat16)
+    bias = torch.randint(-1, 2, (outputs,), generator=source).to(weight.dtype) if biased else None
+    linear = NativeLinear(QuantizedWeight.of(weight, kind) if "int" in kind else weight, bias, wide=True)
+    x = torch.randn(rows, 64, generator=source).to(weight.dtype)
+    scores = linear(x)
+    wanted = [row.index(max(row)) for row in scores.tolist()]
+    assert linear.choose(x).tolist() == wanted == argmax(scores).tolist()
 
 
 @needs_kernels

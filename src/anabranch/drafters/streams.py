@@ -61,7 +61,7 @@ class StreamDrafter(Drafter):
         better = (target.device.type == "cpu" or adapter.root is not None) and not adapter.config.context_top
         ride = placement == "ride" or (placement == "auto" and not better)
         self._rider = StreamRider(target, adapter, ride=ride, prune=prune)
-        self._native = NativeTrail(target, adapter) if not ride and NativeTrail.fits(target, adapter) else None
+        self._native = NativeTrail(target, adapter, self.tree.depth) if not ride and NativeTrail.fits(target, adapter) else None
         if not ride and self._native is None:
             for index in range(adapter.start, len(target.blocks)):
                 block = target.blocks[index]
@@ -148,15 +148,15 @@ class StreamDrafter(Drafter):
         assert entry is not None
         rows = torch.arange(len(last), device=entry.device)
         entry_BD = entry[rows, torch.tensor(last, device=entry.device)]
-        emitted_BD = self.target.embedding(torch.tensor([context.root for context in contexts], device=entry.device))
+        emitted = [context.root for context in contexts]
         if self._native is None:
-            states = self._trail(entry_BD, emitted_BD, seen)
+            states = self._trail(entry_BD, torch.tensor(emitted, device=entry.device), seen)
         else:
-            states = self._native(entry_BD, emitted_BD, seen.cache, seen.planned)
+            states = self._native(entry_BD, emitted, seen.cache, seen.planned)
         for b, context in enumerate(contexts):
             self._states[context.key] = states[b]
 
-    def _trail(self, entry_BD: Tensor, emitted_BD: Tensor, seen: Observation) -> Tensor:
+    def _trail(self, entry_BD: Tensor, emitted_B: Tensor, seen: Observation) -> Tensor:
         """Stream states [B, S, D] of nodes that are committed, from their main rows before layer N - N_s."""
         device = entry_BD.device
         lengths = torch.tensor(seen.cache.lengths, device=device)
@@ -170,7 +170,7 @@ class StreamDrafter(Drafter):
             self.target,
             self.adapter,
             entry_BD[:, None],
-            emitted_BD[:, None],
+            None if self.adapter.root is None else self.target.embedding(emitted_B)[:, None],
             lengths[:, None] - 1,
             [seen.cache.read(layer, span) for layer in layers],
             [near if self.target.config.is_sliding(layer) else everything for layer in layers],

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from anabranch.errors import DeviceError, InputError
 from anabranch.model.config import ModelConfig
+from anabranch.native import library as native
 
 __all__ = ["Cache"]
 
@@ -26,11 +28,19 @@ class Cache:
     """Keys and values of ``rows`` sequences of up to ``capacity`` tokens each.
 
     ``keys`` and ``values`` are [layers, rows, K, C, E]. Rows 0..count-1 are in use; a row that leaves is
-    replaced by the last one, so that the rows in use stay together and a step reads one slice.
+    replaced by the last one, so that the rows in use stay together and a step reads one slice. ``kernels`` move what is
+    committed, where they are given.
     """
 
     def __init__(
-        self, config: ModelConfig, *, rows: int, capacity: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        *,
+        rows: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: native.Library | None = None,
     ) -> None:
         shape = (config.num_layers, rows, config.num_kv_heads, capacity, config.head_dim)
         try:
@@ -45,6 +55,7 @@ class Cache:
             ) from error
         self.rows = rows
         self.capacity = capacity
+        self._kernels = kernels
         self.lengths: list[int] = []
         self._width = 0
         self._selections: list[tuple[int, Tensor]] = []
@@ -134,16 +145,25 @@ class Cache:
             for group in range(len(bounds) - 2, -1, -1):
                 low, high = bounds[group], bounds[group + 1]
                 if high > low and nodes != list(range(len(nodes))):
-                    moved = slice(start, start + len(nodes))
-                    index = torch.tensor(nodes, device=self.keys.device) + start
-                    self.keys[low:high, slot, :, moved] = self.keys[low:high, slot, :, index]
-                    self.values[low:high, slot, :, moved] = self.values[low:high, slot, :, index]
+                    self._move(low, high, slot, start, nodes)
                 if group > 0:
                     kept = self._selections[group - 1][1][b].tolist()
                     nodes = [kept[node] for node in nodes]
             self.lengths[slot] = start + len(path)
         self._width = 0
         self._selections = []
+
+    def _move(self, low: int, high: int, slot: int, start: int, nodes: list[int]) -> None:
+        """What lies at start + nodes[i] goes to start + i, in some layers."""
+        if self._kernels is not None:
+            chosen = np.asarray(nodes, np.int64)
+            self._kernels.move(self.keys[low:high, slot], start, chosen)
+            self._kernels.move(self.values[low:high, slot], start, chosen)
+            return
+        moved = slice(start, start + len(nodes))
+        index = torch.tensor(nodes, device=self.keys.device) + start
+        self.keys[low:high, slot, :, moved] = self.keys[low:high, slot, :, index]
+        self.values[low:high, slot, :, moved] = self.values[low:high, slot, :, index]
 
     def rewind(self, slot: int, length: int) -> None:
         """Forget all tokens of a row after the first ``length``."""

@@ -315,12 +315,14 @@ def attention(config: ModelConfig, q_BNHE: Tensor, k_BKLE: Tensor, v_BKLE: Tenso
 class Rider(Protocol):
     """Something that travels in the target's pass from layer ``start`` on.
 
-    ``ride`` says whether it brings rows of its own; where it does not, ``layer`` is not called.
+    ``ride`` says whether it brings rows of its own; where it does not, ``layer`` is not called. A rider that ``looks_on``
+    changes nothing: what ``enter`` returns is not used, nor is it told to leave.
     ``kept`` [B, n] are the nodes that went on after it entered, ascending, padding last; None: all.
     """
 
     start: int
     ride: bool
+    looks_on: bool
     kept: Tensor | None
 
     def enter(self, x_BND: Tensor, run: Pass) -> Tensor:
@@ -397,11 +399,17 @@ class Decoder(nn.Module):
             return self.stack.normed(x, self.norm)
         return self.norm(x)  # type: ignore[no-any-return]
 
-    def _layers(self, x: Tensor, run: Pass, low: int, high: int) -> Tensor:
-        """Main rows through layers ``low`` to ``high`` - 1; float32 where the native kernels run them."""
+    def _layers(
+        self, x: Tensor, run: Pass, low: int, high: int, *, tap: Tensor | None = None, tapped: int = 0
+    ) -> Tensor:
+        """Main rows through layers ``low`` to ``high`` - 1; float32 where the native kernels run them.
+
+        There ``tap`` takes the rows as they are before layer ``tapped``.
+        """
         if self.stack is not None:
             x = x.to(torch.float32, copy=True).contiguous()
-            self.stack.run(x, run.cos, run.sin, run.stack_step(), run.cache, run.slots.start, low, high)
+            step, slot = run.stack_step(), run.slots.start
+            self.stack.run(x, run.cos, run.sin, step, run.cache, slot, low, high, tap=tap, tapped=tapped)
             return x
         for index in range(low, high):
             x = self.blocks[index](x, run.cos, run.sin, lambda q, k, v, i=index: run.attend(i, q, k, v))
@@ -414,11 +422,12 @@ class Decoder(nn.Module):
             z = torch.tanh(z / self.config.logit_softcap) * self.config.logit_softcap
         return z
 
-    def argmax(self, logits_NV: Tensor) -> Tensor:
-        """The first index of the largest entry [N]: the greedy choice."""
-        if self.stack is not None and logits_NV.dtype == torch.float32:
-            return self.stack.kernels.argmax(logits_NV)
-        return argmax(logits_NV)
+    def choose(self, x: Tensor) -> Tensor:
+        """Normed hidden states [..., D] -> the greedy tokens [...], the first of equals."""
+        if self.stack is not None and self.config.logit_softcap is None:
+            tokens: Tensor = self.head.choose(x)
+            return tokens
+        return argmax(self.logits(x).flatten(0, -2)).view(x.shape[:-1])
 
     def forward(
         self,
@@ -446,7 +455,13 @@ class Decoder(nn.Module):
         run = Pass(self.config, feed, cache, slots, planned, self.rope())
         x = self.embed(run.tokens_BN, run.positions_BN)
         top = len(self.blocks)
-        x = self._layers(x, run, 0, top if rider is None else rider.start)
+        if self.stack is not None and rider is not None and rider.looks_on:
+            seen = torch.empty(x.shape, dtype=torch.float32)
+            x = self._layers(x, run, 0, top, tap=seen, tapped=rider.start)
+            rider.enter(seen, run)
+            rider = None
+        else:
+            x = self._layers(x, run, 0, top if rider is None else rider.start)
         if rider is not None:
             x = rider.enter(x, run)
             if rider.ride:

@@ -39,24 +39,33 @@ class Rope:
 
     def __call__(self, positions: Tensor, planned: int) -> tuple[Tensor, Tensor]:
         """cos and sin, each [..., dim] float32, for integer ``positions`` [...] below ``planned`` + 1024."""
+        cos, sin = self._reach(planned)[:, positions]
+        return cos, sin
+
+    def span(self, first: int, count: int, planned: int) -> tuple[Tensor, Tensor]:
+        """cos and sin, each [count, dim], of the positions from ``first`` on: views of the table."""
+        cos, sin = self._reach(planned)[:, first : first + count]
+        return cos, sin
+
+    def _reach(self, planned: int) -> Tensor:
+        """The table [2, length, dim] of ``planned`` tokens and what lies behind them."""
         key = _variant_key(self.config, planned)
         table = self._tables.get(key)
-        if table is None or table.shape[0] < planned + _MARGIN:
+        if table is None or table.shape[1] < planned + _MARGIN:
             table = self._table(planned)
             # the oldest goes first; a table that grew replaces itself
             if key not in self._tables and len(self._tables) >= _KEPT_TABLES:
                 del self._tables[next(iter(self._tables))]
             self._tables[key] = table
-        cos, sin = table[positions].unbind(-2)
-        return cos, sin
+        return table
 
     def _table(self, planned: int) -> Tensor:
-        """cos and sin of every position [length, 2, dim]: one lookup a step fetches both."""
+        """cos and sin of every position [2, length, dim]: one lookup a step fetches both."""
         inv_freq, factor = rope_frequencies(self.config, planned)
         length = -(-(planned + _MARGIN) // _MARGIN) * _MARGIN
         angles = torch.arange(length, dtype=torch.float32)[:, None] * inv_freq
         angles = torch.cat((angles, angles), dim=-1)
-        return (torch.stack((angles.cos(), angles.sin()), dim=1) * factor).to(self.device)
+        return (torch.stack((angles.cos(), angles.sin())) * factor).to(self.device)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ from anabranch.model.decoder import Block, Decoder, Norm
 from anabranch.model.quantize import QuantizedLinear, QuantizedWeight
 from anabranch.native import library as native
 
+KEPT = 16  # layers made ready for a cache, that many times
+
 __all__ = ["LayerWeights", "NativeLinear", "Stack", "StackStep", "native_for"]
 
 
@@ -75,6 +77,11 @@ class NativeLinear(nn.Module):
         y = y.reshape(*x.shape[:-1], self.out_features)
         return y if self.wide else y.to(self.dtype)
 
+    def choose(self, x: Tensor) -> Tensor:
+        """Where the largest output of each row [..., in] first stands: int64 [...]."""
+        rows = x.reshape(-1, self.in_features).to(self.dtype)
+        return self.kernels.choose(rows, self.packed, self.offset).view(x.shape[:-1])
+
     def dense(self) -> Tensor:
         """The weight [out, in] as it was, in the rows' type; a quantised one as products see it, rounded to it."""
         if self.kind in ("int8", "int4"):
@@ -117,6 +124,21 @@ class StackStep:
     offsets: NDArray[np.int32]
     ancestors: NDArray[np.int32]
 
+    def over(self, x_BND: Tensor, cos: Tensor, sin: Tensor) -> native.Step:
+        """These rows, for the kernels; all of it must outlive the call."""
+        b, n, _ = x_BND.shape
+        return native.Step(
+            batch=b,
+            nodes=n,
+            x=x_BND.data_ptr(),
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            lengths=self.lengths_B.ctypes.data,
+            offsets=self.offsets.ctypes.data,
+            ancestors=self.ancestors.ctypes.data,
+            first=self.first_M.ctypes.data,
+        )
+
     @staticmethod
     def of(mask_BNN: NDArray[np.bool_], lengths: Sequence[int], first_BN: NDArray[np.int64] | None = None) -> StackStep:
         """From what each node sees of the pass's nodes [B, N, N]; ``first_BN`` is 0 if not given."""
@@ -136,9 +158,10 @@ class Stack:
         assert kernels is not None, native.why_not()
         self.kernels, self.config, self.first = kernels, config, first
         self._kept: list[object] = []  # what the structs point to
+        self._ready: dict[tuple[int, ...], native.Layers] = {}
         self._layers = [self._struct(layer) for layer in layers]
         scale = config.attention_scale if config.attention_scale is not None else config.head_dim**-0.5
-        self._shape = native.Shape(
+        self.shape = native.Shape(
             d=config.hidden_size,
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,
@@ -190,39 +213,49 @@ class Stack:
             high=self._packed(layer.high),
         )
 
+    def layers(self, cache: Cache, slot: int, low: int, high: int) -> native.Layers:
+        """Layers ``low`` to ``high`` - 1 of the target over the cache's rows from ``slot`` on, ready to run."""
+        size = cache.keys.element_size()
+        where = (cache.keys.data_ptr(), cache.values.data_ptr(), slot, low, high, *cache.keys.stride())
+        if where not in self._ready:
+            while len(self._ready) >= KEPT:
+                del self._ready[next(iter(self._ready))]
+            chosen = (native.Layer * (high - low))(*self._layers[low - self.first : high - self.first])
+            layer_bytes, slot_bytes = cache.keys.stride(0) * size, cache.keys.stride(1) * size * slot
+            for index, layer in enumerate(chosen, low):
+                layer.keys = cache.keys.data_ptr() + slot_bytes + index * layer_bytes
+                layer.values = cache.values.data_ptr() + slot_bytes + index * layer_bytes
+            self._ready[where] = chosen
+        self.shape.row_stride, self.shape.head_stride = cache.keys.stride(1), cache.keys.stride(2)
+        return self._ready[where]
+
     def run(
-        self, x_BND: Tensor, cos: Tensor, sin: Tensor, step: StackStep, cache: Cache, slot: int, low: int, high: int
+        self,
+        x_BND: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        step: StackStep,
+        cache: Cache,
+        slot: int,
+        low: int,
+        high: int,
+        *,
+        tap: Tensor | None = None,
+        tapped: int = 0,
     ) -> None:
         """Layers ``low`` to ``high`` - 1 of the target over float32 rows, in place.
 
         ``cos``, ``sin`` [B, N, dim] are the rows' rotations, ``slot`` is the cache's row of the first one. Keys and
-        values are written behind the committed tokens.
+        values are written behind the committed tokens. ``tap`` takes the rows as they are before layer ``tapped``.
         """
         assert x_BND.dtype == torch.float32
         assert x_BND.is_contiguous()
-        cos, sin = cos.contiguous(), sin.contiguous()
-        size = cache.keys.element_size()
-        self._shape.row_stride, self._shape.head_stride = cache.keys.stride(1), cache.keys.stride(2)
-        chosen = self._layers[low - self.first : high - self.first]
-        if not chosen:
+        if low == high:
             return
-        layer_bytes, slot_bytes = cache.keys.stride(0) * size, cache.keys.stride(1) * size * slot
-        keys, values = cache.keys.data_ptr() + slot_bytes, cache.values.data_ptr() + slot_bytes
-        for index, layer in enumerate(chosen, low):
-            layer.keys, layer.values = keys + index * layer_bytes, values + index * layer_bytes
-        b, n, _ = x_BND.shape
-        described = native.Step(
-            batch=b,
-            nodes=n,
-            x=x_BND.data_ptr(),
-            cos=cos.data_ptr(),
-            sin=sin.data_ptr(),
-            lengths=step.lengths_B.ctypes.data,
-            offsets=step.offsets.ctypes.data,
-            ancestors=step.ancestors.ctypes.data,
-            first=step.first_M.ctypes.data,
+        cos, sin = cos.contiguous(), sin.contiguous()
+        self.kernels.layers(
+            self.shape, self.layers(cache, slot, low, high), step.over(x_BND, cos, sin), tap, tapped - low
         )
-        self.kernels.layers(self._shape, chosen, described)
 
     def normed(self, x: Tensor, norm: Norm) -> Tensor:
         """A norm of float32 rows, in the weights' type."""

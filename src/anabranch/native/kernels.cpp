@@ -34,7 +34,7 @@ using bf16 = uint16_t;
 constexpr int AHEAD = 8192;  // bytes of weights asked for in advance: memory answers late
 constexpr int BLOCK = 32;  // outputs of a packed block: two vectors
 constexpr int IDLE = 100000;  // turns a worker spins before it sleeps: longer than what Python does between two calls
-constexpr int TILE = 8;    // rows that share a read of the weights from the first-level cache
+constexpr int TILE = 14;   // rows that share a read of the weights: 28 sums, 2 weights and a value fill the registers
 
 // ---- numbers ------------------------------------------------------------------------------------------------------
 
@@ -74,6 +74,19 @@ template <class T>
 constexpr int PER = 1;
 template <>
 constexpr int PER<Group> = BLOCK;
+
+// rows that share a read of the weights: quantised ones keep two sums for each output
+template <class T>
+constexpr int ROOM = TILE;
+template <>
+constexpr int ROOM<Group> = 8;
+
+// rows of a tile where ``count`` are to be done: all tiles as good as alike
+template <class T>
+inline int tile_of(int count) {
+  const int tiles = (count + ROOM<T> - 1) / ROOM<T>;
+  return tiles == 0 ? 1 : (count + tiles - 1) / tiles;
+}
 template <class T>
 struct PlainOf {
   using type = T;
@@ -260,7 +273,7 @@ template <class T, int ROWS, int LINES>
 inline void tile(const T* x, int64_t stride, const T* block, int width, const char* next, __m512 (&acc)[TILE][2]) {
   constexpr int STEP = PER_LANE<T>;
   __m512 a[ROWS][2];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int m = 0; m < ROWS; ++m) a[m][0] = acc[m][0], a[m][1] = acc[m][1];
   const int steps = width / STEP;
   for (int k = 0; k < steps; ++k) {
@@ -268,14 +281,14 @@ inline void tile(const T* x, int64_t stride, const T* block, int width, const ch
     if (LINES > 0) _mm_prefetch(next + 64 * LINES * static_cast<int64_t>(k), _MM_HINT_T0);
     if (LINES > 1) _mm_prefetch(next + 64 * LINES * static_cast<int64_t>(k) + 64, _MM_HINT_T0);
     const __m512i w0 = _mm512_loadu_si512(w), w1 = _mm512_loadu_si512(w + 16 * STEP);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int m = 0; m < ROWS; ++m) {
       const __m512i v = spread(x + m * stride + STEP * k);
       a[m][0] = dot<T>(a[m][0], v, w0);
       a[m][1] = dot<T>(a[m][1], v, w1);
     }
   }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int m = 0; m < ROWS; ++m) acc[m][0] = a[m][0], acc[m][1] = a[m][1];
 }
 
@@ -374,19 +387,12 @@ inline void tile(const Group* x, int64_t stride, const uint8_t* block, int width
                          : _mm512_fmadd_ps(total[m][i], _mm512_loadu_ps(scales + 16 * i), acc[m][i]);
 }
 
-template <class W, int LINES, class T, class B>
+template <class W, int LINES, int ROWS, class T, class B>
 inline void rows(int count, const T* x, int64_t stride, const B* block, int width, const char* next,
                  __m512 (&acc)[TILE][2]) {
-  switch (count) {
-    case 1: return tile<W, 1, LINES>(x, stride, block, width, next, acc);
-    case 2: return tile<W, 2, LINES>(x, stride, block, width, next, acc);
-    case 3: return tile<W, 3, LINES>(x, stride, block, width, next, acc);
-    case 4: return tile<W, 4, LINES>(x, stride, block, width, next, acc);
-    case 5: return tile<W, 5, LINES>(x, stride, block, width, next, acc);
-    case 6: return tile<W, 6, LINES>(x, stride, block, width, next, acc);
-    case 7: return tile<W, 7, LINES>(x, stride, block, width, next, acc);
-    default: return tile<W, 8, LINES>(x, stride, block, width, next, acc);
-  }
+  if constexpr (ROWS > 1)
+    if (count < ROWS) return rows<W, LINES, ROWS - 1>(count, x, stride, block, width, next, acc);
+  tile<W, ROWS, LINES>(x, stride, block, width, next, acc);
 }
 
 // How a weight is packed.
@@ -409,20 +415,20 @@ struct Packed {
   int blocks() const { return (outputs + BLOCK - 1) / BLOCK; }
 };
 
-// Rows from ``m`` on, up to a tile of ``count``. One tile reads its weights from memory as it goes; where there are
+// Rows from ``m`` on, a tile of ``count``. One tile reads its weights from memory as it goes; where there are
 // several, the first two ask for half of the next block each, so that memory works while the later ones compute.
 template <class W, class B, class T>
 inline int some_rows_of(int m, int count, const T* x, int64_t stride, const char* here, int64_t bytes, int width,
                         __m512 (&acc)[TILE][2]) {
-  const int n = std::min(TILE, count - m);
+  const int size = tile_of<T>(count), n = std::min(size, count - m), number = m / size;
   const T* from = x + m * stride;
   const B* block = reinterpret_cast<const B*>(here);
-  if (count <= TILE)
-    rows<W, 2>(n, from, stride, block, width, here + AHEAD, acc);
-  else if (m < 2 * TILE)
-    rows<W, 1>(n, from, stride, block, width, here + bytes + m / TILE * (bytes / 2), acc);
+  if (n == count)
+    rows<W, 2, ROOM<T>>(n, from, stride, block, width, here + AHEAD, acc);
+  else if (number < 2)
+    rows<W, 1, ROOM<T>>(n, from, stride, block, width, here + bytes + number * (bytes / 2), acc);
   else
-    rows<W, 0>(n, from, stride, block, width, here, acc);
+    rows<W, 0, ROOM<T>>(n, from, stride, block, width, here, acc);
   return n;
 }
 
@@ -456,7 +462,7 @@ template <class T, class Done>
 inline void product(const T* x, int count, const Packed& w, int first, int last, Done&& done) {
   __m512 acc[TILE][2];
   for (int b = first; b < last; ++b) {
-    for (int m = 0; m < count; m += TILE) {
+    for (int m = 0; m < count; m += tile_of<T>(count)) {
       zero(acc);
       const int n = some_rows(m, count, x, w, b, acc);
       for (int i = 0; i < n; ++i) done(m + i, b, acc[i][0], acc[i][1]);
@@ -654,38 +660,31 @@ void top(const float* z, int width, int best, float* values, int64_t* places) {
   for (int i = 0; i < best; ++i) values[i] -= scale;
 }
 
-// where the largest of z first stands
-int64_t argmax(const float* z, int width) {
-  const __m512 low = _mm512_set1_ps(-INFINITY);
-  __m512 most[4] = {low, low, low, low};
-  for (int i = 0; i < width; i += 64)
-    for (int j = 0; j < 4; ++j) {
-      const int left = std::max(0, width - i - 16 * j);
-      most[j] = _mm512_max_ps(most[j], _mm512_mask_loadu_ps(low, tail(left), z + i + 16 * j));
-    }
-  const __m512 top = _mm512_set1_ps(
-      _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(most[0], most[1]), _mm512_max_ps(most[2], most[3]))));
-  for (int i = 0; i < width; i += 16)
-    if (const __mmask16 found = _mm512_mask_cmp_ps_mask(tail(width - i), _mm512_maskz_loadu_ps(tail(width - i), z + i),
-                                                        top, _CMP_EQ_OQ))
-      return i + __builtin_ctz(found);
-  return 0;
-}
-
 // ---- drafts -------------------------------------------------------------------------------------------------------
 
-// How stream states become candidates: z_j = silu(A z_{j-1} + U E[parent] + C s_j), score = head . (s_j + W z_j)
+// How stream states become a tree: z_j = silu(A z_{j-1} + U E[parent] + C s_j), score = head . (s_j + W z_j)
 struct Draft {
   const void* embedding;              // E [vocabulary, D]
   Packed token, state, carry, to_state, head, own;
   const int64_t *ids, *own_ids;       // token ids of the rows of head and own
   int32_t d, depth, best, nodes, frontier;
+  float least;                        // joint log probability that a node needs
 };
 
 struct Candidate {
   int64_t token;
   float joint;
-  int32_t parent;  // place among the expanded nodes of the level above
+  int32_t parent;  // place among the candidates of all levels; -1: the root
+};
+
+// Streams that trail begin with main + stream_j + up silu(inputs [main', E'[emitted]] + hidden_j), ' at unit RMS
+struct Entry {
+  const float* main;                  // [B, D]
+  const void* embedding;              // E [vocabulary, D]
+  const int64_t* emitted;             // [B]
+  Packed inputs, up;
+  const float *streams, *hidden;      // [S, D], [S, inner]
+  const float* norm;                  // the last norm [D]
 };
 
 // memory that grows and stays
@@ -722,16 +721,14 @@ class Runner {
   Pool pool;
   std::vector<Scratch> own;
 
+  // Layers over ``step.x`` in place; ``tap`` (or null) takes the rows as they are before layer ``tapped``.
   template <class T>
-  void layers(const Shape& s, const Layer* all, int count, const Step& step) {
-    const int64_t m = static_cast<int64_t>(step.batch) * step.nodes;
-    int rank = 1;
-    for (int i = 0; i < count; ++i) rank = std::max(rank, all[i].low.data == nullptr ? 0 : all[i].low.outputs);
-    const Between<T> between{qkv_.of<float>(m * (s.heads + 2 * s.kv_heads) * s.e),
-                             heads_.of<T>(place<T>(m, s.heads * s.e)), inner_.of<T>(place<T>(m, s.inner)),
-                             low_.of<T>(place<T>(m, rank))};
+  void layers(const Shape& s, const Layer* all, int count, const Step& step, float* tap, int tapped) {
+    const Between<T> between = between_of<T>(s, all, count, step);
     pool.run([&](int id) {
       for (int i = 0; i < count; ++i) {
+        if (tap != nullptr && i == tapped && id == 0)
+          std::memcpy(tap, step.x, sizeof(float) * static_cast<size_t>(step.batch) * step.nodes * s.d);
         layer(s, all[i], step, between, id);
         if (i + 1 < count) warm(all[i + 1].qkv, pool.size(), id);
         pool.barrier();
@@ -739,12 +736,64 @@ class Runner {
     });
   }
 
-  // Candidates level by level into tokens, joints, parents [depth, nodes - 1], their number a level into counts [depth].
-  // A level's best nodes come first, and as many of them are expanded as may have children among the best ``nodes`` - 1
-  // of all, up to ``frontier``: a child is no more probable than its parent.
+  // Streams of one node a row, all layers and the last norm: ``step.x`` is room for them, ``states`` [B, S, D] comes out.
   template <class T>
-  void draft(const Draft& t, const Plain<T>* states, int64_t root, int64_t* tokens, float* joints, int64_t* parents,
-             int64_t* counts) {
+  void trail(const Shape& s, const Layer* all, int count, const Step& step, const Entry& from, Plain<T>* states) {
+    const Between<T> between = between_of<T>(s, all, count, step);
+    const int rows = step.batch * step.nodes, inner = from.inputs.outputs;
+    T* both = both_.of<T>(place<T>(step.batch, 2 * s.d));
+    T* z = root_.of<T>(place<T>(rows, inner));
+    const std::vector<float> ones(static_cast<size_t>(s.d), 1.0f);
+    pool.run([&](int id) {
+      int first, last;
+      share(step.batch, pool.size(), id, &first, &last);
+      for (int b = first; b < last; ++b) {
+        alignas(64) float row[8192];
+        const Plain<T>* word = static_cast<const Plain<T>*>(from.embedding) + from.emitted[b] * s.d;
+        for (int j = 0; j < s.d; j += 16) _mm512_store_ps(row + j, load16(word + j));
+        T* to = both + place<T>(b, 2 * s.d);
+        rms_norm(from.main + static_cast<int64_t>(b) * s.d, ones.data(), s.d, 1e-9f, to);
+        rms_norm(row, ones.data(), s.d, 1e-9f, to + place<T>(1, s.d));
+      }
+      pool.barrier();
+      share(from.inputs.blocks(), pool.size(), id, &first, &last);
+      product(both, step.batch, from.inputs, first, last, [&](int b, int block, __m512 lo, __m512 hi) {
+        for (int j = 0; j < step.nodes; ++j) {
+          const float* own_part = from.hidden + static_cast<int64_t>(j) * inner + block * BLOCK;
+          store32(z + place<T>(b * step.nodes + j, inner), block, silu(_mm512_add_ps(lo, _mm512_loadu_ps(own_part))),
+                  silu(_mm512_add_ps(hi, _mm512_loadu_ps(own_part + 16))));
+        }
+      });
+      pool.barrier();
+      share(from.up.blocks(), pool.size(), id, &first, &last);
+      product(z, rows, from.up, first, last, [&](int row, int block, __m512 lo, __m512 hi) {
+        const float* main = from.main + static_cast<int64_t>(row / step.nodes) * s.d + block * BLOCK;
+        const float* place_of = from.streams + static_cast<int64_t>(row % step.nodes) * s.d + block * BLOCK;
+        float* x = step.x + static_cast<int64_t>(row) * s.d + block * BLOCK;
+        const auto sum = [](const float* a, const float* b, __m512 c) {
+          return _mm512_add_ps(_mm512_add_ps(_mm512_loadu_ps(a), _mm512_loadu_ps(b)), c);
+        };
+        _mm512_storeu_ps(x, sum(main, place_of, lo));
+        _mm512_storeu_ps(x + 16, sum(main + 16, place_of + 16, hi));
+      });
+      pool.barrier();
+      for (int i = 0; i < count; ++i) {
+        layer(s, all[i], step, between, id);
+        if (i + 1 < count) warm(all[i + 1].qkv, pool.size(), id);
+        pool.barrier();
+      }
+      share(rows, pool.size(), id, &first, &last);
+      for (int i = first; i < last; ++i)
+        rms_norm(step.x + static_cast<int64_t>(i) * s.d, from.norm, s.d, s.eps, states + static_cast<int64_t>(i) * s.d);
+    });
+  }
+
+  // The best ``nodes`` - 1 candidates of all levels below the root, breadth first, into tokens, parents (places in the
+  // tree, the root's is 0), depths and joints; returns how many. Of a level as many of the best are expanded as may have
+  // children among them, up to ``frontier``: a child is no more probable than its parent.
+  template <class T>
+  int draft(const Draft& t, const Plain<T>* states, int64_t root, int64_t* tokens, int64_t* parents, int64_t* depths,
+            float* joints) {
     const int keep = t.nodes - 1, wide = t.token.outputs, words = t.head.outputs, own_words = t.own.outputs;
     const int width = words + own_words, most = std::max(t.frontier, 1);
     const float eps = 1.1920929e-7f;
@@ -754,11 +803,11 @@ class Runner {
     float *scores = draft_scores_.of<float>(static_cast<int64_t>(most) * width), *parts = draft_parts_.of<float>(most * wide);
     float *fixed = draft_fixed_.of<float>(wide), *values = draft_values_.of<float>(most * t.best);
     int64_t* places = draft_places_.of<int64_t>(most * t.best);
-    std::vector<float> joint{0.0f}, all;
+    std::vector<float> joint{0.0f}, falling;
     std::vector<int64_t> token{root};
-    std::vector<Candidate> level;
+    std::vector<int32_t> place_of{-1}, depth_of;
+    std::vector<Candidate> level, all;
     const std::vector<float> ones(static_cast<size_t>(t.d), 1.0f);
-    std::fill(counts, counts + t.depth, 0);
     pool.run([&](int id) {
       int first, last;
       const int threads = pool.size();
@@ -828,32 +877,106 @@ class Runner {
           std::stable_sort(level.begin(), level.end(),
                            [](const Candidate& a, const Candidate& b) { return a.joint > b.joint; });
           if (static_cast<int>(level.size()) > keep) level.resize(static_cast<size_t>(keep));
-          counts[depth] = static_cast<int64_t>(level.size());
-          for (size_t i = 0; i < level.size(); ++i) {
-            tokens[depth * keep + static_cast<int>(i)] = level[i].token;
-            joints[depth * keep + static_cast<int>(i)] = level[i].joint;
-            parents[depth * keep + static_cast<int>(i)] = level[i].parent;
-            all.push_back(level[i].joint);
+          for (const Candidate& node : level) falling.push_back(node.joint);
+          float least = t.least;
+          if (static_cast<int>(falling.size()) > keep) {
+            std::nth_element(falling.begin(), falling.begin() + keep - 1, falling.end(), std::greater<float>());
+            least = std::max(least, falling[static_cast<size_t>(keep - 1)]);
           }
-          float least = -INFINITY;
-          if (static_cast<int>(all.size()) > keep) {
-            std::nth_element(all.begin(), all.begin() + keep - 1, all.end(), std::greater<float>());
-            least = all[static_cast<size_t>(keep - 1)];
-          }
+          std::vector<int32_t> above;
+          above.swap(place_of);
           joint.clear();
           token.clear();
+          bool expand = true;
           for (const Candidate& node : level) {
-            if (static_cast<int>(token.size()) == most || !(node.joint > least)) break;
+            const int32_t here = static_cast<int32_t>(all.size());
+            all.push_back({node.token, node.joint, above[static_cast<size_t>(node.parent)]});
+            depth_of.push_back(depth + 1);
+            expand = expand && static_cast<int>(token.size()) < most && node.joint > least;
+            if (!expand) continue;
             std::memcpy(before + place<T>(static_cast<int64_t>(token.size()), wide), z + place<T>(node.parent, wide),
                         sizeof(T) * static_cast<size_t>(place<T>(1, wide)));
             token.push_back(node.token);
             joint.push_back(node.joint);
+            place_of.push_back(here);
           }
         }
         pool.barrier();
       }
     });
+    // stable: of equals the shallower one first, so that no node is kept without its parent
+    std::vector<int32_t> order(all.size()), name(all.size(), -1);
+    for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int32_t>(i);
+    std::stable_sort(order.begin(), order.end(), [&](int32_t i, int32_t j) {
+      return all[static_cast<size_t>(i)].joint > all[static_cast<size_t>(j)].joint;
+    });
+    if (static_cast<int>(order.size()) > keep) order.resize(static_cast<size_t>(keep));
+    std::sort(order.begin(), order.end());
+    int count = 0;
+    for (const int32_t i : order) {
+      const Candidate& node = all[static_cast<size_t>(i)];
+      if (node.joint < t.least) continue;
+      name[static_cast<size_t>(i)] = count + 1;
+      tokens[count] = node.token;
+      parents[count] = node.parent < 0 ? 0 : name[static_cast<size_t>(node.parent)];
+      depths[count] = depth_of[static_cast<size_t>(i)];
+      joints[count++] = node.joint;
+    }
+    return count;
   }
+
+  // The places of the largest scores, of equals the first: y = x w' + bias is not kept.
+  template <class T>
+  void choose(const T* x, int count, const Packed& w, const float* bias, int64_t* places) {
+    struct Best {
+      float value;
+      int32_t at;
+    };
+    Group* narrow = w.kind < INT8 ? nullptr : own[0].h.of<Group>(place<Group>(count, w.width));
+    Best* found = best_.of<Best>(static_cast<int64_t>(pool.size()) * count);
+    pool.run([&](int id) {
+      Best* mine = found + static_cast<int64_t>(id) * count;
+      std::fill(mine, mine + count, Best{-INFINITY, 0});
+      int first, last;
+      const auto done = [&](int m, int b, __m512 lo, __m512 hi) {
+        const int left = w.outputs - b * BLOCK;
+        const __mmask16 low = tail(std::min(16, left)), high = tail(std::max(0, std::min(16, left - 16)));
+        if (bias != nullptr) {
+          lo = _mm512_add_ps(lo, _mm512_maskz_loadu_ps(low, bias + b * BLOCK));
+          hi = _mm512_add_ps(hi, _mm512_maskz_loadu_ps(high, bias + b * BLOCK + 16));
+        }
+        const __m512 most = _mm512_set1_ps(mine[m].value);
+        const uint32_t more = _mm512_mask_cmp_ps_mask(low, lo, most, _CMP_GT_OQ) |
+                              static_cast<uint32_t>(_mm512_mask_cmp_ps_mask(high, hi, most, _CMP_GT_OQ)) << 16;
+        if (more == 0) return;
+        alignas(64) float part[BLOCK];
+        _mm512_store_ps(part, lo);
+        _mm512_store_ps(part + 16, hi);
+        for (uint32_t rest = more; rest != 0; rest &= rest - 1) {
+          const int i = __builtin_ctz(rest);
+          if (part[i] > mine[m].value) mine[m] = {part[i], b * BLOCK + i};
+        }
+      };
+      if (narrow == nullptr) {
+        share(w.blocks(), pool.size(), id, &first, &last);
+        product(x, count, w, first, last, done);
+        return;
+      }
+      share(count, pool.size(), id, &first, &last);
+      for (int i = first; i < last; ++i)
+        narrowed(x + static_cast<int64_t>(i) * w.width, w.width, narrow + place<Group>(i, w.width));
+      pool.barrier();
+      share(w.blocks(), pool.size(), id, &first, &last);
+      product(narrow, count, w, first, last, done);
+    });
+    for (int m = 0; m < count; ++m) {
+      Best best = found[m];
+      for (int i = 1; i < pool.size(); ++i)
+        if (found[static_cast<int64_t>(i) * count + m].value > best.value) best = found[static_cast<int64_t>(i) * count + m];
+      places[m] = best.at;
+    }
+  }
+
 
   // y = x w' + bias; rows of T, which is how the weight takes them or what it quantises
   template <class T>
@@ -885,15 +1008,16 @@ class Runner {
     });
   }
 
-  void argmaxes(const float* z, int count, int width, int64_t* places) {
-    pool.run([&](int id) {
-      int first, last;
-      share(count, pool.size(), id, &first, &last);
-      for (int i = first; i < last; ++i) places[i] = argmax(z + static_cast<int64_t>(i) * width, width);
-    });
+ private:
+  template <class T>
+  Between<T> between_of(const Shape& s, const Layer* all, int count, const Step& step) {
+    const int64_t m = static_cast<int64_t>(step.batch) * step.nodes;
+    int rank = 1;
+    for (int i = 0; i < count; ++i) rank = std::max(rank, all[i].low.data == nullptr ? 0 : all[i].low.outputs);
+    return {qkv_.of<float>(m * (s.heads + 2 * s.kv_heads) * s.e), heads_.of<T>(place<T>(m, s.heads * s.e)),
+            inner_.of<T>(place<T>(m, s.inner)), low_.of<T>(place<T>(m, rank))};
   }
 
- private:
   template <class T>
   void layer(const Shape& s, const Layer& l, const Step& step, const Between<T>& between, int id) {
     const auto [qkv, heads, inner, low] = between;
@@ -956,7 +1080,7 @@ class Runner {
     share(half, threads, id, &first, &last);
     __m512 gate[TILE][2], up[TILE][2];
     for (int b = first; b < last; ++b) {
-      for (int r = 0; r < m; r += TILE) {
+      for (int r = 0; r < m; r += tile_of<T>(m)) {
         zero(gate);
         some_rows(r, m, h, l.up, 2 * b, gate);
         zero(up);
@@ -980,8 +1104,8 @@ class Runner {
     share(s.d / BLOCK, threads, id, &first, &last);
     __m512 acc[TILE][2];
     for (int b = first; b < last; ++b) {
-      for (int r = 0; r < m; r += TILE) {
-        const int n = std::min(TILE, m - r);
+      for (int r = 0; r < m; r += tile_of<T>(m)) {
+        const int n = std::min(tile_of<T>(m), m - r);
         zero(acc);
         if (whole) some_rows(r, m, inner, l.down, b, acc);
         if (beside) some_rows(r, m, low, l.high, b, acc);
@@ -1096,7 +1220,7 @@ class Runner {
     }
   }
 
-  Room qkv_, heads_, inner_, low_;
+  Room qkv_, heads_, inner_, low_, both_, root_, best_;
   Room draft_rows_, draft_states_, draft_z_, draft_before_, draft_scores_, draft_parts_, draft_fixed_, draft_values_;
   Room draft_places_, draft_state_;
 };
@@ -1181,31 +1305,57 @@ void anabranch_best(const float* z, int count, int width, int best, float* value
   for (int64_t i = 0; i < count; ++i) top(z + i * width, width, best, values + i * best, places + i * best);
 }
 
-void anabranch_argmax(void* runner, const float* z, int count, int width, int64_t* places) {
-  static_cast<Runner*>(runner)->argmaxes(z, count, width, places);
+// places of the largest scores of rows [count]; rows as for anabranch_linear
+void anabranch_choose(int kind, void* runner, const void* x, int count, const Packed* w, const float* bias,
+                      int64_t* places) {
+  auto* r = static_cast<Runner*>(runner);
+  kind == FLOAT ? r->choose(static_cast<const float*>(x), count, *w, bias, places)
+                : r->choose(static_cast<const bf16*>(x), count, *w, bias, places);
 }
 
 // the tree of one row from its stream states [depth, D]; see Runner::draft
-void anabranch_draft(int kind, void* runner, const Draft* draft, const void* states, int64_t root, int64_t* tokens,
-                     float* joints, int64_t* parents, int64_t* counts) {
+int anabranch_draft(int kind, void* runner, const Draft* draft, const void* states, int64_t root, int64_t* tokens,
+                    int64_t* parents, int64_t* depths, float* joints) {
   auto* r = static_cast<Runner*>(runner);
   const auto* narrow = static_cast<const bf16*>(states);
   if (kind == FLOAT)
-    r->draft<float>(*draft, static_cast<const float*>(states), root, tokens, joints, parents, counts);
-  else if (kind == BF16)
-    r->draft<bf16>(*draft, narrow, root, tokens, joints, parents, counts);
-  else
-    r->draft<Group>(*draft, narrow, root, tokens, joints, parents, counts);
+    return r->draft<float>(*draft, static_cast<const float*>(states), root, tokens, parents, depths, joints);
+  if (kind == BF16) return r->draft<bf16>(*draft, narrow, root, tokens, parents, depths, joints);
+  return r->draft<Group>(*draft, narrow, root, tokens, parents, depths, joints);
 }
 
-void anabranch_layers(int kind, void* runner, const Shape* shape, const Layer* layers, int count, const Step* step) {
+void anabranch_layers(int kind, void* runner, const Shape* shape, const Layer* layers, int count, const Step* step,
+                      float* tap, int tapped) {
   auto* r = static_cast<Runner*>(runner);
   if (kind == FLOAT)
-    r->layers<float>(*shape, layers, count, *step);
+    r->layers<float>(*shape, layers, count, *step, tap, tapped);
   else if (kind == BF16)
-    r->layers<bf16>(*shape, layers, count, *step);
+    r->layers<bf16>(*shape, layers, count, *step, tap, tapped);
   else
-    r->layers<Group>(*shape, layers, count, *step);
+    r->layers<Group>(*shape, layers, count, *step, tap, tapped);
+}
+
+// streams from the main rows that they trail to their states; see Runner::trail
+void anabranch_trail(int kind, void* runner, const Shape* shape, const Layer* layers, int count, const Step* step,
+                     const Entry* entry, void* states) {
+  auto* r = static_cast<Runner*>(runner);
+  if (kind == FLOAT)
+    r->trail<float>(*shape, layers, count, *step, *entry, static_cast<float*>(states));
+  else if (kind == BF16)
+    r->trail<bf16>(*shape, layers, count, *step, *entry, static_cast<bf16*>(states));
+  else
+    r->trail<Group>(*shape, layers, count, *step, *entry, static_cast<bf16*>(states));
+}
+
+// keys or values of one row [K, capacity, E] in ``layers`` layers: what lies at start + nodes[i] goes to start + i
+void anabranch_move(void* cache, int layers, int heads, int64_t layer_bytes, int64_t head_bytes, int64_t token_bytes,
+                    int64_t start, const int64_t* nodes, int count) {
+  for (int l = 0; l < layers; ++l)
+    for (int h = 0; h < heads; ++h) {
+      char* from = static_cast<char*>(cache) + l * layer_bytes + h * head_bytes + start * token_bytes;
+      for (int i = 0; i < count; ++i)
+        if (nodes[i] != i) std::memcpy(from + i * token_bytes, from + nodes[i] * token_bytes, static_cast<size_t>(token_bytes));
+    }
 }
 
 }  // extern "C"

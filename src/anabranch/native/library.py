@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from anabranch.files import cache_home
 
-__all__ = ["BLOCK", "KINDS", "Draft", "Layer", "Level", "Library", "Packed", "Shape", "Step", "library", "why_not"]
+__all__ = ["BLOCK", "KINDS", "Draft", "Entry", "Layer", "Library", "Nodes", "Packed", "Shape", "Step", "library", "why_not"]
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")
@@ -79,8 +79,21 @@ class Step(ctypes.Structure):
     )
 
 
+class Entry(ctypes.Structure):
+    """How streams that trail begin."""
+
+    _fields_ = (
+        ("main", ctypes.c_void_p),
+        ("embedding", ctypes.c_void_p),
+        ("emitted", ctypes.c_void_p),
+        ("inputs", Packed),
+        ("up", Packed),
+        *((name, ctypes.c_void_p) for name in ("streams", "hidden", "norm")),
+    )
+
+
 class Draft(ctypes.Structure):
-    """How one row's stream states become candidates."""
+    """How one row's stream states become a tree."""
 
     _fields_ = (
         ("embedding", ctypes.c_void_p),
@@ -88,10 +101,13 @@ class Draft(ctypes.Structure):
         ("ids", ctypes.c_void_p),
         ("own_ids", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("d", "depth", "best", "nodes", "frontier")),
+        ("least", ctypes.c_float),
     )
 
 
-Level: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]
+Layers: TypeAlias = ctypes.Array[Layer]
+# tokens, parents and depths of a tree's nodes and their joint log probabilities
+Nodes: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]
 
 
 class Library:
@@ -116,16 +132,26 @@ class Library:
         self._c.anabranch_best.argtypes = (
             *(ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
         )
-        self._c.anabranch_argmax.argtypes = (
-            *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p),
+        self._c.anabranch_choose.argtypes = (
+            *(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int),
+            *(ctypes.POINTER(Packed), ctypes.c_void_p, ctypes.c_void_p),
         )
+        self._c.anabranch_draft.restype = ctypes.c_int
         self._c.anabranch_draft.argtypes = (
             *(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(Draft), ctypes.c_void_p, ctypes.c_int64),
             *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p),
         )
         self._c.anabranch_layers.argtypes = (
-            *(ctypes.c_int, ctypes.c_void_p),
-            *(ctypes.POINTER(Shape), ctypes.POINTER(Layer), ctypes.c_int, ctypes.POINTER(Step)),
+            *(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(Shape), ctypes.c_void_p, ctypes.c_int),
+            *(ctypes.POINTER(Step), ctypes.c_void_p, ctypes.c_int),
+        )
+        self._c.anabranch_trail.argtypes = (
+            *(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(Shape), ctypes.c_void_p, ctypes.c_int),
+            *(ctypes.POINTER(Step), ctypes.POINTER(Entry), ctypes.c_void_p),
+        )
+        self._c.anabranch_move.argtypes = (
+            *(ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64),
+            *(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int),
         )
         self._lock = threading.Lock()  # one pass at a time: the threads and their scratch memory are shared
         self._threads = 0  # what they take while torch is down to one; 0: as many as torch has
@@ -216,39 +242,61 @@ class Library:
         self._c.anabranch_best(z_MN.data_ptr(), *z_MN.shape, count, values.data_ptr(), places.data_ptr())
         return values, places
 
-    def argmax(self, z_MN: Tensor) -> Tensor:
-        """Where the largest of each row of float32 scores [M, N] first stands: int64 [M]."""
-        z_MN = z_MN.contiguous()
-        places = torch.empty(len(z_MN), dtype=torch.long)
+    def choose(self, x_MD: Tensor, packed: Packed, bias_N: Tensor | None) -> Tensor:
+        """Where the largest entry of each row of ``linear`` first stands: int64 [M]. The scores are not kept."""
+        x_MD = x_MD.contiguous()
+        places = torch.empty(len(x_MD), dtype=torch.long)
+        bias = None if bias_N is None else bias_N.data_ptr()
         with self._lock:
-            self._c.anabranch_argmax(self._run(), z_MN.data_ptr(), *z_MN.shape, places.data_ptr())
+            self._c.anabranch_choose(
+                *(_kind(x_MD), self._run(), x_MD.data_ptr(), len(x_MD), ctypes.byref(packed), bias, places.data_ptr())
+            )
         return places
 
-    def draft(self, how: Draft, states_SD: Tensor, root: int) -> list[Level]:
-        """Candidates of each depth: tokens, joint log probabilities, falling, and parents among the expanded above.
+    def draft(self, how: Draft, states_SD: Tensor, root: int) -> Nodes:
+        """The nodes below the root, breadth first; parents are places in the tree, where the root's is 0.
 
         States and embeddings are float32 where the weights are, else bf16.
         """
         states_SD = states_SD.contiguous()
         keep = how.nodes - 1
-        tokens, parents = np.empty((how.depth, keep), np.int64), np.empty((how.depth, keep), np.int64)
-        joints, counts = np.empty((how.depth, keep), np.float32), np.empty(how.depth, np.int64)
+        integers, joints = np.empty((3, keep), np.int64), np.empty(keep, np.float32)
+        tokens, parents, depths = integers
         with self._lock:
-            self._c.anabranch_draft(
-                *(how.head.kind, self._run(), ctypes.byref(how), states_SD.data_ptr(), root, tokens.ctypes.data),
-                *(joints.ctypes.data, parents.ctypes.data, counts.ctypes.data),
+            n = self._c.anabranch_draft(
+                *(how.head.kind, self._run(), ctypes.byref(how), states_SD.data_ptr(), root),
+                *(tokens.ctypes.data, parents.ctypes.data, depths.ctypes.data, joints.ctypes.data),
             )
-        found = zip(tokens, joints, parents, counts.tolist(), strict=True)
-        return [(t[:n], j[:n], p[:n]) for t, j, p, n in found if n]
+        return tokens[:n], parents[:n], depths[:n], joints[:n]
 
-    def layers(self, shape: Shape, layers: Sequence[Layer], step: Step) -> None:
+    def layers(self, shape: Shape, layers: Layers, step: Step, tap: Tensor | None = None, tapped: int = 0) -> None:
         """Run layers over ``step.x`` in place; keys and values are written behind the committed ones.
 
         The cache is float32 where the weights are, else bf16. All of a layer's weights are quantised, or none is.
+        ``tap`` takes the rows as they are before layer ``tapped`` of these.
         """
-        array, kind = (Layer * len(layers))(*layers), layers[0].qkv.kind
+        pointer = None if tap is None else tap.data_ptr()
         with self._lock:
-            self._c.anabranch_layers(kind, self._run(), ctypes.byref(shape), array, len(layers), ctypes.byref(step))
+            self._c.anabranch_layers(
+                *(layers[0].qkv.kind, self._run(), ctypes.byref(shape), layers, len(layers)),
+                *(ctypes.byref(step), pointer, tapped),
+            )
+
+    def trail(self, shape: Shape, layers: Layers, step: Step, entry: Entry, states: Tensor) -> None:
+        """Streams from the main rows that they trail, through ``layers`` and the last norm, into ``states``."""
+        with self._lock:
+            self._c.anabranch_trail(
+                *(layers[0].qkv.kind, self._run(), ctypes.byref(shape), layers, len(layers)),
+                *(ctypes.byref(step), ctypes.byref(entry), states.data_ptr()),
+            )
+
+    def move(self, cache: Tensor, start: int, nodes: NDArray[np.int64]) -> None:
+        """Keys or values of one row [layers, K, C, E]: what lies at start + nodes[i] goes to start + i; nodes ascend."""
+        size = cache.element_size()
+        layer, head, token, _ = (size * stride for stride in cache.stride())
+        self._c.anabranch_move(
+            *(cache.data_ptr(), cache.shape[0], cache.shape[1], layer, head, token, start, nodes.ctypes.data, len(nodes))
+        )
 
 
 def _kind(x: Tensor) -> int:

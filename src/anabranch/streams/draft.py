@@ -221,8 +221,7 @@ class StreamDraft:
         budget = options.nodes if options.tree == "best" else None
         floor = math.log(options.threshold) if options.threshold else -math.inf
         if len(roots) == 1 and self.native is not None:
-            row = None if rows is None else rows[0]
-            return [_collect(roots[0], self.native(states_BSD[0], roots[0], row), budget, floor)]
+            return [self.native(states_BSD[0], roots[0], None if rows is None else rows[0])]
         levels = self._grow(states_BSD, torch.tensor(roots, device=states_BSD.device), rows)
         host = [(x.tokens.cpu().numpy(), x.joint.cpu().numpy(), x.parents.cpu().numpy()) for x in levels]
         return [_collect(root, [(t[b], j[b], p[b]) for t, j, p in host], budget, floor) for b, root in enumerate(roots)]
@@ -338,7 +337,7 @@ class NativeDraft:
 
     def __init__(self, draft: StreamDraft, linears: dict[str, NativeLinear], head: NativeLinear) -> None:
         options, chain = draft.options, draft.options.tree == "chain"
-        self.kernels = head.kernels
+        self.kernels, self._sources = head.kernels, _sources(np.arange(draft.depth + 1))
         self._kept = (linears, head, draft.vocabulary, draft.target.embedding.weight)
         self._how = native.Draft(
             embedding=draft.target.embedding.weight.data_ptr(),
@@ -349,6 +348,7 @@ class NativeDraft:
             best=1 if chain else min(options.k, len(draft.vocabulary)),
             nodes=draft.depth + 1 if chain else options.nodes,
             frontier=1 if chain else options.frontier,
+            least=math.log(options.threshold) if options.threshold and not chain else -math.inf,
             **{name: linear.packed for name, linear in linears.items()},
         )
 
@@ -365,15 +365,21 @@ class NativeDraft:
             return None
         return NativeDraft(draft, linears, draft.head)
 
-    def __call__(self, states_SD: Tensor, root: int, row: RowVocabulary | None) -> list[native.Level]:
-        """Candidates of each depth for ``_collect``."""
+    def __call__(self, states_SD: Tensor, root: int, row: RowVocabulary | None) -> DraftTree:
+        """The tree of one row."""
         own = None if row is None else row.head
         if isinstance(own, NativeLinear):
             assert row is not None
             self._how.own, self._how.own_ids = own.packed, row.ids.data_ptr()
         else:
             self._how.own, self._how.own_ids = native.Packed(), None
-        return self.kernels.draft(self._how, states_SD, root)
+        tokens, parents, depths, joints = self.kernels.draft(self._how, states_SD, root)
+        return DraftTree(
+            np.concatenate(([root], tokens)),
+            np.concatenate(([-1], parents)),
+            sources=("target", *map(self._sources.__getitem__, depths.tolist())),
+            log_probs=np.concatenate((_ZERO, joints)),
+        )
 
 
 def _children(ids_BV: Tensor, best_BFk: Tensor, joint_BFk: Tensor) -> _Level:
@@ -388,6 +394,7 @@ def _sources(depths: NDArray[np.int64]) -> tuple[str, ...]:
     return tuple("target" if d == 0 else f"stream {d}" for d in depths.tolist())
 
 
+_ZERO = np.zeros(1, np.float32)
 Candidates = tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]
 
 

@@ -5,6 +5,8 @@ B rows of the batch, S streams, D model width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -14,25 +16,31 @@ from anabranch.model.cache import Cache
 from anabranch.model.decoder import Block, Decoder
 from anabranch.model.pack import packed_like
 from anabranch.model.quantize import QuantizedWeight
-from anabranch.model.stack import LayerWeights, NativeLinear, Stack, StackStep
-from anabranch.native.library import BLOCK
+from anabranch.model.stack import LayerWeights, NativeLinear, Stack, StackStep, norm_weight
+from anabranch.native.library import BLOCK, Entry
 from anabranch.streams.adapter import LowRank, StreamAdapter, StreamLayer
 
 __all__ = ["NativeTrail"]
+
+WIDEST = 8192  # of the rows that the kernels read embeddings into
 
 
 class NativeTrail:
     """The top layers with an adapter's deltas, in int8 unless all is float32: they are read a second time, and drafts
     need not be exact. The streams' keys and values are written behind the committed ones,
     where the next pass writes its own: the cache needs room for them.
+
+    ``streams`` of the adapter's run, the first ones: none looks at a later one.
     """
 
-    def __init__(self, target: Decoder, adapter: StreamAdapter) -> None:
+    def __init__(self, target: Decoder, adapter: StreamAdapter, streams: int) -> None:
         layers = [self._layer(target.blocks[i], adapter.layer(i)) for i in range(adapter.start, len(target.blocks))]
-        self.target, self.adapter = target, adapter
+        self.target, self.adapter, self.streams = target, adapter, streams
         self.stack = Stack(target.config, layers, adapter.start)
         if adapter.root is not None:
             adapter.root.pack(target.head)
+        self._entry, self._kept = self._begin(target, adapter, layers[0])
+        self._upto = np.tril(np.ones((streams, streams), np.bool_))
 
     @staticmethod
     def fits(target: Decoder, adapter: StreamAdapter) -> bool:
@@ -49,22 +57,57 @@ class NativeTrail:
         up, down = (_narrow(block.mlp.up), _narrow(block.mlp.down)) if weights.keep_mlp else (None, None)
         return LayerWeights(block, qkv, out, up, down, *_whole_blocks(weights.mlp, block.qkv))
 
-    def __call__(self, entry_BD: Tensor, emitted_BD: Tensor, cache: Cache, planned: int) -> Tensor:
+    @staticmethod
+    def _begin(target: Decoder, adapter: StreamAdapter, layer: LayerWeights) -> tuple[Entry | None, list[object]]:
+        """How streams begin, where the kernels know how, and what that points to."""
+        root, places, width = adapter.root, adapter.embeddings, target.config.hidden_size
+        if root is None or places is None or adapter.init is not None or width > WIDEST:
+            return None, []
+        inputs, up = root.packed["inputs"], root.packed["up"]
+        assert isinstance(inputs, NativeLinear)
+        assert isinstance(up, NativeLinear)
+        if {inputs.kind, up.kind} != {layer.qkv.kind} or inputs.out_features % BLOCK:
+            return None, []
+        streams, hidden = (x.detach().float().contiguous() for x in (places, root.streams))
+        norm = norm_weight(target.norm).contiguous()
+        entry = Entry(
+            embedding=target.embedding.weight.data_ptr(),
+            inputs=inputs.packed,
+            up=up.packed,
+            streams=streams.data_ptr(),
+            hidden=hidden.data_ptr(),
+            norm=norm.data_ptr(),
+        )
+        return entry, [target.embedding.weight, inputs, up, streams, hidden, norm]
+
+    def __call__(self, entry_BD: Tensor, emitted: Sequence[int], cache: Cache, planned: int) -> Tensor:
         """Stream states after the last norm [B, S, D] of the newest committed nodes of all rows in use.
 
-        ``entry_BD`` are those nodes' main rows before layer N - N_s, ``emitted_BD`` embeds what they emitted.
+        ``entry_BD`` are those nodes' main rows before layer N - N_s, ``emitted`` the tokens that they emitted.
         """
-        rows, s = len(entry_BD), self.adapter.config.num_streams
-        x = self.adapter.initial(entry_BD[:, None], emitted_BD[:, None]).to(torch.float32).contiguous()
+        rows, s = len(entry_BD), self.streams
         lengths = np.asarray(cache.lengths, np.int64)
-        cos, sin = self.target.rope()(torch.from_numpy(lengths[:, None] + np.arange(s)), planned)
+        if rows == 1:
+            cos, sin = self.target.rope().span(int(lengths[0]), s, planned)
+        else:
+            cos, sin = self.target.rope()(torch.from_numpy(lengths[:, None] + np.arange(s)), planned)
         first = None
         if (window := self.target.config.sliding_window) is not None and self.target.config.is_sliding(0):
             first = np.broadcast_to(np.maximum(lengths - window, 0)[:, None], (rows, s))
-        upto = np.broadcast_to(np.tril(np.ones((s, s), np.bool_)), (rows, s, s))
-        step = StackStep.of(upto, cache.lengths, first)
-        self.stack.run(x, cos, sin, step, cache, 0, self.adapter.start, self.target.config.num_layers)
-        return self.target.normed(x)
+        step = StackStep.of(np.broadcast_to(self._upto, (rows, s, s)), cache.lengths, first)
+        low, high = self.adapter.start, self.target.config.num_layers
+        words = torch.tensor(emitted)
+        if self._entry is None:
+            told = self.target.embedding(words)[:, None]
+            x = self.adapter.initial(entry_BD[:, None], told)[:, :s].to(torch.float32).contiguous()
+            self.stack.run(x, cos, sin, step, cache, 0, low, high)
+            return self.target.normed(x)
+        x, main = torch.empty(rows, s, entry_BD.shape[1]), entry_BD.float().contiguous()
+        states = torch.empty(x.shape, dtype=self.target.dtype)
+        self._entry.main, self._entry.emitted = main.data_ptr(), words.data_ptr()
+        layers, how = self.stack.layers(cache, 0, low, high), step.over(x, cos, sin)
+        self.stack.kernels.trail(self.stack.shape, layers, how, self._entry, states)
+        return states
 
 
 def _narrow(linear: nn.Module) -> NativeLinear:

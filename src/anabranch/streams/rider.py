@@ -33,6 +33,7 @@ class StreamRider:
     def __init__(self, target: Decoder, adapter: StreamAdapter, *, ride: bool, prune: int = 0) -> None:
         self.start = adapter.start
         self.target, self.adapter, self.ride, self.prune = target, adapter, ride, prune
+        self.looks_on = not ride and not prune
         self.kept: Tensor | None = None
         self.entry_BND: Tensor | None = None
         self.streams_BNSD: Tensor | None = None

@@ -72,7 +72,7 @@ def train_streams(
     """Train an adapter and write its folder; returns its record (``adapter_config.json``).
 
     init      adapter folder whose weights to begin with, of the same target and the same streams (it may lack the root
-              term); the draft vocabulary is drawn anew
+              term and have fewer streams: new ones begin as its last one); the draft vocabulary is drawn anew
     command   how to repeat this, for the card
     licences  of the data by source, for the card
     """
@@ -115,6 +115,9 @@ def _begin_with(adapter: StreamAdapter, init: Path, target: Target) -> str:
     mine, theirs = adapter.config.to_dict(), loaded.adapter.config.to_dict()
     if not theirs["root_width"]:
         theirs["root_width"] = mine["root_width"]  # a root term begins at zero: it changes nothing yet
+    more = mine["num_streams"] - theirs["num_streams"]
+    if more > 0:
+        theirs["num_streams"] = mine["num_streams"]
     if mine != theirs:
         name = next(name for name in mine if mine[name] != theirs[name])
         raise InputError(
@@ -122,5 +125,8 @@ def _begin_with(adapter: StreamAdapter, init: Path, target: Target) -> str:
             "begin with another adapter or give the same option"
         )
     weights = {name: value for name, value in loaded.adapter.state_dict().items() if name != "vocabulary"}
+    for name in ("embeddings", "root.streams"):  # what each stream has of its own
+        if more > 0 and name in weights:
+            weights[name] = torch.cat((weights[name], weights[name][-1:].expand(more, -1)))
     adapter.load_state_dict(weights, strict=False)
     return str(loaded.record["sha256"])
