@@ -80,6 +80,8 @@ def main() -> None:
     parser.add_argument("--quantize", default="none")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    if not args.text.is_file():
+        parser.error(f"there is no file {args.text}; give a plain text or a .jsonl.gz with a field text")
     target = load_target(args.model, dtype=args.dtype, quantize=args.quantize)
     loaded = find_adapter(target)
     pack_decoder(target.decoder)

@@ -22,13 +22,12 @@ from typing import Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from anabranch.drafters.base import Context, Drafter, Observation
 from anabranch.errors import CapabilityError, InputError
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder, Feed, StepOutput
-from anabranch.sampling import SamplingParams, argmax, generator, log_probs, target_probs, target_tokens, uniforms
+from anabranch.sampling import SamplingParams, argmax, generator, log_probs, target_probs, uniforms
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule, Verdict, follow, reject
 
@@ -287,7 +286,7 @@ class Engine:
             probs = target_probs(logits_NV, sampling, histories)
             return reject(tree, probs, generator(sampling.seed, len(text)))
         noise = uniforms(sampling.seed, len(text) + tree.depths)
-        return follow(tree, target_tokens(logits_NV, sampling, noise, histories).cpu().numpy())
+        return follow(tree, self.target.draw(logits_NV, sampling, noise, histories).cpu().numpy())
 
     def _emit(self, row: _Row, tree: DraftTree, verdict: Verdict) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Append what was accepted to the row's text; EOS and the length limit cut inside the accepted path."""

@@ -100,6 +100,12 @@ class SamplingParams:
         """Whether the law at a node depends on the tokens before it other than through the logits."""
         return self.repetition_penalty != 1 or bool(self.processors)
 
+    @property
+    def whole(self) -> bool:
+        """Whether the law is the softmax of logits / temperature, nothing cut off and nothing added."""
+        uncut = self.top_k == 0 and self.top_p == 1 and self.min_p == 0
+        return uncut and not self.greedy and not self.needs_history
+
 
 def process_logits(
     logits_NV: Tensor, params: SamplingParams, histories: Sequence[Sequence[int]] | None = None

@@ -122,7 +122,7 @@ def test_costs_in_a_spec() -> None:
 def test_usual_costs_need_no_measurement() -> None:
     drafter = make_drafter("streams:tree=auto", small(), small_adapter(small()))
     assert isinstance(drafter, CombinedDrafter)
-    assert drafter.width.costs == usual_costs(small(), 16)
+    assert drafter.width.costs == usual_costs(small())
     assert drafter.max_nodes == 16
 
 

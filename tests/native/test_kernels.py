@@ -370,6 +370,30 @@ def test_the_first_of_the_largest(outputs: int, rows: int, kind: str, biased: bo
 
 
 @needs_kernels
+@settings(max_examples=60, deadline=None)
+@given(
+    width=st.integers(1, 900),
+    rows=st.integers(1, 5),
+    temperature=st.sampled_from([1e-30, 0.3, 1.0, 4.0]),
+    seed=st.integers(0, 2**31),
+)
+def test_a_draw_is_where_the_running_sum_crosses(width: int, rows: int, temperature: float, seed: int) -> None:
+    kernels = native.library()
+    assert kernels is not None
+    source = torch.Generator().manual_seed(seed)
+    z = torch.randn(rows, width, generator=source) * 3
+    z[:, 1:][torch.rand(rows, width - 1, generator=source) < 0.3] = float("-inf")
+    noise = np.random.default_rng(seed).random(rows)
+    noise[0] = (0.0, 1.0 - 2.0**-53, noise[0])[seed % 3]
+    drawn = kernels.draw(z, temperature, noise)
+    law = (z.double() / temperature).softmax(-1).numpy()
+    for b, token in enumerate(drawn.tolist()):
+        assert law[b, token] > 0 or temperature < 1e-20
+        before = law[b, :token].sum()
+        assert before - 1e-6 <= noise[b] <= before + law[b, token] + 1e-6
+
+
+@needs_kernels
 def test_torch_keeps_its_threads() -> None:
     kernels = native.library()
     assert kernels is not None

@@ -118,7 +118,7 @@ def _costs(parts: list[tuple[str, dict[str, Any]]], target: Decoder) -> StepCost
     """Those that ``tree=auto`` fits trees to; None where trees are not fitted."""
     for _, settings in parts:
         if _is_auto(settings):
-            return settings.get("costs") or usual_costs(target, settings.get("nodes", DraftOptions.nodes))
+            return settings.get("costs") or usual_costs(target)
     return None
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from anabranch.drafters.base import Context, Drafter, Observation
 from anabranch.errors import CapabilityError, InputError
+from anabranch.memory import give_back
 from anabranch.model.decoder import Block, Decoder, Rider
 from anabranch.sampling import SamplingParams, generator
 from anabranch.streams.adapter import StreamAdapter
@@ -61,7 +62,9 @@ class StreamDrafter(Drafter):
         better = (target.device.type == "cpu" or adapter.root is not None) and not adapter.config.context_top
         ride = placement == "ride" or (placement == "auto" and not better)
         self._rider = StreamRider(target, adapter, ride=ride, prune=prune)
-        self._native = NativeTrail(target, adapter, self.tree.depth) if not ride and NativeTrail.fits(target, adapter) else None
+        self._native = (
+            NativeTrail(target, adapter, self.tree.depth) if not ride and NativeTrail.fits(target, adapter) else None
+        )
         if not ride and self._native is None:
             for index in range(adapter.start, len(target.blocks)):
                 block = target.blocks[index]
@@ -70,6 +73,7 @@ class StreamDrafter(Drafter):
         o, depth = self.tree.options, self.tree.depth
         children = 1 if o.tree == "chain" else o.k
         self.max_nodes = o.nodes if o.tree == "best" else sum(children**d for d in range(depth + 1))
+        give_back()
         self._states: dict[int, Tensor] = {}
         self._words: dict[int, RowVocabulary] = {}
 

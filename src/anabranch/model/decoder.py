@@ -25,7 +25,7 @@ from anabranch.errors import InputError
 from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig
 from anabranch.model.rope import Rope, rotate
-from anabranch.sampling import argmax
+from anabranch.sampling import COLDEST, SamplingParams, argmax, target_tokens
 from anabranch.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -315,8 +315,8 @@ def attention(config: ModelConfig, q_BNHE: Tensor, k_BKLE: Tensor, v_BKLE: Tenso
 class Rider(Protocol):
     """Something that travels in the target's pass from layer ``start`` on.
 
-    ``ride`` says whether it brings rows of its own; where it does not, ``layer`` is not called. A rider that ``looks_on``
-    changes nothing: what ``enter`` returns is not used, nor is it told to leave.
+    ``ride`` says whether it brings rows of its own; where it does not, ``layer`` is not called. A rider that
+    ``looks_on`` changes nothing: what ``enter`` returns is not used, nor is it told to leave.
     ``kept`` [B, n] are the nodes that went on after it entered, ascending, padding last; None: all.
     """
 
@@ -428,6 +428,18 @@ class Decoder(nn.Module):
             tokens: Tensor = self.head.choose(x)
             return tokens
         return argmax(self.logits(x).flatten(0, -2)).view(x.shape[:-1])
+
+    def draw(
+        self,
+        logits_NV: Tensor,
+        params: SamplingParams,
+        uniforms_N: NDArray[np.float64],
+        histories: Sequence[Sequence[int]] | None = None,
+    ) -> Tensor:
+        """The target's own tokens [N]: ``sampling.target_tokens``, by the kernels where nothing cuts the law."""
+        if self.stack is not None and params.whole and logits_NV.dtype == torch.float32:
+            return self.stack.kernels.draw(logits_NV, max(params.temperature, COLDEST), uniforms_N)
+        return target_tokens(logits_NV, params, uniforms_N, histories)
 
     def forward(
         self,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import DeviceError, FetchError, FileError, InputError
+from anabranch.memory import give_back
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import model_config
@@ -79,6 +80,7 @@ def load_target(
     tokenizer = _tokenizer(path) if tokenizer is None else tokenizer
     config = replace(config, eos_token_ids=_eos(config, generation, tokenizer))
     decoder.config = config
+    give_back()
     return Target(decoder, tokenizer, config, name, path, identity, kind)
 
 

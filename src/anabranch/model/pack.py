@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from anabranch.memory import give_back
 from anabranch.model.decoder import Block, Decoder
 from anabranch.model.quantize import GROUP, QuantizedLinear, QuantizedWeight
 from anabranch.model.stack import NativeLinear, Stack, native_for
@@ -125,6 +126,7 @@ def pack_decoder(target: Decoder) -> bool:
             else:
                 packed = PackedLinear(linear.weight, linear.bias)
             setattr(module, name, packed)
+        give_back()
     head = target.head
     if native:
         target.head = NativeLinear(_stored(head), head.bias, keep=head.weight, wide=True)

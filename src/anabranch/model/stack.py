@@ -159,6 +159,7 @@ class Stack:
         self.kernels, self.config, self.first = kernels, config, first
         self._kept: list[object] = []  # what the structs point to
         self._ready: dict[tuple[int, ...], native.Layers] = {}
+        self._norms: dict[Norm, Tensor] = {}
         self._layers = [self._struct(layer) for layer in layers]
         scale = config.attention_scale if config.attention_scale is not None else config.head_dim**-0.5
         self.shape = native.Shape(
@@ -259,10 +260,9 @@ class Stack:
 
     def normed(self, x: Tensor, norm: Norm) -> Tensor:
         """A norm of float32 rows, in the weights' type."""
-        weight = getattr(norm, "_wide", None)
-        if weight is None:
-            weight = norm._wide = norm_weight(norm).contiguous()
-        return self.kernels.norm(x, weight, norm.eps, norm.weight.dtype)
+        if norm not in self._norms:
+            self._norms[norm] = norm_weight(norm).contiguous()
+        return self.kernels.norm(x, self._norms[norm], norm.eps, norm.weight.dtype)
 
 
 def norm_weight(norm: Norm) -> Tensor:

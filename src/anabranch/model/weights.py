@@ -38,14 +38,13 @@ class _SafetensorsDir(Mapping[str, Tensor]):
     def __init__(self, folder: Path, shards: Mapping[str, Path]) -> None:
         self.folder = folder
         self._shards = shards
-        self._open: dict[Path, Any] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         path = self._shards[name]
         try:
-            if path not in self._open:
-                self._open[path] = safe_open(path, framework="pt", device="cpu")
-            tensor: Tensor = self._open[path].get_tensor(name)
+            # opened anew for each tensor: pages that were read stay resident for as long as the file is mapped
+            with safe_open(path, framework="pt", device="cpu") as file:
+                tensor: Tensor = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise _broken(path, error) from error
         return tensor

@@ -537,12 +537,19 @@ inline void turn(float* v, const float* norm, const Shape& s, const float* cos, 
     for (int i = 0; i < s.e; ++i) v[i] = v[i] * factor * norm[i];
   }
   const int half = s.rope_dim / 2;
-  for (int i = 0; i < half; ++i) {
+  int i = 0;
+  for (; i + 16 <= half; i += 16) {
+    const __m512 a = _mm512_loadu_ps(v + i), b = _mm512_loadu_ps(v + i + half);
+    const auto times = [](__m512 x, const float* y) { return _mm512_mul_ps(x, _mm512_loadu_ps(y)); };
+    store16(to + i, _mm512_sub_ps(times(a, cos + i), times(b, sin + i)));
+    store16(to + i + half, _mm512_add_ps(times(b, cos + i + half), times(a, sin + i + half)));
+  }
+  for (; i < half; ++i) {
     const float a = v[i], b = v[i + half];
     store1(to + i, a * cos[i] - b * sin[i]);
     store1(to + i + half, b * cos[i + half] + a * sin[i + half]);
   }
-  for (int i = s.rope_dim; i < s.e; ++i) store1(to + i, v[i]);
+  for (i = s.rope_dim; i < s.e; ++i) store1(to + i, v[i]);
 }
 
 // 16 keys of E values -> 32 bits of all keys together: out[d] holds value d (in bf16: pair d) of the 16 keys
@@ -583,7 +590,7 @@ inline void scores_of(const T* q, int64_t stride, const __m512i* keys, int words
   for (auto& a : acc) a = _mm512_setzero_ps();
   for (int d = 0; d < words; ++d) {
     const __m512i k = keys[d];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int i = 0; i < QUERIES; ++i) acc[i] = dot<T>(acc[i], spread(q + i * stride + PER_LANE<T> * d), k);
   }
   for (int i = 0; i < QUERIES; ++i) _mm512_storeu_ps(to + i * to_stride, acc[i]);
@@ -658,6 +665,54 @@ void top(const float* z, int width, int best, float* values, int64_t* places) {
   }
   const float scale = std::log(_mm512_reduce_add_ps(total)) + _mm512_cvtss_f32(highest);
   for (int i = 0; i < best; ++i) values[i] -= scale;
+}
+
+// The first place at which the running sum of e^((z - most) / temperature) exceeds ``uniform`` times the whole. Sums
+// run in double over stretches of ``STRETCH``; a place whose weight is 0 is never drawn.
+constexpr int STRETCH = 256;
+
+int64_t draw(const float* z, int width, float temperature, double uniform, std::vector<double>* sums) {
+  const __m512 low = _mm512_set1_ps(-INFINITY);
+  __m512 most = low;
+  for (int i = 0; i < width; i += 16) most = _mm512_max_ps(most, _mm512_mask_loadu_ps(low, tail(width - i), z + i));
+  const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(most)), cold = _mm512_set1_ps(1.0f / temperature);
+  // weights below e^-100 are 0: ``exponential`` ends there
+  const auto weights = [&](int i) {
+    const __m512 x = _mm512_mul_ps(_mm512_sub_ps(_mm512_mask_loadu_ps(low, tail(width - i), z + i), top), cold);
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-100.0f), _CMP_GT_OQ), exponential(x));
+  };
+  sums->clear();
+  double whole = 0.0;
+  for (int from = 0; from < width; from += STRETCH) {
+    __m512d total = _mm512_setzero_pd();
+    for (int i = from; i < std::min(width, from + STRETCH); i += 16) {
+      const __m512 w = weights(i);
+      total = _mm512_add_pd(total, _mm512_cvtps_pd(_mm512_castps512_ps256(w)));
+      total = _mm512_add_pd(total, _mm512_cvtps_pd(_mm512_extractf32x8_ps(w, 1)));
+    }
+    sums->push_back(_mm512_reduce_add_pd(total));
+    whole += sums->back();
+  }
+  double left = uniform * whole, inside = 0.0;
+  int part = 0;  // the stretch where the sum crosses, or, where it rounds to less, the last one that weighs anything
+  for (int i = 0; i < static_cast<int>(sums->size()); ++i) {
+    const double sum = (*sums)[static_cast<size_t>(i)];
+    if (sum > 0.0) part = i, inside = left;
+    if (left < sum) break;
+    left -= sum;
+  }
+  int64_t found = 0;
+  for (int i = part * STRETCH; i < std::min(width, (part + 1) * STRETCH); i += 16) {
+    alignas(64) float w[16];
+    _mm512_store_ps(w, weights(i));
+    for (int j = 0; j < 16 && i + j < width; ++j) {
+      if (w[j] == 0.0f) continue;
+      found = i + j;
+      if (inside < w[j]) return found;
+      inside -= w[j];
+    }
+  }
+  return found;
 }
 
 // ---- drafts -------------------------------------------------------------------------------------------------------
@@ -925,6 +980,16 @@ class Runner {
     return count;
   }
 
+  void draws(const float* z, int count, int width, float temperature, const double* uniforms, int64_t* places) {
+    pool.run([&](int id) {
+      int first, last;
+      std::vector<double> sums;
+      share(count, pool.size(), id, &first, &last);
+      for (int i = first; i < last; ++i)
+        places[i] = draw(z + static_cast<int64_t>(i) * width, width, temperature, uniforms[i], &sums);
+    });
+  }
+
   // The places of the largest scores, of equals the first: y = x w' + bias is not kept.
   template <class T>
   void choose(const T* x, int count, const Packed& w, const float* bias, int64_t* places) {
@@ -1052,7 +1117,7 @@ class Runner {
       turn(from, l.k_norm, s, step.cos + static_cast<int64_t>(row) * s.rope_dim,
            step.sin + static_cast<int64_t>(row) * s.rope_dim, static_cast<Plain<T>*>(l.keys) + at);
       const float* value = from + s.kv_heads * s.e;
-      for (int c = 0; c < s.e; ++c) store1(static_cast<Plain<T>*>(l.values) + at + c, value[c]);
+      for (int c = 0; c < s.e; c += 16) store16(static_cast<Plain<T>*>(l.values) + at + c, _mm512_loadu_ps(value + c));
     }
     pool.barrier();
 
@@ -1166,8 +1231,10 @@ class Runner {
     for (int k = 0; k < span; k += 16) {
       transpose_keys(keys + static_cast<int64_t>(k) * s.e, std::min(16, span - k), s.e, turned);
       int i = 0;
-      for (; i + 8 <= count; i += 8)
-        scores_of<P, 8>(q + i * s.e, s.e, turned, WORDS, p + i * width + k, width);
+      for (; i + 12 <= count; i += 12)
+        scores_of<P, 12>(q + i * s.e, s.e, turned, WORDS, p + i * width + k, width);
+      for (; i + 6 <= count; i += 6)
+        scores_of<P, 6>(q + i * s.e, s.e, turned, WORDS, p + i * width + k, width);
       for (; i + 3 <= count; i += 3)
         scores_of<P, 3>(q + i * s.e, s.e, turned, WORDS, p + i * width + k, width);
       for (; i < count; ++i)
@@ -1183,16 +1250,21 @@ class Runner {
       for (int a = step.offsets[row]; a < step.offsets[row + 1]; ++a) mine_p[n++] = mine_p[from + seen + step.ancestors[a]];
       total[i] = soften(mine_p, n, s.scale);
     }
-    constexpr int TOGETHER = 16 / NE > 1 ? 16 / NE : 1;
+    // as many queries at a time as have room for their sums, if they see the same of the committed text
+    constexpr int MANY = 24 / NE < 6 ? 24 / NE : 6;
     for (int i = 0; i < count;) {
-      bool alike = i + TOGETHER <= count;
-      for (int c = 1; alike && c < TOGETHER; ++c) alike = step.first[row_of(i + c)] == step.first[row_of(i)];
-      const int n = alike ? TOGETHER : 1;
-      if (alike)
-        values_of<T, TOGETHER, NE>(s, step, between, values, p + i * width, width, b, head, begin + i, total + i);
+      int alike = 1;
+      while (alike < MANY && i + alike < count && step.first[row_of(i + alike)] == step.first[row_of(i)]) ++alike;
+      const auto some = [&](auto queries) {
+        values_of<T, queries, NE>(s, step, between, values, p + i * width, width, b, head, begin + i, total + i);
+        i += queries;
+      };
+      if (alike == MANY)
+        some(std::integral_constant<int, MANY>{});
+      else if (alike >= 3)
+        some(std::integral_constant<int, 3>{});
       else
-        values_of<T, 1, NE>(s, step, between, values, p + i * width, width, b, head, begin + i, total + i);
-      i += n;
+        some(std::integral_constant<int, 1>{});
     }
   }
 
@@ -1311,6 +1383,12 @@ void anabranch_choose(int kind, void* runner, const void* x, int count, const Pa
   auto* r = static_cast<Runner*>(runner);
   kind == FLOAT ? r->choose(static_cast<const float*>(x), count, *w, bias, places)
                 : r->choose(static_cast<const bf16*>(x), count, *w, bias, places);
+}
+
+// one place a row of z [count, width], drawn from softmax(z / temperature); see draw
+void anabranch_draw(void* runner, const float* z, int count, int width, float temperature, const double* uniforms,
+                    int64_t* places) {
+  static_cast<Runner*>(runner)->draws(z, count, width, temperature, uniforms, places);
 }
 
 // the tree of one row from its stream states [depth, D]; see Runner::draft

@@ -29,7 +29,20 @@ from torch import Tensor
 
 from anabranch.files import cache_home
 
-__all__ = ["BLOCK", "KINDS", "Draft", "Entry", "Layer", "Library", "Nodes", "Packed", "Shape", "Step", "library", "why_not"]
+__all__ = [
+    "BLOCK",
+    "KINDS",
+    "Draft",
+    "Entry",
+    "Layer",
+    "Library",
+    "Nodes",
+    "Packed",
+    "Shape",
+    "Step",
+    "library",
+    "why_not",
+]
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")
@@ -135,6 +148,10 @@ class Library:
         self._c.anabranch_choose.argtypes = (
             *(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int),
             *(ctypes.POINTER(Packed), ctypes.c_void_p, ctypes.c_void_p),
+        )
+        self._c.anabranch_draw.argtypes = (
+            *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_float),
+            *(ctypes.c_void_p, ctypes.c_void_p),
         )
         self._c.anabranch_draft.restype = ctypes.c_int
         self._c.anabranch_draft.argtypes = (
@@ -253,6 +270,19 @@ class Library:
             )
         return places
 
+    def draw(self, z_MN: Tensor, temperature: float, uniforms_M: NDArray[np.float64]) -> Tensor:
+        """A place in each row of float32 scores [M, N], drawn from softmax(z / temperature): int64 [M].
+
+        It is the first at which the running sum of the law exceeds the row's number in [0, 1).
+        """
+        z_MN, uniforms_M = z_MN.contiguous(), np.ascontiguousarray(uniforms_M, np.float64)
+        places = torch.empty(len(z_MN), dtype=torch.long)
+        with self._lock:
+            self._c.anabranch_draw(
+                *(self._run(), z_MN.data_ptr(), *z_MN.shape, temperature, uniforms_M.ctypes.data, places.data_ptr())
+            )
+        return places
+
     def draft(self, how: Draft, states_SD: Tensor, root: int) -> Nodes:
         """The nodes below the root, breadth first; parents are places in the tree, where the root's is 0.
 
@@ -291,11 +321,21 @@ class Library:
             )
 
     def move(self, cache: Tensor, start: int, nodes: NDArray[np.int64]) -> None:
-        """Keys or values of one row [layers, K, C, E]: what lies at start + nodes[i] goes to start + i; nodes ascend."""
+        """In keys or values of one row [layers, K, C, E]: start + nodes[i] goes to start + i; nodes ascend."""
         size = cache.element_size()
         layer, head, token, _ = (size * stride for stride in cache.stride())
         self._c.anabranch_move(
-            *(cache.data_ptr(), cache.shape[0], cache.shape[1], layer, head, token, start, nodes.ctypes.data, len(nodes))
+            *(
+                cache.data_ptr(),
+                cache.shape[0],
+                cache.shape[1],
+                layer,
+                head,
+                token,
+                start,
+                nodes.ctypes.data,
+                len(nodes),
+            )
         )
 
 

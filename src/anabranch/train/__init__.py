@@ -1,8 +1,8 @@
 """Training stream adapters: answers, examples, the loss, the loop, and what it will be worth in decoding."""
 
+from anabranch.memory import keep_memory
 from anabranch.train.answers import AnswerProgress, Prompt, read_prompts, write_answers
 from anabranch.train.data import Batch, Example, frequent_tokens, read_examples, read_texts, split
-from anabranch.train.memory import keep_memory
 from anabranch.train.objective import LossOptions, StreamObjective
 from anabranch.train.recipes import RECIPES, Recipe, recipe
 from anabranch.train.replay import Replay, evaluate, replay

@@ -110,16 +110,22 @@ def digest(examples: Iterable[Example]) -> str:
 
 
 def split(examples: Sequence[Example], held_out: int, seed: int = 0) -> tuple[list[Example], list[Example]]:
-    """Training and held-out examples; no prompt is in both."""
+    """Training and held-out examples; no prompt is in both.
+
+    Prompts are drawn by lots of their own: what was trained on is not held out when more data comes.
+    """
     if held_out < 0:
         raise InputError(f"the number of held-out examples must be at least 0, not {held_out}")
     if held_out >= len(examples):
         raise InputError(f"{held_out} held-out examples were asked for, but there are only {len(examples)} in all")
-    order = list(examples)
-    random.Random(seed).shuffle(order)
+    order = sorted(examples, key=lambda example: _lot(example.prompt_ids, seed))
     evaluation = order[:held_out]
     prompts = {example.prompt_ids for example in evaluation}
     return [example for example in order[held_out:] if example.prompt_ids not in prompts], evaluation
+
+
+def _lot(prompt_ids: tuple[int, ...], seed: int) -> bytes:
+    return hashlib.sha256(np.array([seed, *prompt_ids]).tobytes()).digest()
 
 
 def frequent_tokens(examples: Iterable[Example], size: int, vocab_size: int, always: Iterable[int] = ()) -> Tensor:

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from anabranch.errors import FileError, InputError
+from anabranch.memory import keep_memory
 from anabranch.model.load import Target
 from anabranch.model.pack import pack_decoder
 from anabranch.streams.adapter import StreamAdapter
 from anabranch.streams.folder import TargetIdentity, load_adapter, save_adapter
 from anabranch.train.answers import settings_path
 from anabranch.train.data import Example, frequent_tokens, read_examples, read_texts, split
-from anabranch.train.memory import keep_memory
 from anabranch.train.recipes import Recipe
 from anabranch.train.trainer import Progress, Trainer
 

@@ -55,7 +55,7 @@ def small() -> Recipe:
 def default_adapter() -> Recipe:
     """The adapter that ships: six layers, frozen MLP with deltas, told the root, scoring conditioned on the path."""
     streams = StreamConfig(
-        num_streams=4,
+        num_streams=5,
         num_stream_layers=6,
         stream_mlp="mlp+adapter",
         adapter_rank=32,

@@ -1,4 +1,4 @@
-"""How a training takes memory from its system."""
+"""How memory is taken from the system and given back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from anabranch.errors import FileError
 
-__all__ = ["keep_memory", "off_heap"]
+__all__ = ["give_back", "keep_memory", "off_heap"]
 
 # <malloc.h>
 M_TRIM_THRESHOLD = -1
@@ -46,9 +46,19 @@ def keep_memory() -> bool:
     glibc maps every large tensor afresh from the system and hands it back when it is freed, so each operation of a
     training step pays for zeroed pages again. Kept on the heap, the same pages serve the next operation.
     """
-    if platform.system() != "Linux" or platform.libc_ver()[0] != "glibc":
+    if not _glibc():
         return False
     mallopt = ctypes.CDLL(None).mallopt
     # older glibc refuses more than 32 MiB
     mapped = mallopt(M_MMAP_THRESHOLD, 1 << 30) or mallopt(M_MMAP_THRESHOLD, 1 << 25)
     return bool(mapped and mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
+
+
+def give_back() -> None:
+    """Hand what was freed back to the system (Linux with glibc): a load or a packing leaves holes of whole weights."""
+    if _glibc():
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _glibc() -> bool:
+    return platform.system() == "Linux" and platform.libc_ver()[0] == "glibc"
