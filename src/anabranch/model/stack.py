@@ -158,11 +158,11 @@ class Stack:
         assert kernels is not None, native.why_not()
         self.kernels, self.config, self.first = kernels, config, first
         self._kept: list[object] = []  # what the structs point to
-        self._ready: dict[tuple[int, ...], native.Layers] = {}
+        self._ready: dict[tuple[int, ...], tuple[native.Shape, native.Layers]] = {}
         self._norms: dict[Norm, Tensor] = {}
         self._layers = [self._struct(layer) for layer in layers]
         scale = config.attention_scale if config.attention_scale is not None else config.head_dim**-0.5
-        self.shape = native.Shape(
+        self._shape = native.Shape(
             d=config.hidden_size,
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,
@@ -214,8 +214,8 @@ class Stack:
             high=self._packed(layer.high),
         )
 
-    def layers(self, cache: Cache, slot: int, low: int, high: int) -> native.Layers:
-        """Layers ``low`` to ``high`` - 1 of the target over the cache's rows from ``slot`` on, ready to run."""
+    def ready(self, cache: Cache, slot: int, low: int, high: int) -> tuple[native.Shape, native.Layers]:
+        """Layers ``low`` to ``high`` - 1 of the target over the cache's rows from ``slot`` on, and their sizes."""
         size = cache.keys.element_size()
         where = (cache.keys.data_ptr(), cache.values.data_ptr(), slot, low, high, *cache.keys.stride())
         if where not in self._ready:
@@ -226,8 +226,9 @@ class Stack:
             for index, layer in enumerate(chosen, low):
                 layer.keys = cache.keys.data_ptr() + slot_bytes + index * layer_bytes
                 layer.values = cache.values.data_ptr() + slot_bytes + index * layer_bytes
-            self._ready[where] = chosen
-        self.shape.row_stride, self.shape.head_stride = cache.keys.stride(1), cache.keys.stride(2)
+            shape = native.Shape.from_buffer_copy(self._shape)
+            shape.row_stride, shape.head_stride = cache.keys.stride(1), cache.keys.stride(2)
+            self._ready[where] = shape, chosen
         return self._ready[where]
 
     def run(
@@ -254,9 +255,8 @@ class Stack:
         if low == high:
             return
         cos, sin = cos.contiguous(), sin.contiguous()
-        self.kernels.layers(
-            self.shape, self.layers(cache, slot, low, high), step.over(x_BND, cos, sin), tap, tapped - low
-        )
+        shape, layers = self.ready(cache, slot, low, high)
+        self.kernels.layers(shape, layers, step.over(x_BND, cos, sin), tap, tapped - low)
 
     def normed(self, x: Tensor, norm: Norm) -> Tensor:
         """A norm of float32 rows, in the weights' type."""

@@ -1213,7 +1213,8 @@ class Runner {
             int begin, int count) {
     Scratch& mine = own[static_cast<size_t>(id)];
     const int group = s.heads / s.kv_heads, wide = l.qkv.outputs, length = step.lengths[b];
-    const int span = length + step.nodes;
+    // no node sees a later one
+    const int span = length + (begin + count - 1) / group + 1;
     const int64_t width = (span + 31) / 16 * 16;
     using P = Plain<T>;
     P* q = mine.q.of<P>(static_cast<int64_t>(count) * s.e);
@@ -1276,11 +1277,20 @@ class Runner {
     for (auto& row : acc)
       for (auto& v : row) v = _mm512_setzero_ps();
     const int from = step.first[b * step.nodes + begin / group], seen = length - from;
-    gather_values<Plain<T>, QUERIES, NE>(p, width, values + static_cast<int64_t>(from) * s.e, seen, acc);
+    // the first nodes of the pass that all of these queries see lie behind the committed text as if they were of it
+    int common = step.nodes;
+    for (int row = b * step.nodes + begin / group; row <= b * step.nodes + (begin + QUERIES - 1) / group; ++row) {
+      const int32_t* above = step.ancestors + step.offsets[row];
+      const int count = step.offsets[row + 1] - step.offsets[row];
+      int alike = 0;
+      while (alike < std::min(common, count) && above[alike] == alike) ++alike;
+      common = alike;
+    }
+    gather_values<Plain<T>, QUERIES, NE>(p, width, values + static_cast<int64_t>(from) * s.e, seen + common, acc);
     for (int i = 0; i < QUERIES; ++i) {
       const int node = (begin + i) / group, row = b * step.nodes + node;
-      const float* weight = p + i * width + seen;
-      for (int a = step.offsets[row]; a < step.offsets[row + 1]; ++a) {
+      const float* weight = p + i * width + seen + common;
+      for (int a = step.offsets[row] + common; a < step.offsets[row + 1]; ++a) {
         const Plain<T>* value = values + static_cast<int64_t>(length + step.ancestors[a]) * s.e;
         const __m512 w = _mm512_set1_ps(*weight++);
         for (int c = 0; c < NE; ++c) acc[i][c] = _mm512_fmadd_ps(w, load16(value + 16 * c), acc[i][c]);

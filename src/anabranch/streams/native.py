@@ -105,8 +105,8 @@ class NativeTrail:
         x, main = torch.empty(rows, s, entry_BD.shape[1]), entry_BD.float().contiguous()
         states = torch.empty(x.shape, dtype=self.target.dtype)
         self._entry.main, self._entry.emitted = main.data_ptr(), words.data_ptr()
-        layers, how = self.stack.layers(cache, 0, low, high), step.over(x, cos, sin)
-        self.stack.kernels.trail(self.stack.shape, layers, how, self._entry, states)
+        shape, layers = self.stack.ready(cache, 0, low, high)
+        self.stack.kernels.trail(shape, layers, step.over(x, cos, sin), self._entry, states)
         return states
 
 
