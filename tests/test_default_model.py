@@ -12,7 +12,7 @@ import torch
 from anabranch.drafters import make_drafter
 from anabranch.engine import Engine, Request
 from anabranch.model.load import Target, load_target
-from anabranch.sampling import SamplingParams, generator, target_probs, target_tokens, uniforms
+from anabranch.sampling import SamplingParams, generator, position_keys, target_probs, target_tokens
 from anabranch.streams.adapter import StreamAdapter
 from anabranch.streams.draft import DraftOptions, StreamDraft
 from anabranch.streams.folder import SHIPPED, find_adapter
@@ -101,8 +101,8 @@ def test_first_token_law_at_temperature_one(target: Target, adapter: StreamAdapt
         laws = torch.from_numpy(np.tile(law, (tree.size, 1)))
         verdict = reject(tree, laws, generator(i, len(context.tokens)))
         emitted["reject"].append(int(tree.tokens[verdict.path[1]]) if verdict.accepted else verdict.next_token)
-        u = uniforms(i, len(context.tokens) + tree.depths)
-        own = target_tokens(logits.expand(tree.size, -1), sampling, u).numpy()
+        keys = position_keys(i, len(context.tokens) + tree.depths)
+        own = target_tokens(logits.expand(tree.size, -1), sampling, keys).numpy()
         verdict = follow(tree, own)
         emitted["follow"].append(int(tree.tokens[verdict.path[1]]) if verdict.accepted else verdict.next_token)
     for rule, tokens in emitted.items():

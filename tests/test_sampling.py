@@ -16,14 +16,16 @@ from anabranch.errors import InputError
 from anabranch.sampling import (
     SamplingParams,
     generator,
+    gumbels,
     inverse_cdf,
     log_probs,
+    position_keys,
     process_logits,
     target_probs,
     target_tokens,
-    uniforms,
 )
 
+NO_KEYS = np.zeros(0, np.uint64)  # greedy decoding reads none
 LOGITS = torch.tensor([[0.5, 0.2, 0.2, 0.1], [0.1, 0.6, 0.0, 0.3]]).log()  # [2, 4]
 
 
@@ -49,7 +51,7 @@ def test_greedy_is_one_hot_at_the_first_of_ties() -> None:
     assert target_probs(ties, SamplingParams()).tolist() == [[0, 1, 0, 0]]
     wide = torch.zeros(1, 1000)
     wide[0, [300, 301, 900]] = 5.0
-    assert target_tokens(wide, SamplingParams(), [0.9]).tolist() == [300]
+    assert target_tokens(wide, SamplingParams(), NO_KEYS).tolist() == [300]
 
 
 def test_top_k_keeps_ties() -> None:
@@ -86,7 +88,7 @@ def test_tiny_temperatures_do_not_overflow() -> None:
 
 def test_bfloat16_logits_give_float32_probs() -> None:
     assert target_probs(LOGITS.bfloat16(), SamplingParams(temperature=1.0)).dtype == torch.float32
-    assert target_tokens(LOGITS.bfloat16(), SamplingParams(), [0.0, 0.0]).tolist() == [0, 1]
+    assert target_tokens(LOGITS.bfloat16(), SamplingParams(), NO_KEYS).tolist() == [0, 1]
 
 
 def test_inputs_are_left_alone() -> None:
@@ -112,7 +114,7 @@ def test_repetition_penalty_pulls_seen_tokens_down_once() -> None:
     logits = torch.tensor([[2.0, -2.0, 1.0]])
     params = SamplingParams(repetition_penalty=4.0)
     assert process_logits(logits, params, [[0, 0, 1]]).tolist() == [[0.5, -8.0, 1.0]]
-    assert target_tokens(logits, params, [0.0], [[0, 0, 1]]).tolist() == [2]
+    assert target_tokens(logits, params, NO_KEYS, [[0, 0, 1]]).tolist() == [2]
     assert process_logits(logits, params, [[]]).tolist() == logits.tolist()
 
 
@@ -193,19 +195,43 @@ def test_inverse_cdf_never_draws_the_impossible(seed: int, vocabulary: int, unif
         assert float(cdf[token] - probs[token]) <= aim * total + 1e-12
 
 
-def test_target_tokens_follow_the_law_exactly_on_a_grid() -> None:
-    params = SamplingParams(temperature=1.0, top_k=3)
-    grid = (np.arange(9000) + 0.5) / 9000
-    tokens = target_tokens(LOGITS[:1].expand(9000, 4), params, grid)
-    counts = torch.bincount(tokens, minlength=4) / 9000
-    torch.testing.assert_close(counts, target_probs(LOGITS[:1], params)[0], rtol=0, atol=1e-3)
+@pytest.mark.parametrize("params", [SamplingParams(temperature=1.0, top_k=3), SamplingParams(temperature=0.6)], ids=str)
+def test_target_tokens_follow_the_law(params: SamplingParams) -> None:
+    draws = 40_000
+    tokens = target_tokens(LOGITS[:1].expand(draws, 4), params, position_keys(3, np.arange(draws)))
+    counts = torch.bincount(tokens, minlength=4).double()
+    expected = target_probs(LOGITS[:1], params)[0].double() * draws
+    assert counts[expected == 0].sum() == 0
+    kept = expected > 0
+    assert float(((counts - expected)[kept] ** 2 / expected[kept]).sum()) < 16.3  # chi-square, 3 degrees, 0.1 percent
+
+
+def test_draws_at_two_positions_are_independent() -> None:
+    draws, params = 40_000, SamplingParams(temperature=1.0)
+    tokens = target_tokens(LOGITS[:1].expand(2 * draws, 4), params, position_keys(4, np.arange(2 * draws)))
+    pairs = torch.bincount(4 * tokens[::2] + tokens[1::2], minlength=16).double()
+    law = target_probs(LOGITS[:1], params)[0].double()
+    expected = (law[:, None] * law).flatten() * draws
+    assert float(((pairs - expected) ** 2 / expected).sum()) < 37.7  # chi-square, 15 degrees of freedom, 0.1 percent
+
+
+def test_laws_that_are_near_mostly_draw_the_same_token() -> None:
+    """What lets a drafter profit from the noise: at least (1 - d) / (1 + d) of draws agree, d the total variation."""
+    source, draws = torch.Generator().manual_seed(1), 4000
+    logits = torch.randn(1, 300, generator=source) * 2
+    near = logits + torch.randn(1, 300, generator=source) / 2
+    params, keys = SamplingParams(temperature=1.0), position_keys(5, np.arange(draws))
+    same = target_tokens(logits.expand(draws, -1), params, keys) == target_tokens(near.expand(draws, -1), params, keys)
+    apart = float((logits.softmax(-1) - near.softmax(-1)).abs().sum() / 2)
+    assert float(same.float().mean()) > (1 - apart) / (1 + apart) - 0.03
+    assert float(same.float().mean()) > 1.5 * float(logits.softmax(-1).max())  # than the most probable token is drawn
 
 
 def test_greedy_tokens_have_the_law_of_target_probs() -> None:
     logits = torch.randint(0, 4, (200, 300), generator=torch.Generator().manual_seed(0)).float()  # full of ties
-    noise = uniforms(0, np.arange(200))
-    shortcut = target_tokens(logits, SamplingParams(), noise)
+    shortcut = target_tokens(logits, SamplingParams(), NO_KEYS)
     assert shortcut.dtype == torch.int64
+    noise = np.random.default_rng(0).random(200)
     assert torch.equal(shortcut, inverse_cdf(target_probs(logits, SamplingParams()), noise))
     assert torch.equal(shortcut, logits.argmax(-1))
 
@@ -213,44 +239,60 @@ def test_greedy_tokens_have_the_law_of_target_probs() -> None:
 def test_the_draw_at_a_node_does_not_depend_on_its_neighbours() -> None:
     logits = torch.randn(33, 1000, generator=torch.Generator().manual_seed(3)) * 4
     params = SamplingParams(temperature=0.8, top_p=0.9)
-    noise = uniforms(5, np.arange(33))
-    together = target_tokens(logits, params, noise)
-    alone = [int(target_tokens(logits[i : i + 1], params, noise[i : i + 1])) for i in range(33)]
+    keys = position_keys(5, np.arange(33) // 2)  # two nodes a depth
+    together = target_tokens(logits, params, keys)
+    alone = [int(target_tokens(logits[i : i + 1], params, keys[i : i + 1])) for i in range(33)]
     assert together.tolist() == alone
 
 
 # --- noise ----------------------------------------------------------------------------------------------------------
 
 
-def test_uniforms_belong_to_positions() -> None:
+def test_keys_belong_to_positions() -> None:
     positions = np.array([[7, 3], [7, 10_000_000_000]])
-    numbers = uniforms(1, positions)
-    assert numbers.shape == (2, 2)
-    assert numbers.dtype == np.float64
-    assert numbers[0, 0] == numbers[1, 0]
-    assert numbers[0].tolist() == uniforms(1, np.arange(20))[[7, 3]].tolist()
-    assert numbers[1, 1] == uniforms(1, [10_000_000_000])[0]
-    assert uniforms(1, []).shape == (0,)
+    keys = position_keys(1, positions)
+    assert keys.shape == (2, 2)
+    assert keys.dtype == np.uint64
+    assert keys[0, 0] == keys[1, 0]
+    assert keys[0].tolist() == position_keys(1, np.arange(20))[[7, 3]].tolist()
+    assert keys[1, 1] == position_keys(1, [10_000_000_000])[0]
+    assert position_keys(1, []).shape == (0,)
 
 
-def test_uniforms_differ_by_seed_lane_and_position() -> None:
-    values = [uniforms(seed, np.arange(100), lane) for seed in (-1, 0, 1, 2**70) for lane in (0, 1, 2)]
+def test_keys_differ_by_seed_lane_and_position() -> None:
+    values = [position_keys(seed, np.arange(100), lane) for seed in (-1, 0, 1, 2**70) for lane in (0, 1, 2)]
     assert len(np.unique(np.concatenate(values))) == 900
     assert (values[3] == values[9]).all()  # 2**70 is 0 modulo 2**64
 
 
-def test_uniforms_are_uniform() -> None:
-    numbers = uniforms(0, np.arange(4000))
-    assert numbers.min() >= 0
-    assert numbers.max() < 1
-    counts = np.histogram(numbers, bins=10, range=(0, 1))[0]
-    assert ((counts - 400) ** 2 / 400).sum() < 27.9  # chi-square, 9 degrees of freedom, 0.1 percent
-    assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.06
+def test_gumbels_have_their_law() -> None:
+    noise = gumbels(position_keys(0, np.arange(20)), torch.arange(5000))
+    assert noise.shape == (20, 5000)
+    assert noise.dtype == torch.float32
+    quantiles = (-(-noise.double()).exp()).exp()  # uniform on (0, 1)
+    counts = torch.histc(quantiles, bins=20, min=0, max=1)
+    assert float(((counts - 5000) ** 2 / 5000).sum()) < 43.8  # chi-square, 19 degrees of freedom, 0.1 percent
+    for lag in (1, 256):
+        pairs = torch.corrcoef(torch.stack((quantiles[:, :-lag].flatten(), quantiles[:, lag:].flatten())))
+        assert abs(float(pairs[0, 1])) < 0.013  # 4 standard deviations
+    between = torch.corrcoef(quantiles)
+    assert float((between - torch.eye(20)).abs().max()) < 0.07
 
 
-def test_uniforms_are_pinned() -> None:
+def test_gumbels_are_a_token_s_own() -> None:
+    keys = position_keys(2, [9, 4])
+    all_of_them = gumbels(keys, torch.arange(50_000))
+    some = torch.tensor([49_999, 3, 3, 0])
+    assert torch.equal(gumbels(keys[1:], some), all_of_them[1:, some])
+    assert bool(all_of_them.isfinite().all())
+
+
+def test_noise_is_pinned() -> None:
     """The noise of a seed is a promise to users: the same text tomorrow and on another machine."""
-    assert uniforms(0, [0, 1]).tolist() == [0.011546754286331562, 0.5023796042735054]
+    assert position_keys(0, [0, 1]).tolist() == [213000021201967259, 9267267987884836803]
+    torch.testing.assert_close(
+        gumbels(position_keys(0, [0]), torch.arange(3))[0], torch.tensor([-1.072394, 4.681586, 0.256236])
+    )
 
 
 def test_generator_is_fresh_for_each_position() -> None:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from anabranch.errors import CapabilityError, InputError
-from anabranch.sampling import SamplingParams, generator, target_probs, target_tokens, uniforms
+from anabranch.sampling import SamplingParams, generator, position_keys, target_probs, target_tokens
 from anabranch.tree import DraftTree
 from anabranch.verify import Verdict, choose_rule, follow, reject, trials
 
@@ -279,7 +279,7 @@ def decode(drafter: Drafter, params: SamplingParams, count: int) -> tuple[list[i
         paths = [[int(tree.tokens[i]) for i in tree.path_to(node)[1:]] for node in range(tree.size)]
         logits_NV = torch.stack([logits_after(tokens + path) for path in paths])
         if choose_rule(tree, "auto") == "follow":
-            drawn = target_tokens(logits_NV, params, uniforms(params.seed, start + tree.depths))
+            drawn = target_tokens(logits_NV, params, position_keys(params.seed, start + tree.depths))
             verdict = follow(tree, drawn.numpy())
         else:
             verdict = reject(tree, target_probs(logits_NV, params), generator(params.seed, start))

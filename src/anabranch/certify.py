@@ -5,13 +5,13 @@ than a narrow one, so two logits that are nearly equal may change places. The fi
 law there, recomputed from the common text in passes of several widths, is so close to either token that the difference
 between those passes covers the distance:
 
-    temperature 0   distance: of a token's logit from the largest      noise: what moves between two passes' logits
-    above           distance: of the position's noise from the         noise: what moves between two passes' running
-                    token's stretch of the running sum of the law      sums
+The distance is that of a token's logit from the largest, and what covers it is what moves between two passes' logits;
+at a temperature logits are those that are drawn from, the position's noise added.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -25,7 +25,7 @@ from anabranch.errors import InputError
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Feed
 from anabranch.model.load import Target
-from anabranch.sampling import SamplingParams, process_logits, target_probs, uniforms
+from anabranch.sampling import COLDEST, SamplingParams, gumbels, position_keys, process_logits
 from anabranch.streams.adapter import StreamAdapter
 
 __all__ = ["Certificate", "certify"]
@@ -114,29 +114,22 @@ def _compare(target: Target, index: int, request: Request, plain: list[int], dra
 def _margin(target: Target, text: list[int], tokens: tuple[int, int], sampling: SamplingParams) -> tuple[float, float]:
     """How far the law after ``text`` must move for both tokens to be drawn, and how far a pass's width moves it."""
     passes = [_logits(target, text, width) for width in WIDTHS if width <= len(text)]
-    processed = [process_logits(logits[None], sampling, [text])[0] for logits in passes]
-    rounding = torch.finfo(target.decoder.dtype).eps
-    if sampling.greedy:
-        curves = [logits.max() - logits for logits in processed]
-        needed = [max(float(curve[token]) for token in tokens) for curve in curves]
-        top = processed[0].topk(min(8, len(processed[0]))).indices
-        # what is far below the top moves more and does not matter; at least one rounding step of the largest logit
-        floor = rounding * float(passes[0].abs().max())
-        where = torch.unique(torch.cat((top, torch.tensor(tokens, device=top.device))))
-    else:
-        curves = [target_probs(logits[None], sampling, [text])[0].double().cumsum(-1) for logits in passes]
-        aim = float(uniforms(sampling.seed, [len(text)])[0])
-        needed = [max(_beside(curve, aim, token) for token in tokens) for curve in curves]
-        where, floor = torch.arange(len(curves[0]), device=curves[0].device), rounding
-    noise = max(float((curve - curves[0])[where].abs().max()) for curve in curves)
-    return min(needed), max(noise, floor)
-
-
-def _beside(sums: Tensor, aim: float, token: int) -> float:
-    """Distance of ``aim`` from the stretch of the running sums [V] in which ``token`` is drawn."""
-    low = float(sums[token - 1]) if token else 0.0
-    high = float(sums[token])
-    return max(0.0, low - aim, aim - high)
+    scores = [process_logits(logits[None], sampling, [text])[0] for logits in passes]
+    # one rounding step of the largest logit, at least
+    floor = torch.finfo(target.decoder.dtype).eps * float(passes[0].abs().max())
+    if not sampling.greedy:
+        keys = position_keys(sampling.seed, [len(text)])
+        noise_V = gumbels(keys, torch.arange(len(scores[0]), device=scores[0].device))[0]
+        scores = [score + noise_V for score in scores]
+        floor /= max(sampling.temperature, COLDEST)
+    curves = [score.max() - score for score in scores]
+    needed = [max(float(curve[token]) for token in tokens) for curve in curves]
+    # what is far below the top moves more and does not matter
+    top = scores[0].topk(min(8, len(scores[0]))).indices
+    where = torch.unique(torch.cat((top, torch.tensor(tokens, device=top.device))))
+    # a token that one pass cuts off and another does not has moved without end; one that all cut off, not at all
+    moved = [torch.nan_to_num((curve - curves[0])[where].abs(), nan=0.0, posinf=math.inf) for curve in curves]
+    return min(needed), max(floor, *(float(each.max()) for each in moved))
 
 
 def _logits(target: Target, text: list[int], width: int) -> Tensor:

@@ -27,7 +27,7 @@ from anabranch.drafters.base import Context, Drafter, Observation
 from anabranch.errors import CapabilityError, InputError
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder, Feed, StepOutput
-from anabranch.sampling import SamplingParams, argmax, generator, log_probs, target_probs, uniforms
+from anabranch.sampling import SamplingParams, argmax, generator, log_probs, position_keys, target_probs
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule, Verdict, follow, reject
 
@@ -229,7 +229,7 @@ class Engine:
         after_forward = time.perf_counter()
 
         verdicts = [
-            follow(tree, picked[b, : tree.size]) if picked is not None else self._verify(row, tree, output, b)
+            self._verify(row, tree, output, b, None if picked is None else picked[b])
             for b, (row, tree) in enumerate(zip(rows, trees, strict=True))
         ]
         after_verify = time.perf_counter()
@@ -276,7 +276,11 @@ class Engine:
         host: NDArray[np.int64] = tokens.cpu().numpy()
         return host
 
-    def _verify(self, row: _Row, tree: DraftTree, output: StepOutput, b: int) -> Verdict:
+    def _verify(
+        self, row: _Row, tree: DraftTree, output: StepOutput, b: int, picked_N: NDArray[np.int64] | None
+    ) -> Verdict:
+        if picked_N is not None:
+            return follow(tree, picked_N[: tree.size])
         assert output.logits_BNV is not None
         sampling, text, logits_NV = row.request.sampling, row.context.tokens, output.logits_BNV[b, : tree.size]
         histories = None
@@ -285,8 +289,8 @@ class Engine:
         if row.request.rule == "reject":
             probs = target_probs(logits_NV, sampling, histories)
             return reject(tree, probs, generator(sampling.seed, len(text)))
-        noise = uniforms(sampling.seed, len(text) + tree.depths)
-        return follow(tree, self.target.draw(logits_NV, sampling, noise, histories).cpu().numpy())
+        keys = position_keys(sampling.seed, len(text) + tree.depths)
+        return follow(tree, self.target.draw(logits_NV, sampling, keys, histories).cpu().numpy())
 
     def _emit(self, row: _Row, tree: DraftTree, verdict: Verdict) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Append what was accepted to the row's text; EOS and the length limit cut inside the accepted path."""

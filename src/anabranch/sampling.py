@@ -3,10 +3,11 @@
 The order is Hugging Face's: repetition penalty and processors, temperature, top-k, top-p, min-p. Tokens that tie
 with the last one that top-k or top-p keeps are kept too, so the law does not depend on how a sort breaks ties.
 
-Noise belongs to positions, not to steps: ``uniforms(seed, positions)`` is a function of the seed and of the
-absolute position of the token that is drawn. With the *follow* rule, speculative sampling with seed s therefore
-emits exactly the tokens that plain sampling with seed s emits, whatever the drafter proposed and however decoding
-was stepped. (*reject* spends its noise on accept decisions as well: the same law, other tokens.)
+Noise belongs to positions, not to steps: ``gumbels(position_keys(seed, positions), tokens)`` is a function of the seed,
+the absolute position of the token that is drawn, and each token that it may be. With the *follow* rule, speculative
+sampling with seed s therefore emits exactly the tokens that plain sampling with seed s emits, whatever the drafter
+proposed and however decoding was stepped. A drafter may know the noise too, and guesses better for it. (*reject*
+spends its noise on accept decisions as well: the same law, other tokens.)
 
 Legend: N tree nodes, V vocabulary, M entries of a sum (blocks of the vocabulary), W words in a block.
 """
@@ -29,12 +30,13 @@ __all__ = [
     "SamplingParams",
     "argmax",
     "generator",
+    "gumbels",
     "inverse_cdf",
     "log_probs",
+    "position_keys",
     "process_logits",
     "target_probs",
     "target_tokens",
-    "uniforms",
 ]
 
 LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
@@ -45,6 +47,8 @@ NUCLEUS = 256  # candidates that top-p looks at before it sorts the whole vocabu
 SPAN = 4096  # positions that one run of the counter covers; 32 KiB a word
 COLDEST = 1e-30  # a smaller temperature would overflow float32 and changes nothing
 WORD = 2**64 - 1
+GOLDEN, MASK = 0x9E3779B9, 2**32 - 1
+HALF, SHIFTS = np.uint64(MASK), (np.uint64(0), np.uint64(32))
 
 
 @dataclass(frozen=True)
@@ -145,16 +149,44 @@ def target_probs(logits_NV: Tensor, params: SamplingParams, histories: Sequence[
 def target_tokens(
     logits_NV: Tensor,
     params: SamplingParams,
-    uniforms_N: ArrayLike | Tensor,
+    keys_N: NDArray[np.uint64],
     histories: Sequence[Sequence[int]] | None = None,
 ) -> Tensor:
     """Return the target's own token [N], int64, drawn from ``target_probs`` at every node.
 
-    uniforms_N  one number in [0, 1) a node; nodes of one depth share theirs (see ``uniforms``). Not read when greedy
+    It is the largest of logits plus ``gumbels``: the law of that is the softmax of the logits (Gumbel's trick). A
+    drafter that knows the noise draws the like from logits that are alike (Daliri et al. 2024).
+
+    keys_N  of the positions that are drawn (``position_keys``); nodes of one depth share theirs. Not read when greedy
     """
-    if params.greedy:  # the same law without building one-hots
+    if params.greedy:  # the same law without noise
         return argmax(process_logits(logits_NV, params, histories) if params.needs_history else logits_NV)
-    return inverse_cdf(target_probs(logits_NV, params, histories), uniforms_N)
+    logits_NV = process_logits(logits_NV, params, histories)
+    distinct_K, which_N = np.unique(keys_N, return_inverse=True)
+    noise_KV = gumbels(distinct_K, torch.arange(logits_NV.shape[-1], device=logits_NV.device))
+    return argmax(logits_NV + noise_KV[torch.from_numpy(which_N.reshape(-1)).to(noise_KV.device)])
+
+
+def gumbels(keys_N: NDArray[np.uint64], tokens_V: Tensor) -> Tensor:
+    """Return noise [N, V], float32, of the standard Gumbel law: a function of a position's key and the token id alone.
+
+    -log(-log(1 - v)) of v in (0, 1), which is a hash of 32 bits of both. The native kernels compute the same.
+    """
+    low_N1, high_N1 = (torch.from_numpy((keys_N >> shift & HALF).astype(np.int64))[:, None] for shift in SHIFTS)
+    tokens_V = tokens_V.long()
+    x_NV = (tokens_V * GOLDEN + low_N1.to(tokens_V.device)) & MASK
+    x_NV = _mixed(_mixed(x_NV) ^ high_N1.to(tokens_V.device))
+    v_NV = ((x_NV.double() + 0.5) * 2.0**-32).clamp(max=1.0 - 2.0**-24)
+    return -(-torch.log1p(-v_NV)).log().float()
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """A hash of 32 bits (Wellons' "lowbias32"), in int64."""
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & MASK
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & MASK
+    return x ^ (x >> 16)
 
 
 def inverse_cdf(probs_NV: Tensor, uniforms_N: ArrayLike | Tensor) -> Tensor:
@@ -172,23 +204,23 @@ def inverse_cdf(probs_NV: Tensor, uniforms_N: ArrayLike | Tensor) -> Tensor:
     return block_N * BLOCK + word_N
 
 
-def uniforms(seed: int, positions: ArrayLike, lane: int = 0) -> NDArray[np.float64]:
-    """Return the noise in [0, 1), float64 in the shape of ``positions``, of the tokens drawn at these positions.
+def position_keys(seed: int, positions: ArrayLike, lane: int = 0) -> NDArray[np.uint64]:
+    """Return 64 random bits, in the shape of ``positions``, for each position that a token is drawn at.
 
-    Counter-based (Philox, key (seed, lane), counter = position): a position's number does not depend on which other
+    Counter-based (Philox, key (seed, lane), counter = position): a position's key does not depend on which other
     positions were asked for, nor when. Lane 0 is the target's own draws, lane 1 ``generator``'s default; whatever
     must be independent of both, such as drafts that *reject* will judge, takes another lane.
     """
     where = np.asarray(positions, np.int64)
     if where.size == 0:
-        return np.zeros(where.shape)
+        return np.zeros(where.shape, np.uint64)
     first, last = int(where.min()), int(where.max())
     assert first >= 0, "positions count from 0"
     if last - first < SPAN:
         return _run(seed, lane, first, last - first + 1)[where - first]
     distinct, inverse = np.unique(where, return_inverse=True)
-    numbers = np.array([_run(seed, lane, position, 1)[0] for position in distinct.tolist()])
-    return numbers[inverse.reshape(where.shape)]
+    keys = np.array([_run(seed, lane, position, 1)[0] for position in distinct.tolist()], np.uint64)
+    return keys[inverse.reshape(where.shape)]
 
 
 def generator(seed: int, position: int, lane: int = 1) -> np.random.Generator:
@@ -279,11 +311,10 @@ def _cross(weights_NM: Tensor, aim_N: Tensor) -> tuple[Tensor, Tensor]:
     return index_N, (aim_N - start_N).clamp(min=0)
 
 
-def _run(seed: int, lane: int, first: int, count: int) -> NDArray[np.float64]:
+def _run(seed: int, lane: int, first: int, count: int) -> NDArray[np.uint64]:
     counter = np.array([first, 0, 0, 0], np.uint64)
-    words = np.random.Philox(key=_key(seed, lane), counter=counter).random_raw(4 * count)
-    numbers: NDArray[np.float64] = (words[::4] >> np.uint64(11)) * 2.0**-53
-    return numbers
+    words: NDArray[np.uint64] = np.random.Philox(key=_key(seed, lane), counter=counter).random_raw(4 * count)
+    return words[::4]
 
 
 def _key(seed: int, lane: int) -> NDArray[np.uint64]:

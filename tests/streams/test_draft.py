@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from anabranch.sampling import SamplingParams, generator, inverse_cdf, target_probs
+from anabranch.sampling import SamplingParams, generator, inverse_cdf, position_keys, target_probs, target_tokens
 from anabranch.streams.config import StreamConfig
-from anabranch.streams.draft import DraftOptions, RowVocabulary, StreamDraft
+from anabranch.streams.draft import DraftOptions, DrawNoise, RowVocabulary, StreamDraft
 from anabranch.tree import DraftTree
 from small import RICH, VOCABULARY, small, small_adapter
 
@@ -121,6 +121,26 @@ def test_depth_and_condition_are_options() -> None:
     blind = StreamDraft(target, adapter, DraftOptions(condition=False, nodes=12))
     # what a blind stream says does not depend on the root
     assert np.array_equal(blind.build(states(), [3])[0].tokens[1:], blind.build(states(), [4])[0].tokens[1:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shortlist", [0, VOCABULARY])
+def test_a_stream_that_knows_the_noise_draws_as_the_target_does(kind: str, shortlist: int) -> None:
+    """Were the streams' scores the target's own, the chain would be the very text that is drawn."""
+    target = small()
+    draft = StreamDraft(target, small_adapter(target, KINDS[kind]), DraftOptions(tree="chain", shortlist=shortlist))
+    ids = list(range(VOCABULARY))
+    for seed in range(8):
+        noise = DrawNoise(0.7, position_keys(seed, np.arange(4)))
+        rows = states(2)
+        for b, chain in enumerate(draft.build(rows, [ROOT, ROOT], noise=[noise, None])):
+            path: tuple[int, ...] = ()
+            for depth, token in enumerate(chain.tokens[1:].tolist()):
+                law = log_probs(draft, rows[b], path, ids)
+                logits = torch.tensor([[law[i] for i in ids]])
+                params = SamplingParams(temperature=0.7 if b == 0 else 0.0)
+                assert token == int(target_tokens(logits, params, noise.keys_D[depth : depth + 1]))
+                path = (*path, token)
 
 
 @pytest.mark.parametrize("kind", ["parent", "path"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,9 +13,9 @@ from anabranch.drafters.base import Context, Drafter, Observation
 from anabranch.errors import CapabilityError, InputError
 from anabranch.memory import give_back
 from anabranch.model.decoder import Block, Decoder, Rider
-from anabranch.sampling import SamplingParams, generator
+from anabranch.sampling import COLDEST, SamplingParams, generator, position_keys
 from anabranch.streams.adapter import StreamAdapter
-from anabranch.streams.draft import DraftOptions, RowVocabulary, StreamDraft
+from anabranch.streams.draft import DraftOptions, DrawNoise, RowVocabulary, StreamDraft
 from anabranch.streams.native import NativeTrail
 from anabranch.streams.rider import StreamRider, trail
 from anabranch.tree import DraftTree
@@ -114,7 +115,8 @@ class StreamDrafter(Drafter):
         if batch:
             states = torch.stack([self._states[contexts[b].key] for b in batch])
             words = [self._vocabulary(contexts[b]) for b in batch]
-            for b, tree in zip(batch, self.tree.build(states, [contexts[b].root for b in batch], words), strict=True):
+            roots, noise = [contexts[b].root for b in batch], [self._noise(contexts[b]) for b in batch]
+            for b, tree in zip(batch, self.tree.build(states, roots, words, noise), strict=True):
                 room = contexts[b].room
                 trees[b] = tree if tree.max_depth <= room else tree.select((tree.depths <= room).nonzero()[0])
         for b in known:
@@ -130,6 +132,14 @@ class StreamDrafter(Drafter):
                     row=self._vocabulary(context),
                 )
         return trees
+
+    def _noise(self, context: Context) -> DrawNoise | None:
+        """What the target will draw the next tokens of a row with."""
+        sampling = context.sampling
+        if sampling.greedy:
+            return None
+        positions = len(context.tokens) + np.arange(self.tree.depth)
+        return DrawNoise(max(sampling.temperature, COLDEST), position_keys(sampling.seed, positions))
 
     def _vocabulary(self, context: Context) -> RowVocabulary:
         if context.key not in self._words:

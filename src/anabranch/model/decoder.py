@@ -433,13 +433,13 @@ class Decoder(nn.Module):
         self,
         logits_NV: Tensor,
         params: SamplingParams,
-        uniforms_N: NDArray[np.float64],
+        keys_N: NDArray[np.uint64],
         histories: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
         """The target's own tokens [N]: ``sampling.target_tokens``, by the kernels where nothing cuts the law."""
         if self.stack is not None and params.whole and logits_NV.dtype == torch.float32:
-            return self.stack.kernels.draw(logits_NV, max(params.temperature, COLDEST), uniforms_N)
-        return target_tokens(logits_NV, params, uniforms_N, histories)
+            return self.stack.kernels.draw(logits_NV, max(params.temperature, COLDEST), keys_N)
+        return target_tokens(logits_NV, params, keys_N, histories)
 
     def forward(
         self,

@@ -24,6 +24,7 @@
 #include <functional>
 #include <mutex>
 #include <thread>
+#include <tuple>
 #include <type_traits>
 #include <vector>
 
@@ -667,52 +668,53 @@ void top(const float* z, int width, int best, float* values, int64_t* places) {
   for (int i = 0; i < best; ++i) values[i] -= scale;
 }
 
-// The first place at which the running sum of e^((z - most) / temperature) exceeds ``uniform`` times the whole. Sums
-// run in double over stretches of ``STRETCH``; a place whose weight is 0 is never drawn.
-constexpr int STRETCH = 256;
+// ---- noise --------------------------------------------------------------------------------------------------------
 
-int64_t draw(const float* z, int width, float temperature, double uniform, std::vector<double>* sums) {
-  const __m512 low = _mm512_set1_ps(-INFINITY);
-  __m512 most = low;
-  for (int i = 0; i < width; i += 16) most = _mm512_max_ps(most, _mm512_mask_loadu_ps(low, tail(width - i), z + i));
-  const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(most)), cold = _mm512_set1_ps(1.0f / temperature);
-  // weights below e^-100 are 0: ``exponential`` ends there
-  const auto weights = [&](int i) {
-    const __m512 x = _mm512_mul_ps(_mm512_sub_ps(_mm512_mask_loadu_ps(low, tail(width - i), z + i), top), cold);
-    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-100.0f), _CMP_GT_OQ), exponential(x));
-  };
-  sums->clear();
-  double whole = 0.0;
-  for (int from = 0; from < width; from += STRETCH) {
-    __m512d total = _mm512_setzero_pd();
-    for (int i = from; i < std::min(width, from + STRETCH); i += 16) {
-      const __m512 w = weights(i);
-      total = _mm512_add_pd(total, _mm512_cvtps_pd(_mm512_castps512_ps256(w)));
-      total = _mm512_add_pd(total, _mm512_cvtps_pd(_mm512_extractf32x8_ps(w, 1)));
-    }
-    sums->push_back(_mm512_reduce_add_pd(total));
-    whole += sums->back();
-  }
-  double left = uniform * whole, inside = 0.0;
-  int part = 0;  // the stretch where the sum crosses, or, where it rounds to less, the last one that weighs anything
-  for (int i = 0; i < static_cast<int>(sums->size()); ++i) {
-    const double sum = (*sums)[static_cast<size_t>(i)];
-    if (sum > 0.0) part = i, inside = left;
-    if (left < sum) break;
-    left -= sum;
-  }
-  int64_t found = 0;
-  for (int i = part * STRETCH; i < std::min(width, (part + 1) * STRETCH); i += 16) {
-    alignas(64) float w[16];
-    _mm512_store_ps(w, weights(i));
-    for (int j = 0; j < 16 && i + j < width; ++j) {
-      if (w[j] == 0.0f) continue;
-      found = i + j;
-      if (inside < w[j]) return found;
-      inside -= w[j];
-    }
-  }
-  return found;
+// of numbers above 0 that are not tiny: Cephes' polynomial; relative error below 2e-7
+inline __m512 logarithm(__m512 x) {
+  __m512 m = _mm512_getmant_ps(x, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_src), k = _mm512_getexp_ps(x);
+  const __mmask16 above = _mm512_cmp_ps_mask(m, _mm512_set1_ps(1.41421356f), _CMP_GT_OQ);
+  m = _mm512_mask_mul_ps(m, above, m, _mm512_set1_ps(0.5f));
+  k = _mm512_mask_add_ps(k, above, k, _mm512_set1_ps(1.0f));
+  const __m512 r = _mm512_sub_ps(m, _mm512_set1_ps(1.0f)), z = _mm512_mul_ps(r, r);
+  __m512 p = _mm512_set1_ps(7.0376836292e-2f);
+  for (const float c : {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f, -1.6668057665e-1f,
+                        2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f})
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
+  p = _mm512_mul_ps(_mm512_mul_ps(p, r), z);
+  p = _mm512_fmadd_ps(k, _mm512_set1_ps(-2.12194440e-4f), p);
+  p = _mm512_fnmadd_ps(z, _mm512_set1_ps(0.5f), p);
+  return _mm512_fmadd_ps(k, _mm512_set1_ps(0.693359375f), _mm512_add_ps(r, p));
+}
+
+inline __m512i mixed(__m512i x) {
+  x = _mm512_xor_si512(x, _mm512_srli_epi32(x, 16));
+  x = _mm512_mullo_epi32(x, _mm512_set1_epi32(0x7feb352d));
+  x = _mm512_xor_si512(x, _mm512_srli_epi32(x, 15));
+  x = _mm512_mullo_epi32(x, _mm512_set1_epi32(static_cast<int>(0x846ca68bu)));
+  return _mm512_xor_si512(x, _mm512_srli_epi32(x, 16));
+}
+
+// the noise of 16 tokens at the position of ``key``; see sampling.gumbels
+inline __m512 gumbel(__m512i tokens, uint64_t key) {
+  const __m512i low = _mm512_set1_epi32(static_cast<int>(key)), high = _mm512_set1_epi32(static_cast<int>(key >> 32));
+  __m512i x = _mm512_add_epi32(_mm512_mullo_epi32(tokens, _mm512_set1_epi32(static_cast<int>(0x9e3779b9u))), low);
+  x = mixed(_mm512_xor_si512(mixed(x), high));
+  const __m512 one = _mm512_set1_ps(1.0f);
+  __m512 v = _mm512_fmadd_ps(_mm512_cvtepu32_ps(x), _mm512_set1_ps(0x1p-32f), _mm512_set1_ps(0x1p-33f));
+  v = _mm512_min_ps(v, _mm512_set1_ps(1.0f - 0x1p-24f));
+  // -log(1 - v), which must be right to the last digits where v is small
+  const __m512 u = _mm512_sub_ps(one, v), d = _mm512_sub_ps(one, u);
+  const __mmask16 tiny = _mm512_cmp_ps_mask(d, _mm512_setzero_ps(), _CMP_EQ_OQ);
+  const __m512 whole = _mm512_div_ps(_mm512_mul_ps(_mm512_sub_ps(_mm512_setzero_ps(), logarithm(u)), v), d);
+  return _mm512_sub_ps(_mm512_setzero_ps(), logarithm(_mm512_mask_mov_ps(whole, tiny, v)));
+}
+
+inline __m512i numbers16(const int64_t* ids, __mmask16 mask) {
+  const __mmask8 low = static_cast<__mmask8>(mask), high = static_cast<__mmask8>(mask >> 8);
+  const __m256i a = _mm512_cvtepi64_epi32(_mm512_maskz_loadu_epi64(low, ids));
+  const __m256i b = _mm512_cvtepi64_epi32(_mm512_maskz_loadu_epi64(high, ids + 8));
+  return _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
 }
 
 // ---- drafts -------------------------------------------------------------------------------------------------------
@@ -724,6 +726,8 @@ struct Draft {
   const int64_t *ids, *own_ids;       // token ids of the rows of head and own
   int32_t d, depth, best, nodes, frontier;
   float least;                        // joint log probability that a node needs
+  const uint64_t* keys;               // of the positions of all levels, where tokens are drawn (or null)
+  float warmth, trust;                // then scores are scores * warmth + noise * trust
 };
 
 struct Candidate {
@@ -857,6 +861,7 @@ class Runner {
     T* s = draft_state_.of<T>(place<T>(1, t.d));
     float *scores = draft_scores_.of<float>(static_cast<int64_t>(most) * width), *parts = draft_parts_.of<float>(most * wide);
     float *fixed = draft_fixed_.of<float>(wide), *values = draft_values_.of<float>(most * t.best);
+    float* noise = draft_noise_.of<float>(t.keys == nullptr ? 0 : width);
     int64_t* places = draft_places_.of<int64_t>(most * t.best);
     std::vector<float> joint{0.0f}, falling;
     std::vector<int64_t> token{root};
@@ -916,8 +921,23 @@ class Runner {
         };
         score(t.head, 0);
         if (own_words > 0) score(t.own, words);
+        if (t.keys != nullptr) {
+          for (const auto& [ids, count, to] :
+               {std::tuple{t.ids, words, noise}, std::tuple{t.own_ids, own_words, noise + words}}) {
+            share((count + 15) / 16, threads, id, &first, &last);
+            for (int i = 16 * first; i < std::min(16 * last, count); i += 16)
+              _mm512_mask_storeu_ps(to + i, tail(count - i), gumbel(numbers16(ids + i, tail(count - i)), t.keys[depth]));
+          }
+        }
         pool.barrier();
         share(rows, threads, id, &first, &last);
+        for (int i = first; i < last && t.keys != nullptr; ++i)
+          for (int j = 0; j < width; j += 16) {
+            float* z = scores + static_cast<int64_t>(i) * width + j;
+            const __mmask16 mask = tail(width - j);
+            const __m512 drawn = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, noise + j), _mm512_set1_ps(t.trust));
+            _mm512_mask_storeu_ps(z, mask, _mm512_fmadd_ps(_mm512_maskz_loadu_ps(mask, z), _mm512_set1_ps(t.warmth), drawn));
+          }
         for (int i = first; i < last; ++i)
           top(scores + static_cast<int64_t>(i) * width, width, t.best, values + static_cast<int64_t>(i) * t.best,
               places + static_cast<int64_t>(i) * t.best);
@@ -980,23 +1000,43 @@ class Runner {
     return count;
   }
 
-  void draws(const float* z, int count, int width, float temperature, const double* uniforms, int64_t* places) {
+  // the largest of z / temperature + noise, of equals the first; rows of one key share their noise
+  void draws(const float* z, int count, int width, float temperature, const uint64_t* keys, int64_t* places) {
+    constexpr int STRETCH = 512;
+    Best* found = best_.of<Best>(static_cast<int64_t>(pool.size()) * count);
     pool.run([&](int id) {
+      Best* mine = found + static_cast<int64_t>(id) * count;
+      std::fill(mine, mine + count, Best{-INFINITY, 0});
       int first, last;
-      std::vector<double> sums;
-      share(count, pool.size(), id, &first, &last);
-      for (int i = first; i < last; ++i)
-        places[i] = draw(z + static_cast<int64_t>(i) * width, width, temperature, uniforms[i], &sums);
+      share((width + STRETCH - 1) / STRETCH, pool.size(), id, &first, &last);
+      const __m512 heat = _mm512_set1_ps(temperature);
+      const __m512i steps = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+      alignas(64) float noise[STRETCH];
+      for (int part = first; part < last; ++part) {
+        const int from = part * STRETCH, to = std::min(width, from + STRETCH);
+        for (int m = 0; m < count; ++m) {
+          if (std::find(keys, keys + m, keys[m]) != keys + m) continue;  // done with the first row of that key
+          for (int i = from; i < to; i += 16)
+            _mm512_store_ps(noise + i - from, gumbel(_mm512_add_epi32(steps, _mm512_set1_epi32(i)), keys[m]));
+          for (int row = m; row < count; ++row) {
+            if (keys[row] != keys[m]) continue;
+            for (int i = from; i < to; i += 16) {
+              const float* at = z + static_cast<int64_t>(row) * width + i;
+              const __mmask16 mask = tail(to - i);
+              const __m512 score = _mm512_add_ps(_mm512_div_ps(_mm512_maskz_loadu_ps(mask, at), heat),
+                                                 _mm512_load_ps(noise + i - from));
+              better(score, mask, i, mine + row);
+            }
+          }
+        }
+      }
     });
+    choice(found, count, places);
   }
 
   // The places of the largest scores, of equals the first: y = x w' + bias is not kept.
   template <class T>
   void choose(const T* x, int count, const Packed& w, const float* bias, int64_t* places) {
-    struct Best {
-      float value;
-      int32_t at;
-    };
     Group* narrow = w.kind < INT8 ? nullptr : own[0].h.of<Group>(place<Group>(count, w.width));
     Best* found = best_.of<Best>(static_cast<int64_t>(pool.size()) * count);
     pool.run([&](int id) {
@@ -1010,17 +1050,8 @@ class Runner {
           lo = _mm512_add_ps(lo, _mm512_maskz_loadu_ps(low, bias + b * BLOCK));
           hi = _mm512_add_ps(hi, _mm512_maskz_loadu_ps(high, bias + b * BLOCK + 16));
         }
-        const __m512 most = _mm512_set1_ps(mine[m].value);
-        const uint32_t more = _mm512_mask_cmp_ps_mask(low, lo, most, _CMP_GT_OQ) |
-                              static_cast<uint32_t>(_mm512_mask_cmp_ps_mask(high, hi, most, _CMP_GT_OQ)) << 16;
-        if (more == 0) return;
-        alignas(64) float part[BLOCK];
-        _mm512_store_ps(part, lo);
-        _mm512_store_ps(part + 16, hi);
-        for (uint32_t rest = more; rest != 0; rest &= rest - 1) {
-          const int i = __builtin_ctz(rest);
-          if (part[i] > mine[m].value) mine[m] = {part[i], b * BLOCK + i};
-        }
+        better(lo, low, b * BLOCK, mine + m);
+        better(hi, high, b * BLOCK + 16, mine + m);
       };
       if (narrow == nullptr) {
         share(w.blocks(), pool.size(), id, &first, &last);
@@ -1034,12 +1065,7 @@ class Runner {
       share(w.blocks(), pool.size(), id, &first, &last);
       product(narrow, count, w, first, last, done);
     });
-    for (int m = 0; m < count; ++m) {
-      Best best = found[m];
-      for (int i = 1; i < pool.size(); ++i)
-        if (found[static_cast<int64_t>(i) * count + m].value > best.value) best = found[static_cast<int64_t>(i) * count + m];
-      places[m] = best.at;
-    }
+    choice(found, count, places);
   }
 
 
@@ -1074,6 +1100,35 @@ class Runner {
   }
 
  private:
+  struct Best {
+    float value;
+    int32_t at;
+  };
+
+  // the first of the largest of 16 scores that begin at place ``at``, if it is above what was found before
+  static void better(__m512 scores, __mmask16 mask, int at, Best* best) {
+    uint32_t more = _mm512_mask_cmp_ps_mask(mask, scores, _mm512_set1_ps(best->value), _CMP_GT_OQ);
+    if (more == 0) return;
+    alignas(64) float each[16];
+    _mm512_store_ps(each, scores);
+    for (; more != 0; more &= more - 1) {
+      const int i = __builtin_ctz(more);
+      if (each[i] > best->value) *best = {each[i], at + i};
+    }
+  }
+
+  // what all threads found; the first thread's places come first
+  void choice(const Best* found, int count, int64_t* places) const {
+    for (int m = 0; m < count; ++m) {
+      Best best = found[m];
+      for (int i = 1; i < pool.size(); ++i) {
+        const Best& other = found[static_cast<int64_t>(i) * count + m];
+        if (other.value > best.value) best = other;
+      }
+      places[m] = best.at;
+    }
+  }
+
   template <class T>
   Between<T> between_of(const Shape& s, const Layer* all, int count, const Step& step) {
     const int64_t m = static_cast<int64_t>(step.batch) * step.nodes;
@@ -1304,7 +1359,7 @@ class Runner {
 
   Room qkv_, heads_, inner_, low_, both_, root_, best_;
   Room draft_rows_, draft_states_, draft_z_, draft_before_, draft_scores_, draft_parts_, draft_fixed_, draft_values_;
-  Room draft_places_, draft_state_;
+  Room draft_places_, draft_state_, draft_noise_;
 };
 
 // w [outputs, width] row by row -> blocks; ``to`` holds ceil(outputs / 32) blocks
@@ -1395,10 +1450,10 @@ void anabranch_choose(int kind, void* runner, const void* x, int count, const Pa
                 : r->choose(static_cast<const bf16*>(x), count, *w, bias, places);
 }
 
-// one place a row of z [count, width], drawn from softmax(z / temperature); see draw
-void anabranch_draw(void* runner, const float* z, int count, int width, float temperature, const double* uniforms,
+// one place a row of z [count, width], drawn from softmax(z / temperature) with the noise of the rows' positions
+void anabranch_draw(void* runner, const float* z, int count, int width, float temperature, const uint64_t* keys,
                     int64_t* places) {
-  static_cast<Runner*>(runner)->draws(z, count, width, temperature, uniforms, places);
+  static_cast<Runner*>(runner)->draws(z, count, width, temperature, keys, places);
 }
 
 // the tree of one row from its stream states [depth, D]; see Runner::draft

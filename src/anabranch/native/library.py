@@ -115,6 +115,9 @@ class Draft(ctypes.Structure):
         ("own_ids", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("d", "depth", "best", "nodes", "frontier")),
         ("least", ctypes.c_float),
+        ("keys", ctypes.c_void_p),
+        ("warmth", ctypes.c_float),
+        ("trust", ctypes.c_float),
     )
 
 
@@ -270,16 +273,13 @@ class Library:
             )
         return places
 
-    def draw(self, z_MN: Tensor, temperature: float, uniforms_M: NDArray[np.float64]) -> Tensor:
-        """A place in each row of float32 scores [M, N], drawn from softmax(z / temperature): int64 [M].
-
-        It is the first at which the running sum of the law exceeds the row's number in [0, 1).
-        """
-        z_MN, uniforms_M = z_MN.contiguous(), np.ascontiguousarray(uniforms_M, np.float64)
+    def draw(self, z_MN: Tensor, temperature: float, keys_M: NDArray[np.uint64]) -> Tensor:
+        """The largest of each row of float32 scores [M, N] / temperature + ``sampling.gumbels``: int64 [M]."""
+        z_MN, keys_M = z_MN.contiguous(), np.ascontiguousarray(keys_M, np.uint64)
         places = torch.empty(len(z_MN), dtype=torch.long)
         with self._lock:
             self._c.anabranch_draw(
-                *(self._run(), z_MN.data_ptr(), *z_MN.shape, temperature, uniforms_M.ctypes.data, places.data_ptr())
+                *(self._run(), z_MN.data_ptr(), *z_MN.shape, temperature, keys_M.ctypes.data, places.data_ptr())
             )
         return places
 

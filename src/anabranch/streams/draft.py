@@ -27,12 +27,15 @@ from anabranch.model.decoder import Decoder
 from anabranch.model.pack import packed_like
 from anabranch.model.stack import NativeLinear
 from anabranch.native import library as native
-from anabranch.sampling import SamplingParams, inverse_cdf, target_probs
+from anabranch.sampling import SamplingParams, gumbels, inverse_cdf, target_probs
 from anabranch.streams.adapter import StreamAdapter
 from anabranch.tree import DraftTree
 
-__all__ = ["DraftOptions", "RowVocabulary", "StreamDraft"]
+__all__ = ["DraftOptions", "DrawNoise", "RowVocabulary", "StreamDraft"]
 
+# How far a stream is believed where tokens are drawn: scores + noise, times this, are the logits of its belief.
+# Measured on the default model at temperature 1 (docs/log.md).
+TRUST = 0.85
 MOST_NODES = 1024  # of a product tree, which grows with k ** depth
 
 
@@ -80,6 +83,18 @@ class DraftOptions:
                 f"a product tree of {self.k} children over {depth} streams has more than {MOST_NODES:,} nodes; "
                 "lower k or depth, or use tree=best with a node budget"
             )
+
+
+@dataclass(frozen=True)
+class DrawNoise:
+    """What tokens of one row are drawn with: the temperature and, level by level, the keys of their positions [D].
+
+    The target draws the largest of logits / temperature + ``sampling.gumbels``, so streams are asked for the like: a
+    stream whose scores were the target's would be right in every place.
+    """
+
+    temperature: float
+    keys_D: NDArray[np.uint64]
 
 
 @dataclass
@@ -211,22 +226,34 @@ class StreamDraft:
     # -- deterministic trees ------------------------------------------------------------------------
     @torch.inference_mode()
     def build(
-        self, states_BSD: Tensor, roots: list[int], rows: Sequence[RowVocabulary] | None = None
+        self,
+        states_BSD: Tensor,
+        roots: list[int],
+        rows: Sequence[RowVocabulary] | None = None,
+        noise: Sequence[DrawNoise | None] | None = None,
     ) -> list[DraftTree]:
         """One tree a row from stream states after the last norm [B, S, D] and the rows' root tokens.
 
-        ``rows`` add each row's own tokens to the draft vocabulary.
+        ``rows`` add each row's own tokens to the draft vocabulary; ``noise`` says what those rows draw with that are
+        not greedy.
         """
+        noise = [None] * len(roots) if noise is None else noise
         options = self.options
         budget = options.nodes if options.tree == "best" else None
         floor = math.log(options.threshold) if options.threshold else -math.inf
         if len(roots) == 1 and self.native is not None:
-            return [self.native(states_BSD[0], roots[0], None if rows is None else rows[0])]
-        levels = self._grow(states_BSD, torch.tensor(roots, device=states_BSD.device), rows)
+            return [self.native(states_BSD[0], roots[0], None if rows is None else rows[0], noise[0])]
+        levels = self._grow(states_BSD, torch.tensor(roots, device=states_BSD.device), rows, noise)
         host = [(x.tokens.cpu().numpy(), x.joint.cpu().numpy(), x.parents.cpu().numpy()) for x in levels]
         return [_collect(root, [(t[b], j[b], p[b]) for t, j, p in host], budget, floor) for b, root in enumerate(roots)]
 
-    def _grow(self, states_BSD: Tensor, roots_B: Tensor, rows: Sequence[RowVocabulary] | None) -> list[_Level]:
+    def _grow(
+        self,
+        states_BSD: Tensor,
+        roots_B: Tensor,
+        rows: Sequence[RowVocabulary] | None,
+        noise: Sequence[DrawNoise | None],
+    ) -> list[_Level]:
         options, words = self.options, self._vocabulary(rows, len(roots_B))
         k = 1 if options.tree == "chain" else options.k
         tokens, joint = roots_B[:, None], torch.zeros(len(roots_B), 1, device=roots_B.device)
@@ -241,6 +268,10 @@ class StreamDraft:
             states, carried = self.condition(states_BSD[:, d : d + 1], tokens, carried)
             ids = words.ids_BV if shortlists is None else shortlists[:, d]
             scores = self.logits(states, words) if shortlists is None else self._shortlist_logits(states, ids)
+            for b, drawn in enumerate(noise):
+                if drawn is not None:
+                    own = gumbels(drawn.keys_D[d : d + 1], ids[b])
+                    scores[b] = (scores[b] / drawn.temperature + own) * TRUST
             log_probs, best = self._best(scores, min(k, ids.shape[1]))
             level = _children(ids, best, joint[:, :, None] + log_probs)
             width = level.tokens.shape[1]
@@ -365,8 +396,12 @@ class NativeDraft:
             return None
         return NativeDraft(draft, linears, draft.head)
 
-    def __call__(self, states_SD: Tensor, root: int, row: RowVocabulary | None) -> DraftTree:
+    def __call__(self, states_SD: Tensor, root: int, row: RowVocabulary | None, noise: DrawNoise | None) -> DraftTree:
         """The tree of one row."""
+        keys = None if noise is None else np.ascontiguousarray(noise.keys_D)
+        self._how.keys = None if keys is None else keys.ctypes.data
+        self._how.trust = TRUST
+        self._how.warmth = 1.0 if noise is None else TRUST / noise.temperature
         own = None if row is None else row.head
         if isinstance(own, NativeLinear):
             assert row is not None
