@@ -108,8 +108,8 @@ def find_profile(situation: Situation) -> dict[str, Any] | None:
 def resolve(spec: str, target: Target, adapter: LoadedAdapter | None) -> str:
     """What ``spec`` means here: "auto" the profile's drafter; without one, streams with prompt lookup, or that alone.
 
-    A ``tree=auto`` without costs takes those of the profile. Eight rows are what the native kernels verify for little
-    more than the price of one.
+    A ``tree=auto`` without costs takes those of the profile. Twelve rows are what the native kernels verify for little
+    more than the price of one, eight where weights are quantised.
     """
     if spec != AUTO and "tree=auto" not in spec:
         return spec
@@ -121,4 +121,6 @@ def resolve(spec: str, target: Target, adapter: LoadedAdapter | None) -> str:
         return spec if costs is None else with_costs(spec, StepCosts.parse(costs))
     if adapter is None:
         return "prompt_lookup"
-    return "streams+prompt_lookup" if target.decoder.stack is None else "streams:tree=8+prompt_lookup"
+    if target.decoder.stack is None:
+        return "streams+prompt_lookup"
+    return f"streams:tree={12 if target.quantize == 'none' else 8}+prompt_lookup"
