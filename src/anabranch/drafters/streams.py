@@ -115,8 +115,8 @@ class StreamDrafter(Drafter):
         if batch:
             states = torch.stack([self._states[contexts[b].key] for b in batch])
             words = [self._vocabulary(contexts[b]) for b in batch]
-            roots, noise = [contexts[b].root for b in batch], [self._noise(contexts[b]) for b in batch]
-            for b, tree in zip(batch, self.tree.build(states, roots, words, noise), strict=True):
+            roots, drawn = [contexts[b].root for b in batch], [self._noise(contexts[b]) for b in batch]
+            for b, tree in zip(batch, self.tree.build(states, roots, words, drawn), strict=True):
                 room = contexts[b].room
                 trees[b] = tree if tree.max_depth <= room else tree.select((tree.depths <= room).nonzero()[0])
         for b in known:
