@@ -1042,7 +1042,6 @@ class Runner {
     pool.run([&](int id) {
       Best* mine = found + static_cast<int64_t>(id) * count;
       std::fill(mine, mine + count, Best{-INFINITY, 0});
-      int first, last;
       const auto done = [&](int m, int b, __m512 lo, __m512 hi) {
         const int left = w.outputs - b * BLOCK;
         const __mmask16 low = tail(std::min(16, left)), high = tail(std::max(0, std::min(16, left - 16)));
@@ -1053,28 +1052,16 @@ class Runner {
         better(lo, low, b * BLOCK, mine + m);
         better(hi, high, b * BLOCK + 16, mine + m);
       };
-      if (narrow == nullptr) {
-        share(w.blocks(), pool.size(), id, &first, &last);
-        product(x, count, w, first, last, done);
-        return;
-      }
-      share(count, pool.size(), id, &first, &last);
-      for (int i = first; i < last; ++i)
-        narrowed(x + static_cast<int64_t>(i) * w.width, w.width, narrow + place<Group>(i, w.width));
-      pool.barrier();
-      share(w.blocks(), pool.size(), id, &first, &last);
-      product(narrow, count, w, first, last, done);
+      whole(x, count, w, narrow, id, done);
     });
     choice(found, count, places);
   }
-
 
   // y = x w' + bias; rows of T, which is how the weight takes them or what it quantises
   template <class T>
   void linear(const T* x, int count, const Packed& w, const float* bias, float* y) {
     Group* narrow = w.kind < INT8 ? nullptr : own[0].h.of<Group>(place<Group>(count, w.width));
     pool.run([&](int id) {
-      int first, last;
       const auto done = [&](int m, int b, __m512 lo, __m512 hi) {
         const int left = w.outputs - b * BLOCK;
         if (bias != nullptr) {
@@ -1085,21 +1072,28 @@ class Runner {
         }
         store_part(y + static_cast<int64_t>(m) * w.outputs + b * BLOCK, left, lo, hi);
       };
-      if (narrow == nullptr) {
-        share(w.blocks(), pool.size(), id, &first, &last);
-        product(x, count, w, first, last, done);
-        return;
-      }
-      share(count, pool.size(), id, &first, &last);
-      for (int i = first; i < last; ++i)
-        narrowed(x + static_cast<int64_t>(i) * w.width, w.width, narrow + place<Group>(i, w.width));
-      pool.barrier();
-      share(w.blocks(), pool.size(), id, &first, &last);
-      product(narrow, count, w, first, last, done);
+      whole(x, count, w, narrow, id, done);
     });
   }
 
  private:
+  // a thread's part of x w'; rows are quantised into ``narrow`` first, where the weight asks for that (else null)
+  template <class T, class Done>
+  void whole(const T* x, int count, const Packed& w, Group* narrow, int id, Done&& done) {
+    int first, last;
+    if (narrow != nullptr) {
+      share(count, pool.size(), id, &first, &last);
+      for (int i = first; i < last; ++i)
+        narrowed(x + static_cast<int64_t>(i) * w.width, w.width, narrow + place<Group>(i, w.width));
+      pool.barrier();
+    }
+    share(w.blocks(), pool.size(), id, &first, &last);
+    if (narrow == nullptr)
+      product(x, count, w, first, last, done);
+    else
+      product(narrow, count, w, first, last, done);
+  }
+
   struct Best {
     float value;
     int32_t at;
