@@ -3,7 +3,7 @@
 In float32 speculative output equals plain output, greedy or with a seed. In bf16 and fp16 a wide pass rounds otherwise
 than a narrow one, so two logits that are nearly equal may change places. The first token that differs is a tie if the
 law there, recomputed from the common text in passes of several widths, is so close to either token that the difference
-between those passes covers the distance:
+between those passes covers the distance.
 
 The distance is that of a token's logit from the largest, and what covers it is what moves between two passes' logits;
 at a temperature logits are those that are drawn from, the position's noise added.

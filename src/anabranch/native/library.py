@@ -32,6 +32,7 @@ from anabranch.files import cache_home
 __all__ = [
     "BLOCK",
     "KINDS",
+    "WIDEST",
     "Draft",
     "Entry",
     "Layer",
@@ -48,6 +49,7 @@ SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")
 NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 BLOCK = 32
+WIDEST = 8192  # of the rows that the kernels read embeddings into
 KINDS = {"bfloat16": 0, "float32": 1, "int8": 2, "int4": 3}  # of packed weights
 PAGE = 2**21
 ARENA = 2**26

@@ -379,6 +379,7 @@ class NativeDraft:
             best=1 if chain else min(options.k, len(draft.vocabulary)),
             nodes=draft.depth + 1 if chain else options.nodes,
             frontier=1 if chain else options.frontier,
+            trust=TRUST,
             least=math.log(options.threshold) if options.threshold and not chain else -math.inf,
             **{name: linear.packed for name, linear in linears.items()},
         )
@@ -392,7 +393,7 @@ class NativeDraft:
         linears = {name: linear for name, linear in conditioner.packed.items() if isinstance(linear, NativeLinear)}
         known = len(linears) == 4 and conditioner.rank % native.BLOCK == 0 and width % native.BLOCK == 0
         plain = draft.options.tree != "product" and not draft.options.shortlist and draft.bias is None
-        if not (known and plain and width <= 8192) or draft.target.config.logit_softcap is not None:
+        if not (known and plain and width <= native.WIDEST) or draft.target.config.logit_softcap is not None:
             return None
         return NativeDraft(draft, linears, draft.head)
 
@@ -400,7 +401,6 @@ class NativeDraft:
         """The tree of one row."""
         keys = None if noise is None else np.ascontiguousarray(noise.keys_D)
         self._how.keys = None if keys is None else keys.ctypes.data
-        self._how.trust = TRUST
         self._how.warmth = 1.0 if noise is None else TRUST / noise.temperature
         own = None if row is None else row.head
         if isinstance(own, NativeLinear):

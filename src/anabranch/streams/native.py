@@ -17,12 +17,10 @@ from anabranch.model.decoder import Block, Decoder
 from anabranch.model.pack import packed_like
 from anabranch.model.quantize import QuantizedWeight
 from anabranch.model.stack import LayerWeights, NativeLinear, Stack, StackStep, norm_weight
-from anabranch.native.library import BLOCK, Entry
+from anabranch.native.library import BLOCK, WIDEST, Entry
 from anabranch.streams.adapter import LowRank, StreamAdapter, StreamLayer
 
 __all__ = ["NativeTrail"]
-
-WIDEST = 8192  # of the rows that the kernels read embeddings into
 
 
 class NativeTrail:
