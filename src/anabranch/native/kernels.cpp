@@ -784,15 +784,7 @@ class Runner {
   template <class T>
   void layers(const Shape& s, const Layer* all, int count, const Step& step, float* tap, int tapped) {
     const Between<T> between = between_of<T>(s, all, count, step);
-    pool.run([&](int id) {
-      for (int i = 0; i < count; ++i) {
-        if (tap != nullptr && i == tapped && id == 0)
-          std::memcpy(tap, step.x, sizeof(float) * static_cast<size_t>(step.batch) * step.nodes * s.d);
-        layer(s, all[i], step, between, id);
-        if (i + 1 < count) warm(all[i + 1].qkv, pool.size(), id);
-        pool.barrier();
-      }
-    });
+    pool.run([&](int id) { climb(s, all, count, step, between, tap, tapped, id); });
   }
 
   // Streams of one node a row, all layers and the last norm: ``step.x`` is room for them, ``states`` [B, S, D] comes out.
@@ -807,12 +799,9 @@ class Runner {
       int first, last;
       share(step.batch, pool.size(), id, &first, &last);
       for (int b = first; b < last; ++b) {
-        alignas(64) float row[8192];
-        const Plain<T>* word = static_cast<const Plain<T>*>(from.embedding) + from.emitted[b] * s.d;
-        for (int j = 0; j < s.d; j += 16) _mm512_store_ps(row + j, load16(word + j));
         T* to = both + place<T>(b, 2 * s.d);
         rms_norm(from.main + static_cast<int64_t>(b) * s.d, ones.data(), s.d, 1e-9f, to);
-        rms_norm(row, ones.data(), s.d, 1e-9f, to + place<T>(1, s.d));
+        embed(from.embedding, from.emitted[b], ones.data(), s.d, 1e-9f, to + place<T>(1, s.d));
       }
       pool.barrier();
       share(from.inputs.blocks(), pool.size(), id, &first, &last);
@@ -836,11 +825,7 @@ class Runner {
         _mm512_storeu_ps(x + 16, sum(main + 16, place_of + 16, hi));
       });
       pool.barrier();
-      for (int i = 0; i < count; ++i) {
-        layer(s, all[i], step, between, id);
-        if (i + 1 < count) warm(all[i + 1].qkv, pool.size(), id);
-        pool.barrier();
-      }
+      climb(s, all, count, step, between, nullptr, 0, id);
       share(rows, pool.size(), id, &first, &last);
       for (int i = first; i < last; ++i)
         rms_norm(step.x + static_cast<int64_t>(i) * s.d, from.norm, s.d, s.eps, states + static_cast<int64_t>(i) * s.d);
@@ -877,12 +862,8 @@ class Runner {
         const Plain<T>* state = states + static_cast<int64_t>(depth) * t.d;
         // parents' embeddings at unit RMS
         share(rows, threads, id, &first, &last);
-        for (int i = first; i < last; ++i) {
-          alignas(64) float row[8192];
-          const Plain<T>* from = static_cast<const Plain<T>*>(t.embedding) + token[static_cast<size_t>(i)] * t.d;
-          for (int j = 0; j < t.d; j += 16) _mm512_store_ps(row + j, load16(from + j));
-          rms_norm(row, ones.data(), t.d, eps, e + place<T>(i, t.d));
-        }
+        for (int i = first; i < last; ++i)
+          embed(t.embedding, token[static_cast<size_t>(i)], ones.data(), t.d, eps, e + place<T>(i, t.d));
         if (id == 0) narrowed(state, t.d, s);
         pool.barrier();
         share(t.token.blocks(), threads, id, &first, &last);
@@ -1077,6 +1058,28 @@ class Runner {
   }
 
  private:
+  // a token's embedding at unit RMS; rows are no wider than WIDEST in library.py
+  template <class T>
+  static void embed(const void* embedding, int64_t token, const float* ones, int d, float eps, T* to) {
+    alignas(64) float row[8192];
+    const Plain<T>* from = static_cast<const Plain<T>*>(embedding) + token * d;
+    for (int j = 0; j < d; j += 16) _mm512_store_ps(row + j, load16(from + j));
+    rms_norm(row, ones, d, eps, to);
+  }
+
+  // a thread's part of all layers, one behind the other; see ``layers``
+  template <class T>
+  void climb(const Shape& s, const Layer* all, int count, const Step& step, const Between<T>& between, float* tap,
+             int tapped, int id) {
+    for (int i = 0; i < count; ++i) {
+      if (tap != nullptr && i == tapped && id == 0)
+        std::memcpy(tap, step.x, sizeof(float) * static_cast<size_t>(step.batch) * step.nodes * s.d);
+      layer(s, all[i], step, between, id);
+      if (i + 1 < count) warm(all[i + 1].qkv, pool.size(), id);
+      pool.barrier();
+    }
+  }
+
   // a thread's part of x w'; rows are quantised into ``narrow`` first, where the weight asks for that (else null)
   template <class T, class Done>
   void whole(const T* x, int count, const Packed& w, Group* narrow, int id, Done&& done) {
