@@ -199,10 +199,10 @@ def test_rows_of_a_batch_are_alone(name: str) -> None:
         assert torch.equal(alone[0], batch[b, : tree.size])
 
 
-def adapter_for(model: Decoder, **changes: object) -> StreamAdapter:
+def adapter_for(model: Decoder, vocabulary: torch.Tensor | None = None, **changes: object) -> StreamAdapter:
     torch.manual_seed(3)
     shape = {"num_stream_layers": 2, "stream_mlp": "mlp+adapter", "attention_rank": 4, **changes}
-    made = StreamAdapter(model.config, StreamConfig(**shape))  # type: ignore[arg-type]
+    made = StreamAdapter(model.config, StreamConfig(**shape), vocabulary)  # type: ignore[arg-type]
     for value in made.parameters():
         torch.nn.init.normal_(value, std=0.1)
     return made.to(model.dtype).eval().requires_grad_(False)
@@ -248,7 +248,8 @@ def test_streams_trail_as_in_pytorch(name: str, shape: dict[str, object]) -> Non
 def test_speculation_says_the_same(name: str, rows: int, form: str) -> None:
     """In bf16 and quantised too, drafts change nothing."""
     model = packed(CASES[name], form)
-    adapter = adapter_for(model, conditioning="path", conditioning_rank=8, root_width=32)
+    # tokens of the rows' own texts join this vocabulary
+    adapter = adapter_for(model, torch.arange(0, 64, 3), conditioning="path", conditioning_rank=32, root_width=32)
     asked = [Request(tokens(4 + 9 * i, i), 40) for i in range(4)]
 
     def decode(drafter: object, rows: int) -> list[list[int]]:
@@ -264,7 +265,9 @@ def test_speculation_says_the_same(name: str, rows: int, form: str) -> None:
     plain = decode(NoDrafter(), 1)
     assert decode(NoDrafter(), rows) == plain
     assert decode(PromptLookupDrafter(), rows) == plain
-    for options in (DraftOptions(nodes=16), DraftOptions(nodes=40), DraftOptions(tree="chain")):
+    shapes = [DraftOptions(nodes=16), DraftOptions(nodes=40), DraftOptions(tree="chain")]
+    shapes += [DraftOptions(tree="product", k=2, depth=2), DraftOptions(nodes=12, condition=False)]
+    for options in shapes:
         assert decode(StreamDrafter(model, adapter, options), rows) == plain
     assert decode(StreamDrafter(model, adapter, DraftOptions(nodes=24), prune=7), rows) == plain
 

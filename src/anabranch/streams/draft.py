@@ -45,7 +45,7 @@ class DraftOptions:
 
     tree       "best": the ``nodes`` most probable nodes; "product": all of the top-k product tree; "chain"
     nodes      node budget of a best-first tree, root included
-    k          children a node may have
+    k          children a node may have (a best-first tree has no use for more than it has nodes)
     depth      streams used; 0: all of the adapter's (gamma)
     frontier   nodes of one level that are expanded (best-first); bounds the cost of conditioned scoring
     threshold  nodes of a lower joint probability are left out (best-first): where rows cost time, a node must be likely
@@ -57,7 +57,7 @@ class DraftOptions:
 
     tree: Literal["best", "product", "chain"] = "best"
     nodes: int = 16
-    k: int = 8
+    k: int = 16
     depth: int = 0
     frontier: int = 12
     threshold: float = 0.0
@@ -75,6 +75,13 @@ class DraftOptions:
             raise InputError(f"threshold must be a probability of at least 0 and below 1, not {self.threshold!r}")
         if self.depth:
             self.check_size(self.depth)
+
+    @property
+    def children(self) -> int:
+        """Candidates that are looked at below one node."""
+        if self.tree == "chain":
+            return 1
+        return min(self.k, self.nodes - 1) if self.tree == "best" else self.k
 
     def check_size(self, depth: int) -> None:
         """Refuse a product tree over ``depth`` streams that no pass should verify."""
@@ -205,12 +212,12 @@ class StreamDraft:
             return torch.cat((z, self._cap(words.head(states_BFD).float())), dim=-1)
         if words.own_BXD is None or words.offset_B1X is None:
             return z
-        own = self._cap((states_BFD @ words.own_BXD.transpose(1, 2)).float() + words.offset_B1X)
+        own = (states_BFD.to(words.own_BXD.dtype) @ words.own_BXD.transpose(1, 2)).float() + words.offset_B1X
         # padding once more: a soft cap lifts what is at minus infinity
-        return torch.cat((z, own.masked_fill(words.offset_B1X.isinf(), float("-inf"))), dim=-1)
+        return torch.cat((z, self._cap(own).masked_fill(words.offset_B1X.isinf(), float("-inf"))), dim=-1)
 
     def _shortlist_logits(self, states_BFD: Tensor, tokens_Bn: Tensor) -> Tensor:
-        z = (states_BFD @ self.weight[tokens_Bn].transpose(1, 2)).float()
+        z = (states_BFD.to(self.weight.dtype) @ self.weight[tokens_Bn].transpose(1, 2)).float()
         return self._cap(z if self.bias is None else z + self.bias[tokens_Bn][:, None])
 
     def _cap(self, z: Tensor) -> Tensor:
@@ -241,8 +248,9 @@ class StreamDraft:
         options = self.options
         budget = options.nodes if options.tree == "best" else None
         floor = math.log(options.threshold) if options.threshold else -math.inf
-        if len(roots) == 1 and self.native is not None:
-            return [self.native(states_BSD[0], roots[0], None if rows is None else rows[0], noise[0])]
+        if self.native is not None:
+            own = [None] * len(roots) if rows is None else rows
+            return list(map(self.native, states_BSD, roots, own, noise))
         levels = self._grow(states_BSD, torch.tensor(roots, device=states_BSD.device), rows, noise)
         host = [(x.tokens.cpu().numpy(), x.joint.cpu().numpy(), x.parents.cpu().numpy()) for x in levels]
         return [_collect(root, [(t[b], j[b], p[b]) for t, j, p in host], budget, floor) for b, root in enumerate(roots)]
@@ -255,7 +263,7 @@ class StreamDraft:
         noise: Sequence[DrawNoise | None],
     ) -> list[_Level]:
         options, words = self.options, self._vocabulary(rows, len(roots_B))
-        k = 1 if options.tree == "chain" else options.k
+        k = options.children
         tokens, joint = roots_B[:, None], torch.zeros(len(roots_B), 1, device=roots_B.device)
         carried: Tensor | None = None
         shortlists: Tensor | None = None
@@ -329,7 +337,7 @@ class StreamDraft:
         The law is the target's own transformation (temperature, top-k, ...) of the stream scores. Returns the
         product tree of k children over at most ``depth`` streams (k = 1: a chain) with ``draft_probs`` [N, V].
         """
-        k = 1 if self.options.tree == "chain" else self.options.k
+        k = self.options.children
         vocabulary = self.target.config.vocab_size
         words = self._vocabulary(None if row is None else [row], 1)
         tokens, parents, laws = [root], [-1], []
@@ -376,7 +384,7 @@ class NativeDraft:
             ids=draft.vocabulary.data_ptr(),
             d=draft.target.config.hidden_size,
             depth=draft.depth,
-            best=1 if chain else min(options.k, len(draft.vocabulary)),
+            best=min(options.children, len(draft.vocabulary)),
             nodes=draft.depth + 1 if chain else options.nodes,
             frontier=1 if chain else options.frontier,
             trust=TRUST,
