@@ -6,11 +6,14 @@ the prompt is wrapped in the model's chat template before it is answered.
 
     python scripts/build_prompts.py --data DIR --german de_gsd-ud-dev.conllu de_gsd-ud-test.conllu --out prompts.jsonl
 
-The German sentences are those of Universal Dependencies' UD_German-GSD (CC BY-SA 4.0) and UD_German-PUD (CC BY-SA 3.0).
-With --without, prompts that earlier files hold are left out and numbers go on behind them:
+The German sentences are those of Universal Dependencies' UD_German-GSD (CC BY-SA 4.0) and UD_German-PUD (CC BY-SA 3.0),
+or of XQuAD (CC BY-SA 4.0), whose English paragraphs are asked about. With --without, prompts that earlier files hold are
+left out and numbers go on behind them:
 
     python scripts/build_prompts.py --data DIR --german de_pud-ud-test.conllu --seed 1 --scale 0.6 \\
         --without prompts.jsonl --out more.jsonl
+    python scripts/build_prompts.py --data DIR --xquad xquad.en.json xquad.de.json --seed 2 --scale 0.6 \\
+        --without prompts.jsonl more.jsonl --out third.jsonl
 """
 
 from __future__ import annotations
@@ -53,6 +56,12 @@ TRANSLATE = (
 SQL = (
     "{context}\n\nWrite a SQL query: {question}",
     "Given the table below, answer with SQL only.\n{context}\nQuestion: {question}",
+)
+READ = (
+    "{text}\n{question}",
+    "{text}\n{question}",
+    "{text}\n\nQuestion: {question}",
+    "Answer the question with the help of this text.\n\n{text}\n\n{question}",
 )
 E2E = (
     "Write a sentence about a restaurant from these facts: {meaning_representation}",
@@ -97,6 +106,33 @@ def sentences(path: Path) -> list[str]:
     lines = path.read_text(encoding="utf-8").splitlines()
     texts = [line.removeprefix("# text = ") for line in lines if line.startswith("# text = ")]
     return [text for text in texts if len(text) >= 40]
+
+
+def articles(path: Path) -> list[list[dict[str, Any]]]:
+    """The paragraphs of each article of a SQuAD file: {"context", "qas": [{"question"}]}."""
+    found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["data"]
+    return [article["paragraphs"] for article in found]
+
+
+def reading(english: Path, german: Path, rng: random.Random) -> list[tuple[str, str]]:
+    """Questions with one to four paragraphs to read, questions alone, summaries, and translations, in a random order."""
+    prompts = []
+    for paragraphs in articles(english):
+        for at, paragraph in enumerate(paragraphs):
+            for asked in paragraph["qas"]:
+                first = rng.randint(max(0, at - 2), at)
+                text = "\n".join(p["context"] for p in paragraphs[first : rng.randint(at, at + 1) + 1])
+                prompts.append(("xquad_en", rng.choice(READ).format(text=text, question=asked["question"].strip())))
+                if rng.random() < 0.4:
+                    prompts.append(("xquad_en", asked["question"].strip()))
+            prompts.append(("xquad_en", rng.choice(PASSAGE).format(text=paragraph["context"])))
+    for paragraphs in articles(german):
+        for paragraph in paragraphs:
+            lines = re.split(r"(?<=[.!?]) (?=[A-ZÄÖÜ„])", paragraph["context"])
+            lines += [asked["question"].strip() for asked in paragraph["qas"] if rng.random() < 0.4]
+            prompts += [("xquad_de", rng.choice(TRANSLATE).format(text=line)) for line in lines if len(line) >= 40]
+    rng.shuffle(prompts)
+    return prompts
 
 
 def collect(
@@ -148,6 +184,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--data", type=Path, required=True, help="folder with the data sets")
     parser.add_argument("--german", type=Path, nargs="*", default=[], help="CoNLL-U files of UD_German-GSD")
+    parser.add_argument("--xquad", type=Path, nargs=2, metavar=("ENGLISH", "GERMAN"), help="xquad.en.json xquad.de.json")
     parser.add_argument("--out", type=Path, required=True, help="JSONL file to write")
     parser.add_argument("--scale", type=float, default=1.0, help="share of each source to take")
     parser.add_argument("--without", type=Path, nargs="*", default=[], help="earlier prompt files")
@@ -156,6 +193,9 @@ def main() -> None:
     earlier = [json.loads(line) for path in args.without for line in path.read_text(encoding="utf-8").splitlines()]
     rng, known = random.Random(args.seed), frozenset(prompt["prompt"] for prompt in earlier)
     found = collect(args.data, rng, args.scale, args.german, known)
+    if args.xquad:
+        found += [(source, prompt[:4200]) for source, prompt in reading(*args.xquad, rng) if prompt[:4200] not in known]
+        rng.shuffle(found)
     prompts = [
         {"id": len(earlier) + i, "source": source, "prompt": prompt, "chat": rng.random() < 0.94}
         for i, (source, prompt) in enumerate(found)
