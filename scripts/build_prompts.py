@@ -7,8 +7,8 @@ the prompt is wrapped in the model's chat template before it is answered.
     python scripts/build_prompts.py --data DIR --german de_gsd-ud-dev.conllu de_gsd-ud-test.conllu --out prompts.jsonl
 
 The German sentences are those of Universal Dependencies' UD_German-GSD (CC BY-SA 4.0) and UD_German-PUD (CC BY-SA 3.0),
-or of XQuAD (CC BY-SA 4.0), whose English paragraphs are asked about. With --without, prompts that earlier files hold are
-left out and numbers go on behind them:
+or of XQuAD (CC BY-SA 4.0), whose English paragraphs are asked about. With --without, prompts that earlier files hold
+are left out and numbers go on behind them:
 
     python scripts/build_prompts.py --data DIR --german de_pud-ud-test.conllu --seed 1 --scale 0.6 \\
         --without prompts.jsonl --out more.jsonl
@@ -115,7 +115,7 @@ def articles(path: Path) -> list[list[dict[str, Any]]]:
 
 
 def reading(english: Path, german: Path, rng: random.Random) -> list[tuple[str, str]]:
-    """Questions with one to four paragraphs to read, questions alone, summaries, and translations, in a random order."""
+    """Questions on one to four paragraphs, questions alone, summaries, and translations, in a random order."""
     prompts = []
     for paragraphs in articles(english):
         for at, paragraph in enumerate(paragraphs):
@@ -184,7 +184,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--data", type=Path, required=True, help="folder with the data sets")
     parser.add_argument("--german", type=Path, nargs="*", default=[], help="CoNLL-U files of UD_German-GSD")
-    parser.add_argument("--xquad", type=Path, nargs=2, metavar=("ENGLISH", "GERMAN"), help="xquad.en.json xquad.de.json")
+    parser.add_argument(
+        "--xquad", type=Path, nargs=2, metavar=("ENGLISH", "GERMAN"), help="xquad.en.json xquad.de.json"
+    )
     parser.add_argument("--out", type=Path, required=True, help="JSONL file to write")
     parser.add_argument("--scale", type=float, default=1.0, help="share of each source to take")
     parser.add_argument("--without", type=Path, nargs="*", default=[], help="earlier prompt files")

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer  # noqa: F401 - what loading would import: a library, not the model
+from transformers import PreTrainedTokenizerFast  # noqa: F401 - what loading would import: a library, not the model
 
 from anabranch.bench.machine import peak_memory_mb
 from anabranch.bench.report import environment

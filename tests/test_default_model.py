@@ -5,6 +5,9 @@ The longer runs are scripts/exactness.py and ``anabranch bench``.
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +15,8 @@ import torch
 from anabranch.drafters import make_drafter
 from anabranch.engine import Engine, Request
 from anabranch.model.load import Target, load_target
+from anabranch.model.pack import pack_decoder
+from anabranch.native import library as native
 from anabranch.sampling import SamplingParams, generator, position_keys, target_probs, target_tokens
 from anabranch.streams.adapter import StreamAdapter
 from anabranch.streams.draft import DraftOptions, StreamDraft
@@ -20,6 +25,7 @@ from anabranch.verify import follow, reject
 
 pytestmark = pytest.mark.default_model
 
+RARE = "Zymurgy in Karlsruhe, Ἀθῆναι and 東京: Zymurgy in"  # tokens that the draft vocabulary lacks
 PROMPTS = ("Explain why the sky is blue.", "Write a Python function that adds two numbers.", "1, 2, 3, 4, 5, 6,")
 CHI_SQUARE_999 = 3.29  # standard deviations above the mean: one false alarm in about a thousand
 
@@ -41,7 +47,7 @@ def _decode(
 ) -> list[list[int]]:
     engine = Engine(target.decoder, make_drafter(spec, target.decoder, adapter), rows=rows, capacity=128)
     out: dict[int, list[int]] = {}
-    waiting = [Request(target.tokenizer.encode(text), 16, sampling) for text in PROMPTS]
+    waiting = [Request(target.tokenizer.encode(text), 16, sampling) for text in (*PROMPTS, RARE)]
     while waiting or engine.active:
         while waiting and engine.active < rows:
             out[engine.add(waiting.pop(0))] = []
@@ -59,6 +65,37 @@ def test_every_method_emits_the_tokens_of_plain_decoding(
     for spec in ("streams", "streams:prune=8,placement=ride", "streams+prompt_lookup"):
         assert _decode(target, adapter, spec, rows=1, sampling=sampling) == plain, spec
         assert _decode(target, adapter, spec, rows=3, sampling=sampling) == plain, spec
+
+
+@pytest.mark.skipif(native.library() is None, reason="only the native kernels are exact in bf16")
+@pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
+def test_every_method_in_the_types_that_users_load(quantize: str) -> None:
+    target = load_target("default", dtype="bfloat16", quantize=quantize)
+    assert pack_decoder(target.decoder)
+    loaded = find_adapter(target)
+    assert loaded is not None
+    plain = _decode(target, loaded.adapter, "none", rows=1, sampling=SamplingParams())
+    for spec in (
+        "none",
+        "prompt_lookup",
+        "streams:tree=12+prompt_lookup",
+        "streams:tree=chain",
+        "streams:tree=product,k=3,depth=2",
+        "streams:tree=16,condition=no",
+        "streams:tree=24,prune=12,placement=ride",
+    ):
+        for rows in (1, 3):
+            assert _decode(target, loaded.adapter, spec, rows=rows, sampling=SamplingParams()) == plain, (spec, rows)
+
+
+def test_the_compiler_stays_out() -> None:
+    """Importing it costs 110 MB and a second; neither loading nor decoding on a CPU needs it."""
+    code = """if True:
+        import sys, anabranch
+        anabranch.load("default", device="cpu").generate("One, two,", max_new_tokens=4)
+        sys.exit(", ".join({"sympy", "torch._dynamo", "torch._inductor"} & set(sys.modules)) or 0)
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_streams_save_passes(target: Target, adapter: StreamAdapter) -> None:

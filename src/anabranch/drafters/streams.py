@@ -72,8 +72,7 @@ class StreamDrafter(Drafter):
                 assert isinstance(block, Block)
                 adapter.layer(index).merge(block)
         o, depth = self.tree.options, self.tree.depth
-        children = 1 if o.tree == "chain" else o.k
-        self.max_nodes = o.nodes if o.tree == "best" else sum(children**d for d in range(depth + 1))
+        self.max_nodes = o.nodes if o.tree == "best" else sum(o.children**d for d in range(depth + 1))
         give_back()
         self._states: dict[int, Tensor] = {}
         self._words: dict[int, RowVocabulary] = {}

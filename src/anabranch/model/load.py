@@ -25,6 +25,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # What a target consists of; a repository's pickled copies and other frameworks' weights stay where they are.
 _HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+# Tokenizers that are read as they lie, whatever the model.
+_GENERAL = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 @dataclass(frozen=True)
@@ -158,13 +160,28 @@ def _stored(config: ModelConfig, tensors: Mapping[str, Tensor]) -> torch.dtype:
 
 
 def _tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        return _tokenizer_class(folder).from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise FileError(f"{folder} has no readable tokenizer ({first}); copy its tokenizer.json there") from error
+
+
+def _tokenizer_class(folder: Path) -> Any:
+    """What reads a folder's tokenizer.
+
+    AutoTokenizer looks at the model too and so imports PyTorch's compiler: 110 MB and a second. A folder that names the
+    general class is spared that.
+    """
+    described = folder / "tokenizer_config.json"
+    named = read_json(described).get("tokenizer_class") if described.is_file() else None
+    if named in _GENERAL and (folder / "tokenizer.json").is_file():
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 def _eos(config: ModelConfig, generation: Mapping[str, Any], tokenizer: Any) -> tuple[int, ...]:

@@ -37,6 +37,7 @@ __all__ = [
 Quantization: TypeAlias = Literal["none", "int8", "int4"]
 QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4")
 GROUP = 32
+AT_ONCE = 256
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,14 @@ class QuantizedWeight:
 
     @staticmethod
     def of(weight: Tensor, kind: Literal["int8", "int4"]) -> QuantizedWeight:
-        """Round a weight [N, D] to the nearest of its levels."""
-        w = weight.detach().float()
+        """Round a weight [N, D] to the nearest of its levels, a few outputs at a time: a head in float32 is large."""
+        parts = [QuantizedWeight._of(part.float(), kind) for part in torch.split(weight.detach(), AT_ONCE)]
+        values, scale = (torch.cat(part) for part in zip(*((p.values, p.scale) for p in parts), strict=True))
+        least = [part.least for part in parts if part.least is not None]
+        return QuantizedWeight(kind, values, scale, torch.cat(least) if least else None)
+
+    @staticmethod
+    def _of(w: Tensor, kind: Literal["int8", "int4"]) -> QuantizedWeight:
         if kind == "int8":
             scale = w.abs().amax(1).clamp(min=1e-12) / 127
             return QuantizedWeight("int8", ((w / scale[:, None]).round() + 128).to(torch.uint8), scale)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anabranch.errors import InputError
+from anabranch.memory import give_back
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import MLP, Block
 from anabranch.model.pack import Packable, PackedLinear, PackedWeight, packed_like
@@ -63,6 +64,7 @@ class StreamLayer(nn.Module):
         qkv, out = self._with(block.qkv, self.qkv), self._with(block.out, self.out)
         if qkv is not None and out is not None:
             self.merged = (qkv, out)
+        give_back()
 
     @staticmethod
     def _with(linear: nn.Module, delta: LowRank) -> PackedWeight | None:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.errors import InputError
+from anabranch.memory import give_back
 from anabranch.model.decoder import Decoder
 from anabranch.model.pack import packed_like
 from anabranch.model.stack import NativeLinear
@@ -180,6 +181,7 @@ class StreamDraft:
         rows = self.weight if whole else self.weight[self.vocabulary].contiguous()
         bias = None if self.bias is None else self.bias[self.vocabulary]
         packed = packed_like(target.head, rows, bias)
+        give_back()
         if self.conditioner is not None:
             self.conditioner.pack(target.head)
         self.head: Callable[[Tensor], Tensor] = packed or partial(F.linear, weight=rows, bias=bias)

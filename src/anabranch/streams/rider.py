@@ -48,30 +48,39 @@ class StreamRider:
         self.entry_BND = x_BND.to(self.target.dtype)
         if not self.ride:
             return x_BND
-        x_BND = self.entry_BND
         positions = stream_positions(run.positions_BN, self.adapter.config.num_streams)
         cos, sin = run.rope(positions, run.planned)
-        self._cos, self._sin = torch.cat((run.cos, cos), dim=1), torch.cat((run.sin, sin), dim=1)
+        self._own, self._all = (cos, sin), (torch.cat((run.cos, cos), dim=1), torch.cat((run.sin, sin), dim=1))
         self._bias: dict[bool, Tensor | None] = {}
-        return torch.cat((x_BND, self.adapter.initial(x_BND)), dim=1)
+        return torch.cat((x_BND, self.adapter.initial(self.entry_BND).to(x_BND.dtype)), dim=1)
 
     def layer(self, index: int, block: Block, x_BRD: Tensor, run: Pass) -> Tensor:
-        """One block over main rows and stream rows together: the weights are read once."""
-        n = run.width
+        """One block over main rows and stream rows together: the weights are read once.
 
-        def attend_main(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return run.attend(index, q, k, v)
+        Where the native kernels run the target, they take the main rows, which are then to the bit as without streams,
+        and the streams follow apart.
+        """
+        n, weights = run.width, self.adapter.layer(index)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            main = attend_main(q[:, :n], k[:, :n], v[:, :n])
+        def look(q: Tensor, k: Tensor, v: Tensor, main_q: Tensor | None) -> Tensor:
             keys, values = run.cache.read(index, run.span)
-            streams = (q[:, n:], k[:, n:], v[:, n:])
             visible, bias = run.visible(index), self._mask(index, run)
             config, shape = self.target.config, self.adapter.config
-            rows = stream_attention(config, shape, streams, keys, values, visible, q[:, :n], bias)
-            return torch.cat((main, rows), dim=1)
+            return stream_attention(config, shape, (q, k, v), keys, values, visible, main_q, bias)
 
-        return block(x_BRD, self._cos, self._sin, attend, StreamSide(self.adapter.layer(index), n))  # type: ignore[no-any-return]
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            main = run.attend(index, q[:, :n], k[:, :n], v[:, :n])
+            return torch.cat((main, look(q[:, n:], k[:, n:], v[:, n:], q[:, :n])), dim=1)
+
+        if self.target.stack is None:
+            return block(x_BRD, *self._all, attend, StreamSide(weights, n))  # type: ignore[no-any-return]
+        narrow = x_BRD.to(self.target.dtype)
+        main_q = None
+        if self.adapter.config.context_top:
+            main_q = block.split(block.qkv(block.norm_in(narrow[:, :n])), run.cos, run.sin)[0]
+        main = self.target.layers(x_BRD[:, :n], run, index, index + 1)
+        streams = block(narrow[:, n:], *self._own, partial(look, main_q=main_q), StreamSide(weights, 0))
+        return torch.cat((main, streams.to(main.dtype)), dim=1)
 
     def _mask(self, index: int, run: Pass) -> Tensor | None:
         sliding = self.target.config.is_sliding(index)
@@ -83,7 +92,7 @@ class StreamRider:
         """Keep the streams (after the last norm) and hand back the main rows."""
         if self.ride:
             b, _, d = x_BRD.shape
-            streams = self.target.norm(x_BRD[:, run.width :])
+            streams = self.target.norm(x_BRD[:, run.width :].to(self.target.dtype))
             self.streams_BNSD = streams.view(b, run.width, self.adapter.config.num_streams, d)
         return x_BRD[:, : run.width]
 

@@ -1,0 +1,111 @@
+"""Short trainings from fresh weights that differ in one option each, evaluated on the same held-out answers.
+
+Shows what limits an adapter early on, with little data; a long run may order near neighbours otherwise. Finished
+variants are kept in --out, so the same command goes on where it was stopped.
+
+    python scripts/search.py --answers answers.jsonl --examples 700 --out benchmarks/NAME.json
+    python scripts/search.py --answers answers.jsonl --variant stream_layers=8,soft=1 --out benchmarks/NAME.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from anabranch.bench.report import environment
+from anabranch.files import write_atomically
+from anabranch.model.load import load_target
+from anabranch.train import Recipe, recipe
+from anabranch.train.job import read_data, train_streams
+
+VARIANTS = (
+    "base",
+    "stream_layers=4",
+    "stream_layers=8",
+    "stream_layers=16",
+    "soft=0",
+    "soft=1",
+    "decay=0.6",
+    "decay=1",
+    "root_width=0",
+    "conditioning_rank=256",
+    "attention_rank=16,adapter_rank=16",
+    "lr=0.003",
+)
+CHANGES: dict[str, Callable[[Recipe, Any], Recipe]] = {
+    "stream_layers": lambda plan, n: replace(plan, streams=replace(plan.streams, num_stream_layers=n)),
+    "lr": lambda plan, lr: replace(plan, options=replace(plan.options, lr=lr)),
+    **{
+        name: lambda plan, n, name=name: replace(plan, streams=replace(plan.streams, **{name: n}))
+        for name in ("root_width", "conditioning_rank", "attention_rank", "adapter_rank")
+    },
+    **{
+        name: lambda plan, x, name=name: replace(
+            plan, options=replace(plan.options, loss=replace(plan.options.loss, **{name: x}))
+        )
+        for name in ("soft", "decay", "unconditioned")
+    },
+}
+
+
+def changed(plan: Recipe, variant: str) -> Recipe:
+    """The recipe with the options of ``variant``: NAME=VALUE,... or base."""
+    for change in () if variant == "base" else variant.split(","):
+        name, _, value = change.partition("=")
+        if name not in CHANGES:
+            sys.exit(f"there is no option {name!r}; options are {', '.join(CHANGES)}")
+        plan = CHANGES[name](plan, json.loads(value))
+    return plan
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--answers", type=Path, required=True, help="JSONL that 'anabranch train answers' wrote")
+    parser.add_argument("--examples", type=int, default=700, help="answers to train on, held-out ones besides")
+    parser.add_argument("--held-out", type=int, default=48)
+    parser.add_argument("--variant", action="append", help="NAME=VALUE,...; repeatable (default: a list)")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    target = load_target("default")
+    base = recipe("default-adapter")
+    base = replace(base, held_out=args.held_out, options=replace(base.options, epochs=1.0, keep_states=False))
+    plans = {variant: changed(base, variant) for variant in args.variant or VARIANTS}
+    examples = read_data(target, base, answers=args.answers)
+    random.Random(0).shuffle(examples)
+    examples = examples[: args.examples + args.held_out]
+    result: dict[str, Any] = {
+        "command": shlex.join(Path(word).name if Path(word).is_absolute() else word for word in ("python", *sys.argv)),
+        "environment": environment(target.decoder.device),
+        "answer_tokens": sum(len(example.answer_ids) for example in examples),
+        "variants": {},
+    }
+    if args.out.is_file():
+        result["variants"] = json.loads(args.out.read_text(encoding="utf-8"))["variants"]
+    for variant, plan in plans.items():
+        if variant in result["variants"]:
+            continue
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            record = train_streams(target, plan, examples, Path(folder), report=lambda now: None)
+        measured = record["measured"]["predicted mean acceptance length"]
+        result["variants"][variant] = {
+            "parameters": record["parameters"],
+            "steps": record["training"]["steps"],
+            "seconds": round(time.monotonic() - began),
+            **{name: measured[name] for name in ("tree", "chain", "tree without conditioning", "top 1", "at least")},
+        }
+        write_atomically(args.out, json.dumps(result, indent=1) + "\n")
+        print(variant, json.dumps(result["variants"][variant]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
