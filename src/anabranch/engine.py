@@ -130,17 +130,21 @@ class Engine:
         slot = self.cache.add_row()
         try:
             with self.target.threads():
-                for start in range(0, len(prompt) - 1, PREFILL_CHUNK):
-                    chunk = prompt[start : min(start + PREFILL_CHUNK, len(prompt) - 1)]
-                    where = slice(slot, slot + 1)
-                    self.target(Feed.of_prompt(chunk), self.cache, slots=where, planned=planned, need_logits=False)
-                    self.cache.commit([range(len(chunk))])
+                self._read(prompt[:-1], slot, planned)
         except BaseException:
             self.cache.remove_row(slot)
             raise
         context = Context(prompt, len(prompt), request.sampling, request.rule)
         self._rows.append(_Row(request, context, limit, planned))
         return context.key
+
+    def _read(self, tokens: list[int], slot: int, planned: int) -> None:
+        """Put what stands before a row's first root into the cache."""
+        for start in range(0, len(tokens), PREFILL_CHUNK):
+            chunk = tokens[start : start + PREFILL_CHUNK]
+            where = slice(slot, slot + 1)
+            self.target(Feed.of_prompt(chunk), self.cache, slots=where, planned=planned, need_logits=False)
+            self.cache.commit([range(len(chunk))])
 
     def check(self, request: Request) -> None:
         """Raise InputError or CapabilityError if ``request`` cannot be served; ``add`` asks too."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from anabranch.errors import FileError
 
-__all__ = ["give_back", "keep_memory", "off_heap"]
+__all__ = ["free_memory", "give_back", "keep_memory", "off_heap"]
 
 # <malloc.h>
 M_TRIM_THRESHOLD = -1
@@ -52,6 +52,16 @@ def keep_memory() -> bool:
     # older glibc refuses more than 32 MiB
     mapped = mallopt(M_MMAP_THRESHOLD, 1 << 30) or mallopt(M_MMAP_THRESHOLD, 1 << 25)
     return bool(mapped and mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
+
+
+def free_memory() -> int | None:
+    """Bytes that a process may still take, swap included; None where the system does not tell (Linux does)."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    sizes = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+    return sizes["MemAvailable"] + sizes["SwapFree"] if "MemAvailable" in sizes else None
 
 
 def give_back() -> None:

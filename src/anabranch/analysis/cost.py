@@ -69,6 +69,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 2048,
     },
     "Phi-3": _llama(3072, 32, 32, 8192, 32_064, model_type="phi3"),
+    "SmolLM2-135M": _llama(
+        576, 30, 9, 1536, 49_152, num_key_value_heads=3, tie_word_embeddings=True, max_position_embeddings=8192
+    ),
     "Llama-68m": _llama(768, 2, 12, 3072),
     "Llama-2-7B": _llama(4096, 32, 32, 11_008),
     "Llama-2-13B": _llama(5120, 40, 40, 13_824),

@@ -84,6 +84,20 @@ def bench(
             "written between prompts, outside every clock"
         ),
     ] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            help="instead of decoding prompts: how long a step takes in the shape of 135m, 7b, 13b or 33b, by width, "
+            "batch and context; the weights are noise"
+        ),
+    ] = None,
+    width: Annotated[
+        list[int] | None, typer.Option(help="with --shape: nodes that a pass verifies; repeatable")
+    ] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="with --shape: rows of a batch; repeatable")] = None,
+    context_tokens: Annotated[
+        list[int] | None, typer.Option("--context", help="with --shape: tokens in the cache; repeatable")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
     """Measure methods and other engines beside each other, on this machine and the same prompts.
@@ -93,6 +107,10 @@ def bench(
     else run meanwhile. Ctrl-C keeps what is done.
     """
     if context.invoked_subcommand is not None:
+        return
+    if shape is not None:
+        grid = (width, batch, context_tokens)
+        _shape(shape, *grid, dtype=dtype, device=device, threads=threads, repeats=repeats, out=out, as_json=as_json)
         return
     from rich.console import Console
 
@@ -107,6 +125,9 @@ def bench(
     from anabranch.sampling import SamplingParams
 
     # whatever can be refused is refused before a model is loaded
+    for name, given in (("--width", width), ("--batch", batch), ("--context", context_tokens)):
+        if given:
+            raise InputError(f"{name} is for measuring a shape; give --shape too, or leave it out")
     if (figures or resume) and out is None:
         raise InputError(f"{'--figures' if figures else '--resume'} needs --out FILE, beside which it finds its files")
     for name, value in (("max_new_tokens", max_new_tokens), ("repeats", repeats), ("threads", threads)):
@@ -183,6 +204,55 @@ def bench(
         )
         console.print(f"stopped after {result['prompts_done']} of {len(encoded)} prompts; {again}")
         raise typer.Exit(INTERRUPTED)
+
+
+def _shape(
+    name: str,
+    widths: list[int] | None,
+    batches: list[int] | None,
+    contexts: list[int] | None,
+    *,
+    dtype: str,
+    device: str,
+    threads: int | None,
+    repeats: int,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    import torch
+    from rich.console import Console
+
+    from anabranch.bench.journal import beside, check_writable
+    from anabranch.bench.report import environment, wide_console
+    from anabranch.bench.shapes import ROUNDS, WIDTHS, measure_shape, shape_record, shape_table
+    from anabranch.files import write_atomically
+    from anabranch.model.load import resolve_device, resolve_dtype
+
+    if out is not None:
+        check_writable(out)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    console, place = Console(stderr=True, highlight=False), resolve_device(device)
+    found = measure_shape(
+        name,
+        dtype=resolve_dtype(dtype) or torch.bfloat16,
+        device=place,
+        rounds=ROUNDS * repeats,
+        report=lambda what, done, total: console.print(f"{done}/{total} {what}") if what else None,
+        widths=widths or WIDTHS,
+        batches=batches or (1,),
+        contexts=contexts or (512,),
+    )
+    result = {"command": _command(None), "environment": environment(place), **shape_record(found)}
+    if out is not None:
+        write_atomically(beside(out, ".json"), json.dumps(result, indent=1) + "\n")
+    if as_json:
+        print(json.dumps(result))
+    else:
+        tables = shape_table(found)
+        show = wide_console(tables)
+        for part in tables:
+            show.print(part)
 
 
 @app.command("compare")

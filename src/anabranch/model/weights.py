@@ -17,11 +17,20 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from anabranch.errors import DeviceError, FileError, ModelError
+from anabranch.memory import free_memory
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import Source, model_config, weight_source
 
-__all__ = ["build_decoder", "fill_decoder", "fingerprint", "load_safetensors_dir", "read_json", "stored_dtype"]
+__all__ = [
+    "build_decoder",
+    "fill_decoder",
+    "fingerprint",
+    "load_safetensors_dir",
+    "random_decoder",
+    "read_json",
+    "stored_dtype",
+]
 
 _INDEX = "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -142,11 +151,35 @@ def fill_decoder(
     for name, parameter in parameters:
         stored = _assemble(config, tensors, name, parameter.shape)
         _add(digest, name, stored)
-        stem, _, kind = name.rpartition(".")
-        setattr(decoder.get_submodule(stem), kind, nn.Parameter(_place(stored, dtype, device), requires_grad=False))
+        _put(decoder, name, _place(stored, dtype, device))
     if config.tied_head:
         decoder.head.weight = decoder.embedding.weight
     return decoder, digest.hexdigest()
+
+
+def random_decoder(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """A decoder in the shape of ``config`` whose weights mean nothing, to measure how long it takes."""
+    decoder = build_decoder(config, dtype=dtype)
+    parameters = sorted(decoder.named_parameters())
+    _check_memory(sum(parameter.numel() for _, parameter in parameters) * dtype.itemsize, device)
+    # the same numbers over and over: drawing billions takes minutes, and products do not care
+    noise = (0.02 * torch.randn(2**20 + 1)).to(device, dtype)
+    for name, parameter in parameters:
+        if parameter.dim() == 1:
+            _put(decoder, name, torch.full(parameter.shape, float(name.endswith("weight")), dtype=dtype, device=device))
+            continue
+        value = _place(noise[:1].expand(parameter.shape), dtype, device)
+        for part in torch.split(value.view(-1), len(noise)):
+            part.copy_(noise[: len(part)])
+        _put(decoder, name, value)
+    if config.tied_head:
+        decoder.head.weight = decoder.embedding.weight
+    return decoder
+
+
+def _put(decoder: Decoder, name: str, value: Tensor) -> None:
+    stem, _, kind = name.rpartition(".")
+    setattr(decoder.get_submodule(stem), kind, nn.Parameter(value, requires_grad=False))
 
 
 def _place(stored: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -160,13 +193,11 @@ def _place(stored: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _check_memory(needed: int, device: torch.device) -> None:
-    if device.type != "cuda":
-        return
-    free, _ = torch.cuda.mem_get_info(device)
-    if needed > free:
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+    if free is not None and needed > free:
         raise DeviceError(
             f"the weights need {needed / 2**30:.1f} GiB and {device} has {free / 2**30:.1f} GiB free; "
-            "use a smaller model, dtype='bfloat16' or device='cpu'"
+            "use a smaller model, dtype='bfloat16' or another device"
         )
 
 

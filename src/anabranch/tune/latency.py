@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from anabranch.analysis.simulate import Latency
+from anabranch.bench.shapes import Fixed
 from anabranch.drafters import Context, Drafter, make_drafter
 from anabranch.drafters.base import Wrapped
 from anabranch.drafters.combined import CombinedDrafter
@@ -53,18 +54,6 @@ class Measured:
         draft = self.drafts["merged" if merged else method]
         more = float(np.interp(nodes or 1, draft.widths, draft.ms))
         return Latency(rest.widths, tuple(ms + more for ms in rest.ms))
-
-
-class _Fixed(Drafter):
-    """Proposes a chain of one token, as wide as asked: for the cost of a pass, not for its tokens."""
-
-    name = "fixed"
-
-    def __init__(self, width: int) -> None:
-        self.max_nodes = self.width = width
-
-    def draft(self, contexts: Sequence[Context]) -> list[DraftTree]:
-        return [DraftTree.chain(c.root, [c.root] * min(self.width - 1, c.room), source=self.name) for c in contexts]
 
 
 class _Narrow(Wrapped):
@@ -128,9 +117,7 @@ def measure_steps(
     """
     if rounds < 2 or steps < 1:
         raise InputError("measuring steps takes at least 2 rounds, and 1 step a round")
-    kinds: dict[tuple[str, str, int], tuple[Drafter, int | None]] = {
-        ("rest", "none", n): (_Fixed(n), n) for n in WIDTHS
-    }
+    kinds: dict[tuple[str, str, int], tuple[Drafter, int | None]] = {("rest", "none", n): (Fixed(n), n) for n in WIDTHS}
     kinds["draft", "none", 1] = (NoDrafter(), None)
     kinds["draft", "prompt_lookup", 1] = (make_drafter("prompt_lookup", target.decoder), None)
     if adapter is not None:

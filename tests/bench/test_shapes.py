@@ -1,0 +1,124 @@
+"""Step times in the shape of a model whose weights mean nothing, at toy size."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from anabranch.analysis.cost import MODELS
+from anabranch.bench import shapes
+from anabranch.bench.machine import measure_machine
+from anabranch.bench.shapes import PAPER, SHAPES, Fixed, Shape, measure_shape
+from anabranch.cli import app
+from anabranch.drafters.base import Context
+from anabranch.errors import DeviceError, InputError
+from anabranch.model import weights
+from anabranch.model.families import model_config
+from anabranch.model.weights import random_decoder
+from anabranch.sampling import SamplingParams
+
+TOY = {**MODELS["Llama-68m"], "hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 2}
+TOY |= {"intermediate_size": 96, "vocab_size": 320}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "toy", TOY)
+    monkeypatch.setattr(shapes, "measure_machine", partial(measure_machine, buffer_bytes=2**20, repeats=2))
+
+
+def measured(dtype: torch.dtype = torch.float32, **more: Any) -> Shape:
+    asked: dict[str, Any] = {
+        "widths": (1, 4, 20),
+        "batches": (1, 3),
+        "contexts": (7, 30),
+        "rounds": 2,
+        "nodes": 9,
+        **more,
+    }
+    return measure_shape("toy", dtype=dtype, device=CPU, **asked | more)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_kind_is_measured_at_every_batch_and_context(dtype: torch.dtype) -> None:
+    shape = measured(dtype)
+    kinds = ["plain", "verify 1", "verify 4", "verify 20", "streams"]
+    cells = [(t.batch, t.context, t.kind) for t in shape.times]
+    assert cells == [(b, c, kind) for c in (7, 30) for b in (1, 3) for kind in kinds]
+    for times in shape.times:
+        assert 0 < times.ms[0] <= times.ms[1] <= times.ms[2]
+        assert times.steps == 2
+        nodes = {"plain": 1, "streams": 9, "verify 1": 1, "verify 4": 4, "verify 20": 20}
+        assert times.nodes == nodes[times.kind]
+    assert shape.machine.floor_ms > 0
+
+
+def test_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PAPER, "toy", (3.5, 3.0))
+    shape = measured(batches=(1,), contexts=(7,))
+    (row,) = shape.ratios()
+    plain, streams = (shape.find(1, 7, kind).ms[1] for kind in ("plain", "streams"))
+    assert row["plain_over_floor"] == pytest.approx(plain / shape.machine.floor_ms, rel=1e-2)
+    assert row["streams_over_plain"] == pytest.approx(streams / plain, rel=1e-2)
+    assert row["speedup"] == pytest.approx(3.5 * plain / streams, rel=1e-2)
+    assert row["speedup_in_the_paper"] == 3.0
+
+
+def test_what_does_not_fit_is_left_out_and_the_rest_goes_on() -> None:
+    shape = measured(batches=(1, 2**40), contexts=(7,))
+    assert {t.batch for t in shape.times} == {1}
+    ((batch, context, why),) = shape.left_out
+    assert (batch, context) == (2**40, 7)
+    assert "needs" in why
+
+
+def test_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="no shape '8b'; shapes are 135m, 7b"):
+        measure_shape("8b", dtype=torch.float32, device=CPU)
+    for name in ("widths", "batches", "contexts"):
+        with pytest.raises(InputError, match="must be at least 1, not 0"):
+            measured(**{name: (2, 0)})
+    monkeypatch.setattr(weights, "free_memory", lambda: 1000)
+    with pytest.raises(DeviceError, match="use a smaller model"):
+        measured()
+
+
+def test_random_weights_have_the_shape_and_no_two_rows_alike() -> None:
+    config = model_config(TOY)
+    decoder = random_decoder(config, dtype=torch.bfloat16, device=CPU)
+    assert all(p.dtype == torch.bfloat16 and not p.is_meta for p in decoder.parameters())
+    assert torch.unique(decoder.embedding.weight, dim=0).shape[0] == config.vocab_size
+    for name in SHAPES.values():
+        assert model_config(MODELS[name]).family == "llama"
+
+
+def test_a_fixed_draft_is_as_wide_as_asked_and_as_deep_as_of_use() -> None:
+    contexts = [Context([5], 1, SamplingParams(), "follow"), Context([0], 1, SamplingParams(), "follow")]
+    contexts[0].room, contexts[1].room = 9, 2
+    first, second = Fixed(6).draft(contexts)
+    assert (first.size, second.size) == (6, 3)
+    assert first.tokens.tolist() == [5, 4, 4, 4, 4, 4]
+    assert second.tokens.tolist() == [0, 1, 1]
+
+
+def test_the_command(tmp_path: Path) -> None:
+    out = tmp_path / "toy"
+    grid = ("--width", "1", "--width", "8", "--context", "5", "--dtype", "float32", "--device", "cpu")
+    done = CliRunner().invoke(app, ["bench", "--shape", "toy", *grid, "--out", str(out), "--json"])
+    assert done.exit_code == 0, done.output
+    result = json.loads((tmp_path / "toy.json").read_text())
+    assert [step["nodes"] for step in result["steps"]][:3] == [1, 1, 8]
+    assert result["ratios"][0]["plain_over_floor"] > 0
+    assert all(a <= b for step in result["steps"] for a, b in pairwise(step["ms"]))
+    shown = CliRunner().invoke(app, ["bench", "--shape", "toy", *grid])
+    assert "ms a step" in shown.output
+    refused = CliRunner().invoke(app, ["bench", "--width", "4"])
+    assert refused.exit_code != 0
