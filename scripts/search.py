@@ -77,7 +77,9 @@ def main() -> None:
     args = parser.parse_args()
     target = load_target("default")
     base = recipe("default-adapter")
-    base = replace(base, held_out=args.held_out, options=replace(base.options, epochs=1.0, keep_states=False))
+    base = replace(
+        base, held_out=args.held_out, options=replace(base.options, epochs=1.0, warmup=10, keep_states=False)
+    )
     plans = {variant: changed(base, variant) for variant in args.variant or VARIANTS}
     examples = read_data(target, base, answers=args.answers)
     random.Random(0).shuffle(examples)
