@@ -19,13 +19,14 @@ are left out and numbers go on behind them:
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import random
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from anabranch.bench.suites import read_rows
 
 PASSAGE = (
     "Summarize: {text}",
@@ -70,9 +71,8 @@ E2E = (
 
 
 def rows(data: Path, name: str) -> Iterator[dict[str, Any]]:
-    with gzip.open(data / f"{name}.jsonl.gz", "rt", encoding="utf-8") as lines:
-        for line in lines:
-            yield json.loads(line)
+    for _, row in read_rows(data / f"{name}.jsonl.gz"):
+        yield row
 
 
 def article(text: str) -> tuple[str, str]:

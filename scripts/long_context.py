@@ -9,7 +9,6 @@ through all drafters in turn, at the same number of new tokens.
 from __future__ import annotations
 
 import argparse
-import gzip
 import itertools
 import json
 import shlex
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from anabranch.bench.report import environment
+from anabranch.bench.suites import read_rows
 from anabranch.drafters import make_drafter
 from anabranch.engine import Engine, Request
 from anabranch.files import write_atomically
@@ -34,8 +34,7 @@ ASK = "Sum up the following passage in a few sentences.\n\n"
 def read(path: Path) -> str:
     """A plain text, or the texts of a .jsonl.gz file one behind the other."""
     if path.name.endswith(".jsonl.gz"):
-        with gzip.open(path, "rt", encoding="utf-8") as lines:
-            return "\n\n".join(json.loads(line)["text"] for line in lines)
+        return "\n\n".join(row["text"] for _, row in read_rows(path))
     return path.read_text(encoding="utf-8")
 
 

@@ -19,7 +19,6 @@ docs/metrics.md says why the two columns of numbers differ.
 from __future__ import annotations
 
 import argparse
-import gzip
 import importlib
 import importlib.util
 import json
@@ -38,6 +37,7 @@ from torch import Tensor
 
 import anabranch
 from anabranch.bench.report import plain_table
+from anabranch.bench.suites import read_rows
 from anabranch.bench.summary import quartiles
 from anabranch.errors import AnabranchError, CapabilityError, FileError, InputError
 from anabranch.files import write_atomically
@@ -157,11 +157,7 @@ def import_spec_bench(folder: Path) -> tuple[Any, Any]:
 
 def read_lines(path: Path) -> Answers:
     """The JSON lines of a file, gzip'd or not."""
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
-            return [json.loads(line) for line in lines if line.strip()]
-    except (OSError, ValueError) as error:
-        raise FileError(f"{path} cannot be read as lines of JSON ({error})") from error
+    return [row for _, row in read_rows(path)]
 
 
 def spread(questions: Answers, limit: int | None) -> Answers:

@@ -12,7 +12,7 @@ from typing import Any
 
 from anabranch.errors import FetchError, FileError, InputError
 
-__all__ = ["SUITES", "Prompt", "Suite", "load_suite"]
+__all__ = ["SUITES", "Prompt", "Suite", "load_suite", "read_rows"]
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,11 @@ def _read(suite: str, data: Path | None, field: str) -> Iterator[Prompt]:
         if not path.is_file():
             names = ", ".join(["own", *SUITES])
             raise FileError(f"there is no suite or file {suite!r}; suites are {names}, or give a JSONL file")
-        yield from _prompts(_rows(path), str(path), path.name.split(".")[0], field, "task")
+        yield from _prompts(read_rows(path), str(path), path.name.split(".")[0], field, "task")
         return
     if data is not None:
         path = _in_folder(suite, known, data)
-        yield from _prompts(_rows(path), str(path), suite, known.field, known.task_field)
+        yield from _prompts(read_rows(path), str(path), suite, known.field, known.task_field)
         return
     by_hand = f"the suite {suite!r} is not part of the package; say where it lies with --data FOLDER"
     if known.hub is None:
@@ -128,7 +128,8 @@ def _prompts(
         yield Prompt(str(name), str(row.get(task_field, task)), text)
 
 
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The JSON objects of a file, gzip'd or not, with their line numbers. Raises FileError that names the line."""
     opener = gzip.open if path.suffix == ".gz" else open
     try:
         with opener(path, "rt", encoding="utf-8") as lines:
