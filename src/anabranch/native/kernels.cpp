@@ -1243,8 +1243,10 @@ class Runner {
     int longest = 0;
     for (int b = 0; b < step.batch; ++b) longest = std::max(longest, step.lengths[b] + step.nodes);
     int some = std::max(1, std::min(24, 131072 / longest));
+    // turning the keys costs a task as much as three queries do: less than a node's is not worth a task of its own
     if (step.batch * s.kv_heads * ((queries + some - 1) / some) % threads != 0)
-      some = std::min(some, (queries + threads - 1) / threads);
+      some = std::min(some, std::max(group, (queries + threads - 1) / threads));
+    if (some > 3) some = some / 3 * 3;  // three, six or twelve are scored at a time
     const int parts = (queries + some - 1) / some, tasks = step.batch * s.kv_heads * parts;
     int first, last;
     share(tasks, threads, id, &first, &last);
