@@ -177,6 +177,11 @@ def collect(
     rng.shuffle(found)
     prompts += [(source, rng.choice(TRANSLATE).format(text=text)) for source, text in found[: round(1700 * scale)]]
     rng.shuffle(prompts)
+    return unknown(prompts, known)
+
+
+def unknown(prompts: Sequence[tuple[str, str]], known: frozenset[str]) -> list[tuple[str, str]]:
+    """Those that are not ``known``, cut to what a context holds."""
     return [(source, prompt[:4200]) for source, prompt in prompts if prompt[:4200] not in known]
 
 
@@ -196,7 +201,7 @@ def main() -> None:
     rng, known = random.Random(args.seed), frozenset(prompt["prompt"] for prompt in earlier)
     found = collect(args.data, rng, args.scale, args.german, known)
     if args.xquad:
-        found += [(source, prompt[:4200]) for source, prompt in reading(*args.xquad, rng) if prompt[:4200] not in known]
+        found += unknown(reading(*args.xquad, rng), known)
         rng.shuffle(found)
     prompts = [
         {"id": len(earlier) + i, "source": source, "prompt": prompt, "chat": rng.random() < 0.94}

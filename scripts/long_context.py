@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import shlex
 import statistics
 import sys
 import time
@@ -22,7 +21,7 @@ from anabranch.bench.report import environment
 from anabranch.bench.suites import read_rows
 from anabranch.drafters import make_drafter
 from anabranch.engine import Engine, Request
-from anabranch.files import write_atomically
+from anabranch.files import shown_command, write_atomically
 from anabranch.model.load import Target, load_target
 from anabranch.model.pack import pack_decoder
 from anabranch.streams.folder import find_adapter
@@ -115,9 +114,8 @@ def main() -> None:
             }
             rows.append(row)
             print(json.dumps(row), flush=True)
-    words = (Path(word).name if Path(word).is_absolute() else word for word in ("python", *sys.argv))
     result = {
-        "command": shlex.join(words),
+        "command": shown_command("python", *sys.argv),
         "environment": environment(target.decoder.device),
         "dtype": str(target.decoder.dtype).removeprefix("torch."),
         "quantize": args.quantize,

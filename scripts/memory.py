@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from anabranch.bench.machine import peak_memory_mb
 from anabranch.bench.report import environment
 from anabranch.drafters import make_drafter
 from anabranch.engine import Engine, Request
-from anabranch.files import write_atomically
+from anabranch.files import shown_command, write_atomically
 from anabranch.model.load import load_target
 from anabranch.model.pack import pack_decoder
 from anabranch.streams.folder import find_adapter
@@ -57,9 +56,8 @@ def main() -> None:
     tokens = sum(len(step.tokens) for step in engine.run())
     peak = resident()
     needed = (sum(weights.values()) + cache) / 1e6
-    words = (Path(word).name if Path(word).is_absolute() else word for word in ("python", *sys.argv))
     result = {
-        "command": shlex.join(words),
+        "command": shown_command("python", *sys.argv),
         "environment": environment(target.decoder.device),
         "tokens": tokens,
         "weights_mb": round(sum(weights.values()) / 1e6, 1),

@@ -12,19 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from anabranch.bench.report import environment
-from anabranch.files import write_atomically
+from anabranch.files import shown_command, write_atomically
 from anabranch.model.load import load_target
-from anabranch.train import Recipe, recipe
+from anabranch.train import OPTIONS, recipe_with
 from anabranch.train.job import read_data, train_streams
 
 VARIANTS = (
@@ -41,30 +38,15 @@ VARIANTS = (
     "attention_rank=16,adapter_rank=16",
     "lr=0.003",
 )
-CHANGES: dict[str, Callable[[Recipe, Any], Recipe]] = {
-    "stream_layers": lambda plan, n: replace(plan, streams=replace(plan.streams, num_stream_layers=n)),
-    "lr": lambda plan, lr: replace(plan, options=replace(plan.options, lr=lr)),
-    **{
-        name: lambda plan, n, name=name: replace(plan, streams=replace(plan.streams, **{name: n}))
-        for name in ("root_width", "conditioning_rank", "attention_rank", "adapter_rank")
-    },
-    **{
-        name: lambda plan, x, name=name: replace(
-            plan, options=replace(plan.options, loss=replace(plan.options.loss, **{name: x}))
-        )
-        for name in ("soft", "decay", "unconditioned")
-    },
-}
+BASE = {"epochs": 1.0, "warmup": 10, "keep_states": False}
 
 
-def changed(plan: Recipe, variant: str) -> Recipe:
-    """The recipe with the options of ``variant``: NAME=VALUE,... or base."""
-    for change in () if variant == "base" else variant.split(","):
-        name, _, value = change.partition("=")
-        if name not in CHANGES:
-            sys.exit(f"there is no option {name!r}; options are {', '.join(CHANGES)}")
-        plan = CHANGES[name](plan, json.loads(value))
-    return plan
+def options(variant: str) -> dict[str, Any]:
+    """Those that ``variant`` changes: NAME=VALUE,... as 'anabranch train streams' calls them, or base."""
+    pairs = [] if variant == "base" else [change.partition("=") for change in variant.split(",")]
+    if wrong := [name for name, _, _ in pairs if name not in OPTIONS]:
+        sys.exit(f"there is no option {wrong[0]!r}; options are {', '.join(OPTIONS)}")
+    return {name: json.loads(value) for name, _, value in pairs}
 
 
 def main() -> None:
@@ -76,22 +58,22 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     target = load_target("default")
-    base = recipe("default-adapter")
-    base = replace(
-        base, held_out=args.held_out, options=replace(base.options, epochs=1.0, warmup=10, keep_states=False)
-    )
-    plans = {variant: changed(base, variant) for variant in args.variant or VARIANTS}
-    examples = read_data(target, base, answers=args.answers)
+    base = {**BASE, "held_out": args.held_out}
+    plans = {variant: recipe_with("default-adapter", base | options(variant)) for variant in args.variant or VARIANTS}
+    examples = read_data(target, recipe_with("default-adapter", base), answers=args.answers)
     random.Random(0).shuffle(examples)
     examples = examples[: args.examples + args.held_out]
     result: dict[str, Any] = {
-        "command": shlex.join(Path(word).name if Path(word).is_absolute() else word for word in ("python", *sys.argv)),
+        "command": shown_command("python", *sys.argv),
         "environment": environment(target.decoder.device),
         "answer_tokens": sum(len(example.answer_ids) for example in examples),
         "variants": {},
     }
     if args.out.is_file():
-        result["variants"] = json.loads(args.out.read_text(encoding="utf-8"))["variants"]
+        before = json.loads(args.out.read_text(encoding="utf-8"))
+        if before["answer_tokens"] != result["answer_tokens"]:
+            sys.exit(f"{args.out} was written with other answers; give those, or another --out")
+        result["variants"] = before["variants"]
     for variant, plan in plans.items():
         if variant in result["variants"]:
             continue

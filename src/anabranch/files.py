@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
 from platformdirs import user_cache_dir
 
-__all__ = ["cache_home", "write_atomically"]
+__all__ = ["cache_home", "shown_command", "write_atomically"]
 
 
 def cache_home() -> Path:
@@ -15,6 +16,11 @@ def cache_home() -> Path:
     if chosen := os.environ.get("ANABRANCH_HOME"):
         return Path(chosen).expanduser()
     return Path(user_cache_dir("anabranch", appauthor=False))
+
+
+def shown_command(*words: str) -> str:
+    """A command for result files, which go to other machines: of absolute paths the last part."""
+    return shlex.join(Path(word).name if Path(word).is_absolute() else word for word in words)
 
 
 def write_atomically(path: Path, data: str | bytes) -> None:

@@ -122,3 +122,10 @@ def test_the_command(tmp_path: Path) -> None:
     assert "ms a step" in shown.output
     refused = CliRunner().invoke(app, ["bench", "--width", "4"])
     assert refused.exit_code != 0
+
+
+@pytest.mark.parametrize("option", [("--task", "qa"), ("--method", "streams"), ("--limit", "3"), ("--resume",)])
+def test_a_shape_refuses_what_only_prompts_use(option: tuple[str, ...]) -> None:
+    refused = CliRunner().invoke(app, ["bench", "--shape", "toy", *option])
+    assert refused.exit_code != 0
+    assert f"so {option[0]} has nothing to say" in str(refused.exception)

@@ -109,6 +109,10 @@ def bench(
     if context.invoked_subcommand is not None:
         return
     if shape is not None:
+        of_prompts = {"--suite": suite != "own", "--data": data, "--task": task, "--limit": limit, "--method": method}
+        of_prompts |= {"--adapter": adapter, "--peer": peer, "--trace": trace, "--figures": figures, "--resume": resume}
+        if useless := [name for name, given in of_prompts.items() if given]:
+            raise InputError(f"--shape decodes no prompts, so {useless[0]} has nothing to say; leave one of them out")
         grid = (width, batch, context_tokens)
         _shape(shape, *grid, dtype=dtype, device=device, threads=threads, repeats=repeats, out=out, as_json=as_json)
         return
@@ -225,7 +229,7 @@ def _shape(
     from anabranch.bench.journal import beside, check_writable
     from anabranch.bench.report import environment, wide_console
     from anabranch.bench.shapes import ROUNDS, WIDTHS, measure_shape, shape_record, shape_table
-    from anabranch.files import write_atomically
+    from anabranch.files import shown_command, write_atomically
     from anabranch.model.load import resolve_device, resolve_dtype
 
     if out is not None:
@@ -243,16 +247,20 @@ def _shape(
         batches=batches or (1,),
         contexts=contexts or (512,),
     )
-    result = {"command": _command(None), "environment": environment(place), **shape_record(found)}
+    result = {
+        "command": shown_command("anabranch", *sys.argv[1:]),
+        "environment": environment(place),
+        **shape_record(found),
+    }
     if out is not None:
         write_atomically(beside(out, ".json"), json.dumps(result, indent=1) + "\n")
     if as_json:
         print(json.dumps(result))
     else:
-        tables = shape_table(found)
-        show = wide_console(tables)
-        for part in tables:
-            show.print(part)
+        shown = shape_table(found)
+        show = wide_console(shown)
+        for table in shown:
+            show.print(table)
 
 
 @app.command("compare")

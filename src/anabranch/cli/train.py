@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
-    from anabranch.train import Progress, Recipe
+    from anabranch.train import Progress
 
 __all__ = ["app"]
 
@@ -131,10 +129,12 @@ def streams(
     Options override the recipe's. Stop with Ctrl-C whenever you like; the same command goes on exactly there.
     """
     given = {name: value for name, value in locals().items() if value is not None}
+    from anabranch.files import shown_command
     from anabranch.model.load import load_target
+    from anabranch.train import recipe_with
     from anabranch.train.job import read_data, train_streams
 
-    plan = _plan(recipe, given)
+    plan = recipe_with(recipe, given)
     target = load_target(model, dtype=dtype, device=device)
     examples = read_data(target, plan, answers=answers, text=text)
     with _bar("training") as (bar, line), _resumable():
@@ -155,7 +155,7 @@ def streams(
             report=report,
             init=init,
             resume=resume,
-            command=_command(sys.argv[1:]),
+            command=shown_command("anabranch", *sys.argv[1:]),
             licences=_licences(licence or []),
         )
     if as_json:
@@ -165,50 +165,12 @@ def streams(
         print(f"{record['parameters']:,} parameters, {size:.1f} MiB in {out}: {json.dumps(record['measured'])}")
 
 
-_STREAMS = {
-    "num_streams": "num_streams",
-    "stream_layers": "num_stream_layers",
-    "stream_mlp": "stream_mlp",
-    "adapter_rank": "adapter_rank",
-    "attention_rank": "attention_rank",
-    "conditioning": "conditioning",
-    "conditioning_rank": "conditioning_rank",
-    "root_width": "root_width",
-    "pruning_rank": "pruning_rank",
-}
-_LOSS = ("soft", "unconditioned", "decay")
-_OPTIONS = (
-    *("epochs", "lr", "batch_tokens", "schedule", "warmup", "segment", "keep_states", "seed"),
-    *("evaluate_every", "checkpoint_every"),
-)
-_RECIPE = ("draft_vocabulary", "held_out", "max_tokens")
-
-
-def _plan(name: str, given: dict[str, Any]) -> Recipe:
-    """The recipe of a name with what was given on the command line in its place."""
-    from anabranch.train import recipe
-
-    plan = recipe(name)
-    shape = {field: given[option] for option, field in _STREAMS.items() if option in given}
-    if shape.get("conditioning") == "none":
-        shape.setdefault("conditioning_rank", 0)
-    loss = replace(plan.options.loss, **{option: given[option] for option in _LOSS if option in given})
-    options = replace(plan.options, loss=loss, **{option: given[option] for option in _OPTIONS if option in given})
-    rest = {option: given[option] for option in _RECIPE if option in given}
-    return replace(plan, streams=replace(plan.streams, **shape), options=options, **rest)
-
-
 def _licences(given: list[str]) -> dict[str, str]:
     from anabranch.errors import InputError
 
     if wrong := [item for item in given if "=" not in item]:
         raise InputError(f"--licence is SOURCE=LICENCE, not {wrong[0]!r}")
     return dict(item.split("=", 1) for item in given)
-
-
-def _command(arguments: list[str]) -> str:
-    """How to repeat this; of absolute paths the last part, for the card goes to other machines."""
-    return shlex.join(["anabranch", *(Path(a).name if Path(a).is_absolute() else a for a in arguments)])
 
 
 def _time(seconds: float) -> str:

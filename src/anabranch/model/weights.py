@@ -151,9 +151,7 @@ def fill_decoder(
     for name, parameter in parameters:
         stored = _assemble(config, tensors, name, parameter.shape)
         _add(digest, name, stored)
-        _put(decoder, name, _place(stored, dtype, device))
-    if config.tied_head:
-        decoder.head.weight = decoder.embedding.weight
+        _put(decoder, name, _room(stored.shape, dtype, device).copy_(stored))
     return decoder, digest.hexdigest()
 
 
@@ -168,24 +166,24 @@ def random_decoder(config: ModelConfig, *, dtype: torch.dtype, device: torch.dev
         if parameter.dim() == 1:
             _put(decoder, name, torch.full(parameter.shape, float(name.endswith("weight")), dtype=dtype, device=device))
             continue
-        value = _place(noise[:1].expand(parameter.shape), dtype, device)
+        value = _room(parameter.shape, dtype, device)
         for part in torch.split(value.view(-1), len(noise)):
             part.copy_(noise[: len(part)])
         _put(decoder, name, value)
-    if config.tied_head:
-        decoder.head.weight = decoder.embedding.weight
     return decoder
 
 
 def _put(decoder: Decoder, name: str, value: Tensor) -> None:
     stem, _, kind = name.rpartition(".")
     setattr(decoder.get_submodule(stem), kind, nn.Parameter(value, requires_grad=False))
+    if name == "embedding.weight" and decoder.config.tied_head:
+        decoder.head.weight = decoder.embedding.weight
 
 
-def _place(stored: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A copy of its own: what is read may be a view of the file, unaligned and gone when the file is."""
+def _room(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory of its own for a weight: what is read may be a view of the file, unaligned and gone when the file is."""
     try:
-        return torch.empty(stored.shape, dtype=dtype, device=device).copy_(stored)
+        return torch.empty(shape, dtype=dtype, device=device)
     except RuntimeError as error:
         raise DeviceError(
             f"no memory left on {device} for the weights; use a smaller model, dtype='bfloat16' or another device"

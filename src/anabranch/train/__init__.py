@@ -4,11 +4,12 @@ from anabranch.memory import keep_memory
 from anabranch.train.answers import AnswerProgress, Prompt, read_prompts, write_answers
 from anabranch.train.data import Batch, Example, frequent_tokens, read_examples, read_texts, split
 from anabranch.train.objective import LossOptions, StreamObjective
-from anabranch.train.recipes import RECIPES, Recipe, recipe
+from anabranch.train.recipes import OPTIONS, RECIPES, Recipe, recipe, recipe_with
 from anabranch.train.replay import Replay, evaluate, replay
 from anabranch.train.trainer import Progress, Trainer, TrainOptions
 
 __all__ = [
+    "OPTIONS",
     "RECIPES",
     "AnswerProgress",
     "Batch",
@@ -28,6 +29,7 @@ __all__ = [
     "read_prompts",
     "read_texts",
     "recipe",
+    "recipe_with",
     "replay",
     "split",
     "write_answers",

@@ -7,15 +7,16 @@ default-adapter    the one that ships for the default model
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from anabranch.errors import InputError
 from anabranch.streams.config import StreamConfig
 from anabranch.train.objective import LossOptions
 from anabranch.train.trainer import TrainOptions
 
-__all__ = ["RECIPES", "Recipe", "recipe"]
+__all__ = ["OPTIONS", "RECIPES", "Recipe", "recipe", "recipe_with"]
 
 
 @dataclass(frozen=True)
@@ -80,3 +81,36 @@ def recipe(name: str) -> Recipe:
     if name not in RECIPES:
         raise InputError(f"there is no recipe {name!r}; recipes are {', '.join(RECIPES)}")
     return RECIPES[name]()
+
+
+# single options by their names on the command line, and where a recipe keeps them
+_STREAMS = {
+    "num_streams": "num_streams",
+    "stream_layers": "num_stream_layers",
+    "stream_mlp": "stream_mlp",
+    "adapter_rank": "adapter_rank",
+    "attention_rank": "attention_rank",
+    "conditioning": "conditioning",
+    "conditioning_rank": "conditioning_rank",
+    "root_width": "root_width",
+    "pruning_rank": "pruning_rank",
+}
+_LOSS = ("soft", "unconditioned", "decay")
+_TRAINING = (
+    *("epochs", "lr", "batch_tokens", "schedule", "warmup", "segment", "keep_states", "seed"),
+    *("evaluate_every", "checkpoint_every"),
+)
+_RECIPE = ("draft_vocabulary", "held_out", "max_tokens")
+OPTIONS = (*_STREAMS, *_LOSS, *_TRAINING, *_RECIPE)
+
+
+def recipe_with(name: str, given: Mapping[str, Any]) -> Recipe:
+    """The recipe of a name with those of ``OPTIONS`` that are ``given`` in place of its own."""
+    plan = recipe(name)
+    shape = {field: given[option] for option, field in _STREAMS.items() if option in given}
+    if shape.get("conditioning") == "none":
+        shape.setdefault("conditioning_rank", 0)
+    loss = replace(plan.options.loss, **{option: given[option] for option in _LOSS if option in given})
+    options = replace(plan.options, loss=loss, **{option: given[option] for option in _TRAINING if option in given})
+    rest = {option: given[option] for option in _RECIPE if option in given}
+    return replace(plan, streams=replace(plan.streams, **shape), options=options, **rest)
