@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Decoder, Feed, Pass
+from anabranch.model.decoder import Decoder, Feed, Nodes, Pass
 from anabranch.streams import prune
 from anabranch.streams.adapter import StreamAdapter
 from anabranch.streams.prune import early_exit_logits, prune_nodes
@@ -24,7 +24,7 @@ def a_pass(target: Decoder, trees: list[DraftTree]) -> Pass:
         cache.add_row()
     feed = Feed.of_trees(trees)
     cache.begin(feed.tokens_BN.shape[1], slice(0, len(trees)))
-    return Pass(target.config, feed, cache, slice(0, len(trees)), 64, target.rope())
+    return Pass(target.config, Nodes.of(feed, cache.lengths), cache, slice(0, len(trees)), 64, target.rope())
 
 
 def random_tree(size: int, seed: int) -> DraftTree:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,25 @@ def test_beginning_with_another_adapter(written: Path, tmp_path: Path) -> None:
     fresh = call("streams", "--answers", written, "--out", second, *SMALL, *gentle)
     assert isinstance(fresh.exception, FileError)
     assert "other initial weights" in str(fresh.exception)
+
+
+def test_beginning_with_fewer_streams_and_layers(written: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    begun = call("streams", "--answers", written, "--out", first, *SMALL, "--epochs", 1, "--stream-layers", 1)
+    assert begun.exit_code == 0, begun.output
+    still = ("--epochs", 1, "--lr", 1e-9, "--warmup", 0, "--num-streams", 6)
+    result = call("streams", "--answers", written, "--out", second, "--init", first, *SMALL, *still)
+    assert result.exit_code == 0, result.output
+    old, new = load_adapter(first, TARGET).adapter, load_adapter(second, TARGET).adapter
+    close = partial(torch.testing.assert_close, atol=1e-5, rtol=1e-2)
+    for name, value in old.layers[-1].state_dict().items():
+        close(new.layers[-1].state_dict()[name], value)  # what it has is at the top
+    assert all(value.abs().max() < 1e-5 for name, value in new.layers[0].named_parameters() if name.endswith("up"))
+    assert new.embeddings is not None
+    assert old.embeddings is not None
+    close(new.embeddings[: len(old.embeddings)], old.embeddings)
+    for own in new.embeddings[len(old.embeddings) :]:
+        close(own, old.embeddings[-1])
 
 
 def test_ctrl_c_says_how_to_go_on(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from anabranch.drafters.base import Context, Drafter, Observation
 from anabranch.errors import CapabilityError, InputError
 from anabranch.memory import give_back
 from anabranch.model.decoder import Block, Decoder, Rider
+from anabranch.model.graphs import span_bucket
 from anabranch.sampling import COLDEST, SamplingParams, generator, position_keys
 from anabranch.streams.adapter import StreamAdapter
 from anabranch.streams.draft import DraftOptions, DrawNoise, RowVocabulary, StreamDraft
@@ -153,7 +154,7 @@ class StreamDrafter(Drafter):
         if rider.ride:
             assert rider.streams_BNSD is not None
             for b, context in enumerate(contexts):
-                self._states[context.key] = rider.streams_BNSD[b, last[b]]
+                self._states[context.key] = rider.streams_BNSD[b, last[b]].clone()
             return
         if not any(seen.live):
             return
@@ -163,7 +164,7 @@ class StreamDrafter(Drafter):
         entry_BD = entry[rows, torch.tensor(last, device=entry.device)]
         emitted = [context.root for context in contexts]
         if self._native is None:
-            states = self._trail(entry_BD, torch.tensor(emitted, device=entry.device), seen)
+            states = self._trail(entry_BD, torch.tensor(emitted), seen)
         else:
             states = self._native(entry_BD, emitted, seen.cache, seen.planned)
         for b, context in enumerate(contexts):
@@ -171,25 +172,32 @@ class StreamDrafter(Drafter):
 
     def _trail(self, entry_BD: Tensor, emitted_B: Tensor, seen: Observation) -> Tensor:
         """Stream states [B, S, D] of nodes that are committed, from their main rows before layer N - N_s."""
-        device = entry_BD.device
-        lengths = torch.tensor(seen.cache.lengths, device=device)
-        span = max(seen.cache.lengths)
-        keys = torch.arange(span, device=device)
-        everything = (keys < lengths[:, None])[:, None]
-        window = self.target.config.sliding_window
-        near = everything if window is None else everything & ((lengths[:, None] - 1 - keys) < window)[:, None]
-        layers = range(self.adapter.start, self.target.config.num_layers)
-        states = trail(
-            self.target,
-            self.adapter,
-            entry_BD[:, None],
-            None if self.adapter.root is None else self.target.embedding(emitted_B)[:, None],
-            lengths[:, None] - 1,
-            [seen.cache.read(layer, span) for layer in layers],
-            [near if self.target.config.is_sliding(layer) else everything for layer in layers],
-            seen.planned,
-        )
-        return states[:, 0]
+        target, cache, planned = self.target, seen.cache, seen.planned
+        span, table = max(cache.lengths), target.rope().table(planned)
+        span = span if target.recorder is None else span_bucket(span, cache.capacity)
+        layers = range(self.adapter.start, target.config.num_layers)
+
+        def compute(entry_BD: Tensor, emitted_B: Tensor, lengths_B: Tensor) -> tuple[Tensor]:
+            keys = torch.arange(span, device=lengths_B.device)
+            everything = (keys < lengths_B[:, None])[:, None]
+            window = target.config.sliding_window
+            near = everything if window is None else everything & ((lengths_B[:, None] - 1 - keys) < window)[:, None]
+            states = trail(
+                target,
+                self.adapter,
+                entry_BD[:, None],
+                None if self.adapter.root is None else target.embedding(emitted_B)[:, None],
+                lengths_B[:, None] - 1,
+                [cache.read(layer, span) for layer in layers],
+                [near if target.config.is_sliding(layer) else everything for layer in layers],
+                planned,
+            )
+            return (states[:, 0],)
+
+        key = ("trail", id(self), len(emitted_B), span, table.data_ptr())
+        inputs = (entry_BD, emitted_B, torch.tensor(cache.lengths))
+        (states,) = cache.graphs.run(target.recorder, key, compute, inputs, target.device, held=(table, self))
+        return states.clone()
 
     def leave(self, context: Context) -> None:
         """Forget a row's streams."""

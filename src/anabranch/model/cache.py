@@ -19,6 +19,7 @@ from torch import Tensor
 
 from anabranch.errors import DeviceError, InputError
 from anabranch.model.config import ModelConfig
+from anabranch.model.graphs import Graphs
 from anabranch.native import library as native
 
 __all__ = ["Cache"]
@@ -55,6 +56,7 @@ class Cache:
             ) from error
         self.rows = rows
         self.capacity = capacity
+        self.graphs = Graphs()  # of what reads and writes these rows
         self._kernels = kernels
         self.lengths: list[int] = []
         self._width = 0
@@ -103,11 +105,16 @@ class Cache:
         self._selections = []
         self._places: tuple[Tensor, Tensor] | None = None
 
+    def place(self, index_BN: Tensor) -> None:
+        """Where this step's nodes are to be written, told by a tensor: what is recorded must not know the lengths."""
+        slots = self._slots
+        self._places = torch.arange(slots.start, slots.stop, device=index_BN.device)[:, None], index_BN
+
     def append(self, layer: int, k_BNKE: Tensor, v_BNKE: Tensor) -> None:
         """Write this step's keys and values of one layer behind each row's committed tokens."""
         n = k_BNKE.shape[1]
         slots = self._slots
-        if slots.stop - slots.start == 1:
+        if slots.stop - slots.start == 1 and self._places is None:
             start = self.lengths[slots.start]
             self.keys[layer, slots.start, :, start : start + n] = k_BNKE[0].transpose(0, 1)
             self.values[layer, slots.start, :, start : start + n] = v_BNKE[0].transpose(0, 1)
@@ -115,8 +122,8 @@ class Cache:
             if self._places is None:
                 device = self.keys.device
                 starts = torch.tensor(self.lengths[slots], device=device)
-                index_BN = starts[:, None] + torch.arange(self._width, device=device)
-                self._places = torch.arange(slots.start, slots.stop, device=device)[:, None], index_BN
+                self.place(starts[:, None] + torch.arange(self._width, device=device))
+            assert self._places is not None
             rows_B1, index_BN = self._places
             self.keys[layer][rows_B1, :, index_BN[:, :n]] = k_BNKE
             self.values[layer][rows_B1, :, index_BN[:, :n]] = v_BNKE

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import cache as remembered
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from anabranch.errors import InputError
 from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig
+from anabranch.model.graphs import Recorder, span_bucket, width_bucket
 from anabranch.model.rope import Rope, rotate
 from anabranch.sampling import COLDEST, SamplingParams, argmax, target_tokens
 from anabranch.tree import DraftTree
@@ -31,7 +33,7 @@ from anabranch.tree import DraftTree
 if TYPE_CHECKING:
     from anabranch.model.stack import Stack, StackStep
 
-__all__ = ["Block", "Decoder", "Feed", "Pass", "Rider", "RowSide", "StepOutput"]
+__all__ = ["Block", "Decoder", "Feed", "Nodes", "Pass", "Rider", "RowSide", "StepOutput"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,14 @@ class Feed:
             depths[b, : tree.size] = tree.depths
             mask[b, : tree.size, : tree.size] = tree.mask
         return Feed(tokens, depths, mask)
+
+    def padded(self, width: int) -> Feed:
+        """The same with padding nodes behind, up to ``width``."""
+        rows, n = self.tokens_BN.shape
+        mask = np.tile(np.eye(width, dtype=np.bool_), (rows, 1, 1))
+        mask[:, :n, :n] = self.mask_BNN
+        more = ((0, 0), (0, width - n))
+        return Feed(np.pad(self.tokens_BN, more), np.pad(self.depths_BN, more), mask)
 
     @staticmethod
     def of_prompt(tokens: Sequence[int]) -> Feed:
@@ -191,19 +201,48 @@ class Block(nn.Module):
         return x + m if self.config.wiring == "sequential" else x + o + m
 
 
-class Pass:
-    """The device side of a Feed: positions, rotations and masks of one forward over some rows of a cache."""
+class Nodes(NamedTuple):
+    """A Feed behind rows of these lengths, as tensors."""
 
-    def __init__(self, config: ModelConfig, feed: Feed, cache: Cache, slots: slice, planned: int, rope: Rope) -> None:
+    tokens_BN: Tensor
+    positions_BN: Tensor
+    lengths_B: Tensor
+    tree_BNN: Tensor
+
+    @staticmethod
+    def of(feed: Feed, lengths: Sequence[int]) -> Nodes:
+        """On the host."""
+        lengths_B = np.asarray(lengths, np.int64)
+        arrays = (feed.tokens_BN, feed.depths_BN + lengths_B[:, None], lengths_B, feed.mask_BNN)
+        return Nodes(*map(torch.from_numpy, arrays))
+
+
+class Pass:
+    """The device side of a Feed: positions, rotations and masks of one forward over some rows of a cache.
+
+    With a ``span`` the pass reads that many positions of the cache, in use or not, and all that changes from step to
+    step lies in tensors: it can be recorded (``graphs``).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        nodes: Nodes,
+        cache: Cache,
+        slots: slice,
+        planned: int,
+        rope: Rope,
+        *,
+        span: int | None = None,
+    ) -> None:
         self.config, self.cache, self.slots, self.planned, self.rope = config, cache, slots, planned, rope
-        device, dtype = cache.keys.device, cache.keys.dtype
-        lengths = np.asarray(cache.lengths[slots], np.int64)
-        self.tokens_BN = torch.from_numpy(feed.tokens_BN).to(device)
-        self.positions_BN = torch.from_numpy(feed.depths_BN + lengths[:, None]).to(device)
-        self.lengths_B = torch.from_numpy(lengths).to(device)
-        self.tree_BNN = torch.from_numpy(feed.mask_BNN).to(device)
-        self.plain = feed.tokens_BN.shape == (1, 1)  # one node of one row sees the whole cache: no mask needed
-        self.dtype = dtype
+        device, self.dtype = cache.keys.device, cache.keys.dtype
+        self.tokens_BN, self.positions_BN, self.lengths_B, self.tree_BNN = (x.to(device) for x in nodes)
+        self.fixed = span
+        # one node of one row sees all that is in use: no mask needed
+        self.plain = self.tokens_BN.shape == (1, 1) and span is None
+        if span is not None:
+            cache.place(self.lengths_B[:, None] + torch.arange(self.width, device=device))
         self._prepare()
 
     @property
@@ -213,7 +252,7 @@ class Pass:
 
     def _prepare(self) -> None:
         self.cos, self.sin = self.rope(self.positions_BN, self.planned)
-        self.span = int(max(self.cache.lengths[self.slots])) + self.width
+        self.span = int(max(self.cache.lengths[self.slots])) + self.width if self.fixed is None else self.fixed
         self._visible: Tensor | None = None
         self._step: StackStep | None = None
         self._bias: dict[bool, Tensor | None] = {}
@@ -317,13 +356,16 @@ class Rider(Protocol):
 
     ``ride`` says whether it brings rows of its own; where it does not, ``layer`` is not called. A rider that
     ``looks_on`` changes nothing: what ``enter`` returns is not used, nor is it told to leave.
-    ``kept`` [B, n] are the nodes that went on after it entered, ascending, padding last; None: all.
+    ``kept`` [B, n] are the nodes that went on after it entered, ascending, padding last; None: all. ``fixed`` says that
+    it only computes, at shapes that the pass decides, so that it can be recorded; ``found`` is what it has then found.
     """
 
     start: int
     ride: bool
     looks_on: bool
+    fixed: bool
     kept: Tensor | None
+    found: tuple[Tensor, ...]
 
     def enter(self, x_BND: Tensor, run: Pass) -> Tensor:
         """See the main rows before layer ``start``; may ``run.select``; returns all rows [B, R, D], main rows first."""
@@ -341,7 +383,6 @@ class StepOutput:
 
     logits_BNV: Tensor | None
     hidden_BND: Tensor
-    run: Pass
 
 
 def table(rows: int, width: int) -> nn.Embedding:
@@ -351,6 +392,11 @@ def table(rows: int, width: int) -> nn.Embedding:
         nn.init.normal_(weight)
     made: nn.Embedding = nn.Embedding.from_pretrained(weight, freeze=False)  # type: ignore[no-untyped-call]
     return made
+
+
+@remembered
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(value, dtype=dtype))
 
 
 class Decoder(nn.Module):
@@ -372,6 +418,7 @@ class Decoder(nn.Module):
             self.head.weight = self.embedding.weight
         self._rope: Rope | None = None
         self.stack: Stack | None = None  # all layers, where the native kernels run them (``pack_decoder``)
+        self.recorder: Recorder | None = None  # how passes are recorded, where that pays
 
     @property
     def device(self) -> torch.device:
@@ -393,7 +440,7 @@ class Decoder(nn.Module):
         """Token ids and positions [...] -> [..., D]."""
         x = self.embedding(tokens)
         if self.config.embedding_scale != 1.0:
-            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype, device=x.device)
+            x = x * _rounded(self.config.embedding_scale, x.dtype)
         if self.positions is not None:
             x = x + self.positions(positions + self.config.learned_offset)
         return x  # type: ignore[no-any-return]
@@ -473,7 +520,37 @@ class Decoder(nn.Module):
             raise InputError(f"{reach} tokens, drafts included, are more than {learned}; lower max_new_tokens")
         # rotation tables end soon after the planned length: a plan that was too short must not read past them
         planned = max(self.config.max_positions if planned is None else planned, reach)
-        run = Pass(self.config, feed, cache, slots, planned, self.rope())
+        hidden = self._recorded(feed, cache, slots, planned, rider)
+        if hidden is None:
+            nodes = Nodes.of(feed, cache.lengths[slots])
+            hidden = self._through(Pass(self.config, nodes, cache, slots, planned, self.rope()), rider)
+        return StepOutput(self.logits(hidden) if need_logits else None, hidden)
+
+    def _recorded(self, feed: Feed, cache: Cache, slots: slice, planned: int, rider: Rider | None) -> Tensor | None:
+        """``_through`` at the next larger shapes, recorded; None where that cannot be."""
+        rows, nodes = feed.tokens_BN.shape
+        width, longest = width_bucket(nodes, rows), max(cache.lengths[slots])
+        if self.recorder is None or width is None or longest + width > cache.capacity:
+            return None
+        if rider is not None and not rider.fixed:
+            return None
+        cache.begin(width, slots)
+        span, rope = span_bucket(longest + width, cache.capacity), self.rope()
+        table = rope.table(planned)
+
+        def compute(*nodes: Tensor) -> tuple[Tensor, ...]:
+            hidden = self._through(Pass(self.config, Nodes(*nodes), cache, slots, planned, rope, span=span), rider)
+            return hidden, *(() if rider is None else rider.found)
+
+        key = ("pass", rows, slots.start, width, span, id(rider), table.data_ptr())
+        inputs = Nodes.of(feed.padded(width), cache.lengths[slots])
+        hidden, *found = cache.graphs.run(self.recorder, key, compute, inputs, self.device, held=(table, rider))
+        if rider is not None:
+            rider.found = tuple(found)
+        return hidden
+
+    def _through(self, run: Pass, rider: Rider | None) -> Tensor:
+        """Rows through all layers and the last norm [B, N, D]."""
         x = self.embed(run.tokens_BN, run.positions_BN)
         top = len(self.blocks)
         if self.stack is not None and rider is not None and rider.looks_on:
@@ -493,5 +570,4 @@ class Decoder(nn.Module):
             else:
                 x = self.layers(x, run, rider.start, top)
             x = rider.leave(x, run)
-        hidden = self.normed(x)
-        return StepOutput(self.logits(hidden) if need_logits else None, hidden, run)
+        return self.normed(x)

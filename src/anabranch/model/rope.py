@@ -39,16 +39,16 @@ class Rope:
 
     def __call__(self, positions: Tensor, planned: int) -> tuple[Tensor, Tensor]:
         """cos and sin, each [..., dim] float32, for integer ``positions`` [...] below ``planned`` + 1024."""
-        cos, sin = self._reach(planned)[:, positions]
+        cos, sin = self.table(planned)[:, positions]
         return cos, sin
 
     def span(self, first: int, count: int, planned: int) -> tuple[Tensor, Tensor]:
         """cos and sin, each [count, dim], of the positions from ``first`` on: views of the table."""
-        cos, sin = self._reach(planned)[:, first : first + count]
+        cos, sin = self.table(planned)[:, first : first + count]
         return cos, sin
 
-    def _reach(self, planned: int) -> Tensor:
-        """The table [2, length, dim] of ``planned`` tokens and what lies behind them."""
+    def table(self, planned: int) -> Tensor:
+        """cos and sin [2, length, dim] of ``planned`` positions and of those that drafts reach behind them."""
         key = _variant_key(self.config, planned)
         table = self._tables.get(key)
         if table is None or table.shape[1] < planned + _MARGIN:

@@ -21,6 +21,7 @@ from anabranch.memory import free_memory
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import Source, model_config, weight_source
+from anabranch.model.graphs import recorder_for
 
 __all__ = [
     "build_decoder",
@@ -152,6 +153,7 @@ def fill_decoder(
         stored = _assemble(config, tensors, name, parameter.shape)
         _add(digest, name, stored)
         _put(decoder, name, _room(stored.shape, dtype, device).copy_(stored))
+    decoder.recorder = recorder_for(device)
     return decoder, digest.hexdigest()
 
 
@@ -170,6 +172,7 @@ def random_decoder(config: ModelConfig, *, dtype: torch.dtype, device: torch.dev
         for part in torch.split(value.view(-1), len(noise)):
             part.copy_(noise[: len(part)])
         _put(decoder, name, value)
+    decoder.recorder = recorder_for(device)
     return decoder
 
 

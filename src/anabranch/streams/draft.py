@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Literal
 
@@ -25,6 +25,7 @@ from torch import Tensor
 from anabranch.errors import InputError
 from anabranch.memory import give_back
 from anabranch.model.decoder import Decoder
+from anabranch.model.graphs import Graphs
 from anabranch.model.pack import packed_like
 from anabranch.model.stack import NativeLinear
 from anabranch.native import library as native
@@ -37,6 +38,7 @@ __all__ = ["DraftOptions", "DrawNoise", "RowVocabulary", "StreamDraft"]
 # How far a stream is believed where tokens are drawn: scores + noise, times this, are the logits of its belief.
 # Measured on the default model at temperature 1 (docs/log.md).
 TRUST = 0.85
+OWN = 64  # own tokens of rows, where drafts are recorded, in such steps
 MOST_NODES = 1024  # of a product tree, which grows with k ** depth
 
 
@@ -171,6 +173,7 @@ class StreamDraft:
         self.target, self.adapter = target, adapter
         self.depth = self.options.depth or gamma
         self.options.check_size(self.depth)
+        self.graphs = Graphs()
         self.conditioner = adapter.conditioner if self.options.condition else None
         self.vocabulary = adapter.vocabulary.to(target.device)
         self.common = frozenset(self.vocabulary.tolist())
@@ -194,6 +197,8 @@ class StreamDraft:
     def _vocabulary(self, rows: Sequence[RowVocabulary] | None, count: int) -> _Vocabulary:
         ids = self.vocabulary.expand(count, -1)
         widest = max((len(row.ids) for row in rows or ()), default=0)
+        if self.target.recorder is not None:
+            widest = -(-max(widest, 1) // OWN) * OWN  # few shapes
         if rows is None or widest == 0:
             return _Vocabulary(ids)
         if count == 1 and rows[0].head is not None:
@@ -253,18 +258,33 @@ class StreamDraft:
         if self.native is not None:
             own = [None] * len(roots) if rows is None else rows
             return list(map(self.native, states_BSD, roots, own, noise))
-        levels = self._grow(states_BSD, torch.tensor(roots, device=states_BSD.device), rows, noise)
-        host = [(x.tokens.cpu().numpy(), x.joint.cpu().numpy(), x.parents.cpu().numpy()) for x in levels]
+        words, roots_B = self._vocabulary(rows, len(roots)), torch.tensor(roots)
+        if any(noise):
+            levels = self._grow(states_BSD, roots_B.to(states_BSD.device), words, noise)
+        else:
+            levels = self._recorded(states_BSD, roots_B, words)
+        host = _to_host(levels)
         return [_collect(root, [(t[b], j[b], p[b]) for t, j, p in host], budget, floor) for b, root in enumerate(roots)]
 
+    def _recorded(self, states_BSD: Tensor, roots_B: Tensor, words: _Vocabulary) -> list[_Level]:
+        """``_grow`` without noise, recorded where that pays."""
+        own = () if words.own_BXD is None or words.offset_B1X is None else (words.own_BXD, words.offset_B1X)
+
+        def compute(states_BSD: Tensor, roots_B: Tensor, ids_BV: Tensor, *own: Tensor) -> tuple[Tensor, ...]:
+            told = replace(words, ids_BV=ids_BV)
+            if own:
+                told.own_BXD, told.offset_B1X = own
+            levels = self._grow(states_BSD, roots_B, told, [None] * len(roots_B))
+            return tuple(part for level in levels for part in (level.tokens, level.joint, level.parents))
+
+        key, inputs = words.ids_BV.shape, (states_BSD, roots_B, words.ids_BV, *own)
+        found = self.graphs.run(self.target.recorder, key, compute, inputs, states_BSD.device)
+        return [_Level(*found[i : i + 3]) for i in range(0, len(found), 3)]
+
     def _grow(
-        self,
-        states_BSD: Tensor,
-        roots_B: Tensor,
-        rows: Sequence[RowVocabulary] | None,
-        noise: Sequence[DrawNoise | None],
+        self, states_BSD: Tensor, roots_B: Tensor, words: _Vocabulary, noise: Sequence[DrawNoise | None]
     ) -> list[_Level]:
-        options, words = self.options, self._vocabulary(rows, len(roots_B))
+        options = self.options
         k = options.children
         tokens, joint = roots_B[:, None], torch.zeros(len(roots_B), 1, device=roots_B.device)
         carried: Tensor | None = None
@@ -291,7 +311,7 @@ class StreamDraft:
                 joint_falling, order = level.joint.topk(keep, dim=-1)
                 level = _Level(level.tokens.gather(1, order), joint_falling, level.parents.gather(1, order))
                 width = min(options.frontier, keep)
-                if states.device.type == "cpu":
+                if states.device.type == "cpu" and self.target.recorder is None:
                     width = self._worth_expanding([*levels, level], width)
             levels.append(level)
             if width == 0:
@@ -441,6 +461,15 @@ def _sources(depths: NDArray[np.int64]) -> tuple[str, ...]:
 
 _ZERO = np.zeros(1, np.float32)
 Candidates = tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]
+
+
+def _to_host(levels: Sequence[_Level]) -> list[Candidates]:
+    """For all rows, in one transfer each of tokens, joint log probabilities and parents [B, n]."""
+    sizes = [level.tokens.shape[1] for level in levels]
+    whole = zip(*((level.tokens, level.joint, level.parents) for level in levels), strict=True)
+    parts = [torch.cat(part, dim=1).cpu() for part in whole]
+    split = (torch.split(part, sizes, dim=1) for part in parts)
+    return [(t.numpy(), j.numpy(), p.numpy()) for t, j, p in zip(*split, strict=True)]
 
 
 def _collect(root: int, levels: list[Candidates], budget: int | None, floor: float = -math.inf) -> DraftTree:

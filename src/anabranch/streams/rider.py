@@ -34,9 +34,19 @@ class StreamRider:
         self.start = adapter.start
         self.target, self.adapter, self.ride, self.prune = target, adapter, ride, prune
         self.looks_on = not ride and not prune
+        self.fixed = not prune
         self.kept: Tensor | None = None
         self.entry_BND: Tensor | None = None
         self.streams_BNSD: Tensor | None = None
+
+    @property
+    def found(self) -> tuple[Tensor, ...]:
+        """``entry_BND`` and, where they ride, ``streams_BNSD``."""
+        return tuple(x for x in (self.entry_BND, self.streams_BNSD) if x is not None)
+
+    @found.setter
+    def found(self, found: tuple[Tensor, ...]) -> None:
+        self.entry_BND, self.streams_BNSD = (*found, None)[:2]
 
     def enter(self, x_BND: Tensor, run: Pass) -> Tensor:
         """Prune, remember the main rows, and add the stream rows behind them."""

@@ -72,7 +72,8 @@ def train_streams(
     """Train an adapter and write its folder; returns its record (``adapter_config.json``).
 
     init      adapter folder whose weights to begin with, of the same target and the same streams (it may lack the root
-              term and have fewer streams: new ones begin as its last one); the draft vocabulary is drawn anew
+              term and have fewer streams: new ones begin as its last one; and fewer layers: new ones, below its own,
+              begin at zero); the draft vocabulary is drawn anew
     command   how to repeat this, for the card
     licences  of the data by source, for the card
     """
@@ -116,8 +117,9 @@ def _begin_with(adapter: StreamAdapter, init: Path, target: Target) -> str:
     if not theirs["root_width"]:
         theirs["root_width"] = mine["root_width"]  # a root term begins at zero: it changes nothing yet
     more = mine["num_streams"] - theirs["num_streams"]
-    if more > 0:
-        theirs["num_streams"] = mine["num_streams"]
+    lower = mine["num_stream_layers"] - theirs["num_stream_layers"]
+    for name, grows in (("num_streams", more), ("num_stream_layers", lower)):
+        theirs[name] = mine[name] if grows > 0 else theirs[name]
     if mine != theirs:
         name = next(name for name in mine if mine[name] != theirs[name])
         raise InputError(
@@ -128,5 +130,9 @@ def _begin_with(adapter: StreamAdapter, init: Path, target: Target) -> str:
     for name in ("embeddings", "root.streams"):  # what each stream has of its own
         if more > 0 and name in weights:
             weights[name] = torch.cat((weights[name], weights[name][-1:].expand(more, -1)))
-    adapter.load_state_dict(weights, strict=False)
+    moved = {}  # the layers stay at the top of the target
+    for name in [name for name in weights if name.startswith("layers.") and lower > 0]:
+        _, index, rest = name.split(".", 2)
+        moved[f"layers.{int(index) + lower}.{rest}"] = weights.pop(name)
+    adapter.load_state_dict(weights | moved, strict=False)
     return str(loaded.record["sha256"])

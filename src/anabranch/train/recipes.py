@@ -54,10 +54,10 @@ def small() -> Recipe:
 
 
 def default_adapter() -> Recipe:
-    """The adapter that ships: six layers, frozen MLP with deltas, told the root, scoring conditioned on the path."""
+    """The adapter that ships: twelve layers, frozen MLP with deltas, told the root, scoring conditioned on the path."""
     streams = StreamConfig(
         num_streams=5,
-        num_stream_layers=6,
+        num_stream_layers=12,
         stream_mlp="mlp+adapter",
         adapter_rank=32,
         attention_rank=32,
