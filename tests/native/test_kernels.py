@@ -238,7 +238,8 @@ def test_streams_trail_as_in_pytorch(name: str, shape: dict[str, object]) -> Non
         engine.step()
         states.append(drafter._states[context.key].float())
     assert states[0].shape == states[1].shape
-    assert F.cosine_similarity(*states, dim=-1).min() > 0.999
+    # int4 rounds the MLPs' random weights by a thirtieth of their range; a wrong wire leaves no likeness at all
+    assert F.cosine_similarity(*states, dim=-1).min() > 0.98
 
 
 @needs_kernels
