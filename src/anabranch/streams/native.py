@@ -55,7 +55,8 @@ class NativeTrail:
         )
         assert isinstance(qkv, NativeLinear)
         assert isinstance(out, NativeLinear)
-        up, down = (_narrow(block.mlp.up, "int4"), _narrow(block.mlp.down, "int4")) if weights.keep_mlp else (None, None)
+        up = _narrow(block.mlp.up, "int4") if weights.keep_mlp else None
+        down = _narrow(block.mlp.down, "int4") if weights.keep_mlp else None
         return LayerWeights(block, qkv, out, up, down, *_whole_blocks(weights.mlp, block.qkv))
 
     @staticmethod
