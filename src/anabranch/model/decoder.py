@@ -405,7 +405,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = table(config.vocab_size, config.hidden_size)
+        self.embedding: Any = table(config.vocab_size, config.hidden_size)
         self.positions = (
             table(config.max_positions + config.learned_offset, config.hidden_size)
             if config.position == "learned"
@@ -423,12 +423,12 @@ class Decoder(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the weights lie."""
-        return self.embedding.weight.device
+        return self.norm.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
         """The type of weights and activations."""
-        return self.embedding.weight.dtype
+        return self.norm.weight.dtype
 
     def rope(self) -> Rope:
         """The rotation tables, made on first use on the weights' device."""
@@ -438,12 +438,12 @@ class Decoder(nn.Module):
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Token ids and positions [...] -> [..., D]."""
-        x = self.embedding(tokens)
+        x: Tensor = self.embedding(tokens)
         if self.config.embedding_scale != 1.0:
             x = x * _rounded(self.config.embedding_scale, x.dtype)
         if self.positions is not None:
             x = x + self.positions(positions + self.config.learned_offset)
-        return x  # type: ignore[no-any-return]
+        return x
 
     def threads(self) -> AbstractContextManager[None]:
         """To be held around steps: keeps torch's threads out of the way of the native kernels', where those run."""
@@ -477,6 +477,11 @@ class Decoder(nn.Module):
         if self.config.logit_softcap is not None:
             z = torch.tanh(z / self.config.logit_softcap) * self.config.logit_softcap
         return z
+
+    def head_rows(self, tokens: Tensor) -> Tensor:
+        """Rows of the head [..., D] of some tokens [...]."""
+        rows: Tensor = self.head.weight[tokens] if self.stack is None else self.head.rows(tokens)
+        return rows
 
     def choose(self, x: Tensor) -> Tensor:
         """Normed hidden states [..., D] -> the greedy tokens [...], the first of equals."""

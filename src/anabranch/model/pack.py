@@ -5,8 +5,8 @@ call and whose rows do not depend on how many there are; else those of oneDNN th
 bf16 weights, which spare each call the re-ordering of the weight, half of its time (measured: docs/log.md). Quantised
 weights are packed for the former only.
 
-The packed copy replaces the weight, so memory stays the same; only the head keeps the original beside it where it is
-the embedding table too. Where neither is to be had, the module stays as it is.
+The packed copy replaces the weight, so memory stays the same; only a head that is quantised or packed for oneDNN keeps
+the original beside it, of which drafters read rows. Where neither is to be had, the module stays as it is.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from anabranch.memory import give_back
 from anabranch.model.decoder import Block, Decoder
 from anabranch.model.quantize import GROUP, QuantizedLinear, QuantizedWeight
-from anabranch.model.stack import NativeLinear, Stack, native_for
+from anabranch.model.stack import HeadTable, NativeLinear, Stack, native_for
 
 __all__ = ["Packable", "PackedLinear", "PackedWeight", "can_pack", "pack_decoder", "packed_like"]
 
@@ -110,7 +110,7 @@ def _stored(linear: nn.Linear | QuantizedLinear) -> Tensor | QuantizedWeight:
 def pack_decoder(target: Decoder) -> bool:
     """Replace the linear layers of a target by packed ones, in place; returns whether that was possible.
 
-    The target can then no longer be trained through or moved to another device. ``embedding`` stays as it is.
+    The target can then no longer be trained through or moved to another device.
     """
     if isinstance(target.head, PackedLinear | NativeLinear):
         return True
@@ -129,7 +129,10 @@ def pack_decoder(target: Decoder) -> bool:
         give_back()
     head = target.head
     if native:
-        target.head = NativeLinear(_stored(head), head.bias, keep=head.weight, wide=True)
+        exact = isinstance(head, nn.Linear)
+        target.head = NativeLinear(_stored(head), head.bias, keep=None if exact else head.weight, wide=True)
+        if exact and target.config.tied_head:
+            target.embedding = HeadTable(target.head)
         target.stack = Stack.of_decoder(target)
     else:
         target.head = PackedLinear(head.weight, head.bias, keep=True)

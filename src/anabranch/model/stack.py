@@ -21,7 +21,7 @@ from anabranch.native import library as native
 
 KEPT = 16  # layers made ready for a cache, that many times
 
-__all__ = ["LayerWeights", "NativeLinear", "Stack", "StackStep", "native_for"]
+__all__ = ["HeadTable", "LayerWeights", "NativeLinear", "Stack", "StackStep", "native_for", "table_of"]
 
 
 class NativeLinear(nn.Module):
@@ -29,7 +29,7 @@ class NativeLinear(nn.Module):
 
     weight  bf16 or float32 [N, D], or quantised; rows come and go in bf16 if it is quantised, else in its type
     wide    returns float32 (scores) instead
-    keep    weight to keep as it was beside the packed one: drafters read rows of the head
+    keep    weight to keep as it was beside the packed one, where ``rows`` cannot be had from that
     gated   the two halves of the outputs, gate and up, are packed block by block in turn, so that they are read as one
     """
 
@@ -82,16 +82,44 @@ class NativeLinear(nn.Module):
         rows = x.reshape(-1, self.in_features).to(self.dtype)
         return self.kernels.choose(rows, self.packed, self.offset).view(x.shape[:-1])
 
+    def rows(self, outputs: Tensor) -> Tensor:
+        """Rows of the weight as it was, of some outputs [...]: [..., in]."""
+        if self.weight is not None:
+            return self.weight[outputs]
+        return self._blocks()[outputs // native.BLOCK, :, outputs % native.BLOCK].flatten(-2)
+
+    def _blocks(self) -> Tensor:
+        """A weight that is not quantised [blocks, in / together, BLOCK, together]."""
+        together = 4 // self.dtype.itemsize
+        return self._memory.view(self.dtype).view(-1, self.in_features // together, native.BLOCK, together)
+
     def dense(self) -> Tensor:
         """The weight [out, in] as it was, in the rows' type; a quantised one as products see it, rounded to it."""
         if self.kind in ("int8", "int4"):
             # each column of the unit matrix is exact in int8, so its product is the weight's column
             y = self.kernels.linear(torch.eye(self.in_features), self.packed, None).T.to(self.dtype)
         else:
-            together = 4 // self.dtype.itemsize
-            blocks = self._memory.view(self.dtype).view(-1, self.in_features // together, native.BLOCK, together)
-            y = blocks.permute(0, 2, 1, 3).reshape(-1, self.in_features)[: self.out_features].contiguous()
+            y = self._blocks().permute(0, 2, 1, 3).reshape(-1, self.in_features)[: self.out_features].contiguous()
         return self._in_turn(y, back=True) if self.gated else y
+
+
+class HeadTable(nn.Module):
+    """The embedding of a target whose packed head is the same weight."""
+
+    def __init__(self, head: NativeLinear) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Token ids [...] -> [..., D]."""
+        return self.head.rows(tokens)
+
+
+def table_of(target: Decoder) -> native.Table:
+    """The embedding, for the kernels; it must outlive their calls."""
+    if isinstance(target.embedding, HeadTable):
+        return native.Table(rows=target.embedding.head.packed.data, packed=1)
+    return native.Table(rows=target.embedding.weight.data_ptr(), packed=0)
 
 
 @dataclass(frozen=True)

@@ -719,9 +719,15 @@ inline __m512i numbers16(const int64_t* ids, __mmask16 mask) {
 
 // ---- drafts -------------------------------------------------------------------------------------------------------
 
+// Embeddings E [vocabulary, D]: row by row, or as a packed weight of the same type
+struct Table {
+  const void* rows;
+  int64_t packed;
+};
+
 // How stream states become a tree: z_j = silu(A z_{j-1} + U E[parent] + C s_j), score = head . (s_j + W z_j)
 struct Draft {
-  const void* embedding;              // E [vocabulary, D]
+  Table embedding;
   Packed token, state, carry, to_state, head, own;
   const int64_t *ids, *own_ids;       // token ids of the rows of head and own
   int32_t d, depth, best, nodes, frontier;
@@ -739,7 +745,7 @@ struct Candidate {
 // Streams that trail begin with main + stream_j + up silu(inputs [main', E'[emitted]] + hidden_j), ' at unit RMS
 struct Entry {
   const float* main;                  // [B, D]
-  const void* embedding;              // E [vocabulary, D]
+  Table embedding;
   const int64_t* emitted;             // [B]
   Packed inputs, up;
   const float *streams, *hidden;      // [S, D], [S, inner]
@@ -1060,9 +1066,17 @@ class Runner {
  private:
   // a token's embedding at unit RMS; rows are no wider than WIDEST in library.py
   template <class T>
-  static void embed(const void* embedding, int64_t token, const float* ones, int d, float eps, T* to) {
+  static void embed(const Table& table, int64_t token, const float* ones, int d, float eps, T* to) {
     alignas(64) float row[8192];
-    const Plain<T>* from = static_cast<const Plain<T>*>(embedding) + token * d;
+    alignas(64) uint32_t words[8192];
+    const Plain<T>* from = static_cast<const Plain<T>*>(table.rows) + token * d;
+    if (table.packed) {
+      // a block holds the words of its outputs in turn
+      const int count = d * static_cast<int>(sizeof(Plain<T>)) / 4;
+      const uint32_t* first = static_cast<const uint32_t*>(table.rows) + token / BLOCK * count * BLOCK + token % BLOCK;
+      for (int j = 0; j < count; ++j) words[j] = first[static_cast<int64_t>(j) * BLOCK];
+      from = reinterpret_cast<const Plain<T>*>(words);
+    }
     for (int j = 0; j < d; j += 16) _mm512_store_ps(row + j, load16(from + j));
     rms_norm(row, ones, d, eps, to);
   }

@@ -61,6 +61,12 @@ class Packed(ctypes.Structure):
     _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_int32) for name in ("outputs", "width", "kind")))
 
 
+class Table(ctypes.Structure):
+    """Embeddings [vocabulary, width]: row by row, or ``packed`` as a weight of the rows' type is."""
+
+    _fields_ = (("rows", ctypes.c_void_p), ("packed", ctypes.c_int64))
+
+
 class Layer(ctypes.Structure):
     """Weights of one layer and where its cache lies."""
 
@@ -99,7 +105,7 @@ class Entry(ctypes.Structure):
 
     _fields_ = (
         ("main", ctypes.c_void_p),
-        ("embedding", ctypes.c_void_p),
+        ("embedding", Table),
         ("emitted", ctypes.c_void_p),
         ("inputs", Packed),
         ("up", Packed),
@@ -111,7 +117,7 @@ class Draft(ctypes.Structure):
     """How one row's stream states become a tree."""
 
     _fields_ = (
-        ("embedding", ctypes.c_void_p),
+        ("embedding", Table),
         *((name, Packed) for name in ("token", "state", "carry", "to_state", "head", "own")),
         ("ids", ctypes.c_void_p),
         ("own_ids", ctypes.c_void_p),

@@ -27,7 +27,7 @@ from anabranch.memory import give_back
 from anabranch.model.decoder import Decoder
 from anabranch.model.graphs import Graphs
 from anabranch.model.pack import packed_like
-from anabranch.model.stack import NativeLinear
+from anabranch.model.stack import NativeLinear, table_of
 from anabranch.native import library as native
 from anabranch.sampling import SamplingParams, gumbels, inverse_cdf, target_probs
 from anabranch.streams.adapter import StreamAdapter
@@ -129,7 +129,7 @@ class RowVocabulary:
         self._known: set[int] = set()
         self._new: list[int] = []
         self.ids = draft.vocabulary[:0]
-        self.head_XD = draft.weight[:0]
+        self.head_XD = draft.target.head_rows(self.ids)
         self.bias_X = None if draft.bias is None else draft.bias[:0]
         self.head: Callable[[Tensor], Tensor] | None = None  # packed, where the target's is
 
@@ -145,7 +145,7 @@ class RowVocabulary:
             ids = torch.tensor(self._new, device=self.ids.device)
             self._new = []
             self.ids = torch.cat((self.ids, ids))
-            self.head_XD = torch.cat((self.head_XD, self._draft.weight[ids]))
+            self.head_XD = torch.cat((self.head_XD, self._draft.target.head_rows(ids)))
             if self.bias_X is not None and self._draft.bias is not None:
                 self.bias_X = torch.cat((self.bias_X, self._draft.bias[ids]))
             self.head = packed_like(self._draft.target.head, self.head_XD, self.bias_X)
@@ -177,11 +177,10 @@ class StreamDraft:
         self.conditioner = adapter.conditioner if self.options.condition else None
         self.vocabulary = adapter.vocabulary.to(target.device)
         self.common = frozenset(self.vocabulary.tolist())
-        self.weight: Tensor = target.head.weight
         self.bias: Tensor | None = target.head.bias
         # a copy of the frequent tokens' head rows: reading them is what a draft costs
         whole = len(self.vocabulary) == target.config.vocab_size
-        rows = self.weight if whole else self.weight[self.vocabulary].contiguous()
+        rows = target.head.weight if whole and target.stack is None else target.head_rows(self.vocabulary)
         bias = None if self.bias is None else self.bias[self.vocabulary]
         packed = packed_like(target.head, rows, bias)
         give_back()
@@ -204,7 +203,8 @@ class StreamDraft:
         if count == 1 and rows[0].head is not None:
             return _Vocabulary(torch.cat((ids, rows[0].ids[None]), dim=1), head=rows[0].head)
         own_ids = torch.zeros(count, widest, dtype=torch.long, device=ids.device)
-        own = self.weight.new_zeros(count, widest, self.weight.shape[1])
+        width = self.target.config.hidden_size
+        own = torch.zeros(count, widest, width, dtype=self.target.dtype, device=ids.device)
         offset = torch.full((count, 1, widest), float("-inf"), device=ids.device)
         for b, row in enumerate(rows):
             n = len(row.ids)
@@ -224,7 +224,8 @@ class StreamDraft:
         return torch.cat((z, self._cap(own).masked_fill(words.offset_B1X.isinf(), float("-inf"))), dim=-1)
 
     def _shortlist_logits(self, states_BFD: Tensor, tokens_Bn: Tensor) -> Tensor:
-        z = (states_BFD.to(self.weight.dtype) @ self.weight[tokens_Bn].transpose(1, 2)).float()
+        rows_BnD = self.target.head_rows(tokens_Bn)
+        z = (states_BFD.to(rows_BnD.dtype) @ rows_BnD.transpose(1, 2)).float()
         return self._cap(z if self.bias is None else z + self.bias[tokens_Bn][:, None])
 
     def _cap(self, z: Tensor) -> Tensor:
@@ -399,9 +400,9 @@ class NativeDraft:
     def __init__(self, draft: StreamDraft, linears: dict[str, NativeLinear], head: NativeLinear) -> None:
         options, chain = draft.options, draft.options.tree == "chain"
         self.kernels, self._sources = head.kernels, _sources(np.arange(draft.depth + 1))
-        self._kept = (linears, head, draft.vocabulary, draft.target.embedding.weight)
+        self._kept = (linears, head, draft.vocabulary, draft.target.embedding)
         self._how = native.Draft(
-            embedding=draft.target.embedding.weight.data_ptr(),
+            embedding=table_of(draft.target),
             head=head.packed,
             ids=draft.vocabulary.data_ptr(),
             d=draft.target.config.hidden_size,
@@ -417,7 +418,7 @@ class NativeDraft:
     @staticmethod
     def of(draft: StreamDraft) -> NativeDraft | None:
         """For a target on the kernels, conditioning by the path, and best-first trees or chains over all tokens."""
-        conditioner, width = draft.conditioner, draft.weight.shape[1]
+        conditioner, width = draft.conditioner, draft.target.config.hidden_size
         if conditioner is None or not isinstance(draft.head, NativeLinear):
             return None
         linears = {name: linear for name, linear in conditioner.packed.items() if isinstance(linear, NativeLinear)}

@@ -17,7 +17,7 @@ from anabranch.model.cache import Cache
 from anabranch.model.decoder import Block, Decoder
 from anabranch.model.pack import packed_like
 from anabranch.model.quantize import QuantizedWeight
-from anabranch.model.stack import LayerWeights, NativeLinear, Stack, StackStep, norm_weight
+from anabranch.model.stack import LayerWeights, NativeLinear, Stack, StackStep, norm_weight, table_of
 from anabranch.native.library import BLOCK, WIDEST, Entry
 from anabranch.streams.adapter import LowRank, StreamAdapter, StreamLayer
 
@@ -73,14 +73,14 @@ class NativeTrail:
         streams, hidden = (x.detach().float().contiguous() for x in (places, root.streams))
         norm = norm_weight(target.norm).contiguous()
         entry = Entry(
-            embedding=target.embedding.weight.data_ptr(),
+            embedding=table_of(target),
             inputs=inputs.packed,
             up=up.packed,
             streams=streams.data_ptr(),
             hidden=hidden.data_ptr(),
             norm=norm.data_ptr(),
         )
-        return entry, [target.embedding.weight, inputs, up, streams, hidden, norm]
+        return entry, [target.embedding, inputs, up, streams, hidden, norm]
 
     def __call__(self, entry_BD: Tensor, emitted: Sequence[int], cache: Cache, planned: int) -> Tensor:
         """Stream states after the last norm [B, S, D] of the newest committed nodes of all rows in use.
