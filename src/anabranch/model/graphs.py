@@ -148,5 +148,5 @@ class Graphs:
 def _differ(found: Tensor, wanted: Tensor) -> bool:
     if not found.is_floating_point():
         return False  # choices among equals may fall otherwise
-    off = (found.float() - wanted.float()).abs().max()
-    return not bool(off <= TOLERANCE * wanted.float().abs().max())
+    largest = float(wanted.float().nan_to_num(posinf=0.0, neginf=0.0).abs().max())
+    return not torch.allclose(found.float(), wanted.float(), rtol=0.0, atol=TOLERANCE * largest)
