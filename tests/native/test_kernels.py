@@ -224,6 +224,11 @@ ADAPTERS: list[dict[str, object]] = [
 @torch.inference_mode()
 def test_streams_trail_as_in_pytorch(name: str, shape: dict[str, object]) -> None:
     model = decoder(CASES[name])
+    for (
+        block
+    ) in model.blocks:  # trailing streams read the MLPs in four bits: these are exact in them, as the default model's
+        for linear in (block.mlp.up, block.mlp.down):
+            linear.weight.copy_(QuantizedWeight.of(linear.weight, "int4").dense())
     adapter = adapter_for(model, **shape)
     exact, wide = copy.deepcopy(model).float(), copy.deepcopy(adapter).float()
     assert pack_decoder(model)
@@ -238,8 +243,7 @@ def test_streams_trail_as_in_pytorch(name: str, shape: dict[str, object]) -> Non
         engine.step()
         states.append(drafter._states[context.key].float())
     assert states[0].shape == states[1].shape
-    # int4 rounds the MLPs' random weights by a thirtieth of their range; a wrong wire leaves no likeness at all
-    assert F.cosine_similarity(*states, dim=-1).min() > 0.98
+    assert F.cosine_similarity(*states, dim=-1).min() > 0.999
 
 
 @needs_kernels
