@@ -64,7 +64,6 @@ def main() -> None:
     random.Random(0).shuffle(examples)
     examples = examples[: args.examples + args.held_out]
     result: dict[str, Any] = {
-        "command": shown_command("python", *sys.argv),
         "environment": environment(target.decoder.device),
         "answer_tokens": sum(len(example.answer_ids) for example in examples),
         "variants": {},
@@ -82,6 +81,8 @@ def main() -> None:
             record = train_streams(target, plan, examples, Path(folder), report=lambda now: None)
         measured = record["measured"]["predicted mean acceptance length"]
         result["variants"][variant] = {
+            "command": shown_command("python", *sys.argv),
+            "commit": result["environment"]["commit"],
             "parameters": record["parameters"],
             "steps": record["training"]["steps"],
             "seconds": round(time.monotonic() - began),
