@@ -189,7 +189,7 @@ def test_trees_of_different_sizes_and_a_row_that_leaves(make_toy: ToyMaker) -> N
     for slot, prompt in enumerate(prompts):
         advance(target.decoder, prompt, cache, slot)
     drawn = [tree(5), DraftTree.root(40), DraftTree.chain(41, [42, 43])]
-    logits = run(target.decoder, Feed.of_trees(drawn, width=8), cache)
+    logits = run(target.decoder, Feed.of_trees(drawn).padded(8), cache)
     assert logits.isfinite().all(), "padding sees itself, so that no row of the softmax is empty"
     close(logits[0, 6], oracle.logits(prompts[0] + along(drawn[0], PATHS[6]))[-1])
     close(logits[1, 0], oracle.logits([*prompts[1], 40])[-1])

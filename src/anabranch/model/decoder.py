@@ -48,10 +48,10 @@ class Feed:
     mask_BNN: NDArray[np.bool_]
 
     @staticmethod
-    def of_trees(trees: Sequence[DraftTree], width: int | None = None) -> Feed:
-        """Trees of one step, padded to the widest or to ``width``."""
-        n = max(tree.size for tree in trees) if width is None else width
-        if len(trees) == 1 and trees[0].size == n:
+    def of_trees(trees: Sequence[DraftTree]) -> Feed:
+        """Trees of one step, padded to the widest."""
+        n = max(tree.size for tree in trees)
+        if len(trees) == 1:
             tree = trees[0]
             return Feed(tree.tokens[None], tree.depths[None].astype(np.int64), tree.mask[None])
         tokens = np.zeros((len(trees), n), np.int64)
@@ -533,11 +533,11 @@ class Decoder(nn.Module):
 
     def _recorded(self, feed: Feed, cache: Cache, slots: slice, planned: int, rider: Rider | None) -> Tensor | None:
         """``_through`` at the next larger shapes, recorded; None where that cannot be."""
+        if self.recorder is None or (rider is not None and not rider.fixed):
+            return None
         rows, nodes = feed.tokens_BN.shape
         width, longest = width_bucket(nodes, rows), max(cache.lengths[slots])
-        if self.recorder is None or width is None or longest + width > cache.capacity:
-            return None
-        if rider is not None and not rider.fixed:
+        if width is None or longest + width > cache.capacity:
             return None
         cache.begin(width, slots)
         span, rope = span_bucket(longest + width, cache.capacity), self.rope()
