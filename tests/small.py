@@ -113,7 +113,7 @@ def small_adapter(target: Decoder, config: StreamConfig = RICH, vocabulary: Tens
     """An adapter with random weights, so that every term of it counts."""
     adapter = StreamAdapter(target.config, config, vocabulary)
     randomise(adapter, seed=2)
-    return adapter.eval().requires_grad_(False)
+    return adapter.to(target.device).eval().requires_grad_(False)
 
 
 class Words:

@@ -1,7 +1,4 @@
-"""Recorded steps. There is no GPU here, so a tape stands for the CUDA graph: it too repeats the same operations on the
-same memory and knows of numbers and lengths only what was true when it was made. What it does not have are CUDA's own
-rules for memory and streams.
-"""
+"""Recorded steps, and that a GPU's tensors are not mixed with the host's: on a device that is ``pretended``."""
 
 from __future__ import annotations
 
@@ -12,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
+import pretended
 from anabranch.drafters.base import Drafter
 from anabranch.drafters.combined import CombinedDrafter
 from anabranch.drafters.none import NoDrafter
@@ -23,60 +19,12 @@ from anabranch.drafters.streams import StreamDrafter
 from anabranch.engine import Engine
 from anabranch.model import graphs
 from anabranch.model.decoder import Decoder
-from anabranch.model.graphs import Graphs, Recorder, span_bucket, width_bucket
+from anabranch.model.graphs import Graphs, Recorder, recorder_for, span_bucket, width_bucket
 from anabranch.sampling import SamplingParams
 from anabranch.streams.config import StreamConfig
 from anabranch.streams.draft import DraftOptions
+from pretended import CUDA, there
 from small import CASES, RICH, decode, request, small, small_adapter
-
-aten = torch.ops.aten
-# what brings a number to the host, or one of the host's into a recording
-FORBIDDEN = {
-    aten._local_scalar_dense,
-    aten.item,
-    aten.nonzero,
-    aten.masked_select,
-    aten.lift_fresh,
-    aten.lift_fresh_copy,
-}
-CPU = torch.device("cpu")
-
-
-class Tape(TorchDispatchMode):
-    """Records operations, their arguments and results."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, Any, Any, Any]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in FORBIDDEN:
-            raise RuntimeError(f"{func} cannot be recorded")
-        out = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, out))
-        return out
-
-    def repeat(self, outputs: tuple[Tensor, ...]) -> None:
-        new: dict[int, Tensor] = {}
-
-        def current(x: Any) -> Any:
-            return new.get(id(x), x) if isinstance(x, Tensor) else x
-
-        for func, args, kwargs, out in self.calls:
-            found = func(*tree_map(current, args), **tree_map(current, kwargs))
-            new.update(
-                (id(old), fresh)
-                for old, fresh in zip(tree_leaves(out), tree_leaves(found), strict=True)
-                if isinstance(old, Tensor)
-            )
-        for place in outputs:
-            place.copy_(current(place))
-
-
-def record(compute: Any, inputs: tuple[Tensor, ...]) -> tuple[Callable[[], None], tuple[Tensor, ...]]:
-    with Tape() as tape:
-        outputs = tuple(x.clone() for x in compute(*inputs))  # places of their own
-    return lambda: tape.repeat(outputs), outputs
 
 
 def drafted(target: Decoder, config: StreamConfig = RICH, **options: Any) -> StreamDrafter:
@@ -99,36 +47,44 @@ DRAFTERS: dict[str, Callable[[Decoder], Drafter]] = {
 RAGGED = [request(n, n, new) for n, new in ((9, 40), (1, 5), (14, 40), (4, 11), (7, 30))]
 
 
-@pytest.mark.parametrize(
-    ("case", "name"),
-    [
-        (case, name)
-        for case in sorted(CASES)
-        for name in DRAFTERS
-        if case == "llama" or name in ("none", "ride", "trail")
-    ],
-)
-def test_recorded_steps_say_what_unrecorded_ones_say(case: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = small(case)
-    wanted, _ = decode(target, RAGGED)
-    unrecorded = [decode(target, RAGGED, DRAFTERS[name](target), rows=rows)[1] for rows in (1, 3)]
+CHOSEN = [
+    (case, name) for case in sorted(CASES) for name in DRAFTERS if case == "llama" or name in ("none", "ride", "trail")
+]
+
+
+@pytest.mark.parametrize(("case", "name"), CHOSEN)
+def test_recorded_steps_say_what_the_host_says(case: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, _ = decode(small(case), RAGGED)
+    # where streams trail of themselves differs with the device
+    before = [decode(small(case), RAGGED, DRAFTERS[name](small(case)), rows=rows)[1] for rows in (1, 3)]
     monkeypatch.setattr(graphs, "SPAN", 16)  # so that a text outgrows what was recorded
-    monkeypatch.setattr(target, "recorder", record)
-    for rows, steps in zip((1, 3), unrecorded, strict=True):
-        tokens, found = decode(target, RAGGED, DRAFTERS[name](target), rows=rows)
-        assert tokens == wanted
-        # drafts are the same too, so that as many are accepted
-        for before, now in zip(steps, found, strict=True):
-            assert [step.tree.tokens.tolist() for step in before] == [step.tree.tokens.tolist() for step in now]
+    with pretended.cuda():
+        target = there(small(case))
+        for rows, steps in zip((1, 3), before, strict=True):
+            tokens, found = decode(target, RAGGED, DRAFTERS[name](target), rows=rows)
+            assert tokens == wanted
+            # drafts are the same too, so that as many are accepted
+            for old, now in zip(steps, found, strict=True):
+                assert [step.tree.tokens.tolist() for step in old] == [step.tree.tokens.tolist() for step in now]
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temperature=0.8, top_k=9, seed=3),
+        SamplingParams(temperature=1, top_p=0.8),
+        SamplingParams(temperature=1, seed=5),
+        SamplingParams(repetition_penalty=1.3),
+    ],
+    ids=["top_k", "top_p", "whole", "penalty"],
+)
 @pytest.mark.parametrize("name", ["ride", "trail", "combined"])
-def test_sampling(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, sampling = small(), SamplingParams(temperature=0.8, top_k=9, seed=3)
-    requests = [request(n, n, 20, sampling=sampling) for n in (9, 4)]
-    wanted, _ = decode(target, requests)
-    monkeypatch.setattr(target, "recorder", record)
-    assert decode(target, requests, DRAFTERS[name](target), rows=2)[0] == wanted
+def test_sampling(name: str, sampling: SamplingParams) -> None:
+    requests = [request(n, n, 20, sampling=sampling, log_probs=True) for n in (9, 4)]
+    wanted, _ = decode(small(), requests)
+    with pretended.cuda():
+        target = there(small())
+        assert decode(target, requests, DRAFTERS[name](target), rows=2)[0] == wanted
 
 
 def run(target: Decoder, new: int = 30) -> Engine:
@@ -138,63 +94,83 @@ def run(target: Decoder, new: int = 30) -> Engine:
     return engine
 
 
-def test_what_is_done_once_is_not_recorded_and_recordings_outlive_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, made = small(), []
-
-    def counted(compute: Any, inputs: tuple[Tensor, ...]) -> tuple[Callable[[], None], tuple[Tensor, ...]]:
-        made.append(compute)
-        return record(compute, inputs)
-
-    monkeypatch.setattr(target, "recorder", counted)
-    engine = Engine(target, NoDrafter(), capacity=90)
-    engine.add(request(9, 0, 1))
-    engine.step()
-    assert not made  # the prompt's chunk and one step: two shapes, each once
-    engine.add(request(9, 1, 30))
-    list(engine.run())
-    before = len(made)
-    assert 0 < before == engine.cache.graphs.recorded
-    engine.add(request(9, 2, 30))
-    list(engine.run())
-    assert len(made) == before
+def test_what_is_done_once_is_not_recorded_and_recordings_outlive_a_row() -> None:
+    with pretended.cuda():
+        engine = Engine(there(small()), NoDrafter(), capacity=90)
+        graphs = engine.cache.graphs
+        engine.add(request(9, 0, 1))
+        engine.step()
+        assert graphs.recorded == 0  # the prompt's chunk and one step: two shapes, each once
+        engine.add(request(9, 1, 30))
+        list(engine.run())
+        before = graphs.recorded
+        assert before > 0
+        engine.add(request(9, 2, 30))
+        list(engine.run())
+        assert graphs.recorded == before
 
 
-def test_a_recording_that_fails_or_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = small()
-    wanted, _ = decode(target, [request(9, 0, 30)])
+def test_a_recording_that_fails_or_differs_is_not_used() -> None:
+    wanted, _ = decode(small(), [request(9, 0, 30)])
 
     def fails(compute: Any, inputs: tuple[Tensor, ...]) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
     def differs(compute: Any, inputs: tuple[Tensor, ...]) -> Any:
-        repeat, outputs = record(compute, inputs)
+        repeat, outputs = pretended.Recorder(CUDA)(compute, inputs)
         return repeat, tuple(x + 1 for x in outputs)
 
     recorders: list[tuple[Recorder, str]] = [(fails, "not permitted when stream is capturing$"), (differs, "differs")]
     for recorder, why in recorders:
-        monkeypatch.setattr(target, "recorder", recorder)
-        with pytest.warns(UserWarning, match=why) as seen:
-            tokens, _ = decode(target, [request(9, 0, 30)], DRAFTERS["trail"](target))
+        with pretended.cuda():
+            target = there(small())
+            target.recorder, drafter = recorder, DRAFTERS["trail"](target)
+            with pytest.warns(UserWarning, match=why) as seen:
+                tokens, _ = decode(target, [request(9, 0, 30)], drafter)
         assert tokens == wanted
         assert len(seen) == 2  # once for the cache, once for the drafts
 
 
+def test_what_a_graph_cannot_hold_is_refused() -> None:
+    """That the pretended device would notice."""
+    outside = torch.ones(3)
+    reads: list[Callable[[Tensor], Tensor]] = [
+        lambda x: x * float(x[0]),
+        lambda x: x + outside.to(CUDA),
+        lambda x: x[x > 0],
+        lambda x: x.cpu().to(CUDA),
+        lambda x: x + torch.tensor(2.0, device=CUDA),
+        lambda x: x[torch.tensor([0, 1])],
+    ]
+    with pretended.cuda(), torch.inference_mode():
+        x = torch.ones(3, device=CUDA)
+        with pytest.raises(RuntimeError, match="same device"):
+            x + outside
+        for compute in reads:
+            assert compute(x).device == CUDA
+            kept, call = Graphs(), lambda x, compute=compute: (compute(x),)
+            kept.run(recorder_for(CUDA), "key", call, (x,), CUDA)
+            with pytest.warns(UserWarning, match="cannot be recorded"):
+                kept.run(recorder_for(CUDA), "key", call, (x,), CUDA)
+
+
 def test_outside_of_inference_nothing_is_recorded() -> None:
-    kept, x = Graphs(), torch.ones(2)
-    for _ in range(3):
-        (y,) = kept.run(record, "twice", lambda x: (2 * x,), (x,), CPU)
-        assert y.tolist() == [2.0, 2.0]
-    assert kept.recorded == 0
+    with pretended.cuda():
+        kept, x, recorder = Graphs(), torch.ones(2, device=CUDA), recorder_for(CUDA)
+        for _ in range(3):
+            (y,) = kept.run(recorder, "twice", lambda x: (2 * x,), (x,), CUDA)
+            assert y.tolist() == [2.0, 2.0]
+        assert kept.recorded == 0
 
 
-@torch.inference_mode()
 def test_the_oldest_recordings_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "KEPT", 2)
-    kept = Graphs()
-    for factor in (2, 2, 3, 3, 4, 4, 4, 2):
-        (y,) = kept.run(record, factor, lambda x, factor=factor: (factor * x,), (torch.full((2,), 5.0),), CPU)
-        assert y.tolist() == [5.0 * factor] * 2
-    assert kept.recorded == 1
+    with pretended.cuda(), torch.inference_mode():
+        kept, x, recorder = Graphs(), torch.full((2,), 5.0), recorder_for(CUDA)
+        for factor in (2, 2, 3, 3, 4, 4, 4, 2):
+            (y,) = kept.run(recorder, factor, lambda x, factor=factor: (factor * x,), (x,), CUDA)
+            assert y.tolist() == [5.0 * factor] * 2
+        assert kept.recorded == 1
 
 
 def test_buckets() -> None:
@@ -207,9 +183,7 @@ def test_buckets() -> None:
     assert len({span_bucket(span, 100_000) for span in range(1, 40_000)}) < 32
 
 
-def test_no_warning_where_all_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = small()
-    monkeypatch.setattr(target, "recorder", record)
-    with warnings.catch_warnings():
+def test_no_warning_where_all_is_well() -> None:
+    with warnings.catch_warnings(), pretended.cuda():
         warnings.simplefilter("error")
-        assert run(target).cache.graphs.recorded >= 2
+        assert run(there(small())).cache.graphs.recorded >= 2

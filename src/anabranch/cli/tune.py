@@ -59,11 +59,12 @@ def tune(
     loaded = find_adapter(target, adapter)
     pack_decoder(target.decoder)
     encoded = [encode(target.tokenizer, prompt.text, raw=raw) for prompt in suite]
-    longest = target.config.max_positions - max_new_tokens - 64
-    fitting = [ids for ids in encoded if len(ids) < longest]
+    room = max_new_tokens + 64  # what is decoded, and the widest drafts behind it
+    fitting = [ids for ids in encoded if len(ids) + room < target.config.max_positions]
     if not fitting:
         raise InputError(
-            f"every prompt is longer than the {longest} tokens that leave room to decode; give shorter ones"
+            f"no prompt leaves room for {room} tokens, drafts included, within the model's "
+            f"{target.config.max_positions}; give shorter ones, or lower --max-new-tokens"
         )
     streams = None if loaded is None else loaded.adapter
     with _bar() as (bar, line):

@@ -61,14 +61,15 @@ class CudaRecorder:
 
     def __call__(self, compute: Compute, inputs: tuple[Tensor, ...]) -> tuple[Callable[[], None], Outputs]:
         """A ``Recorder``."""
-        here, aside = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        aside.wait_stream(here)
-        with torch.cuda.stream(aside):
-            compute(*inputs)  # kernels are loaded and workspaces made before anything is recorded
-        here.wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            outputs = compute(*inputs)
+        with torch.cuda.device(self.device):  # graphs are made where the current device is
+            here, aside = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            aside.wait_stream(here)
+            with torch.cuda.stream(aside):
+                compute(*inputs)  # kernels are loaded and workspaces made before anything is recorded
+            here.wait_stream(aside)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool):
+                outputs = compute(*inputs)
         return graph.replay, outputs
 
 
