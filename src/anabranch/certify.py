@@ -139,7 +139,7 @@ def _logits(target: Target, text: list[int], width: int) -> Tensor:
     cache.add_row()
     head = text[: len(text) - width]
     if head:
-        decoder(Feed.of_prompt(head), cache, need_logits=False, planned=len(text))
+        decoder(Feed.of_prompt(head), cache, need="hidden", planned=len(text))
         cache.commit([range(len(head))])
     logits = decoder(Feed.of_prompt(text[len(head) :]), cache, planned=len(text)).logits_BNV
     assert logits is not None

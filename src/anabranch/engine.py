@@ -143,7 +143,7 @@ class Engine:
         for start in range(0, len(tokens), PREFILL_CHUNK):
             chunk = tokens[start : start + PREFILL_CHUNK]
             where = slice(slot, slot + 1)
-            self.target(Feed.of_prompt(chunk), self.cache, slots=where, planned=planned, need_logits=False)
+            self.target(Feed.of_prompt(chunk), self.cache, slots=where, planned=planned, need="hidden")
             self.cache.commit([range(len(chunk))])
 
     def check(self, request: Request) -> None:
@@ -223,9 +223,9 @@ class Engine:
         planned = max(row.planned for row in rows)
         rider = self.drafter.rider
         greedy = all(row.request.sampling.greedy and not row.request.sampling.needs_history for row in rows)
-        need_logits = not greedy or any(row.request.log_probs for row in rows)
+        logits = not greedy or any(row.request.log_probs for row in rows)
         feed = Feed.of_trees(trees)
-        output = self.target(feed, self.cache, planned=planned, rider=rider, need_logits=need_logits)
+        output = self.target(feed, self.cache, planned=planned, rider=rider, need="logits" if logits else "tokens")
         if rider is not None and rider.kept is not None:
             host = rider.kept.cpu().numpy()
             trees = [tree.select(nodes[nodes < tree.size]) for tree, nodes in zip(trees, host, strict=True)]
@@ -273,9 +273,9 @@ class Engine:
 
     def _greedy(self, output: StepOutput) -> NDArray[np.int64]:
         """The target's own token at every node of every row in one read, where all rows are plainly greedy."""
-        if output.logits_BNV is None:
-            tokens = self.target.choose(output.hidden_BND)
-        else:
+        tokens = output.tokens_BN
+        if tokens is None:
+            assert output.logits_BNV is not None
             tokens = argmax(output.logits_BNV.flatten(0, 1)).view(output.logits_BNV.shape[:2])
         host: NDArray[np.int64] = tokens.cpu().numpy()
         return host

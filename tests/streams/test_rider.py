@@ -44,7 +44,7 @@ def filled(target: Decoder) -> Cache:
     cache = Cache(target.config, rows=3, capacity=40, dtype=target.dtype, device=target.device)
     for slot, length in enumerate(LENGTHS):
         cache.add_row()
-        target(Feed.of_prompt(prompt(length, seed=slot)), cache, slots=slice(slot, slot + 1), need_logits=False)
+        target(Feed.of_prompt(prompt(length, seed=slot)), cache, slots=slice(slot, slot + 1), need="hidden")
         cache.commit([range(length)])
     return cache
 

@@ -160,13 +160,13 @@ class StreamDrafter(Drafter):
             return
         entry = rider.entry_BND
         assert entry is not None
-        rows = torch.arange(len(last), device=entry.device)
-        entry_BD = entry[rows, torch.tensor(last, device=entry.device)]
         emitted = [context.root for context in contexts]
         if self._native is None:
+            rows = torch.arange(len(last), device=entry.device)
+            entry_BD = entry[rows, torch.tensor(last, device=entry.device)].to(self.target.dtype)
             states = self._trail(entry_BD, torch.tensor(emitted), seen)
         else:
-            states = self._native(entry_BD, emitted, seen.cache, seen.planned)
+            states = self._native(entry, last, emitted, seen.cache, seen.planned)
         for b, context in enumerate(contexts):
             self._states[context.key] = states[b]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache as remembered
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -254,7 +254,6 @@ class Pass:
         self.cos, self.sin = self.rope(self.positions_BN, self.planned)
         self.span = int(max(self.cache.lengths[self.slots])) + self.width if self.fixed is None else self.fixed
         self._visible: Tensor | None = None
-        self._step: StackStep | None = None
         self._bias: dict[bool, Tensor | None] = {}
 
     @property
@@ -299,20 +298,12 @@ class Pass:
                 self._bias[sliding] = bias[:, None].repeat(1, 1, group, 1)
         return self._bias[sliding]
 
-    def stack_step(self) -> StackStep:
-        """What the rows see, as the native kernels read it; all layers slide alike."""
+    def stack_step(self, x_BND: Tensor) -> StackStep:
+        """Rows of this pass as the native kernels read them."""
         from anabranch.model.stack import StackStep
 
-        if self._step is None:
-            lengths, mask, first = self.cache.lengths[self.slots], self.tree_BNN.numpy(), None
-            if self.config.is_sliding(0):
-                assert self.config.sliding_window is not None
-                places = self.positions_BN.numpy()
-                near = places[:, :, None] - places[:, None, :] < self.config.sliding_window
-                first = np.clip(places - self.config.sliding_window + 1, 0, np.asarray(lengths)[:, None])
-                mask = mask & near
-            self._step = StackStep.of(mask, lengths, first)
-        return self._step
+        lengths, table = self.cache.lengths[self.slots], self.rope.table(self.planned)
+        return StackStep(self.config, lengths, self.positions_BN.numpy(), self.tree_BNN.numpy(), table, x_BND)
 
     def select(self, layer: int, kept_Bn: Tensor) -> None:
         """Go on with the nodes ``kept_Bn`` from ``layer`` on."""
@@ -357,7 +348,8 @@ class Rider(Protocol):
     ``ride`` says whether it brings rows of its own; where it does not, ``layer`` is not called. A rider that
     ``looks_on`` changes nothing: what ``enter`` returns is not used, nor is it told to leave.
     ``kept`` [B, n] are the nodes that went on after it entered, ascending, padding last; None: all. ``fixed`` says that
-    it only computes, at shapes that the pass decides, so that it can be recorded; ``found`` is what it has then found.
+    it only computes, at shapes that the pass decides, so that it can be recorded; ``found`` is what it has then found,
+    and may be handed to a rider that looks on in place of ``enter``: the main rows before layer ``start``.
     """
 
     start: int
@@ -379,10 +371,11 @@ class Rider(Protocol):
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a pass yields: ``logits`` [B, N, V] (None if not asked for) and main rows [B, N, D] after the last norm."""
+    """What a pass yields: main rows [B, N, D] after the last norm and, where asked for, logits or greedy tokens."""
 
-    logits_BNV: Tensor | None
     hidden_BND: Tensor
+    logits_BNV: Tensor | None = None
+    tokens_BN: Tensor | None = None
 
 
 def table(rows: int, width: int) -> nn.Embedding:
@@ -455,17 +448,11 @@ class Decoder(nn.Module):
             return self.stack.normed(x, self.norm)
         return self.norm(x)  # type: ignore[no-any-return]
 
-    def layers(
-        self, x: Tensor, run: Pass, low: int, high: int, *, tap: Tensor | None = None, tapped: int = 0
-    ) -> Tensor:
-        """Main rows through layers ``low`` to ``high`` - 1; float32 where the native kernels run them.
-
-        There ``tap`` takes the rows as they are before layer ``tapped``.
-        """
+    def layers(self, x: Tensor, run: Pass, low: int, high: int) -> Tensor:
+        """Main rows through layers ``low`` to ``high`` - 1; float32 where the native kernels run them."""
         if self.stack is not None:
             x = x.to(torch.float32, copy=True).contiguous()
-            step, slot = run.stack_step(), run.slots.start
-            self.stack.run(x, run.cos, run.sin, step, run.cache, slot, low, high, tap=tap, tapped=tapped)
+            self.stack.run(x, run.stack_step(x), run.cache, run.slots.start, low, high)
             return x
         for index in range(low, high):
             x = self.blocks[index](x, run.cos, run.sin, lambda q, k, v, i=index: run.attend(i, q, k, v))
@@ -510,12 +497,13 @@ class Decoder(nn.Module):
         slots: slice | None = None,
         planned: int | None = None,
         rider: Rider | None = None,
-        need_logits: bool = True,
+        need: Literal["hidden", "logits", "tokens"] = "logits",
     ) -> StepOutput:
         """One pass over the nodes of ``feed``, whose keys and values are appended to ``cache`` but not committed.
 
         ``slots`` are the rows of the cache that the feed's rows are (default: all in use), ``planned`` the length
-        that the longest row will reach, for rotations that depend on it.
+        that the longest row will reach, for rotations that depend on it. ``need`` says what to make of the rows behind
+        the last norm: nothing, the logits, or only the greedy tokens.
         """
         slots = slice(0, cache.count) if slots is None else slots
         cache.begin(feed.tokens_BN.shape[1], slots)
@@ -525,11 +513,42 @@ class Decoder(nn.Module):
             raise InputError(f"{reach} tokens, drafts included, are more than {learned}; lower max_new_tokens")
         # rotation tables end soon after the planned length: a plan that was too short must not read past them
         planned = max(self.config.max_positions if planned is None else planned, reach)
-        hidden = self._recorded(feed, cache, slots, planned, rider)
-        if hidden is None:
-            nodes = Nodes.of(feed, cache.lengths[slots])
-            hidden = self._through(Pass(self.config, nodes, cache, slots, planned, self.rope()), rider)
-        return StepOutput(self.logits(hidden) if need_logits else None, hidden)
+        if self.stack is not None and self.stack.whole and (rider is None or rider.looks_on):
+            output = self._at_once(self.stack, feed, cache, slots, planned, rider, choose=need == "tokens")
+        else:
+            hidden = self._recorded(feed, cache, slots, planned, rider)
+            if hidden is None:
+                nodes = Nodes.of(feed, cache.lengths[slots])
+                hidden = self._through(Pass(self.config, nodes, cache, slots, planned, self.rope()), rider)
+            output = StepOutput(hidden)
+        if need == "logits":
+            return StepOutput(output.hidden_BND, self.logits(output.hidden_BND))
+        if need == "tokens" and output.tokens_BN is None:
+            return StepOutput(output.hidden_BND, tokens_BN=self.choose(output.hidden_BND))
+        return output
+
+    def _at_once(
+        self,
+        stack: Stack,
+        feed: Feed,
+        cache: Cache,
+        slots: slice,
+        planned: int,
+        rider: Rider | None,
+        *,
+        choose: bool,
+    ) -> StepOutput:
+        """``_through`` in one call of the native kernels, which may choose the tokens too."""
+        from anabranch.model.stack import StackStep
+
+        lengths = cache.lengths[slots]
+        positions = feed.depths_BN + np.asarray(lengths, np.int64)[:, None]
+        step = StackStep(self.config, lengths, positions, feed.mask_BNN, self.rope().table(planned))
+        tapped, choose = None if rider is None else rider.start, choose and self.config.logit_softcap is None
+        hidden, tokens, seen = stack.through(feed.tokens_BN, step, cache, slots.start, choose=choose, tapped=tapped)
+        if rider is not None and seen is not None:
+            rider.found = (seen,)
+        return StepOutput(hidden, tokens_BN=tokens)
 
     def _recorded(self, feed: Feed, cache: Cache, slots: slice, planned: int, rider: Rider | None) -> Tensor | None:
         """``_through`` at the next larger shapes, recorded; None where that cannot be."""
@@ -558,13 +577,7 @@ class Decoder(nn.Module):
         """Rows through all layers and the last norm [B, N, D]."""
         x = self.embed(run.tokens_BN, run.positions_BN)
         top = len(self.blocks)
-        if self.stack is not None and rider is not None and rider.looks_on:
-            seen = torch.empty(x.shape, dtype=torch.float32)
-            x = self.layers(x, run, 0, top, tap=seen, tapped=rider.start)
-            rider.enter(seen, run)
-            rider = None
-        else:
-            x = self.layers(x, run, 0, top if rider is None else rider.start)
+        x = self.layers(x, run, 0, top if rider is None else rider.start)
         if rider is not None:
             x = rider.enter(x, run)
             if rider.ride:

@@ -42,11 +42,6 @@ class Rope:
         cos, sin = self.table(planned)[:, positions]
         return cos, sin
 
-    def span(self, first: int, count: int, planned: int) -> tuple[Tensor, Tensor]:
-        """cos and sin, each [count, dim], of the positions from ``first`` on: views of the table."""
-        cos, sin = self.table(planned)[:, first : first + count]
-        return cos, sin
-
     def table(self, planned: int) -> Tensor:
         """cos and sin [2, length, dim] of ``planned`` positions and of those that drafts reach behind them."""
         key = _variant_key(self.config, planned)

@@ -138,44 +138,44 @@ class LayerWeights:
     high: NativeLinear | None = None
 
 
-@dataclass(frozen=True)
 class StackStep:
-    """Which keys the rows of a pass see, as the kernels read it.
+    """The rows of a pass, as the kernels read them; all layers slide alike.
 
-    lengths_B    committed tokens a row
-    first_M      where what a node sees of them begins (a sliding window)
-    offsets, ancestors    node i sees nodes ancestors[offsets[i] : offsets[i + 1]] of its row, ascending
+    positions_BN    of the nodes in the text
+    mask_BNN        which nodes of its row each node sees, itself and none behind it; None: a chain
+    table           cos and sin of all positions [2, .., dim]
+    trailing        these are streams, whose sliding window is that of the newest committed token
     """
 
-    lengths_B: NDArray[np.int32]
-    first_M: NDArray[np.int32]
-    offsets: NDArray[np.int32]
-    ancestors: NDArray[np.int32]
-
-    def over(self, x_BND: Tensor, cos: Tensor, sin: Tensor) -> native.Step:
-        """These rows, for the kernels; all of it must outlive the call."""
-        b, n, _ = x_BND.shape
-        return native.Step(
-            batch=b,
-            nodes=n,
-            x=x_BND.data_ptr(),
-            cos=cos.data_ptr(),
-            sin=sin.data_ptr(),
-            lengths=self.lengths_B.ctypes.data,
-            offsets=self.offsets.ctypes.data,
-            ancestors=self.ancestors.ctypes.data,
-            first=self.first_M.ctypes.data,
+    def __init__(
+        self,
+        config: ModelConfig,
+        lengths: Sequence[int],
+        positions_BN: NDArray[np.int64],
+        mask_BNN: NDArray[np.bool_] | None,
+        table: Tensor,
+        x_BND: Tensor | None = None,
+        *,
+        trailing: bool = False,
+    ) -> None:
+        lengths_B, positions_BN = np.asarray(lengths, np.int64), np.ascontiguousarray(positions_BN)
+        mask_BNN = None if mask_BNN is None else np.ascontiguousarray(mask_BNN)
+        self._kept = (lengths_B, positions_BN, mask_BNN, table, x_BND)  # what the struct points to
+        window = config.sliding_window if config.is_sliding(0) else None
+        batch, nodes = positions_BN.shape
+        cos = table.data_ptr()
+        self.native = native.Step(
+            batch=batch,
+            nodes=nodes,
+            window=window or 0,
+            trailing=trailing,
+            x=None if x_BND is None else x_BND.data_ptr(),
+            cos=cos,
+            sin=cos + table.stride(0) * table.element_size(),
+            lengths=lengths_B.ctypes.data,
+            positions=positions_BN.ctypes.data,
+            mask=None if mask_BNN is None else mask_BNN.ctypes.data,
         )
-
-    @staticmethod
-    def of(mask_BNN: NDArray[np.bool_], lengths: Sequence[int], first_BN: NDArray[np.int64] | None = None) -> StackStep:
-        """From what each node sees of the pass's nodes [B, N, N]; ``first_BN`` is 0 if not given."""
-        b, n, _ = mask_BNN.shape
-        seen = mask_BNN.reshape(b * n, n)
-        offsets = np.zeros(b * n + 1, np.int32)
-        np.cumsum(seen.sum(1), out=offsets[1:])
-        first = np.zeros(b * n, np.int32) if first_BN is None else first_BN.reshape(-1).astype(np.int32)
-        return StackStep(np.asarray(lengths, np.int32), first, offsets, seen.nonzero()[1].astype(np.int32))
 
 
 class Stack:
@@ -188,6 +188,7 @@ class Stack:
         self._kept: list[object] = []  # what the structs point to
         self._ready: dict[tuple[int, ...], tuple[native.Shape, native.Layers]] = {}
         self._norms: dict[Norm, Tensor] = {}
+        self._ends: native.Ends | None = None
         self._layers = [self._struct(layer) for layer in layers]
         scale = config.attention_scale if config.attention_scale is not None else config.head_dim**-0.5
         self._shape = native.Shape(
@@ -203,13 +204,22 @@ class Stack:
 
     @staticmethod
     def of_decoder(target: Decoder) -> Stack:
-        """All layers of a packed target."""
+        """All layers of a packed target, and what lies before and behind them."""
         layers = []
         for block in target.blocks:
             assert isinstance(block, Block)
             weights = (block.qkv, block.out, block.mlp.up, block.mlp.down)
             layers.append(LayerWeights(block, *(linear for linear in weights if isinstance(linear, NativeLinear))))
-        return Stack(target.config, layers, 0)
+        stack = Stack(target.config, layers, 0)
+        if target.config.embedding_scale == 1.0:
+            stack._ends = native.Ends(
+                embedding=table_of(target),
+                norm=stack._pointer(norm_weight(target.norm)),
+                head=stack._packed(target.head),
+                bias=stack._pointer(target.head.offset),
+            )
+            stack._kept.append(target.embedding)
+        return stack
 
     def _pointer(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
@@ -259,32 +269,45 @@ class Stack:
             self._ready[where] = shape, chosen
         return self._ready[where]
 
-    def run(
-        self,
-        x_BND: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        step: StackStep,
-        cache: Cache,
-        slot: int,
-        low: int,
-        high: int,
-        *,
-        tap: Tensor | None = None,
-        tapped: int = 0,
-    ) -> None:
-        """Layers ``low`` to ``high`` - 1 of the target over float32 rows, in place.
+    def run(self, x_BND: Tensor, step: StackStep, cache: Cache, slot: int, low: int, high: int) -> None:
+        """Layers ``low`` to ``high`` - 1 of the target over float32 rows, in place, which ``step`` is of.
 
-        ``cos``, ``sin`` [B, N, dim] are the rows' rotations, ``slot`` is the cache's row of the first one. Keys and
-        values are written behind the committed tokens. ``tap`` takes the rows as they are before layer ``tapped``.
+        ``slot`` is the cache's row of the first one. Keys and values are written behind the committed tokens.
         """
         assert x_BND.dtype == torch.float32
         assert x_BND.is_contiguous()
-        if low == high:
-            return
-        cos, sin = cos.contiguous(), sin.contiguous()
-        shape, layers = self.ready(cache, slot, low, high)
-        self.kernels.layers(shape, layers, step.over(x_BND, cos, sin), tap, tapped - low)
+        if low < high:
+            self.kernels.layers(*self.ready(cache, slot, low, high), step.native)
+
+    @property
+    def whole(self) -> bool:
+        """Whether ``through`` is possible."""
+        return self._ends is not None
+
+    def through(
+        self,
+        tokens_BN: NDArray[np.int64],
+        step: StackStep,
+        cache: Cache,
+        slot: int,
+        *,
+        choose: bool,
+        tapped: int | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """A whole pass in one call: rows after the last norm [B, N, D] in the weights' type, what the head ``choose``s
+        [B, N], and float32 rows as they are before layer ``tapped`` [B, N, D].
+        """
+        assert self._ends is not None
+        tokens_BN, d = np.ascontiguousarray(tokens_BN), self.config.hidden_size
+        hidden = torch.empty((*tokens_BN.shape, d), dtype=cache.keys.dtype)
+        chosen = torch.empty(tokens_BN.shape, dtype=torch.long) if choose else None
+        seen = None if tapped is None else torch.empty(hidden.shape, dtype=torch.float32)
+        ends = native.Ends.from_buffer_copy(self._ends)
+        ends.tokens, ends.hidden = tokens_BN.ctypes.data, hidden.data_ptr()
+        ends.chosen = None if chosen is None else chosen.data_ptr()
+        ready = self.ready(cache, slot, 0, self.config.num_layers)
+        self.kernels.layers(*ready, step.native, ends, seen, tapped or 0)
+        return hidden, chosen, seen
 
     def normed(self, x: Tensor, norm: Norm) -> Tensor:
         """A norm of float32 rows, in the weights' type."""

@@ -505,11 +505,19 @@ struct Shape {
 
 struct Step {
   int32_t batch, nodes;
-  float* x;                     // [B N, D], in and out
-  const float *cos, *sin;       // [B N, rope_dim]
-  const int32_t *lengths;       // committed tokens [B]
-  const int32_t *offsets, *ancestors;  // of node i of [B N]: ancestors[offsets[i] : offsets[i + 1]], itself last
-  const int32_t *first;         // where what a node sees of the committed text begins [B N]
+  int32_t window;    // a node sees that many positions, its own among them (0: all)
+  int32_t trailing;  // whether these are streams, whose window is that of the newest committed token
+  float* x;                      // [B N, D], in and out
+  const float *cos, *sin;        // of all positions [.., rope_dim]
+  const int64_t *lengths;        // committed tokens [B]
+  const int64_t* positions;      // of the nodes in the text [B N]
+  const uint8_t* mask;           // which nodes of its row a node sees [B N, N]: itself and none behind it; null: a chain
+};
+
+// A step and what its nodes see, as attention reads it
+struct Pass : Step {
+  const int32_t *offsets, *ancestors;  // node i of [B N] sees nodes ancestors[offsets[i] : offsets[i + 1]], itself last
+  const int32_t* first;                // where what a node sees of the committed text begins [B N]
 };
 
 inline float sum_of_squares(const float* x, int n) {
@@ -744,12 +752,25 @@ struct Candidate {
 
 // Streams that trail begin with main + stream_j + up silu(inputs [main', E'[emitted]] + hidden_j), ' at unit RMS
 struct Entry {
-  const float* main;                  // [B, D]
+  const float* main;                  // main rows [B, N, D]
+  const int64_t* nodes;               // the one of each row that is trailed [B]
+  int32_t width;                      // N
   Table embedding;
   const int64_t* emitted;             // [B]
   Packed inputs, up;
   const float *streams, *hidden;      // [S, D], [S, inner]
   const float* norm;                  // the last norm [D]
+};
+
+// How a pass begins and ends, where its caller has no part in that
+struct Ends {
+  Table embedding;
+  const int64_t* tokens;  // [B N]; null: ``Step::x`` is given
+  const float* norm;      // the last norm [D]
+  void* hidden;           // the rows behind it [B N, D]
+  Packed head;
+  const float* bias;
+  int64_t* chosen;  // the head's largest outputs [B N], of equals the first; null: not asked for
 };
 
 // memory that grows and stays
@@ -773,6 +794,12 @@ struct Scratch {
   Room h, q, scores;
 };
 
+// the largest output found so far, and where it stands
+struct Best {
+  float value;
+  int32_t at;
+};
+
 // rows between the products of a layer
 template <class T>
 struct Between {
@@ -786,19 +813,46 @@ class Runner {
   Pool pool;
   std::vector<Scratch> own;
 
-  // Layers over ``step.x`` in place; ``tap`` (or null) takes the rows as they are before layer ``tapped``.
+  // Layers over ``step.x`` in place; ``tap`` (or null) takes the rows as they are before layer ``tapped``. With ``ends``
+  // from tokens to the rows behind the last norm, and to the tokens that the head chooses.
   template <class T>
-  void layers(const Shape& s, const Layer* all, int count, const Step& step, float* tap, int tapped) {
-    const Between<T> between = between_of<T>(s, all, count, step);
-    pool.run([&](int id) { climb(s, all, count, step, between, tap, tapped, id); });
+  void layers(const Shape& s, const Layer* all, int count, const Step& step, const Ends* ends, float* tap, int tapped) {
+    Pass pass = pass_of(step);
+    const int rows = step.batch * step.nodes;
+    if (pass.x == nullptr) pass.x = x_.of<float>(static_cast<int64_t>(rows) * s.d);
+    const Between<T> between = between_of<T>(s, all, count, pass);
+    const bool choosing = ends != nullptr && ends->chosen != nullptr;
+    Seek<Plain<T>> seek;
+    if (choosing) seek = seek_of(static_cast<const Plain<T>*>(ends->hidden), rows, ends->head, ends->bias);
+    pool.run([&](int id) {
+      int first, last;
+      share(rows, pool.size(), id, &first, &last);
+      if (ends != nullptr && ends->tokens != nullptr) {
+        for (int i = first; i < last; ++i)
+          look_up<Plain<T>>(ends->embedding, ends->tokens[i], s.d, pass.x + static_cast<int64_t>(i) * s.d);
+        pool.barrier();
+      }
+      climb(s, all, count, pass, between, tap, tapped, id);
+      if (ends == nullptr) return;
+      for (int i = first; i < last; ++i)
+        rms_norm(pass.x + static_cast<int64_t>(i) * s.d, ends->norm, s.d, s.eps,
+                 static_cast<Plain<T>*>(ends->hidden) + static_cast<int64_t>(i) * s.d);
+      if (!choosing) return;
+      pool.barrier();
+      find(seek, id);
+    });
+    if (choosing) choice(seek.found, rows, ends->chosen);
   }
 
-  // Streams of one node a row, all layers and the last norm: ``step.x`` is room for them, ``states`` [B, S, D] comes out.
+  // Streams of one node a row, all layers and the last norm: ``states`` [B, S, D] comes out.
   template <class T>
-  void trail(const Shape& s, const Layer* all, int count, const Step& step, const Entry& from, Plain<T>* states) {
-    const Between<T> between = between_of<T>(s, all, count, step);
+  void trail(const Shape& s, const Layer* all, int count, const Step& given, const Entry& from, Plain<T>* states) {
+    Pass step = pass_of(given);
     const int rows = step.batch * step.nodes, inner = from.inputs.outputs;
+    step.x = x_.of<float>(static_cast<int64_t>(rows) * s.d);
+    const Between<T> between = between_of<T>(s, all, count, step);
     T* both = both_.of<T>(place<T>(step.batch, 2 * s.d));
+    float* mains = mains_.of<float>(static_cast<int64_t>(step.batch) * s.d);
     T* z = root_.of<T>(place<T>(rows, inner));
     const std::vector<float> ones(static_cast<size_t>(s.d), 1.0f);
     pool.run([&](int id) {
@@ -806,7 +860,9 @@ class Runner {
       share(step.batch, pool.size(), id, &first, &last);
       for (int b = first; b < last; ++b) {
         T* to = both + place<T>(b, 2 * s.d);
-        rms_norm(from.main + static_cast<int64_t>(b) * s.d, ones.data(), s.d, 1e-9f, to);
+        float* main = mains + static_cast<int64_t>(b) * s.d;
+        rounded<Plain<T>>(from.main + (static_cast<int64_t>(b) * from.width + from.nodes[b]) * s.d, s.d, main);
+        rms_norm(main, ones.data(), s.d, 1e-9f, to);
         embed(from.embedding, from.emitted[b], ones.data(), s.d, 1e-9f, to + place<T>(1, s.d));
       }
       pool.barrier();
@@ -821,7 +877,7 @@ class Runner {
       pool.barrier();
       share(from.up.blocks(), pool.size(), id, &first, &last);
       product(z, rows, from.up, first, last, [&](int row, int block, __m512 lo, __m512 hi) {
-        const float* main = from.main + static_cast<int64_t>(row / step.nodes) * s.d + block * BLOCK;
+        const float* main = mains + static_cast<int64_t>(row / step.nodes) * s.d + block * BLOCK;
         const float* place_of = from.streams + static_cast<int64_t>(row % step.nodes) * s.d + block * BLOCK;
         float* x = step.x + static_cast<int64_t>(row) * s.d + block * BLOCK;
         const auto sum = [](const float* a, const float* b, __m512 c) {
@@ -1024,24 +1080,9 @@ class Runner {
   // The places of the largest scores, of equals the first: y = x w' + bias is not kept.
   template <class T>
   void choose(const T* x, int count, const Packed& w, const float* bias, int64_t* places) {
-    Group* narrow = w.kind < INT8 ? nullptr : own[0].h.of<Group>(place<Group>(count, w.width));
-    Best* found = best_.of<Best>(static_cast<int64_t>(pool.size()) * count);
-    pool.run([&](int id) {
-      Best* mine = found + static_cast<int64_t>(id) * count;
-      std::fill(mine, mine + count, Best{-INFINITY, 0});
-      const auto done = [&](int m, int b, __m512 lo, __m512 hi) {
-        const int left = w.outputs - b * BLOCK;
-        const __mmask16 low = tail(std::min(16, left)), high = tail(std::max(0, std::min(16, left - 16)));
-        if (bias != nullptr) {
-          lo = _mm512_add_ps(lo, _mm512_maskz_loadu_ps(low, bias + b * BLOCK));
-          hi = _mm512_add_ps(hi, _mm512_maskz_loadu_ps(high, bias + b * BLOCK + 16));
-        }
-        better(lo, low, b * BLOCK, mine + m);
-        better(hi, high, b * BLOCK + 16, mine + m);
-      };
-      whole(x, count, w, narrow, id, done);
-    });
-    choice(found, count, places);
+    const Seek<T> seek = seek_of(x, count, w, bias);
+    pool.run([&](int id) { find(seek, id); });
+    choice(seek.found, count, places);
   }
 
   // y = x w' + bias; rows of T, which is how the weight takes them or what it quantises
@@ -1064,26 +1105,80 @@ class Runner {
   }
 
  private:
-  // a token's embedding at unit RMS; rows are no wider than WIDEST in library.py
+  // a token's embedding
+  template <class P>
+  static void look_up(const Table& table, int64_t token, int d, float* to) {
+    if (!table.packed) {
+      const P* from = static_cast<const P*>(table.rows) + token * d;
+      for (int j = 0; j < d; j += 16) _mm512_storeu_ps(to + j, load16(from + j));
+      return;
+    }
+    // a block holds the words of its outputs in turn; of two numbers in bf16 the first is the lower half
+    const int count = d * static_cast<int>(sizeof(P)) / 4;
+    const uint32_t* first = static_cast<const uint32_t*>(table.rows) + token / BLOCK * count * BLOCK + token % BLOCK;
+    uint32_t* bits = reinterpret_cast<uint32_t*>(to);
+    for (int j = 0; j < count; ++j) {
+      const uint32_t word = first[static_cast<int64_t>(j) * BLOCK];
+      if constexpr (sizeof(P) == 4) {
+        std::memcpy(bits + j, &word, 4);
+      } else {
+        const uint32_t pair[2] = {word << 16, word & 0xffff0000u};
+        std::memcpy(bits + 2 * j, pair, 8);
+      }
+    }
+  }
+
+  // the same at unit RMS; rows are no wider than WIDEST in library.py
   template <class T>
   static void embed(const Table& table, int64_t token, const float* ones, int d, float eps, T* to) {
     alignas(64) float row[8192];
-    alignas(64) uint32_t words[8192];
-    const Plain<T>* from = static_cast<const Plain<T>*>(table.rows) + token * d;
-    if (table.packed) {
-      // a block holds the words of its outputs in turn
-      const int count = d * static_cast<int>(sizeof(Plain<T>)) / 4;
-      const uint32_t* first = static_cast<const uint32_t*>(table.rows) + token / BLOCK * count * BLOCK + token % BLOCK;
-      for (int j = 0; j < count; ++j) words[j] = first[static_cast<int64_t>(j) * BLOCK];
-      from = reinterpret_cast<const Plain<T>*>(words);
-    }
-    for (int j = 0; j < d; j += 16) _mm512_store_ps(row + j, load16(from + j));
+    look_up<Plain<T>>(table, token, d, row);
     rms_norm(row, ones, d, eps, to);
+  }
+
+  // a row as the type P holds it
+  template <class P>
+  static void rounded(const float* x, int d, float* to) {
+    alignas(64) P part[16];
+    for (int j = 0; j < d; j += 16) {
+      store16(part, _mm512_loadu_ps(x + j));
+      _mm512_storeu_ps(to + j, load16(part));
+    }
+  }
+
+  // what the nodes of a step see
+  Pass pass_of(const Step& step) {
+    const bool trailing = step.trailing != 0;
+    const int n = step.nodes, rows = step.batch * n;
+    int32_t *offsets = offsets_.of<int32_t>(rows + 1), *first = first_.of<int32_t>(rows), count = 0;
+    std::vector<int32_t>& seen = seen_;
+    seen.clear();
+    for (int i = 0; i < rows; ++i) {
+      const int64_t length = step.lengths[i / n], place = trailing ? length - 1 : step.positions[i];
+      const int64_t from = step.window == 0 ? 0 : std::max<int64_t>(0, place - step.window + 1);
+      first[i] = static_cast<int32_t>(std::min(from, length));
+      offsets[i] = count;
+      const uint8_t* mask = step.mask == nullptr ? nullptr : step.mask + static_cast<int64_t>(i) * n;
+      for (int j = 0; j <= i % n; ++j) {
+        const bool near = trailing || step.window == 0 || place - step.positions[i / n * n + j] < step.window;
+        if ((mask == nullptr || mask[j] != 0) && near) {
+          seen.push_back(j);
+          ++count;
+        }
+      }
+    }
+    offsets[rows] = count;
+    Pass pass;
+    static_cast<Step&>(pass) = step;
+    pass.offsets = offsets;
+    pass.ancestors = seen.data();
+    pass.first = first;
+    return pass;
   }
 
   // a thread's part of all layers, one behind the other; see ``layers``
   template <class T>
-  void climb(const Shape& s, const Layer* all, int count, const Step& step, const Between<T>& between, float* tap,
+  void climb(const Shape& s, const Layer* all, int count, const Pass& step, const Between<T>& between, float* tap,
              int tapped, int id) {
     for (int i = 0; i < count; ++i) {
       if (tap != nullptr && i == tapped && id == 0)
@@ -1111,11 +1206,6 @@ class Runner {
       product(narrow, count, w, first, last, done);
   }
 
-  struct Best {
-    float value;
-    int32_t at;
-  };
-
   // the first of the largest of 16 scores that begin at place ``at``, if it is above what was found before
   static void better(__m512 scores, __mmask16 mask, int at, Best* best) {
     uint32_t more = _mm512_mask_cmp_ps_mask(mask, scores, _mm512_set1_ps(best->value), _CMP_GT_OQ);
@@ -1126,6 +1216,40 @@ class Runner {
       const int i = __builtin_ctz(more);
       if (each[i] > best->value) *best = {each[i], at + i};
     }
+  }
+
+  // a search for the largest outputs of a product: each thread finds those of its part
+  template <class P>
+  struct Seek {
+    const P* x;
+    int count;
+    const Packed* w;
+    const float* bias;
+    Group* narrow;
+    Best* found;
+  };
+
+  template <class P>
+  Seek<P> seek_of(const P* x, int count, const Packed& w, const float* bias) {
+    Group* narrow = w.kind < INT8 ? nullptr : narrow_.of<Group>(place<Group>(count, w.width));
+    return {x, count, &w, bias, narrow, best_.of<Best>(static_cast<int64_t>(pool.size()) * count)};
+  }
+
+  template <class P>
+  void find(const Seek<P>& seek, int id) {
+    const Packed& w = *seek.w;
+    Best* mine = seek.found + static_cast<int64_t>(id) * seek.count;
+    std::fill(mine, mine + seek.count, Best{-INFINITY, 0});
+    whole(seek.x, seek.count, w, seek.narrow, id, [&](int m, int b, __m512 lo, __m512 hi) {
+      const int left = w.outputs - b * BLOCK;
+      const __mmask16 low = tail(std::min(16, left)), high = tail(std::max(0, std::min(16, left - 16)));
+      if (seek.bias != nullptr) {
+        lo = _mm512_add_ps(lo, _mm512_maskz_loadu_ps(low, seek.bias + b * BLOCK));
+        hi = _mm512_add_ps(hi, _mm512_maskz_loadu_ps(high, seek.bias + b * BLOCK + 16));
+      }
+      better(lo, low, b * BLOCK, mine + m);
+      better(hi, high, b * BLOCK + 16, mine + m);
+    });
   }
 
   // what all threads found; the first thread's places come first
@@ -1141,7 +1265,7 @@ class Runner {
   }
 
   template <class T>
-  Between<T> between_of(const Shape& s, const Layer* all, int count, const Step& step) {
+  Between<T> between_of(const Shape& s, const Layer* all, int count, const Pass& step) {
     const int64_t m = static_cast<int64_t>(step.batch) * step.nodes;
     int rank = 1;
     for (int i = 0; i < count; ++i) rank = std::max(rank, all[i].low.data == nullptr ? 0 : all[i].low.outputs);
@@ -1150,7 +1274,7 @@ class Runner {
   }
 
   template <class T>
-  void layer(const Shape& s, const Layer& l, const Step& step, const Between<T>& between, int id) {
+  void layer(const Shape& s, const Layer& l, const Pass& step, const Between<T>& between, int id) {
     const auto [qkv, heads, inner, low] = between;
     const int m = step.batch * step.nodes, threads = pool.size();
     Scratch& mine = own[static_cast<size_t>(id)];
@@ -1179,9 +1303,9 @@ class Runner {
     for (int i = first; i < last; ++i) {
       const int row = i / s.kv_heads, head = i % s.kv_heads, b = row / step.nodes, node = row % step.nodes;
       float* from = qkv + static_cast<int64_t>(row) * wide + (s.heads + head) * s.e;
-      const int64_t at = b * s.row_stride + head * s.head_stride + (step.lengths[b] + node) * static_cast<int64_t>(s.e);
-      turn(from, l.k_norm, s, step.cos + static_cast<int64_t>(row) * s.rope_dim,
-           step.sin + static_cast<int64_t>(row) * s.rope_dim, static_cast<Plain<T>*>(l.keys) + at);
+      const int64_t at = b * s.row_stride + head * s.head_stride + (step.lengths[b] + node) * s.e;
+      const int64_t angle = step.positions[row] * s.rope_dim;
+      turn(from, l.k_norm, s, step.cos + angle, step.sin + angle, static_cast<Plain<T>*>(l.keys) + at);
       const float* value = from + s.kv_heads * s.e;
       for (int c = 0; c < s.e; c += 16) store16(static_cast<Plain<T>*>(l.values) + at + c, _mm512_loadu_ps(value + c));
     }
@@ -1251,11 +1375,11 @@ class Runner {
 
   // Tasks are (row of the batch, kv head, some of its queries). A query is (node, head of the group).
   template <class T>
-  void attend(const Shape& s, const Layer& l, const Step& step, const Between<T>& between, int id) {
+  void attend(const Shape& s, const Layer& l, const Pass& step, const Between<T>& between, int id) {
     const int group = s.heads / s.kv_heads, queries = step.nodes * group, threads = pool.size();
     // few enough queries a task that their scores stay in the second-level cache, and tasks enough for all threads
     int longest = 0;
-    for (int b = 0; b < step.batch; ++b) longest = std::max(longest, step.lengths[b] + step.nodes);
+    for (int b = 0; b < step.batch; ++b) longest = std::max(longest, static_cast<int>(step.lengths[b]) + step.nodes);
     int some = std::max(1, std::min(24, 131072 / longest));
     // turning the keys costs a task as much as three queries do: less than a node's is not worth a task of its own
     if (step.batch * s.kv_heads * ((queries + some - 1) / some) % threads != 0)
@@ -1277,10 +1401,10 @@ class Runner {
   }
 
   template <class T, int NE>
-  void task(const Shape& s, const Layer& l, const Step& step, const Between<T>& between, int id, int b, int head,
+  void task(const Shape& s, const Layer& l, const Pass& step, const Between<T>& between, int id, int b, int head,
             int begin, int count) {
     Scratch& mine = own[static_cast<size_t>(id)];
-    const int group = s.heads / s.kv_heads, wide = l.qkv.outputs, length = step.lengths[b];
+    const int group = s.heads / s.kv_heads, wide = l.qkv.outputs, length = static_cast<int>(step.lengths[b]);
     // no node sees a later one
     const int span = length + (begin + count - 1) / group + 1;
     const int64_t width = (span + 31) / 16 * 16;
@@ -1291,7 +1415,8 @@ class Runner {
     for (int i = 0; i < count; ++i) {
       const int64_t row = row_of(i);
       float* from = between.qkv + row * wide + (head * group + (begin + i) % group) * s.e;
-      turn(from, l.q_norm, s, step.cos + row * s.rope_dim, step.sin + row * s.rope_dim, q + i * s.e);
+      const int64_t angle = step.positions[row] * s.rope_dim;
+      turn(from, l.q_norm, s, step.cos + angle, step.sin + angle, q + i * s.e);
     }
     const P* keys = static_cast<const P*>(l.keys) + b * s.row_stride + head * s.head_stride;
     const P* values = static_cast<const P*>(l.values) + b * s.row_stride + head * s.head_stride;
@@ -1338,9 +1463,9 @@ class Runner {
   }
 
   template <class T, int QUERIES, int NE>
-  void values_of(const Shape& s, const Step& step, const Between<T>& between, const Plain<T>* values, const float* p,
+  void values_of(const Shape& s, const Pass& step, const Between<T>& between, const Plain<T>* values, const float* p,
                  int64_t width, int b, int head, int begin, const float* total) {
-    const int group = s.heads / s.kv_heads, length = step.lengths[b];
+    const int group = s.heads / s.kv_heads, length = static_cast<int>(step.lengths[b]);
     __m512 acc[QUERIES][NE];
     for (auto& row : acc)
       for (auto& v : row) v = _mm512_setzero_ps();
@@ -1370,7 +1495,8 @@ class Runner {
     }
   }
 
-  Room qkv_, heads_, inner_, low_, both_, root_, best_;
+  Room x_, mains_, qkv_, heads_, inner_, low_, both_, root_, best_, narrow_, offsets_, first_;
+  std::vector<int32_t> seen_;
   Room draft_rows_, draft_states_, draft_z_, draft_before_, draft_scores_, draft_parts_, draft_fixed_, draft_values_;
   Room draft_places_, draft_state_, draft_noise_;
 };
@@ -1480,15 +1606,16 @@ int anabranch_draft(int kind, void* runner, const Draft* draft, const void* stat
   return r->draft<Group>(*draft, narrow, root, tokens, parents, depths, joints);
 }
 
+// see Runner::layers; ``ends`` and ``tap`` may be null
 void anabranch_layers(int kind, void* runner, const Shape* shape, const Layer* layers, int count, const Step* step,
-                      float* tap, int tapped) {
+                      const Ends* ends, float* tap, int tapped) {
   auto* r = static_cast<Runner*>(runner);
   if (kind == FLOAT)
-    r->layers<float>(*shape, layers, count, *step, tap, tapped);
+    r->layers<float>(*shape, layers, count, *step, ends, tap, tapped);
   else if (kind == BF16)
-    r->layers<bf16>(*shape, layers, count, *step, tap, tapped);
+    r->layers<bf16>(*shape, layers, count, *step, ends, tap, tapped);
   else
-    r->layers<Group>(*shape, layers, count, *step, tap, tapped);
+    r->layers<Group>(*shape, layers, count, *step, ends, tap, tapped);
 }
 
 // streams from the main rows that they trail to their states; see Runner::trail

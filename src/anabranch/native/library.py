@@ -34,6 +34,7 @@ __all__ = [
     "KINDS",
     "WIDEST",
     "Draft",
+    "Ends",
     "Entry",
     "Layer",
     "Library",
@@ -91,12 +92,23 @@ class Shape(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """The rows of one pass."""
+    """The rows of one pass. Without ``x`` they are made and kept inside."""
 
     _fields_ = (
-        ("batch", ctypes.c_int32),
-        ("nodes", ctypes.c_int32),
-        *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "lengths", "offsets", "ancestors", "first")),
+        *((name, ctypes.c_int32) for name in ("batch", "nodes", "window", "trailing")),
+        *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "lengths", "positions", "mask")),
+    )
+
+
+class Ends(ctypes.Structure):
+    """How a pass begins, from tokens, and ends, behind the last norm and with the tokens that the head chooses."""
+
+    _fields_ = (
+        ("embedding", Table),
+        *((name, ctypes.c_void_p) for name in ("tokens", "norm", "hidden")),
+        ("head", Packed),
+        ("bias", ctypes.c_void_p),
+        ("chosen", ctypes.c_void_p),
     )
 
 
@@ -105,6 +117,8 @@ class Entry(ctypes.Structure):
 
     _fields_ = (
         ("main", ctypes.c_void_p),
+        ("nodes", ctypes.c_void_p),
+        ("width", ctypes.c_int32),
         ("embedding", Table),
         ("emitted", ctypes.c_void_p),
         ("inputs", Packed),
@@ -171,7 +185,7 @@ class Library:
         )
         self._c.anabranch_layers.argtypes = (
             *(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(Shape), ctypes.c_void_p, ctypes.c_int),
-            *(ctypes.POINTER(Step), ctypes.c_void_p, ctypes.c_int),
+            *(ctypes.POINTER(Step), ctypes.POINTER(Ends), ctypes.c_void_p, ctypes.c_int),
         )
         self._c.anabranch_trail.argtypes = (
             *(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(Shape), ctypes.c_void_p, ctypes.c_int),
@@ -307,17 +321,26 @@ class Library:
             )
         return tokens[:n], parents[:n], depths[:n], joints[:n]
 
-    def layers(self, shape: Shape, layers: Layers, step: Step, tap: Tensor | None = None, tapped: int = 0) -> None:
+    def layers(
+        self,
+        shape: Shape,
+        layers: Layers,
+        step: Step,
+        ends: Ends | None = None,
+        tap: Tensor | None = None,
+        tapped: int = 0,
+    ) -> None:
         """Run layers over ``step.x`` in place; keys and values are written behind the committed ones.
 
         The cache is float32 where the weights are, else bf16. All of a layer's weights are quantised, or none is.
-        ``tap`` takes the rows as they are before layer ``tapped`` of these.
+        With ``ends`` the pass is a whole one, from tokens to tokens. ``tap`` takes the rows as they are before layer
+        ``tapped`` of these.
         """
         pointer = None if tap is None else tap.data_ptr()
         with self._lock:
             self._c.anabranch_layers(
                 *(layers[0].qkv.kind, self._run(), ctypes.byref(shape), layers, len(layers)),
-                *(ctypes.byref(step), pointer, tapped),
+                *(ctypes.byref(step), None if ends is None else ctypes.byref(ends), pointer, tapped),
             )
 
     def trail(self, shape: Shape, layers: Layers, step: Step, entry: Entry, states: Tensor) -> None:

@@ -39,7 +39,7 @@ class NativeTrail:
         if adapter.root is not None:
             adapter.root.pack(target.head)
         self._entry, self._kept = self._begin(target, adapter, layers[0])
-        self._upto = np.tril(np.ones((streams, streams), np.bool_))
+        self._steps = np.arange(streams)
 
     @staticmethod
     def fits(target: Decoder, adapter: StreamAdapter) -> bool:
@@ -82,33 +82,33 @@ class NativeTrail:
         )
         return entry, [target.embedding, inputs, up, streams, hidden, norm]
 
-    def __call__(self, entry_BD: Tensor, emitted: Sequence[int], cache: Cache, planned: int) -> Tensor:
+    def __call__(
+        self, main_BND: Tensor, nodes: Sequence[int], emitted: Sequence[int], cache: Cache, planned: int
+    ) -> Tensor:
         """Stream states after the last norm [B, S, D] of the newest committed nodes of all rows in use.
 
-        ``entry_BD`` are those nodes' main rows before layer N - N_s, ``emitted`` the tokens that they emitted.
+        ``main_BND`` are a pass's main rows before layer N - N_s, of which each row's ``nodes`` are trailed, and
+        ``emitted`` the tokens that these emitted.
         """
-        rows, s = len(entry_BD), self.streams
-        lengths = np.asarray(cache.lengths, np.int64)
-        if rows == 1:
-            cos, sin = self.target.rope().span(int(lengths[0]), s, planned)
-        else:
-            cos, sin = self.target.rope()(torch.from_numpy(lengths[:, None] + np.arange(s)), planned)
-        first = None
-        if (window := self.target.config.sliding_window) is not None and self.target.config.is_sliding(0):
-            first = np.broadcast_to(np.maximum(lengths - window, 0)[:, None], (rows, s))
-        step = StackStep.of(np.broadcast_to(self._upto, (rows, s, s)), cache.lengths, first)
+        lengths, table = cache.lengths, self.target.rope().table(planned)
+        positions = np.asarray(lengths, np.int64)[:, None] + self._steps
         low, high = self.adapter.start, self.target.config.num_layers
-        words = torch.tensor(emitted)
         if self._entry is None:
+            words, chosen = torch.tensor(emitted), torch.tensor(nodes)
+            entry = main_BND[torch.arange(len(chosen)), chosen].to(self.target.dtype)
             told = self.target.embedding(words)[:, None]
-            x = self.adapter.initial(entry_BD[:, None], told)[:, :s].to(torch.float32).contiguous()
-            self.stack.run(x, cos, sin, step, cache, 0, low, high)
+            x = self.adapter.initial(entry[:, None], told)[:, : self.streams].to(torch.float32).contiguous()
+            step = StackStep(self.target.config, lengths, positions, None, table, x, trailing=True)
+            self.stack.run(x, step, cache, 0, low, high)
             return self.target.normed(x)
-        x, main = torch.empty(rows, s, entry_BD.shape[1]), entry_BD.float().contiguous()
-        states = torch.empty(x.shape, dtype=self.target.dtype)
-        self._entry.main, self._entry.emitted = main.data_ptr(), words.data_ptr()
-        shape, layers = self.stack.ready(cache, 0, low, high)
-        self.stack.kernels.trail(shape, layers, step.over(x, cos, sin), self._entry, states)
+        main_BND = main_BND.to(torch.float32).contiguous()
+        told_B, node_B = np.asarray(emitted, np.int64), np.asarray(nodes, np.int64)
+        states = torch.empty((*positions.shape, main_BND.shape[2]), dtype=self.target.dtype)
+        entry_of = self._entry
+        entry_of.main, entry_of.width = main_BND.data_ptr(), main_BND.shape[1]
+        entry_of.nodes, entry_of.emitted = node_B.ctypes.data, told_B.ctypes.data
+        step = StackStep(self.target.config, lengths, positions, None, table, trailing=True)
+        self.stack.kernels.trail(*self.stack.ready(cache, 0, low, high), step.native, entry_of, states)
         return states
 
 

@@ -192,11 +192,11 @@ class StreamObjective:
         feed = Feed(batch.tokens_BT.numpy(), depths, causal[None].repeat(rows, 0))
         rider = StreamRider(self.target, self.adapter, ride=False)
         with self.frozen.threads():
-            out = self.frozen(feed, cache, rider=rider, need_logits=False, planned=width)
+            out = self.frozen(feed, cache, rider=rider, need="hidden", planned=width)
         assert rider.entry_BND is not None
         # copies, so that the lower layers' cache goes
         keys, values = cache.keys[self.adapter.start :].clone(), cache.values[self.adapter.start :].clone()
-        return Frozen(rider.entry_BND, out.hidden_BND, list(zip(keys, values, strict=True)))
+        return Frozen(rider.entry_BND.to(self.target.dtype), out.hidden_BND, list(zip(keys, values, strict=True)))
 
     def states(
         self, frozen: Frozen, tokens_BT: Tensor, positions_BP: Tensor, untold_BP: Tensor | None = None
