@@ -62,14 +62,15 @@ class DraftTree:
         assert self.parents.dtype == np.int64, "parents are int64"
         assert self.tokens.shape == self.parents.shape == (size,), "one parent for each token"
         assert size > 0, "a tree has a root"
-        assert self.parents[0] == -1, "node 0 is the root"
-        assert bool((self.parents[1:] < np.arange(1, size)).all()), "parents come before their children"
-        assert bool((self.parents[1:] >= 0).all()), "there is one root"
+        first, *parents = self.parents.tolist()  # lists: of few numbers they are many times as fast as arrays
+        assert first == -1, "node 0 is the root"
+        assert all(parent < node for node, parent in enumerate(parents, 1)), "parents come before their children"
+        assert min(parents, default=0) >= 0, "there is one root"
         assert len(self.sources) == size, "one source for each node"
         if self.log_probs is not None:
             assert self.log_probs.dtype == np.float32, "log_probs are float32"
             assert self.log_probs.shape == (size,), "one log probability for each node"
-            assert not np.isnan(self.log_probs).any(), "log_probs are numbers"
+            assert not math.isnan(self.log_probs.sum()), "log_probs are numbers"
         if self.draft_probs is not None:
             assert self.draft_probs.ndim == 2, "draft_probs are [N, V]"
             assert self.parents.max() < len(self.draft_probs) <= size, "one row of draft_probs for each parent"

@@ -61,13 +61,13 @@ def follow(tree: DraftTree, tokens_N: Sequence[int] | NDArray[np.int64]) -> Verd
     """
     drawn = tokens_N.tolist() if isinstance(tokens_N, np.ndarray) else list(tokens_N)
     assert len(drawn) == tree.size, "one token of the target's own for each node"
-    path = [0]
-    while True:
-        token = int(drawn[path[-1]])
-        node = next((child for child in tree.children(path[-1]) if tree.tokens[child] == token), None)
-        if node is None:
-            return Verdict(tuple(path), token)
-        path.append(node)
+    path, here, token = [0], 0, int(drawn[0])
+    # children come behind their parent, so one walk from left to right meets the whole path
+    for node, (parent, proposed) in enumerate(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)):
+        if parent == here and proposed == token:
+            path.append(node)
+            here, token = node, int(drawn[node])
+    return Verdict(tuple(path), token)
 
 
 def reject(tree: DraftTree, probs_NV: Tensor, uniforms: np.random.Generator) -> Verdict:

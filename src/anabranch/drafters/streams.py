@@ -109,16 +109,22 @@ class StreamDrafter(Drafter):
 
     def draft(self, contexts: Sequence[Context]) -> list[DraftTree]:
         """Trees from the states that the last step left; the root alone where there are none yet."""
-        trees = [DraftTree.root(context.root) for context in contexts]
         known = [b for b, context in enumerate(contexts) if context.key in self._states and context.room > 0]
         batch = [b for b in known if contexts[b].rule == "follow"]
+        trees = [] if len(batch) == len(contexts) else [DraftTree.root(context.root) for context in contexts]
         if batch:
-            states = torch.stack([self._states[contexts[b].key] for b in batch])
+            states = [self._states[contexts[b].key] for b in batch]
             words = [self._vocabulary(contexts[b]) for b in batch]
             roots, drawn = [contexts[b].root for b in batch], [self._noise(contexts[b]) for b in batch]
-            for b, tree in zip(batch, self.tree.build(states, roots, words, drawn), strict=True):
+            built = self.tree.build(states, roots, words, drawn)
+            for i, (b, tree) in enumerate(zip(batch, built, strict=True)):
                 room = contexts[b].room
-                trees[b] = tree if tree.max_depth <= room else tree.select((tree.depths <= room).nonzero()[0])
+                if self.tree.depth > room and tree.max_depth > room:
+                    built[i] = tree.select((tree.depths <= room).nonzero()[0])
+            if not trees:
+                return built
+            for b, tree in zip(batch, built, strict=True):
+                trees[b] = tree
         for b in known:
             context = contexts[b]
             if context.rule == "reject":
@@ -146,7 +152,6 @@ class StreamDrafter(Drafter):
             self._words[context.key] = RowVocabulary(self.tree)
         return self._words[context.key].extend(context.tokens)
 
-    @torch.inference_mode()
     def observe(self, contexts: Sequence[Context], seen: Observation) -> None:
         """Keep the streams of each row's accepted node."""
         rider = self._rider

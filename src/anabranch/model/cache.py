@@ -163,9 +163,7 @@ class Cache:
     def _move(self, low: int, high: int, slot: int, start: int, nodes: list[int]) -> None:
         """What lies at start + nodes[i] goes to start + i, in some layers."""
         if self._kernels is not None:
-            chosen = np.asarray(nodes, np.int64)
-            self._kernels.move(self.keys[low:high, slot], start, chosen)
-            self._kernels.move(self.values[low:high, slot], start, chosen)
+            self._kernels.move(self.keys, self.values, range(low, high), slot, start, np.asarray(nodes, np.int64))
             return
         moved = slice(start, start + len(nodes))
         index = torch.tensor(nodes, device=self.keys.device) + start

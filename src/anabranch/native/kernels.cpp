@@ -1630,15 +1630,17 @@ void anabranch_trail(int kind, void* runner, const Shape* shape, const Layer* la
     r->trail<Group>(*shape, layers, count, *step, *entry, static_cast<bf16*>(states));
 }
 
-// keys or values of one row [K, capacity, E] in ``layers`` layers: what lies at start + nodes[i] goes to start + i
-void anabranch_move(void* cache, int layers, int heads, int64_t layer_bytes, int64_t head_bytes, int64_t token_bytes,
-                    int64_t start, const int64_t* nodes, int count) {
-  for (int l = 0; l < layers; ++l)
-    for (int h = 0; h < heads; ++h) {
-      char* from = static_cast<char*>(cache) + l * layer_bytes + h * head_bytes + start * token_bytes;
-      for (int i = 0; i < count; ++i)
-        if (nodes[i] != i) std::memcpy(from + i * token_bytes, from + nodes[i] * token_bytes, static_cast<size_t>(token_bytes));
-    }
+// keys and values of one row [K, capacity, E] in ``layers`` layers: what lies at start + nodes[i] goes to start + i
+void anabranch_move(void* keys, void* values, int layers, int heads, int64_t layer_bytes, int64_t head_bytes,
+                    int64_t token_bytes, int64_t start, const int64_t* nodes, int count) {
+  for (void* cache : {keys, values})
+    for (int l = 0; l < layers; ++l)
+      for (int h = 0; h < heads; ++h) {
+        char* from = static_cast<char*>(cache) + l * layer_bytes + h * head_bytes + start * token_bytes;
+        for (int i = 0; i < count; ++i)
+          if (nodes[i] != i)
+            std::memcpy(from + i * token_bytes, from + nodes[i] * token_bytes, static_cast<size_t>(token_bytes));
+      }
 }
 
 }  // extern "C"

@@ -192,8 +192,8 @@ class Library:
             *(ctypes.POINTER(Step), ctypes.POINTER(Entry), ctypes.c_void_p),
         )
         self._c.anabranch_move.argtypes = (
-            *(ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64),
-            *(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int),
+            *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int),
+            *(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int),
         )
         self._lock = threading.Lock()  # one pass at a time: the threads and their scratch memory are shared
         self._threads = 0  # what they take while torch is down to one; 0: as many as torch has
@@ -351,22 +351,18 @@ class Library:
                 *(ctypes.byref(step), ctypes.byref(entry), states.data_ptr()),
             )
 
-    def move(self, cache: Tensor, start: int, nodes: NDArray[np.int64]) -> None:
-        """In keys or values of one row [layers, K, C, E]: start + nodes[i] goes to start + i; nodes ascend."""
-        size = cache.element_size()
-        layer, head, token, _ = (size * stride for stride in cache.stride())
+    def move(
+        self, keys: Tensor, values: Tensor, layers: range, slot: int, start: int, nodes: NDArray[np.int64]
+    ) -> None:
+        """In a cache [layers, rows, K, C, E], one row and some layers of it: start + nodes[i] goes to start + i; nodes
+        ascend.
+        """
+        size = keys.element_size()
+        layer, row, head, token, _ = (size * stride for stride in keys.stride())
+        first = layers.start * layer + slot * row
         self._c.anabranch_move(
-            *(
-                cache.data_ptr(),
-                cache.shape[0],
-                cache.shape[1],
-                layer,
-                head,
-                token,
-                start,
-                nodes.ctypes.data,
-                len(nodes),
-            )
+            *(keys.data_ptr() + first, values.data_ptr() + first, len(layers), keys.shape[2], layer, head, token),
+            *(start, nodes.ctypes.data, len(nodes)),
         )
 
 

@@ -239,10 +239,9 @@ class StreamDraft:
         return self.conditioner(states, self.target.embedding(tokens), carried)  # type: ignore[no-any-return]
 
     # -- deterministic trees ------------------------------------------------------------------------
-    @torch.inference_mode()
     def build(
         self,
-        states_BSD: Tensor,
+        states_BSD: Tensor | Sequence[Tensor],
         roots: list[int],
         rows: Sequence[RowVocabulary] | None = None,
         noise: Sequence[DrawNoise | None] | None = None,
@@ -253,12 +252,23 @@ class StreamDraft:
         not greedy.
         """
         noise = [None] * len(roots) if noise is None else noise
-        options = self.options
-        budget = options.nodes if options.tree == "best" else None
-        floor = math.log(options.threshold) if options.threshold else -math.inf
         if self.native is not None:
             own = [None] * len(roots) if rows is None else rows
             return list(map(self.native, states_BSD, roots, own, noise))
+        whole = states_BSD if isinstance(states_BSD, Tensor) else torch.stack(list(states_BSD))
+        return self._build(whole, roots, rows, noise)
+
+    @torch.inference_mode()
+    def _build(
+        self,
+        states_BSD: Tensor,
+        roots: list[int],
+        rows: Sequence[RowVocabulary] | None,
+        noise: Sequence[DrawNoise | None],
+    ) -> list[DraftTree]:
+        options = self.options
+        budget = options.nodes if options.tree == "best" else None
+        floor = math.log(options.threshold) if options.threshold else -math.inf
         words, roots_B = self._vocabulary(rows, len(roots)), torch.tensor(roots)
         if any(noise):
             levels = self._grow(states_BSD, roots_B.to(states_BSD.device), words, noise)
