@@ -518,6 +518,7 @@ struct Step {
 struct Pass : Step {
   const int32_t *offsets, *ancestors;  // node i of [B N] sees nodes ancestors[offsets[i] : offsets[i + 1]], itself last
   const int32_t* first;                // where what a node sees of the committed text begins [B N]
+  const int32_t* run;                  // how many of its row's first nodes a node sees without a gap [B N]
 };
 
 inline float sum_of_squares(const float* x, int n) {
@@ -1151,6 +1152,7 @@ class Runner {
     const bool trailing = step.trailing != 0;
     const int n = step.nodes, rows = step.batch * n;
     int32_t *offsets = offsets_.of<int32_t>(rows + 1), *first = first_.of<int32_t>(rows), count = 0;
+    int32_t* run = run_.of<int32_t>(rows);
     std::vector<int32_t>& seen = seen_;
     seen.clear();
     for (int i = 0; i < rows; ++i) {
@@ -1159,9 +1161,11 @@ class Runner {
       first[i] = static_cast<int32_t>(std::min(from, length));
       offsets[i] = count;
       const uint8_t* mask = step.mask == nullptr ? nullptr : step.mask + static_cast<int64_t>(i) * n;
+      run[i] = 0;
       for (int j = 0; j <= i % n; ++j) {
         const bool near = trailing || step.window == 0 || place - step.positions[i / n * n + j] < step.window;
         if ((mask == nullptr || mask[j] != 0) && near) {
+          run[i] += run[i] == j;
           seen.push_back(j);
           ++count;
         }
@@ -1173,6 +1177,7 @@ class Runner {
     pass.offsets = offsets;
     pass.ancestors = seen.data();
     pass.first = first;
+    pass.run = run;
     return pass;
   }
 
@@ -1438,10 +1443,11 @@ class Runner {
     float total[32];
     for (int i = 0; i < count; ++i) {
       float* mine_p = p + i * width;
-      const int row = row_of(i), from = step.first[row], seen = length - from;
-      if (from > 0) std::memmove(mine_p, mine_p + from, sizeof(float) * static_cast<size_t>(seen));
-      int n = seen;
-      for (int a = step.offsets[row]; a < step.offsets[row + 1]; ++a) mine_p[n++] = mine_p[from + seen + step.ancestors[a]];
+      const int row = row_of(i), from = step.first[row];
+      int n = length - from + step.run[row];
+      if (from > 0) std::memmove(mine_p, mine_p + from, sizeof(float) * static_cast<size_t>(n));
+      for (int a = step.offsets[row] + step.run[row]; a < step.offsets[row + 1]; ++a)
+        mine_p[n++] = mine_p[length + step.ancestors[a]];
       total[i] = soften(mine_p, n, s.scale);
     }
     // as many queries at a time as have room for their sums, if they see the same of the committed text
@@ -1472,13 +1478,8 @@ class Runner {
     const int from = step.first[b * step.nodes + begin / group], seen = length - from;
     // the first nodes of the pass that all of these queries see lie behind the committed text as if they were of it
     int common = step.nodes;
-    for (int row = b * step.nodes + begin / group; row <= b * step.nodes + (begin + QUERIES - 1) / group; ++row) {
-      const int32_t* above = step.ancestors + step.offsets[row];
-      const int count = step.offsets[row + 1] - step.offsets[row];
-      int alike = 0;
-      while (alike < std::min(common, count) && above[alike] == alike) ++alike;
-      common = alike;
-    }
+    for (int row = b * step.nodes + begin / group; row <= b * step.nodes + (begin + QUERIES - 1) / group; ++row)
+      common = std::min(common, step.run[row]);
     gather_values<Plain<T>, QUERIES, NE>(p, width, values + static_cast<int64_t>(from) * s.e, seen + common, acc);
     for (int i = 0; i < QUERIES; ++i) {
       const int node = (begin + i) / group, row = b * step.nodes + node;
@@ -1495,7 +1496,7 @@ class Runner {
     }
   }
 
-  Room x_, mains_, qkv_, heads_, inner_, low_, both_, root_, best_, narrow_, offsets_, first_;
+  Room x_, mains_, qkv_, heads_, inner_, low_, both_, root_, best_, narrow_, offsets_, first_, run_;
   std::vector<int32_t> seen_;
   Room draft_rows_, draft_states_, draft_z_, draft_before_, draft_scores_, draft_parts_, draft_fixed_, draft_values_;
   Room draft_places_, draft_state_, draft_noise_;
