@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -44,7 +45,7 @@ LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
 
 BLOCK = 256  # of the vocabulary: inverse_cdf sums blocks first, so its float64 prefix sums stay short
 NUCLEUS = 256  # candidates that top-p looks at before it sorts the whole vocabulary
-SPAN = 4096  # positions that one run of the counter covers; 32 KiB a word
+SPAN = 4096  # positions that one run of the counter covers; 32 KiB of keys
 COLDEST = 1e-30  # a smaller temperature would overflow float32 and changes nothing
 WORD = 2**64 - 1
 GOLDEN, MASK = 0x9E3779B9, 2**32 - 1
@@ -216,11 +217,13 @@ def position_keys(seed: int, positions: ArrayLike, lane: int = 0) -> NDArray[np.
         return np.zeros(where.shape, np.uint64)
     first, last = int(where.min()), int(where.max())
     assert first >= 0, "positions count from 0"
-    if last - first < SPAN:
-        return _run(seed, lane, first, last - first + 1)[where - first]
-    distinct, inverse = np.unique(where, return_inverse=True)
-    keys = np.array([_run(seed, lane, position, 1)[0] for position in distinct.tolist()], np.uint64)
-    return keys[inverse.reshape(where.shape)]
+    if first // SPAN == last // SPAN:
+        return _span(seed, lane, first // SPAN)[where % SPAN]
+    keys = np.empty(where.shape, np.uint64)
+    for number in np.unique(where // SPAN).tolist():
+        inside = where // SPAN == number
+        keys[inside] = _span(seed, lane, number)[where[inside] % SPAN]
+    return keys
 
 
 def generator(seed: int, position: int, lane: int = 1) -> np.random.Generator:
@@ -311,10 +314,13 @@ def _cross(weights_NM: Tensor, aim_N: Tensor) -> tuple[Tensor, Tensor]:
     return index_N, (aim_N - start_N).clamp(min=0)
 
 
-def _run(seed: int, lane: int, first: int, count: int) -> NDArray[np.uint64]:
-    counter = np.array([first, 0, 0, 0], np.uint64)
-    words: NDArray[np.uint64] = np.random.Philox(key=_key(seed, lane), counter=counter).random_raw(4 * count)
-    return words[::4]
+@lru_cache(maxsize=64)
+def _span(seed: int, lane: int, number: int) -> NDArray[np.uint64]:
+    """The keys of positions SPAN number, SPAN number + 1, ...: made once, since every step asks for its neighbours."""
+    counter = np.array([number * SPAN, 0, 0, 0], np.uint64)
+    words: NDArray[np.uint64] = np.random.Philox(key=_key(seed, lane), counter=counter).random_raw(4 * SPAN)
+    keys: NDArray[np.uint64] = words[::4].copy()
+    return keys
 
 
 def _key(seed: int, lane: int) -> NDArray[np.uint64]:

@@ -89,6 +89,16 @@ def _share(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.0f} %"
 
 
+def _physics(machine: Mapping[str, Any]) -> str:
+    """What the machine did before the run, and behind it if it got that far; the floor is by the faster of both."""
+    rates = [
+        f"{_spread(part['read_gb_s'], 1)} GB/s and computes {_spread(part['matrix_tflop_s'], 2)} TFLOP/s"
+        for part in (machine, machine.get("after"))
+        if part is not None
+    ]
+    return f"The machine reads {' before the run, and behind it '.join(rates)} in {machine['dtype']}"
+
+
 def heading(result: Mapping[str, Any]) -> list[str]:
     """What was measured and on what, a sentence a line: run, machine, physics."""
     run, where, machine = result["run"], result["environment"], result["machine"]
@@ -101,9 +111,7 @@ def heading(result: Mapping[str, Any]) -> list[str]:
         f"{where['date']}, {where['device']}, {where['processor']}{instructions}, {where['threads']} threads; "
         f"anabranch {where['anabranch']} (commit {where['commit']}), torch {where['torch']}, "
         f"transformers {where['transformers']}, Python {where['python']}.",
-        f"The machine reads {_spread(machine['read_gb_s'], 1)} GB/s and computes "
-        f"{_spread(machine['matrix_tflop_s'], 2)} TFLOP/s in {machine['dtype']}. A token reads "
-        f"{machine['weight_mb']:.1f} MB of weights: plain decoding "
+        f"{_physics(machine)}. A token reads {machine['weight_mb']:.1f} MB of weights: plain decoding "
         f"cannot take less than {machine['floor_ms']:.2f} ms a token.",
     ]
     if run["temperature"] > 0:

@@ -345,11 +345,11 @@ def attention(config: ModelConfig, q_BNHE: Tensor, k_BKLE: Tensor, v_BKLE: Tenso
 class Rider(Protocol):
     """Something that travels in the target's pass from layer ``start`` on.
 
-    ``ride`` says whether it brings rows of its own; where it does not, ``layer`` is not called. A rider that
-    ``looks_on`` changes nothing: what ``enter`` returns is not used, nor is it told to leave.
+    ``ride`` says whether it brings rows of its own; where it does not, ``layer`` is not called.
     ``kept`` [B, n] are the nodes that went on after it entered, ascending, padding last; None: all. ``fixed`` says that
-    it only computes, at shapes that the pass decides, so that it can be recorded; ``found`` is what it has then found,
-    and may be handed to a rider that looks on in place of ``enter``: the main rows before layer ``start``.
+    it only computes, at shapes that the pass decides, so that it can be recorded; ``found`` is what it has then found.
+    A rider that ``looks_on`` changes nothing and finds the main rows before layer ``start``: where the kernels run a
+    whole pass in one call, it is not asked but told.
     """
 
     start: int
@@ -513,7 +513,7 @@ class Decoder(nn.Module):
             raise InputError(f"{reach} tokens, drafts included, are more than {learned}; lower max_new_tokens")
         # rotation tables end soon after the planned length: a plan that was too short must not read past them
         planned = max(self.config.max_positions if planned is None else planned, reach)
-        if self.stack is not None and self.stack.whole and (rider is None or rider.looks_on):
+        if self.stack is not None and (rider is None or rider.looks_on):
             output = self._at_once(self.stack, feed, cache, slots, planned, rider, choose=need == "tokens")
         else:
             hidden = self._recorded(feed, cache, slots, planned, rider)

@@ -211,14 +211,13 @@ class Stack:
             weights = (block.qkv, block.out, block.mlp.up, block.mlp.down)
             layers.append(LayerWeights(block, *(linear for linear in weights if isinstance(linear, NativeLinear))))
         stack = Stack(target.config, layers, 0)
-        if target.config.embedding_scale == 1.0:
-            stack._ends = native.Ends(
-                embedding=table_of(target),
-                norm=stack._pointer(norm_weight(target.norm)),
-                head=stack._packed(target.head),
-                bias=stack._pointer(target.head.offset),
-            )
-            stack._kept.append(target.embedding)
+        stack._ends = native.Ends(
+            embedding=table_of(target),
+            norm=stack._pointer(norm_weight(target.norm)),
+            head=stack._packed(target.head),
+            bias=stack._pointer(target.head.offset),
+        )
+        stack._kept.append(target.embedding)
         return stack
 
     def _pointer(self, tensor: Tensor | None) -> int | None:
@@ -279,11 +278,6 @@ class Stack:
         if low < high:
             self.kernels.layers(*self.ready(cache, slot, low, high), step.native)
 
-    @property
-    def whole(self) -> bool:
-        """Whether ``through`` is possible."""
-        return self._ends is not None
-
     def through(
         self,
         tokens_BN: NDArray[np.int64],
@@ -294,10 +288,10 @@ class Stack:
         choose: bool,
         tapped: int | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """A whole pass in one call: rows after the last norm [B, N, D] in the weights' type, what the head ``choose``s
-        [B, N], and float32 rows as they are before layer ``tapped`` [B, N, D].
+        """A whole pass in one call, for the stack of a target: rows after the last norm [B, N, D] in the weights' type,
+        what the head ``choose``s [B, N], and float32 rows as they are before layer ``tapped`` [B, N, D].
         """
-        assert self._ends is not None
+        assert self._ends is not None, "these are not all layers of a target"
         tokens_BN, d = np.ascontiguousarray(tokens_BN), self.config.hidden_size
         hidden = torch.empty((*tokens_BN.shape, d), dtype=cache.keys.dtype)
         chosen = torch.empty(tokens_BN.shape, dtype=torch.long) if choose else None
@@ -328,6 +322,7 @@ def native_for(target: Decoder) -> bool:
     sizes = (c.hidden_size, c.head_dim, c.intermediate_size)
     wired = c.wiring == "sequential" and c.norm == "rms" and c.gated_mlp and c.activation == "silu"
     plain = not (c.post_norms or c.mlp_bias or c.attention_softcap is not None) and c.position == "rope"
+    plain = plain and c.embedding_scale == 1.0
     alike = len({c.is_sliding(layer) for layer in range(c.num_layers)}) == 1
     fits = all(size % 32 == 0 for size in sizes) and c.head_dim <= 128 and c.rope.dim % 2 == 0
     narrow = isinstance(target.head, QuantizedLinear)

@@ -475,12 +475,12 @@ Candidates = tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]
 
 
 def _to_host(levels: Sequence[_Level]) -> list[Candidates]:
-    """For all rows, in one transfer each of tokens, joint log probabilities and parents [B, n]."""
-    sizes = [level.tokens.shape[1] for level in levels]
-    whole = zip(*((level.tokens, level.joint, level.parents) for level in levels), strict=True)
-    parts = [torch.cat(part, dim=1).cpu() for part in whole]
-    split = (torch.split(part, sizes, dim=1) for part in parts)
-    return [(t.numpy(), j.numpy(), p.numpy()) for t, j, p in zip(*split, strict=True)]
+    """Tokens, joint log probabilities and parents [B, n] of all rows, in one transfer: float64 holds all three."""
+    each = [torch.stack((level.tokens.double(), level.joint.double(), level.parents.double())) for level in levels]
+    host = torch.cat(each, dim=-1).cpu().numpy()
+    bounds = np.cumsum([level.tokens.shape[1] for level in levels])[:-1]
+    split = np.split(host, bounds, axis=-1)
+    return [(t.astype(np.int64), j.astype(np.float32), p.astype(np.int64)) for t, j, p in split]
 
 
 def _collect(root: int, levels: list[Candidates], budget: int | None, floor: float = -math.inf) -> DraftTree:
