@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 
@@ -166,6 +168,16 @@ def test_the_command(target: Target, adapter: LoadedAdapter, monkeypatch: pytest
     assert "plain decoding" in shown.stdout
     refused = CliRunner().invoke(app, [*asked, "--figure", "x.pdf"])
     assert isinstance(refused.exception, InputError)
+
+
+def test_a_machine_that_drifts_is_told(
+    target: Target, adapter: LoadedAdapter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = fit(target, adapter.adapter, PROMPTS[:1], max_new_tokens=8)
+    for drift in (0.8, 1.0, 1.2):
+        import_module("anabranch.cli.tune")._show(replace(found, predicted_plain=found.plain / drift), None)
+        said = " ".join(capsys.readouterr().out.split())
+        assert (f"{drift:.2f} times as fast in this check" in said) == (drift != 1.0)
 
 
 def test_the_figure(target: Target, adapter: LoadedAdapter, tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import typer
 
 __all__ = ["tune"]
 
+DRIFT = 0.1  # of plain decoding's speed between the timing of steps and the check: more, and the choice is in doubt
+
 
 def tune(
     model: Annotated[str, typer.Option(help="default, a folder, a .gguf file or a hub id")] = "default",
@@ -95,6 +97,7 @@ def _record(found: Any, prompts: int, max_new_tokens: int) -> dict[str, Any]:
         "plain_tokens_per_second": round(found.plain, 2),
         "predicted_plain_tokens_per_second": round(found.predicted_plain, 2),
         "speedup": round(found.speedup, 3),
+        "drift": round(found.drift, 3),
         "step_ms": _tables(found.latency.rest),
         "draft_ms": _tables(found.latency.drafts),
         "costs": {method: str(costs) for method, costs in found.costs.items()},
@@ -142,6 +145,12 @@ def _show(found: Any, path: Path | None) -> None:
         f"{found.measured:.1f}, plain decoding {found.plain:.1f}: {found.speedup:.2f}x",
         highlight=False,
     )
+    if abs(found.drift - 1) > DRIFT:
+        console.print(
+            f"Plain decoding was {found.drift:.2f} times as fast in this check as while steps were timed: something "
+            "else ran, and the choice may be wrong; tune again when the machine is at rest",
+            highlight=False,
+        )
     if found.chosen.spec == "none":
         console.print("Plain decoding is the fastest here, so 'auto' decodes plainly.", highlight=False)
     if path is not None:

@@ -100,6 +100,11 @@ class Fit:
         """Measured, over plain decoding."""
         return self.measured / self.plain
 
+    @property
+    def drift(self) -> float:
+        """How fast plain decoding was in the check, over how fast the timed steps said: 1 on a machine at rest."""
+        return self.plain / self.predicted_plain if self.predicted_plain else 1.0
+
 
 def candidates(*, streams: bool) -> list[Candidate]:
     """What is tried: plain decoding, prompt lookup, and with an adapter streams alone and merged with prompt lookup."""
