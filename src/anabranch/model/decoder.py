@@ -31,7 +31,7 @@ from anabranch.sampling import COLDEST, SamplingParams, argmax, target_tokens
 from anabranch.tree import DraftTree
 
 if TYPE_CHECKING:
-    from anabranch.model.stack import Stack, StackStep
+    from anabranch.model.stack import Stack
 
 __all__ = ["Block", "Decoder", "Feed", "Nodes", "Pass", "Rider", "RowSide", "StepOutput"]
 
@@ -298,13 +298,6 @@ class Pass:
                 self._bias[sliding] = bias[:, None].repeat(1, 1, group, 1)
         return self._bias[sliding]
 
-    def stack_step(self, x_BND: Tensor) -> StackStep:
-        """Rows of this pass as the native kernels read them."""
-        from anabranch.model.stack import StackStep
-
-        lengths, table = self.cache.lengths[self.slots], self.rope.table(self.planned)
-        return StackStep(self.config, lengths, self.positions_BN.numpy(), self.tree_BNN.numpy(), table, x_BND)
-
     def select(self, layer: int, kept_Bn: Tensor) -> None:
         """Go on with the nodes ``kept_Bn`` from ``layer`` on."""
         self.cache.select(layer, kept_Bn)
@@ -452,7 +445,9 @@ class Decoder(nn.Module):
         """Main rows through layers ``low`` to ``high`` - 1; float32 where the native kernels run them."""
         if self.stack is not None:
             x = x.to(torch.float32, copy=True).contiguous()
-            self.stack.run(x, run.stack_step(x), run.cache, run.slots.start, low, high)
+            lengths, table = run.cache.lengths[run.slots], run.rope.table(run.planned)
+            step = self.stack.step(lengths, run.positions_BN.numpy(), run.tree_BNN.numpy(), table, x)
+            self.stack.run(x, step, run.cache, run.slots.start, low, high)
             return x
         for index in range(low, high):
             x = self.blocks[index](x, run.cos, run.sin, lambda q, k, v, i=index: run.attend(i, q, k, v))
@@ -539,11 +534,9 @@ class Decoder(nn.Module):
         choose: bool,
     ) -> StepOutput:
         """``_through`` in one call of the native kernels, which may choose the tokens too."""
-        from anabranch.model.stack import StackStep
-
         lengths = cache.lengths[slots]
         positions = feed.depths_BN + np.asarray(lengths, np.int64)[:, None]
-        step = StackStep(self.config, lengths, positions, feed.mask_BNN, self.rope().table(planned))
+        step = stack.step(lengths, positions, feed.mask_BNN, self.rope().table(planned))
         tapped, choose = None if rider is None else rider.start, choose and self.config.logit_softcap is None
         hidden, tokens, seen = stack.through(feed.tokens_BN, step, cache, slots.start, choose=choose, tapped=tapped)
         if rider is not None and seen is not None:

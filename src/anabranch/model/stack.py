@@ -138,44 +138,12 @@ class LayerWeights:
     high: NativeLinear | None = None
 
 
+@dataclass(frozen=True)
 class StackStep:
-    """The rows of a pass, as the kernels read them; all layers slide alike.
+    """The rows of a pass as the kernels read them, and what that points to."""
 
-    positions_BN    of the nodes in the text
-    mask_BNN        which nodes of its row each node sees, itself and none behind it; None: a chain
-    table           cos and sin of all positions [2, .., dim]
-    trailing        these are streams, whose sliding window is that of the newest committed token
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        lengths: Sequence[int],
-        positions_BN: NDArray[np.int64],
-        mask_BNN: NDArray[np.bool_] | None,
-        table: Tensor,
-        x_BND: Tensor | None = None,
-        *,
-        trailing: bool = False,
-    ) -> None:
-        lengths_B, positions_BN = np.asarray(lengths, np.int64), np.ascontiguousarray(positions_BN)
-        mask_BNN = None if mask_BNN is None else np.ascontiguousarray(mask_BNN)
-        self._kept = (lengths_B, positions_BN, mask_BNN, table, x_BND)  # what the struct points to
-        window = config.sliding_window if config.is_sliding(0) else None
-        batch, nodes = positions_BN.shape
-        cos = table.data_ptr()
-        self.native = native.Step(
-            batch=batch,
-            nodes=nodes,
-            window=window or 0,
-            trailing=trailing,
-            x=None if x_BND is None else x_BND.data_ptr(),
-            cos=cos,
-            sin=cos + table.stride(0) * table.element_size(),
-            lengths=lengths_B.ctypes.data,
-            positions=positions_BN.ctypes.data,
-            mask=None if mask_BNN is None else mask_BNN.ctypes.data,
-        )
+    native: native.Step
+    held: tuple[object, ...]
 
 
 class Stack:
@@ -185,6 +153,7 @@ class Stack:
         kernels = native.library()
         assert kernels is not None, native.why_not()
         self.kernels, self.config, self.first = kernels, config, first
+        self._window = (config.sliding_window if config.is_sliding(0) else None) or 0  # 0: none
         self._kept: list[object] = []  # what the structs point to
         self._ready: dict[tuple[int, ...], tuple[native.Shape, native.Layers]] = {}
         self._norms: dict[Norm, Tensor] = {}
@@ -267,6 +236,41 @@ class Stack:
             shape.row_stride, shape.head_stride = cache.keys.stride(1), cache.keys.stride(2)
             self._ready[where] = shape, chosen
         return self._ready[where]
+
+    def step(
+        self,
+        lengths: Sequence[int],
+        positions_BN: NDArray[np.int64],
+        mask_BNN: NDArray[np.bool_] | None,
+        table: Tensor,
+        x_BND: Tensor | None = None,
+        *,
+        trailing: bool = False,
+    ) -> StackStep:
+        """The rows of a pass behind rows of these lengths; all layers slide alike.
+
+        positions_BN    of the nodes in the text
+        mask_BNN        which nodes of its row each node sees, itself and none behind it; None: a chain
+        table           cos and sin of all positions [2, .., dim]
+        trailing        these are streams, whose sliding window is that of the newest committed token
+        """
+        lengths_B, positions_BN = np.asarray(lengths, np.int64), np.ascontiguousarray(positions_BN)
+        mask_BNN = None if mask_BNN is None else np.ascontiguousarray(mask_BNN)
+        batch, nodes = positions_BN.shape
+        cos = table.data_ptr()
+        step = native.Step(
+            batch=batch,
+            nodes=nodes,
+            window=self._window,
+            trailing=trailing,
+            x=None if x_BND is None else x_BND.data_ptr(),
+            cos=cos,
+            sin=cos + table.stride(0) * table.element_size(),
+            lengths=lengths_B.ctypes.data,
+            positions=positions_BN.ctypes.data,
+            mask=None if mask_BNN is None else mask_BNN.ctypes.data,
+        )
+        return StackStep(step, (lengths_B, positions_BN, mask_BNN, table, x_BND))
 
     def run(self, x_BND: Tensor, step: StackStep, cache: Cache, slot: int, low: int, high: int) -> None:
         """Layers ``low`` to ``high`` - 1 of the target over float32 rows, in place, which ``step`` is of.

@@ -1089,7 +1089,7 @@ class Runner {
   // y = x w' + bias; rows of T, which is how the weight takes them or what it quantises
   template <class T>
   void linear(const T* x, int count, const Packed& w, const float* bias, float* y) {
-    Group* narrow = w.kind < INT8 ? nullptr : own[0].h.of<Group>(place<Group>(count, w.width));
+    Group* narrow = narrow_for(count, w);
     pool.run([&](int id) {
       const auto done = [&](int m, int b, __m512 lo, __m512 hi) {
         const int left = w.outputs - b * BLOCK;
@@ -1223,6 +1223,11 @@ class Runner {
     }
   }
 
+  // room for rows as a weight takes them; null: as they are
+  Group* narrow_for(int count, const Packed& w) {
+    return w.kind < INT8 ? nullptr : narrow_.of<Group>(place<Group>(count, w.width));
+  }
+
   // a search for the largest outputs of a product: each thread finds those of its part
   template <class P>
   struct Seek {
@@ -1236,8 +1241,7 @@ class Runner {
 
   template <class P>
   Seek<P> seek_of(const P* x, int count, const Packed& w, const float* bias) {
-    Group* narrow = w.kind < INT8 ? nullptr : narrow_.of<Group>(place<Group>(count, w.width));
-    return {x, count, &w, bias, narrow, best_.of<Best>(static_cast<int64_t>(pool.size()) * count)};
+    return {x, count, &w, bias, narrow_for(count, w), best_.of<Best>(static_cast<int64_t>(pool.size()) * count)};
   }
 
   template <class P>

@@ -17,7 +17,7 @@ from anabranch.model.cache import Cache
 from anabranch.model.decoder import Block, Decoder
 from anabranch.model.pack import packed_like
 from anabranch.model.quantize import QuantizedWeight
-from anabranch.model.stack import LayerWeights, NativeLinear, Stack, StackStep, norm_weight, table_of
+from anabranch.model.stack import LayerWeights, NativeLinear, Stack, norm_weight, table_of
 from anabranch.native.library import BLOCK, WIDEST, Entry
 from anabranch.streams.adapter import LowRank, StreamAdapter, StreamLayer
 
@@ -35,7 +35,7 @@ class NativeTrail:
     def __init__(self, target: Decoder, adapter: StreamAdapter, streams: int) -> None:
         layers = [self._layer(target.blocks[i], adapter.layer(i)) for i in range(adapter.start, len(target.blocks))]
         self.target, self.adapter, self.streams = target, adapter, streams
-        self._config, self._dtype, self._rope = target.config, target.dtype, target.rope()
+        self._dtype, self._rope = target.dtype, target.rope()
         self.stack = Stack(target.config, layers, adapter.start)
         if adapter.root is not None:
             adapter.root.pack(target.head)
@@ -93,13 +93,13 @@ class NativeTrail:
         """
         lengths, table = cache.lengths, self._rope.table(planned)
         positions = np.asarray(lengths, np.int64)[:, None] + self._steps
-        low, high = self.stack.first, self._config.num_layers
+        low, high = self.stack.first, len(self.target.blocks)
         if self._entry is None:
             words, chosen = torch.tensor(emitted), torch.tensor(nodes)
             entry = main_BND[torch.arange(len(chosen)), chosen].to(self._dtype)
             told = self.target.embedding(words)[:, None]
             x = self.adapter.initial(entry[:, None], told)[:, : self.streams].to(torch.float32).contiguous()
-            step = StackStep(self._config, lengths, positions, None, table, x, trailing=True)
+            step = self.stack.step(lengths, positions, None, table, x, trailing=True)
             self.stack.run(x, step, cache, 0, low, high)
             return self.target.normed(x)
         main_BND = main_BND.to(torch.float32).contiguous()
@@ -108,7 +108,7 @@ class NativeTrail:
         entry_of = self._entry
         entry_of.main, entry_of.width = main_BND.data_ptr(), main_BND.shape[1]
         entry_of.nodes, entry_of.emitted = node_B.ctypes.data, told_B.ctypes.data
-        step = StackStep(self._config, lengths, positions, None, table, trailing=True)
+        step = self.stack.step(lengths, positions, None, table, trailing=True)
         self.stack.kernels.trail(*self.stack.ready(cache, 0, low, high), step.native, entry_of, states)
         return states
 
