@@ -122,6 +122,9 @@ inline void store32(Group* row, int b, __m512 low, __m512 high) {
 template <class T>
 constexpr int PER_LANE = 4 / static_cast<int>(sizeof(T));
 
+// the first ``left`` of 16 lanes
+inline __mmask16 tail(int left) { return static_cast<__mmask16>(left >= 16 ? 0xffff : (1 << left) - 1); }
+
 // 32 bits at p in all lanes
 template <class T>
 inline __m512i spread(const T* p) {
@@ -606,31 +609,50 @@ inline void scores_of(const T* q, int64_t stride, const __m512i* keys, int words
   for (int i = 0; i < QUERIES; ++i) _mm512_storeu_ps(to + i * to_stride, acc[i]);
 }
 
-// softmax without its division; returns the sum. ``p`` is padded to whole vectors
+// Softmax without its division; returns the sum. ``p`` is padded to whole vectors. What comes out are values of P in the
+// same place, with a zero behind them, so that they are whole pairs.
+template <class P>
 inline float soften(float* p, int n, float scale) {
   const __m512 low = _mm512_set1_ps(-INFINITY);
   __m512 most = low;
-  for (int i = 0; i < n; i += 16) {
-    const __mmask16 mask = static_cast<__mmask16>(n - i >= 16 ? 0xffff : (1 << (n - i)) - 1);
-    most = _mm512_max_ps(most, _mm512_mask_loadu_ps(low, mask, p + i));
-  }
+  for (int i = 0; i < n; i += 16) most = _mm512_max_ps(most, _mm512_mask_loadu_ps(low, tail(n - i), p + i));
   const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(most)), s = _mm512_set1_ps(scale);
   __m512 total = _mm512_setzero_ps();
-  for (int i = 0; i < n; i += 16) {
-    const __mmask16 mask = static_cast<__mmask16>(n - i >= 16 ? 0xffff : (1 << (n - i)) - 1);
+  P* to = reinterpret_cast<P*>(p);
+  for (int i = 0; i <= n; i += 16) {
+    const __mmask16 mask = tail(n - i);
     const __m512 v = _mm512_mul_ps(_mm512_sub_ps(_mm512_mask_loadu_ps(top, mask, p + i), top), s);
-    const __m512 e = _mm512_maskz_mov_ps(mask, exponential(v));
-    _mm512_mask_storeu_ps(p + i, mask, e);
-    total = _mm512_add_ps(total, e);
+    store16(to + i, _mm512_maskz_mov_ps(mask, exponential(v)));
+    total = _mm512_add_ps(total, load16(to + i));
   }
   return _mm512_reduce_add_ps(total);
 }
 
-// out[i] += sum_j p[i][j] v[j], j in order, for QUERIES rows and NE vectors of E
-template <class T, int QUERIES, int NE>
-inline void gather_values(const float* p, int64_t p_stride, const T* v, int count, __m512 (&acc)[QUERIES][NE]) {
+// Two rows of E values as vectors of pairs: of every 32 values the pairs 0-3, 8-11, 16-19, 24-27, then the others
+template <int NE>
+inline void paired(const bf16* one, const bf16* two, __m512i (&out)[NE]) {
+#pragma GCC unroll 4
+  for (int c = 0; c < NE / 2; ++c) {
+    const __m512i a = _mm512_loadu_si512(one + 32 * c), b = _mm512_loadu_si512(two + 32 * c);
+    out[2 * c] = _mm512_unpacklo_epi16(a, b);
+    out[2 * c + 1] = _mm512_unpackhi_epi16(a, b);
+  }
+}
+
+// sums over pairs in the order of values again
+inline void in_order(__m512* low, __m512* high) {
+  const __m512 a = *low, b = *high;
+  const __m512 ab = _mm512_shuffle_f32x4(a, b, 0x44), cd = _mm512_shuffle_f32x4(a, b, 0xee);
+  *low = _mm512_shuffle_f32x4(ab, ab, 0xd8);
+  *high = _mm512_shuffle_f32x4(cd, cd, 0xd8);
+}
+
+// out[i] += sum_j p[i][j] v[j], j in order, for QUERIES rows and NE vectors of E. bf16 is taken in pairs of j, whose sums
+// stand as in ``paired``; ``count`` is even then.
+template <int QUERIES, int NE>
+inline void gather_values(const float* p, int64_t p_stride, const float* v, int count, __m512 (&acc)[QUERIES][NE]) {
   for (int j = 0; j < count; ++j) {
-    const T* row = v + static_cast<int64_t>(j) * NE * 16;
+    const float* row = v + static_cast<int64_t>(j) * NE * 16;
     __m512 value[NE];
 #pragma GCC unroll 8
     for (int c = 0; c < NE; ++c) value[c] = load16(row + 16 * c);
@@ -643,7 +665,20 @@ inline void gather_values(const float* p, int64_t p_stride, const T* v, int coun
   }
 }
 
-inline __mmask16 tail(int left) { return static_cast<__mmask16>(left >= 16 ? 0xffff : (1 << left) - 1); }
+template <int QUERIES, int NE>
+inline void gather_values(const bf16* p, int64_t p_stride, const bf16* v, int count, __m512 (&acc)[QUERIES][NE]) {
+  for (int j = 0; j < count; j += 2) {
+    const bf16* row = v + static_cast<int64_t>(j) * NE * 16;
+    __m512i value[NE];
+    paired<NE>(row, row + NE * 16, value);
+#pragma GCC unroll 8
+    for (int i = 0; i < QUERIES; ++i) {
+      const __m512i w = spread(p + i * p_stride + j);
+#pragma GCC unroll 8
+      for (int c = 0; c < NE; ++c) acc[i][c] = dot<bf16>(acc[i][c], w, value[c]);
+    }
+  }
+}
 
 void top(const float* z, int width, int best, float* values, int64_t* places) {
   int have = 0;
@@ -1452,7 +1487,7 @@ class Runner {
       if (from > 0) std::memmove(mine_p, mine_p + from, sizeof(float) * static_cast<size_t>(n));
       for (int a = step.offsets[row] + step.run[row]; a < step.offsets[row + 1]; ++a)
         mine_p[n++] = mine_p[length + step.ancestors[a]];
-      total[i] = soften(mine_p, n, s.scale);
+      total[i] = soften<P>(mine_p, n, s.scale);
     }
     // as many queries at a time as have room for their sums, if they see the same of the committed text
     constexpr int MANY = 24 / NE < 6 ? 24 / NE : 6;
@@ -1473,9 +1508,13 @@ class Runner {
   }
 
   template <class T, int QUERIES, int NE>
-  void values_of(const Shape& s, const Pass& step, const Between<T>& between, const Plain<T>* values, const float* p,
+  void values_of(const Shape& s, const Pass& step, const Between<T>& between, const Plain<T>* values, const float* scores,
                  int64_t width, int b, int head, int begin, const float* total) {
+    using P = Plain<T>;
+    constexpr int STEP = PER_LANE<P>;
     const int group = s.heads / s.kv_heads, length = static_cast<int>(step.lengths[b]);
+    const P* p = reinterpret_cast<const P*>(scores);  // see ``soften``
+    const int64_t stride = width * (static_cast<int64_t>(sizeof(float)) / static_cast<int64_t>(sizeof(P)));
     __m512 acc[QUERIES][NE];
     for (auto& row : acc)
       for (auto& v : row) v = _mm512_setzero_ps();
@@ -1484,19 +1523,32 @@ class Runner {
     int common = step.nodes;
     for (int row = b * step.nodes + begin / group; row <= b * step.nodes + (begin + QUERIES - 1) / group; ++row)
       common = std::min(common, step.run[row]);
-    gather_values<Plain<T>, QUERIES, NE>(p, width, values + static_cast<int64_t>(from) * s.e, seen + common, acc);
+    const int together = (seen + common) / STEP * STEP;
+    gather_values<QUERIES, NE>(p, stride, values + static_cast<int64_t>(from) * s.e, together, acc);
     for (int i = 0; i < QUERIES; ++i) {
       const int node = (begin + i) / group, row = b * step.nodes + node;
-      const float* weight = p + i * width + seen + common;
-      for (int a = step.offsets[row] + common; a < step.offsets[row + 1]; ++a) {
-        const Plain<T>* value = values + static_cast<int64_t>(length + step.ancestors[a]) * s.e;
-        const __m512 w = _mm512_set1_ps(*weight++);
-        for (int c = 0; c < NE; ++c) acc[i][c] = _mm512_fmadd_ps(w, load16(value + 16 * c), acc[i][c]);
+      // behind those of all queries: what query i sees, by its place in the text that it sees
+      const int some = step.run[row] + seen, all = seen + step.offsets[row + 1] - step.offsets[row];
+      const auto value_at = [&](int j) {
+        const int at = j < some ? from + j : length + step.ancestors[step.offsets[row] + j - seen];
+        return values + static_cast<int64_t>(at) * s.e;
+      };
+      for (int j = together; j < all; j += STEP) {
+        __m512i word[NE];
+        if constexpr (STEP == 1) {
+          for (int c = 0; c < NE; ++c) word[c] = _mm512_loadu_si512(value_at(j) + 16 * c);
+        } else {
+          paired<NE>(value_at(j), value_at(std::min(j + 1, all - 1)), word);
+        }
+        const __m512i weight = spread(p + i * stride + j);
+        for (int c = 0; c < NE; ++c) acc[i][c] = dot<P>(acc[i][c], weight, word[c]);
       }
       const __m512 inverse = _mm512_set1_ps(1.0f / total[i]);
       T* to = between.heads + place<T>(static_cast<int64_t>(row) * s.heads + head * group + (begin + i) % group, s.e);
-      for (int c = 0; c < NE / 2; ++c)
+      for (int c = 0; c < NE / 2; ++c) {
+        if constexpr (STEP == 2) in_order(&acc[i][2 * c], &acc[i][2 * c + 1]);
         store32(to, c, _mm512_mul_ps(acc[i][2 * c], inverse), _mm512_mul_ps(acc[i][2 * c + 1], inverse));
+      }
     }
   }
 
