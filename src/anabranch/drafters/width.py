@@ -31,7 +31,6 @@ from anabranch.tree import DraftTree
 
 __all__ = ["StepCosts", "Width", "usual_costs"]
 
-TILE = 14  # rows that share one read of the weights in the native kernels
 MEMORY = 0.99  # what a step counts for after the next one
 PRIOR = 10.0  # accepted tokens that a belief is worth before anything was seen of it
 
@@ -76,10 +75,13 @@ class StepCosts:
 def usual_costs(target: Decoder) -> StepCosts:
     """What steps are taken to cost, in relation to each other, before ``anabranch tune`` measured them here.
 
-    The native kernels: a step costs a quarter more with one tile of rows, whose arithmetic hides behind the reading of
-    weights, than with one row, and twice as much with two. PyTorch: a row costs 1/128 of a step.
+    The native kernels: a step costs a quarter more with as many rows as share a read of the weights, behind which their
+    arithmetic hides, than with one row, and twice as much with twice as many. PyTorch: a row costs 1/128 of a step.
     """
-    return StepCosts((1, 129), (1.0, 2.0)) if target.stack is None else StepCosts((1, TILE, 2 * TILE), (1.0, 1.25, 2.0))
+    if target.stack is None:
+        return StepCosts((1, 129), (1.0, 2.0))
+    rows = target.stack.shared
+    return StepCosts((1, rows, 2 * rows), (1.0, 1.25, 2.0))
 
 
 class _Row:

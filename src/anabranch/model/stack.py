@@ -189,6 +189,11 @@ class Stack:
         stack._kept.append(target.embedding)
         return stack
 
+    @property
+    def shared(self) -> int:
+        """How many rows of a pass share a read of the weights."""
+        return self.kernels.shared(self._layers[0].qkv)
+
     def _pointer(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
             return None

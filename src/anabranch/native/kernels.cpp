@@ -36,6 +36,16 @@ constexpr int AHEAD = 8192;  // bytes of weights asked for in advance: memory an
 constexpr int BLOCK = 32;  // outputs of a packed block: two vectors
 constexpr int IDLE = 100000;  // turns a worker spins before it sleeps: longer than what Python does between two calls
 constexpr int TILE = 14;   // rows that share a read of the weights: 28 sums, 2 weights and a value fill the registers
+constexpr int MOST = 32;   // the same in the processor's own tiles: two of 16 rows
+
+// sums of 32 outputs for the rows of a tile
+using Sums = __m512[MOST][2];
+
+#ifdef ANABRANCH_TILES  // products of bf16 in AMX's tiles; see library.py for who may use them
+constexpr bool TILES = true;
+#else
+constexpr bool TILES = false;
+#endif
 
 // ---- numbers ------------------------------------------------------------------------------------------------------
 
@@ -82,10 +92,22 @@ constexpr int ROOM = TILE;
 template <>
 constexpr int ROOM<Group> = 8;
 
-// rows of a tile where ``count`` are to be done: all tiles as good as alike
+// whether rows of ``width`` values of T are multiplied in the processor's tiles; however many rows there are, since their
+// sums are rounded in another order
 template <class T>
-inline int tile_of(int count) {
-  const int tiles = (count + ROOM<T> - 1) / ROOM<T>;
+constexpr bool in_tiles(int width) {
+  return TILES && std::is_same<T, bf16>::value && width % BLOCK == 0;
+}
+
+template <class T>
+constexpr int room(int width) {
+  return in_tiles<T>(width) ? MOST : ROOM<T>;
+}
+
+// rows of a tile where ``count`` of ``width`` values are to be done: all tiles as good as alike
+template <class T>
+inline int tile_of(int count, int width) {
+  const int tiles = (count + room<T>(width) - 1) / room<T>(width);
   return tiles == 0 ? 1 : (count + tiles - 1) / tiles;
 }
 template <class T>
@@ -176,6 +198,43 @@ inline __m512 silu(__m512 x) {
   return _mm512_div_ps(x, _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), x))));
 }
 
+// ---- tiles --------------------------------------------------------------------------------------------------------
+
+#ifdef ANABRANCH_TILES
+// The shape of this thread's tiles: 0 to 3 take the sums of 16 rows and 16 outputs each, 4 and 5 the rows, 16 of 32 values
+// each, 6 and 7 the weights. ``rows``: 0 where there is none yet.
+thread_local int shaped_for = 0;
+
+// what was written is in memory where a compiler believes that ``p`` is read: it does not know what tiles are loaded from
+inline void written(const void* p) { asm volatile("" : : "r"(p) : "memory"); }
+
+inline void shape_tiles(int rows) {
+  if (rows == shaped_for) return;
+  struct alignas(64) {
+    uint8_t palette = 1, start = 0, unused[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {};
+  } shape;
+  const int first = std::min(rows, 16), second = rows - first;
+  const int of[8] = {first, first, second, second, first, second, 16, 16};
+  for (int i = 0; i < 8; ++i) {
+    shape.rows[i] = static_cast<uint8_t>(of[i]);
+    shape.bytes[i] = of[i] == 0 ? 0 : 64;
+  }
+  written(&shape);
+  _tile_loadconfig(&shape);
+  shaped_for = rows;
+}
+
+// a thread that waits keeps no tiles: whoever takes its processor would have to save them
+inline void drop_tiles() {
+  if (shaped_for != 0) _tile_release();
+  shaped_for = 0;
+}
+#else
+inline void drop_tiles() {}
+#endif
+
 // ---- threads ------------------------------------------------------------------------------------------------------
 
 // A job runs on all threads at once; the caller is thread 0. Workers spin for a moment between jobs and then sleep.
@@ -198,7 +257,10 @@ class Pool {
 
   template <class Job>
   void run(Job&& job) {
-    if (size_ == 1) return job(0);
+    if (size_ == 1) {
+      job(0);
+      return drop_tiles();
+    }
     call_ = [](void* context, int id) { (*static_cast<Job*>(context))(id); };
     context_ = const_cast<void*>(static_cast<const void*>(&job));
     left_.store(size_ - 1, std::memory_order_relaxed);
@@ -208,6 +270,7 @@ class Pool {
     }
     wake_.notify_all();
     job(0);
+    drop_tiles();
     wait([this] { return left_.load(std::memory_order_acquire) == 0; });
   }
 
@@ -246,6 +309,7 @@ class Pool {
       seen = turn_.load(std::memory_order_acquire);
       if (ending_) return;
       call_(context_, id);
+      drop_tiles();
       left_.fetch_sub(1, std::memory_order_release);
     }
   }
@@ -274,7 +338,7 @@ inline void share(int count, int threads, int id, int* first, int* last) {
 // acc[m][32] += x[m] . block, for ROWS rows; the order of the sum is that of k, whatever ROWS is. Asks for LINES cache
 // lines at ``next`` for every two lines of weights.
 template <class T, int ROWS, int LINES>
-inline void tile(const T* x, int64_t stride, const T* block, int width, const char* next, __m512 (&acc)[TILE][2]) {
+inline void tile(const T* x, int64_t stride, const T* block, int width, const char* next, Sums& acc) {
   constexpr int STEP = PER_LANE<T>;
   __m512 a[ROWS][2];
 #pragma GCC unroll 16
@@ -295,6 +359,44 @@ inline void tile(const T* x, int64_t stride, const T* block, int width, const ch
 #pragma GCC unroll 16
   for (int m = 0; m < ROWS; ++m) acc[m][0] = a[m][0], acc[m][1] = a[m][1];
 }
+
+#ifdef ANABRANCH_TILES
+// acc[m][32] += x[m] . block for up to 32 rows, 32 values of k at a time; see ``tile``. A packed block is what a tile of
+// weights is to be: a line a pair of k, and half a line of 128 bytes for 16 outputs.
+template <int LINES>
+inline void tiles(int count, const bf16* x, int64_t stride, const bf16* block, int width, const char* next, Sums& acc) {
+  constexpr int LINE = 2 * BLOCK * static_cast<int>(sizeof(bf16));
+  const int64_t row = stride * static_cast<int64_t>(sizeof(bf16));
+  shape_tiles(count);
+  written(acc);
+  _tile_loadd(0, &acc[0][0], LINE);
+  _tile_loadd(1, &acc[0][1], LINE);
+  if (count > 16) {
+    _tile_loadd(2, &acc[16][0], LINE);
+    _tile_loadd(3, &acc[16][1], LINE);
+  }
+  for (int k = 0; k < width; k += BLOCK) {
+    const bf16* weights = block + static_cast<int64_t>(k) * BLOCK;
+    for (int i = 0; i < 16 * LINES; ++i) _mm_prefetch(next + 32 * LINES * static_cast<int64_t>(k) + 64 * i, _MM_HINT_T0);
+    _tile_loadd(4, x + k, row);
+    _tile_loadd(6, weights, LINE);
+    _tile_loadd(7, weights + BLOCK, LINE);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if (count > 16) {
+      _tile_loadd(5, x + 16 * stride + k, row);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, &acc[0][0], LINE);
+  _tile_stored(1, &acc[0][1], LINE);
+  if (count > 16) {
+    _tile_stored(2, &acc[16][0], LINE);
+    _tile_stored(3, &acc[16][1], LINE);
+  }
+}
+#endif
 
 // Weights in int8 and int4, in groups of 32 values of k. A block of 32 outputs holds for each group
 //   int8: for every 4 of k the 32 outputs' values + 128, 1,024 bytes; behind all groups the outputs' scales, float
@@ -323,7 +425,7 @@ inline __m512i dot4(__m512i acc, __m512i a, __m512i b) {
 
 template <class W, int ROWS, int LINES>
 inline void tile(const Group* x, int64_t stride, const uint8_t* block, int width, const char* next,
-                 __m512 (&acc)[TILE][2]) {
+                 Sums& acc) {
   constexpr bool NARROW = std::is_same<W, Int4>::value;
   constexpr int PAIRS = GROUP_BYTES<W> / 128;
   const int groups = width / BLOCK;
@@ -392,11 +494,19 @@ inline void tile(const Group* x, int64_t stride, const uint8_t* block, int width
 }
 
 template <class W, int LINES, int ROWS, class T, class B>
-inline void rows(int count, const T* x, int64_t stride, const B* block, int width, const char* next,
-                 __m512 (&acc)[TILE][2]) {
+inline void rows_of(int count, const T* x, int64_t stride, const B* block, int width, const char* next, Sums& acc) {
   if constexpr (ROWS > 1)
-    if (count < ROWS) return rows<W, LINES, ROWS - 1>(count, x, stride, block, width, next, acc);
+    if (count < ROWS) return rows_of<W, LINES, ROWS - 1>(count, x, stride, block, width, next, acc);
   tile<W, ROWS, LINES>(x, stride, block, width, next, acc);
+}
+
+template <class W, int LINES, class T, class B>
+inline void rows(int count, const T* x, int64_t stride, const B* block, int width, const char* next, Sums& acc) {
+#ifdef ANABRANCH_TILES
+  if constexpr (std::is_same<T, bf16>::value)
+    if (in_tiles<T>(width)) return tiles<LINES>(count, x, stride, block, width, next, acc);
+#endif
+  rows_of<W, LINES, ROOM<T>>(count, x, stride, block, width, next, acc);
 }
 
 // How a weight is packed.
@@ -423,26 +533,26 @@ struct Packed {
 // several, the first two ask for half of the next block each, so that memory works while the later ones compute.
 template <class W, class B, class T>
 inline int some_rows_of(int m, int count, const T* x, int64_t stride, const char* here, int64_t bytes, int width,
-                        __m512 (&acc)[TILE][2]) {
-  const int size = tile_of<T>(count), n = std::min(size, count - m), number = m / size;
+                        Sums& acc) {
+  const int size = tile_of<T>(count, width), n = std::min(size, count - m), number = m / size;
   const T* from = x + m * stride;
   const B* block = reinterpret_cast<const B*>(here);
   if (n == count)
-    rows<W, 2, ROOM<T>>(n, from, stride, block, width, here + AHEAD, acc);
+    rows<W, 2>(n, from, stride, block, width, here + AHEAD, acc);
   else if (number < 2)
-    rows<W, 1, ROOM<T>>(n, from, stride, block, width, here + bytes + number * (bytes / 2), acc);
+    rows<W, 1>(n, from, stride, block, width, here + bytes + number * (bytes / 2), acc);
   else
-    rows<W, 0, ROOM<T>>(n, from, stride, block, width, here, acc);
+    rows<W, 0>(n, from, stride, block, width, here, acc);
   return n;
 }
 
 // of block ``b``; x has w.width values a row
 template <class T>
-inline int some_rows(int m, int count, const T* x, const Packed& w, int b, __m512 (&acc)[TILE][2]) {
+inline int some_rows(int m, int count, const T* x, const Packed& w, int b, Sums& acc) {
   return some_rows_of<T, T>(m, count, x, w.width, w.block(b), w.block_bytes(), w.width, acc);
 }
 
-inline int some_rows(int m, int count, const Group* x, const Packed& w, int b, __m512 (&acc)[TILE][2]) {
+inline int some_rows(int m, int count, const Group* x, const Packed& w, int b, Sums& acc) {
   const int64_t stride = w.width / BLOCK, bytes = w.block_bytes();
   return w.kind == INT4 ? some_rows_of<Int4, uint8_t>(m, count, x, stride, w.block(b), bytes, w.width, acc)
                         : some_rows_of<Int8, uint8_t>(m, count, x, stride, w.block(b), bytes, w.width, acc);
@@ -457,17 +567,18 @@ inline void warm(const Packed& w, int threads, int id) {
   for (int i = 0; i < AHEAD; i += 64) _mm_prefetch(from + i, _MM_HINT_T0);
 }
 
-inline void zero(__m512 (&acc)[TILE][2]) {
-  for (auto& row : acc) row[0] = row[1] = _mm512_setzero_ps();
+inline void zero(Sums& acc, int count) {
+  for (int m = 0; m < count; ++m) acc[m][0] = acc[m][1] = _mm512_setzero_ps();
 }
 
 // y = x w' for blocks [first, last): ``done(m, b, low, high)`` takes 32 outputs of one row
 template <class T, class Done>
 inline void product(const T* x, int count, const Packed& w, int first, int last, Done&& done) {
-  __m512 acc[TILE][2];
+  Sums acc;
+  const int size = tile_of<T>(count, w.width);
   for (int b = first; b < last; ++b) {
-    for (int m = 0; m < count; m += tile_of<T>(count)) {
-      zero(acc);
+    for (int m = 0; m < count; m += size) {
+      zero(acc, size);
       const int n = some_rows(m, count, x, w, b, acc);
       for (int i = 0; i < n; ++i) done(m + i, b, acc[i][0], acc[i][1]);
     }
@@ -1377,12 +1488,13 @@ class Runner {
     const bool whole = l.up.data != nullptr;  // a stream adapter may stand in place of the MLP
     const int half = whole ? s.inner / BLOCK : 0;
     share(half, threads, id, &first, &last);
-    __m512 gate[TILE][2], up[TILE][2];
+    Sums gate, up;
+    const int size = tile_of<T>(m, BLOCK);  // all widths of a layer are multiples of BLOCK
     for (int b = first; b < last; ++b) {
-      for (int r = 0; r < m; r += tile_of<T>(m)) {
-        zero(gate);
+      for (int r = 0; r < m; r += size) {
+        zero(gate, size);
         some_rows(r, m, h, l.up, 2 * b, gate);
-        zero(up);
+        zero(up, size);
         const int n = some_rows(r, m, h, l.up, 2 * b + 1, up);
         for (int i = 0; i < n; ++i) {
           const __m512 lo = _mm512_mul_ps(silu(gate[i][0]), up[i][0]), hi = _mm512_mul_ps(silu(gate[i][1]), up[i][1]);
@@ -1401,11 +1513,11 @@ class Runner {
     pool.barrier();
 
     share(s.d / BLOCK, threads, id, &first, &last);
-    __m512 acc[TILE][2];
+    Sums acc;
     for (int b = first; b < last; ++b) {
-      for (int r = 0; r < m; r += tile_of<T>(m)) {
-        const int n = std::min(tile_of<T>(m), m - r);
-        zero(acc);
+      for (int r = 0; r < m; r += size) {
+        const int n = std::min(size, m - r);
+        zero(acc, size);
         if (whole) some_rows(r, m, inner, l.down, b, acc);
         if (beside) some_rows(r, m, low, l.high, b, acc);
         for (int i = 0; i < n; ++i) {
@@ -1605,6 +1717,42 @@ void* anabranch_runner(int threads) { return new Runner(threads); }
 
 // ask for large pages, so that reading weights does not wait for translations of addresses
 void anabranch_advise(void* memory, int64_t bytes) { madvise(memory, static_cast<size_t>(bytes), MADV_HUGEPAGE); }
+
+// whether products in bf16 come out right on this processor, of more rows than one tile has: 1 or 0
+int anabranch_multiplies() {
+  constexpr int ROWS = 21, OUTPUTS = 40, WIDTH = 96;
+  std::vector<bf16> x(ROWS * WIDTH), w(OUTPUTS * WIDTH);
+  uint32_t noise = 1;
+  for (auto* values : {&x, &w})
+    for (bf16& value : *values) {
+      noise = noise * 1664525u + 1013904223u;
+      value = to_bf16(static_cast<float>(static_cast<int32_t>(noise)) * 0x1p-31f);
+    }
+  Packed packed{nullptr, OUTPUTS, WIDTH, BF16};
+  Room room;
+  packed.data = room.of<char>(packed.blocks() * packed.block_bytes() + AHEAD);
+  pack(w.data(), OUTPUTS, WIDTH, static_cast<bf16*>(const_cast<void*>(packed.data)));
+  std::vector<float> y(ROWS * OUTPUTS);
+  Runner(1).linear(x.data(), ROWS, packed, nullptr, y.data());
+  const auto wide = [](bf16 value) {
+    const uint32_t bits = static_cast<uint32_t>(value) << 16;
+    float f;
+    std::memcpy(&f, &bits, 4);
+    return static_cast<double>(f);
+  };
+  for (int m = 0; m < ROWS; ++m)
+    for (int n = 0; n < OUTPUTS; ++n) {
+      double sum = 0.0;
+      for (int k = 0; k < WIDTH; ++k) sum += wide(x[m * WIDTH + k]) * wide(w[n * WIDTH + k]);
+      if (!(std::fabs(sum - y[m * OUTPUTS + n]) < 1e-4)) return 0;
+    }
+  return 1;
+}
+
+// rows that share a read of a weight, ``width`` of whose values belong to an output
+int anabranch_shared(int kind, int width) {
+  return kind == BF16 ? room<bf16>(width) : kind == FLOAT ? room<float>(width) : room<Group>(width);
+}
 
 int64_t anabranch_packed_bytes(const Packed* w) { return w->blocks() * w->block_bytes(); }
 

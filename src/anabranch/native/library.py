@@ -1,7 +1,8 @@
 """Compile ``kernels.cpp`` once a machine, load it, and call it on torch tensors.
 
 The library is kept in the cache folder under the hash of its source, compiler and processor; a second process only
-loads it. Where there is no compiler, no AVX-512 or no Linux, ``library()`` is None and ``why_not()`` says why.
+loads it. Where the processor has AMX, products of bf16 are made in its tiles. Where there is no compiler, no AVX-512 or
+no Linux, ``library()`` is None and ``why_not()`` says why.
 
 M rows, D width, N outputs.
 """
@@ -14,6 +15,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -48,6 +50,16 @@ __all__ = [
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")
+TILES = ("-DANABRANCH_TILES", "-mamx-tile", "-mamx-bf16")  # besides, for a processor with AMX
+# arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA): tiles are 8 KB that the system would have to save for every
+# thread, so a process asks for them first (Linux, Documentation/arch/x86/xstate.rst)
+ASK_FOR_TILES = (158, 0x1023, 18)
+# in a process of its own, which a fault may end: whether a library's products are right
+CHECK = f"""
+import ctypes, sys
+ctypes.CDLL(None).syscall(*{ASK_FOR_TILES})
+sys.exit(0 if ctypes.CDLL(sys.argv[1]).anabranch_multiplies() == 1 else 1)
+"""
 NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 BLOCK = 32
 WIDEST = 8192  # of the rows that the kernels read embeddings into
@@ -222,6 +234,10 @@ class Library:
             self._runners[key] = self._c.anabranch_runner(key[1])
         return self._runners[key]
 
+    def shared(self, packed: Packed) -> int:
+        """How many rows share a read of a packed weight: up to that many cost little more than one."""
+        return int(self._c.anabranch_shared(packed.kind, packed.width))
+
     def pack(
         self, kind: str, weight: Tensor, scale: Tensor | None = None, least: Tensor | None = None
     ) -> tuple[Packed, Tensor]:
@@ -380,16 +396,20 @@ def why_not() -> str:
 
 @lru_cache(maxsize=1)
 def library() -> Library | None:
-    """The kernels, compiled if need be; None where they cannot be had. ANABRANCH_NATIVE=0 switches them off."""
+    """The kernels, compiled if need be; None where they cannot be had.
+
+    ANABRANCH_NATIVE=0 switches them off, ANABRANCH_NATIVE=avx512 does without AMX.
+    """
     global _reason
-    try:
-        _reason = _unfit()
-        if _reason:
-            return None
-        return Library(_compiled())
-    except (OSError, subprocess.SubprocessError) as error:
-        _reason = f"compiling them failed: {error}"
+    _reason = _unfit()
+    if _reason:
         return None
+    for flags in ((*FLAGS, *TILES), FLAGS) if _tiles() else (FLAGS,):
+        try:
+            return Library(_compiled(flags))
+        except (OSError, subprocess.SubprocessError) as error:
+            _reason = f"compiling them failed: {error}"
+    return None
 
 
 def _unfit() -> str:
@@ -402,6 +422,13 @@ def _unfit() -> str:
     if _compiler() is None:
         return "there is no C++ compiler; install g++ or set CXX"
     return ""
+
+
+def _tiles() -> bool:
+    """Whether the processor has AMX and the system lets this process use it."""
+    if not {"amx_tile", "amx_bf16"} <= _processor_flags() or os.environ.get("ANABRANCH_NATIVE") == "avx512":
+        return False
+    return ctypes.CDLL(None).syscall(*ASK_FOR_TILES) == 0
 
 
 @lru_cache(maxsize=1)
@@ -417,19 +444,19 @@ def _compiler() -> str | None:
     return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
-def _compiled() -> Path:
+def _compiled(flags: tuple[str, ...] = FLAGS) -> Path:
     """Where the library lies, compiled first if it is not there yet; safe among processes."""
     compiler = _compiler()
     assert compiler is not None
     named = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
-    identity = repr((SOURCE.read_text(encoding="utf-8"), FLAGS, compiler, named, sorted(_processor_flags())))
+    identity = repr((SOURCE.read_text(encoding="utf-8"), flags, compiler, named, sorted(_processor_flags())))
     path = cache_home() / "native" / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder) / "kernels.so"
             done = subprocess.run(
-                [compiler, *FLAGS, "-o", str(made), str(SOURCE)],
+                [compiler, *flags, "-o", str(made), str(SOURCE)],
                 capture_output=True,
                 text=True,
                 timeout=300,
@@ -437,5 +464,7 @@ def _compiled() -> Path:
             )
             if done.returncode:
                 raise subprocess.SubprocessError(done.stderr.strip().splitlines()[-1] if done.stderr else compiler)
+            if subprocess.run([sys.executable, "-c", CHECK, str(made)], check=False, timeout=60).returncode:
+                raise subprocess.SubprocessError("their products are wrong on this processor")
             made.replace(path)
     return path
