@@ -25,6 +25,8 @@ from anabranch.streams.folder import LoadedAdapter
 __all__ = ["Situation", "find_profile", "processor_name", "resolve", "save_profile"]
 
 FORMAT = 2
+# of a tree that nobody tuned, by how many rows share a read of the weights: quantised, bf16 (both measured), in tiles
+NODES = {8: 8, 14: 12, 32: 24}
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Situation:
             device=torch.cuda.get_device_name(decoder.device) if on_gpu else "cpu",
             processor=processor_name(),
             threads=torch.get_num_threads(),
-            kernels="torch" if decoder.stack is None else "native",
+            kernels="torch" if decoder.stack is None else decoder.stack.kernels.form,
             anabranch=here,
             torch=torch.__version__,
         )
@@ -108,8 +110,7 @@ def find_profile(situation: Situation) -> dict[str, Any] | None:
 def resolve(spec: str, target: Target, adapter: LoadedAdapter | None) -> str:
     """What ``spec`` means here: "auto" the profile's drafter; without one, streams with prompt lookup, or that alone.
 
-    A ``tree=auto`` without costs takes those of the profile. Twelve rows are what the native kernels verify for little
-    more than the price of one, eight where weights are quantised.
+    A ``tree=auto`` without costs takes those of the profile.
     """
     if spec != AUTO and "tree=auto" not in spec:
         return spec
@@ -123,4 +124,4 @@ def resolve(spec: str, target: Target, adapter: LoadedAdapter | None) -> str:
         return "prompt_lookup"
     if target.decoder.stack is None:
         return "streams+prompt_lookup"
-    return f"streams:tree={12 if target.quantize == 'none' else 8}+prompt_lookup"
+    return f"streams:tree={NODES.get(target.decoder.stack.shared, 8)}+prompt_lookup"

@@ -12,9 +12,11 @@ from torch import nn
 
 from anabranch.drafters.streams import StreamDrafter
 from anabranch.errors import InputError
+from anabranch.model import pack
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder, Feed
 from anabranch.model.load import load_target
+from anabranch.model.pack import WIDE, PackedQuantized
 from anabranch.model.quantize import GROUP, QuantizedLinear, QuantizedWeight, check_quantization, quantize_decoder
 from small import decode, request, small, small_adapter
 
@@ -87,6 +89,55 @@ def test_speculation_says_what_the_quantized_model_says(case: str, kind: Kind) -
     wanted, _ = decode(plain, asked)
     got, _ = decode(plain, asked, drafter=StreamDrafter(plain, small_adapter(plain)))
     assert got == wanted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_packed_products(kind: Kind, dtype: torch.dtype) -> None:
+    """Torch's kernels for quantised weights say what the dense weight says, for any number of rows."""
+    torch.manual_seed(0)
+    weight, bias = torch.randn(48, 160), torch.randn(48).to(dtype)
+    linear = QuantizedLinear(weight, bias, kind, keep=True)
+    assert PackedQuantized.fits(linear, dtype)
+    packed = PackedQuantized(linear, dtype)
+    assert packed.weight is weight
+    for shape in ((1, 160), (2, 3, 160), (33, 160), (WIDE, 160)):
+        x = torch.randn(*shape).to(dtype)
+        wanted = F.linear(x.float(), linear.quantized().dense(), bias.float())
+        loose = 1e-5 if dtype == torch.float32 else 0.02
+        assert (packed(x).float() - wanted).abs().max() < loose * wanted.abs().max()
+        assert packed(x).dtype == dtype
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_speculation_on_packed_weights(case: str, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pack, "native_for", lambda target: False)
+    dense = copy.deepcopy(small(case))
+    quantize_decoder(dense, kind)
+    packed = copy.deepcopy(dense)
+    assert pack.pack_decoder(packed)
+    assert pack.pack_decoder(packed)  # it is already
+    assert isinstance(packed.head, PackedQuantized)
+    torch.testing.assert_close(logits(packed), logits(dense), rtol=1e-3, atol=1e-3)
+    asked = [request(5, seed, 20) for seed in range(3)]
+    wanted, _ = decode(packed, asked)
+    assert decode(packed, asked, drafter=StreamDrafter(packed, small_adapter(packed)))[0] == wanted
+
+
+def test_without_kernels_for_them_weights_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build without these kernels, and shapes that they do not take."""
+    narrow = QuantizedLinear(torch.randn(40, 64), None, "int4", keep=False)
+    assert not PackedQuantized.fits(narrow, torch.float32)
+    monkeypatch.setattr(pack, "native_for", lambda target: False)
+    monkeypatch.setattr(PackedQuantized, "forward", lambda self, x: x.new_zeros(len(x), self.out_features))
+    pack._multiplies.cache_clear()
+    target = copy.deepcopy(small("llama"))
+    quantize_decoder(target, "int8")
+    before = logits(target)
+    assert not pack.pack_decoder(target)
+    assert torch.equal(logits(target), before)
+    pack._multiplies.cache_clear()
 
 
 def test_unknown_kinds_are_refused() -> None:

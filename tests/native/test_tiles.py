@@ -28,7 +28,7 @@ def tiles() -> Iterator[None]:
     """The kernels with pretended tiles."""
     with pytest.MonkeyPatch.context() as patch:
         digest = f"-DPRETENDED={zlib.crc32(HEADER.read_bytes())}"  # another header, another library
-        patch.setattr(native, "FLAGS", (*native.FLAGS, native.TILES[0], "-include", str(HEADER), digest))
+        patch.setattr(native, "FLAGS", (*native.FLAGS, "-O1", native.TILES[0], "-include", str(HEADER), digest))
         native.library.cache_clear()
         yield
     native.library.cache_clear()
@@ -106,6 +106,7 @@ def test_without_tiles_where_they_fail(
     """What is tried in a process of its own first cannot hurt: the kernels do without tiles."""
     monkeypatch.setenv("ANABRANCH_HOME", str(tmp_path))
     monkeypatch.setattr(native, "_tiles", lambda: True)
+    monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-O0"))  # compiled sooner
     macro = [flag.removeprefix("-D").split("=") for flag in flaw if flag.startswith("-D")]
     broken = tmp_path / "broken.h"
     broken.write_text(

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from anabranch.model.decoder import Decoder
-from anabranch.model.pack import PackedLinear
+from anabranch.model.pack import PackedLinear, PackedQuantized
 from anabranch.model.quantize import QuantizedLinear
 from anabranch.model.stack import NativeLinear
 from anabranch.native.library import library
@@ -126,9 +126,10 @@ def weight_bytes(decoder: Decoder) -> int:
                 total += module.nbytes
             elif isinstance(module, PackedLinear):
                 total += module.out_features * module.in_features * decoder.dtype.itemsize
-            elif isinstance(module, QuantizedLinear):
+            elif isinstance(module, QuantizedLinear | PackedQuantized):
                 total += sum(buffer.nbytes for buffer in module.buffers(recurse=False))
-            kept = isinstance(module, NativeLinear | PackedLinear | QuantizedLinear)  # a weight that drafters read
+            # a weight beside, that drafters read
+            kept = isinstance(module, NativeLinear | PackedLinear | PackedQuantized | QuantizedLinear)
             parameters = module.named_parameters(recurse=False)
             total += sum(value.nbytes for name, value in parameters if not (kept and name == "weight"))
     return total

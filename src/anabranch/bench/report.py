@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from anabranch.native.library import library
 from anabranch.profiles import processor_name
 
 __all__ = ["SCHEMA", "environment", "heading", "markdown", "plain_table", "sheet", "tables", "wide_console"]
@@ -33,6 +34,12 @@ def _instructions() -> list[str]:
         return []
     flags = next((line for line in info.read_text(encoding="utf-8").splitlines() if line.startswith("flags")), "")
     return [flag for flag in wanted if f" {flag} " in f"{flags} "]
+
+
+def _kernels(device: torch.device) -> str:
+    """What the native kernels multiply bf16 by; torch where there are none."""
+    kernels = library() if device.type == "cpu" else None
+    return "torch" if kernels is None else kernels.form
 
 
 def _commit() -> str:
@@ -63,6 +70,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "processor": processor_name(),
         "instructions": _instructions(),
+        "kernels": _kernels(device),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
@@ -108,7 +116,8 @@ def heading(result: Mapping[str, Any]) -> list[str]:
     lines = [
         f"{run['suite']}: {of} prompts, {run['max_new_tokens']} new tokens, {law}, {run['dtype']}, batch 1, "
         f"{run['repeats']} repeat{'s' if run['repeats'] > 1 else ''}; model {run['model']}.",
-        f"{where['date']}, {where['device']}, {where['processor']}{instructions}, {where['threads']} threads; "
+        f"{where['date']}, {where['device']}, {where['processor']}{instructions}, {where['threads']} threads"
+        f"{', kernels in ' + where['kernels'] if 'kernels' in where else ''}; "
         f"anabranch {where['anabranch']} (commit {where['commit']}), torch {where['torch']}, "
         f"transformers {where['transformers']}, Python {where['python']}.",
         f"{_physics(machine)}. A token reads {machine['weight_mb']:.1f} MB of weights: plain decoding "

@@ -1,9 +1,9 @@
-"""Weights packed once for the CPU's matrix kernels.
+"""Weights packed once for the matrix kernels that read them.
 
 Two ways, the better one that this machine has: our own kernels (``anabranch.native``), which run whole layers in one
-call and whose rows do not depend on how many there are; else those of oneDNN that torch's own compiler calls on packed
-bf16 weights, which spare each call the re-ordering of the weight, half of its time (measured: docs/log.md). Quantised
-weights are packed for the former only.
+call and whose rows do not depend on how many there are; else torch's. For bf16 on a CPU these are oneDNN's, which its
+own compiler calls on packed weights, and which spare each call the re-ordering of the weight, half of its time
+(measured: docs/log.md); for quantised weights those that multiply int8 and int4 values as they are, on a CPU or a GPU.
 
 The packed copy replaces the weight, so memory stays the same; only a head that is quantised or packed for oneDNN keeps
 the original beside it, of which drafters read rows. Where neither is to be had, the module stays as it is.
@@ -12,7 +12,8 @@ the original beside it, of which drafters read rows. Where neither is to be had,
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeAlias
+from functools import lru_cache
+from typing import Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +24,12 @@ from anabranch.model.decoder import Block, Decoder
 from anabranch.model.quantize import GROUP, QuantizedLinear, QuantizedWeight
 from anabranch.model.stack import HeadTable, NativeLinear, Stack, native_for
 
-__all__ = ["Packable", "PackedLinear", "PackedWeight", "can_pack", "pack_decoder", "packed_like"]
+__all__ = ["Packable", "PackedLinear", "PackedQuantized", "PackedWeight", "can_pack", "pack_decoder", "packed_like"]
 
 # rows that oneDNN's packing is laid out for; measured to serve 1 to 64 rows alike
 PACK_ROWS = 32
+# rows from which a dense weight is made for a product of a quantised one, where torch's kernels multiply
+WIDE = 128
 
 
 class PackedLinear(nn.Module):
@@ -48,6 +51,83 @@ class PackedLinear(nn.Module):
         """The weight [out, in] as it was."""
         weight: Tensor = self.packed.to_dense()
         return weight
+
+
+class PackedQuantized(nn.Module):
+    """``nn.Linear`` over a quantised weight for rows of ``dtype``, by torch's kernels for such weights; inference only.
+
+    int8: sums of values times rows, then the outputs' scales. int4: the kernels know a group by its scale and by what
+    the value 8 stands for, both in the rows' type. They are made for few rows; from ``WIDE`` on, as in prompts, a product
+    over the dense weight is faster, so int4 values are kept beside their packed copy.
+    """
+
+    def __init__(self, linear: QuantizedLinear, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.out_features, self.in_features, self.kind = linear.out_features, linear.in_features, linear.kind
+        self.weight, self.bias = linear.weight, linear.bias  # drafters read rows of the head
+        made = linear.quantized()
+        if made.least is None:
+            self.register_buffer("values", (made.values.short() - 128).to(torch.int8))
+            self.register_buffer("scale", made.scale)
+            self.register_buffer("ones", torch.ones_like(made.scale, dtype=dtype))
+            return
+        self._dense = [linear]  # in a list: no part of this module
+        self.on_cpu = made.values.device.type == "cpu"
+        if self.on_cpu:
+            values = torch.ops.aten._convert_weight_to_int4pack_for_cpu(made.values.int(), 1)
+        else:
+            # 16 inputs make a tile of the tensor cores, and up to eight lie together
+            together = next(n for n in (8, 4, 2) if self.in_features % (16 * n) == 0)
+            pairs = made.values[:, ::2] << 4 | made.values[:, 1::2]
+            values = torch.ops.aten._convert_weight_to_int4pack(pairs, together)
+        middle = made.least.float() + 8 * made.scale.float()
+        self.register_buffer("values", values)
+        self.register_buffer(
+            "scale", torch.stack((made.scale.float(), middle), 2).transpose(0, 1).contiguous().to(dtype)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        rows = x.reshape(-1, self.in_features)
+        y = self._int8(rows) if self.kind == "int8" else self._int4(rows)
+        return (y if self.bias is None else y + self.bias).view(*x.shape[:-1], self.out_features)
+
+    def _int8(self, rows: Tensor) -> Tensor:
+        assert isinstance(self.values, Tensor)
+        assert isinstance(self.scale, Tensor)
+        if len(rows) < WIDE:
+            sums: Tensor = torch.ops.aten._weight_int8pack_mm(rows, self.values, self.ones)
+        else:
+            sums = F.linear(rows, self.values.to(rows.dtype))
+        return (sums.float() * self.scale).to(rows.dtype)
+
+    def _int4(self, rows: Tensor) -> Tensor:
+        if len(rows) >= WIDE:
+            return F.linear(rows, self._dense[0].quantized().dense().to(rows.dtype))
+        multiply = torch.ops.aten._weight_int4pack_mm_for_cpu if self.on_cpu else torch.ops.aten._weight_int4pack_mm
+        y: Tensor = multiply(rows, self.values, GROUP, self.scale)
+        return y
+
+    @staticmethod
+    def fits(linear: QuantizedLinear, dtype: torch.dtype) -> bool:
+        """Whether this build has kernels for this weight here, and they agree with the dense product."""
+        if linear.kind == "int4" and linear.out_features % 16:
+            return False
+        return _multiplies(linear.kind, dtype, linear.scale.device)
+
+
+@lru_cache
+@torch.no_grad()
+def _multiplies(kind: Literal["int8", "int4"], dtype: torch.dtype, device: torch.device) -> bool:
+    noise = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(48, 192, generator=noise).to(device), torch.randn(3, 192, generator=noise).to(device, dtype)
+    linear = QuantizedLinear(weight, None, kind, keep=False)
+    try:
+        found = PackedQuantized(linear, dtype)(x).float()
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return False
+    wanted = x.float() @ linear.quantized().dense().T
+    return bool((found - wanted).abs().max() < 0.02 * wanted.abs().max())
 
 
 PackedWeight: TypeAlias = "PackedLinear | NativeLinear"
@@ -112,10 +192,11 @@ def pack_decoder(target: Decoder) -> bool:
 
     The target can then no longer be trained through or moved to another device.
     """
-    if isinstance(target.head, PackedLinear | NativeLinear):
+    if isinstance(target.head, PackedLinear | PackedQuantized | NativeLinear):
         return True
-    native = native_for(target)
-    if not native and (isinstance(target.head, QuantizedLinear) or not can_pack(target.dtype, target.device)):
+    native, head, dtype = native_for(target), target.head, target.dtype
+    narrow = isinstance(head, QuantizedLinear)
+    if not native and not (PackedQuantized.fits(head, dtype) if narrow else can_pack(dtype, target.device)):
         return False
     for block in target.blocks:
         assert isinstance(block, Block)
@@ -123,17 +204,20 @@ def pack_decoder(target: Decoder) -> bool:
             linear = getattr(module, name)
             if native:
                 packed: nn.Module = NativeLinear(_stored(linear), linear.bias, gated=name == "up")
+            elif narrow:
+                packed = PackedQuantized(linear, dtype) if PackedQuantized.fits(linear, dtype) else linear
             else:
                 packed = PackedLinear(linear.weight, linear.bias)
             setattr(module, name, packed)
         give_back()
-    head = target.head
     if native:
-        exact = isinstance(head, nn.Linear)
+        exact = not narrow
         target.head = NativeLinear(_stored(head), head.bias, keep=None if exact else head.weight, wide=True)
         if exact and target.config.tied_head:
             target.embedding = HeadTable(target.head)
         target.stack = Stack.of_decoder(target)
+    elif narrow:
+        target.head = PackedQuantized(head, dtype)
     else:
         target.head = PackedLinear(head.weight, head.bias, keep=True)
     return True

@@ -6,7 +6,8 @@
             kept in int8
 
 Embeddings, norms and biases stay as they are. The native kernels also take the rows that meet such weights in int8,
-with a scale for every 32 values; elsewhere weights are made dense for each product.
+with a scale for every 32 values; torch's kernels take rows as they are (``model.pack``), and where there are none
+either, weights are made dense for each product.
 
 N outputs, D inputs.
 """

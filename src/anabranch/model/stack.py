@@ -192,7 +192,8 @@ class Stack:
     @property
     def shared(self) -> int:
         """How many rows of a pass share a read of the weights."""
-        return self.kernels.shared(self._layers[0].qkv)
+        packed = self._layers[0].qkv
+        return self.kernels.shared(packed.kind, packed.width)
 
     def _pointer(self, tensor: Tensor | None) -> int | None:
         if tensor is None:

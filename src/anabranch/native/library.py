@@ -234,9 +234,14 @@ class Library:
             self._runners[key] = self._c.anabranch_runner(key[1])
         return self._runners[key]
 
-    def shared(self, packed: Packed) -> int:
-        """How many rows share a read of a packed weight: up to that many cost little more than one."""
-        return int(self._c.anabranch_shared(packed.kind, packed.width))
+    def shared(self, kind: int, width: int) -> int:
+        """How many rows share a read of a packed weight [N, ``width``]: up to that many cost little more than one."""
+        return int(self._c.anabranch_shared(kind, width))
+
+    @property
+    def form(self) -> str:
+        """What bf16 is multiplied by: "avx512", or "amx" where its tiles are used."""
+        return "amx" if self.shared(KINDS["bfloat16"], BLOCK) == 32 else "avx512"
 
     def pack(
         self, kind: str, weight: Tensor, scale: Tensor | None = None, least: Tensor | None = None
@@ -428,7 +433,7 @@ def _tiles() -> bool:
     """Whether the processor has AMX and the system lets this process use it."""
     if not {"amx_tile", "amx_bf16"} <= _processor_flags() or os.environ.get("ANABRANCH_NATIVE") == "avx512":
         return False
-    return ctypes.CDLL(None).syscall(*ASK_FOR_TILES) == 0
+    return bool(ctypes.CDLL(None).syscall(*ASK_FOR_TILES) == 0)
 
 
 @lru_cache(maxsize=1)
