@@ -57,8 +57,8 @@ class PackedQuantized(nn.Module):
     """``nn.Linear`` over a quantised weight for rows of ``dtype``, by torch's kernels for such weights; inference only.
 
     int8: sums of values times rows, then the outputs' scales. int4: the kernels know a group by its scale and by what
-    the value 8 stands for, both in the rows' type. They are made for few rows; from ``WIDE`` on, as in prompts, a product
-    over the dense weight is faster, so int4 values are kept beside their packed copy.
+    the value 8 stands for, both in the rows' type. They are made for few rows; from ``WIDE`` on, as in prompts, a
+    product over the dense weight is faster, so int4 values are kept beside their packed copy.
     """
 
     def __init__(self, linear: QuantizedLinear, dtype: torch.dtype) -> None:
