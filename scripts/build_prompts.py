@@ -14,8 +14,9 @@ are left out and numbers go on behind them:
         --without prompts.jsonl --out more.jsonl
     python scripts/build_prompts.py --data DIR --xquad xquad.en.json xquad.de.json --seed 2 --scale 0.6 \\
         --without prompts.jsonl more.jsonl --out third.jsonl
-    python scripts/build_prompts.py --data DIR --german de_gsd-ud-dev.conllu de_gsd-ud-test.conllu de_pud-ud-test.conllu \\
-        --xquad xquad.en.json xquad.de.json --seed 3 --without prompts.jsonl more.jsonl third.jsonl --out fourth.jsonl
+    python scripts/build_prompts.py --data DIR --german de_gsd-ud-dev.conllu de_gsd-ud-test.conllu \\
+        de_pud-ud-test.conllu --xquad xquad.en.json xquad.de.json --seed 3 \\
+        --without prompts.jsonl more.jsonl third.jsonl --out fourth.jsonl
 """
 
 from __future__ import annotations
