@@ -426,9 +426,7 @@ def test_where_they_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda m: m.setattr(native, "_compiler", lambda: None),
         lambda m: m.setattr(native, "_processor_flags", lambda: frozenset()),
         lambda m: m.setattr(native.platform, "machine", lambda: "riscv64"),
-        lambda m: m.setattr(
-            native, "_compiled", lambda flags: (_ for _ in ()).throw(subprocess.SubprocessError("ice"))
-        ),
+        lambda m: m.setattr(native, "_compiled", lambda _: (x for x in ()).throw(subprocess.SubprocessError("ice"))),
     ):
         with monkeypatch.context() as patch:
             change(patch)
