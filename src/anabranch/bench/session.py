@@ -155,9 +155,8 @@ class Session:
             ):
                 for name, why in one.errors.items():
                     self.tell(f"{name} is not measured: {why}")
-                self.recordings.write(
-                    one.index, list(one.answers)
-                )  # a prompt that the journal has is recorded for sure
+                # before the journal: a prompt that it has is recorded for sure
+                self.recordings.write(one.index, list(one.answers))
                 if self.journal is None:
                     self.done.append(one)
                 else:
