@@ -25,8 +25,15 @@ from anabranch.streams.folder import LoadedAdapter
 __all__ = ["Situation", "find_profile", "processor_name", "resolve", "save_profile"]
 
 FORMAT = 2
-# of a tree that nobody tuned, by how many rows share a read of the weights: quantised, bf16 (both measured), in tiles
-NODES = {8: 8, 14: 12, 32: 24}
+# what "auto" means where nobody tuned, by how many rows cost little more than one: AVX2 quantised and in bf16, AVX-512
+# quantised and in bf16 (all measured), AMX
+USUAL = {
+    3: "prompt_lookup:tokens=2",
+    6: "streams:tree=5+prompt_lookup",
+    8: "streams:tree=8+prompt_lookup",
+    14: "streams:tree=12+prompt_lookup",
+    32: "streams:tree=24+prompt_lookup",
+}
 
 
 @dataclass(frozen=True)
@@ -124,4 +131,4 @@ def resolve(spec: str, target: Target, adapter: LoadedAdapter | None) -> str:
         return "prompt_lookup"
     if target.decoder.stack is None:
         return "streams+prompt_lookup"
-    return f"streams:tree={NODES.get(target.decoder.stack.shared, 8)}+prompt_lookup"
+    return USUAL[target.decoder.stack.shared]

@@ -126,6 +126,8 @@ def test_auto_is_the_profile_or_the_usual(target: Target, adapter: LoadedAdapter
     assert resolve("streams:tree=8", target, adapter) == "streams:tree=8"
     assert resolve("auto", target, adapter) == "streams+prompt_lookup"
     assert resolve("auto", target, None) == "prompt_lookup"
+    for form in profiles.USUAL.values():
+        check_spec(form)
     path = save_profile(Situation.of(target, adapter), "streams:tree=6", {"speedup": 2.0})
     assert resolve("auto", target, adapter) == "streams:tree=6"
     assert resolve("auto", target, None) == "prompt_lookup", "another adapter is another situation"

@@ -75,8 +75,8 @@ class StepCosts:
 def usual_costs(target: Decoder) -> StepCosts:
     """What steps are taken to cost, in relation to each other, before ``anabranch tune`` measured them here.
 
-    The native kernels: a step costs a quarter more with as many rows as share a read of the weights, behind which their
-    arithmetic hides, than with one row, and twice as much with twice as many. PyTorch: a row costs 1/128 of a step.
+    The native kernels: a step costs a quarter more than with one row with as many rows as hide their arithmetic behind
+    reading the weights, and twice as much with twice as many. PyTorch: a row costs 1/128 of a step.
     """
     if target.stack is None:
         return StepCosts((1, 129), (1.0, 2.0))

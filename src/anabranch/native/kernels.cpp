@@ -1,4 +1,5 @@
-// Layers of a decoder for a few rows at a time, weights in bf16 or float32, on x86 with AVX-512.
+// Layers of a decoder for a few rows at a time, weights in bf16, float32, int8 or int4. What depends on the processor
+// stands in a header for it: numbers.h says what such a header gives.
 //
 // Why not a library: between two tokens a small model does three hundred tiny operations, and dispatching them costs as
 // much as reading its weights. Here a pass is one call: threads meet at six barriers a layer and nothing is allocated.
@@ -7,12 +8,11 @@
 // cache: a product accumulates over k for each row by itself, and attention runs over the keys that a row sees, in
 // text order. So a tree of 32 nodes yields, to the bit, what 32 passes of one node yield, in bf16 and quantised too.
 //
-// T is the type of the rows between two products: bf16 or float, as weights and cache are, or Group, rows in int8 for
-// weights in int8 or int4, where the cache is bf16. Sums and the residual stream are always float.
+// T is the type of the rows between two products: Factor<bf16> or float, as weights and cache are, or Group, rows in int8
+// for weights in int8 or int4, where the cache is bf16. Sums and the residual stream are always float.
 //
 // B batch rows, N nodes a row, M = B N, D model width, H query heads, K kv heads, E head width, I inner width, R rank.
 
-#include <immintrin.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -28,69 +28,30 @@
 #include <type_traits>
 #include <vector>
 
+#if defined(__AVX512F__) && !defined(ANABRANCH_AVX2)
+#include "avx512.h"
+#else
+#include "avx2.h"
+#endif
+
 namespace {
 
-using bf16 = uint16_t;
-
 constexpr int AHEAD = 8192;  // bytes of weights asked for in advance: memory answers late
-constexpr int BLOCK = 32;  // outputs of a packed block: two vectors
 constexpr int IDLE = 100000;  // turns a worker spins before it sleeps: longer than what Python does between two calls
-constexpr int TILE = 14;   // rows that share a read of the weights: 28 sums, 2 weights and a value fill the registers
-constexpr int MOST = 32;   // the same in the processor's own tiles: two of 16 rows
-
-// sums of 32 outputs for the rows of a tile
-using Sums = __m512[MOST][2];
-
-#ifdef ANABRANCH_TILES  // products of bf16 in AMX's tiles; see library.py for who may use them
-constexpr bool TILES = true;
-#else
-constexpr bool TILES = false;
-#endif
 
 // ---- numbers ------------------------------------------------------------------------------------------------------
 
-inline bf16 to_bf16(float x) {
-  uint32_t u;
-  std::memcpy(&u, &x, 4);
-  return static_cast<bf16>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
-}
-
-inline __m256i to_bf16(__m512 x) {
-  const __m512i u = _mm512_castps_si512(x);
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
-  const __m512i r = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(r, 16));
-}
-
-inline __m512 load16(const bf16* p) {
-  return _mm512_castsi512_ps(
-      _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
-}
-
-inline __m512 load16(const float* p) { return _mm512_loadu_ps(p); }
-inline void store16(bf16* p, __m512 x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_bf16(x)); }
-inline void store16(float* p, __m512 x) { _mm512_storeu_ps(p, x); }
-inline void store1(bf16* p, float x) { *p = to_bf16(x); }
-inline void store1(float* p, float x) { *p = x; }
-
-// 32 values of a row in int8: scale * value[i]; for weights whose zero is not at 0 their sum, and -128 sum(value)
-struct Group {
-  int8_t value[BLOCK];
-  float scale, sum;
-  int32_t offset;
-};
-
-// values that one T holds, and what T stands for where nothing is quantised
+// values that one T holds
 template <class T>
 constexpr int PER = 1;
 template <>
 constexpr int PER<Group> = BLOCK;
 
-// rows that share a read of the weights: quantised ones keep two sums for each output
+// rows that share a read of the weights
 template <class T>
 constexpr int ROOM = TILE;
 template <>
-constexpr int ROOM<Group> = 8;
+constexpr int ROOM<Group> = QUANTISED_TILE;
 
 // whether rows of ``width`` values of T are multiplied in the processor's tiles; however many rows there are, since their
 // sums are rounded in another order
@@ -110,130 +71,38 @@ inline int tile_of(int count, int width) {
   const int tiles = (count + room<T>(width) - 1) / room<T>(width);
   return tiles == 0 ? 1 : (count + tiles - 1) / tiles;
 }
+
+// what T stands for outside of products, in caches say
 template <class T>
-struct PlainOf {
-  using type = T;
-};
-template <>
-struct PlainOf<Group> {
-  using type = bf16;
-};
-template <class T>
-using Plain = typename PlainOf<T>::type;
+using Plain = std::conditional_t<std::is_same<T, float>::value, float, bf16>;
 
 // values [32 b, 32 b + 32) of a row
 template <class T>
-inline void store32(T* row, int b, __m512 low, __m512 high) {
+inline void store32(T* row, int b, Floats low, Floats high) {
   store16(row + b * BLOCK, low);
   store16(row + b * BLOCK + 16, high);
 }
 
-inline void store32(Group* row, int b, __m512 low, __m512 high) {
-  const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
-  const __m512 inverse = _mm512_set1_ps(most > 0.0f ? 127.0f / most : 0.0f);
-  const __m512i l = _mm512_cvtps_epi32(_mm512_mul_ps(low, inverse)), h = _mm512_cvtps_epi32(_mm512_mul_ps(high, inverse));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(row[b].value), _mm512_cvtepi32_epi8(l));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(row[b].value + 16), _mm512_cvtepi32_epi8(h));
-  const int32_t sum = _mm512_reduce_add_epi32(_mm512_add_epi32(l, h));
-  row[b].scale = most / 127.0f;
-  row[b].sum = row[b].scale * static_cast<float>(sum);
-  row[b].offset = -128 * sum;
-}
-
-// values of T in the 32 bits that one lane takes in at a time
-template <class T>
-constexpr int PER_LANE = 4 / static_cast<int>(sizeof(T));
-
-// the first ``left`` of 16 lanes
-inline __mmask16 tail(int left) { return static_cast<__mmask16>(left >= 16 ? 0xffff : (1 << left) - 1); }
-
-// 32 bits at p in all lanes
-template <class T>
-inline __m512i spread(const T* p) {
-  int word;
-  std::memcpy(&word, p, 4);
-  return _mm512_set1_epi32(word);
-}
-
-// acc + a b, in bf16 over pairs: acc + a.even * b.even + a.odd * b.odd
-template <class T>
-inline __m512 dot(__m512 acc, __m512i a, __m512i b);
-
-template <>
-inline __m512 dot<float>(__m512 acc, __m512i a, __m512i b) {
-  return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), acc);
-}
-
-template <>
-inline __m512 dot<bf16>(__m512 acc, __m512i a, __m512i b) {
-#ifdef __AVX512BF16__
-  return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
-#else
-  const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-  acc = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(a, 16)), _mm512_castsi512_ps(_mm512_slli_epi32(b, 16)),
-                        acc);
-  return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(a, high)), _mm512_castsi512_ps(_mm512_and_si512(b, high)),
-                         acc);
-#endif
-}
-
 // e^x: 2^n times a polynomial on [-ln2/2, ln2/2]; relative error below 2e-7
-inline __m512 exponential(__m512 x) {
-  x = _mm512_max_ps(x, _mm512_set1_ps(-100.0f));
-  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
-  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
-  p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
-  return _mm512_scalef_ps(p, n);
+inline Floats exponential(Floats x) {
+  x = larger(x, same(-100.0f));
+  const Floats n = nearest(x * same(1.44269504f));
+  Floats r = fnma(n, same(0.693359375f), x);
+  r = fnma(n, same(-2.12194440e-4f), r);
+  Floats p = same(1.9875691500e-4f);
+  p = fma(p, r, same(1.3981999507e-3f));
+  p = fma(p, r, same(8.3334519073e-3f));
+  p = fma(p, r, same(4.1665795894e-2f));
+  p = fma(p, r, same(1.6666665459e-1f));
+  p = fma(p, r, same(5.0000001201e-1f));
+  p = fma(p, r * r, r + same(1.0f));
+  return scaled(p, n);
 }
 
-inline __m512 silu(__m512 x) {
-  const __m512 one = _mm512_set1_ps(1.0f);
-  return _mm512_div_ps(x, _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), x))));
+inline Floats silu(Floats x) {
+  const Floats one = same(1.0f);
+  return x / (one + exponential(zeros() - x));
 }
-
-// ---- tiles --------------------------------------------------------------------------------------------------------
-
-#ifdef ANABRANCH_TILES
-// The shape of this thread's tiles: 0 to 3 take the sums of 16 rows and 16 outputs each, 4 and 5 the rows, 16 of 32 values
-// each, 6 and 7 the weights. ``rows``: 0 where there is none yet.
-thread_local int shaped_for = 0;
-
-// what was written is in memory where a compiler believes that ``p`` is read: it does not know what tiles are loaded from
-inline void written(const void* p) { asm volatile("" : : "r"(p) : "memory"); }
-
-inline void shape_tiles(int rows) {
-  if (rows == shaped_for) return;
-  struct alignas(64) {
-    uint8_t palette = 1, start = 0, unused[14] = {};
-    uint16_t bytes[16] = {};
-    uint8_t rows[16] = {};
-  } shape;
-  const int first = std::min(rows, 16), second = rows - first;
-  const int of[8] = {first, first, second, second, first, second, 16, 16};
-  for (int i = 0; i < 8; ++i) {
-    shape.rows[i] = static_cast<uint8_t>(of[i]);
-    shape.bytes[i] = of[i] == 0 ? 0 : 64;
-  }
-  written(&shape);
-  _tile_loadconfig(&shape);
-  shaped_for = rows;
-}
-
-// a thread that waits keeps no tiles: whoever takes its processor would have to save them
-inline void drop_tiles() {
-  if (shaped_for != 0) _tile_release();
-  shaped_for = 0;
-}
-#else
-inline void drop_tiles() {}
-#endif
 
 // ---- threads ------------------------------------------------------------------------------------------------------
 
@@ -290,7 +159,7 @@ class Pool {
   template <class Done>
   static void wait(Done&& done) {
     for (int spins = 0; !done(); ++spins) {
-      _mm_pause();
+      pause();
       if (spins > 4000) std::this_thread::yield();  // someone else needs the processor
     }
   }
@@ -300,7 +169,7 @@ class Pool {
     for (;;) {
       int spins = 0;
       while (turn_.load(std::memory_order_acquire) == seen) {
-        _mm_pause();
+        pause();
         if (++spins > IDLE) {
           std::unique_lock<std::mutex> lock(mutex_);
           wake_.wait(lock, [&] { return turn_.load() != seen; });
@@ -335,180 +204,6 @@ inline void share(int count, int threads, int id, int* first, int* last) {
 
 // ---- products -----------------------------------------------------------------------------------------------------
 
-// acc[m][32] += x[m] . block, for ROWS rows; the order of the sum is that of k, whatever ROWS is. Asks for LINES cache
-// lines at ``next`` for every two lines of weights.
-template <class T, int ROWS, int LINES>
-inline void tile(const T* x, int64_t stride, const T* block, int width, const char* next, Sums& acc) {
-  constexpr int STEP = PER_LANE<T>;
-  __m512 a[ROWS][2];
-#pragma GCC unroll 16
-  for (int m = 0; m < ROWS; ++m) a[m][0] = acc[m][0], a[m][1] = acc[m][1];
-  const int steps = width / STEP;
-  for (int k = 0; k < steps; ++k) {
-    const T* w = block + static_cast<int64_t>(k) * STEP * BLOCK;
-    if (LINES > 0) _mm_prefetch(next + 64 * LINES * static_cast<int64_t>(k), _MM_HINT_T0);
-    if (LINES > 1) _mm_prefetch(next + 64 * LINES * static_cast<int64_t>(k) + 64, _MM_HINT_T0);
-    const __m512i w0 = _mm512_loadu_si512(w), w1 = _mm512_loadu_si512(w + 16 * STEP);
-#pragma GCC unroll 16
-    for (int m = 0; m < ROWS; ++m) {
-      const __m512i v = spread(x + m * stride + STEP * k);
-      a[m][0] = dot<T>(a[m][0], v, w0);
-      a[m][1] = dot<T>(a[m][1], v, w1);
-    }
-  }
-#pragma GCC unroll 16
-  for (int m = 0; m < ROWS; ++m) acc[m][0] = a[m][0], acc[m][1] = a[m][1];
-}
-
-#ifdef ANABRANCH_TILES
-// acc[m][32] += x[m] . block for up to 32 rows, 32 values of k at a time; see ``tile``. A packed block is what a tile of
-// weights is to be: a line a pair of k, and half a line of 128 bytes for 16 outputs.
-template <int LINES>
-inline void tiles(int count, const bf16* x, int64_t stride, const bf16* block, int width, const char* next, Sums& acc) {
-  constexpr int LINE = 2 * BLOCK * static_cast<int>(sizeof(bf16));
-  const int64_t row = stride * static_cast<int64_t>(sizeof(bf16));
-  shape_tiles(count);
-  written(acc);
-  _tile_loadd(0, &acc[0][0], LINE);
-  _tile_loadd(1, &acc[0][1], LINE);
-  if (count > 16) {
-    _tile_loadd(2, &acc[16][0], LINE);
-    _tile_loadd(3, &acc[16][1], LINE);
-  }
-  for (int k = 0; k < width; k += BLOCK) {
-    const bf16* weights = block + static_cast<int64_t>(k) * BLOCK;
-    for (int i = 0; i < 16 * LINES; ++i) _mm_prefetch(next + 32 * LINES * static_cast<int64_t>(k) + 64 * i, _MM_HINT_T0);
-    _tile_loadd(4, x + k, row);
-    _tile_loadd(6, weights, LINE);
-    _tile_loadd(7, weights + BLOCK, LINE);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    if (count > 16) {
-      _tile_loadd(5, x + 16 * stride + k, row);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
-  }
-  _tile_stored(0, &acc[0][0], LINE);
-  _tile_stored(1, &acc[0][1], LINE);
-  if (count > 16) {
-    _tile_stored(2, &acc[16][0], LINE);
-    _tile_stored(3, &acc[16][1], LINE);
-  }
-}
-#endif
-
-// Weights in int8 and int4, in groups of 32 values of k. A block of 32 outputs holds for each group
-//   int8: for every 4 of k the 32 outputs' values + 128, 1,024 bytes; behind all groups the outputs' scales, float
-//   int4: for every 8 of k the 32 outputs' values from 0 to 15, those of the later 4 in the high halves, 512 bytes;
-//         then the outputs' scales and their least values in half precision: w = scale * value + least
-struct Int8 {};
-struct Int4 {};
-
-template <class W>
-constexpr int GROUP_BYTES = 1024;
-template <>
-constexpr int GROUP_BYTES<Int4> = 640;
-
-// acc + sums of 4 products: bytes of a from 0 to 255, of b signed
-inline __m512i dot4(__m512i acc, __m512i a, __m512i b) {
-#ifdef __AVX512VNNI__
-  return _mm512_dpbusd_epi32(acc, a, b);
-#else
-  const __m512i low = _mm512_set1_epi16(0xff), one = _mm512_set1_epi16(1);
-  const __m512i even = _mm512_mullo_epi16(_mm512_and_si512(a, low), _mm512_srai_epi16(_mm512_slli_epi16(b, 8), 8));
-  const __m512i odd = _mm512_mullo_epi16(_mm512_srli_epi16(a, 8), _mm512_srai_epi16(b, 8));
-  acc = _mm512_add_epi32(acc, _mm512_madd_epi16(even, one));
-  return _mm512_add_epi32(acc, _mm512_madd_epi16(odd, one));
-#endif
-}
-
-template <class W, int ROWS, int LINES>
-inline void tile(const Group* x, int64_t stride, const uint8_t* block, int width, const char* next,
-                 Sums& acc) {
-  constexpr bool NARROW = std::is_same<W, Int4>::value;
-  constexpr int PAIRS = GROUP_BYTES<W> / 128;
-  const int groups = width / BLOCK;
-  const __m512i half = _mm512_set1_epi8(15);
-  __m512 total[ROWS][2];
-#pragma GCC unroll 8
-  for (int m = 0; m < ROWS; ++m) total[m][0] = total[m][1] = _mm512_setzero_ps();
-  for (int g = 0; g < groups; ++g) {
-    const uint8_t* w = block + static_cast<int64_t>(g) * GROUP_BYTES<W>;
-    const Group* v = x + g;
-    __m512i sum[ROWS][2];
-#pragma GCC unroll 8
-    for (int m = 0; m < ROWS; ++m)
-      sum[m][0] = sum[m][1] = NARROW ? _mm512_setzero_si512() : _mm512_set1_epi32(v[m * stride].offset);
-    for (int k = 0; k < PAIRS; ++k) {
-      const char* ask = next + (static_cast<int64_t>(g) * PAIRS + k) * 64 * LINES;
-      if (LINES > 0) _mm_prefetch(ask, _MM_HINT_T0);
-      if (LINES > 1) _mm_prefetch(ask + 64, _MM_HINT_T0);
-      if (NARROW && k == PAIRS - 1) break;
-      const __m512i w0 = _mm512_loadu_si512(w + 128 * k), w1 = _mm512_loadu_si512(w + 128 * k + 64);
-      if (NARROW) {
-        const __m512i low0 = _mm512_and_si512(w0, half), low1 = _mm512_and_si512(w1, half);
-        const __m512i high0 = _mm512_and_si512(_mm512_srli_epi16(w0, 4), half);
-        const __m512i high1 = _mm512_and_si512(_mm512_srli_epi16(w1, 4), half);
-#pragma GCC unroll 8
-        for (int m = 0; m < ROWS; ++m) {
-          const __m512i a = spread(v[m * stride].value + 8 * k), b = spread(v[m * stride].value + 8 * k + 4);
-          sum[m][0] = dot4(dot4(sum[m][0], low0, a), high0, b);
-          sum[m][1] = dot4(dot4(sum[m][1], low1, a), high1, b);
-        }
-      } else {
-#pragma GCC unroll 8
-        for (int m = 0; m < ROWS; ++m) {
-          const __m512i a = spread(v[m * stride].value + 4 * k);
-          sum[m][0] = dot4(sum[m][0], w0, a);
-          sum[m][1] = dot4(sum[m][1], w1, a);
-        }
-      }
-    }
-    const auto of_half = [](const uint8_t* p) {
-      return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-    };
-    __m512 scale[2], least[2];
-    if (NARROW)
-      for (int i = 0; i < 2; ++i) scale[i] = of_half(w + 512 + 32 * i), least[i] = of_half(w + 576 + 32 * i);
-#pragma GCC unroll 8
-    for (int m = 0; m < ROWS; ++m) {
-      const __m512 s = _mm512_set1_ps(v[m * stride].scale);
-      for (int i = 0; i < 2; ++i) {
-        const __m512 f = _mm512_cvtepi32_ps(sum[m][i]);
-        if (NARROW) {
-          total[m][i] = _mm512_fmadd_ps(_mm512_mul_ps(f, scale[i]), s, total[m][i]);
-          total[m][i] = _mm512_fmadd_ps(_mm512_set1_ps(v[m * stride].sum), least[i], total[m][i]);
-        } else {
-          total[m][i] = _mm512_fmadd_ps(f, s, total[m][i]);
-        }
-      }
-    }
-  }
-  const float* scales = reinterpret_cast<const float*>(block + static_cast<int64_t>(groups) * GROUP_BYTES<W>);
-#pragma GCC unroll 8
-  for (int m = 0; m < ROWS; ++m)
-    for (int i = 0; i < 2; ++i)
-      acc[m][i] = NARROW ? _mm512_add_ps(acc[m][i], total[m][i])
-                         : _mm512_fmadd_ps(total[m][i], _mm512_loadu_ps(scales + 16 * i), acc[m][i]);
-}
-
-template <class W, int LINES, int ROWS, class T, class B>
-inline void rows_of(int count, const T* x, int64_t stride, const B* block, int width, const char* next, Sums& acc) {
-  if constexpr (ROWS > 1)
-    if (count < ROWS) return rows_of<W, LINES, ROWS - 1>(count, x, stride, block, width, next, acc);
-  tile<W, ROWS, LINES>(x, stride, block, width, next, acc);
-}
-
-template <class W, int LINES, class T, class B>
-inline void rows(int count, const T* x, int64_t stride, const B* block, int width, const char* next, Sums& acc) {
-#ifdef ANABRANCH_TILES
-  if constexpr (std::is_same<T, bf16>::value)
-    if (in_tiles<T>(width)) return tiles<LINES>(count, x, stride, block, width, next, acc);
-#endif
-  rows_of<W, LINES, ROOM<T>>(count, x, stride, block, width, next, acc);
-}
-
 // How a weight is packed.
 enum Kind : int32_t { BF16 = 0, FLOAT = 1, INT8 = 2, INT4 = 3 };
 
@@ -538,18 +233,19 @@ inline int some_rows_of(int m, int count, const T* x, int64_t stride, const char
   const T* from = x + m * stride;
   const B* block = reinterpret_cast<const B*>(here);
   if (n == count)
-    rows<W, 2>(n, from, stride, block, width, here + AHEAD, acc);
+    tile<W, 2>(n, from, stride, block, width, here + AHEAD, acc);
   else if (number < 2)
-    rows<W, 1>(n, from, stride, block, width, here + bytes + number * (bytes / 2), acc);
+    tile<W, 1>(n, from, stride, block, width, here + bytes + number * (bytes / 2), acc);
   else
-    rows<W, 0>(n, from, stride, block, width, here, acc);
+    tile<W, 0>(n, from, stride, block, width, here, acc);
   return n;
 }
 
 // of block ``b``; x has w.width values a row
 template <class T>
 inline int some_rows(int m, int count, const T* x, const Packed& w, int b, Sums& acc) {
-  return some_rows_of<T, T>(m, count, x, w.width, w.block(b), w.block_bytes(), w.width, acc);
+  using P = Plain<T>;
+  return some_rows_of<P, P>(m, count, x, w.width, w.block(b), w.block_bytes(), w.width, acc);
 }
 
 inline int some_rows(int m, int count, const Group* x, const Packed& w, int b, Sums& acc) {
@@ -564,11 +260,11 @@ inline void warm(const Packed& w, int threads, int id) {
   int first, last;
   share(w.blocks(), threads, id, &first, &last);
   const char* from = w.block(first);
-  for (int i = 0; i < AHEAD; i += 64) _mm_prefetch(from + i, _MM_HINT_T0);
+  for (int i = 0; i < AHEAD; i += 64) ask(from + i);
 }
 
 inline void zero(Sums& acc, int count) {
-  for (int m = 0; m < count; ++m) acc[m][0] = acc[m][1] = _mm512_setzero_ps();
+  for (int m = 0; m < count; ++m) acc[m][0] = acc[m][1] = zeros();
 }
 
 // y = x w' for blocks [first, last): ``done(m, b, low, high)`` takes 32 outputs of one row
@@ -585,16 +281,22 @@ inline void product(const T* x, int count, const Packed& w, int first, int last,
   }
 }
 
-inline void store_part(float* to, int left, __m512 low, __m512 high) {
-  const auto mask = [](int n) { return static_cast<__mmask16>(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1); };
-  _mm512_mask_storeu_ps(to, mask(left), low);
-  _mm512_mask_storeu_ps(to + 16, mask(left - 16), high);
+inline void store_part(float* to, int left, Floats low, Floats high) {
+  store_some(to, left, low);
+  store_some(to + 16, left - 16, high);
 }
 
 // a row as another type of row
-template <class T, class U>
-inline void narrowed(const T* x, int width, U* y) {
+template <class P, class T>
+inline void narrowed(const P* x, int width, T* y) {
   for (int b = 0; b < width / BLOCK; ++b) store32(y, b, load16(x + b * BLOCK), load16(x + b * BLOCK + 16));
+  const int left = width % BLOCK;
+  if (left == 0) return;
+  P part[BLOCK] = {};  // only plain types have rows that are not whole
+  T as[BLOCK];
+  std::copy(x + width - left, x + width, part);
+  store32(as, 0, load16(part), load16(part + 16));
+  if constexpr (!std::is_same<T, Group>::value) std::copy(as, as + left, y + width - left);
 }
 
 // where a row of ``width`` values begins among rows of T
@@ -636,19 +338,19 @@ struct Pass : Step {
 };
 
 inline float sum_of_squares(const float* x, int n) {
-  __m512 total = _mm512_setzero_ps();
+  Floats total = zeros();
   for (int i = 0; i < n; i += 16) {
-    const __m512 v = _mm512_loadu_ps(x + i);
-    total = _mm512_fmadd_ps(v, v, total);
+    const Floats v = load16(x + i);
+    total = fma(v, v, total);
   }
-  return _mm512_reduce_add_ps(total);
+  return sum(total);
 }
 
 template <class T>
 inline void rms_norm(const float* x, const float* weight, int n, float eps, T* y) {
-  const __m512 factor = _mm512_set1_ps(1.0f / std::sqrt(sum_of_squares(x, n) / static_cast<float>(n) + eps));
+  const Floats factor = same(1.0f / std::sqrt(sum_of_squares(x, n) / static_cast<float>(n) + eps));
   const auto part = [&](int i) {
-    return _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x + i), factor), _mm512_loadu_ps(weight + i));
+    return load16(x + i) * factor * load16(weight + i);
   };
   for (int b = 0; b < n / BLOCK; ++b) store32(y, b, part(b * BLOCK), part(b * BLOCK + 16));
 }
@@ -663,10 +365,10 @@ inline void turn(float* v, const float* norm, const Shape& s, const float* cos, 
   const int half = s.rope_dim / 2;
   int i = 0;
   for (; i + 16 <= half; i += 16) {
-    const __m512 a = _mm512_loadu_ps(v + i), b = _mm512_loadu_ps(v + i + half);
-    const auto times = [](__m512 x, const float* y) { return _mm512_mul_ps(x, _mm512_loadu_ps(y)); };
-    store16(to + i, _mm512_sub_ps(times(a, cos + i), times(b, sin + i)));
-    store16(to + i + half, _mm512_add_ps(times(b, cos + i + half), times(a, sin + i + half)));
+    const Floats a = load16(v + i), b = load16(v + i + half);
+    const auto times = [](Floats x, const float* y) { return x * load16(y); };
+    store16(to + i, times(a, cos + i) - times(b, sin + i));
+    store16(to + i + half, times(b, cos + i + half) + times(a, sin + i + half));
   }
   for (; i < half; ++i) {
     const float a = v[i], b = v[i + half];
@@ -676,131 +378,46 @@ inline void turn(float* v, const float* norm, const Shape& s, const float* cos, 
   for (i = s.rope_dim; i < s.e; ++i) store1(to + i, v[i]);
 }
 
-// 16 keys of E values -> 32 bits of all keys together: out[d] holds value d (in bf16: pair d) of the 16 keys
-template <class T>
-inline void transpose_keys(const T* keys, int have, int e, __m512i* out) {
-  for (int part = 0; part < e / PER_LANE<T>; part += 16) {
-    __m512i r[16], t[16];
-    for (int i = 0; i < 16; ++i)
-      r[i] = i < have ? _mm512_loadu_si512(keys + static_cast<int64_t>(i) * e + PER_LANE<T> * part) : _mm512_setzero_si512();
-    for (int i = 0; i < 8; ++i) {
-      t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-      t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-    }
-    for (int i = 0; i < 4; ++i) {
-      r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
-      r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-      r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
-      r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-    }
-    for (int i = 0; i < 4; ++i) {
-      t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
-      t[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
-      t[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
-      t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
-    }
-    for (int i = 0; i < 4; ++i) {
-      out[part + i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88);
-      out[part + 4 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88);
-      out[part + 8 + i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0xdd);
-      out[part + 12 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xdd);
-    }
-  }
-}
-
 template <class T, int QUERIES>
-inline void scores_of(const T* q, int64_t stride, const __m512i* keys, int words, float* to, int64_t to_stride) {
-  __m512 acc[QUERIES];
-  for (auto& a : acc) a = _mm512_setzero_ps();
+inline void scores_of(const T* q, int64_t stride, const Turned* keys, int words, float* to, int64_t to_stride) {
+  Floats acc[QUERIES];
+  for (auto& a : acc) a = zeros();
   for (int d = 0; d < words; ++d) {
-    const __m512i k = keys[d];
+    const Turned k = keys[d];
 #pragma GCC unroll 16
     for (int i = 0; i < QUERIES; ++i) acc[i] = dot<T>(acc[i], spread(q + i * stride + PER_LANE<T> * d), k);
   }
-  for (int i = 0; i < QUERIES; ++i) _mm512_storeu_ps(to + i * to_stride, acc[i]);
+  for (int i = 0; i < QUERIES; ++i) store16(to + i * to_stride, acc[i]);
 }
 
-// Softmax without its division; returns the sum. ``p`` is padded to whole vectors. What comes out are values of P in the
+// Softmax without its division; returns the sum. ``p`` is padded to whole vectors. What comes out are values of T in the
 // same place, with a zero behind them, so that they are whole pairs.
-template <class P>
+template <class T>
 inline float soften(float* p, int n, float scale) {
-  const __m512 low = _mm512_set1_ps(-INFINITY);
-  __m512 most = low;
-  for (int i = 0; i < n; i += 16) most = _mm512_max_ps(most, _mm512_mask_loadu_ps(low, tail(n - i), p + i));
-  const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(most)), s = _mm512_set1_ps(scale);
-  __m512 total = _mm512_setzero_ps();
-  P* to = reinterpret_cast<P*>(p);
+  const Floats low = same(-INFINITY);
+  Floats most = low;
+  for (int i = 0; i < n; i += 16) most = larger(most, load_some(p + i, n - i, low));
+  const Floats top = same(largest(most)), s = same(scale);
+  Floats total = zeros();
+  T* to = reinterpret_cast<T*>(p);
   for (int i = 0; i <= n; i += 16) {
-    const __mmask16 mask = tail(n - i);
-    const __m512 v = _mm512_mul_ps(_mm512_sub_ps(_mm512_mask_loadu_ps(top, mask, p + i), top), s);
-    store16(to + i, _mm512_maskz_mov_ps(mask, exponential(v)));
-    total = _mm512_add_ps(total, load16(to + i));
+    const Floats v = (load_some(p + i, n - i, top) - top) * s;
+    store16(to + i, only(n - i, exponential(v)));
+    total = total + load16(to + i);
   }
-  return _mm512_reduce_add_ps(total);
-}
-
-// Two rows of E values as vectors of pairs: of every 32 values the pairs 0-3, 8-11, 16-19, 24-27, then the others
-template <int NE>
-inline void paired(const bf16* one, const bf16* two, __m512i (&out)[NE]) {
-#pragma GCC unroll 4
-  for (int c = 0; c < NE / 2; ++c) {
-    const __m512i a = _mm512_loadu_si512(one + 32 * c), b = _mm512_loadu_si512(two + 32 * c);
-    out[2 * c] = _mm512_unpacklo_epi16(a, b);
-    out[2 * c + 1] = _mm512_unpackhi_epi16(a, b);
-  }
-}
-
-// sums over pairs in the order of values again
-inline void in_order(__m512* low, __m512* high) {
-  const __m512 a = *low, b = *high;
-  const __m512 ab = _mm512_shuffle_f32x4(a, b, 0x44), cd = _mm512_shuffle_f32x4(a, b, 0xee);
-  *low = _mm512_shuffle_f32x4(ab, ab, 0xd8);
-  *high = _mm512_shuffle_f32x4(cd, cd, 0xd8);
-}
-
-// out[i] += sum_j p[i][j] v[j], j in order, for QUERIES rows and NE vectors of E. bf16 is taken in pairs of j, whose sums
-// stand as in ``paired``; ``count`` is even then.
-template <int QUERIES, int NE>
-inline void gather_values(const float* p, int64_t p_stride, const float* v, int count, __m512 (&acc)[QUERIES][NE]) {
-  for (int j = 0; j < count; ++j) {
-    const float* row = v + static_cast<int64_t>(j) * NE * 16;
-    __m512 value[NE];
-#pragma GCC unroll 8
-    for (int c = 0; c < NE; ++c) value[c] = load16(row + 16 * c);
-#pragma GCC unroll 8
-    for (int i = 0; i < QUERIES; ++i) {
-      const __m512 w = _mm512_set1_ps(p[i * p_stride + j]);
-#pragma GCC unroll 8
-      for (int c = 0; c < NE; ++c) acc[i][c] = _mm512_fmadd_ps(w, value[c], acc[i][c]);
-    }
-  }
-}
-
-template <int QUERIES, int NE>
-inline void gather_values(const bf16* p, int64_t p_stride, const bf16* v, int count, __m512 (&acc)[QUERIES][NE]) {
-  for (int j = 0; j < count; j += 2) {
-    const bf16* row = v + static_cast<int64_t>(j) * NE * 16;
-    __m512i value[NE];
-    paired<NE>(row, row + NE * 16, value);
-#pragma GCC unroll 8
-    for (int i = 0; i < QUERIES; ++i) {
-      const __m512i w = spread(p + i * p_stride + j);
-#pragma GCC unroll 8
-      for (int c = 0; c < NE; ++c) acc[i][c] = dot<bf16>(acc[i][c], w, value[c]);
-    }
-  }
+  return sum(total);
 }
 
 void top(const float* z, int width, int best, float* values, int64_t* places) {
   int have = 0;
   float least = -INFINITY;
-  __m512 most = _mm512_set1_ps(-INFINITY);
-  const __m512 low = most;
+  Floats most = same(-INFINITY);
+  const Floats low = most;
   for (int i = 0; i < width; i += 16) {
-    const __m512 v = _mm512_mask_loadu_ps(low, tail(width - i), z + i);
-    most = _mm512_max_ps(most, v);
-    __mmask16 more = have < best ? tail(width - i) : _mm512_cmp_ps_mask(v, _mm512_set1_ps(least), _CMP_GT_OQ);
-    for (; more != 0; more = static_cast<__mmask16>(more & (more - 1))) {
+    const Floats v = load_some(z + i, width - i, low);
+    most = larger(most, v);
+    uint32_t more = have < best ? lanes(width - i) : above(v, same(least));
+    for (; more != 0; more &= more - 1) {
       const int at = i + __builtin_ctz(more);
       if (have == best && !(z[at] > least)) continue;
       int place = have < best ? have++ : best - 1;
@@ -813,63 +430,56 @@ void top(const float* z, int width, int best, float* values, int64_t* places) {
       if (have == best) least = values[best - 1];
     }
   }
-  const __m512 highest = _mm512_set1_ps(_mm512_reduce_max_ps(most));
-  __m512 total = _mm512_setzero_ps();
+  const Floats highest = same(largest(most));
+  Floats total = zeros();
   for (int i = 0; i < width; i += 16) {
-    const __m512 v = _mm512_mask_loadu_ps(highest, tail(width - i), z + i);
-    total = _mm512_add_ps(total, _mm512_maskz_mov_ps(tail(width - i), exponential(_mm512_sub_ps(v, highest))));
+    const Floats v = load_some(z + i, width - i, highest);
+    total = total + only(width - i, exponential(v - highest));
   }
-  const float scale = std::log(_mm512_reduce_add_ps(total)) + _mm512_cvtss_f32(highest);
+  const float scale = std::log(sum(total)) + first(highest);
   for (int i = 0; i < best; ++i) values[i] -= scale;
 }
 
 // ---- noise --------------------------------------------------------------------------------------------------------
 
 // of numbers above 0 that are not tiny: Cephes' polynomial; relative error below 2e-7
-inline __m512 logarithm(__m512 x) {
-  __m512 m = _mm512_getmant_ps(x, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_src), k = _mm512_getexp_ps(x);
-  const __mmask16 above = _mm512_cmp_ps_mask(m, _mm512_set1_ps(1.41421356f), _CMP_GT_OQ);
-  m = _mm512_mask_mul_ps(m, above, m, _mm512_set1_ps(0.5f));
-  k = _mm512_mask_add_ps(k, above, k, _mm512_set1_ps(1.0f));
-  const __m512 r = _mm512_sub_ps(m, _mm512_set1_ps(1.0f)), z = _mm512_mul_ps(r, r);
-  __m512 p = _mm512_set1_ps(7.0376836292e-2f);
+inline Floats logarithm(Floats x) {
+  Floats mantissa, exponent;
+  split(x, &mantissa, &exponent);
+  const Floats root = same(1.41421356f);
+  const Floats m = where_above(mantissa, root, mantissa * same(0.5f), mantissa);
+  const Floats k = where_above(mantissa, root, exponent + same(1.0f), exponent);
+  const Floats r = m - same(1.0f), z = r * r;
+  Floats p = same(7.0376836292e-2f);
   for (const float c : {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f, -1.6668057665e-1f,
                         2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f})
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
-  p = _mm512_mul_ps(_mm512_mul_ps(p, r), z);
-  p = _mm512_fmadd_ps(k, _mm512_set1_ps(-2.12194440e-4f), p);
-  p = _mm512_fnmadd_ps(z, _mm512_set1_ps(0.5f), p);
-  return _mm512_fmadd_ps(k, _mm512_set1_ps(0.693359375f), _mm512_add_ps(r, p));
+    p = fma(p, r, same(c));
+  p = p * r * z;
+  p = fma(k, same(-2.12194440e-4f), p);
+  p = fnma(z, same(0.5f), p);
+  return fma(k, same(0.693359375f), r + p);
 }
 
-inline __m512i mixed(__m512i x) {
-  x = _mm512_xor_si512(x, _mm512_srli_epi32(x, 16));
-  x = _mm512_mullo_epi32(x, _mm512_set1_epi32(0x7feb352d));
-  x = _mm512_xor_si512(x, _mm512_srli_epi32(x, 15));
-  x = _mm512_mullo_epi32(x, _mm512_set1_epi32(static_cast<int>(0x846ca68bu)));
-  return _mm512_xor_si512(x, _mm512_srli_epi32(x, 16));
+inline Words mixed(Words x) {
+  x = differ(x, shifted<16>(x));
+  x = times(x, words(0x7feb352d));
+  x = differ(x, shifted<15>(x));
+  x = times(x, words(static_cast<int>(0x846ca68bu)));
+  return differ(x, shifted<16>(x));
 }
 
 // the noise of 16 tokens at the position of ``key``; see sampling.gumbels
-inline __m512 gumbel(__m512i tokens, uint64_t key) {
-  const __m512i low = _mm512_set1_epi32(static_cast<int>(key)), high = _mm512_set1_epi32(static_cast<int>(key >> 32));
-  __m512i x = _mm512_add_epi32(_mm512_mullo_epi32(tokens, _mm512_set1_epi32(static_cast<int>(0x9e3779b9u))), low);
-  x = mixed(_mm512_xor_si512(mixed(x), high));
-  const __m512 one = _mm512_set1_ps(1.0f);
-  __m512 v = _mm512_fmadd_ps(_mm512_cvtepu32_ps(x), _mm512_set1_ps(0x1p-32f), _mm512_set1_ps(0x1p-33f));
-  v = _mm512_min_ps(v, _mm512_set1_ps(1.0f - 0x1p-24f));
+inline Floats gumbel(Words tokens, uint64_t key) {
+  const Words low = words(static_cast<int>(key)), high = words(static_cast<int>(key >> 32));
+  Words x = plus(times(tokens, words(static_cast<int>(0x9e3779b9u))), low);
+  x = mixed(differ(mixed(x), high));
+  const Floats one = same(1.0f);
+  Floats v = fma(floats(x), same(0x1p-32f), same(0x1p-33f));
+  v = smaller(v, same(1.0f - 0x1p-24f));
   // -log(1 - v), which must be right to the last digits where v is small
-  const __m512 u = _mm512_sub_ps(one, v), d = _mm512_sub_ps(one, u);
-  const __mmask16 tiny = _mm512_cmp_ps_mask(d, _mm512_setzero_ps(), _CMP_EQ_OQ);
-  const __m512 whole = _mm512_div_ps(_mm512_mul_ps(_mm512_sub_ps(_mm512_setzero_ps(), logarithm(u)), v), d);
-  return _mm512_sub_ps(_mm512_setzero_ps(), logarithm(_mm512_mask_mov_ps(whole, tiny, v)));
-}
-
-inline __m512i numbers16(const int64_t* ids, __mmask16 mask) {
-  const __mmask8 low = static_cast<__mmask8>(mask), high = static_cast<__mmask8>(mask >> 8);
-  const __m256i a = _mm512_cvtepi64_epi32(_mm512_maskz_loadu_epi64(low, ids));
-  const __m256i b = _mm512_cvtepi64_epi32(_mm512_maskz_loadu_epi64(high, ids + 8));
-  return _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
+  const Floats u = one - v, d = one - u;
+  const Floats whole = (zeros() - logarithm(u)) * v / d;
+  return zeros() - logarithm(where_above(d, zeros(), whole, v));
 }
 
 // ---- drafts -------------------------------------------------------------------------------------------------------
@@ -1014,24 +624,24 @@ class Runner {
       }
       pool.barrier();
       share(from.inputs.blocks(), pool.size(), id, &first, &last);
-      product(both, step.batch, from.inputs, first, last, [&](int b, int block, __m512 lo, __m512 hi) {
+      product(both, step.batch, from.inputs, first, last, [&](int b, int block, Floats lo, Floats hi) {
         for (int j = 0; j < step.nodes; ++j) {
           const float* own_part = from.hidden + static_cast<int64_t>(j) * inner + block * BLOCK;
-          store32(z + place<T>(b * step.nodes + j, inner), block, silu(_mm512_add_ps(lo, _mm512_loadu_ps(own_part))),
-                  silu(_mm512_add_ps(hi, _mm512_loadu_ps(own_part + 16))));
+          store32(z + place<T>(b * step.nodes + j, inner), block, silu(lo + load16(own_part)),
+                  silu(hi + load16(own_part + 16)));
         }
       });
       pool.barrier();
       share(from.up.blocks(), pool.size(), id, &first, &last);
-      product(z, rows, from.up, first, last, [&](int row, int block, __m512 lo, __m512 hi) {
+      product(z, rows, from.up, first, last, [&](int row, int block, Floats lo, Floats hi) {
         const float* main = mains + static_cast<int64_t>(row / step.nodes) * s.d + block * BLOCK;
         const float* place_of = from.streams + static_cast<int64_t>(row % step.nodes) * s.d + block * BLOCK;
         float* x = step.x + static_cast<int64_t>(row) * s.d + block * BLOCK;
-        const auto sum = [](const float* a, const float* b, __m512 c) {
-          return _mm512_add_ps(_mm512_add_ps(_mm512_loadu_ps(a), _mm512_loadu_ps(b)), c);
+        const auto sum = [](const float* a, const float* b, Floats c) {
+          return load16(a) + load16(b) + c;
         };
-        _mm512_storeu_ps(x, sum(main, place_of, lo));
-        _mm512_storeu_ps(x + 16, sum(main + 16, place_of + 16, hi));
+        store16(x, sum(main, place_of, lo));
+        store16(x + 16, sum(main + 16, place_of + 16, hi));
       });
       pool.barrier();
       climb(s, all, count, step, between, nullptr, 0, id);
@@ -1076,36 +686,36 @@ class Runner {
         if (id == 0) narrowed(state, t.d, s);
         pool.barrier();
         share(t.token.blocks(), threads, id, &first, &last);
-        product(s, 1, t.state, first, last, [&](int, int b, __m512 lo, __m512 hi) {
-          _mm512_storeu_ps(fixed + b * BLOCK, lo);
-          _mm512_storeu_ps(fixed + b * BLOCK + 16, hi);
+        product(s, 1, t.state, first, last, [&](int, int b, Floats lo, Floats hi) {
+          store16(fixed + b * BLOCK, lo);
+          store16(fixed + b * BLOCK + 16, hi);
         });
-        product(e, rows, t.token, first, last, [&](int m, int b, __m512 lo, __m512 hi) {
+        product(e, rows, t.token, first, last, [&](int m, int b, Floats lo, Floats hi) {
           float* to = parts + static_cast<int64_t>(m) * wide + b * BLOCK;
-          _mm512_storeu_ps(to, _mm512_add_ps(lo, _mm512_loadu_ps(fixed + b * BLOCK)));
-          _mm512_storeu_ps(to + 16, _mm512_add_ps(hi, _mm512_loadu_ps(fixed + b * BLOCK + 16)));
+          store16(to, lo + load16(fixed + b * BLOCK));
+          store16(to + 16, hi + load16(fixed + b * BLOCK + 16));
         });
         product(before, depth == 0 ? 0 : rows, t.carry, first, last,
-                [&](int m, int b, __m512 lo, __m512 hi) {
+                [&](int m, int b, Floats lo, Floats hi) {
                   float* to = parts + static_cast<int64_t>(m) * wide + b * BLOCK;
-                  _mm512_storeu_ps(to, _mm512_add_ps(lo, _mm512_loadu_ps(to)));
-                  _mm512_storeu_ps(to + 16, _mm512_add_ps(hi, _mm512_loadu_ps(to + 16)));
+                  store16(to, lo + load16(to));
+                  store16(to + 16, hi + load16(to + 16));
                 });
         for (int b = first; b < last; ++b)
           for (int m = 0; m < rows; ++m) {
             const float* from = parts + static_cast<int64_t>(m) * wide + b * BLOCK;
-            store32(z + place<T>(m, wide), b, silu(_mm512_loadu_ps(from)), silu(_mm512_loadu_ps(from + 16)));
+            store32(z + place<T>(m, wide), b, silu(load16(from)), silu(load16(from + 16)));
           }
         pool.barrier();
         share(t.to_state.blocks(), threads, id, &first, &last);
-        product(z, rows, t.to_state, first, last, [&](int m, int b, __m512 lo, __m512 hi) {
-          store32(c + place<T>(m, t.d), b, _mm512_add_ps(lo, load16(state + b * BLOCK)),
-                  _mm512_add_ps(hi, load16(state + b * BLOCK + 16)));
+        product(z, rows, t.to_state, first, last, [&](int m, int b, Floats lo, Floats hi) {
+          store32(c + place<T>(m, t.d), b, lo + load16(state + b * BLOCK),
+                  hi + load16(state + b * BLOCK + 16));
         });
         pool.barrier();
         const auto score = [&](const Packed& w, int offset) {
           share(w.blocks(), threads, id, &first, &last);
-          product(c, rows, w, first, last, [&](int m, int b, __m512 lo, __m512 hi) {
+          product(c, rows, w, first, last, [&](int m, int b, Floats lo, Floats hi) {
             store_part(scores + static_cast<int64_t>(m) * width + offset + b * BLOCK, w.outputs - b * BLOCK, lo, hi);
           });
         };
@@ -1116,7 +726,7 @@ class Runner {
                {std::tuple{t.ids, words, noise}, std::tuple{t.own_ids, own_words, noise + words}}) {
             share((count + 15) / 16, threads, id, &first, &last);
             for (int i = 16 * first; i < std::min(16 * last, count); i += 16)
-              _mm512_mask_storeu_ps(to + i, tail(count - i), gumbel(numbers16(ids + i, tail(count - i)), t.keys[depth]));
+              store_some(to + i, count - i, gumbel(load_words(ids + i, count - i), t.keys[depth]));
           }
         }
         pool.barrier();
@@ -1124,9 +734,8 @@ class Runner {
         for (int i = first; i < last && t.keys != nullptr; ++i)
           for (int j = 0; j < width; j += 16) {
             float* z = scores + static_cast<int64_t>(i) * width + j;
-            const __mmask16 mask = tail(width - j);
-            const __m512 drawn = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, noise + j), _mm512_set1_ps(t.trust));
-            _mm512_mask_storeu_ps(z, mask, _mm512_fmadd_ps(_mm512_maskz_loadu_ps(mask, z), _mm512_set1_ps(t.warmth), drawn));
+            const Floats drawn = load_some(noise + j, width - j, zeros()) * same(t.trust);
+            store_some(z, width - j, fma(load_some(z, width - j, zeros()), same(t.warmth), drawn));
           }
         for (int i = first; i < last; ++i)
           top(scores + static_cast<int64_t>(i) * width, width, t.best, values + static_cast<int64_t>(i) * t.best,
@@ -1199,23 +808,20 @@ class Runner {
       std::fill(mine, mine + count, Best{-INFINITY, 0});
       int first, last;
       share((width + STRETCH - 1) / STRETCH, pool.size(), id, &first, &last);
-      const __m512 heat = _mm512_set1_ps(temperature);
-      const __m512i steps = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+      const Floats heat = same(temperature);
       alignas(64) float noise[STRETCH];
       for (int part = first; part < last; ++part) {
         const int from = part * STRETCH, to = std::min(width, from + STRETCH);
         for (int m = 0; m < count; ++m) {
           if (std::find(keys, keys + m, keys[m]) != keys + m) continue;  // done with the first row of that key
           for (int i = from; i < to; i += 16)
-            _mm512_store_ps(noise + i - from, gumbel(_mm512_add_epi32(steps, _mm512_set1_epi32(i)), keys[m]));
+            store16(noise + i - from, gumbel(count_from(i), keys[m]));
           for (int row = m; row < count; ++row) {
             if (keys[row] != keys[m]) continue;
             for (int i = from; i < to; i += 16) {
               const float* at = z + static_cast<int64_t>(row) * width + i;
-              const __mmask16 mask = tail(to - i);
-              const __m512 score = _mm512_add_ps(_mm512_div_ps(_mm512_maskz_loadu_ps(mask, at), heat),
-                                                 _mm512_load_ps(noise + i - from));
-              better(score, mask, i, mine + row);
+              const Floats score = load_some(at, to - i, zeros()) / heat + load16(noise + i - from);
+              better(score, to - i, i, mine + row);
             }
           }
         }
@@ -1225,29 +831,29 @@ class Runner {
   }
 
   // The places of the largest scores, of equals the first: y = x w' + bias is not kept.
-  template <class T>
-  void choose(const T* x, int count, const Packed& w, const float* bias, int64_t* places) {
-    const Seek<T> seek = seek_of(x, count, w, bias);
+  template <class P>
+  void choose(const P* x, int count, const Packed& w, const float* bias, int64_t* places) {
+    const Seek<P> seek = seek_of(x, count, w, bias);
     pool.run([&](int id) { find(seek, id); });
     choice(seek.found, count, places);
   }
 
-  // y = x w' + bias; rows of T, which is how the weight takes them or what it quantises
-  template <class T>
-  void linear(const T* x, int count, const Packed& w, const float* bias, float* y) {
-    Group* narrow = narrow_for(count, w);
+  // y = x w' + bias; rows of P, the weight's type or any where it is quantised
+  template <class P>
+  void linear(const P* x, int count, const Packed& w, const float* bias, float* y) {
+    void* ready = room_for<P>(count, w);
     pool.run([&](int id) {
-      const auto done = [&](int m, int b, __m512 lo, __m512 hi) {
+      const auto done = [&](int m, int b, Floats lo, Floats hi) {
         const int left = w.outputs - b * BLOCK;
         if (bias != nullptr) {
           alignas(64) float part[BLOCK] = {};
           std::memcpy(part, bias + b * BLOCK, sizeof(float) * static_cast<size_t>(std::min(left, BLOCK)));
-          lo = _mm512_add_ps(lo, _mm512_load_ps(part));
-          hi = _mm512_add_ps(hi, _mm512_load_ps(part + 16));
+          lo = lo + load16(part);
+          hi = hi + load16(part + 16);
         }
         store_part(y + static_cast<int64_t>(m) * w.outputs + b * BLOCK, left, lo, hi);
       };
-      whole(x, count, w, narrow, id, done);
+      whole(x, count, w, ready, id, done);
     });
   }
 
@@ -1257,7 +863,7 @@ class Runner {
   static void look_up(const Table& table, int64_t token, int d, float* to) {
     if (!table.packed) {
       const P* from = static_cast<const P*>(table.rows) + token * d;
-      for (int j = 0; j < d; j += 16) _mm512_storeu_ps(to + j, load16(from + j));
+      for (int j = 0; j < d; j += 16) store16(to + j, load16(from + j));
       return;
     }
     // a block holds the words of its outputs in turn; of two numbers in bf16 the first is the lower half
@@ -1288,8 +894,8 @@ class Runner {
   static void rounded(const float* x, int d, float* to) {
     alignas(64) P part[16];
     for (int j = 0; j < d; j += 16) {
-      store16(part, _mm512_loadu_ps(x + j));
-      _mm512_storeu_ps(to + j, load16(part));
+      store16(part, load16(x + j));
+      store16(to + j, load16(part));
     }
   }
 
@@ -1340,38 +946,50 @@ class Runner {
     }
   }
 
-  // a thread's part of x w'; rows are quantised into ``narrow`` first, where the weight asks for that (else null)
-  template <class T, class Done>
-  void whole(const T* x, int count, const Packed& w, Group* narrow, int id, Done&& done) {
-    int first, last;
-    if (narrow != nullptr) {
-      share(count, pool.size(), id, &first, &last);
-      for (int i = first; i < last; ++i)
-        narrowed(x + static_cast<int64_t>(i) * w.width, w.width, narrow + place<Group>(i, w.width));
-      pool.barrier();
-    }
-    share(w.blocks(), pool.size(), id, &first, &last);
-    if (narrow == nullptr)
-      product(x, count, w, first, last, done);
+  // a thread's part of x w'; rows are turned into what the weight is multiplied with first, in ``ready``
+  template <class P, class Done>
+  void whole(const P* x, int count, const Packed& w, void* ready, int id, Done&& done) {
+    if (w.kind < INT8)
+      whole_as<Factor<P>>(x, count, w, ready, id, done);
     else
-      product(narrow, count, w, first, last, done);
+      whole_as<Group>(x, count, w, ready, id, done);
   }
 
-  // the first of the largest of 16 scores that begin at place ``at``, if it is above what was found before
-  static void better(__m512 scores, __mmask16 mask, int at, Best* best) {
-    uint32_t more = _mm512_mask_cmp_ps_mask(mask, scores, _mm512_set1_ps(best->value), _CMP_GT_OQ);
+  template <class T, class P, class Done>
+  void whole_as(const P* x, int count, const Packed& w, void* ready, int id, Done&& done) {
+    int first, last;
+    const T* rows;
+    if constexpr (std::is_same<T, P>::value) {
+      rows = x;
+    } else {
+      T* to = static_cast<T*>(ready);
+      share(count, pool.size(), id, &first, &last);
+      for (int i = first; i < last; ++i)
+        narrowed(x + static_cast<int64_t>(i) * w.width, w.width, to + place<T>(i, w.width));
+      pool.barrier();
+      rows = to;
+    }
+    share(w.blocks(), pool.size(), id, &first, &last);
+    product(rows, count, w, first, last, done);
+  }
+
+  // the first of the largest of ``count`` of 16 scores that begin at place ``at``, if it is above what was found before
+  static void better(Floats scores, int count, int at, Best* best) {
+    uint32_t more = above(scores, same(best->value)) & lanes(count);
     if (more == 0) return;
     alignas(64) float each[16];
-    _mm512_store_ps(each, scores);
+    store16(each, scores);
     for (; more != 0; more &= more - 1) {
       const int i = __builtin_ctz(more);
       if (each[i] > best->value) *best = {each[i], at + i};
     }
   }
 
-  // room for rows as a weight takes them; null: as they are
-  Group* narrow_for(int count, const Packed& w) {
-    return w.kind < INT8 ? nullptr : narrow_.of<Group>(place<Group>(count, w.width));
+  // room for rows as a weight takes them, if not as they are
+  template <class P>
+  void* room_for(int count, const Packed& w) {
+    if (w.kind >= INT8) return ready_.of<Group>(place<Group>(count, w.width));
+    return std::is_same<Factor<P>, P>::value ? nullptr : ready_.of<Factor<P>>(static_cast<int64_t>(count) * w.width);
   }
 
   // a search for the largest outputs of a product: each thread finds those of its part
@@ -1381,13 +999,13 @@ class Runner {
     int count;
     const Packed* w;
     const float* bias;
-    Group* narrow;
+    void* ready;
     Best* found;
   };
 
   template <class P>
   Seek<P> seek_of(const P* x, int count, const Packed& w, const float* bias) {
-    return {x, count, &w, bias, narrow_for(count, w), best_.of<Best>(static_cast<int64_t>(pool.size()) * count)};
+    return {x, count, &w, bias, room_for<P>(count, w), best_.of<Best>(static_cast<int64_t>(pool.size()) * count)};
   }
 
   template <class P>
@@ -1395,15 +1013,14 @@ class Runner {
     const Packed& w = *seek.w;
     Best* mine = seek.found + static_cast<int64_t>(id) * seek.count;
     std::fill(mine, mine + seek.count, Best{-INFINITY, 0});
-    whole(seek.x, seek.count, w, seek.narrow, id, [&](int m, int b, __m512 lo, __m512 hi) {
+    whole(seek.x, seek.count, w, seek.ready, id, [&](int m, int b, Floats lo, Floats hi) {
       const int left = w.outputs - b * BLOCK;
-      const __mmask16 low = tail(std::min(16, left)), high = tail(std::max(0, std::min(16, left - 16)));
       if (seek.bias != nullptr) {
-        lo = _mm512_add_ps(lo, _mm512_maskz_loadu_ps(low, seek.bias + b * BLOCK));
-        hi = _mm512_add_ps(hi, _mm512_maskz_loadu_ps(high, seek.bias + b * BLOCK + 16));
+        lo = lo + load_some(seek.bias + b * BLOCK, left, zeros());
+        hi = hi + load_some(seek.bias + b * BLOCK + 16, left - 16, zeros());
       }
-      better(lo, low, b * BLOCK, mine + m);
-      better(hi, high, b * BLOCK + 16, mine + m);
+      better(lo, left, b * BLOCK, mine + m);
+      better(hi, left - 16, b * BLOCK + 16, mine + m);
     });
   }
 
@@ -1441,14 +1058,14 @@ class Runner {
       rms_norm(step.x + static_cast<int64_t>(i) * s.d, l.norm_in, s.d, s.eps, h + place<T>(i, s.d));
     const int wide = l.qkv.outputs;
     share(l.qkv.blocks(), threads, id, &first, &last);
-    product(h, m, l.qkv, first, last, [&](int row, int b, __m512 lo, __m512 hi) {
+    product(h, m, l.qkv, first, last, [&](int row, int b, Floats lo, Floats hi) {
       if (l.qkv_bias != nullptr) {
-        lo = _mm512_add_ps(lo, _mm512_loadu_ps(l.qkv_bias + b * BLOCK));
-        hi = _mm512_add_ps(hi, _mm512_loadu_ps(l.qkv_bias + b * BLOCK + 16));
+        lo = lo + load16(l.qkv_bias + b * BLOCK);
+        hi = hi + load16(l.qkv_bias + b * BLOCK + 16);
       }
       float* to = qkv + static_cast<int64_t>(row) * wide + b * BLOCK;
-      _mm512_storeu_ps(to, lo);
-      _mm512_storeu_ps(to + 16, hi);
+      store16(to, lo);
+      store16(to + 16, hi);
     });
     warm(l.out, threads, id);
     pool.barrier();
@@ -1462,7 +1079,7 @@ class Runner {
       const int64_t angle = step.positions[row] * s.rope_dim;
       turn(from, l.k_norm, s, step.cos + angle, step.sin + angle, static_cast<Plain<T>*>(l.keys) + at);
       const float* value = from + s.kv_heads * s.e;
-      for (int c = 0; c < s.e; c += 16) store16(static_cast<Plain<T>*>(l.values) + at + c, _mm512_loadu_ps(value + c));
+      for (int c = 0; c < s.e; c += 16) store16(static_cast<Plain<T>*>(l.values) + at + c, load16(value + c));
     }
     pool.barrier();
 
@@ -1470,14 +1087,14 @@ class Runner {
     pool.barrier();
 
     share(l.out.blocks(), threads, id, &first, &last);
-    product(heads, m, l.out, first, last, [&](int row, int b, __m512 lo, __m512 hi) {
+    product(heads, m, l.out, first, last, [&](int row, int b, Floats lo, Floats hi) {
       if (l.out_bias != nullptr) {
-        lo = _mm512_add_ps(lo, _mm512_loadu_ps(l.out_bias + b * BLOCK));
-        hi = _mm512_add_ps(hi, _mm512_loadu_ps(l.out_bias + b * BLOCK + 16));
+        lo = lo + load16(l.out_bias + b * BLOCK);
+        hi = hi + load16(l.out_bias + b * BLOCK + 16);
       }
       float* x = step.x + static_cast<int64_t>(row) * s.d + b * BLOCK;
-      _mm512_storeu_ps(x, _mm512_add_ps(_mm512_loadu_ps(x), lo));
-      _mm512_storeu_ps(x + 16, _mm512_add_ps(_mm512_loadu_ps(x + 16), hi));
+      store16(x, load16(x) + lo);
+      store16(x + 16, load16(x + 16) + hi);
     });
     warm(l.up, threads, id);
     pool.barrier();
@@ -1497,7 +1114,7 @@ class Runner {
         zero(up, size);
         const int n = some_rows(r, m, h, l.up, 2 * b + 1, up);
         for (int i = 0; i < n; ++i) {
-          const __m512 lo = _mm512_mul_ps(silu(gate[i][0]), up[i][0]), hi = _mm512_mul_ps(silu(gate[i][1]), up[i][1]);
+          const Floats lo = silu(gate[i][0]) * up[i][0], hi = silu(gate[i][1]) * up[i][1];
           store32(inner + place<T>(r + i, s.inner), b, lo, hi);
         }
       }
@@ -1505,7 +1122,7 @@ class Runner {
     const bool beside = l.low.data != nullptr;
     if (beside) {
       share(l.low.blocks(), threads, id, &first, &last);
-      product(h, m, l.low, first, last, [&](int row, int b, __m512 lo, __m512 hi) {
+      product(h, m, l.low, first, last, [&](int row, int b, Floats lo, Floats hi) {
         store32(low + place<T>(row, l.low.outputs), b, silu(lo), silu(hi));
       });
     }
@@ -1522,8 +1139,8 @@ class Runner {
         if (beside) some_rows(r, m, low, l.high, b, acc);
         for (int i = 0; i < n; ++i) {
           float* x = step.x + static_cast<int64_t>(r + i) * s.d + b * BLOCK;
-          _mm512_storeu_ps(x, _mm512_add_ps(_mm512_loadu_ps(x), acc[i][0]));
-          _mm512_storeu_ps(x + 16, _mm512_add_ps(_mm512_loadu_ps(x + 16), acc[i][1]));
+          store16(x, load16(x) + acc[i][0]);
+          store16(x + 16, load16(x + 16) + acc[i][1]);
         }
       }
     }
@@ -1565,7 +1182,8 @@ class Runner {
     const int span = length + (begin + count - 1) / group + 1;
     const int64_t width = (span + 31) / 16 * 16;
     using P = Plain<T>;
-    P* q = mine.q.of<P>(static_cast<int64_t>(count) * s.e);
+    using Q = Factor<P>;
+    Q* q = mine.q.of<Q>(static_cast<int64_t>(count) * s.e);
     float* p = mine.scores.of<float>(count * width);
     const auto row_of = [&](int i) { return b * step.nodes + (begin + i) / group; };
     for (int i = 0; i < count; ++i) {
@@ -1576,19 +1194,19 @@ class Runner {
     }
     const P* keys = static_cast<const P*>(l.keys) + b * s.row_stride + head * s.head_stride;
     const P* values = static_cast<const P*>(l.values) + b * s.row_stride + head * s.head_stride;
-    constexpr int WORDS = NE * 16 / PER_LANE<P>;
-    __m512i turned[WORDS];
+    constexpr int WORDS = NE * 16 / PER_LANE<Q>;
+    Turned turned[WORDS];
     for (int k = 0; k < span; k += 16) {
       transpose_keys(keys + static_cast<int64_t>(k) * s.e, std::min(16, span - k), s.e, turned);
       int i = 0;
-      for (; i + 12 <= count; i += 12)
-        scores_of<P, 12>(q + i * s.e, s.e, turned, WORDS, p + i * width + k, width);
+      for (; SUMS >= 12 && i + 12 <= count; i += 12)
+        scores_of<Q, 12>(q + i * s.e, s.e, turned, WORDS, p + i * width + k, width);
       for (; i + 6 <= count; i += 6)
-        scores_of<P, 6>(q + i * s.e, s.e, turned, WORDS, p + i * width + k, width);
+        scores_of<Q, 6>(q + i * s.e, s.e, turned, WORDS, p + i * width + k, width);
       for (; i + 3 <= count; i += 3)
-        scores_of<P, 3>(q + i * s.e, s.e, turned, WORDS, p + i * width + k, width);
+        scores_of<Q, 3>(q + i * s.e, s.e, turned, WORDS, p + i * width + k, width);
       for (; i < count; ++i)
-        scores_of<P, 1>(q + i * s.e, s.e, turned, WORDS, p + i * width + k, width);
+        scores_of<Q, 1>(q + i * s.e, s.e, turned, WORDS, p + i * width + k, width);
     }
     // what a query sees, in text order: committed tokens, then its ancestors
     float total[32];
@@ -1599,7 +1217,7 @@ class Runner {
       if (from > 0) std::memmove(mine_p, mine_p + from, sizeof(float) * static_cast<size_t>(n));
       for (int a = step.offsets[row] + step.run[row]; a < step.offsets[row + 1]; ++a)
         mine_p[n++] = mine_p[length + step.ancestors[a]];
-      total[i] = soften<P>(mine_p, n, s.scale);
+      total[i] = soften<Q>(mine_p, n, s.scale);
     }
     // as many queries at a time as have room for their sums, if they see the same of the committed text
     constexpr int MANY = 24 / NE < 6 ? 24 / NE : 6;
@@ -1622,14 +1240,14 @@ class Runner {
   template <class T, int QUERIES, int NE>
   void values_of(const Shape& s, const Pass& step, const Between<T>& between, const Plain<T>* values, const float* scores,
                  int64_t width, int b, int head, int begin, const float* total) {
-    using P = Plain<T>;
-    constexpr int STEP = PER_LANE<P>;
+    using Q = Factor<Plain<T>>;
+    constexpr int STEP = PER_LANE<Q>;
     const int group = s.heads / s.kv_heads, length = static_cast<int>(step.lengths[b]);
-    const P* p = reinterpret_cast<const P*>(scores);  // see ``soften``
-    const int64_t stride = width * (static_cast<int64_t>(sizeof(float)) / static_cast<int64_t>(sizeof(P)));
-    __m512 acc[QUERIES][NE];
+    const Q* p = reinterpret_cast<const Q*>(scores);  // see ``soften``
+    const int64_t stride = width * STEP;
+    Floats acc[QUERIES][NE];
     for (auto& row : acc)
-      for (auto& v : row) v = _mm512_setzero_ps();
+      for (auto& v : row) v = zeros();
     const int from = step.first[b * step.nodes + begin / group], seen = length - from;
     // the first nodes of the pass that all of these queries see lie behind the committed text as if they were of it
     int common = step.nodes;
@@ -1640,31 +1258,27 @@ class Runner {
     for (int i = 0; i < QUERIES; ++i) {
       const int node = (begin + i) / group, row = b * step.nodes + node;
       // behind those of all queries: what query i sees, by its place in the text that it sees
-      const int some = step.run[row] + seen, all = seen + step.offsets[row + 1] - step.offsets[row];
+      const int some = step.run[row] + seen, end = seen + step.offsets[row + 1] - step.offsets[row];
       const auto value_at = [&](int j) {
         const int at = j < some ? from + j : length + step.ancestors[step.offsets[row] + j - seen];
         return values + static_cast<int64_t>(at) * s.e;
       };
-      for (int j = together; j < all; j += STEP) {
-        __m512i word[NE];
-        if constexpr (STEP == 1) {
-          for (int c = 0; c < NE; ++c) word[c] = _mm512_loadu_si512(value_at(j) + 16 * c);
-        } else {
-          paired<NE>(value_at(j), value_at(std::min(j + 1, all - 1)), word);
-        }
-        const __m512i weight = spread(p + i * stride + j);
-        for (int c = 0; c < NE; ++c) acc[i][c] = dot<P>(acc[i][c], weight, word[c]);
+      for (int j = together; j < end; j += STEP) {
+        Turned word[NE];
+        joined<NE>(value_at(j), value_at(std::min(j + STEP, end) - 1), word);
+        const Turned weight = spread(p + i * stride + j);
+        for (int c = 0; c < NE; ++c) acc[i][c] = dot<Q>(acc[i][c], weight, word[c]);
       }
-      const __m512 inverse = _mm512_set1_ps(1.0f / total[i]);
+      const Floats inverse = same(1.0f / total[i]);
       T* to = between.heads + place<T>(static_cast<int64_t>(row) * s.heads + head * group + (begin + i) % group, s.e);
       for (int c = 0; c < NE / 2; ++c) {
-        if constexpr (STEP == 2) in_order(&acc[i][2 * c], &acc[i][2 * c + 1]);
-        store32(to, c, _mm512_mul_ps(acc[i][2 * c], inverse), _mm512_mul_ps(acc[i][2 * c + 1], inverse));
+        in_order<Q>(&acc[i][2 * c], &acc[i][2 * c + 1]);
+        store32(to, c, acc[i][2 * c] * inverse, acc[i][2 * c + 1] * inverse);
       }
     }
   }
 
-  Room x_, mains_, qkv_, heads_, inner_, low_, both_, root_, best_, narrow_, offsets_, first_, run_;
+  Room x_, mains_, qkv_, heads_, inner_, low_, both_, root_, best_, ready_, offsets_, first_, run_;
   std::vector<int32_t> seen_;
   Room draft_rows_, draft_states_, draft_z_, draft_before_, draft_scores_, draft_parts_, draft_fixed_, draft_values_;
   Room draft_places_, draft_state_, draft_noise_;
@@ -1713,6 +1327,9 @@ void pack_narrow(const uint8_t* w, const void* scales, const uint16_t* leasts, i
 // ``kind`` says what rows are: bf16, float32, or (layers and drafts) quantised ones beside bf16 caches and states.
 extern "C" {
 
+// which of FORMS in library.py this is
+const char* anabranch_form() { return FORM; }
+
 void* anabranch_runner(int threads) { return new Runner(threads); }
 
 // ask for large pages, so that reading weights does not wait for translations of addresses
@@ -1749,9 +1366,10 @@ int anabranch_multiplies() {
   return 1;
 }
 
-// rows that share a read of a weight, ``width`` of whose values belong to an output
+// rows whose arithmetic takes little longer than reading a weight, ``width`` of whose values belong to an output
 int anabranch_shared(int kind, int width) {
-  return kind == BF16 ? room<bf16>(width) : kind == FLOAT ? room<float>(width) : room<Group>(width);
+  if (kind >= INT8) return QUANTISED_HIDDEN;
+  return kind == BF16 && in_tiles<Factor<bf16>>(width) ? MOST : HIDDEN;
 }
 
 int64_t anabranch_packed_bytes(const Packed* w) { return w->blocks() * w->block_bytes(); }
@@ -1807,7 +1425,7 @@ int anabranch_draft(int kind, void* runner, const Draft* draft, const void* stat
   const auto* narrow = static_cast<const bf16*>(states);
   if (kind == FLOAT)
     return r->draft<float>(*draft, static_cast<const float*>(states), root, tokens, parents, depths, joints);
-  if (kind == BF16) return r->draft<bf16>(*draft, narrow, root, tokens, parents, depths, joints);
+  if (kind == BF16) return r->draft<Factor<bf16>>(*draft, narrow, root, tokens, parents, depths, joints);
   return r->draft<Group>(*draft, narrow, root, tokens, parents, depths, joints);
 }
 
@@ -1818,7 +1436,7 @@ void anabranch_layers(int kind, void* runner, const Shape* shape, const Layer* l
   if (kind == FLOAT)
     r->layers<float>(*shape, layers, count, *step, ends, tap, tapped);
   else if (kind == BF16)
-    r->layers<bf16>(*shape, layers, count, *step, ends, tap, tapped);
+    r->layers<Factor<bf16>>(*shape, layers, count, *step, ends, tap, tapped);
   else
     r->layers<Group>(*shape, layers, count, *step, ends, tap, tapped);
 }
@@ -1830,7 +1448,7 @@ void anabranch_trail(int kind, void* runner, const Shape* shape, const Layer* la
   if (kind == FLOAT)
     r->trail<float>(*shape, layers, count, *step, *entry, static_cast<float*>(states));
   else if (kind == BF16)
-    r->trail<bf16>(*shape, layers, count, *step, *entry, static_cast<bf16*>(states));
+    r->trail<Factor<bf16>>(*shape, layers, count, *step, *entry, static_cast<bf16*>(states));
   else
     r->trail<Group>(*shape, layers, count, *step, *entry, static_cast<bf16*>(states));
 }

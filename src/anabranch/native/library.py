@@ -1,8 +1,8 @@
 """Compile ``kernels.cpp`` once a machine, load it, and call it on torch tensors.
 
 The library is kept in the cache folder under the hash of its source, compiler and processor; a second process only
-loads it. Where the processor has AMX, products of bf16 are made in its tiles. Where there is no compiler, no AVX-512 or
-no Linux, ``library()`` is None and ``why_not()`` says why.
+loads it. It comes in forms: for AVX2, for AVX-512, and with products of bf16 in AMX's tiles; the best that the
+processor has is taken. Without a compiler, AVX2 or Linux ``library()`` is None, and ``why_not()`` says why.
 
 M rows, D width, N outputs.
 """
@@ -49,8 +49,15 @@ __all__ = [
 ]
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
+HEADERS = tuple(SOURCE.with_name(name) for name in ("numbers.h", "avx512.h", "avx2.h"))
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")
-TILES = ("-DANABRANCH_TILES", "-mamx-tile", "-mamx-bf16")  # besides, for a processor with AMX
+AVX512 = frozenset(("avx512f", "avx512bw", "avx512dq", "avx512vl"))
+# what the forms need of a processor, and flags besides, the best one first
+FORMS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
+    "amx": (AVX512 | {"amx_tile", "amx_bf16"}, ("-DANABRANCH_TILES", "-mamx-tile", "-mamx-bf16")),
+    "avx512": (AVX512, ()),
+    "avx2": (frozenset(("avx2", "fma", "f16c")), ("-DANABRANCH_AVX2",)),
+}
 # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA): tiles are 8 KB that the system would have to save for every
 # thread, so a process asks for them first (Linux, Documentation/arch/x86/xstate.rst)
 ASK_FOR_TILES = (158, 0x1023, 18)
@@ -60,7 +67,6 @@ import ctypes, sys
 ctypes.CDLL(None).syscall(*{ASK_FOR_TILES})
 sys.exit(0 if ctypes.CDLL(sys.argv[1]).anabranch_multiplies() == 1 else 1)
 """
-NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 BLOCK = 32
 WIDEST = 8192  # of the rows that the kernels read embeddings into
 KINDS = {"bfloat16": 0, "float32": 1, "int8": 2, "int4": 3}  # of packed weights
@@ -165,6 +171,7 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         self._c = ctypes.CDLL(str(path))
+        self._c.anabranch_form.restype = ctypes.c_char_p
         self._c.anabranch_runner.restype = ctypes.c_void_p
         self._c.anabranch_runner.argtypes = (ctypes.c_int,)
         self._c.anabranch_packed_bytes.restype = ctypes.c_int64
@@ -235,13 +242,13 @@ class Library:
         return self._runners[key]
 
     def shared(self, kind: int, width: int) -> int:
-        """How many rows share a read of a packed weight [N, ``width``]: up to that many cost little more than one."""
+        """How many rows cost little more than one, their arithmetic being hidden by reading a weight [N, ``width``]."""
         return int(self._c.anabranch_shared(kind, width))
 
     @property
     def form(self) -> str:
-        """What bf16 is multiplied by: "avx512", or "amx" where its tiles are used."""
-        return "amx" if self.shared(KINDS["bfloat16"], BLOCK) == 32 else "avx512"
+        """One of ``FORMS``."""
+        return str(self._c.anabranch_form().decode())
 
     def pack(
         self, kind: str, weight: Tensor, scale: Tensor | None = None, least: Tensor | None = None
@@ -403,15 +410,15 @@ def why_not() -> str:
 def library() -> Library | None:
     """The kernels, compiled if need be; None where they cannot be had.
 
-    ANABRANCH_NATIVE=0 switches them off, ANABRANCH_NATIVE=avx512 does without AMX.
+    ANABRANCH_NATIVE=0 switches them off, and the name of a form takes none that is better.
     """
     global _reason
     _reason = _unfit()
     if _reason:
         return None
-    for flags in ((*FLAGS, *TILES), FLAGS) if _tiles() else (FLAGS,):
+    for form in _forms():
         try:
-            return Library(_compiled(flags))
+            return Library(_compiled((*FLAGS, *FORMS[form][1])))
         except (OSError, subprocess.SubprocessError) as error:
             _reason = f"compiling them failed: {error}"
     return None
@@ -422,18 +429,21 @@ def _unfit() -> str:
         return "ANABRANCH_NATIVE is 0"
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return f"they are for x86-64 Linux, not {platform.system()} on {platform.machine()}"
-    if missing := [name for name in NEEDED if name not in _processor_flags()]:
-        return f"this processor lacks {missing[0]}"
+    if not _forms():
+        return f"this processor lacks {sorted(FORMS['avx2'][0] - _processor_flags())[0]}"
     if _compiler() is None:
         return "there is no C++ compiler; install g++ or set CXX"
     return ""
 
 
-def _tiles() -> bool:
-    """Whether the processor has AMX and the system lets this process use it."""
-    if not {"amx_tile", "amx_bf16"} <= _processor_flags() or os.environ.get("ANABRANCH_NATIVE") == "avx512":
-        return False
-    return bool(ctypes.CDLL(None).syscall(*ASK_FOR_TILES) == 0)
+def _forms() -> list[str]:
+    """Those of ``FORMS`` that this process may use."""
+    wanted, names = os.environ.get("ANABRANCH_NATIVE"), list(FORMS)
+    names = names[names.index(wanted) :] if wanted in names else names
+    names = [name for name in names if FORMS[name][0] <= _processor_flags()]
+    if "amx" in names and ctypes.CDLL(None).syscall(*ASK_FOR_TILES) != 0:
+        names.remove("amx")
+    return names
 
 
 @lru_cache(maxsize=1)
@@ -454,7 +464,8 @@ def _compiled(flags: tuple[str, ...] = FLAGS) -> Path:
     compiler = _compiler()
     assert compiler is not None
     named = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
-    identity = repr((SOURCE.read_text(encoding="utf-8"), flags, compiler, named, sorted(_processor_flags())))
+    source = [path.read_text(encoding="utf-8") for path in (SOURCE, *HEADERS)]
+    identity = repr((source, flags, compiler, named, sorted(_processor_flags())))
     path = cache_home() / "native" / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)

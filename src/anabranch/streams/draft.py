@@ -49,7 +49,7 @@ class DraftOptions:
     tree       "best": the ``nodes`` most probable nodes; "product": all of the top-k product tree; "chain"
     nodes      node budget of a best-first tree, root included
     k          children a node may have (a best-first tree has no use for more than it has nodes)
-    depth      streams used; 0: all of the adapter's (gamma)
+    depth      streams used; 0: all of the adapter's (gamma), for a small best-first tree fewer: two for three nodes
     frontier   nodes of one level that are expanded (best-first); bounds the cost of conditioned scoring
     threshold  nodes of a lower joint probability are left out (best-first): where rows cost time, a node must be likely
                enough to pay for itself
@@ -78,6 +78,12 @@ class DraftOptions:
             raise InputError(f"threshold must be a probability of at least 0 and below 1, not {self.threshold!r}")
         if self.depth:
             self.check_size(self.depth)
+
+    def streams(self, gamma: int) -> int:
+        """How many of an adapter's ``gamma`` streams are used."""
+        if self.depth or self.tree != "best":
+            return self.depth or gamma
+        return min(gamma, self.nodes - 1, -(-2 * self.nodes // 3))
 
     @property
     def children(self) -> int:
@@ -171,7 +177,7 @@ class StreamDraft:
         if self.options.depth > gamma:
             raise InputError(f"depth is {self.options.depth}, but the adapter has only {gamma} streams")
         self.target, self.adapter = target, adapter
-        self.depth = self.options.depth or gamma
+        self.depth = self.options.streams(gamma)
         self.options.check_size(self.depth)
         self.graphs = Graphs()
         self.conditioner = adapter.conditioner if self.options.condition else None

@@ -12,7 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,14 +26,15 @@ from anabranch.engine import Engine, Request
 from anabranch.errors import InputError
 from anabranch.model.load import Target
 from anabranch.streams.adapter import StreamAdapter
+from anabranch.streams.draft import DraftOptions
 from anabranch.tune.latency import Measured, measure_steps
 
 __all__ = ["Candidate", "Fit", "candidates", "fit"]
 
-BUDGETS = (4, 6, 8, 10, 12, 16, 20, 24, 32)
+BUDGETS = (3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 THRESHOLDS = (0.02, 0.05, 0.1)
 BOUNDS = (8, 16, 32)
-LOOKUPS = (3, 6, 10)
+LOOKUPS = (2, 3, 6, 10)
 Report = Callable[[str, int, int], None]
 
 
@@ -114,8 +115,9 @@ def candidates(*, streams: bool) -> list[Candidate]:
         return found
     alone, merged = "streams", "streams+prompt_lookup"
     for n in BUDGETS:
-        found.append(Candidate(f"streams:tree={n}", alone, Cut(nodes=n)))
-        found += [Candidate(f"streams:tree={n},threshold={t}", alone, Cut(nodes=n, threshold=t)) for t in THRESHOLDS]
+        cut = Cut(nodes=n, depth=DraftOptions(nodes=n).streams(n))
+        found.append(Candidate(f"streams:tree={n}", alone, cut))
+        found += [Candidate(f"streams:tree={n},threshold={t}", alone, replace(cut, threshold=t)) for t in THRESHOLDS]
         found.append(Candidate(f"streams:tree={n}+prompt_lookup", merged, most=n))
     for n in BOUNDS:
         found.append(Candidate(f"streams:tree=auto,nodes={n}", alone, Cut(nodes=n), most=n, auto=True))

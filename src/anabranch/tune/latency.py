@@ -6,7 +6,8 @@ caches is part of a step too.
 
     a step that verifies n nodes of a draft of m  =  rest(n) + draft(m)
 
-``rest`` is measured with one wide draft that is cut to each width, and ``draft`` with drafts of several sizes.
+``rest`` is measured with one wide draft that is cut to each width, and ``draft``, which includes the streams that trail
+the pass, with drafts of several sizes.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from anabranch.tree import DraftTree
 
 __all__ = ["DRAFTS", "WIDTHS", "Measured", "measure_steps"]
 
-WIDTHS = (1, 2, 4, 6, 8, 9, 12, 16, 17, 20, 24, 25, 32)  # eight rows share a read of the weights: both sides of a tile
-DRAFTS = (4, 8, 16, 32)  # nodes drafted
+WIDTHS = (1, 2, 4, 6, 8, 9, 12, 16, 17, 20, 24, 25, 32)  # both sides of where a read of the weights ends
+DRAFTS = (4, 6, 8, 16, 32)  # nodes drafted
 Report = Callable[[str, int, int], None]
 
 
@@ -41,8 +42,8 @@ Report = Callable[[str, int, int], None]
 class Measured:
     """Mean milliseconds of a step without its draft by nodes verified, and of drafts by nodes drafted.
 
-    rest     "none": with nothing else; "streams": with the streams that ride or trail
-    drafts   "none", "prompt_lookup", "streams", and "merged": those of both, merged
+    rest     "none": with nothing else; "streams": with the streams that ride
+    drafts   "none", "prompt_lookup", "streams", and "merged": those of both, merged; with the streams that trail
     """
 
     rest: dict[str, Latency]
@@ -72,7 +73,7 @@ class _Timed:
     """An engine under measurement.
 
     nodes        those that a step must verify to count; None: any
-    rest, draft  milliseconds of the counted steps
+    rest, draft  milliseconds of the counted steps: the pass with its verification, and drafting, trailing streams too
     """
 
     engine: Engine
@@ -93,7 +94,7 @@ class _Timed:
             counted += 1
             # near the end of the text trees are cut
             if counted and (self.nodes is None or step.tree.size == self.nodes):
-                draft = 1e3 * step.timings.draft
+                draft = 1e3 * (step.timings.draft + step.timings.commit)
                 self.rest.append(whole - draft)
                 self.draft.append(draft)
 

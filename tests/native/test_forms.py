@@ -1,0 +1,146 @@
+"""Forms of the kernels that this processor would not choose: what the kernels promise holds in each.
+
+AMX's instructions cannot be tested on a processor without them; ``pretended_tiles.h`` follows their definition.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import test_kernels
+import torch
+
+from anabranch.model.stack import NativeLinear
+from anabranch.native import library as native
+
+HEADER = Path(__file__).with_name("pretended_tiles.h")
+TILES = native.FORMS["amx"][1][0]
+
+needs_avx512 = pytest.mark.skipif(
+    native.library() is None or "avx512" not in native._forms(), reason="this processor has no AVX-512"
+)
+in_every_other_form = pytest.mark.parametrize(
+    "other", [pytest.param("avx2", marks=needs_avx512), pytest.param("amx", marks=needs_avx512)], indirect=True
+)
+
+
+@pytest.fixture
+def other(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The kernels in another form, AMX's with pretended tiles."""
+    digest = f"-DPRETENDED={zlib.crc32(HEADER.read_bytes())}"  # another header, another library
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(native.FORMS, "amx", (frozenset(), (TILES, "-O1", "-include", str(HEADER), digest)))
+        patch.setattr(native, "_forms", lambda: [request.param])
+        patch.setattr(test_kernels, "MODELS", {})
+        native.library.cache_clear()
+        library = native.library()
+        assert library is not None
+        assert library.form == request.param
+        yield request.param
+    native.library.cache_clear()
+
+
+@in_every_other_form
+@pytest.mark.parametrize("outputs", [1, 33, 96])
+@pytest.mark.parametrize("rows", [1, 5, 16, 17, 32, 33, 50, 97])
+@pytest.mark.parametrize("width", [32, 160, 70])
+def test_products(other: str, outputs: int, rows: int, width: int) -> None:
+    """Every row's product is the one that it has alone, to the bit; widths that fill no tile go without."""
+    torch.manual_seed(outputs)
+    weight, bias, x = (torch.randn(*shape).bfloat16() for shape in ((outputs, width), (outputs,), (rows, width)))
+    linear = NativeLinear(weight, bias, wide=True)
+    y = linear(x)
+    torch.testing.assert_close(y, x.float() @ weight.float().T + bias.float(), rtol=1e-4, atol=1e-3)
+    assert torch.equal(y, torch.cat([linear(row[None]) for row in x]))
+
+
+@in_every_other_form
+@pytest.mark.parametrize("name", test_kernels.CASES)
+def test_layers(other: str, name: str) -> None:
+    test_kernels.test_layers_agree_with_float32(name)
+    test_kernels.test_float32_agrees_with_pytorch(name)
+
+
+@in_every_other_form
+@pytest.mark.parametrize("form", test_kernels.FORMS)
+@pytest.mark.parametrize("name", ["llama", "sliding window (mistral)", "biases (qwen2)"])
+def test_a_tree_is_its_paths_to_the_bit(other: str, name: str, form: str) -> None:
+    test_kernels.test_a_tree_is_its_paths_to_the_bit(name=name, form=form)  # type: ignore[call-arg]
+
+
+@in_every_other_form
+@pytest.mark.parametrize("form", test_kernels.FORMS)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_speculation_says_the_same(other: str, rows: int, form: str) -> None:
+    test_kernels.test_speculation_says_the_same("llama", rows, form)
+
+
+@in_every_other_form
+@pytest.mark.parametrize("shape", test_kernels.ADAPTERS, ids=str)
+def test_streams_trail(other: str, shape: dict[str, object]) -> None:
+    test_kernels.test_streams_trail_as_in_pytorch("llama", shape)
+
+
+@needs_avx512
+@pytest.mark.parametrize("other", ["amx"], indirect=True)
+def test_tiles_are_used(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even and odd values are added up apart, which other products do not do: these are other bits."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(64, 1536).bfloat16(), torch.randn(4, 1536).bfloat16()
+    inside = NativeLinear(weight, None, wide=True)(x)
+    native.library.cache_clear()
+    monkeypatch.setattr(native, "_forms", lambda: ["avx512"])
+    outside = NativeLinear(weight, None, wide=True)(x)
+    torch.testing.assert_close(inside, outside, rtol=1e-4, atol=1e-3)
+    assert not torch.equal(inside, outside)
+
+
+@needs_avx512
+@pytest.mark.parametrize(
+    "flaw",
+    [
+        pytest.param("#error unknown", id="a compiler that does not know them"),
+        pytest.param("#undef _tile_dpbf16ps\n#define _tile_dpbf16ps(to, a, b) (void)0", id="wrong products"),
+        pytest.param("#undef _tile_release\n#define _tile_release() __builtin_trap()", id="a fault"),
+    ],
+)
+def test_without_tiles_where_they_fail(flaw: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is tried in a process of its own first cannot hurt: the kernels do without tiles."""
+    monkeypatch.setenv("ANABRANCH_HOME", str(tmp_path))
+    monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-O0"))  # compiled sooner
+    broken = tmp_path / "broken.h"
+    broken.write_text(f'#include "{HEADER}"\n{flaw}\n')
+    flags = (TILES, "-include", str(broken))
+    monkeypatch.setitem(native.FORMS, "amx", (frozenset(), flags))
+    monkeypatch.setattr(native, "_forms", lambda: ["amx", "avx512"])
+    native.library.cache_clear()
+    try:
+        library = native.library()
+        assert library is not None
+        assert library.form == "avx512"
+        with pytest.raises(subprocess.SubprocessError):
+            native._compiled((*native.FLAGS, *flags))
+    finally:
+        native.library.cache_clear()
+
+
+def test_who_may_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor without something, and whoever asks to do without it."""
+    needs = {name: needed for name, (needed, _) in native.FORMS.items()}
+    monkeypatch.delenv("ANABRANCH_NATIVE", raising=False)
+    monkeypatch.setattr(native, "_processor_flags", lambda: needs["avx2"])
+    assert native._forms() == ["avx2"]
+    monkeypatch.setattr(native, "_processor_flags", lambda: needs["avx2"] - {"fma"})
+    assert native._forms() == []
+    assert "fma" in native._unfit()
+    monkeypatch.setattr(native, "_processor_flags", lambda: needs["avx2"] | needs["amx"])
+    monkeypatch.setenv("ANABRANCH_NATIVE", "avx512")
+    assert native._forms() == ["avx512", "avx2"]
+    monkeypatch.setenv("ANABRANCH_NATIVE", "avx2")
+    assert native._forms() == ["avx2"]
+    monkeypatch.setenv("ANABRANCH_NATIVE", "avx1024")
+    assert native._forms()[-2:] == ["avx512", "avx2"]
