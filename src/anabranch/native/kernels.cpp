@@ -106,10 +106,16 @@ inline Floats silu(Floats x) {
 
 // ---- threads ------------------------------------------------------------------------------------------------------
 
+// the part of [0, count) that is thread id's
+inline void share(int count, int threads, int id, int* first, int* last) {
+  *first = static_cast<int>(static_cast<int64_t>(count) * id / threads);
+  *last = static_cast<int>(static_cast<int64_t>(count) * (id + 1) / threads);
+}
+
 // A job runs on all threads at once; the caller is thread 0. Workers spin for a moment between jobs and then sleep.
 class Pool {
  public:
-  explicit Pool(int threads) : size_(threads) {
+  explicit Pool(int threads) : size_(threads), begun_(static_cast<size_t>(threads)) {
     for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work(i); });
   }
   ~Pool() {
@@ -141,6 +147,19 @@ class Pool {
     job(0);
     drop_tiles();
     wait([this] { return left_.load(std::memory_order_acquire) == 0; });
+  }
+
+  // ``work(i)`` for each i of [0, count), once, by whichever thread comes to it: all of a job's threads call this, each
+  // begins with its share, and who is done helps the others. It returns when all parts are begun; a barrier sees them done.
+  template <class Work>
+  void each(int count, int id, Work&& work) {
+    const int64_t turn = ++begun_[static_cast<size_t>(id)].turns;
+    for (int i = 0; i < size_; ++i) {
+      const int whose = id + i < size_ ? id + i : id + i - size_;
+      int first, last;
+      share(count, size_, whose, &first, &last);
+      for (int next; (next = first + take(whose, turn)) < last;) work(next);
+    }
   }
 
   // all threads of a job meet here
@@ -183,7 +202,28 @@ class Pool {
     }
   }
 
+  // Parts of a thread's share that were begun, in the lower half, and of which call of ``each``, in the upper one: nobody
+  // has to set it back. ``turns`` are a thread's own calls; all threads make the same ones.
+  struct alignas(64) Begun {
+    std::atomic<int64_t> parts{0};
+    int64_t turns = 0;
+  };
+
+  // The next part of a thread's share that nobody has begun; behind the last one larger numbers come. Someone may be a call
+  // ahead, since this one had nothing left for him: then it has nothing for us either.
+  int take(int whose, int64_t turn) {
+    constexpr int NONE = 1 << 30;
+    std::atomic<int64_t>& parts = begun_[static_cast<size_t>(whose)].parts;
+    int64_t seen = parts.load(std::memory_order_relaxed);
+    for (;;) {
+      if (seen >> 32 > turn) return NONE;
+      const int64_t next = std::max(seen, turn << 32);
+      if (parts.compare_exchange_weak(seen, next + 1, std::memory_order_relaxed)) return static_cast<int>(next & 0xffffffff);
+    }
+  }
+
   int size_;
+  std::vector<Begun> begun_;
   std::vector<std::thread> workers_;
   std::mutex mutex_;
   std::condition_variable wake_;
@@ -195,12 +235,6 @@ class Pool {
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<int> round_{0};
 };
-
-// the part of [0, count) that is thread id's
-inline void share(int count, int threads, int id, int* first, int* last) {
-  *first = static_cast<int>(static_cast<int64_t>(count) * id / threads);
-  *last = static_cast<int>(static_cast<int64_t>(count) * (id + 1) / threads);
-}
 
 // ---- products -----------------------------------------------------------------------------------------------------
 
@@ -267,17 +301,15 @@ inline void zero(Sums& acc, int count) {
   for (int m = 0; m < count; ++m) acc[m][0] = acc[m][1] = zeros();
 }
 
-// y = x w' for blocks [first, last): ``done(m, b, low, high)`` takes 32 outputs of one row
+// y = x w' for block b: ``done(m, b, low, high)`` takes 32 outputs of one row
 template <class T, class Done>
-inline void product(const T* x, int count, const Packed& w, int first, int last, Done&& done) {
+inline void product(const T* x, int count, const Packed& w, int b, Done&& done) {
   Sums acc;
   const int size = tile_of<T>(count, w.width);
-  for (int b = first; b < last; ++b) {
-    for (int m = 0; m < count; m += size) {
-      zero(acc, size);
-      const int n = some_rows(m, count, x, w, b, acc);
-      for (int i = 0; i < n; ++i) done(m + i, b, acc[i][0], acc[i][1]);
-    }
+  for (int m = 0; m < count; m += size) {
+    zero(acc, size);
+    const int n = some_rows(m, count, x, w, b, acc);
+    for (int i = 0; i < n; ++i) done(m + i, b, acc[i][0], acc[i][1]);
   }
 }
 
@@ -623,8 +655,7 @@ class Runner {
         embed(from.embedding, from.emitted[b], ones.data(), s.d, 1e-9f, to + place<T>(1, s.d));
       }
       pool.barrier();
-      share(from.inputs.blocks(), pool.size(), id, &first, &last);
-      product(both, step.batch, from.inputs, first, last, [&](int b, int block, Floats lo, Floats hi) {
+      products(both, step.batch, from.inputs, id, [&](int b, int block, Floats lo, Floats hi) {
         for (int j = 0; j < step.nodes; ++j) {
           const float* own_part = from.hidden + static_cast<int64_t>(j) * inner + block * BLOCK;
           store32(z + place<T>(b * step.nodes + j, inner), block, silu(lo + load16(own_part)),
@@ -632,8 +663,7 @@ class Runner {
         }
       });
       pool.barrier();
-      share(from.up.blocks(), pool.size(), id, &first, &last);
-      product(z, rows, from.up, first, last, [&](int row, int block, Floats lo, Floats hi) {
+      products(z, rows, from.up, id, [&](int row, int block, Floats lo, Floats hi) {
         const float* main = mains + static_cast<int64_t>(row / step.nodes) * s.d + block * BLOCK;
         const float* place_of = from.streams + static_cast<int64_t>(row % step.nodes) * s.d + block * BLOCK;
         float* x = step.x + static_cast<int64_t>(row) * s.d + block * BLOCK;
@@ -664,7 +694,7 @@ class Runner {
     T *z = draft_z_.of<T>(place<T>(most, wide)), *before = draft_before_.of<T>(place<T>(most, wide));
     T* s = draft_state_.of<T>(place<T>(1, t.d));
     float *scores = draft_scores_.of<float>(static_cast<int64_t>(most) * width), *parts = draft_parts_.of<float>(most * wide);
-    float *fixed = draft_fixed_.of<float>(wide), *values = draft_values_.of<float>(most * t.best);
+    float* values = draft_values_.of<float>(most * t.best);
     float* noise = draft_noise_.of<float>(t.keys == nullptr ? 0 : width);
     int64_t* places = draft_places_.of<int64_t>(most * t.best);
     std::vector<float> joint{0.0f}, falling;
@@ -685,37 +715,32 @@ class Runner {
           embed(t.embedding, token[static_cast<size_t>(i)], ones.data(), t.d, eps, e + place<T>(i, t.d));
         if (id == 0) narrowed(state, t.d, s);
         pool.barrier();
-        share(t.token.blocks(), threads, id, &first, &last);
-        product(s, 1, t.state, first, last, [&](int, int b, Floats lo, Floats hi) {
-          store16(fixed + b * BLOCK, lo);
-          store16(fixed + b * BLOCK + 16, hi);
-        });
-        product(e, rows, t.token, first, last, [&](int m, int b, Floats lo, Floats hi) {
-          float* to = parts + static_cast<int64_t>(m) * wide + b * BLOCK;
-          store16(to, lo + load16(fixed + b * BLOCK));
-          store16(to + 16, hi + load16(fixed + b * BLOCK + 16));
-        });
-        product(before, depth == 0 ? 0 : rows, t.carry, first, last,
-                [&](int m, int b, Floats lo, Floats hi) {
-                  float* to = parts + static_cast<int64_t>(m) * wide + b * BLOCK;
-                  store16(to, lo + load16(to));
-                  store16(to + 16, hi + load16(to + 16));
-                });
-        for (int b = first; b < last; ++b)
+        pool.each(t.token.blocks(), id, [&](int block) {
+          Floats low, high;
+          product(s, 1, t.state, block, [&](int, int, Floats lo, Floats hi) { low = lo, high = hi; });
+          product(e, rows, t.token, block, [&](int m, int b, Floats lo, Floats hi) {
+            float* to = parts + static_cast<int64_t>(m) * wide + b * BLOCK;
+            store16(to, lo + low);
+            store16(to + 16, hi + high);
+          });
+          product(before, depth == 0 ? 0 : rows, t.carry, block, [&](int m, int b, Floats lo, Floats hi) {
+            float* to = parts + static_cast<int64_t>(m) * wide + b * BLOCK;
+            store16(to, lo + load16(to));
+            store16(to + 16, hi + load16(to + 16));
+          });
           for (int m = 0; m < rows; ++m) {
-            const float* from = parts + static_cast<int64_t>(m) * wide + b * BLOCK;
-            store32(z + place<T>(m, wide), b, silu(load16(from)), silu(load16(from + 16)));
+            const float* from = parts + static_cast<int64_t>(m) * wide + block * BLOCK;
+            store32(z + place<T>(m, wide), block, silu(load16(from)), silu(load16(from + 16)));
           }
+        });
         pool.barrier();
-        share(t.to_state.blocks(), threads, id, &first, &last);
-        product(z, rows, t.to_state, first, last, [&](int m, int b, Floats lo, Floats hi) {
+        products(z, rows, t.to_state, id, [&](int m, int b, Floats lo, Floats hi) {
           store32(c + place<T>(m, t.d), b, lo + load16(state + b * BLOCK),
                   hi + load16(state + b * BLOCK + 16));
         });
         pool.barrier();
         const auto score = [&](const Packed& w, int offset) {
-          share(w.blocks(), threads, id, &first, &last);
-          product(c, rows, w, first, last, [&](int m, int b, Floats lo, Floats hi) {
+          products(c, rows, w, id, [&](int m, int b, Floats lo, Floats hi) {
             store_part(scores + static_cast<int64_t>(m) * width + offset + b * BLOCK, w.outputs - b * BLOCK, lo, hi);
           });
         };
@@ -730,16 +755,15 @@ class Runner {
           }
         }
         pool.barrier();
-        share(rows, threads, id, &first, &last);
-        for (int i = first; i < last && t.keys != nullptr; ++i)
-          for (int j = 0; j < width; j += 16) {
-            float* z = scores + static_cast<int64_t>(i) * width + j;
+        pool.each(rows, id, [&](int i) {
+          float* own_scores = scores + static_cast<int64_t>(i) * width;
+          for (int j = 0; j < width && t.keys != nullptr; j += 16) {
             const Floats drawn = load_some(noise + j, width - j, zeros()) * same(t.trust);
-            store_some(z, width - j, fma(load_some(z, width - j, zeros()), same(t.warmth), drawn));
+            store_some(own_scores + j, width - j, fma(load_some(own_scores + j, width - j, zeros()), same(t.warmth), drawn));
           }
-        for (int i = first; i < last; ++i)
-          top(scores + static_cast<int64_t>(i) * width, width, t.best, values + static_cast<int64_t>(i) * t.best,
+          top(own_scores, width, t.best, values + static_cast<int64_t>(i) * t.best,
               places + static_cast<int64_t>(i) * t.best);
+        });
         pool.barrier();
         if (id == 0) {
           level.clear();
@@ -957,31 +981,38 @@ class Runner {
 
   template <class T, class P, class Done>
   void whole_as(const P* x, int count, const Packed& w, void* ready, int id, Done&& done) {
-    int first, last;
     const T* rows;
     if constexpr (std::is_same<T, P>::value) {
       rows = x;
     } else {
       T* to = static_cast<T*>(ready);
+      int first, last;
       share(count, pool.size(), id, &first, &last);
       for (int i = first; i < last; ++i)
         narrowed(x + static_cast<int64_t>(i) * w.width, w.width, to + place<T>(i, w.width));
       pool.barrier();
       rows = to;
     }
-    share(w.blocks(), pool.size(), id, &first, &last);
-    product(rows, count, w, first, last, done);
+    products(rows, count, w, id, done);
   }
 
-  // the first of the largest of ``count`` of 16 scores that begin at place ``at``, if it is above what was found before
+  // all blocks of a product, by all threads
+  template <class T, class Done>
+  void products(const T* x, int count, const Packed& w, int id, Done&& done) {
+    pool.each(w.blocks(), id, [&](int b) { product(x, count, w, b, done); });
+  }
+
+  // The first of the largest of ``count`` of 16 scores that begin at place ``at``, if it is above what was found before,
+  // or as large and before it: places do not come in order.
   static void better(Floats scores, int count, int at, Best* best) {
-    uint32_t more = above(scores, same(best->value)) & lanes(count);
+    const bool before = at < best->at;
+    uint32_t more = above(scores, same(before ? std::nextafter(best->value, -INFINITY) : best->value)) & lanes(count);
     if (more == 0) return;
     alignas(64) float each[16];
     store16(each, scores);
     for (; more != 0; more &= more - 1) {
       const int i = __builtin_ctz(more);
-      if (each[i] > best->value) *best = {each[i], at + i};
+      if (each[i] > best->value || (each[i] == best->value && at + i < best->at)) *best = {each[i], at + i};
     }
   }
 
@@ -1024,13 +1055,13 @@ class Runner {
     });
   }
 
-  // what all threads found; the first thread's places come first
+  // the best of what all threads found
   void choice(const Best* found, int count, int64_t* places) const {
     for (int m = 0; m < count; ++m) {
       Best best = found[m];
       for (int i = 1; i < pool.size(); ++i) {
         const Best& other = found[static_cast<int64_t>(i) * count + m];
-        if (other.value > best.value) best = other;
+        if (other.value > best.value || (other.value == best.value && other.at < best.at)) best = other;
       }
       places[m] = best.at;
     }
@@ -1047,7 +1078,8 @@ class Runner {
 
   template <class T>
   void layer(const Shape& s, const Layer& l, const Pass& step, const Between<T>& between, int id) {
-    const auto [qkv, heads, inner, low] = between;
+    float* qkv = between.qkv;
+    T *heads = between.heads, *inner_rows = between.inner, *low_rows = between.low;
     const int m = step.batch * step.nodes, threads = pool.size();
     Scratch& mine = own[static_cast<size_t>(id)];
     int first, last;
@@ -1057,8 +1089,7 @@ class Runner {
     for (int i = 0; i < m; ++i)
       rms_norm(step.x + static_cast<int64_t>(i) * s.d, l.norm_in, s.d, s.eps, h + place<T>(i, s.d));
     const int wide = l.qkv.outputs;
-    share(l.qkv.blocks(), threads, id, &first, &last);
-    product(h, m, l.qkv, first, last, [&](int row, int b, Floats lo, Floats hi) {
+    products(h, m, l.qkv, id, [&](int row, int b, Floats lo, Floats hi) {
       if (l.qkv_bias != nullptr) {
         lo = lo + load16(l.qkv_bias + b * BLOCK);
         hi = hi + load16(l.qkv_bias + b * BLOCK + 16);
@@ -1086,8 +1117,7 @@ class Runner {
     attend(s, l, step, between, id);
     pool.barrier();
 
-    share(l.out.blocks(), threads, id, &first, &last);
-    product(heads, m, l.out, first, last, [&](int row, int b, Floats lo, Floats hi) {
+    products(heads, m, l.out, id, [&](int row, int b, Floats lo, Floats hi) {
       if (l.out_bias != nullptr) {
         lo = lo + load16(l.out_bias + b * BLOCK);
         hi = hi + load16(l.out_bias + b * BLOCK + 16);
@@ -1104,10 +1134,9 @@ class Runner {
       rms_norm(step.x + static_cast<int64_t>(i) * s.d, l.norm_mlp, s.d, s.eps, h + place<T>(i, s.d));
     const bool whole = l.up.data != nullptr;  // a stream adapter may stand in place of the MLP
     const int half = whole ? s.inner / BLOCK : 0;
-    share(half, threads, id, &first, &last);
     Sums gate, up;
     const int size = tile_of<T>(m, BLOCK);  // all widths of a layer are multiples of BLOCK
-    for (int b = first; b < last; ++b) {
+    pool.each(half, id, [&](int b) {
       for (int r = 0; r < m; r += size) {
         zero(gate, size);
         some_rows(r, m, h, l.up, 2 * b, gate);
@@ -1115,35 +1144,32 @@ class Runner {
         const int n = some_rows(r, m, h, l.up, 2 * b + 1, up);
         for (int i = 0; i < n; ++i) {
           const Floats lo = silu(gate[i][0]) * up[i][0], hi = silu(gate[i][1]) * up[i][1];
-          store32(inner + place<T>(r + i, s.inner), b, lo, hi);
+          store32(inner_rows + place<T>(r + i, s.inner), b, lo, hi);
         }
       }
-    }
+    });
     const bool beside = l.low.data != nullptr;
-    if (beside) {
-      share(l.low.blocks(), threads, id, &first, &last);
-      product(h, m, l.low, first, last, [&](int row, int b, Floats lo, Floats hi) {
-        store32(low + place<T>(row, l.low.outputs), b, silu(lo), silu(hi));
+    if (beside)
+      products(h, m, l.low, id, [&](int row, int b, Floats lo, Floats hi) {
+        store32(low_rows + place<T>(row, l.low.outputs), b, silu(lo), silu(hi));
       });
-    }
     warm(l.down, threads, id);
     pool.barrier();
 
-    share(s.d / BLOCK, threads, id, &first, &last);
-    Sums acc;
-    for (int b = first; b < last; ++b) {
+    pool.each(s.d / BLOCK, id, [&](int b) {
+      Sums acc;
       for (int r = 0; r < m; r += size) {
         const int n = std::min(size, m - r);
         zero(acc, size);
-        if (whole) some_rows(r, m, inner, l.down, b, acc);
-        if (beside) some_rows(r, m, low, l.high, b, acc);
+        if (whole) some_rows(r, m, inner_rows, l.down, b, acc);
+        if (beside) some_rows(r, m, low_rows, l.high, b, acc);
         for (int i = 0; i < n; ++i) {
           float* x = step.x + static_cast<int64_t>(r + i) * s.d + b * BLOCK;
           store16(x, load16(x) + acc[i][0]);
           store16(x + 16, load16(x + 16) + acc[i][1]);
         }
       }
-    }
+    });
   }
 
   // Tasks are (row of the batch, kv head, some of its queries). A query is (node, head of the group).
@@ -1159,9 +1185,7 @@ class Runner {
       some = std::min(some, std::max(group, (queries + threads - 1) / threads));
     if (some > 3) some = some / 3 * 3;  // three, six or twelve are scored at a time
     const int parts = (queries + some - 1) / some, tasks = step.batch * s.kv_heads * parts;
-    int first, last;
-    share(tasks, threads, id, &first, &last);
-    for (int t = first; t < last; ++t) {
+    pool.each(tasks, id, [&](int t) {
       const int part = t % parts, head = t / parts % s.kv_heads, b = t / parts / s.kv_heads;
       const int low_query = part * some, count = std::min(some, queries - low_query);
       switch (s.e / 32) {
@@ -1170,7 +1194,7 @@ class Runner {
         case 3: task<T, 6>(s, l, step, between, id, b, head, low_query, count); break;
         default: task<T, 8>(s, l, step, between, id, b, head, low_query, count); break;
       }
-    }
+    });
   }
 
   template <class T, int NE>
@@ -1280,7 +1304,7 @@ class Runner {
 
   Room x_, mains_, qkv_, heads_, inner_, low_, both_, root_, best_, ready_, offsets_, first_, run_;
   std::vector<int32_t> seen_;
-  Room draft_rows_, draft_states_, draft_z_, draft_before_, draft_scores_, draft_parts_, draft_fixed_, draft_values_;
+  Room draft_rows_, draft_states_, draft_z_, draft_before_, draft_scores_, draft_parts_, draft_values_;
   Room draft_places_, draft_state_, draft_noise_;
 };
 
