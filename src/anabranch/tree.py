@@ -27,10 +27,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["DraftTree"]
+__all__ = ["DraftTree", "depths_of", "mask_of"]
 
 # What a drafter without a belief of its own is taken to believe: each token of it is a coin toss.
 UNKNOWN_LOG_PROB = math.log(0.5)
+_INT64, _FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,19 +59,20 @@ class DraftTree:
         size = len(self.tokens)
         if not self.sources:
             object.__setattr__(self, "sources", _labels("draft", size - 1))
-        assert self.tokens.dtype == np.int64, "tokens are int64"
-        assert self.parents.dtype == np.int64, "parents are int64"
+        # lists and plain comparisons: between two passes arithmetic on arrays is slow, its code being out of the caches
+        assert self.tokens.dtype == _INT64, "tokens are int64"
+        assert self.parents.dtype == _INT64, "parents are int64"
         assert self.tokens.shape == self.parents.shape == (size,), "one parent for each token"
         assert size > 0, "a tree has a root"
-        first, *parents = self.parents.tolist()  # lists: of few numbers they are many times as fast as arrays
+        first, *parents = self.parents.tolist()
         assert first == -1, "node 0 is the root"
         assert all(parent < node for node, parent in enumerate(parents, 1)), "parents come before their children"
         assert min(parents, default=0) >= 0, "there is one root"
         assert len(self.sources) == size, "one source for each node"
         if self.log_probs is not None:
-            assert self.log_probs.dtype == np.float32, "log_probs are float32"
+            assert self.log_probs.dtype == _FLOAT32, "log_probs are float32"
             assert self.log_probs.shape == (size,), "one log probability for each node"
-            assert not math.isnan(self.log_probs.sum()), "log_probs are numbers"
+            assert not any(map(math.isnan, self.log_probs.tolist())), "log_probs are numbers"
         if self.draft_probs is not None:
             assert self.draft_probs.ndim == 2, "draft_probs are [N, V]"
             assert self.parents.max() < len(self.draft_probs) <= size, "one row of draft_probs for each parent"
@@ -187,11 +189,7 @@ class DraftTree:
     @cached_property
     def depths(self) -> NDArray[np.int64]:
         """[N] distance from the root: node i sits at the root's position + depths[i]."""
-        depths = [0] * self.size
-        for node, parent in enumerate(self.parents.tolist()):
-            if node:
-                depths[node] = depths[parent] + 1
-        return np.array(depths, np.int64)
+        return depths_of(self.parents)
 
     @property
     def max_depth(self) -> int:
@@ -208,15 +206,7 @@ class DraftTree:
                                                1 1 . 1 .
                                                1 1 . . 1
         """
-        # One Python integer a node serves as a set of bits, so a row costs one "or" whatever the depth.
-        rows = [1] * self.size
-        for node, parent in enumerate(self.parents.tolist()):
-            if node:
-                rows[node] = rows[parent] | (1 << node)
-        stride = (self.size + 7) // 8
-        packed = np.frombuffer(b"".join(row.to_bytes(stride, "little") for row in rows), np.uint8)
-        bits = np.unpackbits(packed.reshape(self.size, stride), axis=1, count=self.size, bitorder="little")
-        return bits.view(np.bool_)
+        return mask_of(self.parents)
 
     @cached_property
     def _children(self) -> list[tuple[int, ...]]:
@@ -249,21 +239,18 @@ class DraftTree:
 
         ``select([0, 1, 4])`` of the tree at the top is The - cat - ran: parents -1 0 1.
         """
-        nodes = np.asarray(kept, np.int64)
-        assert nodes.ndim == 1, "kept is a list of nodes"
-        assert len(nodes) > 0, "the root stays"
+        nodes: list[int] = kept.tolist() if isinstance(kept, np.ndarray) else list(kept)
+        assert nodes, "the root stays"
         assert nodes[0] == 0, "the root stays"
-        assert bool((nodes[1:] > nodes[:-1]).all()), "kept nodes ascend"
+        assert all(map(int.__lt__, nodes, nodes[1:])), "kept nodes ascend"
         assert nodes[-1] < self.size, "kept nodes exist"
-        renamed = np.full(self.size + 1, -1, np.int64)  # one more, so that the root's parent -1 stays -1
-        renamed[nodes] = np.arange(len(nodes))
-        parents = renamed[self.parents[nodes]]
-        assert bool((parents[1:] >= 0).all()), "the parent of a kept node is kept"
+        renamed, above = {node: place for place, node in enumerate(nodes)}, self.parents.tolist()
+        assert all(above[node] in renamed for node in nodes[1:]), "the parent of a kept node is kept"
         return DraftTree(
             self.tokens[nodes],
-            parents,
+            np.array([-1, *(renamed[above[node]] for node in nodes[1:])], np.int64),
             replacement=self.replacement,
-            sources=tuple([self.sources[node] for node in nodes.tolist()]),
+            sources=tuple([self.sources[node] for node in nodes]),
             log_probs=None if self.log_probs is None else self.log_probs[nodes],
         )
 
@@ -314,6 +301,27 @@ class DraftTree:
         joint_N = self.depths * UNKNOWN_LOG_PROB if self.log_probs is None else self.log_probs
         beliefs: list[float] = joint_N.tolist()
         return beliefs
+
+
+def depths_of(parents_N: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[N] distance from a node without a parent (-1), of which there may be several."""
+    depths: list[int] = []
+    for parent in parents_N.tolist():
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    return np.array(depths, np.int64)
+
+
+def mask_of(parents_N: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """[N, N] which nodes are a node's ancestors or itself."""
+    # One Python integer a node serves as a set of bits, so a row costs one "or" whatever the depth.
+    rows: list[int] = []
+    for node, parent in enumerate(parents_N.tolist()):
+        rows.append((0 if parent < 0 else rows[parent]) | (1 << node))
+    size = len(rows)
+    stride = (size + 7) // 8
+    packed = np.frombuffer(b"".join([row.to_bytes(stride, "little") for row in rows]), np.uint8)
+    bits = np.unpackbits(packed.reshape(size, stride), axis=1, count=size, bitorder="little")
+    return bits.view(np.bool_)
 
 
 class _Trie:

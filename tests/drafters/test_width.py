@@ -77,7 +77,7 @@ def test_what_is_accepted_corrects_what_is_believed() -> None:
     assert row.factor("b") == pytest.approx((PRIOR + weight) / (PRIOR + 0.4 * weight), rel=1e-5)
     assert row.factor("c") == row.factor("target") == 1.0
     assert kept(width, TREE) == [[9, 1, 2]]
-    beliefs = row.beliefs(TREE)
+    beliefs = np.array(row.beliefs(TREE))
     assert (beliefs[1:] <= beliefs[TREE.parents[1:]]).all()
     # other rows and what comes after it know nothing of it
     assert kept(width, TREE, TREE)[1] == [9, 1, 3]

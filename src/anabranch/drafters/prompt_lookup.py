@@ -13,9 +13,9 @@ function of the text alone, and a replay finds it again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-
-import numpy as np
+from itertools import accumulate
 
 from anabranch.drafters.base import Context, Drafter
 from anabranch.errors import InputError
@@ -63,9 +63,8 @@ class _Row:
 
     def log_probs(self, length: int, tokens: int) -> list[float]:
         """Joint beliefs in each of ``tokens`` drafted behind a match of ``length``."""
-        going_on = np.log(np.array(self.right) / np.array(self.all))
-        joint: list[float] = going_on[np.minimum(length - 1 + np.arange(tokens), len(PRIOR) - 1)].cumsum().tolist()
-        return joint
+        places = [min(length - 1 + i, len(PRIOR) - 1) for i in range(tokens)]
+        return list(accumulate(math.log(self.right[place] / self.all[place]) for place in places))
 
 
 class PromptLookupDrafter(Drafter):

@@ -95,15 +95,15 @@ class _Row:
         """What beliefs of this source are multiplied by."""
         return (PRIOR + self.accepted.get(source, 0.0)) / (PRIOR + self.expected.get(source, 0.0))
 
-    def beliefs(self, tree: DraftTree) -> NDArray[np.float64]:
+    def beliefs(self, tree: DraftTree) -> list[float]:
         """[N] corrected probabilities that the nodes are accepted; no node's exceeds its parent's."""
         assert tree.log_probs is not None, "a drafter whose trees are cut says what it believes"
         factors = {source: self.factor(source) for source in set(tree.sources)}
-        found = np.exp(tree.log_probs.astype(np.float64)).tolist()
+        found = list(map(math.exp, tree.log_probs.tolist()))
         for node, (parent, source) in enumerate(zip(tree.parents.tolist(), tree.sources, strict=True)):
             if node:
                 found[node] = min(found[parent], found[node] * factors[source])
-        return np.array(found)
+        return found
 
     def learn(self, tree: DraftTree, path: Sequence[int]) -> None:
         """Take in one verified tree."""
@@ -111,8 +111,8 @@ class _Row:
         for counts in (self.expected, self.accepted):
             for source in counts:
                 counts[source] *= MEMORY
-        for source, belief in zip(tree.sources[1:], np.exp(tree.log_probs[1:]).tolist(), strict=True):
-            self.expected[source] = self.expected.get(source, 0.0) + belief
+        for source, belief in zip(tree.sources[1:], tree.log_probs[1:].tolist(), strict=True):
+            self.expected[source] = self.expected.get(source, 0.0) + math.exp(belief)
         for node in path[1:]:
             source = tree.sources[node]
             self.accepted[source] = self.accepted.get(source, 0.0) + 1.0
@@ -140,10 +140,10 @@ class Width:
         return [_cut(tree, belief, width) for tree, belief in zip(trees, beliefs, strict=True)]
 
     @staticmethod
-    def _best(beliefs: Sequence[NDArray[np.float64]], most: int, costs: StepCosts) -> int:
+    def _best(beliefs: Sequence[list[float]], most: int, costs: StepCosts) -> int:
         tokens_BN = np.zeros((len(beliefs), most))
         for b, belief in enumerate(beliefs):
-            best = np.sort(belief)[::-1][:most]
+            best = sorted(belief, reverse=True)[:most]
             tokens_BN[b, : len(best)] = best  # the root is certain: its 1 stands for the target's own token
         tokens_N = tokens_BN.sum(axis=0).cumsum()
         return 1 + int(np.argmax(tokens_N / costs(len(beliefs) * np.arange(1, most + 1))))
@@ -159,8 +159,9 @@ class Width:
         self._rows.pop(key, None)
 
 
-def _cut(tree: DraftTree, belief_N: NDArray[np.float64], width: int) -> DraftTree:
+def _cut(tree: DraftTree, beliefs: list[float], width: int) -> DraftTree:
     """The ``width`` most believed nodes; stable, so that of equals the earlier one, hence the parent, goes first."""
     if tree.size <= width:
         return tree
-    return tree.select(np.sort(np.argsort(-belief_N, kind="stable")[:width]))
+    best = sorted(range(tree.size), key=beliefs.__getitem__, reverse=True)[:width]
+    return tree.select(sorted(best))

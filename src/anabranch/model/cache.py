@@ -11,6 +11,7 @@ Shapes: B rows in use, K kv heads, C capacity, E head width, N tree nodes, P pat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -45,9 +46,7 @@ class Cache:
     ) -> None:
         shape = (config.num_layers, rows, config.num_kv_heads, capacity, config.head_dim)
         try:
-            # zeros, not empty: a masked position still enters 0 * value, and garbage may be NaN
-            self.keys = torch.zeros(shape, dtype=dtype, device=device)
-            self.values = torch.zeros(shape, dtype=dtype, device=device)
+            self.keys, self.values = (_zeros(shape, dtype, device, kernels) for _ in range(2))
         except (RuntimeError, torch.OutOfMemoryError) as error:
             gib = 2 * torch.Size(shape).numel() * dtype.itemsize / 2**30
             raise DeviceError(
@@ -174,3 +173,14 @@ class Cache:
         """Forget all tokens of a row after the first ``length``."""
         assert 0 <= length <= self.lengths[slot]
         self.lengths[slot] = length
+
+
+def _zeros(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, kernels: native.Library | None
+) -> Tensor:
+    """Zeros, not garbage: a masked position still enters 0 * value, and garbage may be NaN."""
+    size = math.prod(shape) * dtype.itemsize
+    if kernels is None or size < native.PAGE:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # a step touches every layer's part of a row; they lie on as many pages, unless those are large
+    return kernels.large(size).view(dtype).view(shape).zero_()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache as remembered
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -28,7 +29,7 @@ from anabranch.model.config import ModelConfig
 from anabranch.model.graphs import Recorder, span_bucket, width_bucket
 from anabranch.model.rope import Rope, rotate
 from anabranch.sampling import COLDEST, SamplingParams, argmax, target_tokens
-from anabranch.tree import DraftTree
+from anabranch.tree import DraftTree, depths_of, mask_of
 
 if TYPE_CHECKING:
     from anabranch.model.stack import Stack
@@ -38,45 +39,50 @@ __all__ = ["Block", "Decoder", "Feed", "Nodes", "Pass", "Rider", "RowSide", "Ste
 
 @dataclass(frozen=True)
 class Feed:
-    """The nodes of one pass: tokens [B, N], depth below the last committed token [B, N], ancestor mask [B, N, N].
+    """The nodes of one pass: tokens and parents [B, N]. A node's parent stands before it in its row; -1: it has none.
 
     Rows with fewer nodes are padded; a padding node sees itself alone and nobody sees it.
     """
 
     tokens_BN: NDArray[np.int64]
-    depths_BN: NDArray[np.int64]
-    mask_BNN: NDArray[np.bool_]
+    parents_BN: NDArray[np.int64]
 
     @staticmethod
     def of_trees(trees: Sequence[DraftTree]) -> Feed:
         """Trees of one step, padded to the widest."""
-        n = max(tree.size for tree in trees)
         if len(trees) == 1:
-            tree = trees[0]
-            return Feed(tree.tokens[None], tree.depths[None].astype(np.int64), tree.mask[None])
-        tokens = np.zeros((len(trees), n), np.int64)
-        depths = np.zeros((len(trees), n), np.int64)
-        mask = np.zeros((len(trees), n, n), np.bool_)
-        mask[:, np.arange(n), np.arange(n)] = True
+            return Feed(trees[0].tokens[None], trees[0].parents[None])
+        shape = len(trees), max(tree.size for tree in trees)
+        tokens, parents = np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
         for b, tree in enumerate(trees):
             tokens[b, : tree.size] = tree.tokens
-            depths[b, : tree.size] = tree.depths
-            mask[b, : tree.size, : tree.size] = tree.mask
-        return Feed(tokens, depths, mask)
+            parents[b, : tree.size] = tree.parents
+        return Feed(tokens, parents)
 
-    def padded(self, width: int) -> Feed:
-        """The same with padding nodes behind, up to ``width``."""
-        rows, n = self.tokens_BN.shape
-        mask = np.tile(np.eye(width, dtype=np.bool_), (rows, 1, 1))
-        mask[:, :n, :n] = self.mask_BNN
-        more = ((0, 0), (0, width - n))
-        return Feed(np.pad(self.tokens_BN, more), np.pad(self.depths_BN, more), mask)
+    @staticmethod
+    def of_chains(tokens_BN: NDArray[np.int64]) -> Feed:
+        """Stretches of text."""
+        return Feed(tokens_BN, np.broadcast_to(np.arange(-1, tokens_BN.shape[1] - 1), tokens_BN.shape))
 
     @staticmethod
     def of_prompt(tokens: Sequence[int]) -> Feed:
-        """A stretch of prompt: a chain."""
-        n = len(tokens)
-        return Feed(np.asarray([tokens], np.int64), np.arange(n)[None], np.tril(np.ones((1, n, n), np.bool_)))
+        """A stretch of one prompt."""
+        return Feed.of_chains(np.asarray([tokens], np.int64))
+
+    @cached_property
+    def depths_BN(self) -> NDArray[np.int64]:
+        """Depth below the last committed token [B, N]."""
+        return np.stack([depths_of(parents) for parents in self.parents_BN])
+
+    @cached_property
+    def mask_BNN(self) -> NDArray[np.bool_]:
+        """Which nodes of its row a node sees, itself among them [B, N, N]."""
+        return np.stack([mask_of(parents) for parents in self.parents_BN])
+
+    def padded(self, width: int) -> Feed:
+        """The same with padding nodes behind, up to ``width``."""
+        more = ((0, 0), (0, width - self.tokens_BN.shape[1]))
+        return Feed(np.pad(self.tokens_BN, more), np.pad(self.parents_BN, more, constant_values=-1))
 
 
 class Norm(nn.Module):
@@ -254,7 +260,17 @@ class Pass:
         self.cos, self.sin = self.rope(self.positions_BN, self.planned)
         self.span = int(max(self.cache.lengths[self.slots])) + self.width if self.fixed is None else self.fixed
         self._visible: Tensor | None = None
+        self._parents: Tensor | None = None
         self._bias: dict[bool, Tensor | None] = {}
+
+    @property
+    def parents_BN(self) -> Tensor:
+        """Each node's parent, its last ancestor before itself; -1: it has none."""
+        if self._parents is None:
+            nodes = torch.arange(self.width, device=self.tree_BNN.device)
+            above = self.tree_BNN & (nodes[None, :] < nodes[:, None])
+            self._parents = torch.where(above, nodes, -1).max(-1).values
+        return self._parents
 
     @property
     def visible_BNL(self) -> Tensor:
@@ -445,8 +461,8 @@ class Decoder(nn.Module):
         """Main rows through layers ``low`` to ``high`` - 1; float32 where the native kernels run them."""
         if self.stack is not None:
             x = x.to(torch.float32, copy=True).contiguous()
-            lengths, table = run.cache.lengths[run.slots], run.rope.table(run.planned)
-            step = self.stack.step(lengths, run.positions_BN.numpy(), run.tree_BNN.numpy(), table, x)
+            lengths = run.cache.lengths[run.slots]
+            step = self.stack.step(lengths, run.width, run.parents_BN.numpy(), run.planned, x)
             self.stack.run(x, step, run.cache, run.slots.start, low, high)
             return x
         for index in range(low, high):
@@ -502,12 +518,16 @@ class Decoder(nn.Module):
         """
         slots = slice(0, cache.count) if slots is None else slots
         cache.begin(feed.tokens_BN.shape[1], slots)
-        reach = max(cache.lengths[slots]) + int(feed.depths_BN.max()) + 1
-        if self.config.position == "learned" and reach > self.config.max_positions:
+        limit = self.config.max_positions
+        planned, longest = limit if planned is None else planned, max(cache.lengths[slots])
+        reach = longest + feed.tokens_BN.shape[1]
+        if reach > min(planned, limit):  # perhaps less: nodes side by side reach no further than one of them
+            reach = longest + int(feed.depths_BN.max()) + 1
+        if self.config.position == "learned" and reach > limit:
             learned = f"the {self.config.max_positions} positions that the target learned"
             raise InputError(f"{reach} tokens, drafts included, are more than {learned}; lower max_new_tokens")
         # rotation tables end soon after the planned length: a plan that was too short must not read past them
-        planned = max(self.config.max_positions if planned is None else planned, reach)
+        planned = max(planned, reach)
         if self.stack is not None and (rider is None or rider.looks_on):
             output = self._at_once(self.stack, feed, cache, slots, planned, rider, choose=need == "tokens")
         else:
@@ -535,8 +555,7 @@ class Decoder(nn.Module):
     ) -> StepOutput:
         """``_through`` in one call of the native kernels, which may choose the tokens too."""
         lengths = cache.lengths[slots]
-        positions = feed.depths_BN + np.asarray(lengths, np.int64)[:, None]
-        step = stack.step(lengths, positions, feed.mask_BNN, self.rope().table(planned))
+        step = stack.step(lengths, feed.tokens_BN.shape[1], feed.parents_BN, planned)
         tapped, choose = None if rider is None else rider.start, choose and self.config.logit_softcap is None
         hidden, tokens, seen = stack.through(feed.tokens_BN, step, cache, slots.start, choose=choose, tapped=tapped)
         if rider is not None and seen is not None:

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from anabranch.model.cache import Cache
-from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Block, Decoder, Norm
 from anabranch.model.quantize import QuantizedLinear, QuantizedWeight
 from anabranch.native import library as native
@@ -149,10 +148,11 @@ class StackStep:
 class Stack:
     """Consecutive layers, ready to run. ``first`` is the index in the target of the lowest one."""
 
-    def __init__(self, config: ModelConfig, layers: Sequence[LayerWeights], first: int) -> None:
+    def __init__(self, target: Decoder, layers: Sequence[LayerWeights], first: int) -> None:
         kernels = native.library()
         assert kernels is not None, native.why_not()
-        self.kernels, self.config, self.first = kernels, config, first
+        config = target.config
+        self.kernels, self.config, self.first, self._rope = kernels, config, first, target.rope()
         self._window = (config.sliding_window if config.is_sliding(0) else None) or 0  # 0: none
         self._kept: list[object] = []  # what the structs point to
         self._ready: dict[tuple[int, ...], tuple[native.Shape, native.Layers]] = {}
@@ -179,7 +179,7 @@ class Stack:
             assert isinstance(block, Block)
             weights = (block.qkv, block.out, block.mlp.up, block.mlp.down)
             layers.append(LayerWeights(block, *(linear for linear in weights if isinstance(linear, NativeLinear))))
-        stack = Stack(target.config, layers, 0)
+        stack = Stack(target, layers, 0)
         stack._ends = native.Ends(
             embedding=table_of(target),
             norm=stack._pointer(norm_weight(target.norm)),
@@ -246,37 +246,35 @@ class Stack:
     def step(
         self,
         lengths: Sequence[int],
-        positions_BN: NDArray[np.int64],
-        mask_BNN: NDArray[np.bool_] | None,
-        table: Tensor,
+        nodes: int,
+        parents_BN: NDArray[np.int64] | None,
+        planned: int,
         x_BND: Tensor | None = None,
         *,
         trailing: bool = False,
     ) -> StackStep:
-        """The rows of a pass behind rows of these lengths; all layers slide alike.
+        """The rows of a pass, ``nodes`` each, behind rows of these lengths; all layers slide alike.
 
-        positions_BN    of the nodes in the text
-        mask_BNN        which nodes of its row each node sees, itself and none behind it; None: a chain
-        table           cos and sin of all positions [2, .., dim]
+        parents_BN      of the nodes, each before its child; -1: none; None: a chain
+        planned         the length that the longest row will reach, for rotations that depend on it
         trailing        these are streams, whose sliding window is that of the newest committed token
         """
-        lengths_B, positions_BN = np.asarray(lengths, np.int64), np.ascontiguousarray(positions_BN)
-        mask_BNN = None if mask_BNN is None else np.ascontiguousarray(mask_BNN)
-        batch, nodes = positions_BN.shape
+        lengths_B = np.array(lengths, np.int64)
+        parents_BN = None if parents_BN is None else np.ascontiguousarray(parents_BN)
+        table = self._rope.table(planned)  # cos and sin of all positions [2, .., dim]
         cos = table.data_ptr()
         step = native.Step(
-            batch=batch,
-            nodes=nodes,
-            window=self._window,
-            trailing=trailing,
-            x=None if x_BND is None else x_BND.data_ptr(),
-            cos=cos,
-            sin=cos + table.stride(0) * table.element_size(),
-            lengths=lengths_B.ctypes.data,
-            positions=positions_BN.ctypes.data,
-            mask=None if mask_BNN is None else mask_BNN.ctypes.data,
+            len(lengths),
+            nodes,
+            self._window,
+            trailing,
+            None if x_BND is None else x_BND.data_ptr(),
+            cos,
+            cos + table.stride(0) * table.element_size(),
+            lengths_B.ctypes.data,
+            None if parents_BN is None else parents_BN.ctypes.data,
         )
-        return StackStep(step, (lengths_B, positions_BN, mask_BNN, table, x_BND))
+        return StackStep(step, (lengths_B, parents_BN, table, x_BND))
 
     def run(self, x_BND: Tensor, step: StackStep, cache: Cache, slot: int, low: int, high: int) -> None:
         """Layers ``low`` to ``high`` - 1 of the target over float32 rows, in place, which ``step`` is of.

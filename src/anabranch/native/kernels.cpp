@@ -357,13 +357,13 @@ struct Step {
   int32_t trailing;  // whether these are streams, whose window is that of the newest committed token
   float* x;                      // [B N, D], in and out
   const float *cos, *sin;        // of all positions [.., rope_dim]
-  const int64_t *lengths;        // committed tokens [B]
-  const int64_t* positions;      // of the nodes in the text [B N]
-  const uint8_t* mask;           // which nodes of its row a node sees [B N, N]: itself and none behind it; null: a chain
+  const int64_t* lengths;        // committed tokens [B]
+  const int64_t* parents;        // of the nodes in their row [B N]: each before its child; -1: none; null: a chain
 };
 
-// A step and what its nodes see, as attention reads it
+// A step, where its nodes stand, and what they see, as attention reads it: their ancestors and themselves
 struct Pass : Step {
+  const int64_t* positions;            // of the nodes in the text [B N]
   const int32_t *offsets, *ancestors;  // node i of [B N] sees nodes ancestors[offsets[i] : offsets[i + 1]], itself last
   const int32_t* first;                // where what a node sees of the committed text begins [B N]
   const int32_t* run;                  // how many of its row's first nodes a node sees without a gap [B N]
@@ -440,18 +440,27 @@ inline float soften(float* p, int n, float scale) {
   return sum(total);
 }
 
+// log softmax of a row, its ``best`` largest values, falling, and where they are; of equals the first comes first
 void top(const float* z, int width, int best, float* values, int64_t* places) {
+  const Floats low = same(-INFINITY);
+  Floats most[4] = {low, low, low, low};
+  int i = 0;
+  for (; i + 64 <= width; i += 64)
+    for (int c = 0; c < 4; ++c) most[c] = larger(most[c], load16(z + i + 16 * c));
+  for (; i < width; i += 16) most[0] = larger(most[0], load_some(z + i, width - i, low));
+  const Floats lanes_most = larger(larger(most[0], most[1]), larger(most[2], most[3]));
+  const Floats highest = same(largest(lanes_most));
+  // each lane has a value that is no less than the least of these: sixteen values at least are above this bar
+  float bar = best > 16 ? -INFINITY : std::nextafter(-largest(zeros() - lanes_most), -INFINITY);
+  Floats total = zeros();
   int have = 0;
-  float least = -INFINITY;
-  Floats most = same(-INFINITY);
-  const Floats low = most;
-  for (int i = 0; i < width; i += 16) {
+  for (i = 0; i < width; i += 16) {
     const Floats v = load_some(z + i, width - i, low);
-    most = larger(most, v);
-    uint32_t more = have < best ? lanes(width - i) : above(v, same(least));
+    total = total + only(width - i, exponential(v - highest));
+    uint32_t more = bar == -INFINITY ? lanes(width - i) : above(v, same(bar));
     for (; more != 0; more &= more - 1) {
       const int at = i + __builtin_ctz(more);
-      if (have == best && !(z[at] > least)) continue;
+      if (have == best && !(z[at] > bar)) continue;
       int place = have < best ? have++ : best - 1;
       for (; place > 0 && values[place - 1] < z[at]; --place) {
         values[place] = values[place - 1];
@@ -459,17 +468,11 @@ void top(const float* z, int width, int best, float* values, int64_t* places) {
       }
       values[place] = z[at];
       places[place] = at;
-      if (have == best) least = values[best - 1];
+      if (have == best) bar = values[best - 1];
     }
   }
-  const Floats highest = same(largest(most));
-  Floats total = zeros();
-  for (int i = 0; i < width; i += 16) {
-    const Floats v = load_some(z + i, width - i, highest);
-    total = total + only(width - i, exponential(v - highest));
-  }
   const float scale = std::log(sum(total)) + first(highest);
-  for (int i = 0; i < best; ++i) values[i] -= scale;
+  for (i = 0; i < best; ++i) values[i] -= scale;
 }
 
 // ---- noise --------------------------------------------------------------------------------------------------------
@@ -681,8 +684,8 @@ class Runner {
     });
   }
 
-  // The best ``nodes`` - 1 candidates of all levels below the root, breadth first, into tokens, parents (places in the
-  // tree, the root's is 0), depths and joints; returns how many. Of a level as many of the best are expanded as may have
+  // The root and the best ``nodes`` - 1 candidates of all levels below it, breadth first, into tokens, parents, depths and
+  // joints; returns how many. Of a level as many of the best are expanded as may have
   // children among them, up to ``frontier``: a child is no more probable than its parent.
   template <class T>
   int draft(const Draft& t, const Plain<T>* states, int64_t root, int64_t* tokens, int64_t* parents, int64_t* depths,
@@ -810,11 +813,12 @@ class Runner {
     });
     if (static_cast<int>(order.size()) > keep) order.resize(static_cast<size_t>(keep));
     std::sort(order.begin(), order.end());
-    int count = 0;
+    tokens[0] = root, parents[0] = -1, depths[0] = 0, joints[0] = 0.0f;
+    int count = 1;
     for (const int32_t i : order) {
       const Candidate& node = all[static_cast<size_t>(i)];
       if (node.joint < t.least) continue;
-      name[static_cast<size_t>(i)] = count + 1;
+      name[static_cast<size_t>(i)] = count;
       tokens[count] = node.token;
       parents[count] = node.parent < 0 ? 0 : name[static_cast<size_t>(node.parent)];
       depths[count] = depth_of[static_cast<size_t>(i)];
@@ -923,33 +927,34 @@ class Runner {
     }
   }
 
-  // what the nodes of a step see
+  // where the nodes of a step stand and what they see
   Pass pass_of(const Step& step) {
     const bool trailing = step.trailing != 0;
     const int n = step.nodes, rows = step.batch * n;
-    int32_t *offsets = offsets_.of<int32_t>(rows + 1), *first = first_.of<int32_t>(rows), count = 0;
-    int32_t* run = run_.of<int32_t>(rows);
+    int32_t *offsets = offsets_.of<int32_t>(rows + 1), *first = first_.of<int32_t>(rows), *run = run_.of<int32_t>(rows);
+    int64_t* positions = positions_.of<int64_t>(rows);
     std::vector<int32_t>& seen = seen_;
     seen.clear();
     for (int i = 0; i < rows; ++i) {
-      const int64_t length = step.lengths[i / n], place = trailing ? length - 1 : step.positions[i];
+      const int node = i % n, row = i - node;
+      const int parent = step.parents == nullptr ? node - 1 : static_cast<int>(step.parents[i]), above = row + parent;
+      const int64_t length = step.lengths[i / n];
+      positions[i] = parent < 0 ? length : positions[above] + 1;
+      const int64_t place = trailing ? length - 1 : positions[i];
       const int64_t from = step.window == 0 ? 0 : std::max<int64_t>(0, place - step.window + 1);
       first[i] = static_cast<int32_t>(std::min(from, length));
-      offsets[i] = count;
-      const uint8_t* mask = step.mask == nullptr ? nullptr : step.mask + static_cast<int64_t>(i) * n;
+      // what its parent sees, as far as that is near, and itself
+      offsets[i] = static_cast<int32_t>(seen.size());
+      for (int j = parent < 0 ? 0 : offsets[above]; parent >= 0 && j < offsets[above + 1]; ++j)
+        if (trailing || positions[row + seen[j]] >= from) seen.push_back(seen[j]);
+      seen.push_back(node);
+      offsets[i + 1] = static_cast<int32_t>(seen.size());
       run[i] = 0;
-      for (int j = 0; j <= i % n; ++j) {
-        const bool near = trailing || step.window == 0 || place - step.positions[i / n * n + j] < step.window;
-        if ((mask == nullptr || mask[j] != 0) && near) {
-          run[i] += run[i] == j;
-          seen.push_back(j);
-          ++count;
-        }
-      }
+      while (offsets[i] + run[i] < offsets[i + 1] && seen[offsets[i] + run[i]] == run[i]) ++run[i];
     }
-    offsets[rows] = count;
     Pass pass;
     static_cast<Step&>(pass) = step;
+    pass.positions = positions;
     pass.offsets = offsets;
     pass.ancestors = seen.data();
     pass.first = first;
@@ -1302,7 +1307,7 @@ class Runner {
     }
   }
 
-  Room x_, mains_, qkv_, heads_, inner_, low_, both_, root_, best_, ready_, offsets_, first_, run_;
+  Room x_, mains_, qkv_, heads_, inner_, low_, both_, root_, best_, ready_, offsets_, first_, run_, positions_;
   std::vector<int32_t> seen_;
   Room draft_rows_, draft_states_, draft_z_, draft_before_, draft_scores_, draft_parts_, draft_values_;
   Room draft_places_, draft_state_, draft_noise_;
@@ -1480,14 +1485,20 @@ void anabranch_trail(int kind, void* runner, const Shape* shape, const Layer* la
 // keys and values of one row [K, capacity, E] in ``layers`` layers: what lies at start + nodes[i] goes to start + i
 void anabranch_move(void* keys, void* values, int layers, int heads, int64_t layer_bytes, int64_t head_bytes,
                     int64_t token_bytes, int64_t start, const int64_t* nodes, int count) {
-  for (void* cache : {keys, values})
-    for (int l = 0; l < layers; ++l)
-      for (int h = 0; h < heads; ++h) {
-        char* from = static_cast<char*>(cache) + l * layer_bytes + h * head_bytes + start * token_bytes;
-        for (int i = 0; i < count; ++i)
-          if (nodes[i] != i)
-            std::memcpy(from + i * token_bytes, from + nodes[i] * token_bytes, static_cast<size_t>(token_bytes));
-      }
+  const auto each = [&](auto&& done) {
+    for (void* cache : {keys, values})
+      for (int l = 0; l < layers; ++l)
+        for (int h = 0; h < heads; ++h) {
+          char* from = static_cast<char*>(cache) + l * layer_bytes + h * head_bytes + start * token_bytes;
+          for (int i = 0; i < count; ++i)
+            if (nodes[i] != i) done(from + nodes[i] * token_bytes, from + i * token_bytes);
+        }
+  };
+  // they lie far apart: all are asked for before the first is waited for
+  each([&](const char* from, const char* to) {
+    for (int64_t i = 0; i < token_bytes; i += 64) ask(from + i), ask(to + i);
+  });
+  each([&](const char* from, char* to) { std::memcpy(to, from, static_cast<size_t>(token_bytes)); });
 }
 
 }  // extern "C"

@@ -114,7 +114,7 @@ class Step(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("batch", "nodes", "window", "trailing")),
-        *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "lengths", "positions", "mask")),
+        *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "lengths", "parents")),
     )
 
 
@@ -334,13 +334,12 @@ class Library:
         return places
 
     def draft(self, how: Draft, states_SD: Tensor, root: int) -> Nodes:
-        """The nodes below the root, breadth first; parents are places in the tree, where the root's is 0.
+        """A tree's nodes, breadth first, the root among them.
 
         States and embeddings are float32 where the weights are, else bf16.
         """
         states_SD = states_SD.contiguous()
-        keep = how.nodes - 1
-        integers, joints = np.empty((3, keep), np.int64), np.empty(keep, np.float32)
+        integers, joints = np.empty((3, how.nodes), np.int64), np.empty(how.nodes, np.float32)
         tokens, parents, depths = integers
         with self._lock:
             n = self._c.anabranch_draft(

@@ -456,12 +456,8 @@ class NativeDraft:
         else:
             self._how.own, self._how.own_ids = native.Packed(), None
         tokens, parents, depths, joints = self.kernels.draft(self._how, states_SD, root)
-        return DraftTree(
-            np.concatenate(([root], tokens)),
-            np.concatenate(([-1], parents)),
-            sources=("target", *map(self._sources.__getitem__, depths.tolist())),
-            log_probs=np.concatenate((_ZERO, joints)),
-        )
+        sources = tuple([self._sources[depth] for depth in depths.tolist()])
+        return DraftTree(tokens, parents, sources=sources, log_probs=joints)
 
 
 def _children(ids_BV: Tensor, best_BFk: Tensor, joint_BFk: Tensor) -> _Level:
@@ -476,7 +472,6 @@ def _sources(depths: NDArray[np.int64]) -> tuple[str, ...]:
     return tuple("target" if d == 0 else f"stream {d}" for d in depths.tolist())
 
 
-_ZERO = np.zeros(1, np.float32)
 Candidates = tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]
 
 

@@ -35,12 +35,11 @@ class NativeTrail:
     def __init__(self, target: Decoder, adapter: StreamAdapter, streams: int) -> None:
         layers = [self._layer(target.blocks[i], adapter.layer(i)) for i in range(adapter.start, len(target.blocks))]
         self.target, self.adapter, self.streams = target, adapter, streams
-        self._dtype, self._rope = target.dtype, target.rope()
-        self.stack = Stack(target.config, layers, adapter.start)
+        self._dtype, self._top = target.dtype, len(target.blocks)
+        self.stack = Stack(target, layers, adapter.start)
         if adapter.root is not None:
             adapter.root.pack(target.head)
         self._entry, self._kept = self._begin(target, adapter, layers[0])
-        self._steps = np.arange(streams)
 
     @staticmethod
     def fits(target: Decoder, adapter: StreamAdapter) -> bool:
@@ -91,24 +90,23 @@ class NativeTrail:
         ``main_BND`` are a pass's main rows before layer N - N_s, of which each row's ``nodes`` are trailed, and
         ``emitted`` the tokens that these emitted.
         """
-        lengths, table = cache.lengths, self._rope.table(planned)
-        positions = np.asarray(lengths, np.int64)[:, None] + self._steps
-        low, high = self.stack.first, len(self.target.blocks)
+        lengths, low, high = cache.lengths, self.stack.first, self._top
         if self._entry is None:
             words, chosen = torch.tensor(emitted), torch.tensor(nodes)
             entry = main_BND[torch.arange(len(chosen)), chosen].to(self._dtype)
             told = self.target.embedding(words)[:, None]
             x = self.adapter.initial(entry[:, None], told)[:, : self.streams].to(torch.float32).contiguous()
-            step = self.stack.step(lengths, positions, None, table, x, trailing=True)
+            step = self.stack.step(lengths, self.streams, None, planned, x, trailing=True)
             self.stack.run(x, step, cache, 0, low, high)
             return self.target.normed(x)
-        main_BND = main_BND.to(torch.float32).contiguous()
+        if main_BND.dtype != torch.float32 or not main_BND.is_contiguous():
+            main_BND = main_BND.to(torch.float32).contiguous()
         told_B, node_B = np.asarray(emitted, np.int64), np.asarray(nodes, np.int64)
-        states = torch.empty((*positions.shape, main_BND.shape[2]), dtype=self._dtype)
+        states = torch.empty((len(lengths), self.streams, main_BND.shape[2]), dtype=self._dtype)
         entry_of = self._entry
         entry_of.main, entry_of.width = main_BND.data_ptr(), main_BND.shape[1]
         entry_of.nodes, entry_of.emitted = node_B.ctypes.data, told_B.ctypes.data
-        step = self.stack.step(lengths, positions, None, table, trailing=True)
+        step = self.stack.step(lengths, self.streams, None, planned, trailing=True)
         self.stack.kernels.trail(*self.stack.ready(cache, 0, low, high), step.native, entry_of, states)
         return states
 

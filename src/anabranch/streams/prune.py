@@ -28,14 +28,9 @@ def prune_nodes(target: Decoder, adapter: StreamAdapter, main_BND: Tensor, run: 
          -> b (0.3) -> d (0.1)        keep 3: root, a, b
     """
     log_probs = early_exit_logits(target, adapter, main_BND).float().log_softmax(-1)
-    tree = run.tree_BNN
-    b, n, _ = tree.shape
-    # the parent is the last ancestor before the node itself
-    nodes = torch.arange(n, device=tree.device)
-    above = tree & (nodes[None, :] < nodes[:, None])
-    parents_BN = torch.where(above, nodes, -1).max(-1).values
+    tree, parents_BN = run.tree_BNN, run.parents_BN
     attached = parents_BN >= 0
-    rows = torch.arange(b, device=tree.device)[:, None]
+    rows = torch.arange(len(tree), device=tree.device)[:, None]
     steps = log_probs[rows, parents_BN.clamp(min=0), run.tokens_BN]
     steps = torch.where(attached, steps, torch.zeros_like(steps))
     # float64: a child's sum must never round above its parent's

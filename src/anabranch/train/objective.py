@@ -187,9 +187,7 @@ class StreamObjective:
         cache = Cache(self.target.config, rows=rows, capacity=width, dtype=self.target.dtype, device=self.target.device)
         for _ in range(rows):
             cache.add_row()
-        causal = torch.ones(width, width, dtype=torch.bool).tril().numpy()
-        depths = torch.arange(width).expand(rows, width).numpy()
-        feed = Feed(batch.tokens_BT.numpy(), depths, causal[None].repeat(rows, 0))
+        feed = Feed.of_chains(batch.tokens_BT.numpy())
         rider = StreamRider(self.target, self.adapter, ride=False)
         with self.frozen.threads():
             out = self.frozen(feed, cache, rider=rider, need="hidden", planned=width)
