@@ -175,9 +175,7 @@ class Cache:
         self.lengths[slot] = length
 
 
-def _zeros(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, kernels: native.Library | None
-) -> Tensor:
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, kernels: native.Library | None) -> Tensor:
     """Zeros, not garbage: a masked position still enters 0 * value, and garbage may be NaN."""
     size = math.prod(shape) * dtype.itemsize
     if kernels is None or size < native.PAGE:
