@@ -208,6 +208,29 @@ def adapter_for(model: Decoder, vocabulary: torch.Tensor | None = None, **change
     return made.to(model.dtype).eval().requires_grad_(False)
 
 
+def in_four_bits(model: Decoder, adapter: StreamAdapter) -> None:
+    """Weights that four bits hold, as far as bf16 does, where trailing streams read them in four bits."""
+
+    def held(weight: torch.Tensor) -> torch.Tensor:
+        more = -weight.shape[1] % 32
+        return QuantizedWeight.of(F.pad(weight, (0, more)), "int4").dense()[:, : weight.shape[1]]
+
+    for index, block in enumerate(model.blocks):
+        for linear in (block.mlp.up, block.mlp.down):
+            linear.weight.copy_(held(linear.weight))
+        layer = adapter.layer(index) if index >= adapter.start else None
+        for name in ("qkv", "out"):
+            weight, delta = getattr(block, name).weight, None if layer is None else getattr(layer, name)
+            change = 0.0 if delta is None else (delta.up @ delta.down).to(weight.dtype)
+            weight.copy_(held(weight + change) - change)
+        if layer is not None:
+            layer.mlp.down.copy_(held(layer.mlp.down))
+            layer.mlp.up.copy_(held(layer.mlp.up))
+    if adapter.root is not None:
+        for weight in (adapter.root.main, adapter.root.token, adapter.root.up):
+            weight.copy_(held(weight))
+
+
 ADAPTERS: list[dict[str, object]] = [
     {},
     {"attention_rank": 0},
@@ -224,12 +247,8 @@ ADAPTERS: list[dict[str, object]] = [
 @torch.inference_mode()
 def test_streams_trail_as_in_pytorch(name: str, shape: dict[str, object]) -> None:
     model = decoder(CASES[name])
-    for (
-        block
-    ) in model.blocks:  # trailing streams read the MLPs in four bits: these are exact in them, as the default model's
-        for linear in (block.mlp.up, block.mlp.down):
-            linear.weight.copy_(QuantizedWeight.of(linear.weight, "int4").dense())
     adapter = adapter_for(model, **shape)
+    in_four_bits(model, adapter)
     exact, wide = copy.deepcopy(model).float(), copy.deepcopy(adapter).float()
     assert pack_decoder(model)
     states = []

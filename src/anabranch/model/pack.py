@@ -148,14 +148,17 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     return bool(torch.allclose(packed.float(), plain.float(), rtol=2e-2, atol=2e-2))
 
 
-def packed_like(module: nn.Module, weight: Tensor, bias: Tensor | None) -> PackedWeight | None:
+def packed_like(
+    module: nn.Module, weight: Tensor, bias: Tensor | None, kind: Literal["int8", "int4"] = "int4"
+) -> PackedWeight | None:
     """``weight`` packed in the way that ``module`` is; None if that is not packed.
 
-    For drafts, which need not be exact: the native kernels take them in int8, at half the cost, unless all is float32.
+    For drafts, which need not be exact: the native kernels take them in ``kind``, which is read sooner, unless all is
+    float32.
     """
     if isinstance(module, NativeLinear):
         exact = module.dtype == torch.float32 or weight.shape[1] % GROUP
-        return NativeLinear(weight if exact else QuantizedWeight.of(weight, "int8"), bias, wide=module.wide)
+        return NativeLinear(weight if exact else QuantizedWeight.of(weight, kind), bias, wide=module.wide)
     return PackedLinear(weight, bias) if isinstance(module, PackedLinear) else None
 
 

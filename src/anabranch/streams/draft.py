@@ -38,6 +38,7 @@ __all__ = ["DraftOptions", "DrawNoise", "RowVocabulary", "StreamDraft"]
 # How far a stream is believed where tokens are drawn: scores + noise, times this, are the logits of its belief.
 # Measured on the default model at temperature 1 (docs/log.md).
 TRUST = 0.85
+SCORES: Literal["int8"] = "int8"  # what a draft's scores are packed in: finer than other weights of drafts
 OWN = 64  # own tokens of rows, where drafts are recorded, in such steps
 MOST_NODES = 1024  # of a product tree, which grows with k ** depth
 
@@ -154,7 +155,7 @@ class RowVocabulary:
             self.head_XD = torch.cat((self.head_XD, self._draft.target.head_rows(ids)))
             if self.bias_X is not None and self._draft.bias is not None:
                 self.bias_X = torch.cat((self.bias_X, self._draft.bias[ids]))
-            self.head = packed_like(self._draft.target.head, self.head_XD, self.bias_X)
+            self.head = packed_like(self._draft.target.head, self.head_XD, self.bias_X, SCORES)
         return self
 
 
@@ -188,7 +189,7 @@ class StreamDraft:
         whole = len(self.vocabulary) == target.config.vocab_size
         rows = target.head.weight if whole and target.stack is None else target.head_rows(self.vocabulary)
         bias = None if self.bias is None else self.bias[self.vocabulary]
-        packed = packed_like(target.head, rows, bias)
+        packed = packed_like(target.head, rows, bias, SCORES)
         give_back()
         if self.conditioner is not None:
             self.conditioner.pack(target.head)

@@ -6,7 +6,6 @@ B rows of the batch, S streams, D model width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 import torch
@@ -25,8 +24,8 @@ __all__ = ["NativeTrail"]
 
 
 class NativeTrail:
-    """The top layers with an adapter's deltas, read a second time. Drafts need not be exact: unless all is float32 the
-    projections are in int8 and the MLPs, which are larger, in int4. The streams' keys and values are written behind the
+    """The top layers with an adapter's deltas, read a second time. Drafts need not be exact: unless all is float32 they
+    are in int4. The streams' keys and values are written behind the
     committed ones, where the next pass writes its own: the cache needs room for them.
 
     ``streams`` of the adapter's run, the first ones: none looks at a later one.
@@ -50,13 +49,11 @@ class NativeTrail:
     def _layer(block: object, weights: StreamLayer) -> LayerWeights:
         assert isinstance(block, Block)
         weights.merge(block)
-        qkv, out = (
-            (_narrow(block.qkv, "int8"), _narrow(block.out, "int8")) if weights.merged is None else weights.merged
-        )
+        qkv, out = (_narrow(block.qkv), _narrow(block.out)) if weights.merged is None else weights.merged
         assert isinstance(qkv, NativeLinear)
         assert isinstance(out, NativeLinear)
-        up = _narrow(block.mlp.up, "int4") if weights.keep_mlp else None
-        down = _narrow(block.mlp.down, "int4") if weights.keep_mlp else None
+        up = _narrow(block.mlp.up) if weights.keep_mlp else None
+        down = _narrow(block.mlp.down) if weights.keep_mlp else None
         return LayerWeights(block, qkv, out, up, down, *_whole_blocks(weights.mlp, block.qkv))
 
     @staticmethod
@@ -111,12 +108,12 @@ class NativeTrail:
         return states
 
 
-def _narrow(linear: nn.Module, kind: Literal["int8", "int4"]) -> NativeLinear:
+def _narrow(linear: nn.Module) -> NativeLinear:
     """As drafts read it: quantised, unless all is float32."""
     assert isinstance(linear, NativeLinear)
     if linear.kind != "bfloat16":
         return linear
-    return NativeLinear(QuantizedWeight.of(linear.dense(), kind), linear.bias, gated=linear.gated)
+    return NativeLinear(QuantizedWeight.of(linear.dense(), "int4"), linear.bias, gated=linear.gated)
 
 
 def _whole_blocks(term: LowRank, like: nn.Module) -> tuple[NativeLinear, NativeLinear]:
