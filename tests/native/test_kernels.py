@@ -28,7 +28,7 @@ from anabranch.native import library as native
 from anabranch.sampling import argmax, gumbels, position_keys
 from anabranch.streams.adapter import StreamAdapter
 from anabranch.streams.config import StreamConfig
-from anabranch.streams.draft import DraftOptions, DrawNoise, RowVocabulary, StreamDraft
+from anabranch.streams.draft import BLOCKS, DraftOptions, DrawNoise, RowVocabulary, StreamDraft
 from anabranch.tree import DraftTree
 
 needs_kernels = pytest.mark.skipif(native.library() is None, reason=f"no native kernels here: {native.why_not()}")
@@ -527,3 +527,43 @@ def test_drafts_as_in_pytorch(
         alike += len(paths[0] & paths[1]) / n
     assert alike / 20 > (0.75 if dtype == torch.bfloat16 else 0.98)
     assert off / 20 < (0.15 if dtype == torch.bfloat16 else 1e-3)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@torch.inference_mode()
+def test_levels_score_the_blocks_of_a_streams_best_tokens(dtype: torch.dtype) -> None:
+    """Of 32 tokens each; where paths tell a stream nothing they are all that matter. Rows' own tokens always count."""
+    vocabulary = 2 * native.BLOCK * BLOCKS + 11
+    model = decoder(variant(vocab_size=vocabulary + 100), dtype)
+    shape = StreamConfig(num_stream_layers=2, conditioning="path", conditioning_rank=32)
+    adapter = StreamAdapter(model.config, shape, torch.arange(vocabulary)).to(dtype).eval().requires_grad_(False)
+    assert adapter.conditioner is not None
+    adapter.conditioner.to_state.zero_()
+    torch.manual_seed(7)
+    # the last block, which is not whole, has tokens that some streams like best; what is behind them is none
+    liked = torch.randn(64)
+    model.head.weight.copy_(torch.randn(vocabulary + 100, 64) * 0.1)
+    model.head.weight[vocabulary - 3 : vocabulary] = liked * torch.tensor([0.3, 0.2, 0.1])[:, None]
+    assert pack_decoder(model)
+    draft = StreamDraft(model, adapter, DraftOptions(nodes=12))
+    assert draft.native is not None
+    row, seen = RowVocabulary(draft), set()
+    row.extend(range(vocabulary, vocabulary + 40))
+    for seed in range(10):
+        states = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(seed))
+        states[:, seed % 4] += liked
+        trees = []
+        for blocks in (BLOCKS, 10**6):
+            draft.native._how.blocks = blocks
+            trees += draft.build(states.to(dtype), [seed], [row])
+        some, whole = trees
+        assert some.tokens.tolist() == whole.tokens.tolist()
+        assert some.parents.tolist() == whole.parents.tolist()
+        assert some.log_probs is not None
+        assert whole.log_probs is not None
+        np.testing.assert_allclose(some.log_probs, whole.log_probs, atol=1e-4)
+        seen |= set(some.tokens[1:].tolist())
+    assert seen & set(range(vocabulary - 3, vocabulary))
+    assert seen & set(range(vocabulary, vocabulary + 40))
+    assert len(seen) > 20

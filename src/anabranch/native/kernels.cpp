@@ -440,8 +440,9 @@ inline float soften(float* p, int n, float scale) {
   return sum(total);
 }
 
-// log softmax of a row, its ``best`` largest values, falling, and where they are; of equals the first comes first
-void top(const float* z, int width, int best, float* values, int64_t* places) {
+// log softmax of a row, its ``best`` largest values, falling, and where they are; of equals the first comes first. ``rest``
+// is what the sum takes in besides, as a logarithm.
+void top(const float* z, int width, float rest, int best, float* values, int64_t* places) {
   const Floats low = same(-INFINITY);
   Floats most[4] = {low, low, low, low};
   int i = 0;
@@ -471,7 +472,7 @@ void top(const float* z, int width, int best, float* values, int64_t* places) {
       if (have == best) bar = values[best - 1];
     }
   }
-  const float scale = std::log(sum(total)) + first(highest);
+  const float scale = std::log(sum(total) + std::exp(rest - first(highest))) + first(highest);
   for (i = 0; i < best; ++i) values[i] -= scale;
 }
 
@@ -531,9 +532,15 @@ struct Draft {
   Packed token, state, carry, to_state, head, own;
   const int64_t *ids, *own_ids;       // token ids of the rows of head and own
   int32_t d, depth, best, nodes, frontier;
+  int32_t blocks;                     // of the head's, those that a level scores: where its stream's own best tokens are
   float least;                        // joint log probability that a node needs
   const uint64_t* keys;               // of the positions of all levels, where tokens are drawn (or null)
   float warmth, trust;                // then scores are scores * warmth + noise * trust
+};
+
+// A block of a draft vocabulary: its largest score, and the logarithm of the sum of exp(score)
+struct Peak {
+  float best, sum;
 };
 
 struct Candidate {
@@ -691,11 +698,18 @@ class Runner {
   int draft(const Draft& t, const Plain<T>* states, int64_t root, int64_t* tokens, int64_t* parents, int64_t* depths,
             float* joints) {
     const int keep = t.nodes - 1, wide = t.token.outputs, words = t.head.outputs, own_words = t.own.outputs;
-    const int width = words + own_words, most = std::max(t.frontier, 1);
+    const int most = std::max(t.frontier, 1);
+    // whoever draws must look at all tokens: noise may favour any
+    const bool some = t.keys == nullptr && 2 * t.blocks <= t.head.blocks();
+    const int blocks = some ? t.blocks : t.head.blocks(), scored = std::min(blocks * BLOCK, words), width = scored + own_words;
     const float eps = 1.1920929e-7f;
     T *e = draft_rows_.of<T>(place<T>(most, t.d)), *c = draft_states_.of<T>(place<T>(most, t.d));
     T *z = draft_z_.of<T>(place<T>(most, wide)), *before = draft_before_.of<T>(place<T>(most, wide));
-    T* s = draft_state_.of<T>(place<T>(1, t.d));
+    T* s = draft_state_.of<T>(place<T>(t.depth, t.d));
+    Peak* peaks = draft_peaks_.of<Peak>(some ? t.depth * t.head.blocks() : 0);
+    float rest = -INFINITY;
+    std::vector<int32_t> chosen(static_cast<size_t>(t.head.blocks()));
+    for (size_t b = 0; b < chosen.size(); ++b) chosen[b] = static_cast<int32_t>(b);
     float *scores = draft_scores_.of<float>(static_cast<int64_t>(most) * width), *parts = draft_parts_.of<float>(most * wide);
     float* values = draft_values_.of<float>(most * t.best);
     float* noise = draft_noise_.of<float>(t.keys == nullptr ? 0 : width);
@@ -708,6 +722,22 @@ class Runner {
     pool.run([&](int id) {
       int first, last;
       const int threads = pool.size();
+      share(t.depth, threads, id, &first, &last);
+      for (int i = first; i < last; ++i) narrowed(states + static_cast<int64_t>(i) * t.d, t.d, s + place<T>(i, t.d));
+      if (some) {
+        pool.barrier();
+        products(s, t.depth, t.head, id, [&](int m, int b, Floats lo, Floats hi) {
+          if (words - b * BLOCK < BLOCK) {  // the last block may not be whole
+            alignas(64) float part[BLOCK];
+            std::fill(part, part + BLOCK, -INFINITY);
+            store_part(part, words - b * BLOCK, lo, hi);
+            lo = load16(part), hi = load16(part + 16);
+          }
+          const float best = largest(larger(lo, hi));
+          const Floats each = exponential(lo - same(best)) + exponential(hi - same(best));
+          peaks[m * t.head.blocks() + b] = {best, std::log(sum(each)) + best};
+        });
+      }
       for (int depth = 0; depth < t.depth; ++depth) {
         const int rows = static_cast<int>(token.size());
         if (rows == 0) return;
@@ -716,11 +746,23 @@ class Runner {
         share(rows, threads, id, &first, &last);
         for (int i = first; i < last; ++i)
           embed(t.embedding, token[static_cast<size_t>(i)], ones.data(), t.d, eps, e + place<T>(i, t.d));
-        if (id == 0) narrowed(state, t.d, s);
         pool.barrier();
+        if (some && id == 0) {
+          const Peak* here = peaks + depth * t.head.blocks();
+          const auto higher = [here](int32_t a, int32_t b) {
+            return here[a].best > here[b].best || (here[a].best == here[b].best && a < b);
+          };
+          std::nth_element(chosen.begin(), chosen.begin() + blocks, chosen.end(), higher);
+          std::sort(chosen.begin(), chosen.begin() + blocks);
+          // what is left out is as probable as the stream had it
+          float most = -INFINITY, left = 0.0f;
+          for (size_t i = static_cast<size_t>(blocks); i < chosen.size(); ++i) most = std::max(most, here[chosen[i]].sum);
+          for (size_t i = static_cast<size_t>(blocks); i < chosen.size(); ++i) left += std::exp(here[chosen[i]].sum - most);
+          rest = std::log(left) + most;
+        }
         pool.each(t.token.blocks(), id, [&](int block) {
           Floats low, high;
-          product(s, 1, t.state, block, [&](int, int, Floats lo, Floats hi) { low = lo, high = hi; });
+          product(s + place<T>(depth, t.d), 1, t.state, block, [&](int, int, Floats lo, Floats hi) { low = lo, high = hi; });
           product(e, rows, t.token, block, [&](int m, int b, Floats lo, Floats hi) {
             float* to = parts + static_cast<int64_t>(m) * wide + b * BLOCK;
             store16(to, lo + low);
@@ -742,16 +784,21 @@ class Runner {
                   hi + load16(state + b * BLOCK + 16));
         });
         pool.barrier();
-        const auto score = [&](const Packed& w, int offset) {
-          products(c, rows, w, id, [&](int m, int b, Floats lo, Floats hi) {
-            store_part(scores + static_cast<int64_t>(m) * width + offset + b * BLOCK, w.outputs - b * BLOCK, lo, hi);
+        pool.each(blocks, id, [&](int i) {
+          product(c, rows, t.head, chosen[static_cast<size_t>(i)], [&](int m, int b, Floats lo, Floats hi) {
+            float* to = scores + static_cast<int64_t>(m) * width + i * BLOCK;
+            const int left = words - b * BLOCK;
+            store_part(to, left, lo, hi);
+            if (some && left < BLOCK) std::fill(to + left, to + BLOCK, -INFINITY);
           });
-        };
-        score(t.head, 0);
-        if (own_words > 0) score(t.own, words);
+        });
+        if (own_words > 0)
+          products(c, rows, t.own, id, [&](int m, int b, Floats lo, Floats hi) {
+            store_part(scores + static_cast<int64_t>(m) * width + scored + b * BLOCK, own_words - b * BLOCK, lo, hi);
+          });
         if (t.keys != nullptr) {
           for (const auto& [ids, count, to] :
-               {std::tuple{t.ids, words, noise}, std::tuple{t.own_ids, own_words, noise + words}}) {
+               {std::tuple{t.ids, words, noise}, std::tuple{t.own_ids, own_words, noise + scored}}) {
             share((count + 15) / 16, threads, id, &first, &last);
             for (int i = 16 * first; i < std::min(16 * last, count); i += 16)
               store_some(to + i, count - i, gumbel(load_words(ids + i, count - i), t.keys[depth]));
@@ -764,7 +811,7 @@ class Runner {
             const Floats drawn = load_some(noise + j, width - j, zeros()) * same(t.trust);
             store_some(own_scores + j, width - j, fma(load_some(own_scores + j, width - j, zeros()), same(t.warmth), drawn));
           }
-          top(own_scores, width, t.best, values + static_cast<int64_t>(i) * t.best,
+          top(own_scores, width, rest, t.best, values + static_cast<int64_t>(i) * t.best,
               places + static_cast<int64_t>(i) * t.best);
         });
         pool.barrier();
@@ -772,7 +819,8 @@ class Runner {
           level.clear();
           for (int i = 0; i < rows * t.best; ++i) {
             const int64_t at = places[i];
-            level.push_back({at < words ? t.ids[at] : t.own_ids[at - words],
+            level.push_back({at < scored ? t.ids[chosen[static_cast<size_t>(at / BLOCK)] * BLOCK + at % BLOCK]
+                                         : t.own_ids[at - scored],
                              joint[static_cast<size_t>(i / t.best)] + values[i], i / t.best});
           }
           std::stable_sort(level.begin(), level.end(),
@@ -1310,7 +1358,7 @@ class Runner {
   Room x_, mains_, qkv_, heads_, inner_, low_, both_, root_, best_, ready_, offsets_, first_, run_, positions_;
   std::vector<int32_t> seen_;
   Room draft_rows_, draft_states_, draft_z_, draft_before_, draft_scores_, draft_parts_, draft_values_;
-  Room draft_places_, draft_state_, draft_noise_;
+  Room draft_places_, draft_state_, draft_noise_, draft_peaks_;
 };
 
 // w [outputs, width] row by row -> blocks; ``to`` holds ceil(outputs / 32) blocks
@@ -1430,7 +1478,7 @@ void anabranch_norm(int kind, const float* x, int count, int width, const float*
 // log softmax of each row of z [count, width], its ``best`` largest values and where they are, falling; of equals the
 // first comes first
 void anabranch_best(const float* z, int count, int width, int best, float* values, int64_t* places) {
-  for (int64_t i = 0; i < count; ++i) top(z + i * width, width, best, values + i * best, places + i * best);
+  for (int64_t i = 0; i < count; ++i) top(z + i * width, width, -INFINITY, best, values + i * best, places + i * best);
 }
 
 // places of the largest scores of rows [count]; rows as for anabranch_linear

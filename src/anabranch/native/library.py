@@ -153,7 +153,7 @@ class Draft(ctypes.Structure):
         *((name, Packed) for name in ("token", "state", "carry", "to_state", "head", "own")),
         ("ids", ctypes.c_void_p),
         ("own_ids", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("d", "depth", "best", "nodes", "frontier")),
+        *((name, ctypes.c_int32) for name in ("d", "depth", "best", "nodes", "frontier", "blocks")),
         ("least", ctypes.c_float),
         ("keys", ctypes.c_void_p),
         ("warmth", ctypes.c_float),

@@ -39,6 +39,9 @@ __all__ = ["DraftOptions", "DrawNoise", "RowVocabulary", "StreamDraft"]
 # Measured on the default model at temperature 1 (docs/log.md).
 TRUST = 0.85
 SCORES: Literal["int8"] = "int8"  # what a draft's scores are packed in: finer than other weights of drafts
+# Blocks of 32 tokens of a draft vocabulary that the kernels score once a stream has been told its path: those with the
+# best tokens that it has without; four times as many as a tree has nodes, if that is more (docs/log.md).
+BLOCKS = 64
 OWN = 64  # own tokens of rows, where drafts are recorded, in such steps
 MOST_NODES = 1024  # of a product tree, which grows with k ** depth
 
@@ -55,7 +58,7 @@ class DraftOptions:
     threshold  nodes of a lower joint probability are left out (best-first): where rows cost time, a node must be likely
                enough to pay for itself
     shortlist  conditioned scores are computed for that many of each stream's own best tokens; 0: for the whole draft
-               vocabulary
+               vocabulary, of which the native kernels leave out what a stream believes least (``BLOCKS``)
     condition  use the adapter's conditioning if it has one
     """
 
@@ -427,6 +430,7 @@ class NativeDraft:
             best=min(options.children, len(draft.vocabulary)),
             nodes=draft.depth + 1 if chain else options.nodes,
             frontier=1 if chain else options.frontier,
+            blocks=max(BLOCKS, 4 * options.nodes),
             trust=TRUST,
             least=math.log(options.threshold) if options.threshold and not chain else -math.inf,
             **{name: linear.packed for name, linear in linears.items()},
