@@ -14,6 +14,7 @@ import pytest
 import test_kernels
 import torch
 
+from anabranch.errors import InputError
 from anabranch.model.stack import NativeLinear
 from anabranch.native import library as native
 
@@ -142,5 +143,8 @@ def test_who_may_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert native._forms() == ["avx512", "avx2"]
     monkeypatch.setenv("ANABRANCH_NATIVE", "avx2")
     assert native._forms() == ["avx2"]
-    monkeypatch.setenv("ANABRANCH_NATIVE", "avx1024")
+    monkeypatch.setenv("ANABRANCH_NATIVE", "1")
     assert native._forms()[-2:] == ["avx512", "avx2"]
+    monkeypatch.setenv("ANABRANCH_NATIVE", "avx1024")
+    with pytest.raises(InputError, match=r"0 \(no native kernels\), 1, or one of amx, avx512, avx2, not 'avx1024'"):
+        native._forms()

@@ -93,6 +93,11 @@ def _spread(values: Sequence[float] | None, digits: int = 2) -> str:
     return f"{middle} ({low}-{high})"
 
 
+def _digits(machine: Mapping[str, Any]) -> int:
+    """Of its matrix rate: without instructions for bf16 some processors reach next to none."""
+    return 2 if min(machine["matrix_tflop_s"]) >= 0.1 else 4
+
+
 def _share(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.0f} %"
 
@@ -100,7 +105,7 @@ def _share(value: float | None) -> str:
 def _physics(machine: Mapping[str, Any]) -> str:
     """What the machine did before the run, and behind it if it got that far; the floor is by the faster of both."""
     rates = [
-        f"{_spread(part['read_gb_s'], 1)} GB/s and computes {_spread(part['matrix_tflop_s'], 2)} TFLOP/s"
+        f"{_spread(part['read_gb_s'], 1)} GB/s and computes {_spread(part['matrix_tflop_s'], _digits(part))} TFLOP/s"
         for part in (machine, machine.get("after"))
         if part is not None
     ]

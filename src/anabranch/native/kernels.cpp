@@ -2,7 +2,8 @@
 // stands in a header for it: numbers.h says what such a header gives.
 //
 // Why not a library: between two tokens a small model does three hundred tiny operations, and dispatching them costs as
-// much as reading its weights. Here a pass is one call: threads meet at six barriers a layer and nothing is allocated.
+// much as reading its weights. Here a pass is one call: threads meet at six barriers a layer, take the blocks of a weight
+// one by one so that none waits long there, and nothing is allocated.
 //
 // Every output is a sum in an order that does not depend on how many rows a pass has, nor on where a key lies in the
 // cache: a product accumulates over k for each row by itself, and attention runs over the keys that a row sees, in
@@ -153,7 +154,7 @@ class Pool {
   // begins with its share, and who is done helps the others. It returns when all parts are begun; a barrier sees them done.
   template <class Work>
   void each(int count, int id, Work&& work) {
-    const int64_t turn = ++begun_[static_cast<size_t>(id)].turns;
+    const uint64_t turn = ++begun_[static_cast<size_t>(id)].turns;
     for (int i = 0; i < size_; ++i) {
       const int whose = id + i < size_ ? id + i : id + i - size_;
       int first, last;
@@ -165,7 +166,7 @@ class Pool {
   // all threads of a job meet here
   void barrier() {
     if (size_ == 1) return;
-    const int round = round_.load(std::memory_order_relaxed);
+    const unsigned round = round_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
       arrived_.store(0, std::memory_order_relaxed);
       round_.store(round + 1, std::memory_order_release);
@@ -202,23 +203,25 @@ class Pool {
     }
   }
 
-  // Parts of a thread's share that were begun, in the lower half, and of which call of ``each``, in the upper one: nobody
-  // has to set it back. ``turns`` are a thread's own calls; all threads make the same ones.
+  // Which call of ``each`` a thread's share was last begun in, and behind that, in 24 bits, how many of its parts were:
+  // nobody has to set it back. ``turns`` are a thread's own calls; all threads make the same ones. Both may wrap.
   struct alignas(64) Begun {
-    std::atomic<int64_t> parts{0};
-    int64_t turns = 0;
+    std::atomic<uint64_t> parts{0};
+    uint64_t turns = 0;
   };
 
   // The next part of a thread's share that nobody has begun; behind the last one larger numbers come. Someone may be a call
   // ahead, since this one had nothing left for him: then it has nothing for us either.
-  int take(int whose, int64_t turn) {
-    constexpr int NONE = 1 << 30;
-    std::atomic<int64_t>& parts = begun_[static_cast<size_t>(whose)].parts;
-    int64_t seen = parts.load(std::memory_order_relaxed);
+  int take(int whose, uint64_t turn) {
+    constexpr int64_t ALL = 1 << 24;
+    std::atomic<uint64_t>& parts = begun_[static_cast<size_t>(whose)].parts;
+    const uint64_t begin = turn << 24;
+    uint64_t seen = parts.load(std::memory_order_relaxed);
     for (;;) {
-      if (seen >> 32 > turn) return NONE;
-      const int64_t next = std::max(seen, turn << 32);
-      if (parts.compare_exchange_weak(seen, next + 1, std::memory_order_relaxed)) return static_cast<int>(next & 0xffffffff);
+      const int64_t since = static_cast<int64_t>(seen - begin);  // below 0: of an earlier call
+      if (since >= ALL) return ALL;
+      const uint64_t next = since < 0 ? begin : seen;
+      if (parts.compare_exchange_weak(seen, next + 1, std::memory_order_relaxed)) return static_cast<int>(next - begin);
     }
   }
 
@@ -233,7 +236,7 @@ class Pool {
   alignas(64) std::atomic<int> turn_{0};
   alignas(64) std::atomic<int> left_{0};
   alignas(64) std::atomic<int> arrived_{0};
-  alignas(64) std::atomic<int> round_{0};
+  alignas(64) std::atomic<unsigned> round_{0};
 };
 
 // ---- products -----------------------------------------------------------------------------------------------------

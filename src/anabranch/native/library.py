@@ -29,6 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from anabranch.errors import InputError
 from anabranch.files import cache_home
 
 __all__ = [
@@ -409,7 +410,8 @@ def why_not() -> str:
 def library() -> Library | None:
     """The kernels, compiled if need be; None where they cannot be had.
 
-    ANABRANCH_NATIVE=0 switches them off, and the name of a form takes none that is better.
+    ANABRANCH_NATIVE=0 switches them off, and the name of a form takes none that is better. Raises InputError for
+    another value.
     """
     global _reason
     _reason = _unfit()
@@ -424,7 +426,7 @@ def library() -> Library | None:
 
 
 def _unfit() -> str:
-    if os.environ.get("ANABRANCH_NATIVE", "1") == "0":
+    if _wanted() == "0":
         return "ANABRANCH_NATIVE is 0"
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return f"they are for x86-64 Linux, not {platform.system()} on {platform.machine()}"
@@ -435,9 +437,19 @@ def _unfit() -> str:
     return ""
 
 
+def _wanted() -> str:
+    """What the user asks for: "0", the name of a form, or "1" for the best. Raises InputError."""
+    wanted = os.environ.get("ANABRANCH_NATIVE") or "1"
+    if wanted not in ("0", "1", *FORMS):
+        raise InputError(
+            f"ANABRANCH_NATIVE must be 0 (no native kernels), 1, or one of {', '.join(FORMS)}, not {wanted!r}"
+        )
+    return wanted
+
+
 def _forms() -> list[str]:
     """Those of ``FORMS`` that this process may use."""
-    wanted, names = os.environ.get("ANABRANCH_NATIVE"), list(FORMS)
+    wanted, names = _wanted(), list(FORMS)
     names = names[names.index(wanted) :] if wanted in names else names
     names = [name for name in names if FORMS[name][0] <= _processor_flags()]
     if "amx" in names and ctypes.CDLL(None).syscall(*ASK_FOR_TILES) != 0:
