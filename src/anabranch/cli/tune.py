@@ -124,10 +124,7 @@ def _show(found: Any, path: Path | None) -> None:
     from rich.table import Table
 
     console = Console()
-    for what, measured in (
-        ("a step that verifies", found.latency.rest),
-        ("drafting", found.latency.drafts),
-    ):
+    for what, measured in (("a step that verifies", found.latency.rest), ("drafting", found.latency.drafts)):
         for name, points in _tables(measured).items():
             nodes = ", ".join(f"{n}: {ms:.2f}" for n, ms in points.items())
             console.print(f"ms of {what} so many nodes ({name}): {nodes}", highlight=False)

@@ -695,8 +695,8 @@ class Runner {
   }
 
   // The root and the best ``nodes`` - 1 candidates of all levels below it, breadth first, into tokens, parents, depths and
-  // joints; returns how many. Of a level as many of the best are expanded as may have
-  // children among them, up to ``frontier``: a child is no more probable than its parent.
+  // joints; returns how many. Of a level as many of the best are expanded as may have children among them, up to
+  // ``frontier``: a child is no more probable than its parent.
   template <class T>
   int draft(const Draft& t, const Plain<T>* states, int64_t root, int64_t* tokens, int64_t* parents, int64_t* depths,
             float* joints) {

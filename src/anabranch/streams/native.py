@@ -34,7 +34,7 @@ class NativeTrail:
     def __init__(self, target: Decoder, adapter: StreamAdapter, streams: int) -> None:
         layers = [self._layer(target.blocks[i], adapter.layer(i)) for i in range(adapter.start, len(target.blocks))]
         self.target, self.adapter, self.streams = target, adapter, streams
-        self._dtype, self._top = target.dtype, len(target.blocks)
+        self._dtype = target.dtype
         self.stack = Stack(target, layers, adapter.start)
         if adapter.root is not None:
             adapter.root.pack(target.head)
@@ -87,7 +87,7 @@ class NativeTrail:
         ``main_BND`` are a pass's main rows before layer N - N_s, of which each row's ``nodes`` are trailed, and
         ``emitted`` the tokens that these emitted.
         """
-        lengths, low, high = cache.lengths, self.stack.first, self._top
+        lengths, low, high = cache.lengths, self.stack.first, self.stack.config.num_layers
         if self._entry is None:
             words, chosen = torch.tensor(emitted), torch.tensor(nodes)
             entry = main_BND[torch.arange(len(chosen)), chosen].to(self._dtype)
