@@ -130,6 +130,11 @@ inline void store16(float* p, Floats x) {
   _mm256_storeu_ps(p + 8, x.high);
 }
 inline void store16(Rounded* p, Floats x) { store16(&p->value, Floats{rounded(x.low), rounded(x.high)}); }
+inline Floats store_rounded(Rounded* p, Floats x) {  // and what stands there now
+  const Floats y{rounded(x.low), rounded(x.high)};
+  store16(&p->value, y);
+  return y;
+}
 inline void store16(bf16* p, Floats x) {
   const __m256i low = _mm256_srli_epi32(_mm256_castps_si256(rounded(x.low)), 16);
   const __m256i high = _mm256_srli_epi32(_mm256_castps_si256(rounded(x.high)), 16);
@@ -506,14 +511,14 @@ inline void in_order(Floats*, Floats*) {}
 
 // out[i] += sum_j p[i][j] v[j], j in order, for QUERIES rows and NE sums of E, as many at a time as registers hold
 template <int QUERIES, int NE, class T, class P>
-inline void gather_values(const T* p, int64_t p_stride, const P* v, int count, Floats (&acc)[QUERIES][NE]) {
+inline void gather_values(const T* p, int64_t p_stride, const P* v, int count, Floats* out) {
   constexpr int AT_ONCE = QUERIES == 1 && NE % 4 == 0 ? 4 : QUERIES <= 3 ? 2 : 1;
   for (int c = 0; c < NE; c += AT_ONCE) {
     Floats a[QUERIES][AT_ONCE];
 #pragma GCC unroll 8
     for (int i = 0; i < QUERIES; ++i)
 #pragma GCC unroll 8
-      for (int n = 0; n < AT_ONCE; ++n) a[i][n] = acc[i][c + n];
+      for (int n = 0; n < AT_ONCE; ++n) a[i][n] = out[i * NE + c + n];
     for (int j = 0; j < count; ++j) {
       const P* row = v + (static_cast<int64_t>(j) * NE + c) * 16;
 #pragma GCC unroll 8
@@ -526,7 +531,7 @@ inline void gather_values(const T* p, int64_t p_stride, const P* v, int count, F
 #pragma GCC unroll 8
     for (int i = 0; i < QUERIES; ++i)
 #pragma GCC unroll 8
-      for (int n = 0; n < AT_ONCE; ++n) acc[i][c + n] = a[i][n];
+      for (int n = 0; n < AT_ONCE; ++n) out[i * NE + c + n] = a[i][n];
   }
 }
 

@@ -57,20 +57,26 @@ inline Floats where_above(Floats a, Floats b, Floats yes, Floats no) {
 }
 
 inline __m256i to_bf16(Floats x) {
+#ifdef __AVX512BF16__
+  return (__m256i)_mm512_cvtneps_pbh(x);
+#endif
   const __m512i u = _mm512_castps_si512(x);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
   const __m512i r = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(r, 16));
 }
 
-inline Floats load16(const bf16* p) {
-  return _mm512_castsi512_ps(
-      _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
-}
+inline Floats widened(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
+inline Floats load16(const bf16* p) { return widened(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 
 inline Floats load16(const float* p) { return _mm512_loadu_ps(p); }
 inline void store16(bf16* p, Floats x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_bf16(x)); }
 inline void store16(float* p, Floats x) { _mm512_storeu_ps(p, x); }
+inline Floats store_rounded(bf16* p, Floats x) {  // and what stands there now
+  const __m256i r = to_bf16(x);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), r);
+  return widened(r);
+}
 inline void store1(bf16* p, float x) { *p = to_bf16(x); }
 inline void store1(float* p, float x) { *p = x; }
 
@@ -415,35 +421,29 @@ inline void in_order(Floats* low, Floats* high) {
 
 // out[i] += sum_j p[i][j] v[j], j in order, for QUERIES rows and NE vectors of E. bf16 is taken in pairs of j, whose sums
 // stand as in ``joined``; ``count`` is even then.
-template <int QUERIES, int NE>
-inline void gather_values(const float* p, int64_t p_stride, const float* v, int count, __m512 (&acc)[QUERIES][NE]) {
-  for (int j = 0; j < count; ++j) {
-    const float* row = v + static_cast<int64_t>(j) * NE * 16;
-    __m512 value[NE];
+template <int QUERIES, int NE, class T>
+inline void gather_values(const T* p, int64_t p_stride, const T* v, int count, Floats* out) {
+  constexpr int STEP = PER_LANE<T>;
+  __m512 acc[QUERIES][NE];
 #pragma GCC unroll 8
-    for (int c = 0; c < NE; ++c) value[c] = load16(row + 16 * c);
+  for (int i = 0; i < QUERIES; ++i)
 #pragma GCC unroll 8
-    for (int i = 0; i < QUERIES; ++i) {
-      const __m512 w = _mm512_set1_ps(p[i * p_stride + j]);
-#pragma GCC unroll 8
-      for (int c = 0; c < NE; ++c) acc[i][c] = _mm512_fmadd_ps(w, value[c], acc[i][c]);
-    }
-  }
-}
-
-template <int QUERIES, int NE>
-inline void gather_values(const bf16* p, int64_t p_stride, const bf16* v, int count, __m512 (&acc)[QUERIES][NE]) {
-  for (int j = 0; j < count; j += 2) {
-    const bf16* row = v + static_cast<int64_t>(j) * NE * 16;
+    for (int c = 0; c < NE; ++c) acc[i][c] = out[i * NE + c];
+  for (int j = 0; j < count; j += STEP) {
+    const T* row = v + static_cast<int64_t>(j) * NE * 16;
     __m512i value[NE];
     joined<NE>(row, row + NE * 16, value);
 #pragma GCC unroll 8
     for (int i = 0; i < QUERIES; ++i) {
       const __m512i w = spread(p + i * p_stride + j);
 #pragma GCC unroll 8
-      for (int c = 0; c < NE; ++c) acc[i][c] = dot<bf16>(acc[i][c], w, value[c]);
+      for (int c = 0; c < NE; ++c) acc[i][c] = dot<T>(acc[i][c], w, value[c]);
     }
   }
+#pragma GCC unroll 8
+  for (int i = 0; i < QUERIES; ++i)
+#pragma GCC unroll 8
+    for (int c = 0; c < NE; ++c) out[i * NE + c] = acc[i][c];
 }
 
 }  // namespace

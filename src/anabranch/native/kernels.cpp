@@ -38,6 +38,8 @@
 namespace {
 
 constexpr int AHEAD = 8192;  // bytes of weights asked for in advance: memory answers late
+constexpr int STRETCH = 64;  // keys that are turned at a time
+constexpr int NEAR = 512;    // values that stay in the second-level cache while all queries of a task take them
 constexpr int IDLE = 100000;  // turns a worker spins before it sleeps: longer than what Python does between two calls
 
 // ---- numbers ------------------------------------------------------------------------------------------------------
@@ -97,6 +99,17 @@ inline Floats exponential(Floats x) {
   p = fma(p, r, same(1.6666665459e-1f));
   p = fma(p, r, same(5.0000001201e-1f));
   p = fma(p, r * r, r + same(1.0f));
+  return scaled(p, n);
+}
+
+// 2^x for what is rounded to bf16 then; relative error below 3e-6
+inline Floats power_of_2(Floats x) {
+  const Floats n = nearest(x), r = x - n;
+  Floats p = same(9.57010119e-3f);
+  p = fma(p, r, same(5.59178603e-2f));
+  p = fma(p, r, same(2.40247448e-1f));
+  p = fma(p, r, same(6.93121815e-1f));
+  p = fma(p, r, same(9.99999261e-1f));
   return scaled(p, n);
 }
 
@@ -413,16 +426,33 @@ inline void turn(float* v, const float* norm, const Shape& s, const float* cos, 
   for (i = s.rope_dim; i < s.e; ++i) store1(to + i, v[i]);
 }
 
+// Scores of QUERIES queries and up to STRETCH keys in groups of 16, as many groups at a time as have room for their sums:
+// a sum waits for the one before it, and a value of a query is read once for all of them.
 template <class T, int QUERIES>
-inline void scores_of(const T* q, int64_t stride, const Turned* keys, int words, float* to, int64_t to_stride) {
-  Floats acc[QUERIES];
-  for (auto& a : acc) a = zeros();
-  for (int d = 0; d < words; ++d) {
-    const Turned k = keys[d];
-#pragma GCC unroll 16
-    for (int i = 0; i < QUERIES; ++i) acc[i] = dot<T>(acc[i], spread(q + i * stride + PER_LANE<T> * d), k);
-  }
-  for (int i = 0; i < QUERIES; ++i) store16(to + i * to_stride, acc[i]);
+inline void scores_of(const T* q, int64_t stride, const Turned* keys, int words, int groups, float* to, int64_t to_stride) {
+  constexpr int TOGETHER = std::min(STRETCH / 16, std::max(1, SUMS / QUERIES));
+  const auto some = [&](int first, auto together) {
+    constexpr int GROUPS = together;
+    Floats acc[QUERIES][GROUPS];
+    for (auto& row : acc)
+      for (auto& a : row) a = zeros();
+    for (int d = 0; d < words; ++d) {
+      Turned k[GROUPS];
+#pragma GCC unroll 4
+      for (int g = 0; g < GROUPS; ++g) k[g] = keys[(first + g) * words + d];
+#pragma GCC unroll 12
+      for (int i = 0; i < QUERIES; ++i) {
+        const auto value = spread(q + i * stride + PER_LANE<T> * d);
+#pragma GCC unroll 4
+        for (int g = 0; g < GROUPS; ++g) acc[i][g] = dot<T>(acc[i][g], value, k[g]);
+      }
+    }
+    for (int i = 0; i < QUERIES; ++i)
+      for (int g = 0; g < GROUPS; ++g) store16(to + i * to_stride + 16 * (first + g), acc[i][g]);
+  };
+  int g = 0;
+  for (; g + TOGETHER <= groups; g += TOGETHER) some(g, std::integral_constant<int, TOGETHER>{});
+  for (; g < groups; ++g) some(g, std::integral_constant<int, 1>{});
 }
 
 // Softmax without its division; returns the sum. ``p`` is padded to whole vectors. What comes out are values of T in the
@@ -430,15 +460,27 @@ inline void scores_of(const T* q, int64_t stride, const Turned* keys, int words,
 template <class T>
 inline float soften(float* p, int n, float scale) {
   const Floats low = same(-INFINITY);
-  Floats most = low;
-  for (int i = 0; i < n; i += 16) most = larger(most, load_some(p + i, n - i, low));
-  const Floats top = same(largest(most)), s = same(scale);
+  Floats most[4] = {low, low, low, low};
+  int i = 0;
+  for (; i + 64 <= n; i += 64)
+    for (int c = 0; c < 4; ++c) most[c] = larger(most[c], load16(p + i + 16 * c));
+  for (; i < n; i += 16) most[0] = larger(most[0], load_some(p + i, n - i, low));
+  const float highest = largest(larger(larger(most[0], most[1]), larger(most[2], most[3])));
+  const Floats top = same(highest);
   Floats total = zeros();
   T* to = reinterpret_cast<T*>(p);
-  for (int i = 0; i <= n; i += 16) {
-    const Floats v = (load_some(p + i, n - i, top) - top) * s;
-    store16(to + i, only(n - i, exponential(v)));
-    total = total + load16(to + i);
+  if constexpr (std::is_same<T, float>::value) {
+    for (i = 0; i <= n; i += 16) {
+      const Floats v = only(n - i, exponential((load_some(p + i, n - i, top) - top) * same(scale)));
+      store16(to + i, v);
+      total = total + v;
+    }
+  } else {
+    constexpr float LOG2E = 1.44269504f;
+    const Floats steep = same(scale * LOG2E), level = top * steep;
+    const auto weight = [&](Floats v) { return power_of_2(fma(v, steep, zeros() - level)); };
+    for (i = 0; i + 16 <= n; i += 16) total = total + store_rounded(to + i, weight(load16(p + i)));
+    total = total + store_rounded(to + i, only(n - i, weight(load_some(p + i, n - i, top))));
   }
   return sum(total);
 }
@@ -593,7 +635,7 @@ class Room {
 };
 
 struct Scratch {
-  Room h, q, scores;
+  Room h, q, scores, sums;
 };
 
 // the largest output found so far, and where it stands
@@ -1239,8 +1281,11 @@ class Runner {
     // turning the keys costs a task as much as three queries do: less than a node's is not worth a task of its own
     if (step.batch * s.kv_heads * ((queries + some - 1) / some) % threads != 0)
       some = std::min(some, std::max(group, (queries + threads - 1) / threads));
-    if (some > 3) some = some / 3 * 3;  // three, six or twelve are scored at a time
-    const int parts = (queries + some - 1) / some, tasks = step.batch * s.kv_heads * parts;
+    // tasks as good as alike, but three, six or twelve queries are scored at a time
+    const auto in = [queries](int each) { return (queries + each - 1) / each; };
+    some = in(in(some));
+    if (some > 3) some = std::min((some + 2) / 3 * 3, 24);
+    const int parts = in(some), tasks = step.batch * s.kv_heads * parts;
     pool.each(tasks, id, [&](int t) {
       const int part = t % parts, head = t / parts % s.kv_heads, b = t / parts / s.kv_heads;
       const int low_query = part * some, count = std::min(some, queries - low_query);
@@ -1275,18 +1320,22 @@ class Runner {
     const P* keys = static_cast<const P*>(l.keys) + b * s.row_stride + head * s.head_stride;
     const P* values = static_cast<const P*>(l.values) + b * s.row_stride + head * s.head_stride;
     constexpr int WORDS = NE * 16 / PER_LANE<Q>;
-    Turned turned[WORDS];
-    for (int k = 0; k < span; k += 16) {
-      transpose_keys(keys + static_cast<int64_t>(k) * s.e, std::min(16, span - k), s.e, turned);
+    Turned turned[STRETCH / 16 * WORDS];
+    for (int k = 0; k < span; k += STRETCH) {
+      const int groups = (std::min(STRETCH, span - k) + 15) / 16;
+      for (int g = 0; g < groups; ++g) {
+        const int at = k + 16 * g;
+        transpose_keys(keys + static_cast<int64_t>(at) * s.e, std::min(16, span - at), s.e, turned + g * WORDS);
+      }
       int i = 0;
-      for (; SUMS >= 12 && i + 12 <= count; i += 12)
-        scores_of<Q, 12>(q + i * s.e, s.e, turned, WORDS, p + i * width + k, width);
-      for (; i + 6 <= count; i += 6)
-        scores_of<Q, 6>(q + i * s.e, s.e, turned, WORDS, p + i * width + k, width);
-      for (; i + 3 <= count; i += 3)
-        scores_of<Q, 3>(q + i * s.e, s.e, turned, WORDS, p + i * width + k, width);
-      for (; i < count; ++i)
-        scores_of<Q, 1>(q + i * s.e, s.e, turned, WORDS, p + i * width + k, width);
+      const auto score = [&](auto queries) {
+        for (; i + queries <= count; i += queries)
+          scores_of<Q, queries>(q + i * s.e, s.e, turned, WORDS, groups, p + i * width + k, width);
+      };
+      if (SUMS >= 12) score(std::integral_constant<int, 12>{});
+      score(std::integral_constant<int, 6>{});
+      score(std::integral_constant<int, 3>{});
+      score(std::integral_constant<int, 1>{});
     }
     // what a query sees, in text order: committed tokens, then its ancestors
     float total[32];
@@ -1301,60 +1350,72 @@ class Runner {
     }
     // as many queries at a time as have room for their sums, if they see the same of the committed text
     constexpr int MANY = 24 / NE < 6 ? 24 / NE : 6;
+    struct Part {
+      int first, queries, from, together;
+    };
+    Part parts[32];
+    int many = 0, longest = 0;
     for (int i = 0; i < count;) {
       int alike = 1;
       while (alike < MANY && i + alike < count && step.first[row_of(i + alike)] == step.first[row_of(i)]) ++alike;
-      const auto some = [&](auto queries) {
-        values_of<T, queries, NE>(s, step, between, values, p + i * width, width, b, head, begin + i, total + i);
-        i += queries;
-      };
-      if (alike == MANY)
-        some(std::integral_constant<int, MANY>{});
-      else if (alike >= 3)
-        some(std::integral_constant<int, 3>{});
-      else
-        some(std::integral_constant<int, 1>{});
+      const int queries = alike == MANY ? MANY : alike >= 3 ? 3 : 1;
+      // the first nodes of the pass that all of these queries see lie behind the committed text as if they were of it
+      int common = step.nodes;
+      for (int row = row_of(i); row <= row_of(i + queries - 1); ++row) common = std::min(common, step.run[row]);
+      const int from = step.first[row_of(i)], together = (length - from + common) / PER_LANE<Q> * PER_LANE<Q>;
+      parts[many++] = {i, queries, from, together};
+      longest = std::max(longest, together);
+      i += queries;
     }
+    Floats* sums = mine.sums.of<Floats>(count * NE);
+    std::fill(sums, sums + count * NE, zeros());
+    const int64_t stride = width * PER_LANE<Q>;
+    for (int j = 0; j < longest; j += NEAR)
+      for (int i = 0; i < many; ++i) {
+        const Part& part = parts[i];
+        if (j >= part.together) continue;
+        const auto gather = [&](auto queries) {
+          gather_values<queries, NE>(reinterpret_cast<const Q*>(p + part.first * width) + j, stride,
+                                     values + static_cast<int64_t>(part.from + j) * s.e,
+                                     std::min(NEAR, part.together - j), sums + part.first * NE);
+        };
+        if (part.queries == MANY)
+          gather(std::integral_constant<int, MANY>{});
+        else if (part.queries == 3)
+          gather(std::integral_constant<int, 3>{});
+        else
+          gather(std::integral_constant<int, 1>{});
+      }
+    for (const Part* part = parts; part < parts + many; ++part)
+      for (int i = part->first; i < part->first + part->queries; ++i)
+        finish<T, NE>(s, step, between, values, p + i * width, sums + i * NE, part->together, b, head, begin + i, total[i]);
   }
 
-  template <class T, int QUERIES, int NE>
-  void values_of(const Shape& s, const Pass& step, const Between<T>& between, const Plain<T>* values, const float* scores,
-                 int64_t width, int b, int head, int begin, const float* total) {
+  // What query ``begin`` sees behind the first ``done`` places of the text that it sees, and its division: a head is done.
+  template <class T, int NE>
+  void finish(const Shape& s, const Pass& step, const Between<T>& between, const Plain<T>* values, const float* scores,
+              Floats* acc, int done, int b, int head, int begin, float total) {
     using Q = Factor<Plain<T>>;
     constexpr int STEP = PER_LANE<Q>;
-    const int group = s.heads / s.kv_heads, length = static_cast<int>(step.lengths[b]);
     const Q* p = reinterpret_cast<const Q*>(scores);  // see ``soften``
-    const int64_t stride = width * STEP;
-    Floats acc[QUERIES][NE];
-    for (auto& row : acc)
-      for (auto& v : row) v = zeros();
-    const int from = step.first[b * step.nodes + begin / group], seen = length - from;
-    // the first nodes of the pass that all of these queries see lie behind the committed text as if they were of it
-    int common = step.nodes;
-    for (int row = b * step.nodes + begin / group; row <= b * step.nodes + (begin + QUERIES - 1) / group; ++row)
-      common = std::min(common, step.run[row]);
-    const int together = (seen + common) / STEP * STEP;
-    gather_values<QUERIES, NE>(p, stride, values + static_cast<int64_t>(from) * s.e, together, acc);
-    for (int i = 0; i < QUERIES; ++i) {
-      const int node = (begin + i) / group, row = b * step.nodes + node;
-      // behind those of all queries: what query i sees, by its place in the text that it sees
-      const int some = step.run[row] + seen, end = seen + step.offsets[row + 1] - step.offsets[row];
-      const auto value_at = [&](int j) {
-        const int at = j < some ? from + j : length + step.ancestors[step.offsets[row] + j - seen];
-        return values + static_cast<int64_t>(at) * s.e;
-      };
-      for (int j = together; j < end; j += STEP) {
-        Turned word[NE];
-        joined<NE>(value_at(j), value_at(std::min(j + STEP, end) - 1), word);
-        const Turned weight = spread(p + i * stride + j);
-        for (int c = 0; c < NE; ++c) acc[i][c] = dot<Q>(acc[i][c], weight, word[c]);
-      }
-      const Floats inverse = same(1.0f / total[i]);
-      T* to = between.heads + place<T>(static_cast<int64_t>(row) * s.heads + head * group + (begin + i) % group, s.e);
-      for (int c = 0; c < NE / 2; ++c) {
-        in_order<Q>(&acc[i][2 * c], &acc[i][2 * c + 1]);
-        store32(to, c, acc[i][2 * c] * inverse, acc[i][2 * c + 1] * inverse);
-      }
+    const int group = s.heads / s.kv_heads, length = static_cast<int>(step.lengths[b]);
+    const int row = b * step.nodes + begin / group, from = step.first[row], seen = length - from;
+    const int some = step.run[row] + seen, end = seen + step.offsets[row + 1] - step.offsets[row];
+    const auto value_at = [&](int j) {
+      const int at = j < some ? from + j : length + step.ancestors[step.offsets[row] + j - seen];
+      return values + static_cast<int64_t>(at) * s.e;
+    };
+    for (int j = done; j < end; j += STEP) {
+      Turned word[NE];
+      joined<NE>(value_at(j), value_at(std::min(j + STEP, end) - 1), word);
+      const auto weight = spread(p + j);
+      for (int c = 0; c < NE; ++c) acc[c] = dot<Q>(acc[c], weight, word[c]);
+    }
+    const Floats inverse = same(1.0f / total);
+    T* to = between.heads + place<T>(static_cast<int64_t>(row) * s.heads + head * group + begin % group, s.e);
+    for (int c = 0; c < NE / 2; ++c) {
+      in_order<Q>(&acc[2 * c], &acc[2 * c + 1]);
+      store32(to, c, acc[2 * c] * inverse, acc[2 * c + 1] * inverse);
     }
   }
 
