@@ -27,7 +27,9 @@ TEXT = "the thing that the"
 
 
 @pytest.fixture
-def _cuda() -> Iterator[None]:
+def _cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("anabranch.bench.machine.SIDE", {"cuda": 64})
+    monkeypatch.setattr("anabranch.bench.machine.LEAST", {"cuda": 2**20})
     with pretended.cuda(), warnings.catch_warnings():
         warnings.filterwarnings("error", message="steps cannot be recorded")
         yield

@@ -129,7 +129,7 @@ class Engine:
         planned = self._plan(limit)
         slot = self.cache.add_row()
         try:
-            with self.target.threads():
+            with self.target.decoding():
                 self._read(prompt[:-1], slot, planned)
         except BaseException:
             self.cache.remove_row(slot)
@@ -206,7 +206,7 @@ class Engine:
         """One target pass for all rows in use; rows that are done leave."""
         if not self._rows:
             return []
-        with self.target.threads():
+        with self.target.decoding():
             return self._step()
 
     def _step(self) -> list[Step]:

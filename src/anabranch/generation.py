@@ -211,7 +211,7 @@ def generate(
     """
     for request in requests:
         engine.check(request)
-    with engine.target.threads():  # nobody listens between steps, so once is enough
+    with engine.target.decoding():  # nobody listens between steps, so once is enough
         found = {index: chunk.result for index, chunk in _run(engine, requests, tokenizer, stop)}
     results = [found[index] for index in range(len(requests))]
     return [result for result in results if result is not None]

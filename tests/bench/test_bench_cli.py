@@ -42,7 +42,7 @@ def bench(
     )
     quick = partial(measure_machine, buffer_bytes=2**20, repeats=2)
     monkeypatch.setattr("anabranch.bench.session.measure_machine", quick)
-    monkeypatch.setattr("anabranch.bench.machine.SIDE", 64)
+    monkeypatch.setattr("anabranch.bench.machine.SIDE", {"cpu": 64})
     where = ["--model", toys.model, "--adapter", toys.adapter, "--dtype", "float32", "--raw"]
     suite = ["--suite", tmp_path / "suite.jsonl", "--max-new-tokens", 6]
 

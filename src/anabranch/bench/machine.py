@@ -30,7 +30,8 @@ from anabranch.native.library import library
 __all__ = ["Machine", "forget_peak", "last_level_cache", "measure_machine", "peak_memory_mb", "weight_bytes"]
 
 REPEATS = 9
-SIDE = 1536  # of the square matrices: 7 GFLOP a product
+SIDE = {"cpu": 1536, "cuda": 8192}  # of the square matrices: 7 and 1,100 GFLOP a product
+LEAST = {"cpu": 2**29, "cuda": 2**32}  # bytes that are read: what starting a kernel takes is to be small beside it
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,12 @@ class Machine:
 def measure_machine(decoder: Decoder, *, buffer_bytes: int | None = None, repeats: int = REPEATS) -> Machine:
     """Measure the machine that ``decoder`` lies on, with torch's threads and the decoder's type.
 
-    ``buffer_bytes`` is eight times the last-level cache by default, and at least 512 MiB; in large pages where the
-    native kernels, which put weights there, are to be had.
+    ``buffer_bytes`` is eight times the last-level cache by default, and at least 512 MiB (on a GPU 4 GiB); in large pages
+    where the native kernels, which put weights there, are to be had.
     """
     device = decoder.device
-    size = max(2**29, 8 * last_level_cache(device)) if buffer_bytes is None else buffer_bytes
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    size = max(LEAST[kind], 8 * last_level_cache(device)) if buffer_bytes is None else buffer_bytes
     kernels = library() if device.type == "cpu" else None
     words = torch.empty(size, dtype=torch.uint8, device=device) if kernels is None else kernels.large(size)
     words = words[: size // 8 * 8].view(torch.int64).fill_(1)
@@ -77,8 +79,9 @@ def measure_machine(decoder: Decoder, *, buffer_bytes: int | None = None, repeat
         key=statistics.median,
     )
     del words, floats
-    square = torch.randn(SIDE, SIDE, device=device).to(decoder.dtype)
-    products = _rates(lambda: square @ square, 2 * SIDE**3, device, repeats)
+    side = SIDE[kind]
+    square = torch.randn(side, side, device=device).to(decoder.dtype)
+    products = _rates(lambda: square @ square, 2 * side**3, device, repeats)
     return Machine(
         threads=torch.get_num_threads(),
         dtype=str(decoder.dtype).removeprefix("torch."),

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from anabranch.errors import InputError
 from anabranch.model.cache import Cache
@@ -105,6 +106,8 @@ class Norm(nn.Module):
             return (y * (1.0 + self.weight.float())).to(x.dtype)
         if x.dtype == torch.float32:
             return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        if x.is_cuda:  # one kernel, where what follows takes seven
+            return self.weight * F.rms_norm(x, (x.shape[-1],), None, self.eps)
         y = x.float()
         y = (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
         return self.weight * y
@@ -257,7 +260,7 @@ class Pass:
         return self.tokens_BN.shape[1]
 
     def _prepare(self) -> None:
-        self.cos, self.sin = self.rope(self.positions_BN, self.planned)
+        self.cos, self.sin = (turn.to(self.dtype) for turn in self.rope(self.positions_BN, self.planned))
         self.span = int(max(self.cache.lengths[self.slots])) + self.width if self.fixed is None else self.fixed
         self._visible: Tensor | None = None
         self._parents: Tensor | None = None
@@ -447,8 +450,14 @@ class Decoder(nn.Module):
             x = x + self.positions(positions + self.config.learned_offset)
         return x
 
-    def threads(self) -> AbstractContextManager[None]:
-        """To be held around steps: keeps torch's threads out of the way of the native kernels', where those run."""
+    def decoding(self) -> AbstractContextManager[None]:
+        """To be held around steps.
+
+        Keeps torch's threads out of the way of the native kernels', where those run. On a GPU keeps attention from
+        cuDNN, which makes a plan for each new shape.
+        """
+        if self.device.type == "cuda":
+            return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
         return nullcontext() if self.stack is None else self.stack.kernels.alone()
 
     def normed(self, x: Tensor) -> Tensor:
@@ -564,8 +573,8 @@ class Decoder(nn.Module):
 
     def _recorded(self, feed: Feed, cache: Cache, slots: slice, planned: int, rider: Rider | None) -> Tensor | None:
         """``_through`` at the next larger shapes, recorded; None where that cannot be."""
-        if self.recorder is None or (rider is not None and not rider.fixed):
-            return None
+        if self.recorder is None or slots.start or (rider is not None and not rider.fixed):
+            return None  # what does not begin at the first row is a prompt being read
         rows, nodes = feed.tokens_BN.shape
         width, longest = width_bucket(nodes, rows), max(cache.lengths[slots])
         if width is None or longest + width > cache.capacity:

@@ -54,22 +54,37 @@ def recorder_for(device: torch.device) -> Recorder | None:
 
 
 class CudaRecorder:
-    """Records CUDA graphs, which share one pool of memory: outputs last until the next recording runs."""
+    """Records CUDA graphs, which share one pool of memory: outputs last until the next recording runs.
+
+    Its two streams are made once, on its own device: cuBLAS keeps a workspace for each stream that it has seen, and
+    PyTorch's own stream for recordings is of the device that recorded first. A workspace goes with the last graph of its
+    stream and the pool with its last graph, so the first graph stays.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.pool = device, torch.cuda.graph_pool_handle()
+        with torch.cuda.device(device):
+            self._aside, self._recording = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._first: torch.cuda.CUDAGraph | None = None
+
+    def __deepcopy__(self, memo: object) -> CudaRecorder:
+        return CudaRecorder(self.device)
 
     def __call__(self, compute: Compute, inputs: tuple[Tensor, ...]) -> tuple[Callable[[], None], Outputs]:
         """A ``Recorder``."""
         with torch.cuda.device(self.device):  # graphs are made where the current device is
-            here, aside = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            aside.wait_stream(here)
-            with torch.cuda.stream(aside):
+            here = torch.cuda.current_stream()
+            self._aside.wait_stream(here)
+            with torch.cuda.stream(self._aside):
                 compute(*inputs)  # kernels are loaded and workspaces made before anything is recorded
-            here.wait_stream(aside)
+            here.wait_stream(self._aside)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool):
-                outputs = compute(*inputs)
+            try:
+                with torch.cuda.graph(graph, pool=self.pool, stream=self._recording):
+                    outputs = compute(*inputs)
+            finally:
+                torch.cuda.set_stream(here)  # where recording fails, PyTorch leaves its own
+        self._first = self._first or graph
         return graph.replay, outputs
 
 
@@ -111,17 +126,17 @@ class Graphs:
         recording that runs: copy what is to stay.
         """
         if recorder is None or self._failed or not torch.is_inference_mode_enabled():
-            return compute(*(x.to(device) for x in inputs))
+            return compute(*(x.to(device, non_blocking=True) for x in inputs))
         known = key in self._kept
         graph = self._kept.pop(key, None)
         if graph is None:
-            placed = tuple(x.to(device, copy=True) for x in inputs)
+            placed = tuple(x.to(device, copy=True, non_blocking=True) for x in inputs)
             outputs = compute(*placed)
             if known:
                 graph = self._record(recorder, compute, placed, outputs, held)
         else:
             for place, x in zip(graph.inputs, inputs, strict=True):
-                place.copy_(x)
+                place.copy_(x, non_blocking=True)  # the host's values are taken before the call returns
             graph.repeat()
             outputs = graph.outputs
         while len(self._kept) >= KEPT:
@@ -134,6 +149,8 @@ class Graphs:
     ) -> _Graph | None:
         try:
             repeat, outputs = recorder(compute, inputs)
+            for output in outputs:
+                output.zero_()  # so that a recording of nothing is seen to be one
             repeat()
             wrong = any(_differ(found, wanted) for found, wanted in zip(outputs, expected, strict=True))
             why = "what is repeated differs from what was computed" if wrong else ""

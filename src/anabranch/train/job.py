@@ -86,9 +86,10 @@ def train_streams(
     torch.manual_seed(recipe.options.seed)  # initial weights; nothing else of a training is random but its order
     adapter = StreamAdapter(target.config, recipe.streams, vocabulary).to(target.decoder.device)
     begun = None if init is None else _begin_with(adapter, init, target)
-    frozen = copy.deepcopy(target.decoder)
-    if not pack_decoder(frozen):
-        frozen = target.decoder
+    frozen = target.decoder
+    if target.decoder.device.type == "cpu" or target.quantize != "none":  # else there is nothing to pack
+        copied = copy.deepcopy(target.decoder)
+        frozen = copied if pack_decoder(copied) else frozen
     trainer = Trainer(target.decoder, adapter, training, held_out, recipe.options, folder / "training", frozen=frozen)
     evaluation = trainer.run(report, resume=resume)
     measured = {"held-out answers": len(held_out), "predicted mean acceptance length": evaluation} if held_out else {}

@@ -189,7 +189,7 @@ class StreamObjective:
             cache.add_row()
         feed = Feed.of_chains(batch.tokens_BT.numpy())
         rider = StreamRider(self.target, self.adapter, ride=False)
-        with self.frozen.threads():
+        with self.frozen.decoding():
             out = self.frozen(feed, cache, rider=rider, need="hidden", planned=width)
         assert rider.entry_BND is not None
         # copies, so that the lower layers' cache goes
