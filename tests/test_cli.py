@@ -191,7 +191,7 @@ def test_certify(anabranch: Anabranch, toys: ToyFolders, tmp_path: Path) -> None
     arguments = certify_arguments(toys, tmp_path / "prompts.jsonl")
     done = anabranch(*arguments)
     assert done.code == 0
-    assert "3 equal, 0 ties, 0 bugs of 3 prompts" in done.out
+    assert "3 equal, 0 ties, 0 bugs of 3 prompts with streams:tree=" in done.out, "what auto became"
     sampled = anabranch(*arguments, "--temperature", 1, "--limit", 2, "--json")
     found = json.loads(sampled.out)
     assert found["counts"] == {"equal": 2, "tie": 0, "BUG": 0}

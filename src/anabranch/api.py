@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -43,7 +44,7 @@ class Keywords(TypedDict, total=False):
     min_p: float
     repetition_penalty: float
     seed: int
-    stop: str | Sequence[str]
+    stop: str | Sequence[str] | None
     ignore_eos: bool
     drafter: str | None
     rule: Rule
@@ -84,11 +85,16 @@ def load(
 
 
 class Model:
-    """A target, its adapter, and engines that are kept between calls. Not for use by several threads at once."""
+    """A target, its adapter, and engines that are kept between calls.
+
+    Calls of several threads wait for each other: lists of prompts are what is decoded together. A stream lets others in
+    between its chunks.
+    """
 
     def __init__(self, target: Target, adapter: LoadedAdapter | None, drafter: str = AUTO) -> None:
         self.target, self.adapter, self.drafter = target, adapter, resolve(drafter, target, adapter)
         self._engines: dict[str, Engine] = {}
+        self._lock = threading.RLock()
         self._make_drafter(self.drafter)  # what cannot work is said at once
 
     @property
@@ -130,8 +136,9 @@ class Model:
         single, prompts = self._prompts(prompt)
         call = Options.of(options)
         requests = [call.request(ids, self.target) for ids in prompts]
-        engine = self._engine(call.drafter or self.drafter, requests, rows=min(call.rows, len(requests)))
-        found = generation.generate(engine, requests, self.tokenizer, stop=call.stops)
+        with self._lock:
+            engine = self._engine(call.drafter or self.drafter, requests, rows=min(int(call.rows), len(requests)))
+            found = generation.generate(engine, requests, self.tokenizer, stop=call.stops)
         return found[0] if single else found
 
     def stream(self, prompt: str | list[int], **options: Unpack[Keywords]) -> Generator[Chunk, None, None]:
@@ -145,13 +152,26 @@ class Model:
         call = Options.of(options)
         request = call.request(prompts[0], self.target)
         spec = call.drafter or self.drafter
-        self._engine(spec, [request], rows=1).check(request)  # what cannot work is said at once
+        with self._lock:
+            self._engine(spec, [request], rows=1).check(request)  # what cannot work is said at once
         return self._stream(spec, request, call.stops)
 
     def _stream(self, spec: str, request: Request, stops: Sequence[str]) -> Generator[Chunk, None, None]:
-        # the engine is taken with the first chunk: until then others may use it
-        engine = self._engine(spec, [request], rows=1)
-        yield from generation.stream(engine, request, self.tokenizer, stop=stops)
+        chunks: Generator[Chunk, None, None] | None = None
+        try:
+            while True:
+                with self._lock:
+                    if chunks is None:  # the engine is taken with the first chunk: until then others may use it
+                        engine = self._engine(spec, [request], rows=1)
+                        chunks = generation.stream(engine, request, self.tokenizer, stop=stops)
+                    chunk = next(chunks, None)
+                if chunk is None:
+                    return
+                yield chunk
+        finally:
+            if chunks is not None:
+                with self._lock:
+                    chunks.close()
 
     def chat(self, messages: Sequence[dict[str, str]], **options: Unpack[Keywords]) -> Generation:
         """Answer a conversation [{"role": "user", "content": "..."}, ...] through the model's chat template."""
@@ -164,13 +184,23 @@ class Model:
         for message in messages:
             if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
                 raise InputError(f"a message is a dictionary with a role and a content, not {message!r}")
+            if not isinstance(message["content"], str):
+                raise InputError(f"the content of a message is a text, not {message['content']!r}")
         if not getattr(self.tokenizer, "chat_template", None):
             raise CapabilityError(f"{self.target.name} has no chat template; use generate with a plain prompt")
         try:
             text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         except (TemplateError, TypeError) as error:
             raise InputError(f"the chat template of {self.target.name} refuses this conversation: {error}") from error
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        return self._ids(text, add_special_tokens=False)
+
+    def _ids(self, text: str, **options: Any) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            wrong = text[error.start : error.end]
+            raise InputError(f"the prompt is no valid text: {wrong!r} at {error.start} is half a character") from error
+        return list(self.tokenizer.encode(text, **options))
 
     def _make_drafter(self, spec: str) -> Drafter:
         known = resolve(spec, self.target, self.adapter)
@@ -200,7 +230,7 @@ class Model:
         return False, many
 
     def _encode(self, text: str) -> list[int]:
-        ids = list(self.tokenizer.encode(text))
+        ids = self._ids(text)
         if not text or not ids:
             raise InputError(EMPTY)
         return ids
@@ -234,7 +264,7 @@ class Options:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int = 0
-    stop: str | Sequence[str] = ()
+    stop: str | Sequence[str] | None = ()
     ignore_eos: bool = False
     drafter: str | None = None
     rule: Rule = "follow"
@@ -245,14 +275,18 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "rows"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
                 raise InputError(f"{name} must be a whole number of at least 1, not {value!r}")
         if self.rule not in ("follow", "reject"):
             raise InputError(f"rule must be 'follow' or 'reject', not {self.rule!r}")
         if self.drafter is not None:
             check_spec(self.drafter)
-        if any(not isinstance(text, str) or not text for text in self.stops):
+        if not isinstance(self.stop, str | Sequence | None) or any(
+            not isinstance(text, str) or not text for text in self.stops
+        ):
             raise InputError(f"stop takes strings of at least one character, not {self.stop!r}")
+        if not isinstance(self.processors, Sequence) or not all(map(callable, self.processors)):
+            raise InputError(f"processors are a list of functions, not {self.processors!r}")
         _ = self.sampling
 
     @staticmethod
@@ -266,7 +300,7 @@ class Options:
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def sampling(self) -> SamplingParams:
@@ -284,7 +318,7 @@ class Options:
     def request(self, prompt_ids: list[int], target: Target) -> Request:
         """What the engine is asked for."""
         stop_ids = frozenset() if self.ignore_eos else frozenset(target.config.eos_token_ids)
-        return Request(prompt_ids, self.max_new_tokens, self.sampling, stop_ids, self.rule, self.log_probs)
+        return Request(prompt_ids, int(self.max_new_tokens), self.sampling, stop_ids, self.rule, self.log_probs)
 
 
 def _are_ids(items: Sequence[Any]) -> bool:

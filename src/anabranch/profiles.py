@@ -14,25 +14,35 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from anabranch.drafters import AUTO, StepCosts, with_costs
+from anabranch.drafters.costs import pass_costs, usual_costs
 from anabranch.errors import FileError
 from anabranch.files import cache_home, write_atomically
+from anabranch.model.decoder import Decoder
 from anabranch.model.load import Target
 from anabranch.streams.folder import LoadedAdapter
 
 __all__ = ["Situation", "find_profile", "processor_name", "resolve", "save_profile"]
 
 FORMAT = 2
-# what "auto" means where nobody tuned, by how many rows cost little more than one: AVX2 quantised and in bf16, AVX-512
-# quantised and in bf16 (all measured), AMX
+# what "auto" may mean where nobody tuned: rows that a pass verifies, and tokens that it emits on prompts of many kinds
+# (as replayed for benchmarks/tune-bf16-epyc-avx512-2cores-2026-11-22.json)
 USUAL = {
-    3: "prompt_lookup:tokens=2",
-    6: "streams:tree=5+prompt_lookup",
-    8: "streams:tree=8+prompt_lookup",
-    14: "streams:tree=12+prompt_lookup",
-    32: "streams:tree=24+prompt_lookup",
+    "none": (1, 1.0),
+    "prompt_lookup:tokens=2": (3, 1.427),
+    "prompt_lookup:tokens=3": (4, 1.499),
+    "streams:tree=4+prompt_lookup": (4, 2.255),
+    "streams:tree=5+prompt_lookup": (5, 2.465),
+    "streams:tree=6+prompt_lookup": (6, 2.616),
+    "streams:tree=8+prompt_lookup": (8, 2.776),
+    "streams:tree=10+prompt_lookup": (10, 2.902),
+    "streams:tree=12+prompt_lookup": (12, 3.004),
+    "streams:tree=16+prompt_lookup": (16, 3.178),
+    "streams:tree=20+prompt_lookup": (20, 3.279),
+    "streams:tree=24+prompt_lookup": (24, 3.308),
 }
 
 
@@ -115,7 +125,7 @@ def find_profile(situation: Situation) -> dict[str, Any] | None:
 
 
 def resolve(spec: str, target: Target, adapter: LoadedAdapter | None) -> str:
-    """What ``spec`` means here: "auto" the profile's drafter; without one, streams with prompt lookup, or that alone.
+    """What ``spec`` means here: "auto" the profile's drafter; without one, what is ``usual`` here.
 
     A ``tree=auto`` without costs takes those of the profile.
     """
@@ -127,8 +137,20 @@ def resolve(spec: str, target: Target, adapter: LoadedAdapter | None) -> str:
     if spec != AUTO:
         costs = (profile or {}).get("costs", {}).get("streams+prompt_lookup" if "+" in spec else "streams")
         return spec if costs is None else with_costs(spec, StepCosts.parse(costs))
-    if adapter is None:
-        return "prompt_lookup"
-    if target.decoder.stack is None:
-        return "streams+prompt_lookup"
-    return USUAL[target.decoder.stack.shared]
+    return usual(target.decoder, streams=adapter is not None)
+
+
+def usual(target: Decoder, *, streams: bool) -> str:
+    """The one of ``USUAL`` that passes timed in a moment promise most of; on a GPU what drafts most.
+
+    ``streams`` says whether there is an adapter.
+    """
+    if target.device.type != "cpu":
+        return "streams+prompt_lookup" if streams else "prompt_lookup"
+    alone, whole = pass_costs(target), usual_costs(target)
+
+    def rate(spec: str) -> float:
+        rows, tokens = USUAL[spec]
+        return tokens / float((whole if "streams" in spec else alone)(np.array(rows)))
+
+    return max((spec for spec in USUAL if streams or "streams" not in spec), key=rate)

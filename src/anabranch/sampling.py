@@ -256,6 +256,8 @@ def _apply_history(logits_NV: Tensor, params: SamplingParams, histories: Sequenc
         for processor in params.processors:
             before = logits_V.shape
             logits_V = processor(history, logits_V)
+            if not isinstance(logits_V, Tensor):
+                raise InputError(f"A logits processor returned {type(logits_V).__name__}, not a tensor of logits.")
             if logits_V.shape != before:
                 raise InputError(f"A logits processor returned the shape {tuple(logits_V.shape)}, not {tuple(before)}.")
         if params.processors and not bool((logits_V > -math.inf).any()):

@@ -15,6 +15,7 @@ from anabranch import api, profiles
 from anabranch.analysis.simulate import Cut, Latency
 from anabranch.cli import app
 from anabranch.drafters import StepCosts, check_spec, make_drafter, with_costs
+from anabranch.drafters import costs as drafter_costs
 from anabranch.engine import Request
 from anabranch.errors import FileError, InputError
 from anabranch.model import load
@@ -124,13 +125,12 @@ def test_bad_measurements_are_refused(target: Target) -> None:
 
 def test_auto_is_the_profile_or_the_usual(target: Target, adapter: LoadedAdapter) -> None:
     assert resolve("streams:tree=8", target, adapter) == "streams:tree=8"
-    assert resolve("auto", target, adapter) == "streams+prompt_lookup"
-    assert resolve("auto", target, None) == "prompt_lookup"
-    for form in profiles.USUAL.values():
-        check_spec(form)
+    usual = resolve("auto", target, adapter)
+    assert usual in profiles.USUAL
+    assert "streams" not in resolve("auto", target, None)
     path = save_profile(Situation.of(target, adapter), "streams:tree=6", {"speedup": 2.0})
     assert resolve("auto", target, adapter) == "streams:tree=6"
-    assert resolve("auto", target, None) == "prompt_lookup", "another adapter is another situation"
+    assert resolve("auto", target, None) != "streams:tree=6", "another adapter is another situation"
     costs = StepCosts((1, 16), (9.0, 12.0))
     fitted = "streams:tree=auto,nodes=20+prompt_lookup"
     assert resolve(fitted, target, adapter) == fitted
@@ -145,9 +145,30 @@ def test_auto_is_the_profile_or_the_usual(target: Target, adapter: LoadedAdapter
 def test_another_machine_has_another_profile(
     target: Target, adapter: LoadedAdapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_profile(Situation.of(target, adapter), "none", {})
+    save_profile(Situation.of(target, adapter), "streams:tree=7", {})
+    assert resolve("auto", target, adapter) == "streams:tree=7"
     monkeypatch.setattr(profiles, "processor_name", lambda: "another")
-    assert resolve("auto", target, adapter) == "streams+prompt_lookup"
+    assert resolve("auto", target, adapter) in profiles.USUAL
+
+
+# milliseconds of passes, and what pays there
+USUAL = {
+    "1:6.6/8:7/12:7.5/16:10/24:13": "streams:tree=12+prompt_lookup",  # arithmetic hides behind the memory
+    "1:7.1/5:8.7/6:9.1/8:9.8/12:12.4/24:22": "streams:tree=6+prompt_lookup",  # up to a point
+    "1:10/3:10.5/8:30/16:60": "prompt_lookup:tokens=2",  # up to three rows
+    "1:10/3:30/8:80": "none",  # not at all
+    "1:10/24:10": "streams:tree=24+prompt_lookup",
+}
+
+
+@pytest.mark.parametrize("costs", USUAL)
+def test_what_is_usual_follows_what_passes_cost(target: Target, costs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(drafter_costs._measured, target.decoder, StepCosts.parse(costs))
+    monkeypatch.setattr(drafter_costs, "UNPACKED", 0.3)
+    assert profiles.usual(target.decoder, streams=True) == USUAL[costs]
+    assert "streams" not in profiles.usual(target.decoder, streams=False)
+    for spec in profiles.USUAL:
+        check_spec(spec)
 
 
 def test_the_command(target: Target, adapter: LoadedAdapter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -64,8 +64,8 @@ class Machine:
 def measure_machine(decoder: Decoder, *, buffer_bytes: int | None = None, repeats: int = REPEATS) -> Machine:
     """Measure the machine that ``decoder`` lies on, with torch's threads and the decoder's type.
 
-    ``buffer_bytes`` is eight times the last-level cache by default, and at least 512 MiB (on a GPU 4 GiB); in large pages
-    where the native kernels, which put weights there, are to be had.
+    ``buffer_bytes`` is eight times the last-level cache by default, and at least 512 MiB (on a GPU 4 GiB); in large
+    pages where the native kernels, which put weights there, are to be had.
     """
     device = decoder.device
     kind = "cuda" if device.type == "cuda" else "cpu"

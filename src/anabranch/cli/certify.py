@@ -15,7 +15,7 @@ __all__ = ["certify"]
 def certify(
     model: Annotated[str, typer.Option(help="default, a folder, a .gguf file or a hub id")] = "default",
     adapter: Annotated[Path | None, typer.Option(help="adapter folder (default: the one that ships)")] = None,
-    drafter: Annotated[str, typer.Option(help="the method to certify against plain decoding")] = "streams",
+    drafter: Annotated[str, typer.Option(help="the method to certify against plain decoding")] = "auto",
     prompts: Annotated[str, typer.Option(help="own, a suite's name with --data, or a JSONL file")] = "own",
     data: Annotated[Path | None, typer.Option(help="folder with the suites' data")] = None,
     field: Annotated[str, typer.Option(help="field of a JSONL file that holds the prompt")] = "prompt",
@@ -42,11 +42,14 @@ def certify(
     from anabranch.certify import certify as run
     from anabranch.cli.bench import encode
     from anabranch.cli.models import fetch_default
+    from anabranch.drafters import check_spec
     from anabranch.model.load import load_target
     from anabranch.model.pack import pack_decoder
+    from anabranch.profiles import resolve
     from anabranch.sampling import SamplingParams
     from anabranch.streams.folder import find_adapter
 
+    check_spec(drafter)
     sampling = SamplingParams(temperature=temperature, seed=seed)
     suite = load_suite(prompts, data=data, limit=limit, field=field)
     if model == "default":
@@ -55,6 +58,7 @@ def certify(
     loaded = find_adapter(target, adapter)
     pack_decoder(target.decoder)
     console = Console(stderr=True)
+    drafter = resolve(drafter, target, loaded)
 
     def report(found: Certificate) -> None:
         where = ""
@@ -74,7 +78,7 @@ def certify(
     )
     counts = {verdict: sum(c.verdict == verdict for c in found) for verdict in ("equal", "tie", "BUG")}
     if as_json:
-        print(json.dumps({"counts": counts, "prompts": [asdict(c) for c in found]}))
+        print(json.dumps({"drafter": drafter, "counts": counts, "prompts": [asdict(c) for c in found]}))
     else:
-        print(f"{counts['equal']} equal, {counts['tie']} ties, {counts['BUG']} bugs of {len(found)} prompts")
+        print(f"{counts['equal']} equal, {counts['tie']} ties, {counts['BUG']} bugs of {len(found)} prompts with {drafter}")
     raise typer.Exit(1 if counts["BUG"] else 0)

@@ -75,7 +75,7 @@ def info(
     target = load_target(what)
     config = target.config
     shipped = [
-        p.parent.name
+        str(p.parent)
         for p in sorted(SHIPPED.glob(f"*/{CONFIG}"))
         if read_record(p.parent)["target"]["fingerprint"] == target.fingerprint
     ]

@@ -75,7 +75,7 @@ def generate(
     """Write text: an answer to the prompt, or with --raw its continuation.
 
     A model with a chat template is asked through it. The last line tells tokens, tokens/s, mean acceptance length
-    (tokens per forward) and forwards; --compare adds the measured speedup over plain decoding. --trace records token
+    (tokens per forward), forwards and the drafter, what auto became; --compare adds the measured speedup over plain decoding. --trace records token
     ids, drafts and times, no text.
     """
     if compare and drafter == "none":
@@ -101,7 +101,7 @@ def generate(
             record["sources"] = found.sources
         print(json.dumps(record | {"stats": found.stats.to_dict()} | ({"compare": comparison} if comparison else {})))
         return
-    _note(_summary(found, comparison))
+    _note(_summary(found, loaded.drafter, comparison))
 
 
 def chat(
@@ -161,10 +161,11 @@ def _options(
     }
 
 
-def _summary(found: Generation, comparison: dict[str, Any] | None) -> str:
+def _summary(found: Generation, drafter: str, comparison: dict[str, Any] | None) -> str:
     line = (
         f"{found.stats.tokens} tokens, {found.stats.tokens_per_second:.1f} tokens/s, "
-        f"mean acceptance length {found.stats.mean_acceptance_length:.2f}, {found.stats.steps} forwards"
+        f"mean acceptance length {found.stats.mean_acceptance_length:.2f}, {found.stats.steps} forwards, "
+        f"drafter {drafter}"
     )
     if comparison is None:
         return line

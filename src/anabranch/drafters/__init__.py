@@ -14,10 +14,10 @@ from typing import Any
 
 from anabranch.drafters.base import Context, Drafter, Observation
 from anabranch.drafters.combined import CombinedDrafter
+from anabranch.drafters.costs import StepCosts, usual_costs
 from anabranch.drafters.none import NoDrafter
 from anabranch.drafters.prompt_lookup import PromptLookupDrafter
 from anabranch.drafters.streams import StreamDrafter
-from anabranch.drafters.width import StepCosts, usual_costs
 from anabranch.errors import CapabilityError, InputError
 from anabranch.model.decoder import Decoder
 from anabranch.streams.adapter import StreamAdapter

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from anabranch.drafters.base import Context, Drafter, Observation
-from anabranch.drafters.width import StepCosts, Width
+from anabranch.drafters.costs import StepCosts
+from anabranch.drafters.width import Width
 from anabranch.errors import CapabilityError
 from anabranch.model.decoder import Rider
 from anabranch.sampling import SamplingParams

@@ -20,68 +20,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from anabranch.drafters.costs import StepCosts
 from anabranch.errors import InputError
-from anabranch.model.decoder import Decoder
 from anabranch.tree import DraftTree
 
-__all__ = ["StepCosts", "Width", "usual_costs"]
+__all__ = ["Width"]
 
 MEMORY = 0.99  # what a step counts for after the next one
 PRIOR = 10.0  # accepted tokens that a belief is worth before anything was seen of it
-
-
-@dataclass(frozen=True)
-class StepCosts:
-    """What a whole step costs by the width of its tree, in milliseconds or any other unit; widths ascend.
-
-    Between two widths it is linear, beyond the last as steep as from the first to the last: it may be a staircase.
-    """
-
-    widths: tuple[int, ...]
-    ms: tuple[float, ...]
-
-    @staticmethod
-    def parse(text: str) -> StepCosts:
-        """From ``"1:8.7/8:9.4/16:11.2"``, nodes and milliseconds. Raises InputError."""
-        try:
-            pairs = [item.split(":") for item in text.split("/")]
-            table = sorted((int(width), float(ms)) for width, ms in pairs)
-        except ValueError as error:
-            raise InputError(f"step costs are given as NODES:MS/NODES:MS, as in 1:8.7/16:11.2, not {text!r}") from error
-        widths, costs = zip(*table, strict=True)
-        if widths[0] < 1 or len(set(widths)) < len(widths) or not all(0 < ms < math.inf for ms in costs):
-            raise InputError(f"step costs have positive milliseconds for different numbers of nodes, unlike {text!r}")
-        return StepCosts(widths, costs)
-
-    def __str__(self) -> str:
-        """What ``parse`` reads."""
-        return "/".join(f"{width}:{ms:.4g}" for width, ms in zip(self.widths, self.ms, strict=True))
-
-    def __call__(self, widths: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Costs of these widths, of the same shape."""
-        inside = np.interp(widths, self.widths, self.ms)
-        if len(self.widths) == 1:
-            return inside
-        steep = max(0.0, (self.ms[-1] - self.ms[0]) / (self.widths[-1] - self.widths[0]))
-        beyond: NDArray[np.float64] = inside + steep * np.maximum(0, widths - self.widths[-1])
-        return beyond
-
-
-def usual_costs(target: Decoder) -> StepCosts:
-    """What steps are taken to cost, in relation to each other, before ``anabranch tune`` measured them here.
-
-    The native kernels: a step costs a quarter more than with one row with as many rows as hide their arithmetic behind
-    reading the weights, and twice as much with twice as many. PyTorch: a row costs 1/128 of a step.
-    """
-    if target.stack is None:
-        return StepCosts((1, 129), (1.0, 2.0))
-    rows = target.stack.shared
-    return StepCosts((1, rows, 2 * rows), (1.0, 1.25, 2.0))
 
 
 class _Row:

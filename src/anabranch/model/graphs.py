@@ -57,8 +57,8 @@ class CudaRecorder:
     """Records CUDA graphs, which share one pool of memory: outputs last until the next recording runs.
 
     Its two streams are made once, on its own device: cuBLAS keeps a workspace for each stream that it has seen, and
-    PyTorch's own stream for recordings is of the device that recorded first. A workspace goes with the last graph of its
-    stream and the pool with its last graph, so the first graph stays.
+    PyTorch's own stream for recordings is of the device that recorded first. A workspace goes with a graph of its
+    stream, and the pool with its last graph; so the first graph stays.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -80,6 +81,7 @@ def load_target(
     quantize_decoder(decoder, kind)
     # the tokenizer last: a wrong config or a missing shard is told without the second that transformers takes
     tokenizer = _tokenizer(path) if tokenizer is None else tokenizer
+    tokenizer.model_max_length = sys.maxsize  # what is too long is said by whoever decodes it, in its own words
     config = replace(config, eos_token_ids=_eos(config, generation, tokenizer))
     decoder.config = config
     give_back()

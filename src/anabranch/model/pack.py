@@ -56,8 +56,8 @@ class PackedLinear(nn.Module):
 class PackedQuantized(nn.Module):
     """``nn.Linear`` over a quantised weight for rows of ``dtype``, by torch's kernels for such weights; inference only.
 
-    int8: sums of values times rows, then the outputs' scales; on a GPU over a dense copy, which is made faster than torch's
-    kernel multiplies there. int4: the kernels know a group by its scale and by what
+    int8: sums of values times rows, then the outputs' scales; on a GPU over a dense copy, which is made faster than
+    torch's kernel multiplies there. int4: the kernels know a group by its scale and by what
     the value 8 stands for, both in the rows' type. They are made for few rows; from ``WIDE`` on, as in prompts, a
     product over the dense weight is faster, so int4 values are kept beside their packed copy.
     """

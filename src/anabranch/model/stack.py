@@ -153,6 +153,7 @@ class Stack:
         assert kernels is not None, native.why_not()
         config = target.config
         self.kernels, self.config, self.first, self._rope = kernels, config, first, target.rope()
+        self.kind = layers[0].qkv.kind  # of weights, one of native.KINDS
         self._window = (config.sliding_window if config.is_sliding(0) else None) or 0  # 0: none
         self._kept: list[object] = []  # what the structs point to
         self._ready: dict[tuple[int, ...], tuple[native.Shape, native.Layers]] = {}
@@ -188,12 +189,6 @@ class Stack:
         )
         stack._kept.append(target.embedding)
         return stack
-
-    @property
-    def shared(self) -> int:
-        """How many rows of a pass share a read of the weights."""
-        packed = self._layers[0].qkv
-        return self.kernels.shared(packed.kind, packed.width)
 
     def _pointer(self, tensor: Tensor | None) -> int | None:
         if tensor is None:

@@ -12,7 +12,6 @@ namespace {
 constexpr const char* FORM = "avx2";
 constexpr int TILE = 24;
 constexpr int QUANTISED_TILE = 24;
-constexpr int HIDDEN = 6, QUANTISED_HIDDEN = 3;
 constexpr int SUMS = 6;  // sums that registers have room for beside their factors
 constexpr bool TILES = false;
 constexpr int MOST = TILE;

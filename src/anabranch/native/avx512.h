@@ -9,7 +9,6 @@ namespace {
 
 constexpr int TILE = 14;           // 28 sums, 2 weights and a value fill the registers
 constexpr int QUANTISED_TILE = 8;  // quantised rows keep two sums for each output
-constexpr int HIDDEN = TILE, QUANTISED_HIDDEN = QUANTISED_TILE;
 constexpr int SUMS = 28;           // sums that registers have room for beside their factors
 
 #ifdef ANABRANCH_TILES  // see library.py for who may use them

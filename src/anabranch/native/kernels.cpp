@@ -1507,12 +1507,6 @@ int anabranch_multiplies() {
   return 1;
 }
 
-// rows whose arithmetic takes little longer than reading a weight, ``width`` of whose values belong to an output
-int anabranch_shared(int kind, int width) {
-  if (kind >= INT8) return QUANTISED_HIDDEN;
-  return kind == BF16 && in_tiles<Factor<bf16>>(width) ? MOST : HIDDEN;
-}
-
 int64_t anabranch_packed_bytes(const Packed* w) { return w->blocks() * w->block_bytes(); }
 
 // ``w`` plain or quantised values, which have ``scales`` and in int4 ``leasts``

@@ -242,10 +242,6 @@ class Library:
             self._runners[key] = self._c.anabranch_runner(key[1])
         return self._runners[key]
 
-    def shared(self, kind: int, width: int) -> int:
-        """How many rows cost little more than one, their arithmetic being hidden by reading a weight [N, ``width``]."""
-        return int(self._c.anabranch_shared(kind, width))
-
     @property
     def form(self) -> str:
         """One of ``FORMS``."""

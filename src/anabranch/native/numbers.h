@@ -8,7 +8,6 @@
 //   Turned       what 16 keys are turned into, so that queries can be multiplied with all of them
 //   tile()       sums of 32 outputs for some rows, of a block of weights
 //   TILE         how many rows that takes at a time, and QUANTISED_TILE with quantised weights
-//   HIDDEN       rows whose arithmetic takes little longer than reading the weights, and QUANTISED_HIDDEN
 // and kernels.cpp is written in terms of these.
 #pragma once
 
