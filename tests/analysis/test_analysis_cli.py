@@ -59,6 +59,12 @@ def test_from_a_recording_to_a_prediction(
     assert "without stream" in out
     assert "100.0" in out  # nothing is drafted: 10 ms a token
 
+    for arguments in (("--nodes", "1,8"), ("--drop-source", "stream", "--k", "2", "--threshold", "0.001")):
+        code, out, _ = run(capsys, "simulate", path, "--latency", tmp_path / "ms.csv", "--depth", "12", *arguments)
+        assert code == 0
+        assert "…" not in out
+    assert "depth 12, k 2, threshold 0.001, without stream" in out
+
 
 def test_what_cannot_be_replayed_is_said(
     capsys: pytest.CaptureFixture[str], generate: list[object], tmp_path: Path
@@ -69,6 +75,8 @@ def test_what_cannot_be_replayed_is_said(
         (("simulate", tmp_path / "missing"), "cannot be read"),
         (("simulate", path, "--nodes", "eight"), "--nodes takes whole numbers"),
         (("simulate", path, "--threshold", "2"), "threshold must be"),
+        (("simulate", path, "--drop-source", "foo"), "was drafted by 'foo'; its drafts are of stream 1"),
+        (("simulate", path, "--drop-source", "stream", "--drop-source", "stream 9"), "was drafted by 'stream 9'"),
         ((*generate, "--trace", path), "exists"),
         ((*generate, "--every-position"), "give a file with --trace"),
     ):
@@ -95,6 +103,19 @@ def test_the_figures_and_their_tables(capsys: pytest.CaptureFixture[str], tmp_pa
     code, _, err = run(capsys, "analyze", "--out", tmp_path, "--model", "GPT")
     assert code == 1
     assert "no model 'GPT'" in err
+
+
+def test_figures_that_could_not_be_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("anabranch.analysis.figures._streaming", lambda: 1 / 0)
+    (tmp_path / "file").write_text("mine")
+    for folder, words in ((tmp_path / "file", "is a file; give a folder"), (tmp_path / "file" / "x", "choose another")):
+        code, out, err = run(capsys, "analyze", "--out", folder)
+        assert (code, out) == (1, "")
+        assert words in err
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_without_matplotlib(

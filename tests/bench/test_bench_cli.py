@@ -293,6 +293,11 @@ def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(
     assert rates[1][:2] == pytest.approx(rates[0], rel=1e-3)
     assert len(rates[1]) == 3
     assert not partial.exists()
+    again = bench(*command, "--resume").err
+    assert "the run is complete" in again
+    assert f"its result is {tmp_path / 'result.json'}" in again
+    assert read(tmp_path / "result.json") == whole
+    (tmp_path / "result.json").write_text(json.dumps(first))
     assert "nothing to go on from" in bench(*command, "--resume").err
 
 
@@ -332,6 +337,8 @@ def test_broken_journals(bench: Bench, tmp_path: Path) -> None:
         (["--figures"], "--figures needs --out"),
         (["--method", "none@int3"], "none, int8, int4"),
         (["--resume"], "--resume needs --out"),
+        (["--method", "a=streams", "--method", "a=none"], "named 'a'; name one of them otherwise, as in again=none"),
+        (["--method", "again=none@int8", "--method", "again=streams@int8"], "as in again-2=streams@int8"),
         (["--max-new-tokens", "95"], "leaves no room for 95 more"),
     ],
 )
@@ -359,6 +366,55 @@ def test_results_that_could_not_be_written(bench: Bench, tmp_path: Path, monkeyp
     assert "would both be recorded in" in same.err
 
 
+def test_a_peer_that_is_not_installed_is_told_before_a_model_is_loaded(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANABRANCH_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("anabranch.model.load.load_target", _fail)
+    done = bench("--method", "none", "--peer", "transformers", "--peer", "x=vllm-ngram", "--out", tmp_path / "result")
+    assert (done.code, done.out) == (1, "")
+    assert "run 'anabranch bench peers install vllm' first" in done.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["suite.jsonl"]
+
+
+def test_a_result_names_no_folders(bench: Bench, tmp_path: Path, toys: ToyFolders) -> None:
+    out = tmp_path / "made" / "result"
+    words = ("--method", "none", "--peer", f"transformers-assisted:assistant={tmp_path / 'gone'}", "--limit", 1)
+    assert bench(*words, f"--out={out}", "--data", tmp_path).code == 0
+    result, page = read(tmp_path / "made" / "result.json"), (tmp_path / "made" / "result.md").read_text("utf-8")
+    command = result["run"]["command"]
+    assert command.startswith(f"anabranch bench --model {Path(toys.model).name} --adapter ")
+    assert "--suite suite.jsonl" in command
+    assert command.endswith("--peer transformers-assisted:assistant=gone --limit 1 --out=result --data DIR")
+    assert result["run"]["model"] == Path(toys.model).name
+    peer = result["contenders"][1]
+    assert (peer["name"], peer["spec"]) == 2 * ("transformers-assisted:assistant=gone",)
+    peer.pop("error")  # a sentence for whoever ran it
+    assert str(tmp_path) not in json.dumps(result)
+    assert str(toys.model) not in json.dumps(result) + page
+
+
+def test_a_page_links_to_nothing_that_is_not_beside_it(bench: Bench, tmp_path: Path) -> None:
+    assert bench("--method", "none", "--limit", 1, "--out", tmp_path / "result").code == 0
+    page = (tmp_path / "result.md").read_text(encoding="utf-8")
+    assert "](" not in page
+    assert "docs/metrics.md of anabranch" in page
+
+
+def test_a_run_is_resumed_with_its_recordings(bench: Bench, tmp_path: Path, stopped: Callable[[int], None]) -> None:
+    for first, then, words in (
+        (("--trace", tmp_path / "traces"), (), "another --trace (given, now not given)"),
+        ((), ("--trace", tmp_path / "others"), "another --trace (not given, now given)"),
+    ):
+        command = ("--method", "none", "--out", tmp_path / f"result{len(first)}")
+        stopped(1 + 1 + 1)
+        assert bench(*command, *first).code == INTERRUPTED
+        refused = bench(*command, *then, "--resume")
+        assert refused.code == 1
+        assert words in refused.err
+        assert bench(*command, *first, "--resume").code == 0
+
+
 def test_figures_without_matplotlib(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     assert "pip install 'anabranch[figures]'" in bench("--out", tmp_path / "x", "--figures").err
@@ -384,6 +440,7 @@ def test_compare(bench: Bench, tmp_path: Path) -> None:
     shown = bench("compare", a, b, bare=True).out
     for words in ("the model differs", "the dtype differs: float32 and bfloat16", "number of threads differs"):
         assert words in shown
+    assert "the prompts differ\n" in shown
     assert "(totals)" in shown
     assert "absent" in shown
 
@@ -397,3 +454,5 @@ def test_compare_refuses_what_is_no_result(bench: Bench, tmp_path: Path) -> None
     assert "schema 1, and this version reads 2" in bench("compare", path, path, bare=True).err
     path.write_text("[]")
     assert "schema None" in bench("compare", path, path, bare=True).err
+    path.write_text('{"model": "toy", "steps": [], "ratios": []}')
+    assert "is a result of --shape, which compare does not read" in bench("compare", path, path, bare=True).err

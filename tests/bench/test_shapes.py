@@ -120,11 +120,30 @@ def test_the_command(tmp_path: Path) -> None:
     assert all(a <= b for step in result["steps"] for a, b in pairwise(step["ms"]))
     shown = CliRunner().invoke(app, ["bench", "--shape", "toy", *grid])
     assert "ms a step" in shown.output
+    assert f"wrote {tmp_path / 'toy.json'}" in done.stderr
     refused = CliRunner().invoke(app, ["bench", "--width", "4"])
     assert refused.exit_code != 0
 
 
-@pytest.mark.parametrize("option", [("--task", "qa"), ("--method", "streams"), ("--limit", "3"), ("--resume",)])
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--task", "qa"),
+        ("--method", "streams"),
+        ("--limit", "3"),
+        ("--resume",),
+        ("--max-new-tokens", "5"),
+        ("--max-new-tokens", "128"),  # also where it is what would be taken
+        ("--temperature", "1"),
+        ("--top-k", "3"),
+        ("--top-p", "0.5"),
+        ("--seed", "1"),
+        ("--raw",),
+        ("--model", "default"),
+        ("--field", "text"),
+    ],
+    ids=" ".join,
+)
 def test_a_shape_refuses_what_only_prompts_use(option: tuple[str, ...]) -> None:
     refused = CliRunner().invoke(app, ["bench", "--shape", "toy", *option])
     assert refused.exit_code != 0

@@ -103,6 +103,34 @@ def test_what_is_wrong_with_a_file(tmp_path: Path) -> None:
         load_suite(str(torn))
 
 
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [("", "is empty"), (" \n", "is empty"), (None, "is empty"), ([], "is empty"), (5, "is not a text")],
+)
+def test_a_field_without_a_text(tmp_path: Path, value: object, words: str) -> None:
+    path = _write(tmp_path / "mine.jsonl", [{"prompt": "fine"}, {"prompt": value}])
+    with pytest.raises(FileError, match=f"line 2 of .*: the field 'prompt' {words}; write a prompt there"):
+        load_suite(str(path))
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+    for name in ("mine.jsonl", "mine.jsonl.gz"):
+        path = _write(tmp_path / name, [{"prompt": "fine"}])
+        opened = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        marked = b"\xef\xbb\xbf" + opened
+        path.write_bytes(gzip.compress(marked) if path.suffix == ".gz" else marked)
+        assert [p.text for p in load_suite(str(path))] == ["fine"]
+
+
+@pytest.mark.parametrize("field", ["prompt", "id", "task"])
+def test_half_a_character_is_refused(tmp_path: Path, field: str) -> None:
+    path = _write(
+        tmp_path / "mine.jsonl", [{"prompt": "whole \U0001f600"}, {"prompt": "b", "id": 7, field: "\ud800 x"}]
+    )
+    with pytest.raises(InputError, match=r"line 2 of .*the prompt '(7|\\ud800 x)' has half a character"):
+        load_suite(str(path))
+
+
 def test_the_hub_is_asked_where_there_is_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library that would ask it is played: tests have no network."""
     asked: list[Any] = []

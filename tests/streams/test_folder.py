@@ -82,6 +82,28 @@ def test_bfloat16_halves_the_file_and_a_whole_vocabulary_takes_no_space(target: 
     assert "Not measured." in (tmp_path / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize(
+    "measured",
+    [
+        MEASURED,
+        {"predicted mean acceptance length": {"tree": 2.5, "by source": {"": 2.5}}, "accuracy by stream": {"x": [0.5]}},
+        *(read_record(path.parent)["measured"] for path in folders.SHIPPED.glob("*/adapter_config.json")),
+    ],
+)
+def test_a_card_shows_every_value_under_a_name(measured: dict[str, Any], target: Target, tmp_path: Path) -> None:
+    save_adapter(
+        tmp_path, small_adapter(target.decoder), target=TargetIdentity.of(target), training={}, measured=measured
+    )
+    text = (tmp_path / "README.md").read_text(encoding="utf-8")
+    rows = [row.strip("| ").split(" | ") for row in text.split("## Measured")[1].splitlines() if row.startswith("| ")]
+
+    def values(of: dict[str, Any]) -> int:
+        return sum(values(value) if isinstance(value, dict) else 1 for value in of.values())
+
+    assert len(rows) == 1 + values(measured)
+    assert all(not name.rstrip().endswith(":") for name, _ in rows)
+
+
 def test_the_card_says_what_one_must_know(target: Target, saved: Path) -> None:
     card = (saved / "README.md").read_text(encoding="utf-8")
     record = read_record(saved)

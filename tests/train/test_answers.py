@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import itertools
 import json
 from dataclasses import replace
@@ -9,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import TemplateError
 
 from anabranch.engine import Request
 from anabranch.errors import FileError, InputError
 from anabranch.sampling import SamplingParams
-from anabranch.train.answers import AnswerProgress, Prompt, read_prompts, settings_path, write_answers
+from anabranch.train.answers import AnswerProgress, Prompt, check_out, read_prompts, settings_path, write_answers
 from anabranch.train.data import Example, batches, digest, frequent_tokens, read_examples, read_texts, split
 from small import VOCABULARY, Words, as_target, decode, prompt, small
 
@@ -93,9 +95,93 @@ def test_a_file_goes_on_as_it_began(tmp_path: Path) -> None:
         write_answers(as_target(small("phi")), PROMPTS, out, max_new_tokens=NEW)
     settings_path(out).unlink()  # nothing is known of it any more
     assert write(out).answers == len(PROMPTS)
-    out.write_text('{"id": 1}\nrubbish\n', encoding="utf-8")
-    with pytest.raises(FileError, match="line 2"):
+    with out.open("a", encoding="utf-8") as file:
+        file.write("rubbish\n")
+    with pytest.raises(FileError, match=f"line {len(PROMPTS) + 1} "):
         write(out)
+
+
+def test_a_file_without_a_last_line_end_keeps_its_last_answer(tmp_path: Path) -> None:
+    out = tmp_path / "a.jsonl"
+    write(out, PROMPTS[:3])
+    kept = out.read_bytes()
+    out.write_bytes(kept.rstrip(b"\n"))
+    assert write(out, PROMPTS[:3]).tokens == 0
+    assert out.read_bytes() == kept
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"id": 0, "prompt": "w1"}\n{"id": 1, "prompt": "w2"}\n',
+        '{"id": 0, "prompt": "w1"}\n{"id": 1, "prompt": "w2"}',
+        '{"id": 0, "prompt": "w1"}',
+        '{"id": 0, "prompt_ids": [5]}\n{"id": 1, "prom',
+        '{"id": [0], "prompt_ids": [5], "answer_ids": [6]}\n',
+        '{"id": 0, "prompt_ids": 5, "answer_ids": [6]}\n',
+        '{"id": 0, "pro',
+        "notes without a line end",
+        "notes\nof two lines",
+    ],
+)
+def test_a_file_of_something_else_stays_as_it_is(content: str, tmp_path: Path) -> None:
+    out = tmp_path / "a.jsonl"
+    out.write_text(content, encoding="utf-8")
+    for refused in (lambda: write(out), lambda: check_out(out, tmp_path / "p.jsonl")):
+        with pytest.raises(FileError, match=r"is not an answer with id, prompt_ids and answer_ids.*another file"):
+            refused()
+    assert out.read_text(encoding="utf-8") == content
+    assert not settings_path(out).exists()
+
+
+def test_half_a_line_that_is_not_of_a_run_stays(tmp_path: Path) -> None:
+    out = tmp_path / "a.jsonl"
+    write(out, PROMPTS[:3])
+    with out.open("a", encoding="utf-8") as file:
+        file.write("my notes")
+    with pytest.raises(FileError, match="line 4"):
+        write(out)
+    assert out.read_text(encoding="utf-8").endswith("\nmy notes")
+
+
+def test_a_run_that_was_killed_in_its_first_line_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "a.jsonl"
+    write(out, PROMPTS[:1])
+    out.write_bytes(out.read_bytes()[:20])
+    assert write(out).answers == len(PROMPTS)
+    assert len(records(out)) == len(PROMPTS)
+
+
+def test_another_prompt_under_an_id_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "a.jsonl"
+    write(out, PROMPTS[:6])
+    kept = out.read_bytes()
+    inserted = [Prompt(p.id, p.source, q.ids) for p, q in zip(PROMPTS[3:], PROMPTS[2:], strict=False)]
+    with pytest.raises(FileError, match=r"another prompt under the id 3 .*another file.*ids of their own"):
+        write(out, [*PROMPTS[:3], *inserted])
+    assert out.read_bytes() == kept
+    write(out, PROMPTS[2:8])  # ids of their own: some are gone, others are new
+    assert set(records(out)) == set(range(8))
+
+
+def test_places_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x", encoding="utf-8")
+    places = {tmp_path: "is a folder", tmp_path / "file" / "deep" / "a.jsonl": "choose another --out"}
+    for out, message in {**places, tmp_path / ("a" * 250): "choose another --out"}.items():
+        with pytest.raises(FileError, match=message):
+            write(out)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert not settings_path(tmp_path).exists()
+
+
+def test_prompts_are_not_written_over(tmp_path: Path) -> None:
+    path = lines(tmp_path / "p.jsonl", {"prompt": "w1"})
+    (tmp_path / "link.jsonl").symlink_to(path)
+    for out in (path, tmp_path / "." / "p.jsonl", tmp_path / "link.jsonl"):
+        with pytest.raises(FileError, match="holds the prompts"):
+            check_out(out, path)
+    check_out(tmp_path / "new" / "a.jsonl", path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link.jsonl", "new", "p.jsonl"]
 
 
 def test_long_prompts_are_left_out(tmp_path: Path) -> None:
@@ -157,16 +243,51 @@ def test_prompts(tmp_path: Path) -> None:
         ({"text": "w1"}, "needs a field 'prompt' or 'messages'"),
         ({"prompt": "w1", "messages": []}, "not both"),
         ({"prompt": "w1", "chat": "yes"}, "true or false"),
-        ({"prompt": "", "chat": False}, "empty"),
+        ({"prompt": "", "chat": False}, "line 2 .* has no text in the field 'prompt'"),
+        ({"prompt": ""}, "line 2 .* has no text in the field 'prompt'"),
+        ({"prompt": " \n"}, "line 2 .* has no text in the field 'prompt'"),
+        ({"prompt": 5}, "line 2 .* has no text in the field 'prompt'"),
+        ({"prompt": ["w1"]}, "line 2 .* has no text in the field 'prompt'"),
+        ({"messages": []}, "line 2 .* has no text in the field 'messages'"),
+        ({"messages": [{"role": "user", "content": 5}]}, "line 2 .* has no text in the field 'messages'"),
+        ({"messages": "w1"}, "not a list of objects with a role and a content"),
+        ({"prompt": "\ud800 x"}, r"line 2 .* no valid text in the field 'prompt': \\ud800 is half of a character"),
+        ({"messages": [{"role": "user", "content": "x \udc00"}]}, r"line 2 .* no valid text .*'messages': \\udc00"),
+        ({"prompt": "w1", "source": "\ud800"}, "line 2 .* no valid text in the field 'source'"),
         ({"prompt": "w1", "id": 0}, "id 0 of an earlier line"),
         ({"prompt": "w1", "id": [1]}, "neither a number nor a text"),
-        ({"messages": [{"role": "user"}]}, "chat template does not take"),
+        ({"messages": [{"role": "user"}]}, "not a list of objects with a role and a content"),
     ],
 )
 def test_bad_prompts(record: Any, message: str, tmp_path: Path) -> None:
     path = lines(tmp_path / "p.jsonl", {"prompt": "w1"}, record)
     with pytest.raises(FileError, match=message):
         read_prompts(path, Words())
+
+
+def test_a_chat_template_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> str:
+        raise TemplateError("roles must alternate")
+
+    monkeypatch.setattr(Words, "apply_chat_template", refuse)
+    with pytest.raises(FileError, match=r"line 1 .* chat template does not take .roles must alternate"):
+        read_prompts(lines(tmp_path / "p", {"prompt": "w1"}), Words())
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+    def marked(name: str, *records: Any) -> Path:
+        path = lines(tmp_path / name, *records)
+        path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
+        return path
+
+    assert read_prompts(marked("p.jsonl", {"prompt": "w5"}), Words())[0].ids == (3, 5, 4)
+    answer = {"id": 0, "prompt_ids": list(PROMPTS[0].ids), "answer_ids": [3, 4]}
+    path = marked("a.jsonl", answer)
+    assert write(path, PROMPTS[:1]).tokens == 0
+    assert read_examples(path, vocab_size=VOCABULARY, max_tokens=9)[0].answer_ids == (3, 4)
+    text = " ".join(f"w{i}" for i in range(12))
+    for path in (marked("t.jsonl", {"text": text}), marked("t.txt", text)):
+        assert read_texts(path, Words(), max_tokens=14)[0].prompt_ids[0] == 0
 
 
 def test_no_prompts(tmp_path: Path) -> None:
@@ -195,6 +316,9 @@ def test_examples(tmp_path: Path) -> None:
             read_examples(lines(tmp_path / "b", good, bad), vocab_size=9, max_tokens=9)
     with pytest.raises(FileError, match="no prompt with an answer"):
         read_examples(path, vocab_size=9, max_tokens=2)
+    (tmp_path / "b").write_text(json.dumps(good), encoding="utf-16")
+    with pytest.raises(FileError, match="cannot be read as UTF-8"):
+        read_examples(tmp_path / "b", vocab_size=9, max_tokens=9)
     with pytest.raises(FileError, match="train answers"):
         read_examples(tmp_path / "nowhere", vocab_size=9, max_tokens=9)
 
@@ -209,7 +333,12 @@ def test_texts(tmp_path: Path) -> None:
     assert {e.source for e in found} == {"t"}
     path = lines(tmp_path / "t.jsonl", {"text": text, "source": "s"}, {"text": "w1\u2028 w2"})
     assert {e.source for e in read_texts(path, Words(), max_tokens=14)} == {"s"}
-    for content, message in (("{}\n", "line 1"), ("[]\n", "line 1"), ('{"text": "w1"}\n', "at least 10 tokens")):
+    for content, message in (
+        ("{}\n", "line 1"),
+        ("[]\n", "line 1"),
+        ('{"text": "\\ud800"}\n', r"line 1 .* is no valid text: \\ud800 is half"),
+        ('{"text": "w1"}\n', "at least 10 tokens"),
+    ):
         (tmp_path / "t.jsonl").write_text(content, encoding="utf-8")
         with pytest.raises(FileError, match=message):
             read_texts(tmp_path / "t.jsonl", Words(), max_tokens=14)

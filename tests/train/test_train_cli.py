@@ -60,7 +60,16 @@ def test_from_prompts_to_an_adapter_that_decodes(written: Path, tmp_path: Path) 
     assert record["streams"]["num_stream_layers"] == 2
     assert record["streams"]["conditioning"] == "path"
     assert record["training"]["data"][0]["licence"] == "CC0-1.0"
-    assert record["measured"]["predicted mean acceptance length"]["tree"] >= 1.0
+    measured = record["measured"]
+    lengths = measured["predicted mean acceptance length"]
+    assert set(lengths) == {"tree", "chain", "tree without conditioning", "by source"}
+    assert lengths["tree"] >= 1.0
+    assert set(measured["accuracy by stream"]) == {"best token", "one of the 8 best"}
+    assert all(0 <= share <= 1 for share in measured["accuracy by stream"]["one of the 8 best"])
+    assert len(measured["share of drafted steps that accept at least 1, 2, ... tokens"]) == 4
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    assert "| accuracy by stream: best token |" in card
+    assert "length: top" not in card
     # a card goes to other machines
     assert str(tmp_path) not in (folder / "README.md").read_text(encoding="utf-8")
     asked = [request(5, 1, 12)]
@@ -118,6 +127,55 @@ def test_beginning_with_fewer_streams_and_layers(written: Path, tmp_path: Path) 
     close(new.embeddings[: len(old.embeddings)], old.embeddings)
     for own in new.embeddings[len(old.embeddings) :]:
         close(own, old.embeddings[-1])
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (("--epochs", 3), "epochs 1.0 (now 3.0)"),
+        (("--num-streams", 3), "num_streams 4 (now 3)"),
+        (("--draft-vocabulary", 7), "draft_vocabulary 4096 (now 7)"),
+        (("--held-out", 5), "held_out 4 (now 5)"),
+        (("--max-tokens", 16), "max_tokens 512 (now 16)"),
+    ],
+)
+def test_going_on_with_other_options_names_them(
+    option: tuple[str, int], words: str, written: Path, tmp_path: Path
+) -> None:
+    arguments = ("streams", "--answers", written, "--out", tmp_path / "d", *SMALL)
+    assert call(*arguments).exit_code == 0
+    refused = call(*arguments, *option)
+    assert isinstance(refused.exception, FileError)
+    assert f"was started with {words}; " in str(refused.exception)
+    assert "start anew with --no-resume" in str(refused.exception)
+    assert call(*arguments, *option, "--no-resume").exit_code == 0
+
+
+def test_what_cannot_be_written_is_refused_before_a_model_is_loaded(
+    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "load_target", lambda *_, **__: pytest.fail("loaded"))
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"id": 0, "prompt": "w1"}\n{"id": 1, "prompt": "w2"}', encoding="utf-8")
+    before = sorted(tmp_path.iterdir())
+    kept = prompts.read_bytes()
+    for out, message in (
+        (prompts, "holds the prompts"),
+        (tmp_path, "is a folder"),
+        (prompts / "a.jsonl", "choose another --out"),
+    ):
+        result = call("answers", "--prompts", prompts, "--out", out)
+        assert isinstance(result.exception, FileError)
+        assert message in str(result.exception)
+    other = call("answers", "--prompts", written, "--out", prompts)
+    assert "line 1 of" in str(other.exception)
+    assert prompts.read_bytes() == kept
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_help_says_where_kept_states_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    assert "in a nameless file in the run's folder" in call("streams", "--help").stdout
 
 
 def test_ctrl_c_says_how_to_go_on(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

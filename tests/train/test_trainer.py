@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import CapabilityError, FileError, InputError
+from anabranch.memory import off_heap
 from anabranch.streams.adapter import StreamAdapter
 from anabranch.streams.config import StreamConfig
+from anabranch.train import trainer as trainer_module
 from anabranch.train.checkpoint import load_checkpoint
 from anabranch.train.data import Example
 from anabranch.train.interrupt import shielded
@@ -170,14 +172,24 @@ def test_the_log_has_every_step_once(
     assert len(set(steps(tmp_path))) == len(steps(tmp_path))
 
 
+def test_a_run_of_few_steps_leaves_a_log(examples: list[Example], tmp_path: Path) -> None:
+    run = trainer(examples, tmp_path, replace(OPTIONS, epochs=0.5, evaluate_every=100))
+    run.run(nothing)
+    assert run.steps < 10
+    line = json.loads((tmp_path / "log.jsonl").read_text(encoding="utf-8"))
+    assert line["step"] == line["steps"] == run.steps
+
+
 def test_resume_refuses_what_is_not_the_same_run(examples: list[Example], tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         trainer(examples, tmp_path).run(stop_at(2))
-    with pytest.raises(FileError, match="other options"):
-        trainer(examples, tmp_path, replace(OPTIONS, lr=1e-3)).run(nothing)
-    with pytest.raises(FileError, match="other examples"):
+    loss = replace(OPTIONS.loss, decay=0.25)
+    both = r"started with lr 0.02 \(now 0.001\), decay 0.8 \(now 0.25\); .* anew with --no-resume"
+    with pytest.raises(FileError, match=both):
+        trainer(examples, tmp_path, replace(OPTIONS, lr=1e-3, evaluate_every=100, loss=loss)).run(nothing)
+    with pytest.raises(FileError, match=r"other examples .another file.* anew with --no-resume"):
         trainer(examples[1:], tmp_path).run(nothing)
-    with pytest.raises(FileError, match="other streams"):
+    with pytest.raises(FileError, match=r"started with conditioning path \(now parent\); .* --no-resume"):
         trainer(examples, tmp_path, config=replace(CONFIG, conditioning="parent")).run(nothing)
     # what does not touch the weights may change
     with pytest.raises(KeyboardInterrupt):
@@ -223,6 +235,23 @@ def test_a_loss_that_is_no_number_stops_before_the_weights_are_spoilt(
         run.run(nothing)
     assert same(weights(run), last)
     assert json.loads((tmp_path / "checkpoint.json").read_text(encoding="utf-8"))["step"] == 3
+
+
+def test_kept_states_lie_in_a_file_in_the_runs_folder(
+    examples: list[Example], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = set()
+
+    def seen(x: Tensor, folder: Path) -> Tensor:
+        folders.add(folder)
+        return off_heap(x, folder)
+
+    monkeypatch.setattr(trainer_module, "off_heap", seen)
+    run = trainer(examples, tmp_path, replace(OPTIONS, keep_states=True))
+    with pytest.raises(KeyboardInterrupt):
+        run.run(stop_at(1))
+    assert folders == {tmp_path}
+    assert "in a nameless file in the run's folder" in " ".join(str(TrainOptions.__doc__).split())
 
 
 def test_keeping_states_trains_and_resumes_alike(examples: list[Example], tmp_path: Path) -> None:

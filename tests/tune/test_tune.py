@@ -203,6 +203,39 @@ def test_a_machine_that_drifts_is_told(
         assert (f"{drift:.2f} times as fast in this check" in said) == (drift != 1.0)
 
 
+def test_a_figure_that_could_not_be_written_is_told_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(load, "load_target", lambda *_, **__: 1 / 0)
+    (tmp_path / "file").write_text("")
+    refused = CliRunner().invoke(app, ["tune", "--figure", str(tmp_path / "file" / "x.png")])
+    assert isinstance(refused.exception, FileError)
+    assert "the figure cannot be written to" in str(refused.exception)
+    assert "choose another --figure" in str(refused.exception)
+
+
+def test_results_are_told_before_the_figure_is_drawn(
+    target: Target, adapter: LoadedAdapter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    found = fit(target, adapter.adapter, PROMPTS[:1], max_new_tokens=8)
+    long = "streams:tree=20,threshold=0.0123456789,nodes=20+prompt_lookup:tokens=10"
+    found.tried.append((replace(found.chosen, spec=long), found.tried[0][1], 12345.6))
+    monkeypatch.setattr(load, "load_target", lambda *_, **__: target)
+    monkeypatch.setattr("anabranch.cli.models.fetch_default", lambda: None)
+    monkeypatch.setattr("anabranch.streams.folder.find_adapter", lambda *_: adapter)
+    monkeypatch.setattr("anabranch.tune.fit.fit", lambda *_, **__: found)
+    monkeypatch.setattr("anabranch.tune.figure.draw", lambda *_: 1 / 0)
+    asked = ["tune", "--max-new-tokens", "8", "--raw", "--dry", "--limit", "1", "--figure", str(tmp_path / "x.png")]
+    result = CliRunner().invoke(app, asked)
+    assert isinstance(result.exception, ZeroDivisionError)
+    assert "plain decoding" in result.stdout
+    row = next(line for line in result.stdout.splitlines() if long in line)
+    assert "12345.6" in row
+    assert "…" not in result.stdout
+
+
 def test_the_figure(target: Target, adapter: LoadedAdapter, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from anabranch.tune.figure import draw

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import io
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from anabranch import plots
 from anabranch.analysis.cost import METHODS, Cost, Setting, costs
 from anabranch.analysis.theory import T5, streaming_speedup
+from anabranch.errors import FileError
 from anabranch.files import write_atomically
 from anabranch.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, RED
 
@@ -35,9 +37,13 @@ Draw = Callable[["Figure", Table], None]
 
 
 def write_figures(folder: Path, *, model: str = "Llama-2-13B") -> list[Path]:
-    """Write NAME.csv, NAME.png and NAME.svg of every figure into ``folder``; the cost figures are of ``model``."""
+    """Write NAME.csv, NAME.png and NAME.svg of every figure into ``folder``; the cost figures are of ``model``.
+
+    Raises FileError for a folder that cannot be written to, before anything is drawn.
+    """
     plots.check_matplotlib()
     counted = _counted(model)
+    _check_folder(folder)
     pages: dict[str, tuple[Table, Draw]] = {
         "streaming_speedup": (_streaming(), _draw_streaming),
         "t5": (_t5(), _draw_t5),
@@ -55,6 +61,17 @@ def write_figures(folder: Path, *, model: str = "Llama-2-13B") -> list[Path]:
                 figure.suptitle(model)
         written += plots.save_both(figure, folder / name)
     return written
+
+
+def _check_folder(folder: Path) -> None:
+    if folder.is_file():
+        raise FileError(f"{folder} is a file; give a folder for the figures, which need not exist yet")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise FileError(f"figures cannot be written to {folder} ({error.strerror}); choose another folder") from error
 
 
 # -- numbers ---------------------------------------------------------------------------------------------------------

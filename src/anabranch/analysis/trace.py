@@ -143,6 +143,10 @@ class Trace:
                 except (AssertionError, IndexError, KeyError, TypeError, ValueError) as error:
                     raise FileError(f"line {number} of {self.path} is not a step; record the trace again") from error
 
+    def sources(self) -> list[str]:
+        """Who drafted what was recorded, in order of appearance."""
+        return list(dict.fromkeys(source for record in self for source in record.tree.sources[1:]))
+
     def rows(self) -> list[Row]:
         """The recorded sequences, in the order in which they began."""
         found: dict[int, list[Record]] = {}

@@ -15,17 +15,22 @@ from anabranch.errors import FileError
 
 __all__ = ["compare", "comparison_table", "read_result"]
 
-# what a fair comparison keeps equal, in words
+# what a fair comparison keeps equal, and what is said where it is not
 RUN = {
-    "fingerprint": "model",
-    "dtype": "dtype",
-    "suite": "suite",
-    "prompts_sha256": "prompts",
-    "max_new_tokens": "number of new tokens",
-    "temperature": "temperature",
-    "repeats": "number of repeats",
+    "fingerprint": "the model differs",
+    "dtype": "the dtype differs",
+    "suite": "the suite differs",
+    "prompts_sha256": "the prompts differ",
+    "max_new_tokens": "the number of new tokens differs",
+    "temperature": "the temperature differs",
+    "repeats": "the number of repeats differs",
 }
-PLACE = {"processor": "processor", "device": "device", "threads": "number of threads", "torch": "torch version"}
+PLACE = {
+    "processor": "the processor differs",
+    "device": "the device differs",
+    "threads": "the number of threads differs",
+    "torch": "the torch version differs",
+}
 
 
 def read_result(path: Path) -> dict[str, Any]:
@@ -36,6 +41,8 @@ def read_result(path: Path) -> dict[str, Any]:
         raise FileError(f"there is no result file {path}; 'anabranch bench --out FILE' writes one") from error
     except (OSError, ValueError) as error:
         raise FileError(f"{path} is not readable JSON; give a file that 'anabranch bench --out FILE' wrote") from error
+    if isinstance(result, dict) and "schema" not in result and {"steps", "ratios"} <= set(result):
+        raise FileError(f"{path} is a result of --shape, which compare does not read; give results of bench on prompts")
     schema = result.get("schema") if isinstance(result, dict) else None
     if schema != SCHEMA:
         raise FileError(f"{path} has the result schema {schema}, and this version reads {SCHEMA}; measure again")
@@ -53,7 +60,7 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
             was, now = a[group].get(key), b[group].get(key)
             if was != now:
                 told = f": {was} and {now}" if len(f"{was}{now}") < 80 else ""
-                warnings.append(f"the {words} differs{told}")
+                warnings.append(f"{words}{told}")
     warnings += [f"{name} is not complete" for name, result in (("A", a), ("B", b)) if not result["complete"]]
     # a stopped run has the first prompts of the same list
     same = a["run"]["prompts_sha256"] == b["run"]["prompts_sha256"]

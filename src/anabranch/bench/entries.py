@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from anabranch.bench.contenders import Contender, Ours
 from anabranch.bench.peers import open_peer, parse_peer
+from anabranch.bench.peers.environments import find_python
 from anabranch.drafters import check_spec, make_drafter
 from anabranch.errors import InputError
 from anabranch.model.load import Target
@@ -16,7 +19,16 @@ from anabranch.profiles import resolve
 from anabranch.sampling import SamplingParams
 from anabranch.streams.folder import LoadedAdapter
 
-__all__ = ["PLAIN", "Entry", "Loaded", "open_entry", "plain_of", "read_entries"]
+__all__ = [
+    "PLAIN",
+    "Entry",
+    "Loaded",
+    "check_installed",
+    "open_entry",
+    "plain_of",
+    "read_entries",
+    "without_folders",
+]
 
 PLAIN = "none"
 
@@ -60,9 +72,31 @@ def read_entries(methods: Sequence[str], peers: Sequence[str]) -> list[Entry]:
         if used and plain_of(entries, weights) is None:
             entries.insert(place, Entry(PLAIN if weights == "none" else f"{PLAIN}@{weights}", PLAIN, weights=weights))
     names = [entry.name for entry in entries]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise InputError(f"two contenders are named {twice[0]!r}; name one of them, as in again={twice[0]}")
+    if twice := [entry for entry in entries if names.count(entry.name) > 1]:
+        name = twice[0].name
+        other = [entry for entry in twice if entry.name == name][-1]
+        label = "again" if "again" not in names else f"{name}-2"
+        spec = other.spec if other.weights == "none" else f"{other.spec}@{other.weights}"
+        raise InputError(f"two contenders are named {name!r}; name one of them otherwise, as in {label}={spec}")
     return entries
+
+
+def check_installed(entries: Sequence[Entry]) -> None:
+    """Raise CapabilityError for a peer that is not installed."""
+    for entry in entries:
+        if entry.kind == "peer":
+            environment = parse_peer(entry.spec)[0].environment
+            if environment is not None:
+                find_python(environment)
+
+
+def without_folders(text: str) -> str:
+    """A spec or a setting for result files, which go to other machines: of absolute paths behind "=" the last part."""
+
+    def last(found: re.Match[str]) -> str:
+        return Path(found[0]).name if Path(found[0]).is_absolute() else found[0]
+
+    return re.sub("(?<==)[^=,]+", last, text)
 
 
 def plain_of(entries: Sequence[Entry], weights: Quantization) -> str | None:
@@ -74,7 +108,7 @@ def plain_of(entries: Sequence[Entry], weights: Quantization) -> str | None:
 def _label(text: str) -> tuple[str, str]:
     label, equals, spec = text.partition("=")
     if not equals or ":" in label:
-        return text.strip(), text.strip()
+        return without_folders(text.strip()), text.strip()
     if not label.strip() or not spec.strip():
         raise InputError(f"{text!r} names nothing; write LABEL=SPEC, as in wide=streams:nodes=32")
     return label.strip(), spec.strip()

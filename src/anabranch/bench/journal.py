@@ -27,17 +27,20 @@ def beside(out: Path, suffix: str) -> Path:
     return out.with_name(stem + suffix)
 
 
-def check_writable(out: Path) -> None:
-    """Make the folder of ``out`` and try to write there. Raises FileError before hours are spent for nothing."""
+def check_writable(out: Path, what: str = "results", option: str = "--out") -> None:
+    """Make the folder of ``out`` and try to write there. Raises FileError before hours are spent for nothing.
+
+    ``what`` is to be written, as ``option`` says.
+    """
     if out.is_dir():
-        raise FileError(f"{out} is a folder; give --out a file name in it")
+        raise FileError(f"{out} is a folder; give {option} a file name in it")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out.parent):
             pass
     except OSError as error:
         raise FileError(
-            f"results cannot be written to {out.parent} ({error.strerror}); choose another --out"
+            f"{what} cannot be written to {out.parent} ({error.strerror}); choose another {option}"
         ) from error
 
 
@@ -55,9 +58,12 @@ class Journal:
     @staticmethod
     def check(out: Path, *, resume: bool) -> None:
         """Refuse to forget what a stopped run has done, and to go on from nothing."""
-        path = Journal.path_of(out)
+        path, result = Journal.path_of(out), beside(out, ".json")
         if resume and not path.is_file():
-            raise InputError(f"there is nothing to go on from: {path} does not exist; run without --resume")
+            if _is_complete(result):
+                raise InputError(f"the run is complete, and its result is {result}; begin a new one with another --out")
+            replaced = f", which writes {result} anew, or give another --out" if result.exists() else ""
+            raise InputError(f"there is nothing to go on from: {path} does not exist; run without --resume{replaced}")
         if path.is_file() and not resume:
             raise InputError(f"{path} is left from a run that was stopped; go on with --resume, or delete it")
 
@@ -117,3 +123,12 @@ class Journal:
     def remove(self) -> None:
         """The run is complete and written."""
         self.path.unlink(missing_ok=True)
+
+
+def _is_complete(result: Path) -> bool:
+    """Whether a result file tells of a run that was not stopped."""
+    try:
+        found = json.loads(result.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and found.get("complete") is True

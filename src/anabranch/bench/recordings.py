@@ -118,7 +118,9 @@ def _kept(path: Path, done: int) -> list[Record]:
             warnings.simplefilter("ignore")  # a line that was cut off belongs to a prompt that is decoded again
             records = [record for record in read_trace(path) if record.row < done]
     if {record.row for record in records} != set(range(done)):
-        raise FileError(f"{path} lacks some of the {done} prompts that are done; go on without --trace, or start again")
+        raise FileError(
+            f"{path} lacks some of the {done} prompts that are done; give the first --trace, or start again"
+        )
     return records
 
 

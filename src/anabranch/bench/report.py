@@ -25,6 +25,7 @@ from anabranch.profiles import processor_name
 __all__ = ["SCHEMA", "environment", "heading", "markdown", "plain_table", "sheet", "tables", "wide_console"]
 
 SCHEMA = 2  # docs/metrics.md, "The result file"
+PACKAGE = Path(__file__).parents[1]
 
 
 def _instructions() -> list[str]:
@@ -42,18 +43,26 @@ def _kernels(device: torch.device) -> str:
     return "torch" if kernels is None else kernels.form
 
 
-def _commit() -> str:
-    try:
-        out = subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"],
-            capture_output=True,
-            text=True,
-            timeout=5,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+def _commit(package: Path = PACKAGE) -> str:
+    """Of the checkout that holds ``package`` as src/anabranch, "-dirty" where its src was changed since.
+
+    Installed, the package may lie in a repository of somebody else's, whose commit says nothing.
+    """
+    found = _git(package, "rev-parse", "--show-toplevel", "--short", "HEAD")
+    if found is None or len(found) != 2 or Path(found[0], "src", "anabranch").resolve() != package.resolve():
         return "unknown"
-    return out.stdout.strip() or "unknown"
+    changed = _git(Path(found[0]), "--no-optional-locks", "status", "--porcelain", "--untracked-files=no", "--", "src")
+    return found[1] if changed == [] else f"{found[1]}-dirty"
+
+
+def _git(folder: Path, *words: str) -> list[str] | None:
+    """The lines that git says; None where it fails, or there is none."""
+    command = ["git", "-C", str(folder), *words]
+    try:
+        out = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=5, check=False)
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return None
+    return out.stdout.splitlines() if out.returncode == 0 else None
 
 
 def _version() -> str:
@@ -267,7 +276,7 @@ def markdown(result: Mapping[str, Any], figures: Sequence[str] = ()) -> str:
         lines.append("")
     for name in figures:
         lines += [f"![{name}]({name})", ""]
-    lines.append("Every number is defined in [metrics](../docs/metrics.md).")
+    lines.append("Every number is defined in docs/metrics.md of anabranch.")
     return "\n".join(lines) + "\n"
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from anabranch.bench.contenders import Contender
-from anabranch.bench.entries import Entry, Loaded, open_entry, plain_of
+from anabranch.bench.entries import Entry, Loaded, open_entry, plain_of, without_folders
 from anabranch.bench.journal import Journal
 from anabranch.bench.machine import forget_peak, measure_machine, peak_memory_mb, weight_bytes
 from anabranch.bench.recordings import Recordings
@@ -53,7 +53,7 @@ class Session:
         self.done: list[Round] = []
         self.errors: dict[str, str] = {}
         self.facts: dict[str, dict[str, Any]] = {
-            e.name: {"spec": e.spec, "kind": e.kind, "weights": e.weights} for e in entries
+            e.name: {"spec": without_folders(e.spec), "kind": e.kind, "weights": e.weights} for e in entries
         }
         self.contenders: dict[str, Contender] = {}
         self._exits = ExitStack()
@@ -81,6 +81,7 @@ class Session:
         """Measure the machine and begin the journal of ``out``; or read both from the journal of a stopped run."""
         settings = {"schema": SCHEMA, **self.run, **self.environment}
         settings = {name: value for name, value in settings.items() if name not in ("date", "commit")}
+        settings["--trace"] = "given" if self.recordings.places else "not given"
         if out is not None and resume:
             self.journal = Journal.resume(out, settings)
             self.done = self.journal.rounds

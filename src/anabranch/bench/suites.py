@@ -118,21 +118,40 @@ def _prompts(
         text = row.get(field)
         if isinstance(text, list) and text:
             text = text[0]
-        if not isinstance(text, str) or not text.strip():
+        if field not in row:
             fields = ", ".join(row) or "none"
             raise FileError(
                 f"line {number} of {where} has no text in the field {field!r}; its fields are {fields}: choose with "
                 "--field"
             )
+        if not isinstance(text, str) or not text.strip():
+            what = "not a text" if text and not isinstance(text, str) else "empty"
+            raise FileError(
+                f"line {number} of {where}: the field {field!r} is {what}; write a prompt there, or leave the line out"
+            )
         name = next((row[key] for key in NAMES if key in row), number)
-        yield Prompt(str(name), str(row.get(task_field, task)), text)
+        prompt = Prompt(str(name), str(row.get(task_field, task)), text)
+        _check_characters(prompt, number, where)
+        yield prompt
+
+
+def _check_characters(prompt: Prompt, number: int, where: str) -> None:
+    r"""Refuse a lone surrogate, as JSON can have it ("\ud800"): no tokenizer reads it, and no file holds it."""
+    for what, text in (("name", prompt.name), ("task", prompt.task), ("text", prompt.text)):
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise InputError(
+                f"line {number} of {where}: the {what} of the prompt {prompt.name!a} has half a character "
+                f"({text[error.start]!a}, a lone surrogate) at place {error.start}; remove it, or write the whole one"
+            ) from error
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """The JSON objects of a file, gzip'd or not, with their line numbers. Raises FileError that names the line."""
     opener = gzip.open if path.suffix == ".gz" else open
     try:
-        with opener(path, "rt", encoding="utf-8") as lines:
+        with opener(path, "rt", encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -58,6 +59,7 @@ def simulate(
             Cut(**dict(zip(asked, values, strict=True)), drop=drop) for values in itertools.product(*asked.values())
         ]
     recording = read_trace(trace)
+    _check_sources(trace, drop, recording.sources() if drop else [])
     table = Latency.of(recording) if latency is None else Latency.read(latency)
     found = [replay(recording, cut, latency=table) for cut in cuts]
     if found[0].steps == 0:
@@ -110,9 +112,18 @@ def _numbers(option: str, text: str | None, *, whole: bool = True) -> list[int] 
         raise InputError(f"{option} takes {kind} with commas between them, not {text!r}") from error
 
 
+def _check_sources(trace: Path, drop: Sequence[str], known: Sequence[str]) -> None:
+    """Refuse to leave out what nothing in the recording comes from; "stream" stands for "stream 1" and all others."""
+    groups = {name.partition(" ")[0] for name in known}
+    if unknown := [name for name in drop if name not in known and name not in groups]:
+        named = f"its drafts are of {', '.join(known)}" if known else "it has no drafts, so leave out --drop-source"
+        raise InputError(f"nothing in {trace} was drafted by {unknown[0]!r}; {named}")
+
+
 def _show(found: list[Prediction], alpha: float | None) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from anabranch.bench.report import wide_console
 
     table = Table()
     table.add_column("drafts", no_wrap=True)
@@ -128,10 +139,10 @@ def _show(found: list[Prediction], alpha: float | None) -> None:
             "" if prediction.alpha is None else f"{prediction.alpha:.3f}",
             "" if prediction.tokens_per_second is None else f"{prediction.tokens_per_second:.1f}",
         )
-    console = Console()
+    console = wide_console([table])
     console.print(table)
     if alpha is not None:
-        console.print(f"alpha from p and q: {alpha:.4f}, divergence {1 - alpha:.4f}", highlight=False)
+        console.print(f"alpha from p and q: {alpha:.4f}, divergence {1 - alpha:.4f}", soft_wrap=True)
 
 
 def _name(cut: Cut) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -30,6 +29,8 @@ __all__ = ["app", "encode"]
 
 METHODS = ("none", "prompt_lookup", "streams")
 INTERRUPTED = 130
+# what --shape uses; all else is of prompts
+OF_SHAPES = ("shape", "width", "batch", "context_tokens", "dtype", "device", "threads", "repeats", "out", "as_json")
 
 app = typer.Typer(invoke_without_command=True)
 app.add_typer(peers.app, name="peers")
@@ -88,7 +89,7 @@ def bench(
         str | None,
         typer.Option(
             help="instead of decoding prompts: how long a step takes in the shape of 135m, 7b, 13b or 33b, by width, "
-            "batch and context; the weights are noise"
+            "batch and context; the weights are noise. --out then writes FILE.json"
         ),
     ] = None,
     width: Annotated[
@@ -109,16 +110,17 @@ def bench(
     if context.invoked_subcommand is not None:
         return
     if shape is not None:
-        of_prompts = {"--suite": suite != "own", "--data": data, "--task": task, "--limit": limit, "--method": method}
-        of_prompts |= {"--adapter": adapter, "--peer": peer, "--trace": trace, "--figures": figures, "--resume": resume}
-        if useless := [name for name, given in of_prompts.items() if given]:
+        others = [option for option in context.command.params if option.name not in OF_SHAPES]
+        sources = [context.get_parameter_source(str(option.name)) for option in others]
+        said = [source is not None and source.name == "COMMANDLINE" for source in sources]
+        if useless := [option.opts[0] for option, here in zip(others, said, strict=True) if here]:
             raise InputError(f"--shape decodes no prompts, so {useless[0]} has nothing to say; leave one of them out")
         grid = (width, batch, context_tokens)
         _shape(shape, *grid, dtype=dtype, device=device, threads=threads, repeats=repeats, out=out, as_json=as_json)
         return
     from rich.console import Console
 
-    from anabranch.bench.entries import plain_of, read_entries
+    from anabranch.bench.entries import check_installed, plain_of, read_entries, without_folders
     from anabranch.bench.journal import Journal, check_writable
     from anabranch.bench.recordings import Recordings, check_folder
     from anabranch.bench.report import heading, tables, wide_console
@@ -139,6 +141,7 @@ def bench(
             raise InputError(f"{name} must be at least 1, not {value}")
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     entries = read_entries(method or METHODS, peer or ())
+    check_installed(entries)
     if figures:
         check_matplotlib("or leave out --figures")
     if out is not None:
@@ -152,14 +155,14 @@ def bench(
     encoded = [(prompt, encode(loaded.target.tokenizer, prompt.text, raw=raw)) for prompt in prompts]
     _check_lengths(encoded, max_new_tokens, loaded.target.config.max_positions)
     run = {
-        "model": model,
+        "model": Path(model).name if Path(model).is_absolute() else model,
         "fingerprint": loaded.target.fingerprint,
         "adapter": None if loaded.adapter is None else loaded.adapter.record.get("sha256"),
         "suite": Path(suite).name,
         "tasks": task or [],
         "prompts": len(encoded),
         "prompts_sha256": hashlib.sha256(json.dumps([list(ids) for _, ids in encoded]).encode()).hexdigest(),
-        "contenders": [[entry.name, entry.spec, entry.kind, entry.weights] for entry in entries],
+        "contenders": [[entry.name, without_folders(entry.spec), entry.kind, entry.weights] for entry in entries],
         "baseline": plain_of(entries, "none"),
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
@@ -187,7 +190,7 @@ def bench(
                 session.forget()
             why = "; ".join(f"{name}: {error}" for name, error in session.failed.items())
             raise CapabilityError(f"no contender could be measured ({why})")
-        result = session.result(_command(data)) | {"load_seconds": loaded.clocks}
+        result = session.result(_command()) | {"load_seconds": loaded.clocks}
     written = [] if out is None else _write(result, out, figures=figures)
     if session.complete:
         session.forget()
@@ -229,14 +232,14 @@ def _shape(
     from anabranch.bench.journal import beside, check_writable
     from anabranch.bench.report import environment, wide_console
     from anabranch.bench.shapes import ROUNDS, WIDTHS, measure_shape, shape_record, shape_table
-    from anabranch.files import shown_command, write_atomically
+    from anabranch.files import write_atomically
     from anabranch.model.load import resolve_device, resolve_dtype
 
     if out is not None:
         check_writable(out)
     if threads is not None:
         torch.set_num_threads(threads)
-    console, place = Console(stderr=True, highlight=False), resolve_device(device)
+    console, place = Console(stderr=True, highlight=False, markup=False, soft_wrap=True), resolve_device(device)
     found = measure_shape(
         name,
         dtype=resolve_dtype(dtype) or torch.bfloat16,
@@ -248,7 +251,7 @@ def _shape(
         contexts=contexts or (512,),
     )
     result = {
-        "command": shown_command("anabranch", *sys.argv[1:]),
+        "command": _command(),
         "environment": environment(place),
         **shape_record(found),
     }
@@ -261,6 +264,8 @@ def _shape(
         show = wide_console(shown)
         for table in shown:
             show.print(table)
+    if out is not None:
+        console.print(f"wrote {beside(out, '.json')}")
 
 
 @app.command("compare")
@@ -406,7 +411,20 @@ def _write(result: dict[str, Any], out: Path, *, figures: bool) -> list[Path]:
     return [*(beside(out, suffix) for suffix in texts), *drawn]
 
 
-def _command(data: Path | None) -> str:
-    """The command as anyone could give it: the data folder is called DIR; that it was resumed changes nothing."""
-    words = (word for word in ("anabranch", *sys.argv[1:]) if word != "--resume")
-    return shlex.join("DIR" if data is not None and word == str(data) else word for word in words)
+def _command() -> str:
+    """The command as anyone could give it: the data folder is called DIR, and of other absolute paths the last part is
+    left; that it was resumed changes nothing.
+    """
+    from anabranch.bench.entries import without_folders
+    from anabranch.files import shown_command
+
+    given = [word for word in sys.argv[1:] if word != "--resume"]
+    words = []
+    for before, word in zip(["", *given], given, strict=False):
+        option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        if before == "--data" or (option == "--data" and equals):
+            value = "DIR"
+        elif equals and Path(value).is_absolute():
+            value = Path(value).name
+        words.append(option + equals + without_folders(value))
+    return shown_command("anabranch", *words)

@@ -51,8 +51,10 @@ def answers(
     from anabranch.model.pack import pack_decoder
     from anabranch.sampling import SamplingParams
     from anabranch.train import AnswerProgress, read_prompts, write_answers
+    from anabranch.train.answers import check_out
 
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    check_out(out, prompts)
     target = load_target(model, dtype=dtype, device=device)
     asked = read_prompts(prompts, target.tokenizer, limit=limit)
     pack_decoder(target.decoder)
@@ -96,7 +98,11 @@ def streams(
     warmup: Annotated[int | None, typer.Option(help="steps until the peak learning rate")] = None,
     segment: Annotated[int | None, typer.Option(help="positions whose streams are in memory at a time")] = None,
     keep_states: Annotated[
-        bool | None, typer.Option("--keep-states/--no-keep-states", help="keep the target's states in memory")
+        bool | None,
+        typer.Option(
+            "--keep-states/--no-keep-states",
+            help="keep the target's states: on a CPU in a nameless file in the run's folder, on a GPU in its memory",
+        ),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="order of the batches and initial weights")] = None,
     num_streams: Annotated[int | None, typer.Option(help="tokens drafted beyond the next one (gamma)")] = None,

@@ -39,6 +39,7 @@ def tune(
     and picks method and tree that give most tokens a second; checks that by decoding. The choice is what 'auto' means
     afterwards, for this model, adapter, number of threads and machine. Let nothing else run meanwhile.
     """
+    from anabranch.bench.journal import check_writable
     from anabranch.bench.suites import load_suite
     from anabranch.cli.bench import encode
     from anabranch.cli.models import fetch_default
@@ -54,6 +55,7 @@ def tune(
         raise InputError("tuning takes at least one prompt and 8 new tokens")
     if figure is not None:
         check_figure(figure)
+        check_writable(figure, "the figure", "--figure")
     suite = load_suite(prompts, data=data, limit=limit)
     if model == "default":
         fetch_default()
@@ -79,12 +81,12 @@ def tune(
         )
     record = _record(found, len(fitting), max_new_tokens)
     path = None if dry else save_profile(Situation.of(target, loaded), found.spec, record)
-    if figure is not None:
-        draw(found, figure)
     if as_json:
         print(json.dumps({"drafter": found.spec, "profile": None if path is None else str(path), **record}))
     else:
         _show(found, path)
+    if figure is not None:  # last: what was found is told by now, whatever becomes of it
+        draw(found, figure)
 
 
 def _record(found: Any, prompts: int, max_new_tokens: int) -> dict[str, Any]:
@@ -120,14 +122,10 @@ def _tables(measured: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def _show(found: Any, path: Path | None) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
-    for what, measured in (("a step that verifies", found.latency.rest), ("drafting", found.latency.drafts)):
-        for name, points in _tables(measured).items():
-            nodes = ", ".join(f"{n}: {ms:.2f}" for n, ms in points.items())
-            console.print(f"ms of {what} so many nodes ({name}): {nodes}", highlight=False)
+    from anabranch.bench.report import wide_console
+
     table = Table("drafter", "tokens/step", "nodes/step", "predicted tokens/s")
     for column in table.columns[1:]:
         column.justify = "right"
@@ -138,23 +136,28 @@ def _show(found: Any, path: Path | None) -> None:
             f"{prediction.draft_nodes / max(1, prediction.steps):.1f}",
             f"{rate:.1f}",
         )
+    console = wide_console([table])
+    for what, measured in (("a step that verifies", found.latency.rest), ("drafting", found.latency.drafts)):
+        for name, points in _tables(measured).items():
+            nodes = ", ".join(f"{n}: {ms:.2f}" for n, ms in points.items())
+            console.print(f"ms of {what} so many nodes ({name}): {nodes}", soft_wrap=True)
     console.print(table)
     low, high = found.interval
     console.print(
         f"{found.chosen.spec}: predicted {found.prediction:.1f} tokens/s ({low:.1f}-{high:.1f}), measured "
         f"{found.measured:.1f}, plain decoding {found.plain:.1f}: {found.speedup:.2f}x",
-        highlight=False,
+        soft_wrap=True,
     )
     if abs(found.drift - 1) > DRIFT:
         console.print(
             f"Plain decoding was {found.drift:.2f} times as fast in this check as while steps were timed: something "
             "else ran, and the choice may be wrong; tune again when the machine is at rest",
-            highlight=False,
+            soft_wrap=True,
         )
     if found.chosen.spec == "none":
-        console.print("Plain decoding is the fastest here, so 'auto' decodes plainly.", highlight=False)
+        console.print("Plain decoding is the fastest here, so 'auto' decodes plainly.", soft_wrap=True)
     if path is not None:
-        console.print(f"written to {path}; drafter 'auto' uses it", highlight=False)
+        console.print(f"written to {path}; drafter 'auto' uses it", soft_wrap=True)
 
 
 def _bar() -> Any:

@@ -1282,10 +1282,10 @@ class Runner {
     if (step.batch * s.kv_heads * ((queries + some - 1) / some) % threads != 0)
       some = std::min(some, std::max(group, (queries + threads - 1) / threads));
     // tasks as good as alike, but three, six or twelve queries are scored at a time
-    const auto in = [queries](int each) { return (queries + each - 1) / each; };
-    some = in(in(some));
+    const auto parts_of = [queries](int each) { return (queries + each - 1) / each; };
+    some = parts_of(parts_of(some));
     if (some > 3) some = std::min((some + 2) / 3 * 3, 24);
-    const int parts = in(some), tasks = step.batch * s.kv_heads * parts;
+    const int parts = parts_of(some), tasks = step.batch * s.kv_heads * parts;
     pool.each(tasks, id, [&](int t) {
       const int part = t % parts, head = t / parts % s.kv_heads, b = t / parts / s.kv_heads;
       const int low_query = part * some, count = std::min(some, queries - low_query);

@@ -69,7 +69,8 @@ def _measured(measured: dict[str, Any]) -> list[str]:
 
 def _rows(prefix: str, measured: dict[str, Any]) -> list[str]:
     lines = []
-    for name, value in measured.items():
+    for key, value in measured.items():
+        name = key or "unnamed"  # a source, as in the table of the data
         if isinstance(value, dict):
             lines += _rows(f"{prefix}{name}: ", value)
         else:

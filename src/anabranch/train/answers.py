@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import tempfile
 import time
 import zlib
 from collections import deque
@@ -22,18 +23,23 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 from anabranch.drafters.none import NoDrafter
 from anabranch.engine import Engine, Request
 from anabranch.errors import FileError, InputError
 from anabranch.files import write_atomically
 from anabranch.model.load import Target
 from anabranch.sampling import SamplingParams
+from anabranch.train.data import lone_surrogate
 
-__all__ = ["AnswerProgress", "Prompt", "encode_chat", "read_prompts", "settings_path", "write_answers"]
+__all__ = ["AnswerProgress", "Prompt", "check_out", "encode_chat", "read_prompts", "settings_path", "write_answers"]
 
 # chunks of that many prompts a row are shuffled among each other and sorted within: enough to find company of one's
 # length, few enough that a file of some chunks is a fair sample of all
 CHUNK = 8
+# what a line of answers begins with
+_BEGINNING = b'{"id": '
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ def read_prompts(path: Path, tokenizer: Any, *, limit: int | None = None) -> lis
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines):
                 if line.strip():
                     yield number, line
@@ -106,14 +112,15 @@ def _prompt(line: str, where: str, number: int, tokenizer: Any) -> Prompt:
         raise FileError(f"{where} needs a field 'prompt' or 'messages' (not both), and 'chat' is true or false")
     if chat and not template:
         raise FileError(f"{where} asks for a chat, but the tokenizer has no chat template; use prompts with chat false")
+    _check_text(record, where)
     try:
         if messages is not None:
             ids = encode_chat(tokenizer, messages)
         elif chat:
-            ids = encode_chat(tokenizer, [{"role": "user", "content": str(text)}])
+            ids = encode_chat(tokenizer, [{"role": "user", "content": text}])
         else:
-            ids = list(tokenizer.encode(str(text)))
-    except (TypeError, KeyError, ValueError) as error:
+            ids = list(tokenizer.encode(text))
+    except (TemplateError, TypeError, KeyError, ValueError) as error:
         raise FileError(f"{where} has messages that the chat template does not take ({error})") from error
     name = record.get("id", number)
     if not isinstance(name, int | str) or not ids:
@@ -121,9 +128,39 @@ def _prompt(line: str, where: str, number: int, tokenizer: Any) -> Prompt:
     return Prompt(name, str(record.get("source", "")), tuple(ids))
 
 
+def _check_text(record: dict[str, Any], where: str) -> None:
+    """Refuse what is no text, has nothing in it, or cannot be written as UTF-8."""
+    for field in ("prompt", "messages", "id", "source"):
+        if half := lone_surrogate(record.get(field)):
+            raise FileError(
+                f"{where} has no valid text in the field {field!r}: {half} is half of a character; correct or delete "
+                "the line"
+            )
+    messages = record.get("messages")
+    if messages is None:
+        field, texts = "prompt", [record["prompt"]]
+    elif isinstance(messages, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages):
+        field, texts = "messages", [message["content"] for message in messages]
+    else:
+        raise FileError(f"{where} has messages that are not a list of objects with a role and a content")
+    if not all(isinstance(text, str) for text in texts) or not "".join(texts).strip():
+        raise FileError(f"{where} has no text in the field {field!r}; correct or delete the line")
+
+
 def settings_path(out: Path) -> Path:
     """The small file beside the answers that says which target wrote them and how."""
     return out.with_name(f"{out.name}.settings.json")
+
+
+def check_out(out: Path, prompts: Path) -> None:
+    """Refuse a file that answers to ``prompts`` cannot be appended to, before a model is loaded for it.
+
+    Makes the folder of ``out`` and nothing else. Raises FileError.
+    """
+    _check_writable(out)
+    if out.resolve() == prompts.resolve() or (out.exists() and prompts.exists() and out.samefile(prompts)):
+        raise FileError(f"{out} holds the prompts, so answers cannot be written to it; give --out another file")
+    _answered(out)
 
 
 def write_answers(
@@ -144,7 +181,8 @@ def write_answers(
     longest_prompt  prompts of more tokens are left out
     sampling        greedy if not given; each prompt draws from a seed of its own
 
-    Raises FileError if ``out`` is malformed or was written by another target or with other settings.
+    Raises FileError if ``out`` cannot be written, is malformed or was written by another target, with other settings
+    or to other prompts.
     """
     sampling = sampling or SamplingParams()
     if rows < 1 or max_new_tokens < 1:
@@ -155,8 +193,17 @@ def write_answers(
         raise InputError(f"no prompt has {longest} tokens or fewer; give shorter prompts")
     described = asdict(replace(sampling, processors=()))
     described.pop("processors")
-    _agree(out, {"fingerprint": target.fingerprint, "max_new_tokens": max_new_tokens, **described})
+    settings = {"fingerprint": target.fingerprint, "max_new_tokens": max_new_tokens, **described}
+    _check_writable(out)
+    _agree(out, settings)
     known = _answered(out)
+    for prompt in prompts:
+        if known.get(prompt.id, prompt.ids) != prompt.ids:
+            raise FileError(
+                f"{out} answers another prompt under the id {prompt.id!r} than the one that is given now; write to "
+                "another file, or give prompts ids of their own (those that have none are counted by line)"
+            )
+    _begin(out, settings)
     work = deque(_ordered([prompt for prompt in wanted if prompt.id not in known], rows * CHUNK))
     clock = _Clock(len(wanted), len(wanted) - len(work), time.monotonic())
     if report is not None:
@@ -167,7 +214,6 @@ def write_answers(
     engine = Engine(target.decoder, NoDrafter(), rows=min(rows, len(work)), capacity=capacity)
     stop = frozenset(target.config.eos_token_ids)
     growing: dict[int, tuple[Prompt, list[int]]] = {}
-    out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("a", encoding="utf-8") as file:
         while work or engine.active:
             while work and engine.active < engine.cache.rows:
@@ -223,18 +269,30 @@ def _ordered(prompts: Sequence[Prompt], chunk: int) -> Iterator[Prompt]:
         yield from sorted(order[first : first + chunk], key=lambda prompt: len(prompt.ids), reverse=number % 2 == 1)
 
 
-def _agree(out: Path, settings: dict[str, Any]) -> None:
-    """Check that the file goes on as it began, or note how it begins."""
-    path = settings_path(out)
-    if not out.is_file() or out.stat().st_size == 0:
-        write_atomically(path, json.dumps(settings, indent=2) + "\n")
-        return
-    if not path.is_file():
-        return  # somebody else's file: nothing is known about how it was written
+def _check_writable(out: Path) -> None:
+    """Make the folder of ``out`` and try to write there; a file that is there stays as it is."""
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise FileError(f"{path} is not JSON; delete it and {out} to start anew") from error
+        if out.exists() and not out.is_file():
+            raise FileError(f"{out} is {'a folder' if out.is_dir() else 'no file'}; give --out a file name")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out.parent):
+            pass
+        if out.exists():
+            with out.open("ab"):
+                pass
+    except OSError as error:
+        raise _unwritable(out, error) from error
+
+
+def _agree(out: Path, settings: dict[str, Any]) -> None:
+    """Check that the file goes on as it began."""
+    path = settings_path(out)
+    if _is_new(out) or not path.is_file():
+        return  # a part of a file of answers, say: nothing is known about how it was written
+    try:
+        stored = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise FileError(f"{path} is not a JSON object; delete it and {out} to start anew") from error
     if stored != settings:
         name = next(key for key in {**settings, **stored} if stored.get(key) != settings.get(key))
         raise FileError(
@@ -243,20 +301,66 @@ def _agree(out: Path, settings: dict[str, Any]) -> None:
         )
 
 
-def _answered(out: Path) -> set[int | str]:
-    """The ids that a file answers; a torn last line, which a killed run leaves behind, is cut off."""
-    if not out.is_file():
-        return set()
-    data = out.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        os.truncate(out, whole)
-    known: set[int | str] = set()
-    for number, line in enumerate(data[:whole].split(b"\n"), 1):
+def _answered(out: Path) -> dict[int | str, tuple[int, ...]]:
+    """The prompts that a file answers, by id. Raises FileError for a file of anything else; changes nothing."""
+    if _is_new(out):
+        return {}
+    whole, torn = _torn(out.read_bytes())
+    lines = whole.split(b"\n")
+    known: dict[int | str, tuple[int, ...]] = {}
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            known.add(json.loads(line)["id"])
+            record = json.loads(line.decode("utf-8-sig"))
+            name, prompt, answer = record["id"], record["prompt_ids"], record["answer_ids"]
+            if not isinstance(name, int | str) or not isinstance(prompt, list) or not isinstance(answer, list):
+                raise TypeError
         except (ValueError, KeyError, TypeError) as error:
-            raise FileError(f"line {number} of {out} is not an answer with an id; write to another file") from error
+            raise _no_answer(out, number) from error
+        known[name] = tuple(prompt)
+    # only a run of ours leaves half a line, behind answers or behind the settings that it begins with
+    if torn.strip() and not (torn.startswith(_BEGINNING[: len(torn)]) and (known or settings_path(out).is_file())):
+        raise _no_answer(out, len(lines))
     return known
+
+
+def _begin(out: Path, settings: dict[str, Any]) -> None:
+    """Note how a new file begins; make another one, which has been checked, end with a whole line."""
+    if _is_new(out):
+        try:
+            write_atomically(settings_path(out), json.dumps(settings, indent=2) + "\n")
+        except OSError as error:
+            raise _unwritable(out, error) from error
+        return
+    whole, torn = _torn(out.read_bytes())
+    if torn:
+        os.truncate(out, len(whole))
+    elif whole and not whole.endswith(b"\n"):
+        with out.open("ab") as file:
+            file.write(b"\n")
+
+
+def _is_new(out: Path) -> bool:
+    return not out.is_file() or out.stat().st_size == 0
+
+
+def _torn(data: bytes) -> tuple[bytes, bytes]:
+    """A file's whole lines, the last one with or without its end, and half a line, which a killed run leaves behind."""
+    end = data.rfind(b"\n") + 1
+    try:
+        json.loads(data[end:])
+    except ValueError:
+        return data[:end], data[end:]
+    return data, b""
+
+
+def _unwritable(out: Path, error: OSError) -> FileError:
+    return FileError(f"answers cannot be written to {out} ({error.strerror}); choose another --out")
+
+
+def _no_answer(out: Path, number: int) -> FileError:
+    return FileError(
+        f"line {number} of {out} is not an answer with id, prompt_ids and answer_ids; if the others are, delete that "
+        "line, else give --out another file"
+    )

@@ -21,7 +21,17 @@ from torch import Tensor
 
 from anabranch.errors import FileError, InputError
 
-__all__ = ["Batch", "Example", "batches", "digest", "frequent_tokens", "read_examples", "read_texts", "split"]
+__all__ = [
+    "Batch",
+    "Example",
+    "batches",
+    "digest",
+    "frequent_tokens",
+    "lone_surrogate",
+    "read_examples",
+    "read_texts",
+    "split",
+]
 
 
 @dataclass(frozen=True)
@@ -44,23 +54,26 @@ def read_examples(path: Path, *, vocab_size: int, max_tokens: int) -> list[Examp
     if not path.is_file():
         raise FileError(f"there is no file {path}; write one with 'anabranch train answers'")
     examples: list[Example] = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-                prompt = tuple(int(i) for i in record["prompt_ids"])
-                answer = tuple(int(i) for i in record["answer_ids"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise FileError(
-                    f"line {number} of {path} is not a JSON object with lists of ids prompt_ids and answer_ids"
-                ) from error
-            if any(not 0 <= i < vocab_size for i in (*prompt, *answer)):
-                raise FileError(f"line {number} of {path} has token ids outside the target's vocabulary")
-            answer = answer[: max_tokens - len(prompt)] if len(prompt) < max_tokens else ()
-            if prompt and len(answer) >= 2:
-                examples.append(Example(prompt, answer, str(record.get("source", ""))))
+    try:
+        with path.open(encoding="utf-8-sig") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                try:
+                    record = json.loads(line)
+                    prompt = tuple(int(i) for i in record["prompt_ids"])
+                    answer = tuple(int(i) for i in record["answer_ids"])
+                except (ValueError, KeyError, TypeError) as error:
+                    raise FileError(
+                        f"line {number} of {path} is not a JSON object with lists of ids prompt_ids and answer_ids"
+                    ) from error
+                if any(not 0 <= i < vocab_size for i in (*prompt, *answer)):
+                    raise FileError(f"line {number} of {path} has token ids outside the target's vocabulary")
+                answer = answer[: max_tokens - len(prompt)] if len(prompt) < max_tokens else ()
+                if prompt and len(answer) >= 2:
+                    examples.append(Example(prompt, answer, str(record.get("source", ""))))
+    except (UnicodeDecodeError, OSError) as error:
+        raise FileError(f"{path} cannot be read as UTF-8 text ({error})") from error
     if not examples:
         raise FileError(f"{path} has no prompt with an answer of at least 2 tokens")
     return examples
@@ -75,7 +88,7 @@ def read_texts(path: Path, tokenizer: Any, *, max_tokens: int, prompt_tokens: in
     if not path.is_file():
         raise FileError(f"there is no file {path}; give a text file or a JSONL file with a field 'text'")
     try:
-        content = path.read_text(encoding="utf-8")
+        content = path.read_text(encoding="utf-8-sig")
     except (UnicodeDecodeError, OSError) as error:
         raise FileError(f"{path} cannot be read as UTF-8 text ({error})") from error
     texts = [(content, path.stem)]
@@ -89,6 +102,11 @@ def read_texts(path: Path, tokenizer: Any, *, max_tokens: int, prompt_tokens: in
                 texts.append((str(record["text"]), str(record.get("source", path.stem))))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise FileError(f"line {number} of {path} is not a JSON object with a field 'text'") from error
+            if half := lone_surrogate([record["text"], record.get("source")]):
+                raise FileError(
+                    f"line {number} of {path} is no valid text: {half} is half of a character; correct or delete the "
+                    "line"
+                )
     examples = []
     for text, source in texts:
         ids = tuple(tokenizer.encode(text))
@@ -99,6 +117,15 @@ def read_texts(path: Path, tokenizer: Any, *, max_tokens: int, prompt_tokens: in
     if not examples:
         raise FileError(f"{path} has no text of at least {prompt_tokens + 2} tokens")
     return examples
+
+
+def lone_surrogate(value: Any) -> str:
+    """The first lone surrogate of a JSON value, escaped: half of a character, which UTF-8 cannot hold. Else nothing."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return ascii(error.object[error.start])[1:-1]
+    return ""
 
 
 def digest(examples: Iterable[Example]) -> str:

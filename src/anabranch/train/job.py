@@ -90,9 +90,11 @@ def train_streams(
     if target.decoder.device.type == "cpu" or target.quantize != "none":  # else there is nothing to pack
         copied = copy.deepcopy(target.decoder)
         frozen = copied if pack_decoder(copied) else frozen
-    trainer = Trainer(target.decoder, adapter, training, held_out, recipe.options, folder / "training", frozen=frozen)
+    plan = {name: getattr(recipe, name) for name in ("draft_vocabulary", "held_out", "max_tokens")}
+    run = folder / "training"
+    trainer = Trainer(target.decoder, adapter, training, held_out, recipe.options, run, frozen=frozen, plan=plan)
     evaluation = trainer.run(report, resume=resume)
-    measured = {"held-out answers": len(held_out), "predicted mean acceptance length": evaluation} if held_out else {}
+    measured = _measured(evaluation, len(held_out)) if held_out else {}
     sources = Counter(example.source for example in training)
     record = {
         "command": command,
@@ -109,6 +111,19 @@ def train_streams(
         "max_tokens": recipe.max_tokens,
     }
     return save_adapter(folder, adapter, target=TargetIdentity.of(target), training=record, measured=measured)
+
+
+def _measured(evaluation: Mapping[str, Any], held_out: int) -> dict[str, Any]:
+    """An evaluation under names that say what each value is, for the record and its card."""
+    lengths = ("tree", "chain", "tree without conditioning", "by source")
+    tops = {name.removeprefix("top "): shares for name, shares in evaluation.items() if name.startswith("top ")}
+    accuracy = {"best token" if top == "1" else f"one of the {top} best": shares for top, shares in tops.items()}
+    return {
+        "held-out answers": held_out,
+        "predicted mean acceptance length": {name: evaluation[name] for name in lengths if name in evaluation},
+        "accuracy by stream": accuracy,
+        "share of drafted steps that accept at least 1, 2, ... tokens": evaluation["at least"],
+    }
 
 
 def _begin_with(adapter: StreamAdapter, init: Path, target: Target) -> str:

@@ -8,7 +8,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,14 +31,17 @@ __all__ = ["Progress", "TrainOptions", "Trainer"]
 
 # options that may change when a run goes on: they do not touch the weights
 _FREE = ("evaluate_every", "evaluate_rows", "checkpoint_every")
+# what a run has beside its options, and why it may be another where all options are the same
+_MADE = {"examples": "another file of --answers or --text", "initial weights": "another --init, or none"}
 
 
 @dataclass(frozen=True)
 class TrainOptions:
     """How long and how fast. ``batch_tokens`` are padded text tokens a step; ``lr`` the peak learning rate.
 
-    keep_states  run the frozen target over each batch once and keep what the streams need of it in memory: later
-                 epochs cost half. Batches then have the same members in every epoch, in another order
+    keep_states  run the frozen target over each batch once and keep what the streams need of it, on a CPU in a
+                 nameless file in the run's folder, on a GPU in its memory: later epochs cost half. Batches then have
+                 the same members in every epoch, in another order
     """
 
     epochs: float = 3.0
@@ -86,7 +89,8 @@ class Progress:
 class Trainer:
     """Trains ``adapter`` for a frozen ``target`` on ``examples``; ``folder`` receives checkpoints and log.jsonl.
 
-    ``frozen`` is a copy of the target that passes without gradients run through (default: the target).
+    ``frozen`` is a copy of the target that passes without gradients run through (default: the target). ``plan`` holds
+    settings that examples and vocabulary were made with, to be named where they are not those of the run in ``folder``.
     """
 
     def __init__(
@@ -99,13 +103,14 @@ class Trainer:
         folder: Path,
         *,
         frozen: Decoder | None = None,
+        plan: Mapping[str, Any] | None = None,
     ) -> None:
         if not examples:
             raise InputError("there are no examples to train on; hold fewer out or give more answers")
         if adapter.config.context_top:
             raise CapabilityError("context_top is for decoding; train with context_top 0 and set it afterwards")
         self.target, self.adapter, self.options, self.folder = target, adapter, options, folder
-        self.examples, self.held_out = examples, held_out
+        self.examples, self.held_out, self.plan = examples, held_out, dict(plan or {})
         self.objective = StreamObjective(target, adapter, options.loss, segment=options.segment, frozen=frozen)
         self.optimizer = torch.optim.AdamW(
             adapter.parameters(), lr=options.lr, betas=(0.9, 0.98), weight_decay=options.weight_decay
@@ -236,21 +241,26 @@ class Trainer:
         if found is None:
             drop_run(self.folder)
             return
-        for name, wanted in self._identity().items():
-            # a run from before a field existed has nothing to compare it with
-            stored = found.get(name, wanted)
-            if isinstance(wanted, dict) and isinstance(stored, dict):
-                stored = {**wanted, **{key: value for key, value in stored.items() if key not in _FREE}}
-                wanted = {key: value if key not in _FREE else stored[key] for key, value in wanted.items()}
-            if stored != wanted:
-                raise FileError(
-                    f"the run in {self.folder} was started with other {name}; use those, another folder, or start anew"
-                )
+        self._agree(found)
         load_checkpoint(self.folder, self.adapter, self.optimizer)
         self.done = int(found["step"])
         if "right" in found:
             self._right, self._count = torch.tensor(found["right"]), torch.tensor(found["count"])
         trim_log(self.folder, self.done)
+
+    def _agree(self, found: Mapping[str, Any]) -> None:
+        """Raise FileError where a stored run was started with what this one does not have, and name it."""
+        identity = self._identity()
+        other = [name for name in ("options", "streams") for name in _other(found.get(name), identity[name])]
+        if made := [name for name in _MADE if found.get(name, identity[name]) != identity[name]]:
+            other += _other(found.get("plan"), self.plan)
+        if made and not other:
+            other = [f"other {made[0]} ({_MADE[made[0]]})"]
+        if other:
+            raise FileError(
+                f"the run in {self.folder} was started with {', '.join(other)}; use that, another folder, or start "
+                "anew with --no-resume"
+            )
 
     def _identity(self) -> dict[str, Any]:
         """What a resumed run must share with the one that it goes on with."""
@@ -263,16 +273,32 @@ class Trainer:
 
     def _save(self) -> None:
         accuracy = {"right": self._right.tolist(), "count": self._count.tolist()}
-        record = {"step": self.done, **self._identity(), **accuracy}
+        record = {"step": self.done, **self._identity(), "plan": self.plan, **accuracy}
         save_checkpoint(self.folder, self.adapter, self.optimizer, record)
 
     def _report(self, report: Callable[[Progress], None], progress: Progress) -> None:
         report(progress)
-        if progress.step % 10 == 0 or progress.evaluation is not None:
+        if progress.step % 10 == 0 or progress.step == progress.steps or progress.evaluation is not None:
             line = {**asdict(progress), "accuracy": [round(a, 4) for a in progress.accuracy]}
             self.folder.mkdir(parents=True, exist_ok=True)
             with (self.folder / "log.jsonl").open("a", encoding="utf-8") as log:
                 log.write(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in line.items()}) + "\n")
+
+
+def _other(stored: Any, wanted: Mapping[str, Any]) -> list[str]:
+    """Each field that is not as it was, with both values: "epochs 3.0 (now 2.0)"."""
+    before, now = _flat(stored or {}), _flat(wanted)
+    # a run from before a field existed has nothing to compare it with
+    changed = [name for name in before if name not in _FREE and before[name] != now.get(name)]
+    return [f"{name} {before[name]} (now {now.get(name)})" for name in changed]
+
+
+def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields with those of fields in their place."""
+    flat: dict[str, Any] = {}
+    for name, value in fields.items():
+        flat |= _flat(value) if isinstance(value, Mapping) else {name: value}
+    return flat
 
 
 def _weights(adapter: StreamAdapter) -> str:
