@@ -79,14 +79,17 @@ def main() -> None:
         began = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             record = train_streams(target, plan, examples, Path(folder), report=lambda now: None)
-        measured = record["measured"]["predicted mean acceptance length"]
+        measured = record["measured"]
+        lengths = measured["predicted mean acceptance length"]
         result["variants"][variant] = {
             "command": shown_command("python", *sys.argv),
             "commit": result["environment"]["commit"],
             "parameters": record["parameters"],
             "steps": record["training"]["steps"],
             "seconds": round(time.monotonic() - began),
-            **{name: measured[name] for name in ("tree", "chain", "tree without conditioning", "top 1", "at least")},
+            **{name: lengths[name] for name in ("tree", "chain", "tree without conditioning")},
+            "top 1": measured["accuracy by stream"]["best token"],
+            "at least": measured["share of drafted steps that accept at least 1, 2, ... tokens"],
         }
         write_atomically(args.out, json.dumps(result, indent=1) + "\n")
         print(variant, json.dumps(result["variants"][variant]), flush=True)

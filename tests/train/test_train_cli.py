@@ -173,6 +173,12 @@ def test_what_cannot_be_written_is_refused_before_a_model_is_loaded(
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_an_adapter_folder_that_cannot_be_made(written: Path, tmp_path: Path) -> None:
+    result = call("streams", "--answers", written, "--out", tmp_path / "p.jsonl", *SMALL)
+    assert isinstance(result.exception, FileError)
+    assert "p.jsonl (Not a directory); use another folder" in str(result.exception)
+
+
 def test_help_says_where_kept_states_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     assert "in a nameless file in the run's folder" in call("streams", "--help").stdout

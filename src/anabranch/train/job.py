@@ -92,6 +92,10 @@ def train_streams(
         frozen = copied if pack_decoder(copied) else frozen
     plan = {name: getattr(recipe, name) for name in ("draft_vocabulary", "held_out", "max_tokens")}
     run = folder / "training"
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(f"the adapter cannot be written to {folder} ({error.strerror}); use another folder") from error
     trainer = Trainer(target.decoder, adapter, training, held_out, recipe.options, run, frozen=frozen, plan=plan)
     evaluation = trainer.run(report, resume=resume)
     measured = _measured(evaluation, len(held_out)) if held_out else {}
