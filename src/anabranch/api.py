@@ -275,7 +275,7 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "rows"):
             value = getattr(self, name)
-            if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+            if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
                 raise InputError(f"{name} must be a whole number of at least 1, not {value!r}")
         if self.rule not in ("follow", "reject"):
             raise InputError(f"rule must be 'follow' or 'reject', not {self.rule!r}")
