@@ -23,7 +23,7 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def _passes_cost_the_same() -> Iterator[None]:
     """What ``auto`` is follows the time that passes take; in tests it is to be the same in every run."""
-    with mock.patch.object(costs, "_measure", lambda target: costs.StepCosts((1, 24), (1.0, 1.5))):
+    with mock.patch.object(costs, "_measure", return_value=costs.StepCosts((1, 24), (1.0, 1.5))):
         yield
 
 

@@ -440,7 +440,7 @@ def test_compare(bench: Bench, tmp_path: Path) -> None:
     shown = bench("compare", a, b, bare=True).out
     for words in ("the model differs", "the dtype differs: float32 and bfloat16", "number of threads differs"):
         assert words in shown
-    assert "the prompts differ\n" in shown
+    assert "the prompts differ: " in shown
     assert "(totals)" in shown
     assert "absent" in shown
 

@@ -11,8 +11,8 @@ import pytest
 from anabranch.analysis.simulate import simulate
 from anabranch.analysis.trace import TraceWriter, read_trace
 from anabranch.drafters import StepCosts, check_spec, make_drafter, with_costs
-from anabranch.drafters.combined import CombinedDrafter
 from anabranch.drafters import costs as drafter_costs
+from anabranch.drafters.combined import CombinedDrafter
 from anabranch.drafters.costs import _measure as real_measure
 from anabranch.drafters.costs import pass_costs, usual_costs
 from anabranch.drafters.width import MEMORY, PRIOR, Width

@@ -227,8 +227,9 @@ def test_results_are_told_before_the_figure_is_drawn(
     monkeypatch.setattr("anabranch.streams.folder.find_adapter", lambda *_: adapter)
     monkeypatch.setattr("anabranch.tune.fit.fit", lambda *_, **__: found)
     monkeypatch.setattr("anabranch.tune.figure.draw", lambda *_: 1 / 0)
-    asked = ["tune", "--max-new-tokens", "8", "--raw", "--dry", "--limit", "1", "--figure", str(tmp_path / "x.png")]
-    result = CliRunner().invoke(app, asked)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "w1 w2"}\n', encoding="utf-8")
+    asked = ["tune", "--prompts", str(tmp_path / "p.jsonl"), "--max-new-tokens", "8", "--raw", "--dry"]
+    result = CliRunner().invoke(app, [*asked, "--figure", str(tmp_path / "x.png")])
     assert isinstance(result.exception, ZeroDivisionError)
     assert "plain decoding" in result.stdout
     row = next(line for line in result.stdout.splitlines() if long in line)

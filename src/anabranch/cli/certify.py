@@ -80,5 +80,6 @@ def certify(
     if as_json:
         print(json.dumps({"drafter": drafter, "counts": counts, "prompts": [asdict(c) for c in found]}))
     else:
-        print(f"{counts['equal']} equal, {counts['tie']} ties, {counts['BUG']} bugs of {len(found)} prompts with {drafter}")
+        said = f"{counts['equal']} equal, {counts['tie']} ties, {counts['BUG']} bugs"
+        print(f"{said} of {len(found)} prompts with {drafter}")
     raise typer.Exit(1 if counts["BUG"] else 0)

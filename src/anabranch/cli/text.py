@@ -75,8 +75,8 @@ def generate(
     """Write text: an answer to the prompt, or with --raw its continuation.
 
     A model with a chat template is asked through it. The last line tells tokens, tokens/s, mean acceptance length
-    (tokens per forward), forwards and the drafter, what auto became; --compare adds the measured speedup over plain decoding. --trace records token
-    ids, drafts and times, no text.
+    (tokens per forward), forwards and the drafter, what auto became; --compare adds the measured speedup over plain
+    decoding. --trace records token ids, drafts and times, no text.
     """
     if compare and drafter == "none":
         raise InputError("--compare measures a drafter against plain decoding; choose another drafter than none")
