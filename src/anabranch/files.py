@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import shlex
+import tempfile
 from pathlib import Path
 
 from platformdirs import user_cache_dir
 
-__all__ = ["cache_home", "shown_command", "write_atomically"]
+from anabranch.errors import FileError
+
+__all__ = ["cache_home", "check_folder", "check_writable", "shown_command", "write_atomically"]
 
 
 def cache_home() -> Path:
@@ -35,3 +38,22 @@ def write_atomically(path: Path, data: str | bytes) -> None:
         os.replace(staged, path)
     finally:
         staged.unlink(missing_ok=True)
+
+
+def check_folder(folder: Path, what: str, instead: str) -> None:
+    """Make a folder and try to write there, before hours are spent for nothing. Raises FileError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise FileError(f"{what} cannot be written to {folder} ({error.strerror}); choose another {instead}") from error
+
+
+def check_writable(out: Path, what: str = "results", option: str = "--out") -> None:
+    """The same for the folder of a file, which stays as it is if it is there. ``what`` goes where ``option`` says."""
+    if out.exists() and not out.is_file():
+        raise FileError(f"{out} is {'a folder' if out.is_dir() else 'no file'}; give {option} a file name")
+    check_folder(out.parent, what, option)
+    if out.exists() and not os.access(out, os.W_OK):
+        raise FileError(f"{out} may not be written; choose another {option}")

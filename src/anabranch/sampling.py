@@ -32,6 +32,8 @@ __all__ = [
     "argmax",
     "generator",
     "gumbels",
+    "gumbels_of",
+    "halves",
     "inverse_cdf",
     "log_probs",
     "position_keys",
@@ -173,12 +175,22 @@ def gumbels(keys_N: NDArray[np.uint64], tokens_V: Tensor) -> Tensor:
 
     -log(-log(1 - v)) of v in (0, 1), which is a hash of 32 bits of both. The native kernels compute the same.
     """
-    low_N1, high_N1 = (torch.from_numpy((keys_N >> shift & HALF).astype(np.int64))[:, None] for shift in SHIFTS)
-    tokens_V = tokens_V.long()
-    x_NV = (tokens_V * GOLDEN + low_N1.to(tokens_V.device)) & MASK
-    x_NV = _mixed(_mixed(x_NV) ^ high_N1.to(tokens_V.device))
-    v_NV = ((x_NV.double() + 0.5) * 2.0**-32).clamp(max=1.0 - 2.0**-24)
-    return -(-torch.log1p(-v_NV)).log().float()
+    low_N, high_N = (half.to(tokens_V.device) for half in halves(keys_N))
+    return gumbels_of(low_N[:, None], high_N[:, None], tokens_V)
+
+
+def halves(keys: NDArray[np.uint64]) -> tuple[Tensor, Tensor]:
+    """The low and the high 32 bits of keys, int64, in their shape: what ``gumbels_of`` reads on a device."""
+    low, high = (torch.from_numpy((keys >> shift & HALF).astype(np.int64)) for shift in SHIFTS)
+    return low, high
+
+
+def gumbels_of(low: Tensor, high: Tensor, tokens: Tensor) -> Tensor:
+    """``gumbels`` of keys in halves and tokens that broadcast with them."""
+    x = (tokens.long() * GOLDEN + low) & MASK
+    x = _mixed(_mixed(x) ^ high)
+    v = ((x.double() + 0.5) * 2.0**-32).clamp(max=1.0 - 2.0**-24)
+    return -(-torch.log1p(-v)).log().float()
 
 
 def _mixed(x: Tensor) -> Tensor:

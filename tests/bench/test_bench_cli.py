@@ -361,7 +361,7 @@ def test_results_that_could_not_be_written(bench: Bench, tmp_path: Path, monkeyp
     assert "is a folder" in bench("--out", tmp_path).err
     done = bench("--trace", tmp_path / "file")
     assert done.code == 1
-    assert "nothing can be recorded in" in done.err
+    assert "recordings cannot be written to" in done.err
     same = bench("--method", "a b=none", "--method", "a/b=prompt_lookup", "--trace", tmp_path / "traces")
     assert "would both be recorded in" in same.err
 

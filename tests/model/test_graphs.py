@@ -82,9 +82,17 @@ def test_recorded_steps_say_what_the_host_says(case: str, name: str, monkeypatch
 def test_sampling(name: str, sampling: SamplingParams) -> None:
     requests = [request(n, n, 20, sampling=sampling, log_probs=True) for n in (9, 4)]
     wanted, _ = decode(small(), requests)
+    _, before = decode(small(), requests, DRAFTERS[name](small()), rows=2)
     with pretended.cuda():
         target = there(small())
-        assert decode(target, requests, DRAFTERS[name](target), rows=2)[0] == wanted
+        drafter = DRAFTERS[name](target)
+        tokens, found = decode(target, requests, drafter, rows=2)
+        assert tokens == wanted
+        for old, now in zip(before, found, strict=True):
+            assert [step.tree.tokens.tolist() for step in old] == [step.tree.tokens.tolist() for step in now]
+        streams = drafter.parts[0] if isinstance(drafter, CombinedDrafter) else drafter
+        assert isinstance(streams, StreamDrafter)
+        assert streams.tree.graphs.recorded > 0, "drafts that know the noise are recorded too"
 
 
 def run(target: Decoder, new: int = 30) -> Engine:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import csv
 import io
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from anabranch import plots
 from anabranch.analysis.cost import METHODS, Cost, Setting, costs
 from anabranch.analysis.theory import T5, streaming_speedup
 from anabranch.errors import FileError
-from anabranch.files import write_atomically
+from anabranch.files import check_folder, write_atomically
 from anabranch.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, RED
 
 if TYPE_CHECKING:
@@ -43,7 +42,9 @@ def write_figures(folder: Path, *, model: str = "Llama-2-13B") -> list[Path]:
     """
     plots.check_matplotlib()
     counted = _counted(model)
-    _check_folder(folder)
+    if folder.is_file():
+        raise FileError(f"{folder} is a file; give a folder for the figures, which need not exist yet")
+    check_folder(folder, "figures", "folder")
     pages: dict[str, tuple[Table, Draw]] = {
         "streaming_speedup": (_streaming(), _draw_streaming),
         "t5": (_t5(), _draw_t5),
@@ -61,17 +62,6 @@ def write_figures(folder: Path, *, model: str = "Llama-2-13B") -> list[Path]:
                 figure.suptitle(model)
         written += plots.save_both(figure, folder / name)
     return written
-
-
-def _check_folder(folder: Path) -> None:
-    if folder.is_file():
-        raise FileError(f"{folder} is a file; give a folder for the figures, which need not exist yet")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise FileError(f"figures cannot be written to {folder} ({error.strerror}); choose another folder") from error
 
 
 # -- numbers ---------------------------------------------------------------------------------------------------------

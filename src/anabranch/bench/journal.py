@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from anabranch.bench.run import Answer, Round
 from anabranch.errors import FileError, InputError
 from anabranch.files import write_atomically
 
-__all__ = ["Journal", "beside", "check_writable"]
+__all__ = ["Journal", "beside"]
 
 FORMATS = (".json", ".csv", ".md")
 
@@ -25,23 +24,6 @@ def beside(out: Path, suffix: str) -> Path:
     """``out`` with ``suffix`` behind it, in place of a suffix that a result has: results/a.json -> results/a.csv."""
     stem = out.name.removesuffix(out.suffix) if out.suffix in FORMATS else out.name
     return out.with_name(stem + suffix)
-
-
-def check_writable(out: Path, what: str = "results", option: str = "--out") -> None:
-    """Make the folder of ``out`` and try to write there. Raises FileError before hours are spent for nothing.
-
-    ``what`` is to be written, as ``option`` says.
-    """
-    if out.is_dir():
-        raise FileError(f"{out} is a folder; give {option} a file name in it")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out.parent):
-            pass
-    except OSError as error:
-        raise FileError(
-            f"{what} cannot be written to {out.parent} ({error.strerror}); choose another {option}"
-        ) from error
 
 
 class Journal:

@@ -7,7 +7,6 @@ prompt is through all contenders, while nothing is timed; what an interrupted pr
 from __future__ import annotations
 
 import re
-import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -21,11 +20,12 @@ from anabranch.bench.contenders import Run
 from anabranch.bench.entries import Entry
 from anabranch.engine import Step
 from anabranch.errors import FileError, InputError
+from anabranch.files import check_folder
 
-__all__ = ["Recordings", "check_folder"]
+__all__ = ["Recordings", "recorded_places"]
 
 
-def check_folder(folder: Path, entries: Sequence[Entry], *, resume: bool) -> dict[str, Path]:
+def recorded_places(folder: Path, entries: Sequence[Entry], *, resume: bool) -> dict[str, Path]:
     """Where each contender of ours is recorded, by name; makes the folder and tries to write there.
 
     Raises InputError for two labels that would share a file, and FileError for a folder that cannot be written or that
@@ -35,12 +35,7 @@ def check_folder(folder: Path, entries: Sequence[Entry], *, resume: bool) -> dic
     for name, path in places.items():
         if twice := next((n for n, p in places.items() if n != name and p.name.lower() == path.name.lower()), None):
             raise InputError(f"{name!r} and {twice!r} would both be recorded in {path}; give one of them another label")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise FileError(f"nothing can be recorded in {folder} ({error.strerror}); choose another --trace") from error
+    check_folder(folder, "recordings", "--trace")
     if not resume and (there := [path for path in places.values() if path.exists()]):
         raise FileError(f"{there[0]} is there already; remove it, or choose another folder with --trace")
     return places
@@ -53,7 +48,7 @@ def _place(folder: Path, name: str) -> Path:
 class Recordings:
     """Takes steps as prompts are decoded, and writes those of a prompt together; a context manager.
 
-    places    as ``check_folder`` returns them
+    places    as ``recorded_places`` returns them
     specs     the drafter of each contender, for the first line of its file
     settings  goes into the first line of every file as well
     """

@@ -145,6 +145,9 @@ def heading(result: Mapping[str, Any]) -> list[str]:
     if memory := result["memory_mb"]:
         held = ", ".join(f"{value:.0f} MB {kind}" for kind, value in memory.items())
         lines.append(f"Our contenders share one process; the most it held while decoding: {held}.")
+    became = [(r["name"], r["drafter"]) for r in result["contenders"] if r.get("drafter", r["spec"]) != r["spec"]]
+    if became:
+        lines.append("; ".join(f"{name} is {drafter} here" for name, drafter in became) + ".")
     for record in result["contenders"]:
         if info := record.get("info"):
             told = ", ".join(

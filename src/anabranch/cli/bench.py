@@ -121,11 +121,12 @@ def bench(
     from rich.console import Console
 
     from anabranch.bench.entries import check_installed, plain_of, read_entries, without_folders
-    from anabranch.bench.journal import Journal, check_writable
-    from anabranch.bench.recordings import Recordings, check_folder
+    from anabranch.bench.journal import Journal
+    from anabranch.bench.recordings import Recordings, recorded_places
     from anabranch.bench.report import heading, tables, wide_console
     from anabranch.bench.session import Session
     from anabranch.bench.suites import load_suite
+    from anabranch.files import check_writable
     from anabranch.model.quantize import QUANTIZATIONS
     from anabranch.plots import check_matplotlib
     from anabranch.sampling import SamplingParams
@@ -147,7 +148,7 @@ def bench(
     if out is not None:
         check_writable(out)
         Journal.check(out, resume=resume)
-    places = {} if trace is None else check_folder(trace, entries, resume=resume)
+    places = {} if trace is None else recorded_places(trace, entries, resume=resume)
     prompts = load_suite(suite, data=data, limit=limit, field=field, tasks=task or ())
 
     wanted = [kind for kind in QUANTIZATIONS if kind == "none" or any(entry.weights == kind for entry in entries)]
@@ -229,10 +230,10 @@ def _shape(
     import torch
     from rich.console import Console
 
-    from anabranch.bench.journal import beside, check_writable
+    from anabranch.bench.journal import beside
     from anabranch.bench.report import environment, wide_console
     from anabranch.bench.shapes import ROUNDS, WIDTHS, measure_shape, shape_record, shape_table
-    from anabranch.files import write_atomically
+    from anabranch.files import check_writable, write_atomically
     from anabranch.model.load import resolve_device, resolve_dtype
 
     if out is not None:

@@ -39,11 +39,11 @@ def tune(
     and picks method and tree that give most tokens a second; checks that by decoding. The choice is what 'auto' means
     afterwards, for this model, adapter, number of threads and machine. Let nothing else run meanwhile.
     """
-    from anabranch.bench.journal import check_writable
     from anabranch.bench.suites import load_suite
     from anabranch.cli.bench import encode
     from anabranch.cli.models import fetch_default
     from anabranch.errors import InputError
+    from anabranch.files import check_writable
     from anabranch.model.load import load_target
     from anabranch.model.pack import pack_decoder
     from anabranch.profiles import Situation, save_profile

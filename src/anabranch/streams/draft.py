@@ -29,7 +29,7 @@ from anabranch.model.graphs import Graphs
 from anabranch.model.pack import packed_like
 from anabranch.model.stack import NativeLinear, table_of
 from anabranch.native import library as native
-from anabranch.sampling import SamplingParams, gumbels, inverse_cdf, target_probs
+from anabranch.sampling import SamplingParams, gumbels_of, halves, inverse_cdf, target_probs
 from anabranch.streams.adapter import StreamAdapter
 from anabranch.tree import DraftTree
 
@@ -279,32 +279,36 @@ class StreamDraft:
         options = self.options
         budget = options.nodes if options.tree == "best" else None
         floor = math.log(options.threshold) if options.threshold else -math.inf
-        words, roots_B = self._vocabulary(rows, len(roots)), torch.tensor(roots)
-        if any(noise):
-            levels = self._grow(states_BSD, roots_B.to(states_BSD.device), words, noise)
-        else:
-            levels = self._recorded(states_BSD, roots_B, words)
+        levels = self._recorded(states_BSD, torch.tensor(roots), self._vocabulary(rows, len(roots)), self._drawn(noise))
         host = _to_host(levels)
         return [_collect(root, [(t[b], j[b], p[b]) for t, j, p in host], budget, floor) for b, root in enumerate(roots)]
 
-    def _recorded(self, states_BSD: Tensor, roots_B: Tensor, words: _Vocabulary) -> list[_Level]:
-        """``_grow`` without noise, recorded where that pays."""
+    def _drawn(self, noise: Sequence[DrawNoise | None]) -> tuple[Tensor, ...]:
+        """What rows draw with, as tensors: halves of keys [B, D], temperatures [B], and whether a row draws [B]."""
+        if not any(noise):
+            return ()
+        keys_BD = np.stack([np.zeros(self.depth, np.uint64) if n is None else n.keys_D[: self.depth] for n in noise])
+        temperatures_B = torch.tensor([1.0 if n is None else n.temperature for n in noise])
+        return *halves(keys_BD), temperatures_B, torch.tensor([n is not None for n in noise])
+
+    def _recorded(
+        self, states_BSD: Tensor, roots_B: Tensor, words: _Vocabulary, drawn: tuple[Tensor, ...]
+    ) -> list[_Level]:
+        """``_grow``, recorded where that pays."""
         own = () if words.own_BXD is None or words.offset_B1X is None else (words.own_BXD, words.offset_B1X)
 
-        def compute(states_BSD: Tensor, roots_B: Tensor, ids_BV: Tensor, *own: Tensor) -> tuple[Tensor, ...]:
+        def compute(states_BSD: Tensor, roots_B: Tensor, ids_BV: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
             told = replace(words, ids_BV=ids_BV)
             if own:
-                told.own_BXD, told.offset_B1X = own
-            levels = self._grow(states_BSD, roots_B, told, [None] * len(roots_B))
+                told.own_BXD, told.offset_B1X = more[: len(own)]
+            levels = self._grow(states_BSD, roots_B, told, more[len(own) :])
             return tuple(part for level in levels for part in (level.tokens, level.joint, level.parents))
 
-        key, inputs = words.ids_BV.shape, (states_BSD, roots_B, words.ids_BV, *own)
+        key, inputs = (words.ids_BV.shape, len(drawn)), (states_BSD, roots_B, words.ids_BV, *own, *drawn)
         found = self.graphs.run(self.target.recorder, key, compute, inputs, states_BSD.device)
         return [_Level(*found[i : i + 3]) for i in range(0, len(found), 3)]
 
-    def _grow(
-        self, states_BSD: Tensor, roots_B: Tensor, words: _Vocabulary, noise: Sequence[DrawNoise | None]
-    ) -> list[_Level]:
+    def _grow(self, states_BSD: Tensor, roots_B: Tensor, words: _Vocabulary, drawn: tuple[Tensor, ...]) -> list[_Level]:
         options = self.options
         k = options.children
         tokens, joint = roots_B[:, None], torch.zeros(len(roots_B), 1, device=roots_B.device)
@@ -319,10 +323,11 @@ class StreamDraft:
             states, carried = self.condition(states_BSD[:, d : d + 1], tokens, carried)
             ids = words.ids_BV if shortlists is None else shortlists[:, d]
             scores = self.logits(states, words) if shortlists is None else self._shortlist_logits(states, ids)
-            for b, drawn in enumerate(noise):
-                if drawn is not None:
-                    own = gumbels(drawn.keys_D[d : d + 1], ids[b])
-                    scores[b] = (scores[b] / drawn.temperature + own) * TRUST
+            if drawn:
+                low_BD, high_BD, temperatures_B, draws_B = drawn
+                own_BV = gumbels_of(low_BD[:, d : d + 1], high_BD[:, d : d + 1], ids)
+                noisy = (scores / temperatures_B[:, None, None] + own_BV[:, None]) * TRUST
+                scores = torch.where(draws_B[:, None, None], noisy, scores)
             log_probs, best = self._best(scores, min(k, ids.shape[1]))
             level = _children(ids, best, joint[:, :, None] + log_probs)
             width = level.tokens.shape[1]

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import tempfile
 import time
 import zlib
 from collections import deque
@@ -28,7 +27,7 @@ from jinja2 import TemplateError
 from anabranch.drafters.none import NoDrafter
 from anabranch.engine import Engine, Request
 from anabranch.errors import FileError, InputError
-from anabranch.files import write_atomically
+from anabranch.files import check_writable, write_atomically
 from anabranch.model.load import Target
 from anabranch.sampling import SamplingParams
 from anabranch.train.data import lone_surrogate
@@ -157,7 +156,7 @@ def check_out(out: Path, prompts: Path) -> None:
 
     Makes the folder of ``out`` and nothing else. Raises FileError.
     """
-    _check_writable(out)
+    check_writable(out, "answers")
     if out.resolve() == prompts.resolve() or (out.exists() and prompts.exists() and out.samefile(prompts)):
         raise FileError(f"{out} holds the prompts, so answers cannot be written to it; give --out another file")
     _answered(out)
@@ -194,7 +193,7 @@ def write_answers(
     described = asdict(replace(sampling, processors=()))
     described.pop("processors")
     settings = {"fingerprint": target.fingerprint, "max_new_tokens": max_new_tokens, **described}
-    _check_writable(out)
+    check_writable(out, "answers")
     _agree(out, settings)
     known = _answered(out)
     for prompt in prompts:
@@ -269,21 +268,6 @@ def _ordered(prompts: Sequence[Prompt], chunk: int) -> Iterator[Prompt]:
         yield from sorted(order[first : first + chunk], key=lambda prompt: len(prompt.ids), reverse=number % 2 == 1)
 
 
-def _check_writable(out: Path) -> None:
-    """Make the folder of ``out`` and try to write there; a file that is there stays as it is."""
-    try:
-        if out.exists() and not out.is_file():
-            raise FileError(f"{out} is {'a folder' if out.is_dir() else 'no file'}; give --out a file name")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out.parent):
-            pass
-        if out.exists():
-            with out.open("ab"):
-                pass
-    except OSError as error:
-        raise _unwritable(out, error) from error
-
-
 def _agree(out: Path, settings: dict[str, Any]) -> None:
     """Check that the file goes on as it began."""
     path = settings_path(out)
@@ -331,7 +315,7 @@ def _begin(out: Path, settings: dict[str, Any]) -> None:
         try:
             write_atomically(settings_path(out), json.dumps(settings, indent=2) + "\n")
         except OSError as error:
-            raise _unwritable(out, error) from error
+            raise FileError(f"answers cannot be written to {out} ({error.strerror}); choose another --out") from error
         return
     whole, torn = _torn(out.read_bytes())
     if torn:
@@ -353,10 +337,6 @@ def _torn(data: bytes) -> tuple[bytes, bytes]:
     except ValueError:
         return data[:end], data[end:]
     return data, b""
-
-
-def _unwritable(out: Path, error: OSError) -> FileError:
-    return FileError(f"answers cannot be written to {out} ({error.strerror}); choose another --out")
 
 
 def _no_answer(out: Path, number: int) -> FileError:
