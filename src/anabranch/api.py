@@ -16,6 +16,7 @@ from anabranch import generation
 from anabranch.drafters import AUTO, Drafter, check_spec, make_drafter
 from anabranch.engine import Engine, Request
 from anabranch.errors import CapabilityError, InputError
+from anabranch.files import LONE_SURROGATES
 from anabranch.generation import Chunk, Generation
 from anabranch.model.load import Target, load_target
 from anabranch.model.pack import pack_decoder
@@ -195,11 +196,8 @@ class Model:
         return self._ids(text, add_special_tokens=False)
 
     def _ids(self, text: str, **options: Any) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            wrong = text[error.start : error.end]
-            raise InputError(f"the prompt is no valid text: {wrong!r} at {error.start} is half a character") from error
+        if half := LONE_SURROGATES.search(text):
+            raise InputError(f"the prompt is no valid text: {half[0]!r} at {half.start()} is half a character")
         return list(self.tokenizer.encode(text, **options))
 
     def _make_drafter(self, spec: str) -> Drafter:

@@ -195,6 +195,13 @@ class Engine:
         self._rows.pop()
         self.drafter.leave(row.context)
 
+    def rehearse(self, request: Request) -> None:
+        """Decode ``request`` as often as shapes must come to be recorded, where they are: for whoever times it then."""
+        for _ in range(0 if self.target.recorder is None else 2):
+            self.add(request)
+            for _ in self.run():
+                pass
+
     # -- the loop -------------------------------------------------------------------------------------
     def run(self) -> Iterator[Step]:
         """Steps of all rows until none is left."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import tempfile
 from pathlib import Path
@@ -11,7 +12,18 @@ from platformdirs import user_cache_dir
 
 from anabranch.errors import FileError
 
-__all__ = ["cache_home", "check_folder", "check_writable", "shown_command", "write_atomically"]
+__all__ = [
+    "LONE_SURROGATES",
+    "cache_home",
+    "check_folder",
+    "check_writable",
+    "shown_command",
+    "without_folders",
+    "write_atomically",
+]
+
+# halves of characters, as JSON can have them: no tokenizer reads them, and UTF-8 cannot hold them
+LONE_SURROGATES = re.compile("[\ud800-\udfff]+")
 
 
 def cache_home() -> Path:
@@ -22,8 +34,17 @@ def cache_home() -> Path:
 
 
 def shown_command(*words: str) -> str:
-    """A command for result files, which go to other machines: of absolute paths the last part."""
-    return shlex.join(Path(word).name if Path(word).is_absolute() else word for word in words)
+    """A command for result files."""
+    return shlex.join(map(without_folders, words))
+
+
+def without_folders(text: str) -> str:
+    """A word, a spec or a setting for result files, which go to other machines: of absolute paths the last part."""
+
+    def last(found: re.Match[str]) -> str:
+        return Path(found[0]).name if Path(found[0]).is_absolute() else found[0]
+
+    return last(whole) if (whole := re.fullmatch("/.*", text, re.DOTALL)) else re.sub("(?<==)[^=,]+", last, text)
 
 
 def write_atomically(path: Path, data: str | bytes) -> None:

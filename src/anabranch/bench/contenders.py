@@ -52,11 +52,9 @@ class Ours:
         self.stop = frozenset(target.config.eos_token_ids)
 
     def decode(self, prompt_ids: Sequence[int], *, max_new_tokens: int) -> Run:
-        """Decode one prompt. Where shapes are recorded when they come for the second time, that has happened before."""
+        """Decode one prompt."""
         request = Request(prompt_ids, max_new_tokens, self.sampling, self.stop)
-        for _ in range(0 if self.engine.target.recorder is None else 2):
-            self.engine.add(request)
-            list(self.engine.run())
+        self.engine.rehearse(request)
         began = time.perf_counter()
         self.engine.add(request)
         prefilled = time.perf_counter()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from anabranch.bench.contenders import Contender, Ours
@@ -13,6 +11,7 @@ from anabranch.bench.peers import open_peer, parse_peer
 from anabranch.bench.peers.environments import find_python
 from anabranch.drafters import check_spec, make_drafter
 from anabranch.errors import InputError
+from anabranch.files import without_folders
 from anabranch.model.load import Target
 from anabranch.model.quantize import QUANTIZATIONS, Quantization, check_quantization
 from anabranch.profiles import resolve
@@ -27,7 +26,6 @@ __all__ = [
     "open_entry",
     "plain_of",
     "read_entries",
-    "without_folders",
 ]
 
 PLAIN = "none"
@@ -88,15 +86,6 @@ def check_installed(entries: Sequence[Entry]) -> None:
             environment = parse_peer(entry.spec)[0].environment
             if environment is not None:
                 find_python(environment)
-
-
-def without_folders(text: str) -> str:
-    """A spec or a setting for result files, which go to other machines: of absolute paths behind "=" the last part."""
-
-    def last(found: re.Match[str]) -> str:
-        return Path(found[0]).name if Path(found[0]).is_absolute() else found[0]
-
-    return re.sub("(?<==)[^=,]+", last, text)
 
 
 def plain_of(entries: Sequence[Entry], weights: Quantization) -> str | None:

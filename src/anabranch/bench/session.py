@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from anabranch.bench.contenders import Contender
-from anabranch.bench.entries import Entry, Loaded, open_entry, plain_of, without_folders
+from anabranch.bench.entries import Entry, Loaded, open_entry, plain_of
 from anabranch.bench.journal import Journal
 from anabranch.bench.machine import forget_peak, measure_machine, peak_memory_mb, weight_bytes
 from anabranch.bench.recordings import Recordings
 from anabranch.bench.report import SCHEMA, environment
 from anabranch.bench.run import FAILURES, Encoded, Report, Round, describe, gather, rounds, warm_up
 from anabranch.bench.summary import summarise
+from anabranch.files import without_folders
 from anabranch.model.quantize import Quantization
 from anabranch.sampling import SamplingParams
 

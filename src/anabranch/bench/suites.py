@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from anabranch.errors import FetchError, FileError, InputError
+from anabranch.files import LONE_SURROGATES
 
 __all__ = ["SUITES", "Prompt", "Suite", "load_suite", "read_rows"]
 
@@ -136,15 +137,12 @@ def _prompts(
 
 
 def _check_characters(prompt: Prompt, number: int, where: str) -> None:
-    r"""Refuse a lone surrogate, as JSON can have it ("\ud800"): no tokenizer reads it, and no file holds it."""
     for what, text in (("name", prompt.name), ("task", prompt.task), ("text", prompt.text)):
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
+        if half := LONE_SURROGATES.search(text):
             raise InputError(
                 f"line {number} of {where}: the {what} of the prompt {prompt.name!a} has half a character "
-                f"({text[error.start]!a}, a lone surrogate) at place {error.start}; remove it, or write the whole one"
-            ) from error
+                f"({half[0][0]!a}, a lone surrogate) at place {half.start()}; remove it, or write the whole one"
+            )
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

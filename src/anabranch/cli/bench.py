@@ -120,13 +120,13 @@ def bench(
         return
     from rich.console import Console
 
-    from anabranch.bench.entries import check_installed, plain_of, read_entries, without_folders
+    from anabranch.bench.entries import check_installed, plain_of, read_entries
     from anabranch.bench.journal import Journal
     from anabranch.bench.recordings import Recordings, recorded_places
     from anabranch.bench.report import heading, tables, wide_console
     from anabranch.bench.session import Session
     from anabranch.bench.suites import load_suite
-    from anabranch.files import check_writable
+    from anabranch.files import check_writable, without_folders
     from anabranch.model.quantize import QUANTIZATIONS
     from anabranch.plots import check_matplotlib
     from anabranch.sampling import SamplingParams
@@ -156,7 +156,7 @@ def bench(
     encoded = [(prompt, encode(loaded.target.tokenizer, prompt.text, raw=raw)) for prompt in prompts]
     _check_lengths(encoded, max_new_tokens, loaded.target.config.max_positions)
     run = {
-        "model": Path(model).name if Path(model).is_absolute() else model,
+        "model": without_folders(model),
         "fingerprint": loaded.target.fingerprint,
         "adapter": None if loaded.adapter is None else loaded.adapter.record.get("sha256"),
         "suite": Path(suite).name,
@@ -413,19 +413,13 @@ def _write(result: dict[str, Any], out: Path, *, figures: bool) -> list[Path]:
 
 
 def _command() -> str:
-    """The command as anyone could give it: the data folder is called DIR, and of other absolute paths the last part is
-    left; that it was resumed changes nothing.
-    """
-    from anabranch.bench.entries import without_folders
+    """The command as anyone could give it: the data folder is called DIR; that it was resumed changes nothing."""
     from anabranch.files import shown_command
 
-    given = [word for word in sys.argv[1:] if word != "--resume"]
-    words = []
-    for before, word in zip(["", *given], given, strict=False):
-        option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
-        if before == "--data" or (option == "--data" and equals):
-            value = "DIR"
-        elif equals and Path(value).is_absolute():
-            value = Path(value).name
-        words.append(option + equals + without_folders(value))
+    words = [word for word in sys.argv[1:] if word != "--resume"]
+    for place, word in enumerate(words):
+        if word.startswith("--data="):
+            words[place] = "--data=DIR"
+        elif word == "--data" and place + 1 < len(words):
+            words[place + 1] = "DIR"
     return shown_command("anabranch", *words)

@@ -100,15 +100,14 @@ def _measure(target: Decoder) -> StepCosts:
         return ms
 
     with target.decoding():
-        once(1)  # memory is touched for the first time
-        began, rounds = time.perf_counter(), 0
         tried = [rows for rows in ROWS if rows <= widest]
-        # PyTorch prepares itself for each shape when it sees it first
-        while rounds < (2 if kernels is None else 1) or time.perf_counter() - began < SECONDS:
-            rounds += 1
+        for rows in tried if kernels is None else tried[:1]:
+            once(rows)  # memory is touched for the first time, and PyTorch prepares itself for each shape
+        began = time.perf_counter()
+        while not least or time.perf_counter() - began < SECONDS:
             for place, rows in enumerate(tried):
                 least[rows] = min(least.get(rows, math.inf), once(rows))
-                if least[rows] > ENOUGH * least[1] and (rounds > 1 or kernels is not None):
+                if least[rows] > ENOUGH * least[1]:
                     tried = tried[: place + 1]
                     break
     known = [rows for rows in ROWS if rows <= tried[-1]]

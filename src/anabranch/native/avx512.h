@@ -58,11 +58,12 @@ inline Floats where_above(Floats a, Floats b, Floats yes, Floats no) {
 inline __m256i to_bf16(Floats x) {
 #ifdef __AVX512BF16__
   return (__m256i)_mm512_cvtneps_pbh(x);
-#endif
+#else
   const __m512i u = _mm512_castps_si512(x);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
   const __m512i r = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(r, 16));
+#endif
 }
 
 inline Floats widened(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }

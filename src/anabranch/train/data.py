@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import FileError, InputError
+from anabranch.files import LONE_SURROGATES
 
 __all__ = [
     "Batch",
@@ -121,11 +122,8 @@ def read_texts(path: Path, tokenizer: Any, *, max_tokens: int, prompt_tokens: in
 
 def lone_surrogate(value: Any) -> str:
     """The first lone surrogate of a JSON value, escaped: half of a character, which UTF-8 cannot hold. Else nothing."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        return ascii(error.object[error.start])[1:-1]
-    return ""
+    found = LONE_SURROGATES.search(json.dumps(value, ensure_ascii=False))
+    return "" if found is None else ascii(found[0][0])[1:-1]
 
 
 def digest(examples: Iterable[Example]) -> str:

@@ -240,10 +240,9 @@ def _check(
     for number, prompt in enumerate(prompts):
         report("check", number, len(prompts))
         for name, engine in engines.items():
-            for _ in range(0 if target.decoder.recorder is None else 2):  # shapes are recorded at their second time
-                engine.add(Request(prompt, max_new_tokens, stop_ids=stop))
-                list(engine.run())
-            engine.add(Request(prompt, max_new_tokens, stop_ids=stop))
+            request = Request(prompt, max_new_tokens, stop_ids=stop)
+            engine.rehearse(request)
+            engine.add(request)
             began = time.perf_counter()
             tokens[name] += sum(len(step.tokens) for step in engine.run())
             seconds[name] += time.perf_counter() - began

@@ -138,9 +138,10 @@ def measure_steps(
     for done in range(rounds + 1):
         report("step times", done, rounds + 1)
         for one in timed.values():
-            recording = done == 0 and target.decoder.recorder is not None
-            one.run(request, 2 * request.max_new_tokens if recording else steps)
-            if done == 0:  # memory is touched for the first time, and shapes are recorded at their second
+            if done == 0:
+                one.engine.rehearse(request)
+            one.run(request, steps)
+            if done == 0:  # memory is touched for the first time
                 one.rest.clear()
                 one.draft.clear()
     samples = [one.rest for one in timed.values() if one.rest and one.nodes is not None]  # alike but for noise
