@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 from anabranch.errors import (
     AdapterError,
     AnabranchError,
+    AnabranchWarning,
     CapabilityError,
     DeviceError,
     FetchError,
     FileError,
     InputError,
     ModelError,
+    PerformanceWarning,
 )
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AdapterError",
     "AnabranchError",
+    "AnabranchWarning",
     "CapabilityError",
     "Chunk",
     "DeviceError",
@@ -38,6 +41,7 @@ __all__ = [
     "InputError",
     "Model",
     "ModelError",
+    "PerformanceWarning",
     "Stats",
     "__version__",
     "load",

@@ -10,6 +10,11 @@
     +-- DeviceError       a device that is missing or out of memory
 
 Programming mistakes inside the package stay ``AssertionError``; nothing is caught to hide them.
+
+What works, but not as well as it could, is a warning. The command line prints each as one line on standard error.
+
+    AnabranchWarning
+    +-- PerformanceWarning   slower than it could be here; the message says why and what to do
 """
 
 from __future__ import annotations
@@ -17,12 +22,14 @@ from __future__ import annotations
 __all__ = [
     "AdapterError",
     "AnabranchError",
+    "AnabranchWarning",
     "CapabilityError",
     "DeviceError",
     "FetchError",
     "FileError",
     "InputError",
     "ModelError",
+    "PerformanceWarning",
 ]
 
 
@@ -56,3 +63,11 @@ class FetchError(AnabranchError):
 
 class DeviceError(AnabranchError):
     """A device that does not exist or has no memory left."""
+
+
+class AnabranchWarning(UserWarning):
+    """Base of every warning of the package."""
+
+
+class PerformanceWarning(AnabranchWarning):
+    """Slower than it could be here; the message says why and what to do."""

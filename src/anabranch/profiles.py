@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,9 +22,10 @@ from anabranch.errors import FileError
 from anabranch.files import cache_home, write_atomically
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import Target
+from anabranch.processor import processor_name
 from anabranch.streams.folder import LoadedAdapter
 
-__all__ = ["Situation", "find_profile", "processor_name", "resolve", "save_profile"]
+__all__ = ["Situation", "find_profile", "resolve", "save_profile"]
 
 FORMAT = 2
 # what "auto" may mean where nobody tuned: rows that a pass verifies, and tokens that it emits on prompts of many kinds
@@ -85,16 +85,6 @@ class Situation:
         """Where its profile lies."""
         named = json.dumps({"format": FORMAT, **self.__dict__}, sort_keys=True)
         return cache_home() / "profiles" / f"{hashlib.sha256(named.encode()).hexdigest()[:16]}.json"
-
-
-def processor_name() -> str:
-    """What the processor calls itself."""
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def save_profile(situation: Situation, drafter: str, record: dict[str, Any]) -> Path:

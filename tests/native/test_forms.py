@@ -133,12 +133,12 @@ def test_who_may_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor without something, and whoever asks to do without it."""
     needs = {name: needed for name, (needed, _) in native.FORMS.items()}
     monkeypatch.delenv("ANABRANCH_NATIVE", raising=False)
-    monkeypatch.setattr(native, "_processor_flags", lambda: needs["avx2"])
+    monkeypatch.setattr(native, "processor_flags", lambda: needs["avx2"])
     assert native._forms() == ["avx2"]
-    monkeypatch.setattr(native, "_processor_flags", lambda: needs["avx2"] - {"fma"})
+    monkeypatch.setattr(native, "processor_flags", lambda: needs["avx2"] - {"fma"})
     assert native._forms() == []
     assert "fma" in native._unfit()
-    monkeypatch.setattr(native, "_processor_flags", lambda: needs["avx2"] | needs["amx"])
+    monkeypatch.setattr(native, "processor_flags", lambda: needs["avx2"] | needs["amx"])
     monkeypatch.setenv("ANABRANCH_NATIVE", "avx512")
     assert native._forms() == ["avx512", "avx2"]
     monkeypatch.setenv("ANABRANCH_NATIVE", "avx2")

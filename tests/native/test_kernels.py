@@ -465,7 +465,7 @@ def test_where_they_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     for change in (
         lambda m: m.setenv("ANABRANCH_NATIVE", "0"),
         lambda m: m.setattr(native, "_compiler", lambda: None),
-        lambda m: m.setattr(native, "_processor_flags", lambda: frozenset()),
+        lambda m: m.setattr(native, "processor_flags", lambda: frozenset()),
         lambda m: m.setattr(native.platform, "machine", lambda: "riscv64"),
         lambda m: m.setattr(native, "_compiled", lambda _: (x for x in ()).throw(subprocess.SubprocessError("ice"))),
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ from anabranch.cli.certify import certify
 from anabranch.cli.models import info, pull
 from anabranch.cli.text import chat, generate
 from anabranch.cli.tune import tune
-from anabranch.errors import AnabranchError
+from anabranch.errors import AnabranchError, AnabranchWarning
 
 __all__ = ["app", "main"]
 
@@ -60,10 +61,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="replace")
+    warnings.showwarning = _show_warning  # type: ignore[assignment]
     code = _run(arguments)
     if code == INTERRUPTED:
         print("\nstopped", file=sys.stderr)
     sys.exit(code)
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *_: Any) -> None:
+    """Warnings of the package as one line on standard error; those of other packages are for developers."""
+    if issubclass(category, AnabranchWarning):
+        _say("warning: ", "bold yellow", str(message))
 
 
 def _run(arguments: Sequence[str] | None) -> int:
@@ -93,7 +101,11 @@ def _misused(error: Any) -> int:
 
 
 def _complain(sentence: str) -> None:
+    _say("error: ", "bold red", sentence)
+
+
+def _say(label: str, style: str, sentence: str) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    Console(stderr=True, soft_wrap=True).print(Text("error: ", style="bold red") + Text(sentence, style="default"))
+    Console(stderr=True, soft_wrap=True).print(Text(label, style=style) + Text(sentence, style="default"))

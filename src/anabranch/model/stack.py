@@ -20,7 +20,18 @@ from anabranch.native import library as native
 
 KEPT = 16  # layers made ready for a cache, that many times
 
-__all__ = ["HeadTable", "LayerWeights", "NativeLinear", "Stack", "StackStep", "native_for", "table_of"]
+__all__ = [
+    "HeadTable",
+    "KernelUse",
+    "LayerWeights",
+    "NativeLinear",
+    "Stack",
+    "StackStep",
+    "kernels_of",
+    "native_for",
+    "table_of",
+    "why_not_native",
+]
 
 
 class NativeLinear(nn.Module):
@@ -319,16 +330,49 @@ def norm_weight(norm: Norm) -> Tensor:
     return weight + 1.0 if norm.plus_one else weight
 
 
-def native_for(target: Decoder) -> bool:
-    """Whether the kernels are there and know this target: on a CPU, wired as Llama is, sizes multiples of 32."""
+@dataclass(frozen=True)
+class KernelUse:
+    """Which kernels decode a target: ``name`` is "torch" or one of ``native.FORMS``.
+
+    why     why these and none that are faster; empty where they are the best that this processor can run
+    advice  what the user can do about it; empty where there is nothing
+    """
+
+    name: str
+    why: str = ""
+    advice: str = ""
+
+
+def kernels_of(target: Decoder) -> KernelUse:
+    """Which kernels decode a packed target, and why no faster ones."""
+    if target.stack is not None:
+        return KernelUse(target.stack.kernels.form)
+    return KernelUse("torch", why_not_native(target))
+
+
+def why_not_native(target: Decoder) -> str:
+    """Why the native kernels cannot run this target; empty where they can."""
     c = target.config
-    sizes = (c.hidden_size, c.head_dim, c.intermediate_size)
+    if target.device.type != "cpu":
+        return f"the native kernels are for CPUs, not {target.device.type}"
+    if target.dtype not in (torch.bfloat16, torch.float32):
+        return f"the native kernels take bfloat16 and float32, not {str(target.dtype).removeprefix('torch.')}"
+    if isinstance(target.head, QuantizedLinear) and target.dtype != torch.bfloat16:
+        return "the native kernels run quantised weights beside bfloat16 only"
     wired = c.wiring == "sequential" and c.norm == "rms" and c.gated_mlp and c.activation == "silu"
     plain = not (c.post_norms or c.mlp_bias or c.attention_softcap is not None) and c.position == "rope"
-    plain = plain and c.embedding_scale == 1.0
     alike = len({c.is_sliding(layer) for layer in range(c.num_layers)}) == 1
-    fits = all(size % 32 == 0 for size in sizes) and c.head_dim <= 128 and c.rope.dim % 2 == 0
-    narrow = isinstance(target.head, QuantizedLinear)
-    typed = target.dtype == torch.bfloat16 or (target.dtype == torch.float32 and not narrow)
-    here = target.device.type == "cpu" and typed
-    return here and wired and plain and alike and fits and native.library() is not None
+    if not (wired and plain and alike and c.embedding_scale == 1.0):
+        return f"the native kernels do not cover the {c.family} family"
+    sizes = {"hidden_size": c.hidden_size, "head_dim": c.head_dim, "intermediate_size": c.intermediate_size}
+    for name, size in sizes.items():
+        if size % 32:
+            return f"the native kernels take sizes in multiples of 32, and {name} is {size}"
+    if c.head_dim > 128 or c.rope.dim % 2 or c.rope.dim > c.head_dim:
+        return f"the native kernels take heads of at most 128 channels, and these have {c.head_dim}"
+    return "" if native.library() is not None else native.why_not()
+
+
+def native_for(target: Decoder) -> bool:
+    """Whether the native kernels can run this target."""
+    return not why_not_native(target)

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from anabranch.errors import InputError
 from anabranch.files import cache_home
+from anabranch.processor import processor_flags
 
 __all__ = [
     "BLOCK",
@@ -427,7 +428,7 @@ def _unfit() -> str:
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return f"they are for x86-64 Linux, not {platform.system()} on {platform.machine()}"
     if not _forms():
-        return f"this processor lacks {sorted(FORMS['avx2'][0] - _processor_flags())[0]}"
+        return f"this processor lacks {sorted(FORMS['avx2'][0] - processor_flags())[0]}"
     if _compiler() is None:
         return "there is no C++ compiler; install g++ or set CXX"
     return ""
@@ -447,18 +448,10 @@ def _forms() -> list[str]:
     """Those of ``FORMS`` that this process may use."""
     wanted, names = _wanted(), list(FORMS)
     names = names[names.index(wanted) :] if wanted in names else names
-    names = [name for name in names if FORMS[name][0] <= _processor_flags()]
+    names = [name for name in names if FORMS[name][0] <= processor_flags()]
     if "amx" in names and ctypes.CDLL(None).syscall(*ASK_FOR_TILES) != 0:
         names.remove("amx")
     return names
-
-
-@lru_cache(maxsize=1)
-def _processor_flags() -> frozenset[str]:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("flags"):
-            return frozenset(line.split(":", 1)[1].split())
-    return frozenset()
 
 
 def _compiler() -> str | None:
@@ -472,7 +465,7 @@ def _compiled(flags: tuple[str, ...] = FLAGS) -> Path:
     assert compiler is not None
     named = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
     source = [path.read_text(encoding="utf-8") for path in (SOURCE, *HEADERS)]
-    identity = repr((source, flags, compiler, named, sorted(_processor_flags())))
+    identity = repr((source, flags, compiler, named, sorted(processor_flags())))
     path = cache_home() / "native" / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
