@@ -20,6 +20,7 @@ from anabranch.files import LONE_SURROGATES
 from anabranch.generation import Chunk, Generation
 from anabranch.model.load import Target, load_target
 from anabranch.model.pack import pack_decoder
+from anabranch.processor import set_threads
 from anabranch.profiles import resolve
 from anabranch.sampling import LogitsProcessor, SamplingParams
 from anabranch.streams.folder import LoadedAdapter, find_adapter
@@ -63,6 +64,7 @@ def load(
     device: str = "auto",
     quantize: str = "none",
     revision: str | None = None,
+    threads: int | None = None,
 ) -> Model:
     """Load a target and choose how it drafts.
 
@@ -72,6 +74,7 @@ def load(
     adapter  folder of a stream adapter; None: the one that ships for this target, if any
     dtype    "auto" (bf16 where the weights are), "float32", "bfloat16", "float16"
     quantize "int8" or "int4" weights: that model is then the target, whose own output speculation keeps
+    threads  CPU threads of this process; None: torch's choice, at most what the container's quota allows
 
     Raises FetchError, FileError, ModelError, AdapterError, CapabilityError and DeviceError, each with a sentence that
     says what to do.
@@ -79,6 +82,7 @@ def load(
     check_spec(drafter)
     if not isinstance(name, str | Path):
         raise InputError(f"a model is named by a string or a path, not {type(name).__name__}")
+    set_threads(threads)
     target = load_target(str(name), dtype=dtype, device=device, quantize=quantize, revision=revision)
     loaded = find_adapter(target, None if adapter is None else Path(adapter))
     pack_decoder(target.decoder)
