@@ -52,6 +52,7 @@ def test_generate(toys: ToyFolders, quantize: str) -> None:
             assert texts[0] == texts[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("_cuda")
 def test_commands(toys: ToyFolders, tmp_path: Path) -> None:
     prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
@@ -76,6 +77,7 @@ def test_steps_of_a_shape() -> None:
     assert {times.kind for times in found.times} == {"plain", "verify 1", "verify 4", "streams"}
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("_cuda")
 def test_tune(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("anabranch.tune.fit.BUDGETS", (4, 8))

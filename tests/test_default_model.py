@@ -110,6 +110,7 @@ def test_the_shipped_adapter_is_small() -> None:
         assert weights.stat().st_size <= 8_000_000
 
 
+@pytest.mark.thorough
 @torch.inference_mode()
 def test_first_token_law_at_temperature_one(target: Target, adapter: StreamAdapter) -> None:
     """Chi-square of both rules against the target's own law (T = 1, top-k 50), drafts sampled from streams."""
