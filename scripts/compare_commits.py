@@ -1,0 +1,150 @@
+"""Compare the speed of two checkouts: the same prompts in turns, each checkout in a process of its own.
+
+Every prompt is decoded by the one, then by the other, and in the opposite order next time, so that a machine that
+drifts drifts for both. Reports tokens/s of each, the median and quartiles of the pairwise ratios (this checkout over
+the other), and on how many prompts the tokens are the same. Greedy, batch 1. Let nothing else run meanwhile.
+
+    python scripts/compare_commits.py --before ../base --data ../shared/data --limit 20 \\
+        --case bf16:auto --case int4:auto --out benchmarks/NAME.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anabranch.bench.report import environment
+from anabranch.bench.suites import load_suite
+from anabranch.files import shown_command, write_atomically
+
+HERE = Path(__file__).resolve().parents[1]
+
+
+def serve() -> None:
+    """Decode what standard input asks for, with the package on the path: what a worker process does."""
+    import anabranch
+
+    settings = json.loads(sys.stdin.readline())
+    answers, sys.stdout = sys.stdout, sys.stderr
+    model = anabranch.load("default", quantize=settings["quantize"], drafter=settings["drafter"])
+    prompts = [model.chat_ids([{"role": "user", "content": text}]) for text in settings["prompts"]]
+    model.generate(prompts[0], max_new_tokens=16)
+    print(json.dumps({"drafter": model.drafter}), file=answers, flush=True)
+    for line in sys.stdin:
+        found = model.generate(prompts[int(line)], max_new_tokens=settings["max_new_tokens"])
+        took = {"tokens": found.token_ids, "rate": found.stats.tokens_per_second, "steps": found.stats.steps}
+        print(json.dumps(took), file=answers, flush=True)
+
+
+class Worker:
+    """One checkout, ready to decode."""
+
+    def __init__(self, checkout: Path, settings: dict[str, Any]) -> None:
+        environment = os.environ | {"PYTHONPATH": str(checkout / "src")}
+        command = [sys.executable, str(Path(__file__).resolve()), "--serve"]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            text=True,
+        )
+        self.drafter = self.ask(json.dumps(settings))["drafter"]
+
+    def ask(self, line: str) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(line, file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise SystemExit(f"a worker ended with status {self._process.wait()}")
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+def compare(case: str, args: argparse.Namespace, prompts: list[str]) -> dict[str, Any]:
+    kind, _, drafter = case.partition(":")
+    quantize = "none" if kind == "bf16" else kind
+    settings = {"quantize": quantize, "drafter": drafter or "auto", "prompts": prompts}
+    settings["max_new_tokens"] = args.max_new_tokens
+    workers = {"before": Worker(args.before.resolve(), settings), "now": Worker(HERE, settings)}
+    rates: dict[str, list[float]] = {"before": [], "now": []}
+    same = 0
+    for turn in range(args.repeats):
+        for number in range(len(prompts)):
+            order = ["before", "now"] if (number + turn) % 2 == 0 else ["now", "before"]
+            found = {name: workers[name].ask(str(number)) for name in order}
+            for name in order:
+                rates[name].append(found[name]["rate"])
+            same += found["before"]["tokens"] == found["now"]["tokens"]
+    for worker in workers.values():
+        worker.close()
+    ratios = [now / before for before, now in zip(rates["before"], rates["now"], strict=True)]
+    low, median, high = statistics.quantiles(ratios, n=4)
+    return {
+        "case": case,
+        "drafter": {name: worker.drafter for name, worker in workers.items()},
+        "median_tokens_per_second": {name: round(statistics.median(found), 1) for name, found in rates.items()},
+        "ratio": {"median": round(median, 4), "quartiles": [round(low, 4), round(high, 4)]},
+        "same_tokens": f"{same} of {len(ratios)}",
+    }
+
+
+def commit_of(checkout: Path) -> str:
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True, check=True)
+    return done.stdout.strip()[:10]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--before", type=Path, help="the other checkout")
+    parser.add_argument("--suite", default="spec_bench", help="prompts")
+    parser.add_argument("--data", type=Path, help="folder with the suites")
+    parser.add_argument("--limit", type=int, default=20, help="that many prompts, spread over the tasks")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each prompt")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--case", action="append", help="bf16, int8 or int4, a colon, and a drafter; repeatable")
+    parser.add_argument("--out", type=Path, help="write the result to this JSON file")
+    args = parser.parse_args()
+    if args.serve:
+        serve()
+        return
+    if args.before is None:
+        parser.error("give the other checkout with --before")
+    prompts = [prompt.text for prompt in load_suite(args.suite, data=args.data, limit=args.limit)]
+    found = []
+    for case in args.case or ["bf16:auto", "int4:auto"]:
+        found.append(compare(case, args, prompts))
+        print(json.dumps(found[-1]), flush=True)
+    if args.out is not None:
+        words = list(sys.argv[1:])
+        for place, word in enumerate(words[:-1]):
+            if word in ("--before", "--data"):
+                words[place + 1] = "DIR"
+        record = {
+            "command": shown_command("python", "scripts/compare_commits.py", *words),
+            "commits": {"before": commit_of(args.before), "now": commit_of(HERE)},
+            "environment": environment(torch.device("cpu")),
+            "prompts": len(prompts),
+            "max_new_tokens": args.max_new_tokens,
+            "repeats": args.repeats,
+            "cases": found,
+        }
+        write_atomically(args.out, json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
