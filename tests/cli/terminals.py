@@ -22,27 +22,35 @@ ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|
 class Terminal:
     """Runs a command of anabranch; also a context manager, which ends what still runs."""
 
-    def __init__(self, arguments: Sequence[object], *, columns: int = 80, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[object],
+        *,
+        columns: int = 80,
+        env: Mapping[str, str] | None = None,
+        code: str = PROGRAM[-1],
+    ) -> None:
         self.seen, self.code = "", -1
         self.pid, self._fd = pty.fork()
         if self.pid == 0:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             plain = {"TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1", "OMP_NUM_THREADS": "1"}
-            os.execvpe(PROGRAM[0], [*PROGRAM, *map(str, arguments)], {**os.environ, **plain, **(env or {})})
+            os.execvpe(PROGRAM[0], [*PROGRAM[:2], code, *map(str, arguments)], {**os.environ, **plain, **(env or {})})
         fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
 
     def send(self, keys: str) -> None:
         os.write(self._fd, keys.encode())
 
     def expect(self, text: str, *, seconds: float = 60) -> str:
-        """Read until ``text`` stands in what was shown since the last call, without its escape sequences; returns it."""
+        """Read until ``text`` was shown since the last call; returns all that was, without escape sequences."""
         ends = time.monotonic() + seconds
         raw = ""
         while True:
             shown = ESCAPES.sub("", self.seen).replace("\r", "")
             if text in shown:
-                self.seen = ""
-                return shown
+                end = shown.index(text) + len(text)
+                self.seen = shown[end:]
+                return shown[:end]
             assert time.monotonic() < ends, f"{text!r} did not come; shown was {shown!r}"
             ready, _, _ = select.select([self._fd], [], [], 0.2)
             if ready:
