@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
@@ -53,6 +53,7 @@ class Keywords(TypedDict, total=False):
     log_probs: bool
     processors: Sequence[LogitsProcessor]
     rows: int
+    on_prompt: Callable[[int, int], None] | None
 
 
 def load(
@@ -131,6 +132,7 @@ class Model:
         log_probs=False   the target's raw log probabilities of the new tokens
         processors=()     functions (tokens so far, logits [V]) -> logits [V]
         rows=8            prompts decoded together at most
+        on_prompt=None    function (prompt tokens read, of how many), called after each chunk of 512
 
         Every prompt of a list uses the same seed: what a prompt yields does not depend on its neighbours. A text that
         reaches the model's limit ends there with the finish reason "length".
@@ -273,12 +275,15 @@ class Options:
     log_probs: bool = False
     processors: Sequence[LogitsProcessor] = ()
     rows: int = 8
+    on_prompt: Callable[[int, int], None] | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "rows"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
                 raise InputError(f"{name} must be a whole number of at least 1, not {value!r}")
+        if self.on_prompt is not None and not callable(self.on_prompt):
+            raise InputError(f"on_prompt must be a function, got {self.on_prompt!r}")
         if self.rule not in ("follow", "reject"):
             raise InputError(f"rule must be 'follow' or 'reject', not {self.rule!r}")
         if self.drafter is not None:
@@ -320,7 +325,9 @@ class Options:
     def request(self, prompt_ids: list[int], target: Target) -> Request:
         """What the engine is asked for."""
         stop_ids = frozenset() if self.ignore_eos else frozenset(target.config.eos_token_ids)
-        return Request(prompt_ids, int(self.max_new_tokens), self.sampling, stop_ids, self.rule, self.log_probs)
+        return Request(
+            prompt_ids, int(self.max_new_tokens), self.sampling, stop_ids, self.rule, self.log_probs, self.on_prompt
+        )
 
 
 def _are_ids(items: Sequence[Any]) -> bool:
