@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from anabranch.model.decoder import Decoder
 from anabranch.model.graphs import recorder_for
-from anabranch.native.library import _compiler
+from anabranch.native import build
 
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
@@ -212,7 +212,7 @@ static c10::impl::DeviceGuardImplRegistrar registered(c10::DeviceType::CUDA, new
 def _register() -> None:
     if torch.backends.cuda.is_built():
         pytest.skip("this PyTorch knows CUDA itself")
-    if (compiler := _compiler()) is None:
+    if (compiler := build.compiler()) is None:
         pytest.skip("there is no C++ compiler")
     home = Path(torch.__file__).parent
     with tempfile.TemporaryDirectory() as folder:
@@ -221,7 +221,7 @@ def _register() -> None:
         libraries = [f"-L{home / 'lib'}", "-lc10"]
         subprocess.run(
             [
-                compiler,
+                *compiler,
                 "-std=c++20",
                 "-shared",
                 "-fPIC",

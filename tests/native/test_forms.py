@@ -5,7 +5,6 @@ AMX's instructions cannot be tested on a processor without them; ``pretended_til
 
 from __future__ import annotations
 
-import subprocess
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,13 +15,14 @@ import torch
 
 from anabranch.errors import InputError
 from anabranch.model.stack import NativeLinear
+from anabranch.native import build
 from anabranch.native import library as native
 
 HEADER = Path(__file__).with_name("pretended_tiles.h")
-TILES = native.FORMS["amx"][1][0]
+TILES = build.FORMS["amx"][1][0]
 
 needs_avx512 = pytest.mark.skipif(
-    native.library() is None or "avx512" not in native._forms(), reason="this processor has no AVX-512"
+    native.library() is None or "avx512" not in build.forms(), reason="this processor has no AVX-512"
 )
 in_every_other_form = pytest.mark.parametrize(
     "other", [pytest.param("avx2", marks=needs_avx512), pytest.param("amx", marks=needs_avx512)], indirect=True
@@ -34,15 +34,15 @@ def other(request: pytest.FixtureRequest) -> Iterator[str]:
     """The kernels in another form, AMX's with pretended tiles."""
     digest = f"-DPRETENDED={zlib.crc32(HEADER.read_bytes())}"  # another header, another library
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(native.FORMS, "amx", (frozenset(), (TILES, "-O1", "-include", str(HEADER), digest)))
-        patch.setattr(native, "_forms", lambda: [request.param])
+        patch.setitem(build.FORMS, "amx", (frozenset(), (TILES, "-O1", "-include", str(HEADER), digest)))
+        patch.setattr(build, "forms", lambda: [request.param])
         patch.setattr(test_kernels, "MODELS", {})
-        native.library.cache_clear()
+        native.forget()
         library = native.library()
         assert library is not None
         assert library.form == request.param
         yield request.param
-    native.library.cache_clear()
+    native.forget()
 
 
 @in_every_other_form
@@ -93,8 +93,8 @@ def test_tiles_are_used(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(64, 1536).bfloat16(), torch.randn(4, 1536).bfloat16()
     inside = NativeLinear(weight, None, wide=True)(x)
-    native.library.cache_clear()
-    monkeypatch.setattr(native, "_forms", lambda: ["avx512"])
+    native.forget()
+    monkeypatch.setattr(build, "forms", lambda: ["avx512"])
     outside = NativeLinear(weight, None, wide=True)(x)
     torch.testing.assert_close(inside, outside, rtol=1e-4, atol=1e-3)
     assert not torch.equal(inside, outside)
@@ -112,39 +112,41 @@ def test_tiles_are_used(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_tiles_where_they_fail(flaw: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What is tried in a process of its own first cannot hurt: the kernels do without tiles."""
     monkeypatch.setenv("ANABRANCH_HOME", str(tmp_path))
-    monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-O0"))  # compiled sooner
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O0"))  # compiled sooner
     broken = tmp_path / "broken.h"
     broken.write_text(f'#include "{HEADER}"\n{flaw}\n')
     flags = (TILES, "-include", str(broken))
-    monkeypatch.setitem(native.FORMS, "amx", (frozenset(), flags))
-    monkeypatch.setattr(native, "_forms", lambda: ["amx", "avx512"])
-    native.library.cache_clear()
+    monkeypatch.setitem(build.FORMS, "amx", (frozenset(), flags))
+    monkeypatch.setattr(build, "forms", lambda: ["amx", "avx512"])
+    native.forget()
     try:
         library = native.library()
         assert library is not None
         assert library.form == "avx512"
-        with pytest.raises(subprocess.SubprocessError):
-            native._compiled((*native.FLAGS, *flags))
+        with pytest.raises(build.Failed):
+            build.opened((*build.FLAGS, *flags))
     finally:
-        native.library.cache_clear()
+        native.forget()
 
 
 def test_who_may_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor without something, and whoever asks to do without it."""
-    needs = {name: needed for name, (needed, _) in native.FORMS.items()}
+    needs = {name: needed for name, (needed, _) in build.FORMS.items()}
     monkeypatch.delenv("ANABRANCH_NATIVE", raising=False)
-    monkeypatch.setattr(native, "processor_flags", lambda: needs["avx2"])
-    assert native._forms() == ["avx2"]
-    monkeypatch.setattr(native, "processor_flags", lambda: needs["avx2"] - {"fma"})
-    assert native._forms() == []
-    assert "fma" in native._unfit()
-    monkeypatch.setattr(native, "processor_flags", lambda: needs["avx2"] | needs["amx"])
+    monkeypatch.setattr(build, "processor_flags", lambda: needs["avx2"])
+    assert build.forms() == ["avx2"]
+    monkeypatch.setattr(build, "processor_flags", lambda: needs["avx2"] - {"fma"})
+    assert build.forms() == []
+    lacking = build.unfit()
+    assert lacking is not None
+    assert "fma" in lacking.why
+    monkeypatch.setattr(build, "processor_flags", lambda: needs["avx2"] | needs["amx"])
     monkeypatch.setenv("ANABRANCH_NATIVE", "avx512")
-    assert native._forms() == ["avx512", "avx2"]
+    assert build.forms() == ["avx512", "avx2"]
     monkeypatch.setenv("ANABRANCH_NATIVE", "avx2")
-    assert native._forms() == ["avx2"]
+    assert build.forms() == ["avx2"]
     monkeypatch.setenv("ANABRANCH_NATIVE", "1")
-    assert native._forms()[-2:] == ["avx512", "avx2"]
+    assert build.forms()[-2:] == ["avx512", "avx2"]
     monkeypatch.setenv("ANABRANCH_NATIVE", "avx1024")
     with pytest.raises(InputError, match=r"0 \(no native kernels\), 1, or one of amx, avx512, avx2, not 'avx1024'"):
-        native._forms()
+        build.forms()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
 from dataclasses import replace
 from typing import Literal
 
@@ -457,46 +456,6 @@ def test_torch_keeps_its_threads() -> None:
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
-
-
-def test_where_they_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No compiler, another processor, a compiler that fails: the reason is kept and PyTorch decodes."""
-    model = decoder(BASE)
-    for change in (
-        lambda m: m.setenv("ANABRANCH_NATIVE", "0"),
-        lambda m: m.setattr(native, "_compiler", lambda: None),
-        lambda m: m.setattr(native, "processor_flags", lambda: frozenset()),
-        lambda m: m.setattr(native.platform, "machine", lambda: "riscv64"),
-        lambda m: m.setattr(native, "_compiled", lambda _: (x for x in ()).throw(subprocess.SubprocessError("ice"))),
-    ):
-        with monkeypatch.context() as patch:
-            change(patch)
-            native.library.cache_clear()
-            try:
-                assert native.library() is None
-                assert native.why_not()
-                other = copy.deepcopy(model)
-                pack_decoder(other)
-                assert other.stack is None
-            finally:
-                native.library.cache_clear()
-
-
-@needs_kernels
-def test_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
-    monkeypatch.setenv("ANABRANCH_HOME", str(tmp_path))
-    path = native._compiled()
-    assert path.is_file()
-    monkeypatch.setattr(native.subprocess, "run", _only_version(native.subprocess.run))
-    assert native._compiled() == path
-
-
-def _only_version(run: object) -> object:
-    def checked(command: list[str], **options: object) -> object:
-        assert command[1:] == ["--version"], "compiled again"
-        return run(command, **options)  # type: ignore[operator]
-
-    return checked
 
 
 @needs_kernels

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -41,6 +42,8 @@ class NativeLinear(nn.Module):
     wide    returns float32 (scores) instead
     keep    weight to keep as it was beside the packed one, where ``rows`` cannot be had from that
     gated   the two halves of the outputs, gate and up, are packed block by block in turn, so that they are read as one
+
+    bf16 weights are packed in pairs of inputs: an odd D is padded with a zero.
     """
 
     def __init__(
@@ -63,8 +66,11 @@ class NativeLinear(nn.Module):
             self.packed, self._memory = kernels.pack(q.kind, q.values, q.scale, q.least)
         else:
             self.kind, self.dtype = str(weight.dtype).removeprefix("torch."), weight.dtype
-            self.packed, self._memory = kernels.pack(self.kind, self._in_turn(weight) if gated else weight)
-        self.out_features, self.in_features = self.packed.outputs, self.packed.width
+            more = -weight.shape[1] % (4 // weight.dtype.itemsize)
+            whole = F.pad(weight.detach(), (0, more)) if more else weight
+            self.packed, self._memory = kernels.pack(self.kind, self._in_turn(whole) if gated else whole)
+        self.in_features = (weight.values if isinstance(weight, QuantizedWeight) else weight).shape[1]
+        self.out_features = self.packed.outputs
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self.offset = None if bias is None else bias.detach().float().contiguous()
 
@@ -81,7 +87,7 @@ class NativeLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        y = self.kernels.linear(x.reshape(-1, self.in_features).to(self.dtype), self.packed, self.offset)
+        y = self.kernels.linear(self._padded(x), self.packed, self.offset)
         if self.gated:
             y = self._in_turn(y.T.contiguous(), back=True).T
         y = y.reshape(*x.shape[:-1], self.out_features)
@@ -89,19 +95,24 @@ class NativeLinear(nn.Module):
 
     def choose(self, x: Tensor) -> Tensor:
         """Where the largest output of each row [..., in] first stands: int64 [...]."""
+        return self.kernels.choose(self._padded(x), self.packed, self.offset).view(x.shape[:-1])
+
+    def _padded(self, x: Tensor) -> Tensor:
+        """Rows [..., in] as the kernels take them: [M, packed width]."""
         rows = x.reshape(-1, self.in_features).to(self.dtype)
-        return self.kernels.choose(rows, self.packed, self.offset).view(x.shape[:-1])
+        more = self.packed.width - self.in_features
+        return F.pad(rows, (0, more)) if more else rows
 
     def rows(self, outputs: Tensor) -> Tensor:
         """Rows of the weight as it was, of some outputs [...]: [..., in]."""
         if self.weight is not None:
             return self.weight[outputs]
-        return self._blocks()[outputs // native.BLOCK, :, outputs % native.BLOCK].flatten(-2)
+        return self._blocks()[outputs // native.BLOCK, :, outputs % native.BLOCK].flatten(-2)[..., : self.in_features]
 
     def _blocks(self) -> Tensor:
-        """A weight that is not quantised [blocks, in / together, BLOCK, together]."""
+        """A weight that is not quantised [blocks, packed width / together, BLOCK, together]."""
         together = 4 // self.dtype.itemsize
-        return self._memory.view(self.dtype).view(-1, self.in_features // together, native.BLOCK, together)
+        return self._memory.view(self.dtype).view(-1, self.packed.width // together, native.BLOCK, together)
 
     def dense(self) -> Tensor:
         """The weight [out, in] as it was, in the rows' type; a quantised one as products see it, rounded to it."""
@@ -109,7 +120,8 @@ class NativeLinear(nn.Module):
             # each column of the unit matrix is exact in int8, so its product is the weight's column
             y = self.kernels.linear(torch.eye(self.in_features), self.packed, None).T.to(self.dtype)
         else:
-            y = self._blocks().permute(0, 2, 1, 3).reshape(-1, self.in_features)[: self.out_features].contiguous()
+            y = self._blocks().permute(0, 2, 1, 3).reshape(-1, self.packed.width)
+            y = y[: self.out_features, : self.in_features].contiguous()
         return self._in_turn(y, back=True) if self.gated else y
 
 
@@ -128,8 +140,11 @@ class HeadTable(nn.Module):
 def table_of(target: Decoder) -> native.Table:
     """The embedding, for the kernels; it must outlive their calls."""
     if isinstance(target.embedding, HeadTable):
-        return native.Table(rows=target.embedding.head.packed.data, packed=1)
-    return native.Table(rows=target.embedding.weight.data_ptr(), packed=0)
+        packed = target.embedding.head.packed
+        return native.Table(rows=packed.data, packed=1, words=packed.outputs)
+    weight = target.embedding.weight
+    assert weight.is_contiguous()
+    return native.Table(rows=weight.data_ptr(), packed=0, words=len(weight))
 
 
 @dataclass(frozen=True)
@@ -268,12 +283,17 @@ class Stack:
         lengths_B = np.array(lengths, np.int64)
         parents_BN = None if parents_BN is None else np.ascontiguousarray(parents_BN)
         table = self._rope.table(planned)  # cos and sin of all positions [2, .., dim]
+        assert table.dtype == torch.float32
+        assert table[0].is_contiguous()
+        assert parents_BN is None or (parents_BN.dtype, parents_BN.size) == (np.int64, len(lengths) * nodes)
+        assert x_BND is None or x_BND.numel() == len(lengths) * nodes * self.config.hidden_size
         cos = table.data_ptr()
         step = native.Step(
             len(lengths),
             nodes,
             self._window,
             trailing,
+            table.shape[1],
             None if x_BND is None else x_BND.data_ptr(),
             cos,
             cos + table.stride(0) * table.element_size(),
@@ -289,6 +309,7 @@ class Stack:
         """
         assert x_BND.dtype == torch.float32
         assert x_BND.is_contiguous()
+        assert slot + step.native.batch <= cache.keys.shape[1]
         if low < high:
             self.kernels.layers(*self.ready(cache, slot, low, high), step.native)
 
@@ -306,7 +327,9 @@ class Stack:
         what the head ``choose``s [B, N], and float32 rows as they are before layer ``tapped`` [B, N, D].
         """
         assert self._ends is not None, "these are not all layers of a target"
-        tokens_BN, d = np.ascontiguousarray(tokens_BN), self.config.hidden_size
+        tokens_BN, d = np.ascontiguousarray(tokens_BN, np.int64), self.config.hidden_size
+        assert tokens_BN.shape == (step.native.batch, step.native.nodes)
+        assert slot + len(tokens_BN) <= cache.keys.shape[1]
         hidden = torch.empty((*tokens_BN.shape, d), dtype=cache.keys.dtype)
         chosen = torch.empty(tokens_BN.shape, dtype=torch.long) if choose else None
         seen = None if tapped is None else torch.empty(hidden.shape, dtype=torch.float32)

@@ -102,6 +102,13 @@ inline uint32_t above(Floats a, Floats b) {
   return static_cast<uint32_t>(low | high << 8);
 }
 
+// the same, and where either is NaN
+inline uint32_t above_or_nan(Floats a, Floats b) {
+  const int low = _mm256_movemask_ps(_mm256_cmp_ps(a.low, b.low, _CMP_NLE_UQ));
+  const int high = _mm256_movemask_ps(_mm256_cmp_ps(a.high, b.high, _CMP_NLE_UQ));
+  return static_cast<uint32_t>(low | high << 8);
+}
+
 inline Floats where_above(Floats a, Floats b, Floats yes, Floats no) {
   return {_mm256_blendv_ps(no.low, yes.low, _mm256_cmp_ps(a.low, b.low, _CMP_GT_OQ)),
           _mm256_blendv_ps(no.high, yes.high, _mm256_cmp_ps(a.high, b.high, _CMP_GT_OQ))};
@@ -229,7 +236,9 @@ inline void store32(Group* row, int b, Floats low, Floats high) {
   const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
   const __m128i two = _mm_add_epi32(four, _mm_unpackhi_epi64(four, four));
   const int32_t sum = _mm_cvtsi128_si32(two) + _mm_extract_epi32(two, 1);
-  row[b].scale = most / 127.0f;
+  // of a NaN and a number ``larger`` may keep either; a row with a NaN must not lose it
+  const __m256 strange = _mm256_or_ps(_mm256_cmp_ps(low.low, low.high, _CMP_UNORD_Q), _mm256_cmp_ps(high.low, high.high, _CMP_UNORD_Q));
+  row[b].scale = _mm256_movemask_ps(strange) == 0 ? most / 127.0f : std::numeric_limits<float>::quiet_NaN();
   row[b].sum = row[b].scale * static_cast<float>(sum);
   row[b].offset = -128 * sum;
 }

@@ -51,6 +51,9 @@ inline void split(Floats x, Floats* mantissa, Floats* exponent) {
 }
 
 inline uint32_t above(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+// the same, and where either is NaN
+inline uint32_t above_or_nan(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_NLE_UQ); }
+
 inline Floats where_above(Floats a, Floats b, Floats yes, Floats no) {
   return _mm512_mask_mov_ps(no, _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), yes);
 }
@@ -122,7 +125,9 @@ inline void store32(Group* row, int b, Floats low, Floats high) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(row[b].value), _mm512_cvtepi32_epi8(l));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(row[b].value + 16), _mm512_cvtepi32_epi8(h));
   const int32_t sum = _mm512_reduce_add_epi32(_mm512_add_epi32(l, h));
-  row[b].scale = most / 127.0f;
+  // of a NaN and a number ``larger`` may keep either; a row with a NaN must not lose it
+  const bool numbers = _mm512_cmp_ps_mask(low, high, _CMP_UNORD_Q) == 0;
+  row[b].scale = numbers ? most / 127.0f : std::numeric_limits<float>::quiet_NaN();
   row[b].sum = row[b].scale * static_cast<float>(sum);
   row[b].offset = -128 * sum;
 }

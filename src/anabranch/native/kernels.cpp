@@ -20,10 +20,17 @@
 #include <atomic>
 #include <cmath>
 #include <condition_variable>
+#include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
+#include <exception>
 #include <functional>
+#include <limits>
 #include <mutex>
+#include <new>
+#include <stdexcept>
+#include <system_error>
 #include <thread>
 #include <tuple>
 #include <type_traits>
@@ -41,6 +48,46 @@ constexpr int AHEAD = 8192;  // bytes of weights asked for in advance: memory an
 constexpr int STRETCH = 64;  // keys that are turned at a time
 constexpr int NEAR = 512;    // values that stay in the second-level cache while all queries of a task take them
 constexpr int IDLE = 100000;  // turns a worker spins before it sleeps: longer than what Python does between two calls
+
+// ---- the boundary -------------------------------------------------------------------------------------------------
+
+// What every entry returns that can fail; no exception leaves this library. See STATUSES in library.py.
+enum Status : int32_t { DONE = 0, NO_MEMORY = -1, NO_THREADS = -2, REFUSED = -3 };
+
+// what was wrong with this thread's last call that failed
+thread_local char message[256] = "";
+
+// an argument that does not fit the kernels or the other arguments
+struct Refusal {
+  const char* what;
+};
+
+inline void require(bool holds, const char* what) {
+  if (!holds) throw Refusal{what};
+}
+
+inline int32_t failed(Status status, const char* what) {
+  std::snprintf(message, sizeof(message), "%s", what);
+  return status;
+}
+
+// calls f, which returns a number from 0 on, and turns exceptions into a status
+template <class F>
+inline int32_t guarded(F&& f) noexcept {
+  try {
+    return f();
+  } catch (const Refusal& refusal) {
+    return failed(REFUSED, refusal.what);
+  } catch (const std::bad_alloc&) {
+    return failed(NO_MEMORY, "out of memory");
+  } catch (const std::length_error&) {
+    return failed(NO_MEMORY, "more memory than a process can have");
+  } catch (const std::system_error& error) {
+    return failed(NO_THREADS, error.what());
+  } catch (const std::exception& error) {
+    return failed(REFUSED, error.what());
+  }
+}
 
 // ---- numbers ------------------------------------------------------------------------------------------------------
 
@@ -86,9 +133,10 @@ inline void store32(T* row, int b, Floats low, Floats high) {
   store16(row + b * BLOCK + 16, high);
 }
 
-// e^x: 2^n times a polynomial on [-ln2/2, ln2/2]; relative error below 2e-7
+// e^x: 2^n times a polynomial on [-ln2/2, ln2/2]; relative error below 2e-7. NaN stays NaN: of a NaN and a number,
+// ``larger`` returns its second argument.
 inline Floats exponential(Floats x) {
-  x = larger(x, same(-100.0f));
+  x = larger(same(-100.0f), x);
   const Floats n = nearest(x * same(1.44269504f));
   Floats r = fnma(n, same(0.693359375f), x);
   r = fnma(n, same(-2.12194440e-4f), r);
@@ -126,12 +174,21 @@ inline void share(int count, int threads, int id, int* first, int* last) {
   *last = static_cast<int>(static_cast<int64_t>(count) * (id + 1) / threads);
 }
 
-// A job runs on all threads at once; the caller is thread 0. Workers spin for a moment between jobs and then sleep.
+// A job runs on all threads at once; the caller is thread 0. Workers spin for a moment between jobs and then sleep. Where
+// the system refuses a thread, the pool has fewer. Jobs must not throw: the other threads would wait at a barrier forever.
 class Pool {
  public:
   explicit Pool(int threads) : size_(threads), begun_(static_cast<size_t>(threads)) {
-    for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work(i); });
+    workers_.reserve(static_cast<size_t>(threads));
+    try {
+      for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work(i); });
+    } catch (const std::system_error&) {
+    } catch (const std::bad_alloc&) {
+    }
+    size_ = static_cast<int>(workers_.size()) + 1;  // no worker reads it before its first job
   }
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
   ~Pool() {
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -371,8 +428,9 @@ struct Step {
   int32_t batch, nodes;
   int32_t window;    // a node sees that many positions, its own among them (0: all)
   int32_t trailing;  // whether these are streams, whose window is that of the newest committed token
+  int32_t places;    // positions that cos and sin have
   float* x;                      // [B N, D], in and out
-  const float *cos, *sin;        // of all positions [.., rope_dim]
+  const float *cos, *sin;        // of all positions [places, rope_dim]
   const int64_t* lengths;        // committed tokens [B]
   const int64_t* parents;        // of the nodes in their row [B N]: each before its child; -1: none; null: a chain
 };
@@ -485,8 +543,32 @@ inline float soften(float* p, int n, float scale) {
   return sum(total);
 }
 
+// ``top`` of a row that has fewer than ``best`` finite scores, or others among them: those count as -inf
+void top_of_finite(const float* z, int width, float rest, int best, float* values, int64_t* places) {
+  int have = 0;
+  for (int at = 0; at < width; ++at) {
+    if (!std::isfinite(z[at]) || (have == best && z[at] <= values[best - 1])) continue;
+    int place = have < best ? have++ : best - 1;
+    for (; place > 0 && values[place - 1] < z[at]; --place) {
+      values[place] = values[place - 1];
+      places[place] = places[place - 1];
+    }
+    values[place] = z[at];
+    places[place] = at;
+  }
+  if (have > 0) {
+    const double highest = values[0];
+    double total = std::isfinite(rest) ? std::exp(rest - highest) : 0.0;
+    for (int at = 0; at < width; ++at)
+      if (std::isfinite(z[at])) total += std::exp(z[at] - highest);
+    for (int i = 0; i < have; ++i) values[i] = static_cast<float>(values[i] - highest - std::log(total));
+  }
+  std::fill(values + have, values + best, -INFINITY);
+  std::fill(places + have, places + best, 0);
+}
+
 // log softmax of a row, its ``best`` largest values, falling, and where they are; of equals the first comes first. ``rest``
-// is what the sum takes in besides, as a logarithm.
+// is what the sum takes in besides, as a logarithm. Where there are fewer finite scores, -inf at place 0 follows.
 void top(const float* z, int width, float rest, int best, float* values, int64_t* places) {
   const Floats low = same(-INFINITY);
   Floats most[4] = {low, low, low, low};
@@ -506,7 +588,7 @@ void top(const float* z, int width, float rest, int best, float* values, int64_t
     uint32_t more = bar == -INFINITY ? lanes(width - i) : above(v, same(bar));
     for (; more != 0; more &= more - 1) {
       const int at = i + __builtin_ctz(more);
-      if (have == best && !(z[at] > bar)) continue;
+      if (!(z[at] > bar)) continue;
       int place = have < best ? have++ : best - 1;
       for (; place > 0 && values[place - 1] < z[at]; --place) {
         values[place] = values[place - 1];
@@ -518,6 +600,7 @@ void top(const float* z, int width, float rest, int best, float* values, int64_t
     }
   }
   const float scale = std::log(sum(total) + std::exp(rest - first(highest))) + first(highest);
+  if (have < best || !std::isfinite(scale)) return top_of_finite(z, width, rest, best, values, places);
   for (i = 0; i < best; ++i) values[i] -= scale;
 }
 
@@ -568,7 +651,7 @@ inline Floats gumbel(Words tokens, uint64_t key) {
 // Embeddings E [vocabulary, D]: row by row, or as a packed weight of the same type
 struct Table {
   const void* rows;
-  int64_t packed;
+  int32_t packed, words;  // words: the size of the vocabulary
 };
 
 // How stream states become a tree: z_j = silu(A z_{j-1} + U E[parent] + C s_j), score = head . (s_j + W z_j)
@@ -622,6 +705,7 @@ class Room {
  public:
   template <class T>
   T* of(int64_t count) {
+    if (count < 0 || count > std::numeric_limits<int64_t>::max() / 2 / static_cast<int64_t>(sizeof(T))) throw std::bad_alloc();
     const size_t words = (static_cast<size_t>(count) * sizeof(T) + 63) / 64;
     if (lines_.size() < words) lines_.resize(words);
     return reinterpret_cast<T*>(lines_.data());
@@ -638,7 +722,7 @@ struct Scratch {
   Room h, q, scores, sums;
 };
 
-// the largest output found so far, and where it stands
+// The largest output found so far, and where it stands; -inf at -1: none yet, infinity at -1: a NaN was seen.
 struct Best {
   float value;
   int32_t at;
@@ -653,7 +737,7 @@ struct Between {
 
 class Runner {
  public:
-  explicit Runner(int threads) : pool(threads), own(static_cast<size_t>(threads)) {}
+  explicit Runner(int threads) : pool(threads), own(static_cast<size_t>(pool.size())) {}
   Pool pool;
   std::vector<Scratch> own;
 
@@ -665,6 +749,7 @@ class Runner {
     const int rows = step.batch * step.nodes;
     if (pass.x == nullptr) pass.x = x_.of<float>(static_cast<int64_t>(rows) * s.d);
     const Between<T> between = between_of<T>(s, all, count, pass);
+    make_room<T>(s, pass);
     const bool choosing = ends != nullptr && ends->chosen != nullptr;
     Seek<Plain<T>> seek;
     if (choosing) seek = seek_of(static_cast<const Plain<T>*>(ends->hidden), rows, ends->head, ends->bias);
@@ -695,6 +780,7 @@ class Runner {
     const int rows = step.batch * step.nodes, inner = from.inputs.outputs;
     step.x = x_.of<float>(static_cast<int64_t>(rows) * s.d);
     const Between<T> between = between_of<T>(s, all, count, step);
+    make_room<T>(s, step);
     T* both = both_.of<T>(place<T>(step.batch, 2 * s.d));
     float* mains = mains_.of<float>(static_cast<int64_t>(step.batch) * s.d);
     T* z = root_.of<T>(place<T>(rows, inner));
@@ -743,7 +829,7 @@ class Runner {
   int draft(const Draft& t, const Plain<T>* states, int64_t root, int64_t* tokens, int64_t* parents, int64_t* depths,
             float* joints) {
     const int keep = t.nodes - 1, wide = t.token.outputs, words = t.head.outputs, own_words = t.own.outputs;
-    const int most = std::max(t.frontier, 1);
+    const int most = std::max(1, std::min(t.frontier, keep));  // no level keeps more nodes than the tree has
     // whoever draws must look at all tokens: noise may favour any
     const bool some = t.keys == nullptr && 2 * t.blocks <= t.head.blocks();
     const int blocks = some ? t.blocks : t.head.blocks(), scored = std::min(blocks * BLOCK, words), width = scored + own_words;
@@ -755,14 +841,21 @@ class Runner {
     float rest = -INFINITY;
     std::vector<int32_t> chosen(static_cast<size_t>(t.head.blocks()));
     for (size_t b = 0; b < chosen.size(); ++b) chosen[b] = static_cast<int32_t>(b);
-    float *scores = draft_scores_.of<float>(static_cast<int64_t>(most) * width), *parts = draft_parts_.of<float>(most * wide);
-    float* values = draft_values_.of<float>(most * t.best);
+    float *scores = draft_scores_.of<float>(static_cast<int64_t>(most) * width), *parts = draft_parts_.of<float>(static_cast<int64_t>(most) * wide);
+    float* values = draft_values_.of<float>(static_cast<int64_t>(most) * t.best);
     float* noise = draft_noise_.of<float>(t.keys == nullptr ? 0 : width);
-    int64_t* places = draft_places_.of<int64_t>(most * t.best);
-    std::vector<float> joint{0.0f}, falling;
-    std::vector<int64_t> token{root};
-    std::vector<int32_t> place_of{-1}, depth_of;
+    int64_t* places = draft_places_.of<int64_t>(static_cast<int64_t>(most) * t.best);
+    std::vector<float> joint, falling;
+    std::vector<int64_t> token;
+    std::vector<int32_t> place_of, above, depth_of;
     std::vector<Candidate> level, all;
+    // all the room that the job needs: it must not throw
+    const size_t levels = static_cast<size_t>(t.depth) * static_cast<size_t>(keep), widest = static_cast<size_t>(most);
+    for (auto* some_of : {&joint, &falling}) some_of->reserve(std::max(levels, widest));
+    for (auto* some_of : {&place_of, &above, &depth_of}) some_of->reserve(std::max(levels, widest));
+    token.reserve(widest), level.reserve(widest * static_cast<size_t>(t.best)), all.reserve(levels);
+    joint.push_back(0.0f), token.push_back(root), place_of.push_back(-1);
+    bool strange = false;  // a token that the embedding does not have
     const std::vector<float> ones(static_cast<size_t>(t.d), 1.0f);
     pool.run([&](int id) {
       int first, last;
@@ -778,7 +871,8 @@ class Runner {
             store_part(part, words - b * BLOCK, lo, hi);
             lo = load16(part), hi = load16(part + 16);
           }
-          const float best = largest(larger(lo, hi));
+          float best = largest(larger(lo, hi));
+          if (!(best > -INFINITY)) best = -INFINITY;  // NaN has no place in an order
           const Floats each = exponential(lo - same(best)) + exponential(hi - same(best));
           peaks[m * t.head.blocks() + b] = {best, std::log(sum(each)) + best};
         });
@@ -863,10 +957,15 @@ class Runner {
         if (id == 0) {
           level.clear();
           for (int i = 0; i < rows * t.best; ++i) {
+            if (!(values[i] > -INFINITY)) continue;  // there are fewer
             const int64_t at = places[i];
-            level.push_back({at < scored ? t.ids[chosen[static_cast<size_t>(at / BLOCK)] * BLOCK + at % BLOCK]
-                                         : t.own_ids[at - scored],
-                             joint[static_cast<size_t>(i / t.best)] + values[i], i / t.best});
+            const int64_t id_of = at < scored ? t.ids[chosen[static_cast<size_t>(at / BLOCK)] * BLOCK + at % BLOCK]
+                                              : t.own_ids[at - scored];
+            if (id_of < 0 || id_of >= t.embedding.words) {
+              strange = true;
+              continue;
+            }
+            level.push_back({id_of, joint[static_cast<size_t>(i / t.best)] + values[i], i / t.best});
           }
           std::stable_sort(level.begin(), level.end(),
                            [](const Candidate& a, const Candidate& b) { return a.joint > b.joint; });
@@ -877,8 +976,8 @@ class Runner {
             std::nth_element(falling.begin(), falling.begin() + keep - 1, falling.end(), std::greater<float>());
             least = std::max(least, falling[static_cast<size_t>(keep - 1)]);
           }
-          std::vector<int32_t> above;
           above.swap(place_of);
+          place_of.clear();
           joint.clear();
           token.clear();
           bool expand = true;
@@ -898,6 +997,7 @@ class Runner {
         pool.barrier();
       }
     });
+    require(!strange, "a draft vocabulary holds tokens that the embedding does not have");
     // stable: of equals the shallower one first, so that no node is kept without its parent
     std::vector<int32_t> order(all.size()), name(all.size(), -1);
     for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int32_t>(i);
@@ -926,7 +1026,7 @@ class Runner {
     Best* found = best_.of<Best>(static_cast<int64_t>(pool.size()) * count);
     pool.run([&](int id) {
       Best* mine = found + static_cast<int64_t>(id) * count;
-      std::fill(mine, mine + count, Best{-INFINITY, 0});
+      std::fill(mine, mine + count, Best{-INFINITY, -1});
       int first, last;
       share((width + STRETCH - 1) / STRETCH, pool.size(), id, &first, &last);
       const Floats heat = same(temperature);
@@ -1030,20 +1130,23 @@ class Runner {
     seen.clear();
     for (int i = 0; i < rows; ++i) {
       const int node = i % n, row = i - node;
+      if (step.parents != nullptr)
+        require(step.parents[i] >= -1 && step.parents[i] < node, "a node's parent does not come before it");
       const int parent = step.parents == nullptr ? node - 1 : static_cast<int>(step.parents[i]), above = row + parent;
       const int64_t length = step.lengths[i / n];
       positions[i] = parent < 0 ? length : positions[above] + 1;
+      require(positions[i] < step.places, "a position has no rotation");
       const int64_t place = trailing ? length - 1 : positions[i];
       const int64_t from = step.window == 0 ? 0 : std::max<int64_t>(0, place - step.window + 1);
       first[i] = static_cast<int32_t>(std::min(from, length));
       // what its parent sees, as far as that is near, and itself
       offsets[i] = static_cast<int32_t>(seen.size());
       for (int j = parent < 0 ? 0 : offsets[above]; parent >= 0 && j < offsets[above + 1]; ++j)
-        if (trailing || positions[row + seen[j]] >= from) seen.push_back(seen[j]);
+        if (trailing || positions[row + seen[static_cast<size_t>(j)]] >= from) seen.push_back(seen[static_cast<size_t>(j)]);
       seen.push_back(node);
       offsets[i + 1] = static_cast<int32_t>(seen.size());
       run[i] = 0;
-      while (offsets[i] + run[i] < offsets[i + 1] && seen[offsets[i] + run[i]] == run[i]) ++run[i];
+      while (offsets[i] + run[i] < offsets[i + 1] && seen[static_cast<size_t>(offsets[i] + run[i])] == run[i]) ++run[i];
     }
     Pass pass;
     static_cast<Step&>(pass) = step;
@@ -1101,16 +1204,19 @@ class Runner {
   }
 
   // The first of the largest of ``count`` of 16 scores that begin at place ``at``, if it is above what was found before,
-  // or as large and before it: places do not come in order.
+  // or as large and before it: places do not come in order. A NaN is never passed over.
   static void better(Floats scores, int count, int at, Best* best) {
     const bool before = at < best->at;
-    uint32_t more = above(scores, same(before ? std::nextafter(best->value, -INFINITY) : best->value)) & lanes(count);
+    const float bar = before ? std::nextafter(best->value, -INFINITY) : best->value;
+    uint32_t more = above_or_nan(scores, same(bar)) & lanes(count);
     if (more == 0) return;
     alignas(64) float each[16];
     store16(each, scores);
     for (; more != 0; more &= more - 1) {
       const int i = __builtin_ctz(more);
-      if (each[i] > best->value || (each[i] == best->value && at + i < best->at)) *best = {each[i], at + i};
+      if (std::isnan(each[i]))
+        *best = {INFINITY, -1};
+      else if (each[i] > best->value || (each[i] == best->value && at + i < best->at)) *best = {each[i], at + i};
     }
   }
 
@@ -1141,7 +1247,7 @@ class Runner {
   void find(const Seek<P>& seek, int id) {
     const Packed& w = *seek.w;
     Best* mine = seek.found + static_cast<int64_t>(id) * seek.count;
-    std::fill(mine, mine + seek.count, Best{-INFINITY, 0});
+    std::fill(mine, mine + seek.count, Best{-INFINITY, -1});
     whole(seek.x, seek.count, w, seek.ready, id, [&](int m, int b, Floats lo, Floats hi) {
       const int left = w.outputs - b * BLOCK;
       if (seek.bias != nullptr) {
@@ -1153,7 +1259,7 @@ class Runner {
     });
   }
 
-  // the best of what all threads found
+  // The best of what all threads found; -1 where no largest score is finite, or any is NaN.
   void choice(const Best* found, int count, int64_t* places) const {
     for (int m = 0; m < count; ++m) {
       Best best = found[m];
@@ -1161,7 +1267,7 @@ class Runner {
         const Best& other = found[static_cast<int64_t>(i) * count + m];
         if (other.value > best.value || (other.value == best.value && other.at < best.at)) best = other;
       }
-      places[m] = best.at;
+      places[m] = std::isfinite(best.value) ? best.at : -1;
     }
   }
 
@@ -1273,19 +1379,8 @@ class Runner {
   // Tasks are (row of the batch, kv head, some of its queries). A query is (node, head of the group).
   template <class T>
   void attend(const Shape& s, const Layer& l, const Pass& step, const Between<T>& between, int id) {
-    const int group = s.heads / s.kv_heads, queries = step.nodes * group, threads = pool.size();
-    // few enough queries a task that their scores stay in the second-level cache, and tasks enough for all threads
-    int longest = 0;
-    for (int b = 0; b < step.batch; ++b) longest = std::max(longest, static_cast<int>(step.lengths[b]) + step.nodes);
-    int some = std::max(1, std::min(24, 131072 / longest));
-    // turning the keys costs a task as much as three queries do: less than a node's is not worth a task of its own
-    if (step.batch * s.kv_heads * ((queries + some - 1) / some) % threads != 0)
-      some = std::min(some, std::max(group, (queries + threads - 1) / threads));
-    // tasks as good as alike, but three, six or twelve queries are scored at a time
-    const auto parts_of = [queries](int each) { return (queries + each - 1) / each; };
-    some = parts_of(parts_of(some));
-    if (some > 3) some = std::min((some + 2) / 3 * 3, 24);
-    const int parts = parts_of(some), tasks = step.batch * s.kv_heads * parts;
+    const int group = s.heads / s.kv_heads, queries = step.nodes * group;
+    const int some = queries_a_task(s, step), parts = (queries + some - 1) / some, tasks = step.batch * s.kv_heads * parts;
     pool.each(tasks, id, [&](int t) {
       const int part = t % parts, head = t / parts % s.kv_heads, b = t / parts / s.kv_heads;
       const int low_query = part * some, count = std::min(some, queries - low_query);
@@ -1298,6 +1393,45 @@ class Runner {
     });
   }
 
+  // the longest text of a row with its nodes
+  static int longest_of(const Step& step) {
+    int longest = 0;
+    for (int b = 0; b < step.batch; ++b) longest = std::max(longest, static_cast<int>(step.lengths[b]) + step.nodes);
+    return longest;
+  }
+
+  // How many queries a task takes, from 1 to 24: few enough that their scores stay in the second-level cache, and tasks
+  // enough for all threads.
+  int queries_a_task(const Shape& s, const Step& step) const {
+    const int group = s.heads / s.kv_heads, queries = step.nodes * group, threads = pool.size();
+    const int longest = longest_of(step);
+    int some = std::max(1, std::min(24, 131072 / longest));
+    // turning the keys costs a task as much as three queries do: less than a node's is not worth a task of its own
+    if (step.batch * s.kv_heads * ((queries + some - 1) / some) % threads != 0)
+      some = std::min(some, std::max(group, (queries + threads - 1) / threads));
+    // tasks as good as alike, but three, six or twelve queries are scored at a time
+    const auto parts_of = [queries](int each) { return (queries + each - 1) / each; };
+    some = parts_of(parts_of(some));
+    if (some > 3) some = std::min((some + 2) / 3 * 3, 24);
+    return some;
+  }
+
+  // All the scratch memory that the threads need for a pass, before they begin: a job must not throw.
+  template <class T>
+  void make_room(const Shape& s, const Step& step) {
+    const int64_t rows = static_cast<int64_t>(step.batch) * step.nodes, some = queries_a_task(s, step);
+    const int64_t width = padded(longest_of(step));
+    for (Scratch& mine : own) {
+      mine.h.of<T>(place<T>(rows, s.d));
+      mine.q.of<Factor<Plain<T>>>(some * s.e);
+      mine.scores.of<float>(some * width);
+      mine.sums.of<Floats>(some * s.e / 16);
+    }
+  }
+
+  // the room that the scores of ``span`` keys take
+  static int64_t padded(int span) { return (static_cast<int64_t>(span) + 31) / 16 * 16; }
+
   template <class T, int NE>
   void task(const Shape& s, const Layer& l, const Pass& step, const Between<T>& between, int id, int b, int head,
             int begin, int count) {
@@ -1305,7 +1439,7 @@ class Runner {
     const int group = s.heads / s.kv_heads, wide = l.qkv.outputs, length = static_cast<int>(step.lengths[b]);
     // no node sees a later one
     const int span = length + (begin + count - 1) / group + 1;
-    const int64_t width = (span + 31) / 16 * 16;
+    const int64_t width = padded(span);
     using P = Plain<T>;
     using Q = Factor<P>;
     Q* q = mine.q.of<Q>(static_cast<int64_t>(count) * s.e);
@@ -1463,148 +1597,381 @@ void pack_narrow(const uint8_t* w, const void* scales, const uint16_t* leasts, i
   }
 }
 
+// ---- what the entries take ----------------------------------------------------------------------------------------
+
+constexpr int MOST_THREADS = 1024;
+constexpr int MOST_VALUES = 1 << 24;  // of any width, and of rows: their products with each other fit 64 bits
+constexpr int WIDEST = 8192;          // of rows that embeddings are read into; see library.py
+
+inline bool within(int64_t value, int64_t least, int64_t most) { return value >= least && value <= most; }
+
+void check_shape(const Packed& w) {
+  require(within(w.kind, BF16, INT4), "a packed weight is of no known kind");
+  require(within(w.outputs, 1, MOST_VALUES) && within(w.width, 1, MOST_VALUES), "a packed weight has no size that fits");
+  require(w.kind != BF16 || w.width % PER_LANE<bf16> == 0, "a packed bf16 weight is of odd width");
+  require(w.kind < INT8 || w.width % BLOCK == 0, "a packed quantised weight is not of whole groups");
+}
+
+void check(const Packed& w) {
+  check_shape(w);
+  require(w.data != nullptr, "a packed weight has no memory");
+}
+
+// weights that rows of this kind are multiplied with: of their own type, or quantised ones of any
+inline bool alike(int kind, const Packed& w) { return kind < INT8 ? w.kind == kind : w.kind >= INT8; }
+
+void check(const Packed& w, int kind, int outputs, int width) {
+  check(w);
+  require(alike(kind, w), "packed weights are of several kinds");
+  require(w.outputs == outputs && w.width == width, "a packed weight is of another size than its place");
+}
+
+void check(const Table& table) {
+  require(table.rows != nullptr && table.words > 0, "there are no embeddings");
+}
+
+void check_rows(const void* runner, const void* x, int kind, int count, const Packed* w, const void* to) {
+  require(runner != nullptr && w != nullptr && x != nullptr && to != nullptr, "a pointer is null");
+  check(*w);
+  require(kind == BF16 || kind == FLOAT, "rows are bf16 or float32");
+  require(w->kind >= INT8 || w->kind == kind, "rows and a plain weight are of different types");
+  require(within(count, 0, MOST_VALUES), "that many rows do not fit");
+}
+
+void check(const Shape& s, const Step& step) {
+  require(within(s.d, BLOCK, MOST_VALUES) && s.d % BLOCK == 0, "the model's width is no multiple of 32");
+  require(within(s.e, 32, 128) && s.e % 32 == 0, "heads are not of 32, 64, 96 or 128 channels");
+  require(within(s.heads, 1, 1 << 16) && within(s.kv_heads, 1, s.heads) && s.heads % s.kv_heads == 0,
+          "heads are no multiple of the key heads");
+  require(within(s.inner, 0, MOST_VALUES) && s.inner % BLOCK == 0, "the MLP's width is no multiple of 32");
+  require(within(s.rope_dim, 0, s.e) && s.rope_dim % 2 == 0, "rotations are wider than heads, or odd");
+  require(within(step.batch, 1, MOST_VALUES) && within(step.nodes, 1, MOST_VALUES) && step.window >= 0,
+          "a step has no rows");
+  const int64_t rows = static_cast<int64_t>(step.batch) * step.nodes;
+  require(rows <= MOST_VALUES && rows * s.heads * s.e <= std::numeric_limits<int32_t>::max(), "a step has too many rows");
+  require(step.cos != nullptr && step.sin != nullptr && step.lengths != nullptr, "a pointer of a step is null");
+  const int64_t capacity = s.head_stride / s.e;
+  require(s.head_stride > 0 && s.head_stride % s.e == 0 && capacity <= std::numeric_limits<int32_t>::max() - 64,
+          "the cache's rows are not of whole tokens");
+  require(step.batch == 1 || s.row_stride >= s.kv_heads * s.head_stride, "the cache's rows overlap");
+  for (int b = 0; b < step.batch; ++b)
+    require(within(step.lengths[b], step.trailing != 0 ? 1 : 0, capacity - step.nodes), "the cache has no room for a step");
+}
+
+void check(int kind, const Shape& s, const Layer& l) {
+  require(l.norm_in != nullptr && l.norm_mlp != nullptr, "a layer has no norms");
+  require(l.keys != nullptr && l.values != nullptr, "a layer has no cache");
+  check(l.qkv, kind, (s.heads + 2 * s.kv_heads) * s.e, s.d);
+  check(l.out, kind, s.d, s.heads * s.e);
+  if (l.up.data != nullptr) {
+    check(l.up, kind, 2 * s.inner, s.d);
+    check(l.down, kind, s.d, s.inner);
+  }
+  if (l.low.data != nullptr) {
+    require(l.low.outputs % BLOCK == 0, "a low-rank term is not of whole blocks");
+    check(l.low, kind, l.low.outputs, s.d);
+    check(l.high, kind, s.d, l.low.outputs);
+  }
+}
+
+void check(int kind, const void* runner, const Shape* s, const Layer* layers, int count, const Step* step) {
+  require(runner != nullptr && s != nullptr && layers != nullptr && step != nullptr, "a pointer is null");
+  require(within(kind, BF16, INT4), "layers are of no known kind");
+  check(*s, *step);
+  require(within(count, 1, 1 << 16), "there are no layers");
+  for (int i = 0; i < count; ++i) check(kind, *s, layers[i]);
+}
+
+void check(int kind, const Shape& s, const Step& step, const Ends& ends) {
+  require(ends.norm != nullptr && ends.hidden != nullptr, "a pass has no end");
+  require(ends.tokens != nullptr || step.x != nullptr, "a pass has no beginning");
+  if (ends.tokens != nullptr) {
+    check(ends.embedding);
+    for (int64_t i = 0; i < static_cast<int64_t>(step.batch) * step.nodes; ++i)
+      require(within(ends.tokens[i], 0, ends.embedding.words - 1), "a token is not in the vocabulary");
+  }
+  if (ends.chosen == nullptr) return;
+  check(ends.head);
+  // rows behind the last norm are of the cache's type
+  require(ends.head.kind >= INT8 || (ends.head.kind == FLOAT) == (kind == FLOAT), "the head is of another type");
+  require(ends.head.width == s.d, "the head is of another width");
+}
+
+void check(int kind, const Shape& s, const Step& step, const Entry& from) {
+  require(from.main != nullptr && from.nodes != nullptr && from.emitted != nullptr && from.streams != nullptr &&
+              from.hidden != nullptr && from.norm != nullptr,
+          "a pointer of streams is null");
+  require(s.d <= WIDEST, "the model is too wide for streams");
+  check(from.embedding);
+  require(from.inputs.outputs % BLOCK == 0, "the streams' first product is not of whole blocks");
+  check(from.inputs, kind, from.inputs.outputs, 2 * s.d);
+  check(from.up, kind, s.d, from.inputs.outputs);
+  for (int b = 0; b < step.batch; ++b) {
+    require(within(from.nodes[b], 0, from.width - 1), "a node that is trailed is not of the pass");
+    require(within(from.emitted[b], 0, from.embedding.words - 1), "a token is not in the vocabulary");
+  }
+}
+
+void check(int kind, const Draft& t, int64_t root) {
+  check(t.embedding);
+  require(within(root, 0, t.embedding.words - 1), "the root is not in the vocabulary");
+  require(within(t.d, BLOCK, WIDEST) && t.d % BLOCK == 0, "the model's width is no multiple of 32, or too wide for drafts");
+  const int wide = t.token.outputs;
+  require(within(wide, BLOCK, MOST_VALUES) && wide % BLOCK == 0, "the conditioner is not of whole blocks");
+  check(t.token, kind, wide, t.d);
+  check(t.state, kind, wide, t.d);
+  check(t.carry, kind, wide, wide);
+  check(t.to_state, kind, t.d, wide);
+  check(t.head, kind, t.head.outputs, t.d);
+  require(t.ids != nullptr, "a draft vocabulary has no tokens");
+  require(t.own.outputs == 0 || t.own_ids != nullptr, "a row's own vocabulary has no tokens");
+  if (t.own.outputs != 0) check(t.own, kind, t.own.outputs, t.d);
+  require(within(t.depth, 1, 1 << 10) && within(t.nodes, 1, 1 << 16), "a draft has no depth or no nodes");
+  require(within(t.best, 1, 1 << 16) && t.blocks >= 1, "a draft has no children");
+  const int64_t most = std::max(1, std::min(t.frontier, t.nodes - 1));
+  require(most * t.best <= MOST_VALUES && static_cast<int64_t>(t.depth) * t.nodes <= MOST_VALUES, "a draft is too large");
+  require(!std::isnan(t.least) && !std::isnan(t.warmth) && !std::isnan(t.trust), "a draft's threshold is NaN");
+}
+
+// sizes of what library.py mirrors, each with the place of its last member
+constexpr int32_t LAYOUT[] = {
+    sizeof(Packed), offsetof(Packed, kind),  sizeof(Table), offsetof(Table, words), sizeof(Layer), offsetof(Layer, values),
+    sizeof(Shape),  offsetof(Shape, head_stride), sizeof(Step),  offsetof(Step, parents), sizeof(Ends), offsetof(Ends, chosen),
+    sizeof(Entry),  offsetof(Entry, norm),   sizeof(Draft), offsetof(Draft, trust),
+};
+
 }  // namespace
 
-// ``kind`` says what rows are: bf16, float32, or (layers and drafts) quantised ones beside bf16 caches and states.
+// ``kind`` says what rows are: bf16, float32, or (layers and drafts) quantised ones beside bf16 caches and states. What
+// returns an int returns a Status, or another number from 0 on.
 extern "C" {
 
 // which of FORMS in library.py this is
 const char* anabranch_form() { return FORM; }
 
-void* anabranch_runner(int threads) { return new Runner(threads); }
+// what was wrong with this thread's last call that failed
+const char* anabranch_message() { return message; }
+
+// the numbers of LAYOUT, ``count`` of them
+const int32_t* anabranch_layout(int* count) {
+  *count = static_cast<int>(sizeof(LAYOUT) / sizeof(LAYOUT[0]));
+  return LAYOUT;
+}
+
+// a runner of as many threads, or of as many as the system grants; how many these are
+int anabranch_runner(int threads, void** runner) {
+  return guarded([&] {
+    require(within(threads, 1, MOST_THREADS), "a pool has from 1 to 1024 threads");
+    auto* made = new Runner(threads);
+    *runner = made;
+    return made->pool.size();
+  });
+}
 
 // ask for large pages, so that reading weights does not wait for translations of addresses
 void anabranch_advise(void* memory, int64_t bytes) { madvise(memory, static_cast<size_t>(bytes), MADV_HUGEPAGE); }
 
 // whether products in bf16 come out right on this processor, of more rows than one tile has: 1 or 0
 int anabranch_multiplies() {
-  constexpr int ROWS = 21, OUTPUTS = 40, WIDTH = 96;
-  std::vector<bf16> x(ROWS * WIDTH), w(OUTPUTS * WIDTH);
-  uint32_t noise = 1;
-  for (auto* values : {&x, &w})
-    for (bf16& value : *values) {
-      noise = noise * 1664525u + 1013904223u;
-      value = to_bf16(static_cast<float>(static_cast<int32_t>(noise)) * 0x1p-31f);
-    }
-  Packed packed{nullptr, OUTPUTS, WIDTH, BF16};
-  Room room;
-  packed.data = room.of<char>(packed.blocks() * packed.block_bytes() + AHEAD);
-  pack(w.data(), OUTPUTS, WIDTH, static_cast<bf16*>(const_cast<void*>(packed.data)));
-  std::vector<float> y(ROWS * OUTPUTS);
-  Runner(1).linear(x.data(), ROWS, packed, nullptr, y.data());
-  const auto wide = [](bf16 value) {
-    const uint32_t bits = static_cast<uint32_t>(value) << 16;
-    float f;
-    std::memcpy(&f, &bits, 4);
-    return static_cast<double>(f);
-  };
-  for (int m = 0; m < ROWS; ++m)
-    for (int n = 0; n < OUTPUTS; ++n) {
-      double sum = 0.0;
-      for (int k = 0; k < WIDTH; ++k) sum += wide(x[m * WIDTH + k]) * wide(w[n * WIDTH + k]);
-      if (!(std::fabs(sum - y[m * OUTPUTS + n]) < 1e-4)) return 0;
-    }
-  return 1;
+  return guarded([] {
+    constexpr int ROWS = 21, OUTPUTS = 40, WIDTH = 96;
+    std::vector<bf16> x(ROWS * WIDTH), w(OUTPUTS * WIDTH);
+    uint32_t noise = 1;
+    for (auto* values : {&x, &w})
+      for (bf16& value : *values) {
+        noise = noise * 1664525u + 1013904223u;
+        value = to_bf16(static_cast<float>(static_cast<int32_t>(noise)) * 0x1p-31f);
+      }
+    Packed packed{nullptr, OUTPUTS, WIDTH, BF16};
+    Room room;
+    packed.data = room.of<char>(packed.blocks() * packed.block_bytes() + AHEAD);
+    pack(w.data(), OUTPUTS, WIDTH, static_cast<bf16*>(const_cast<void*>(packed.data)));
+    std::vector<float> y(ROWS * OUTPUTS);
+    Runner(1).linear(x.data(), ROWS, packed, nullptr, y.data());
+    const auto wide = [](bf16 value) {
+      const uint32_t bits = static_cast<uint32_t>(value) << 16;
+      float f;
+      std::memcpy(&f, &bits, 4);
+      return static_cast<double>(f);
+    };
+    for (int m = 0; m < ROWS; ++m)
+      for (int n = 0; n < OUTPUTS; ++n) {
+        double sum = 0.0;
+        for (size_t k = 0; k < WIDTH; ++k)
+          sum += wide(x[static_cast<size_t>(m) * WIDTH + k]) * wide(w[static_cast<size_t>(n) * WIDTH + k]);
+        if (!(std::fabs(sum - static_cast<double>(y[static_cast<size_t>(m) * OUTPUTS + static_cast<size_t>(n)])) < 1e-4)) return 0;
+      }
+    return 1;
+  });
 }
 
-int64_t anabranch_packed_bytes(const Packed* w) { return w->blocks() * w->block_bytes(); }
+// bytes that a packed weight takes, into ``bytes``
+int anabranch_packed_bytes(const Packed* w, int64_t* bytes) {
+  return guarded([&] {
+    check_shape(*w);
+    *bytes = w->blocks() * w->block_bytes();
+    return DONE;
+  });
+}
 
 // ``w`` plain or quantised values, which have ``scales`` and in int4 ``leasts``
-void anabranch_pack(const Packed* to, const void* w, const void* scales, const void* leasts) {
-  void* data = const_cast<void*>(to->data);
-  if (to->kind == BF16)
-    pack(static_cast<const bf16*>(w), to->outputs, to->width, static_cast<bf16*>(data));
-  else if (to->kind == FLOAT)
-    pack(static_cast<const float*>(w), to->outputs, to->width, static_cast<float*>(data));
-  else
-    pack_narrow(static_cast<const uint8_t*>(w), scales, static_cast<const uint16_t*>(leasts), to->outputs, *to);
+int anabranch_pack(const Packed* to, const void* w, const void* scales, const void* leasts) {
+  return guarded([&] {
+    check(*to);
+    require(w != nullptr && (to->kind < INT8 || scales != nullptr) && (to->kind != INT4 || leasts != nullptr),
+            "a weight to pack is null");
+    void* data = const_cast<void*>(to->data);
+    if (to->kind == BF16)
+      pack(static_cast<const bf16*>(w), to->outputs, to->width, static_cast<bf16*>(data));
+    else if (to->kind == FLOAT)
+      pack(static_cast<const float*>(w), to->outputs, to->width, static_cast<float*>(data));
+    else
+      pack_narrow(static_cast<const uint8_t*>(w), scales, static_cast<const uint16_t*>(leasts), to->outputs, *to);
+    return DONE;
+  });
 }
 
-void anabranch_linear(int kind, void* runner, const void* x, int count, const Packed* w, const float* bias, float* y) {
-  auto* r = static_cast<Runner*>(runner);
-  kind == FLOAT ? r->linear(static_cast<const float*>(x), count, *w, bias, y)
-                : r->linear(static_cast<const bf16*>(x), count, *w, bias, y);
+int anabranch_linear(int kind, void* runner, const void* x, int count, const Packed* w, const float* bias, float* y) {
+  return guarded([&] {
+    check_rows(runner, x, kind, count, w, y);
+    auto* r = static_cast<Runner*>(runner);
+    kind == FLOAT ? r->linear(static_cast<const float*>(x), count, *w, bias, y)
+                  : r->linear(static_cast<const bf16*>(x), count, *w, bias, y);
+    return DONE;
+  });
 }
 
 // x [count, width] float32 -> RMS norm
-void anabranch_norm(int kind, const float* x, int count, int width, const float* weight, float eps, void* y) {
-  for (int64_t i = 0; i < count; ++i)
-    kind == FLOAT ? rms_norm(x + i * width, weight, width, eps, static_cast<float*>(y) + i * width)
-                  : rms_norm(x + i * width, weight, width, eps, static_cast<bf16*>(y) + i * width);
+int anabranch_norm(int kind, const float* x, int64_t count, int width, const float* weight, float eps, void* y) {
+  return guarded([&] {
+    require(x != nullptr && weight != nullptr && y != nullptr, "a pointer is null");
+    require(kind == BF16 || kind == FLOAT, "normed rows are bf16 or float32");
+    require(within(width, BLOCK, MOST_VALUES) && width % BLOCK == 0 && count >= 0, "a norm is not of whole blocks");
+    for (int64_t i = 0; i < count; ++i)
+      kind == FLOAT ? rms_norm(x + i * width, weight, width, eps, static_cast<float*>(y) + i * width)
+                    : rms_norm(x + i * width, weight, width, eps, static_cast<bf16*>(y) + i * width);
+    return DONE;
+  });
 }
 
 // log softmax of each row of z [count, width], its ``best`` largest values and where they are, falling; of equals the
-// first comes first
-void anabranch_best(const float* z, int count, int width, int best, float* values, int64_t* places) {
-  for (int64_t i = 0; i < count; ++i) top(z + i * width, width, -INFINITY, best, values + i * best, places + i * best);
+// first comes first. Where there are fewer finite scores, -inf at place 0 follows.
+int anabranch_best(const float* z, int64_t count, int width, int best, float* values, int64_t* places) {
+  return guarded([&] {
+    require(z != nullptr && values != nullptr && places != nullptr, "a pointer is null");
+    require(count >= 0 && within(width, 1, MOST_VALUES) && within(best, 1, MOST_VALUES), "there are no scores");
+    for (int64_t i = 0; i < count; ++i) top(z + i * width, width, -INFINITY, best, values + i * best, places + i * best);
+    return DONE;
+  });
 }
 
-// places of the largest scores of rows [count]; rows as for anabranch_linear
-void anabranch_choose(int kind, void* runner, const void* x, int count, const Packed* w, const float* bias,
-                      int64_t* places) {
-  auto* r = static_cast<Runner*>(runner);
-  kind == FLOAT ? r->choose(static_cast<const float*>(x), count, *w, bias, places)
-                : r->choose(static_cast<const bf16*>(x), count, *w, bias, places);
+// places of the largest scores of rows [count], -1 where that is not finite or any is NaN; rows as for anabranch_linear
+int anabranch_choose(int kind, void* runner, const void* x, int count, const Packed* w, const float* bias,
+                     int64_t* places) {
+  return guarded([&] {
+    check_rows(runner, x, kind, count, w, places);
+    auto* r = static_cast<Runner*>(runner);
+    kind == FLOAT ? r->choose(static_cast<const float*>(x), count, *w, bias, places)
+                  : r->choose(static_cast<const bf16*>(x), count, *w, bias, places);
+    return DONE;
+  });
 }
 
-// one place a row of z [count, width], drawn from softmax(z / temperature) with the noise of the rows' positions
-void anabranch_draw(void* runner, const float* z, int count, int width, float temperature, const uint64_t* keys,
-                    int64_t* places) {
-  static_cast<Runner*>(runner)->draws(z, count, width, temperature, keys, places);
+// one place a row of z [count, width], drawn from softmax(z / temperature) with the noise of the rows' positions; -1 as
+// for anabranch_choose
+int anabranch_draw(void* runner, const float* z, int count, int width, float temperature, const uint64_t* keys,
+                   int64_t* places) {
+  return guarded([&] {
+    require(runner != nullptr && z != nullptr && keys != nullptr && places != nullptr, "a pointer is null");
+    require(within(count, 0, MOST_VALUES) && within(width, 1, MOST_VALUES), "there are no scores");
+    require(temperature > 0.0f, "temperatures are above 0");
+    static_cast<Runner*>(runner)->draws(z, count, width, temperature, keys, places);
+    return DONE;
+  });
 }
 
-// the tree of one row from its stream states [depth, D]; see Runner::draft
+// how many nodes the tree of one row has, from its stream states [depth, D]; see Runner::draft
 int anabranch_draft(int kind, void* runner, const Draft* draft, const void* states, int64_t root, int64_t* tokens,
                     int64_t* parents, int64_t* depths, float* joints) {
-  auto* r = static_cast<Runner*>(runner);
-  const auto* narrow = static_cast<const bf16*>(states);
-  if (kind == FLOAT)
-    return r->draft<float>(*draft, static_cast<const float*>(states), root, tokens, parents, depths, joints);
-  if (kind == BF16) return r->draft<Factor<bf16>>(*draft, narrow, root, tokens, parents, depths, joints);
-  return r->draft<Group>(*draft, narrow, root, tokens, parents, depths, joints);
+  return guarded([&] {
+    require(runner != nullptr && draft != nullptr && states != nullptr && tokens != nullptr && parents != nullptr &&
+                depths != nullptr && joints != nullptr,
+            "a pointer is null");
+    require(within(kind, BF16, INT4), "a draft is of no known kind");
+    check(kind, *draft, root);
+    auto* r = static_cast<Runner*>(runner);
+    const auto* narrow = static_cast<const bf16*>(states);
+    if (kind == FLOAT)
+      return r->draft<float>(*draft, static_cast<const float*>(states), root, tokens, parents, depths, joints);
+    if (kind == BF16) return r->draft<Factor<bf16>>(*draft, narrow, root, tokens, parents, depths, joints);
+    return r->draft<Group>(*draft, narrow, root, tokens, parents, depths, joints);
+  });
 }
 
 // see Runner::layers; ``ends`` and ``tap`` may be null
-void anabranch_layers(int kind, void* runner, const Shape* shape, const Layer* layers, int count, const Step* step,
-                      const Ends* ends, float* tap, int tapped) {
-  auto* r = static_cast<Runner*>(runner);
-  if (kind == FLOAT)
-    r->layers<float>(*shape, layers, count, *step, ends, tap, tapped);
-  else if (kind == BF16)
-    r->layers<Factor<bf16>>(*shape, layers, count, *step, ends, tap, tapped);
-  else
-    r->layers<Group>(*shape, layers, count, *step, ends, tap, tapped);
+int anabranch_layers(int kind, void* runner, const Shape* shape, const Layer* layers, int count, const Step* step,
+                     const Ends* ends, float* tap, int tapped) {
+  return guarded([&] {
+    check(kind, runner, shape, layers, count, step);
+    if (ends == nullptr)
+      require(step->x != nullptr, "a pass has no rows");
+    else
+      check(kind, *shape, *step, *ends);
+    auto* r = static_cast<Runner*>(runner);
+    if (kind == FLOAT)
+      r->layers<float>(*shape, layers, count, *step, ends, tap, tapped);
+    else if (kind == BF16)
+      r->layers<Factor<bf16>>(*shape, layers, count, *step, ends, tap, tapped);
+    else
+      r->layers<Group>(*shape, layers, count, *step, ends, tap, tapped);
+    return DONE;
+  });
 }
 
 // streams from the main rows that they trail to their states; see Runner::trail
-void anabranch_trail(int kind, void* runner, const Shape* shape, const Layer* layers, int count, const Step* step,
-                     const Entry* entry, void* states) {
-  auto* r = static_cast<Runner*>(runner);
-  if (kind == FLOAT)
-    r->trail<float>(*shape, layers, count, *step, *entry, static_cast<float*>(states));
-  else if (kind == BF16)
-    r->trail<Factor<bf16>>(*shape, layers, count, *step, *entry, static_cast<bf16*>(states));
-  else
-    r->trail<Group>(*shape, layers, count, *step, *entry, static_cast<bf16*>(states));
+int anabranch_trail(int kind, void* runner, const Shape* shape, const Layer* layers, int count, const Step* step,
+                    const Entry* entry, void* states) {
+  return guarded([&] {
+    check(kind, runner, shape, layers, count, step);
+    require(entry != nullptr && states != nullptr, "a pointer is null");
+    check(kind, *shape, *step, *entry);
+    auto* r = static_cast<Runner*>(runner);
+    if (kind == FLOAT)
+      r->trail<float>(*shape, layers, count, *step, *entry, static_cast<float*>(states));
+    else if (kind == BF16)
+      r->trail<Factor<bf16>>(*shape, layers, count, *step, *entry, static_cast<bf16*>(states));
+    else
+      r->trail<Group>(*shape, layers, count, *step, *entry, static_cast<bf16*>(states));
+    return DONE;
+  });
 }
 
 // keys and values of one row [K, capacity, E] in ``layers`` layers: what lies at start + nodes[i] goes to start + i
-void anabranch_move(void* keys, void* values, int layers, int heads, int64_t layer_bytes, int64_t head_bytes,
-                    int64_t token_bytes, int64_t start, const int64_t* nodes, int count) {
-  const auto each = [&](auto&& done) {
-    for (void* cache : {keys, values})
-      for (int l = 0; l < layers; ++l)
-        for (int h = 0; h < heads; ++h) {
-          char* from = static_cast<char*>(cache) + l * layer_bytes + h * head_bytes + start * token_bytes;
-          for (int i = 0; i < count; ++i)
-            if (nodes[i] != i) done(from + nodes[i] * token_bytes, from + i * token_bytes);
-        }
-  };
-  // they lie far apart: all are asked for before the first is waited for
-  each([&](const char* from, const char* to) {
-    for (int64_t i = 0; i < token_bytes; i += 64) ask(from + i), ask(to + i);
+int anabranch_move(void* keys, void* values, int layers, int heads, int64_t layer_bytes, int64_t head_bytes,
+                   int64_t token_bytes, int64_t start, const int64_t* nodes, int count) {
+  return guarded([&] {
+    require(keys != nullptr && values != nullptr && (nodes != nullptr || count == 0), "a pointer is null");
+    require(layers >= 0 && heads >= 0 && count >= 0 && start >= 0 && token_bytes > 0, "a move has no size that fits");
+    const int64_t capacity = head_bytes / token_bytes;
+    for (int i = 0; i < count; ++i)
+      require(within(nodes[i], i == 0 ? 0 : nodes[i - 1] + 1, capacity - start - 1),
+              "nodes to move do not ascend, or lie behind the cache's end");
+    const auto each = [&](auto&& done) {
+      for (void* cache : {keys, values})
+        for (int l = 0; l < layers; ++l)
+          for (int h = 0; h < heads; ++h) {
+            char* from = static_cast<char*>(cache) + l * layer_bytes + h * head_bytes + start * token_bytes;
+            for (int i = 0; i < count; ++i)
+              if (nodes[i] != i) done(from + nodes[i] * token_bytes, from + i * token_bytes);
+          }
+    };
+    // they lie far apart: all are asked for before the first is waited for
+    each([&](const char* from, const char* to) {
+      for (int64_t i = 0; i < token_bytes; i += 64) ask(from + i), ask(to + i);
+    });
+    each([&](const char* from, char* to) { std::memcpy(to, from, static_cast<size_t>(token_bytes)); });
+    return DONE;
   });
-  each([&](const char* from, char* to) { std::memcpy(to, from, static_cast<size_t>(token_bytes)); });
 }
 
 }  // extern "C"

@@ -1,8 +1,9 @@
-"""Compile ``kernels.cpp`` once a machine, load it, and call it on torch tensors.
+"""Call the compiled kernels on torch tensors.
 
-The library is kept in the cache folder under the hash of its source, compiler and processor; a second process only
-loads it. It comes in forms: for AVX2, for AVX-512, and with products of bf16 in AMX's tiles; the best that the
-processor has is taken. Without a compiler, AVX2 or Linux ``library()`` is None, and ``why_not()`` says why.
+``library()`` loads them once a process (``build`` finds or compiles them); where they cannot run it is None, and
+``shortfall()`` says why. The methods of ``Library`` are the only callers of the C functions. They check every tensor,
+count and type before a call, and each C function checks its arguments again; a call that breaks the contract raises
+AssertionError, and one for which the system lacks memory or threads DeviceError.
 
 M rows, D width, N outputs.
 """
@@ -10,28 +11,24 @@ M rows, D width, N outputs.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
-import platform
-import shutil
-import subprocess
-import sys
-import tempfile
 import threading
-from collections.abc import Iterator
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anabranch.errors import InputError
-from anabranch.files import cache_home
-from anabranch.processor import processor_flags
+from anabranch.errors import DeviceError, PerformanceWarning
+from anabranch.native import build
+from anabranch.native.structs import Draft, Ends, Entry, Layer, Packed, Shape, Step, Table, layout
 
 __all__ = [
     "BLOCK",
@@ -46,206 +43,128 @@ __all__ = [
     "Packed",
     "Shape",
     "Step",
+    "Table",
+    "forget",
     "library",
+    "shortfall",
     "why_not",
 ]
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
-HEADERS = tuple(SOURCE.with_name(name) for name in ("numbers.h", "avx512.h", "avx2.h"))
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")
-AVX512 = frozenset(("avx512f", "avx512bw", "avx512dq", "avx512vl"))
-# what the forms need of a processor, and flags besides, the best one first
-FORMS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
-    "amx": (AVX512 | {"amx_tile", "amx_bf16"}, ("-DANABRANCH_TILES", "-mamx-tile", "-mamx-bf16")),
-    "avx512": (AVX512, ()),
-    "avx2": (frozenset(("avx2", "fma", "f16c")), ("-DANABRANCH_AVX2",)),
-}
-# arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA): tiles are 8 KB that the system would have to save for every
-# thread, so a process asks for them first (Linux, Documentation/arch/x86/xstate.rst)
-ASK_FOR_TILES = (158, 0x1023, 18)
-# in a process of its own, which a fault may end: whether a library's products are right
-CHECK = f"""
-import ctypes, sys
-ctypes.CDLL(None).syscall(*{ASK_FOR_TILES})
-sys.exit(0 if ctypes.CDLL(sys.argv[1]).anabranch_multiplies() == 1 else 1)
-"""
 BLOCK = 32
 WIDEST = 8192  # of the rows that the kernels read embeddings into
 KINDS = {"bfloat16": 0, "float32": 1, "int8": 2, "int4": 3}  # of packed weights
+STATUSES = {"memory": -1, "threads": -2}  # of the C functions; others below 0 refuse an argument
+MOST_THREADS = 1024
 PAGE = 2**21
 ARENA = 2**26
-
-
-class Packed(ctypes.Structure):
-    """A packed weight [outputs, width]; ``kind`` is one of ``KINDS``."""
-
-    _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_int32) for name in ("outputs", "width", "kind")))
-
-
-class Table(ctypes.Structure):
-    """Embeddings [vocabulary, width]: row by row, or ``packed`` as a weight of the rows' type is."""
-
-    _fields_ = (("rows", ctypes.c_void_p), ("packed", ctypes.c_int64))
-
-
-class Layer(ctypes.Structure):
-    """Weights of one layer and where its cache lies."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("norm_in", "norm_mlp", "q_norm", "k_norm", "qkv_bias", "out_bias")),
-        *((name, Packed) for name in ("qkv", "out", "up", "down", "low", "high")),
-        ("keys", ctypes.c_void_p),
-        ("values", ctypes.c_void_p),
-    )
-
-
-class Shape(ctypes.Structure):
-    """Sizes that all layers share."""
-
-    _fields_ = (
-        *((name, ctypes.c_int32) for name in ("d", "heads", "kv_heads", "e", "inner", "rope_dim")),
-        ("eps", ctypes.c_float),
-        ("scale", ctypes.c_float),
-        ("row_stride", ctypes.c_int64),
-        ("head_stride", ctypes.c_int64),
-    )
-
-
-class Step(ctypes.Structure):
-    """The rows of one pass. Without ``x`` they are made and kept inside."""
-
-    _fields_ = (
-        *((name, ctypes.c_int32) for name in ("batch", "nodes", "window", "trailing")),
-        *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "lengths", "parents")),
-    )
-
-
-class Ends(ctypes.Structure):
-    """How a pass begins, from tokens, and ends, behind the last norm and with the tokens that the head chooses."""
-
-    _fields_ = (
-        ("embedding", Table),
-        *((name, ctypes.c_void_p) for name in ("tokens", "norm", "hidden")),
-        ("head", Packed),
-        ("bias", ctypes.c_void_p),
-        ("chosen", ctypes.c_void_p),
-    )
-
-
-class Entry(ctypes.Structure):
-    """How streams that trail begin."""
-
-    _fields_ = (
-        ("main", ctypes.c_void_p),
-        ("nodes", ctypes.c_void_p),
-        ("width", ctypes.c_int32),
-        ("embedding", Table),
-        ("emitted", ctypes.c_void_p),
-        ("inputs", Packed),
-        ("up", Packed),
-        *((name, ctypes.c_void_p) for name in ("streams", "hidden", "norm")),
-    )
-
-
-class Draft(ctypes.Structure):
-    """How one row's stream states become a tree."""
-
-    _fields_ = (
-        ("embedding", Table),
-        *((name, Packed) for name in ("token", "state", "carry", "to_state", "head", "own")),
-        ("ids", ctypes.c_void_p),
-        ("own_ids", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("d", "depth", "best", "nodes", "frontier", "blocks")),
-        ("least", ctypes.c_float),
-        ("keys", ctypes.c_void_p),
-        ("warmth", ctypes.c_float),
-        ("trust", ctypes.c_float),
-    )
-
 
 Layers: TypeAlias = ctypes.Array[Layer]
 # tokens, parents and depths of a tree's nodes and their joint log probabilities
 Nodes: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]
 
+_INT, _LONG, _FLOAT, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+# arguments of the functions that return a status
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "runner": (_INT, ctypes.POINTER(_POINTER)),
+    "packed_bytes": (ctypes.POINTER(Packed), ctypes.POINTER(_LONG)),
+    "pack": (ctypes.POINTER(Packed), _POINTER, _POINTER, _POINTER),
+    "linear": (_INT, _POINTER, _POINTER, _INT, ctypes.POINTER(Packed), _POINTER, _POINTER),
+    "norm": (_INT, _POINTER, _LONG, _INT, _POINTER, _FLOAT, _POINTER),
+    "best": (_POINTER, _LONG, _INT, _INT, _POINTER, _POINTER),
+    "choose": (_INT, _POINTER, _POINTER, _INT, ctypes.POINTER(Packed), _POINTER, _POINTER),
+    "draw": (_POINTER, _POINTER, _INT, _INT, _FLOAT, _POINTER, _POINTER),
+    "draft": (_INT, _POINTER, ctypes.POINTER(Draft), _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _POINTER),
+    "layers": (
+        *(_INT, _POINTER, ctypes.POINTER(Shape), _POINTER, _INT),
+        *(ctypes.POINTER(Step), ctypes.POINTER(Ends), _POINTER, _INT),
+    ),
+    "trail": (
+        *(_INT, _POINTER, ctypes.POINTER(Shape), _POINTER, _INT),
+        *(ctypes.POINTER(Step), ctypes.POINTER(Entry), _POINTER),
+    ),
+    "move": (_POINTER, _POINTER, _INT, _INT, _LONG, _LONG, _LONG, _LONG, _POINTER, _INT),
+}
+
 
 class Library:
-    """The compiled kernels with their threads, as many as torch uses."""
+    """The compiled kernels with their threads, as many as torch uses.
 
-    def __init__(self, path: Path) -> None:
-        self._c = ctypes.CDLL(str(path))
-        self._c.anabranch_form.restype = ctypes.c_char_p
-        self._c.anabranch_runner.restype = ctypes.c_void_p
-        self._c.anabranch_runner.argtypes = (ctypes.c_int,)
-        self._c.anabranch_packed_bytes.restype = ctypes.c_int64
-        self._c.anabranch_packed_bytes.argtypes = (ctypes.POINTER(Packed),)
-        self._c.anabranch_pack.argtypes = (ctypes.POINTER(Packed), ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
-        self._c.anabranch_advise.argtypes = (ctypes.c_void_p, ctypes.c_int64)
-        self._c.anabranch_linear.argtypes = (
-            *(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int),
-            *(ctypes.POINTER(Packed), ctypes.c_void_p, ctypes.c_void_p),
-        )
-        self._c.anabranch_norm.argtypes = (
-            *(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int),
-            *(ctypes.c_void_p, ctypes.c_float, ctypes.c_void_p),
-        )
-        self._c.anabranch_best.argtypes = (
-            *(ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
-        )
-        self._c.anabranch_choose.argtypes = (
-            *(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int),
-            *(ctypes.POINTER(Packed), ctypes.c_void_p, ctypes.c_void_p),
-        )
-        self._c.anabranch_draw.argtypes = (
-            *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_float),
-            *(ctypes.c_void_p, ctypes.c_void_p),
-        )
-        self._c.anabranch_draft.restype = ctypes.c_int
-        self._c.anabranch_draft.argtypes = (
-            *(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(Draft), ctypes.c_void_p, ctypes.c_int64),
-            *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p),
-        )
-        self._c.anabranch_layers.argtypes = (
-            *(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(Shape), ctypes.c_void_p, ctypes.c_int),
-            *(ctypes.POINTER(Step), ctypes.POINTER(Ends), ctypes.c_void_p, ctypes.c_int),
-        )
-        self._c.anabranch_trail.argtypes = (
-            *(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(Shape), ctypes.c_void_p, ctypes.c_int),
-            *(ctypes.POINTER(Step), ctypes.POINTER(Entry), ctypes.c_void_p),
-        )
-        self._c.anabranch_move.argtypes = (
-            *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int),
-            *(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int),
-        )
-        self._lock = threading.Lock()  # one pass at a time: the threads and their scratch memory are shared
-        self._threads = 0  # what they take while torch is down to one; 0: as many as torch has
+    Scores that are not finite: ``choose`` and ``draw`` return -1 for a row whose largest score is not finite or that
+    has a NaN, so that NaN never becomes a token; ``best`` and ``draft`` leave such scores out.
+    """
+
+    def __init__(self, c: ctypes.CDLL) -> None:
+        self._c = c
+        c.anabranch_form.restype = c.anabranch_message.restype = ctypes.c_char_p
+        c.anabranch_layout.restype = ctypes.POINTER(ctypes.c_int32)
+        count = _INT()
+        numbers = c.anabranch_layout(ctypes.byref(count))
+        found = [numbers[i] for i in range(count.value)]
+        _require(found == layout(), f"structs of the compiled kernels differ from structs.py: {found}, {layout()}")
+        for name, arguments in _FUNCTIONS.items():
+            function = getattr(c, f"anabranch_{name}")
+            function.argtypes, function.restype, function.errcheck = arguments, _INT, self._checked
+        c.anabranch_advise.argtypes, c.anabranch_advise.restype = (_POINTER, _LONG), None
+        self._mine = threading.local()  # ``threads``: what this thread's torch had before ``alone``
         self._free = torch.empty(0, dtype=torch.uint8)
-        self._runners: dict[tuple[int, int], int] = {}
+        self._begin()
+        _alive.add(self)
+
+    def _begin(self) -> None:
+        """A lock that nobody holds and no threads: also in the child of a fork, which has neither."""
+        self._lock = threading.Lock()  # one pass at a time: the threads and their scratch memory are shared
+        self._runners: dict[int, int] = {}
+
+    def _checked(self, status: int, function: object, arguments: object) -> int:
+        if status >= 0:
+            return status
+        message = self._c.anabranch_message().decode(errors="replace")
+        if status == STATUSES["memory"]:
+            raise DeviceError(
+                f"the native kernels ran out of memory ({message}); use fewer rows, a shorter context or a smaller model"
+            )
+        if status == STATUSES["threads"]:
+            raise DeviceError(f"the native kernels could not start a thread ({message}); raise the limit (ulimit -u)")
+        raise AssertionError(f"the native kernels refused a call: {message}")
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Torch keeps to one thread meanwhile: its others would spin where the kernels' threads want to run."""
-        threads = torch.get_num_threads()
-        if self._threads or threads == 1:
+        """This thread's torch keeps to one thread meanwhile: its others would spin where the kernels' want to run.
+
+        Other threads keep their count, and so do those that start meanwhile.
+        """
+        threads, set_threads = torch.get_num_threads(), _openmp()
+        if threads == 1 or set_threads is None:  # 1: also within another ``alone``
             yield
             return
-        self._threads = threads
-        torch.set_num_threads(1)
+        self._mine.threads = threads
+        set_threads(1)
         try:
             yield
         finally:
-            self._threads = 0
-            torch.set_num_threads(threads)
+            self._mine.threads = 0
+            set_threads(threads)
 
     def _run(self) -> int:
-        """The threads of this process, as many as torch has."""
-        key = (os.getpid(), self._threads or torch.get_num_threads())
-        if key not in self._runners:
-            self._runners[key] = self._c.anabranch_runner(key[1])
-        return self._runners[key]
+        """Threads as many as torch has, or as the system grants. To be called with the lock held."""
+        count = min(getattr(self._mine, "threads", 0) or torch.get_num_threads(), MOST_THREADS)
+        if count not in self._runners:
+            runner = _POINTER()
+            started = self._c.anabranch_runner(count, ctypes.byref(runner))
+            if started < count:
+                warnings.warn(
+                    f"the system let the native kernels start {started} of {count} threads; raise the limit (ulimit -u) "
+                    "or ask for fewer threads",
+                    PerformanceWarning,
+                    stacklevel=2,
+                )
+            assert runner.value is not None
+            self._runners[count] = runner.value
+        return self._runners[count]
 
     @property
     def form(self) -> str:
-        """One of ``FORMS``."""
+        """One of ``build.FORMS``."""
         return str(self._c.anabranch_form().decode())
 
     def pack(
@@ -253,19 +172,41 @@ class Library:
     ) -> tuple[Packed, Tensor]:
         """A weight [N, D] in blocks of 32 outputs (the last one padded) and the memory that it lies in.
 
-        ``weight`` is of the type that ``kind`` names, D even; or quantised values, uint8, D in whole groups of 32,
-        with ``scale`` and ``least`` as ``model.quantize`` has them.
+        ``weight`` is of the type that ``kind`` names, in bfloat16 with D even; or quantised values, uint8, D in whole
+        groups of 32, with ``scale`` and ``least`` as ``model.quantize`` has them.
         """
-        given = [None if x is None else x.detach().cpu().contiguous() for x in (weight, scale, least)]
-        packed = Packed(None, *weight.shape, KINDS[kind])
-        memory = self._room(int(self._c.anabranch_packed_bytes(ctypes.byref(packed))))
+        _require(kind in KINDS, f"{kind} is no kind of packed weight")
+        _require(weight.dim() == 2 and weight.numel() > 0, f"a weight to pack has the shape {[*weight.shape]}")
+        outputs, width = weight.shape
+        plain = kind in ("bfloat16", "float32")
+        _require(weight.dtype == (getattr(torch, kind) if plain else torch.uint8), f"{weight.dtype} is not {kind}")
+        _require(width % {"bfloat16": 2, "float32": 1}.get(kind, BLOCK) == 0, f"{kind} of width {width} cannot be packed")
+        groups = (outputs, width // BLOCK)
+        for given, wanted in (
+            (scale, None if plain else ((outputs,), torch.float32) if kind == "int8" else (groups, torch.float16)),
+            (least, (groups, torch.float16) if kind == "int4" else None),
+        ):
+            fits = given is None if wanted is None else given is not None and (tuple(given.shape), given.dtype) == wanted
+            _require(fits, f"scales of {kind} weights are not {wanted}")
+        tensors = [None if x is None else x.detach().cpu().contiguous() for x in (weight, scale, least)]
+        packed, size = Packed(None, outputs, width, KINDS[kind]), _LONG()
+        self._c.anabranch_packed_bytes(ctypes.byref(packed), ctypes.byref(size))
+        memory = self._room(size.value)
         packed.data = memory.data_ptr()
-        self._c.anabranch_pack(ctypes.byref(packed), *(None if x is None else x.data_ptr() for x in given))
+        self._c.anabranch_pack(ctypes.byref(packed), *(None if x is None else x.data_ptr() for x in tensors))
         return packed, memory
 
     def large(self, size: int) -> Tensor:
-        """``size`` bytes that the system may back with large pages, which are read up to twice as fast."""
-        whole = torch.empty(size + PAGE, dtype=torch.uint8)
+        """``size`` bytes that the system may back with large pages, which are read up to twice as fast.
+
+        Raises DeviceError where there is no such memory.
+        """
+        try:
+            whole = torch.empty(size + PAGE, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise DeviceError(
+                f"{size:,} bytes of memory cannot be had; use fewer rows, a shorter context or a smaller model"
+            ) from error
         start = -whole.data_ptr() % PAGE
         self._c.anabranch_advise(whole[start:].data_ptr(), size)
         return whole[start : start + size]
@@ -286,9 +227,8 @@ class Library:
 
         Rows are of the weight's type; for a quantised one bf16 or float32.
         """
-        x_MD = x_MD.contiguous()
-        y = torch.empty(x_MD.shape[0], packed.outputs)
-        bias = None if bias_N is None else bias_N.data_ptr()
+        x_MD, bias = _rows(x_MD, packed, bias_N)
+        y = torch.empty(len(x_MD), packed.outputs)
         with self._lock:
             self._c.anabranch_linear(
                 *(_kind(x_MD), self._run(), x_MD.data_ptr(), len(x_MD), ctypes.byref(packed), bias, y.data_ptr())
@@ -297,24 +237,33 @@ class Library:
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
         """RMS norm of float32 rows [..., D] by a float32 weight, as ``dtype``."""
-        x = x.contiguous()
-        y = torch.empty(x.shape, dtype=dtype)
         width = x.shape[-1]
+        _require(x.dtype == torch.float32 and x.is_cpu, "rows to norm are float32 on the CPU")
+        _require(weight.dtype == torch.float32 and weight.shape == (width,), "a norm's weight is not float32 [D]")
+        _require(width > 0 and width % BLOCK == 0, f"a norm's width {width} is no multiple of {BLOCK}")
+        x, weight = x.contiguous(), weight.contiguous()
+        y = torch.empty(x.shape, dtype=dtype)
         self._c.anabranch_norm(_kind(y), x.data_ptr(), x.numel() // width, width, weight.data_ptr(), eps, y.data_ptr())
         return y
 
     def best(self, z_MN: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The ``count`` largest log probabilities of float32 scores [M, N], falling, and their places [M, count]."""
-        z_MN = z_MN.contiguous()
+        """The ``count`` largest log probabilities of float32 scores [M, N], falling, and their places [M, count].
+
+        Scores that are not finite are left out; where fewer are finite, -inf at place 0 follows.
+        """
+        z_MN = _scores(z_MN)
+        _require(count >= 1, f"the {count} best scores are asked for")
         values, places = torch.empty(len(z_MN), count), torch.empty(len(z_MN), count, dtype=torch.long)
         self._c.anabranch_best(z_MN.data_ptr(), *z_MN.shape, count, values.data_ptr(), places.data_ptr())
         return values, places
 
     def choose(self, x_MD: Tensor, packed: Packed, bias_N: Tensor | None) -> Tensor:
-        """Where the largest entry of each row of ``linear`` first stands: int64 [M]. The scores are not kept."""
-        x_MD = x_MD.contiguous()
+        """Where the largest entry of each row of ``linear`` first stands: int64 [M]. The scores are not kept.
+
+        -1 for a row whose largest score is not finite, or that has a NaN.
+        """
+        x_MD, bias = _rows(x_MD, packed, bias_N)
         places = torch.empty(len(x_MD), dtype=torch.long)
-        bias = None if bias_N is None else bias_N.data_ptr()
         with self._lock:
             self._c.anabranch_choose(
                 *(_kind(x_MD), self._run(), x_MD.data_ptr(), len(x_MD), ctypes.byref(packed), bias, places.data_ptr())
@@ -322,8 +271,13 @@ class Library:
         return places
 
     def draw(self, z_MN: Tensor, temperature: float, keys_M: NDArray[np.uint64]) -> Tensor:
-        """The largest of each row of float32 scores [M, N] / temperature + ``sampling.gumbels``: int64 [M]."""
-        z_MN, keys_M = z_MN.contiguous(), np.ascontiguousarray(keys_M, np.uint64)
+        """The largest of each row of float32 scores [M, N] / temperature + ``sampling.gumbels``: int64 [M].
+
+        -1 for a row whose largest score is not finite, or that has a NaN.
+        """
+        z_MN, keys_M = _scores(z_MN), np.ascontiguousarray(keys_M, np.uint64)
+        _require(keys_M.shape == (len(z_MN),), f"{keys_M.shape} keys for {len(z_MN)} rows")
+        _require(temperature > 0, f"scores are drawn at temperature {temperature}")
         places = torch.empty(len(z_MN), dtype=torch.long)
         with self._lock:
             self._c.anabranch_draw(
@@ -332,10 +286,15 @@ class Library:
         return places
 
     def draft(self, how: Draft, states_SD: Tensor, root: int) -> Nodes:
-        """A tree's nodes, breadth first, the root among them.
+        """A tree's nodes, breadth first, the root among them; the root alone where no score is finite.
 
         States and embeddings are float32 where the weights are, else bf16.
         """
+        dtype = torch.float32 if how.head.kind == KINDS["float32"] else torch.bfloat16
+        _require(states_SD.dtype == dtype and states_SD.is_cpu, f"stream states of {states_SD.dtype} are not {dtype}")
+        deep = states_SD.dim() == 2 and len(states_SD) >= how.depth and states_SD.shape[1] == how.d
+        _require(deep, f"stream states {[*states_SD.shape]} are not {how.depth} of width {how.d}")
+        _require(how.nodes >= 1, f"a draft of {how.nodes} nodes")
         states_SD = states_SD.contiguous()
         integers, joints = np.empty((3, how.nodes), np.int64), np.empty(how.nodes, np.float32)
         tokens, parents, depths = integers
@@ -361,18 +320,24 @@ class Library:
         With ``ends`` the pass is a whole one, from tokens to tokens. ``tap`` takes the rows as they are before layer
         ``tapped`` of these.
         """
-        pointer = None if tap is None else tap.data_ptr()
+        _require(len(layers) > 0, "a pass has no layers")
+        if tap is not None:
+            _filled(tap, step.batch * step.nodes * shape.d, torch.float32)
         with self._lock:
             self._c.anabranch_layers(
-                *(layers[0].qkv.kind, self._run(), ctypes.byref(shape), layers, len(layers)),
-                *(ctypes.byref(step), None if ends is None else ctypes.byref(ends), pointer, tapped),
+                *(layers[0].qkv.kind, self._run(), ctypes.byref(shape), layers, len(layers), ctypes.byref(step)),
+                *(None if ends is None else ctypes.byref(ends), None if tap is None else tap.data_ptr(), tapped),
             )
 
     def trail(self, shape: Shape, layers: Layers, step: Step, entry: Entry, states: Tensor) -> None:
         """Streams from the main rows that they trail, through ``layers`` and the last norm, into ``states``."""
+        _require(len(layers) > 0, "streams have no layers")
+        kind = layers[0].qkv.kind
+        dtype = torch.float32 if kind == KINDS["float32"] else torch.bfloat16
+        _filled(states, step.batch * step.nodes * shape.d, dtype)
         with self._lock:
             self._c.anabranch_trail(
-                *(layers[0].qkv.kind, self._run(), ctypes.byref(shape), layers, len(layers)),
+                *(kind, self._run(), ctypes.byref(shape), layers, len(layers)),
                 *(ctypes.byref(step), ctypes.byref(entry), states.data_ptr()),
             )
 
@@ -382,6 +347,13 @@ class Library:
         """In a cache [layers, rows, K, C, E], one row and some layers of it: start + nodes[i] goes to start + i; nodes
         ascend.
         """
+        same = (keys.shape, keys.stride(), keys.dtype) == (values.shape, values.stride(), values.dtype)
+        _require(same and keys.dim() == 5 and keys.is_cpu and values.is_cpu, "keys and values differ")
+        whole = keys.stride(4) == 1 and keys.stride(3) == keys.shape[4]
+        _require(whole and keys.stride(2) == keys.shape[3] * keys.shape[4], "the cache's heads are not contiguous")
+        inside = 0 <= layers.start <= layers.stop <= len(keys) and layers.step == 1 and 0 <= slot < keys.shape[1]
+        _require(inside, f"row {slot} of layers {layers} is not in a cache of {[*keys.shape]}")
+        nodes = np.ascontiguousarray(nodes, np.int64)
         size = keys.element_size()
         layer, row, head, token, _ = (size * stride for stride in keys.stride())
         first = layers.start * layer + slot * row
@@ -391,96 +363,127 @@ class Library:
         )
 
 
+def _require(holds: bool, what: str) -> None:
+    """As ``assert``, which python -O leaves out: beyond this, memory is at stake."""
+    if not holds:
+        raise AssertionError(what)
+
+
 def _kind(x: Tensor) -> int:
-    return KINDS[str(x.dtype).removeprefix("torch.")]
+    kind = KINDS.get(str(x.dtype).removeprefix("torch."))
+    _require(kind in (0, 1), f"rows of {x.dtype} are neither bfloat16 nor float32")
+    return kind or 0
 
 
-_reason = "the kernels have not been asked for yet"
+def _rows(x_MD: Tensor, packed: Packed, bias_N: Tensor | None) -> tuple[Tensor, int | None]:
+    """Rows for a packed weight, and the address of its bias."""
+    kind = _kind(x_MD)
+    _require(x_MD.is_cpu and x_MD.dim() == 2, f"rows {[*x_MD.shape]} on {x_MD.device}")
+    _require(x_MD.shape[1] == packed.width, f"rows of width {x_MD.shape[1]} for a weight of width {packed.width}")
+    _require(packed.kind in (kind, 2, 3), f"rows of {x_MD.dtype} for a weight of kind {packed.kind}")
+    if bias_N is None:
+        return x_MD.contiguous(), None
+    _filled(bias_N, packed.outputs, torch.float32)
+    return x_MD.contiguous(), bias_N.data_ptr()
 
 
-def why_not() -> str:
-    """Why ``library()`` is None."""
-    return _reason
+def _scores(z_MN: Tensor) -> Tensor:
+    _require(z_MN.dtype == torch.float32 and z_MN.is_cpu, f"scores of {z_MN.dtype} on {z_MN.device}")
+    _require(z_MN.dim() == 2 and z_MN.shape[1] > 0, f"scores {[*z_MN.shape]}")
+    return z_MN.contiguous()
+
+
+def _filled(x: Tensor, count: int, dtype: torch.dtype) -> None:
+    """``x`` is contiguous memory of ``count`` values of a type."""
+    fits = x.is_cpu and x.is_contiguous() and x.dtype == dtype and x.numel() == count
+    _require(fits, f"a tensor {[*x.shape]} of {x.dtype} where {count} values of {dtype} are needed")
 
 
 @lru_cache(maxsize=1)
+def _openmp() -> Callable[[int], None] | None:
+    """``omp_set_num_threads`` of torch's OpenMP, which is about the calling thread alone; None where torch has none.
+
+    ``torch.set_num_threads`` also sets what threads begin with that start later.
+    """
+    try:
+        set_threads = ctypes.CDLL(None).omp_set_num_threads
+    except AttributeError:
+        return None
+    set_threads.argtypes, set_threads.restype = (_INT,), None
+    before = torch.get_num_threads()
+    set_threads(before + 1)
+    works = torch.get_num_threads() == before + 1  # another OpenMP than torch's does nothing
+    set_threads(before)
+    return set_threads if works else None  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class _Found:
+    library: Library | None
+    shortfall: build.Shortfall | None
+
+
+_alive: weakref.WeakSet[Library] = weakref.WeakSet()
+_finding = threading.Lock()
+_found: _Found | None = None
+
+
+def _after_fork() -> None:
+    """Locks that a thread of the parent held would stay locked in the child, where that thread does not exist."""
+    global _finding
+    _finding = threading.Lock()
+    for alive in _alive:
+        alive._begin()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def library() -> Library | None:
     """The kernels, compiled if need be; None where they cannot be had.
 
     ANABRANCH_NATIVE=0 switches them off, and the name of a form takes none that is better. Raises InputError for
     another value.
     """
-    global _reason
-    _reason = _unfit()
-    if _reason:
-        return None
-    for form in _forms():
+    return _look().library
+
+
+def shortfall() -> build.Shortfall | None:
+    """Why these kernels, or none, run on this machine; None where they are the best that its processor can run."""
+    return _look().shortfall
+
+
+def why_not() -> str:
+    """Why ``library()`` is None; empty where it is not."""
+    found = _look()
+    return "" if found.shortfall is None or found.library is not None else found.shortfall.why
+
+
+def forget() -> None:
+    """Look for the kernels anew at the next call."""
+    global _found
+    with _finding:
+        _found = None
+
+
+def _look() -> _Found:
+    global _found
+    with _finding:
+        if _found is None:
+            _found = _find()
+        return _found
+
+
+def _find() -> _Found:
+    if (lacking := build.unfit()) is not None:
+        return _Found(None, lacking)
+    failures: dict[str, build.Failed] = {}
+    for form in build.forms():
         try:
-            return Library(_compiled((*FLAGS, *FORMS[form][1])))
-        except (OSError, subprocess.SubprocessError) as error:
-            _reason = f"compiling them failed: {error}"
-    return None
-
-
-def _unfit() -> str:
-    if _wanted() == "0":
-        return "ANABRANCH_NATIVE is 0"
-    if platform.system() != "Linux" or platform.machine() != "x86_64":
-        return f"they are for x86-64 Linux, not {platform.system()} on {platform.machine()}"
-    if not _forms():
-        return f"this processor lacks {sorted(FORMS['avx2'][0] - processor_flags())[0]}"
-    if _compiler() is None:
-        return "there is no C++ compiler; install g++ or set CXX"
-    return ""
-
-
-def _wanted() -> str:
-    """What the user asks for: "0", the name of a form, or "1" for the best. Raises InputError."""
-    wanted = os.environ.get("ANABRANCH_NATIVE") or "1"
-    if wanted not in ("0", "1", *FORMS):
-        raise InputError(
-            f"ANABRANCH_NATIVE must be 0 (no native kernels), 1, or one of {', '.join(FORMS)}, not {wanted!r}"
-        )
-    return wanted
-
-
-def _forms() -> list[str]:
-    """Those of ``FORMS`` that this process may use."""
-    wanted, names = _wanted(), list(FORMS)
-    names = names[names.index(wanted) :] if wanted in names else names
-    names = [name for name in names if FORMS[name][0] <= processor_flags()]
-    if "amx" in names and ctypes.CDLL(None).syscall(*ASK_FOR_TILES) != 0:
-        names.remove("amx")
-    return names
-
-
-def _compiler() -> str | None:
-    names = (os.environ.get("CXX"), "g++", "clang++", "c++")
-    return next((path for name in names if name and (path := shutil.which(name))), None)
-
-
-def _compiled(flags: tuple[str, ...] = FLAGS) -> Path:
-    """Where the library lies, compiled first if it is not there yet; safe among processes."""
-    compiler = _compiler()
-    assert compiler is not None
-    named = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
-    source = [path.read_text(encoding="utf-8") for path in (SOURCE, *HEADERS)]
-    identity = repr((source, flags, compiler, named, sorted(processor_flags())))
-    path = cache_home() / "native" / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            made = Path(folder) / "kernels.so"
-            done = subprocess.run(
-                [compiler, *flags, "-o", str(made), str(SOURCE)],
-                capture_output=True,
-                text=True,
-                timeout=300,
-                check=False,
-            )
-            if done.returncode:
-                raise subprocess.SubprocessError(done.stderr.strip().splitlines()[-1] if done.stderr else compiler)
-            if subprocess.run([sys.executable, "-c", CHECK, str(made)], check=False, timeout=60).returncode:
-                raise subprocess.SubprocessError("their products are wrong on this processor")
-            made.replace(path)
-    return path
+            opened = build.opened((*build.FLAGS, *build.FORMS[form][1]))
+        except build.Failed as failed:
+            failures[form] = failed
+            continue
+        return _Found(Library(opened.library), build.shortfall_of(form, failures, opened.not_kept))
+    failed = next(iter(failures.values()))
+    return _Found(None, build.Shortfall(f"the native kernels are missing: {failed.why}", failed.advice))

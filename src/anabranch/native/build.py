@@ -1,0 +1,256 @@
+"""Compile ``kernels.cpp`` once a machine, and keep the library in the cache folder.
+
+It comes in forms: for AVX2, for AVX-512, and with bf16 products in AMX tiles. A library's file name holds the hash of
+its source, flags and processor, and the SHA-256 of its own content: a file that was cut or damaged is not loaded but
+compiled again. A compiler is needed only where there is no valid file. Where the cache folder cannot be written, the
+library is compiled in a temporary folder, at every start.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock
+from filelock import Timeout as LockTimeout
+
+from anabranch.errors import InputError
+from anabranch.files import cache_home
+from anabranch.processor import processor_flags
+
+__all__ = ["FORMS", "Failed", "Opened", "Shortfall", "compiler", "forms", "opened", "shortfall_of", "unfit"]
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+HEADERS = tuple(SOURCE.with_name(name) for name in ("numbers.h", "avx512.h", "avx2.h"))
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")
+AVX512 = frozenset(("avx512f", "avx512bw", "avx512dq", "avx512vl"))
+# required processor flags and extra compiler flags of each form, the fastest first
+FORMS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
+    "amx": (AVX512 | {"amx_tile", "amx_bf16"}, ("-DANABRANCH_TILES", "-mamx-tile", "-mamx-bf16")),
+    "avx512": (AVX512, ()),
+    "avx2": (frozenset(("avx2", "fma", "f16c")), ("-DANABRANCH_AVX2",)),
+}
+# arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA): tiles are 8 KB that the system would have to save for every
+# thread, so a process asks for them first (Linux, Documentation/arch/x86/xstate.rst)
+ASK_FOR_TILES = (158, 0x1023, 18)
+# checks a new library's products in a process of its own, because they may crash
+CHECK = f"""
+import ctypes, sys
+ctypes.CDLL(None).syscall(*{ASK_FOR_TILES})
+sys.exit(0 if ctypes.CDLL(sys.argv[1]).anabranch_multiplies() == 1 else 1)
+"""
+KEPT = 16  # libraries in the cache folder; older ones are deleted
+LONGEST = 300  # seconds for a compilation
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """Why the kernels are not the best that the processor could run.
+
+    advice      what the user can do about it; empty where there is nothing
+    accepted    nothing to warn of: the user asked for it, or this machine can have no better
+    """
+
+    why: str
+    advice: str = ""
+    accepted: bool = False
+
+
+class Failed(Exception):
+    """One form cannot be had."""
+
+    def __init__(self, why: str, advice: str) -> None:
+        super().__init__(why)
+        self.why, self.advice = why, advice
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A loaded library, and why it could not be kept for the next start (empty: it is in the cache folder)."""
+
+    library: ctypes.CDLL
+    not_kept: str = ""
+
+
+def opened(flags: tuple[str, ...]) -> Opened:
+    """The library made with these compiler flags, from the cache folder or compiled now; safe among processes.
+
+    Raises Failed.
+    """
+    folder, key = cache_home() / "native", _key(flags)
+    if (found := _kept(folder, key)) is not None:
+        return Opened(found)
+    command = compiler()
+    if command is None:
+        raise Failed("there is no C++ compiler", "install g++, or set CXX to a C++ compiler")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / "compile.lock", timeout=2 * LONGEST):
+            if (found := _kept(folder, key)) is not None:  # compiled by another process meanwhile
+                return Opened(found)
+            with tempfile.TemporaryDirectory(dir=folder) as workspace:
+                made = _compile(command, flags, Path(workspace), folder)
+                digest = hashlib.sha256(made.read_bytes()).hexdigest()
+                made.replace(folder / f"kernels-{key}-{digest}.so")
+            _remove_old(folder)
+        found = _kept(folder, key)
+        not_kept = "a library from it cannot be loaded"
+    except (OSError, LockTimeout) as error:
+        not_kept = getattr(error, "strerror", None) or str(error)
+    if found is not None:
+        return Opened(found)
+    with tempfile.TemporaryDirectory(prefix="anabranch-") as workspace:
+        made = _compile(command, flags, Path(workspace), Path(tempfile.gettempdir()))
+        try:
+            return Opened(ctypes.CDLL(str(made)), f"{folder} cannot be used ({not_kept})")
+        except OSError as error:
+            raise Failed(f"the compiled kernels cannot be loaded: {error}", "") from error
+
+
+def _key(flags: tuple[str, ...]) -> str:
+    source = [path.read_text(encoding="utf-8") for path in (SOURCE, *HEADERS)]
+    return hashlib.sha256(repr((source, flags, sorted(processor_flags()))).encode()).hexdigest()[:16]
+
+
+def _kept(folder: Path, key: str) -> ctypes.CDLL | None:
+    """A library of the cache folder whose content has the hash in its name; damaged ones are deleted."""
+    try:
+        paths = sorted(folder.glob(f"kernels-{key}-*.so"))
+    except OSError:
+        return None
+    for path in paths:
+        try:
+            if hashlib.sha256(path.read_bytes()).hexdigest() == path.stem.rpartition("-")[2]:
+                return ctypes.CDLL(str(path))
+            path.unlink()
+        except OSError:  # unreadable, or made for another C++ runtime
+            continue
+    return None
+
+
+def _compile(command: list[str], flags: tuple[str, ...], workspace: Path, logs: Path) -> Path:
+    """A new library in ``workspace`` whose products are right. Raises Failed, and OSError where the disk is full."""
+    made, log = workspace / "kernels.so", logs / "anabranch-compile.log"
+    try:
+        done = subprocess.run(
+            [*command, *flags, "-o", str(made), str(SOURCE)],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=LONGEST,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Failed(f"the compiler {command[0]} did not run ({error})", "install g++, or set CXX") from error
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        if "No space left on device" in done.stderr:
+            raise OSError(28, "No space left on device")
+        first = next((line for line in lines if "error" in line), lines[0] if lines else f"status {done.returncode}")
+        with suppress(OSError):
+            log.write_text(f"{shlex.join(map(str, done.args))}\n\n{done.stderr}", encoding="utf-8")
+        raise Failed(f"compiling them failed: {first.strip()}", f"see {log}; another g++ may do, or set CXX")
+    try:
+        right = subprocess.run([sys.executable, "-c", CHECK, str(made)], check=False, timeout=60).returncode == 0
+    except subprocess.TimeoutExpired:
+        right = False
+    if not right:
+        raise Failed("their products are wrong on this processor", "another g++ may do, or set CXX")
+    return made
+
+
+def _remove_old(folder: Path) -> None:
+    """Delete all but the newest libraries of the cache folder, and those without a hash of their content."""
+
+    def made_at(path: Path) -> float:
+        try:
+            return path.stat().st_mtime
+        except OSError:  # another process was quicker
+            return 0.0
+
+    libraries = sorted(folder.glob("kernels-*.so"), key=made_at, reverse=True)
+    hashed = [path for path in libraries if path.stem.count("-") == 2]
+    for path in {*libraries} - {*hashed[:KEPT]}:
+        with suppress(OSError):
+            path.unlink()
+
+
+def unfit() -> Shortfall | None:
+    """What keeps every form off this machine; None if there is nothing. Raises InputError for ANABRANCH_NATIVE."""
+    if _wanted() == "0":
+        return Shortfall("ANABRANCH_NATIVE is 0", "unset it", accepted=True)
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        here = f"{platform.system()} on {platform.machine()}"
+        return Shortfall(f"the native kernels are for x86-64 Linux, not {here}", accepted=True)
+    if not forms():
+        lacking = sorted(FORMS["avx2"][0] - processor_flags())[0]
+        return Shortfall(f"the native kernels need AVX2, FMA and F16C; this processor lacks {lacking}", accepted=True)
+    return None
+
+
+def shortfall_of(form: str, failures: dict[str, Failed], not_kept: str) -> Shortfall | None:
+    """Why ``form`` is not the best that the processor has, or not kept; None if it is both.
+
+    ``failures`` are those of better forms.
+    """
+    names = list(FORMS)
+    for better, failed in failures.items():
+        return Shortfall(f"the {form} kernels run instead of {better}: {failed.why}", failed.advice)
+    if not_kept:
+        advice = "set ANABRANCH_HOME to a folder that can be written"
+        return Shortfall(f"the native kernels are compiled again at every start: {not_kept}", advice)
+    has = [name for name in names[: names.index(form)] if FORMS[name][0] <= processor_flags()]
+    if not has:
+        return None
+    if _wanted() == form:
+        return Shortfall(f"ANABRANCH_NATIVE is {form}", "unset it", accepted=True)
+    if has == ["amx"] and not _tiles_granted():
+        why = f"the {form} kernels run instead of amx: the system does not grant AMX tiles to this process"
+        return Shortfall(why, "use Linux 5.16 or later, and a container that allows arch_prctl")
+    return None
+
+
+def _wanted() -> str:
+    """What the user asks for: "0", the name of a form, or "1" for the best. Raises InputError."""
+    wanted = os.environ.get("ANABRANCH_NATIVE") or "1"
+    if wanted not in ("0", "1", *FORMS):
+        raise InputError(
+            f"ANABRANCH_NATIVE must be 0 (no native kernels), 1, or one of {', '.join(FORMS)}, not {wanted!r}"
+        )
+    return wanted
+
+
+def forms() -> list[str]:
+    """Those of ``FORMS`` that this process may use, the fastest first."""
+    wanted, names = _wanted(), list(FORMS)
+    names = names[names.index(wanted) :] if wanted in names else names
+    names = [name for name in names if FORMS[name][0] <= processor_flags()]
+    if "amx" in names and not _tiles_granted():
+        names.remove("amx")
+    return names
+
+
+def _tiles_granted() -> bool:
+    return ctypes.CDLL(None).syscall(*ASK_FOR_TILES) == 0
+
+
+def compiler() -> list[str] | None:
+    """The C++ compiler's command: $CXX, which may hold options or a launcher ("ccache g++"), else one on the path."""
+    for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
+        try:
+            words = shlex.split(name or "")
+        except ValueError:  # a quotation without its end
+            continue
+        if words and (path := shutil.which(words[0])):
+            return [path, *words[1:]]
+    return None

@@ -1,0 +1,226 @@
+"""Finding, compiling and keeping the kernels, on this machine's own compiler and cache folders."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_kernels import BASE, decoder, needs_kernels
+
+from anabranch.model.pack import pack_decoder
+from anabranch.native import build
+from anabranch.native import library as native
+
+# an early form, compiled quickly
+QUICK = (*build.FLAGS, "-O0", *build.FORMS["avx2"][1])
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library, compiled once for these tests."""
+    home = tmp_path_factory.mktemp("compiled")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ANABRANCH_HOME", str(home))
+        build.opened(QUICK)
+    (path,) = kept(home)
+    return path
+
+
+@pytest.fixture
+def quick(compiled: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A compiler that delivers at once, as $CXX; the file where it notes its calls."""
+    asked, script = tmp_path / "asked", tmp_path / "quick"
+    script.write_text(
+        f'#!/bin/sh\necho "$1" >> "{asked}"\nwhile [ "$1" != -o ]; do shift; done\nexec cp "{compiled}" "$2"\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", f"{script} first")
+    return asked
+
+
+@pytest.fixture
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """An empty cache folder, and kernels that are compiled quickly."""
+    monkeypatch.setenv("ANABRANCH_HOME", str(tmp_path))
+    monkeypatch.delenv("ANABRANCH_NATIVE", raising=False)
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O0"))
+    native.forget()
+    yield tmp_path
+    native.forget()
+
+
+def kept(home: Path) -> list[Path]:
+    return sorted((home / "native").glob("kernels-*.so"))
+
+
+def no_compiler(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    empty = folder / "nothing here"
+    empty.mkdir(exist_ok=True)
+    patch.delenv("CXX", raising=False)
+    patch.setenv("PATH", str(empty))
+
+
+def test_where_they_cannot_be_had(home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No compiler, another processor, a compiler that fails: the reason is kept and PyTorch decodes."""
+    model = decoder(BASE)
+    broken = tmp_path / "broken compiler"
+    broken.write_text("#!/bin/sh\necho kernels.cpp:1: note: in a file >&2\necho kernels.cpp:7: error: ice >&2\nexit 1\n")
+    broken.chmod(0o755)
+    for change, why, advice in (
+        (lambda m: m.setenv("ANABRANCH_NATIVE", "0"), "ANABRANCH_NATIVE is 0", "unset it"),
+        (lambda m: no_compiler(m, tmp_path), "there is no C++ compiler", "install g++"),
+        (lambda m: m.setattr(build, "processor_flags", lambda: frozenset()), "this processor lacks avx2", ""),
+        (lambda m: m.setattr(build.platform, "machine", lambda: "riscv64"), "not Linux on riscv64", ""),
+        (lambda m: m.setenv("CXX", f"'{broken}'"), "kernels.cpp:7: error: ice", "anabranch-compile.log"),
+    ):
+        with monkeypatch.context() as patch:
+            change(patch)
+            native.forget()
+            assert native.library() is None
+            assert why in native.why_not()
+            found = native.shortfall()
+            assert found is not None
+            assert advice in found.advice
+            other = copy.deepcopy(model)
+            pack_decoder(other)
+            assert other.stack is None
+    log = (home / "native" / "anabranch-compile.log").read_text()
+    assert str(broken) in log.splitlines()[0]
+    assert "note: in a file" in log
+
+
+@needs_kernels
+def test_compiled_once(home: Path, quick: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By a compiler of several words; a second start needs none."""
+    build.opened(QUICK)
+    assert quick.read_text() == "first\n"
+    (path,) = kept(home)
+    assert path.stem.endswith(hashlib.sha256(path.read_bytes()).hexdigest())
+    made = path.stat()
+    no_compiler(monkeypatch, tmp_path)
+    assert build.opened(QUICK).not_kept == ""
+    assert path.stat() == made
+    assert quick.read_text() == "first\n"
+
+
+@needs_kernels
+@pytest.mark.parametrize("damage", [lambda whole: whole[:300_000], lambda whole: os.urandom(len(whole))])
+def test_a_damaged_library_is_compiled_again(damage: object, home: Path, quick: Path) -> None:
+    """Loading one that was cut ends the process with a bus error."""
+    build.opened(QUICK)
+    (path,) = kept(home)
+    whole = path.read_bytes()
+    path.unlink()  # it is mapped into this process
+    path.write_bytes(damage(whole))  # type: ignore[operator]
+    code = (
+        "from anabranch.native import build\n"
+        f"print(build.opened({QUICK!r}).library.anabranch_multiplies())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "1"
+    (path,) = kept(home)
+    assert hashlib.sha256(path.read_bytes()).hexdigest() in path.name
+
+
+@needs_kernels
+def test_a_damaged_library_without_a_compiler(
+    home: Path, quick: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    build.opened(QUICK)
+    (path,) = kept(home)
+    path.unlink()
+    path.write_bytes(b"cut")
+    no_compiler(monkeypatch, tmp_path)
+    with pytest.raises(build.Failed, match="no C\\+\\+ compiler"):
+        build.opened(QUICK)
+
+
+@needs_kernels
+def test_a_cache_that_cannot_be_kept(home: Path, quick: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A temporary folder does, which leaves nothing behind."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ANABRANCH_HOME", str(tmp_path / "file"))
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(build.tempfile, "tempdir", str(temporary))
+    assert native.library() is not None
+    found = native.shortfall()
+    assert found is not None
+    assert "compiled again at every start" in found.why
+    assert "ANABRANCH_HOME" in found.advice
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_compiler_that_is_no_command(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    usual = build.compiler()
+    for named in ("'", "no-such-compiler -O3", " "):
+        monkeypatch.setenv("CXX", named)
+        assert build.compiler() == usual
+
+
+@needs_kernels
+def test_old_libraries_are_removed(home: Path, quick: Path) -> None:
+    folder = home / "native"
+    folder.mkdir()
+    for i in range(build.KEPT + 3):
+        old = folder / f"kernels-{i:016x}-{i:064x}.so"
+        old.write_bytes(b"")
+        os.utime(old, (i, i))
+    (folder / "kernels-0123456789abcdef.so").write_bytes(b"")  # of versions that kept no hash
+    build.opened(QUICK)
+    assert len(kept(home)) == build.KEPT
+    assert not (folder / "kernels-0123456789abcdef.so").exists()
+    assert not (folder / f"kernels-{0:016x}-{0:064x}.so").exists()
+
+
+@needs_kernels
+def test_threads_and_processes_compile_once(home: Path, quick: Path) -> None:
+    code = f"from anabranch.native import build; build.FLAGS = {build.FLAGS!r}\n"
+    code += "from anabranch.native import library; assert library.library() is not None"
+    other = subprocess.Popen([sys.executable, "-c", code])
+    found: list[object] = []
+    threads = [threading.Thread(target=lambda: found.append(native.library())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert other.wait(timeout=300) == 0
+    assert found[0] is found[1]
+    assert found[0] is not None
+    assert quick.read_text() == "first\n"
+
+
+@needs_kernels
+def test_structs_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "layout", lambda: [1, 2, 3])
+    with pytest.raises(AssertionError, match=r"structs of the compiled kernels differ"):
+        native.Library(build.opened((*build.FLAGS, *build.FORMS[build.forms()[0]][1])).library)
+
+
+@needs_kernels
+def test_a_lesser_form(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    best = build.forms()[0]
+    if best == "avx2":
+        pytest.skip("this processor has no better form than AVX2")
+    monkeypatch.setitem(build.FORMS, best, (build.FORMS[best][0], ("-DNOT_A_HEADER", "-include", "/no/such.h")))
+    kernels, found = native.library(), native.shortfall()
+    assert kernels is not None
+    assert found is not None
+    assert kernels.form != best
+    assert f"instead of {best}" in found.why
+    assert "/no/such.h" in found.why
+    assert not found.accepted
+    monkeypatch.setenv("ANABRANCH_NATIVE", "avx2")
+    native.forget()
+    found = native.shortfall()
+    assert found is not None
+    assert found.accepted
+    assert found.why == "ANABRANCH_NATIVE is avx2"
