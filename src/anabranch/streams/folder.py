@@ -23,6 +23,7 @@ from torch import Tensor
 
 from anabranch.errors import AdapterError, FileError, InputError
 from anabranch.files import write_atomically
+from anabranch.foreign import peft_advice
 from anabranch.model.config import ModelConfig
 from anabranch.model.load import Target
 from anabranch.streams.adapter import StreamAdapter
@@ -124,6 +125,8 @@ def read_record(folder: Path) -> dict[str, Any]:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise AdapterError(f"{path} is not readable JSON ({error}); copy or train the adapter again") from error
+    if sentence := peft_advice(folder, record):
+        raise AdapterError(sentence)
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise AdapterError(f"{path} does not describe an adapter of anabranch; give a folder that 'train' wrote")
     if record.get("version") != VERSION:
