@@ -39,5 +39,5 @@ def test_a_stream_adapter_is_no_model(toys: ToyFolders) -> None:
 @pytest.mark.parametrize("text", ["", "[]", '{"format": 3}', "[" * 100_000])
 def test_other_files_of_that_name_are_nothing_special(tmp_path: Path, text: str) -> None:
     (tmp_path / "adapter_config.json").write_text(text)
-    with pytest.raises(FileError, match="has no config.json"):
+    with pytest.raises(FileError, match=r"has no config\.json"):
         anabranch.load(tmp_path)
