@@ -20,7 +20,7 @@ FLOORS = [
     {"drafters"},
     {"engine"},
     {"generation", "options", "stats", "profiles"},
-    {"api", "certify", "train", "bench", "analysis"},
+    {"api", "certify", "installation", "train", "bench", "analysis"},
     {"tune"},
     {"cli", "__main__"},
 ]

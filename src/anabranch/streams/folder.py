@@ -30,7 +30,16 @@ from anabranch.streams.adapter import StreamAdapter
 from anabranch.streams.card import card
 from anabranch.streams.config import StreamConfig
 
-__all__ = ["SHIPPED", "LoadedAdapter", "TargetIdentity", "find_adapter", "load_adapter", "read_record", "save_adapter"]
+__all__ = [
+    "SHIPPED",
+    "LoadedAdapter",
+    "TargetIdentity",
+    "find_adapter",
+    "load_adapter",
+    "read_record",
+    "save_adapter",
+    "shipped",
+]
 
 FORMAT = "anabranch streams"
 VERSION = 1
@@ -181,10 +190,15 @@ def find_adapter(target: Target, folder: Path | None = None) -> LoadedAdapter | 
     """The adapter in ``folder``; without one, the adapter that ships for this target, or None if there is none."""
     if folder is not None:
         return load_adapter(folder, target)
-    for path in sorted(SHIPPED.glob(f"*/{CONFIG}")):
-        if read_record(path.parent)["target"]["fingerprint"] == target.fingerprint:
-            return load_adapter(path.parent, target)
+    for path in shipped():
+        if read_record(path)["target"]["fingerprint"] == target.fingerprint:
+            return load_adapter(path, target)
     return None
+
+
+def shipped() -> list[Path]:
+    """The folders of the adapters that come with the package; a folder's name is the adapter's."""
+    return [path.parent for path in sorted(SHIPPED.glob(f"*/{CONFIG}"))]
 
 
 def _read_weights(folder: Path, sha256: str) -> dict[str, Tensor]:
