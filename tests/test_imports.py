@@ -13,14 +13,14 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / PACKAGE
 
 # From the ground up: a room may import from its own floor and from those below.
 FLOORS = [
-    {"errors", "files", "memory", "plots", "processor", "tree", "sampling"},
+    {"background", "errors", "files", "foreign", "memory", "plots", "processor", "prompts", "tree", "sampling"},
     {"verify", "native"},
     {"model"},
     {"streams"},
     {"drafters"},
     {"engine"},
-    {"generation", "stats", "profiles"},
-    {"api", "certify", "train", "bench", "analysis"},
+    {"generation", "options", "stats", "profiles"},
+    {"api", "certify", "installation", "train", "bench", "analysis"},
     {"tune"},
     {"cli", "__main__"},
 ]

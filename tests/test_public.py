@@ -11,6 +11,11 @@ import pytest
 import anabranch
 from toy_text import toy_model
 
+METHODS = [
+    *("generate", "stream", "chat", "chat_stream", "chat_ids", "agenerate", "astream", "achat", "achat_stream"),
+    *("close", "target", "threads", "tokenizer"),
+]
+
 
 def test_public_names_exist_and_are_sorted() -> None:
     assert sorted(anabranch.__all__) == anabranch.__all__
@@ -25,13 +30,19 @@ def test_public_names_are_documented() -> None:
         thing = getattr(anabranch, name)
         if not isinstance(thing, str):
             assert inspect.getdoc(thing), name
-    for name in ("generate", "stream", "chat", "chat_ids", "tokenizer"):
+    for name in METHODS:
         assert inspect.getdoc(getattr(anabranch.Model, name)), name
+
+
+def test_dir_shows_what_is_loaded_late() -> None:
+    assert set(anabranch.__all__) <= set(dir(anabranch))
+    assert not [name for name in dir(anabranch) if name.startswith("_") and not name.startswith("__")]
 
 
 def test_load_takes_the_documented_keywords() -> None:
     parameters = inspect.signature(anabranch.load).parameters
-    assert list(parameters) == ["name", "drafter", "adapter", "dtype", "device", "quantize", "revision"]
+    names = ["name", "drafter", "adapter", "dtype", "device", "quantize", "revision", "threads"]
+    assert list(parameters) == names
     assert parameters["name"].default == "default"
     assert parameters["drafter"].default == "auto"
     assert all(p.kind is p.KEYWORD_ONLY for name, p in parameters.items() if name != "name")

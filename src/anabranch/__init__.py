@@ -57,3 +57,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(import_module(f"anabranch.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'anabranch' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -6,9 +6,11 @@ the text. So ``token_ids`` are the same however many tokens a step accepted.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Generator, Sequence
+from concurrent.futures import CancelledError
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -204,16 +206,27 @@ def _run(
 
 
 def generate(
-    engine: Engine, requests: Sequence[Request], tokenizer: Any, *, stop: Sequence[str] = ()
+    engine: Engine,
+    requests: Sequence[Request],
+    tokenizer: Any,
+    *,
+    stop: Sequence[str] = (),
+    cancelled: threading.Event | None = None,
 ) -> list[Generation]:
     """Decode all requests, as many at a time as the engine has rows; results in the order of the requests.
 
-    Raises InputError or CapabilityError for a request that cannot be served, before any is decoded.
+    Raises InputError or CapabilityError for a request that cannot be served, before any is decoded, and CancelledError
+    after the step during which ``cancelled`` is set.
     """
     for request in requests:
         engine.check(request)
-    with engine.target.decoding():  # nobody listens between steps, so once is enough
-        found = {index: chunk.result for index, chunk in _run(engine, requests, tokenizer, stop)}
+    found = {}
+    # nobody listens between steps, so once is enough
+    with engine.target.decoding(), closing(_run(engine, requests, tokenizer, stop)) as run:
+        for index, chunk in run:
+            if cancelled is not None and cancelled.is_set():
+                raise CancelledError
+            found[index] = chunk.result
     results = [found[index] for index in range(len(requests))]
     return [result for result in results if result is not None]
 

@@ -193,7 +193,9 @@ def test_recordings_replay_to_what_was_measured(bench: Bench, tmp_path: Path) ->
 
     again = bench(*methods, "--trace", folder)
     assert again.code == 1
-    assert "is there already" in again.err
+    assert f"{folder / 'none.jsonl'} exists already; give another --trace, or --force to replace it" in again.err
+    assert bench("--method", "none", "--trace", folder, "--limit", 1, "--force").code == 0
+    assert len(read_trace(folder / "none.jsonl").rows()) == 1
 
 
 def test_recordings_of_a_run_that_was_stopped(bench: Bench, tmp_path: Path, stopped: Callable[[int], None]) -> None:
@@ -272,7 +274,7 @@ def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(
     partial = tmp_path / "result.partial.jsonl"
     with partial.open("a") as file:
         file.write('{"prompt": 2, "ans')  # the power went
-    assert "go on with --resume" in bench(*command).err
+    assert "give --resume to go on, or --force to replace it" in bench(*command).err
     other = bench(*command, "--resume", "--max-new-tokens", 7)
     assert other.code == 1
     assert "another max new tokens (6, now 7)" in other.err
@@ -298,7 +300,7 @@ def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(
     assert f"its result is {tmp_path / 'result.json'}" in again
     assert read(tmp_path / "result.json") == whole
     (tmp_path / "result.json").write_text(json.dumps(first))
-    assert "nothing to go on from" in bench(*command, "--resume").err
+    assert "nothing to resume" in bench(*command, "--resume").err
 
 
 def test_ctrl_c_before_anything_is_done_leaves_nothing(
@@ -332,8 +334,8 @@ def test_broken_journals(bench: Bench, tmp_path: Path) -> None:
         (["--method", "=none"], "write LABEL=SPEC"),
         (["--task", "c"], "has no task 'c'; its tasks are a, b"),
         (["--field", "text"], "no text in the field 'text'; its fields are prompt, task"),
-        (["--repeats", "0"], "repeats must be at least 1"),
-        (["--threads", "0"], "threads must be at least 1"),
+        (["--repeats", "0"], "--repeats must be at least 1, got 0"),
+        (["--threads", "0"], "--threads must be at least 1, got 0"),
         (["--figures"], "--figures needs --out"),
         (["--method", "none@int3"], "none, int8, int4"),
         (["--resume"], "--resume needs --out"),
@@ -445,9 +447,64 @@ def test_compare(bench: Bench, tmp_path: Path) -> None:
     assert "absent" in shown
 
 
+def test_compare_takes_what_out_took(bench: Bench, tmp_path: Path) -> None:
+    for name in ("a", "b.v2"):
+        assert bench("--method", "none", "--limit", 1, "--out", tmp_path / name).code == 0
+    wanted = bench("compare", tmp_path / "a.json", tmp_path / "b.v2.json", "--json", bare=True)
+    assert wanted.code == 0
+    for names in (("a", "b.v2"), ("a.csv", "b.v2.md")):
+        assert bench("compare", *(tmp_path / name for name in names), "--json", bare=True).out == wanted.out
+
+
+def test_results_are_replaced_by_force_alone(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: Callable[[int], None]
+) -> None:
+    out = tmp_path / "result"
+    command = ("--method", "none", "--limit", 1, "--out", out)
+    assert bench(*command).code == 0
+    first = (tmp_path / "result.json").read_text()
+    with monkeypatch.context() as context:
+        context.setattr("anabranch.model.load.load_target", _fail)
+        for suffix in (".json", ".csv", ".md"):
+            refused = bench(*command)
+            assert f"{out}{suffix} exists already; give another --out, or --force to replace it" in refused.err
+            (tmp_path / f"result{suffix}").unlink()
+        assert "give one of them" in bench(*command, "--resume", "--force").err
+    (tmp_path / "result.json").write_text(first)
+    assert bench(*command, "--force").code == 0
+    again = read(tmp_path / "result.json")
+    assert "--force" not in again["run"]["command"]
+    stopped(1 + 1 + 1)
+    assert bench("--method", "none", "--out", out, "--force").code == INTERRUPTED
+    assert (tmp_path / "result.partial.jsonl").exists()
+    assert bench(*command, "--force").code == 0
+    assert read(tmp_path / "result.json")["complete"]
+    assert not (tmp_path / "result.partial.jsonl").exists()
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_tables_fit_the_terminal(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    methods = ("--method", "none", "--method", "wide=streams:tree=best,nodes=8,k=3,depth=2+prompt_lookup:tokens=4")
+    done = bench(*methods, "--out", tmp_path / "a")
+    assert done.code == 0, done.err
+    shown = bench("compare", tmp_path / "a", tmp_path / "a", bare=True)
+    for line in (done.out + shown.out).replace(str(tmp_path), "").splitlines():
+        assert len(line) <= columns, line
+    for words in ("tokens/s", "speedup", "wide"):
+        assert words in done.out
+
+
 def test_compare_refuses_what_is_no_result(bench: Bench, tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    assert "there is no result file" in bench("compare", path, path, bare=True).err
+    assert (
+        f"there is no result {path}; 'anabranch bench --out FILE' writes one"
+        in bench("compare", path, path, bare=True).err
+    )
+    (tmp_path / "there.json").write_text("{}")
+    assert f"there is no result {path}; {tmp_path} has there.json" in bench("compare", path, path, bare=True).err
+    (tmp_path / "a.partial.jsonl").write_text("")
+    assert "is not finished; go on with" in bench("compare", tmp_path / "a", path, bare=True).err
     path.write_text("{")
     assert "not readable JSON" in bench("compare", path, path, bare=True).err
     path.write_text('{"schema": 1}')

@@ -9,11 +9,14 @@ from typing import Any
 
 from rich.table import Table
 
+from anabranch.bench.journal import FORMATS, Journal, beside
 from anabranch.bench.report import SCHEMA, plain_table
 from anabranch.bench.summary import quartiles
 from anabranch.errors import FileError
 
 __all__ = ["compare", "comparison_table", "read_result"]
+
+SHOWN = 8  # files that an error lists
 
 # what a fair comparison keeps equal, and what is said where it is not
 RUN = {
@@ -34,12 +37,14 @@ PLACE = {
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """A result file of this version's schema. Raises FileError for anything else."""
+    """A result file of this version's schema, named in full or as ``bench --out`` was given it.
+
+    Raises FileError for anything else.
+    """
+    path = _found(path)
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise FileError(f"there is no result file {path}; 'anabranch bench --out FILE' writes one") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise FileError(f"{path} is not readable JSON; give a file that 'anabranch bench --out FILE' wrote") from error
     if isinstance(result, dict) and "schema" not in result and {"steps", "ratios"} <= set(result):
         raise FileError(f"{path} is a result of --shape, which compare does not read; give results of bench on prompts")
@@ -47,6 +52,20 @@ def read_result(path: Path) -> dict[str, Any]:
     if schema != SCHEMA:
         raise FileError(f"{path} has the result schema {schema}, and this version reads {SCHEMA}; measure again")
     return dict(result)
+
+
+def _found(path: Path) -> Path:
+    """The JSON file that ``path`` names: itself, beside its .csv or .md, or with .json behind its stem."""
+    result = beside(path, ".json")
+    if result.is_file() or (path.is_file() and path.suffix not in FORMATS):
+        return result if result.is_file() else path
+    if Journal.path_of(path).is_file():
+        raise FileError(f"the run that writes {result} is not finished; go on with 'anabranch bench ... --resume'")
+    folder = path if path.is_dir() else path.parent
+    there = sorted(other.name for other in folder.glob("*.json")) if folder.is_dir() else []
+    more = f" and {len(there) - SHOWN} more" if len(there) > SHOWN else ""
+    listed = f"{folder} has {', '.join(there[:SHOWN])}{more}" if there else "'anabranch bench --out FILE' writes one"
+    raise FileError(f"there is no result {result}; {listed}")
 
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:

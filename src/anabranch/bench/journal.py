@@ -38,16 +38,20 @@ class Journal:
         return beside(out, ".partial.jsonl")
 
     @staticmethod
-    def check(out: Path, *, resume: bool) -> None:
-        """Refuse to forget what a stopped run has done, and to go on from nothing."""
+    def check(out: Path, *, resume: bool, force: bool) -> None:
+        """Refuse to drop what a stopped run has done unless ``force`` says so, and to resume where nothing is left."""
         path, result = Journal.path_of(out), beside(out, ".json")
+        if resume and force:
+            raise InputError("--resume goes on with a run and --force replaces it; give one of them")
         if resume and not path.is_file():
             if _is_complete(result):
                 raise InputError(f"the run is complete, and its result is {result}; begin a new one with another --out")
-            replaced = f", which writes {result} anew, or give another --out" if result.exists() else ""
-            raise InputError(f"there is nothing to go on from: {path} does not exist; run without --resume{replaced}")
-        if path.is_file() and not resume:
-            raise InputError(f"{path} is left from a run that was stopped; go on with --resume, or delete it")
+            replaced = f", with --force to replace {result}, or give another --out" if result.exists() else ""
+            raise InputError(f"there is nothing to resume: {path} does not exist; run without --resume{replaced}")
+        if path.is_file() and not (resume or force):
+            raise InputError(
+                f"{path} is left from a run that was stopped; give --resume to go on, or --force to replace it"
+            )
 
     def begin(self, errors: Mapping[str, str]) -> None:
         """Write the first line; ``errors`` are those of contenders that could not be opened."""

@@ -20,24 +20,24 @@ from anabranch.bench.contenders import Run
 from anabranch.bench.entries import Entry
 from anabranch.engine import Step
 from anabranch.errors import FileError, InputError
-from anabranch.files import check_folder
+from anabranch.files import check_folder, check_output
 
 __all__ = ["Recordings", "recorded_places"]
 
 
-def recorded_places(folder: Path, entries: Sequence[Entry], *, resume: bool) -> dict[str, Path]:
+def recorded_places(folder: Path, entries: Sequence[Entry], *, resume: bool, force: bool = False) -> dict[str, Path]:
     """Where each contender of ours is recorded, by name; makes the folder and tries to write there.
 
     Raises InputError for two labels that would share a file, and FileError for a folder that cannot be written or that
-    holds one of the files already, unless it is to go on.
+    holds one of the files already, unless they are to be continued (``resume``) or replaced (``force``).
     """
     places = {entry.name: _place(folder, entry.name) for entry in entries if entry.kind == "ours"}
     for name, path in places.items():
         if twice := next((n for n, p in places.items() if n != name and p.name.lower() == path.name.lower()), None):
             raise InputError(f"{name!r} and {twice!r} would both be recorded in {path}; give one of them another label")
     check_folder(folder, "recordings", "--trace")
-    if not resume and (there := [path for path in places.values() if path.exists()]):
-        raise FileError(f"{there[0]} is there already; remove it, or choose another folder with --trace")
+    for path in places.values():
+        check_output(path, force=force or resume, what="recordings", option="--trace")
     return places
 
 
@@ -101,6 +101,7 @@ class Recordings:
     def _writer(self, name: str) -> TraceWriter:
         if name not in self._writers:
             settings = {"contender": name, "drafter": self.specs[name], **self.settings}
+            self.places[name].unlink(missing_ok=True)  # checked by ``recorded_places``
             self._writers[name] = self._exits.enter_context(TraceWriter(self.places[name], settings=settings))
         return self._writers[name]
 

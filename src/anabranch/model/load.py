@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import DeviceError, FetchError, FileError, InputError
+from anabranch.foreign import why_no_model
 from anabranch.memory import give_back
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
@@ -128,14 +129,21 @@ def locate(name: str, *, revision: str | None = None) -> Path:
             raise FileError(f"there is no file {name}; give the path of a GGUF file")
         return path
     if name and path.is_dir():
-        if not (path / "config.json").is_file():
-            raise FileError(f"the folder {name} has no config.json; give a folder with config, weights and tokenizer")
-        return path
+        return _model_folder(path, name)
     if name and path.exists():
         raise FileError(f"{name} is neither a folder nor a .gguf file; give one of these or a hub id")
     if not _HUB_ID.fullmatch(name):
         raise FileError(f"there is no folder {name}; give an existing folder, a .gguf file, a hub id or 'default'")
-    return _from_hub(name, revision)
+    return _model_folder(_from_hub(name, revision), name)
+
+
+def _model_folder(folder: Path, name: str) -> Path:
+    if not (folder / "config.json").is_file():
+        raise FileError(
+            why_no_model(folder, name)
+            or f"the folder {name} has no config.json; give a folder with config, weights and tokenizer"
+        )
+    return folder
 
 
 def _from_hub(name: str, revision: str | None) -> Path:

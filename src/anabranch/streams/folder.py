@@ -23,13 +23,23 @@ from torch import Tensor
 
 from anabranch.errors import AdapterError, FileError, InputError
 from anabranch.files import write_atomically
+from anabranch.foreign import peft_advice
 from anabranch.model.config import ModelConfig
 from anabranch.model.load import Target
 from anabranch.streams.adapter import StreamAdapter
 from anabranch.streams.card import card
 from anabranch.streams.config import StreamConfig
 
-__all__ = ["SHIPPED", "LoadedAdapter", "TargetIdentity", "find_adapter", "load_adapter", "read_record", "save_adapter"]
+__all__ = [
+    "SHIPPED",
+    "LoadedAdapter",
+    "TargetIdentity",
+    "find_adapter",
+    "load_adapter",
+    "read_record",
+    "save_adapter",
+    "shipped",
+]
 
 FORMAT = "anabranch streams"
 VERSION = 1
@@ -124,6 +134,8 @@ def read_record(folder: Path) -> dict[str, Any]:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise AdapterError(f"{path} is not readable JSON ({error}); copy or train the adapter again") from error
+    if sentence := peft_advice(folder, record):
+        raise AdapterError(sentence)
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise AdapterError(f"{path} does not describe an adapter of anabranch; give a folder that 'train' wrote")
     if record.get("version") != VERSION:
@@ -178,10 +190,15 @@ def find_adapter(target: Target, folder: Path | None = None) -> LoadedAdapter | 
     """The adapter in ``folder``; without one, the adapter that ships for this target, or None if there is none."""
     if folder is not None:
         return load_adapter(folder, target)
-    for path in sorted(SHIPPED.glob(f"*/{CONFIG}")):
-        if read_record(path.parent)["target"]["fingerprint"] == target.fingerprint:
-            return load_adapter(path.parent, target)
+    for path in shipped():
+        if read_record(path)["target"]["fingerprint"] == target.fingerprint:
+            return load_adapter(path, target)
     return None
+
+
+def shipped() -> list[Path]:
+    """The folders of the adapters that come with the package; a folder's name is the adapter's."""
+    return [path.parent for path in sorted(SHIPPED.glob(f"*/{CONFIG}"))]
 
 
 def _read_weights(folder: Path, sha256: str) -> dict[str, Tensor]:

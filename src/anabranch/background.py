@@ -1,0 +1,60 @@
+"""Decoding without blocking an event loop: one worker thread, to which coroutines hand their calls.
+
+One thread is enough, since a model decodes one call at a time; calls queue in the order in which they were made, and
+streams take turns chunk by chunk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+__all__ = ["Worker"]
+
+T = TypeVar("T")
+
+
+class Worker:
+    """A thread that starts with the first call and decodes with as many CPU threads as its maker."""
+
+    def __init__(self) -> None:
+        self._executor: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+
+    def _started(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._executor is None:
+                # torch's number of threads belongs to the thread that set it
+                self._executor = ThreadPoolExecutor(
+                    1, "anabranch", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
+                )
+            return self._executor
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Run ``function`` and await what it returns or raises. Cancelled while it waits, it never runs."""
+        return await asyncio.wrap_future(self._started().submit(function))
+
+    async def iterate(self, start: Callable[[], Generator[T, None, None]]) -> AsyncGenerator[T, None]:
+        """The items of the generator that ``start`` makes. It is closed when this one is closed or cancelled."""
+        items = await self.call(start)
+        try:
+            while True:
+                item = await self.call(lambda: next(items, None))  # StopIteration cannot pass through a future
+                if item is None:
+                    return
+                yield item
+        finally:
+            # behind the call that may still run; a second cancellation must not take it out of the queue
+            await asyncio.shield(asyncio.wrap_future(self._started().submit(items.close)))
+
+    def close(self) -> None:
+        """End the thread once its calls are done."""
+        with self._lock:
+            if self._executor is not None:
+                self._executor.shutdown(wait=False)
+                self._executor = None

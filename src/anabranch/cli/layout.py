@@ -1,0 +1,78 @@
+"""Facts and tables that fit the terminal; what goes into a pipe is not wrapped."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["fact_lines", "output", "print_facts", "print_tables"]
+
+UNBOUNDED = 10_000
+
+
+def output() -> Console:
+    """A console on standard output: as wide as the terminal or ``COLUMNS``, and without a limit in a pipe."""
+    console = Console(highlight=False, markup=False)
+    if console.is_terminal or os.environ.get("COLUMNS"):
+        return console
+    return Console(highlight=False, markup=False, width=UNBOUNDED)
+
+
+def print_facts(groups: Mapping[str, Mapping[str, str]], console: Console | None = None) -> None:
+    """Print names and values in two columns, each group under its heading if that has text."""
+    console = console or output()
+    names = max((len(name) for facts in groups.values() for name in facts), default=0)
+    for title, facts in groups.items():
+        if title and facts:
+            console.print(Text(title, style="bold"), soft_wrap=True)
+        for line in fact_lines(facts, names, console.width):
+            console.print(Text(line), soft_wrap=True)
+
+
+def fact_lines(facts: Mapping[str, str], names: int, width: int) -> Iterator[str]:
+    """Lines of at most ``width`` characters: a name, padded to ``names`` characters, and its value."""
+    names = min(names, width // 2)
+    for name, value in facts.items():
+        start = f"{name:<{names}}  "
+        if len(name) > names:
+            yield name
+            start = " " * len(start[: names + 2])
+        indent = " " * (names + 2)
+        lines = textwrap.wrap(value, max(width, names + 12), initial_indent=start, subsequent_indent=indent)
+        yield from lines or [start.rstrip()]
+
+
+def print_tables(tables: Sequence[Table], console: Console | None = None) -> None:
+    """Print tables; one that is wider than the terminal is shown row by row, so that nothing is cut off."""
+    console = console or output()
+    for table in tables:
+        if Console(width=UNBOUNDED).measure(table).maximum <= console.width:
+            console.print(table)
+        else:
+            _print_rows(table, console)
+
+
+def _print_rows(table: Table, console: Console) -> None:
+    """Each row under its first cell, a line a column."""
+    if table.title:
+        console.print(Text(f"{table.title}", style="bold"), soft_wrap=True)
+    first, *others = table.columns
+    titles = [_words(column.header) for column in others]
+    cells = [[_words(cell) for cell in column.cells] for column in others]
+    names = max(map(len, titles)) + 2
+    for row, name in enumerate(first.cells):
+        console.print(Text(_words(name), style="bold"), soft_wrap=True)
+        facts = {f"  {title}": column[row] for title, column in zip(titles, cells, strict=True)}
+        for line in fact_lines(facts, names, console.width):
+            console.print(Text(line), soft_wrap=True)
+
+
+def _words(cell: object) -> str:
+    """A cell's text on one line."""
+    text = cell.plain if isinstance(cell, Text) else str(cell)
+    return " ".join(text.replace("/\n", "/").split())

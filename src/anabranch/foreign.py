@@ -1,0 +1,42 @@
+"""Adapter folders in places where they do not belong: PEFT's, and stream adapters given as models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["peft_advice", "why_no_model"]
+
+CONFIG = "adapter_config.json"  # the name is PEFT's and ours
+
+
+def peft_advice(folder: Path | str, record: Any) -> str | None:
+    """What to do with a PEFT folder, by the contents of its adapter_config.json; None where it is something else."""
+    if not isinstance(record, Mapping) or "peft_type" not in record:
+        return None
+    base = record.get("base_model_name_or_path")
+    into = f"its base model {base}" if isinstance(base, str) and base else "its base model"
+    return (
+        f"{folder} is a PEFT {record['peft_type']} folder, neither a model nor a stream adapter; merge it into {into} "
+        "with peft's merge_and_unload, save the result with save_pretrained, and load that folder (stream adapters "
+        "are written by 'anabranch train streams')"
+    )
+
+
+def why_no_model(folder: Path, name: str) -> str | None:
+    """Why a folder without config.json is no model, where it is known; ``name`` is what the user called it."""
+    try:
+        record = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if sentence := peft_advice(name, record):
+        return sentence
+    if not isinstance(record, Mapping) or not str(record.get("format", "")).startswith("anabranch"):
+        return None
+    target = record["target"].get("name") if isinstance(record.get("target"), Mapping) else None
+    return (
+        f"{name} is a stream adapter, not a model; give it as the adapter, and the model that it was trained for"
+        f"{f' ({target})' if target else ''} as the model"
+    )

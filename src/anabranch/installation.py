@@ -1,0 +1,159 @@
+"""What anabranch finds on this machine: versions, processor, kernels, caches, profiles. For bug reports."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anabranch.files import cache_home
+from anabranch.model.fetch import DEFAULT_MODEL
+from anabranch.native import library as native
+from anabranch.processor import cgroup_quota, processor_flags, processor_name, set_threads, usable_cpus
+from anabranch.streams.folder import read_record, shipped
+
+__all__ = ["describe_installation"]
+
+PACKAGES = ("anabranch", "torch", "transformers", "tokenizers", "safetensors", "numpy")
+# what changes where anabranch keeps things, what it compiles, and how it runs
+VARIABLES = (
+    *("ANABRANCH_HOME", "ANABRANCH_NATIVE", "CXX", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "KMP_AFFINITY"),
+    *("CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE", "XDG_CACHE_HOME"),
+)
+COMPILERS = ("g++", "clang++", "c++")
+# what the kernels' forms need, and what the compiler makes use of besides
+FEATURES = frozenset(("amx_int8", "avx512_bf16", "avx512_vnni", "avx_vnni")).union(
+    *(features for features, _ in native.FORMS.values())
+)
+
+
+def describe_installation() -> dict[str, Any]:
+    """Facts by group, as JSON values: versions, processor, kernels, caches, environment, auto.
+
+    Loads no model. The kernels are compiled if they have not been, which takes about 20 seconds.
+    """
+    threads = set_threads(None)
+    kernels = _kernels()
+    return {
+        "versions": {
+            **{name: _version(name) for name in PACKAGES},
+            "python": platform.python_version(),
+            "system": platform.platform(),
+        },
+        "processor": {
+            "name": processor_name(),
+            "features": sorted(processor_flags() & FEATURES),
+            "cpus": os.cpu_count(),
+            "usable_cpus": usable_cpus(),
+            "cpu_quota": cgroup_quota(),
+            "threads": threads,
+        },
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "kernels": kernels,
+        "caches": _caches(),
+        "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+        "auto": _auto(str(kernels["form"])),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _kernels() -> dict[str, Any]:
+    """The form that runs, why no better one, and the compiler."""
+    found = native.library()
+    return {
+        "form": "torch" if found is None else found.form,
+        "forms": list(native.FORMS),
+        "why": native.why_not() if found is None else _missing(found.form),
+        "compiler": _compiler(),
+    }
+
+
+def _missing(form: str) -> str:
+    """Why the forms above ``form`` are not used; empty for the best one."""
+    reasons = []
+    for name, (features, _) in native.FORMS.items():
+        if name == form:
+            break
+        lacking = sorted(features - processor_flags())
+        reasons.append(f"{name}: the processor lacks {lacking[0]}" if lacking else f"{name}: {_refused()}")
+    return "; ".join(reasons)
+
+
+def _refused() -> str:
+    chosen = os.environ.get("ANABRANCH_NATIVE", "")
+    return f"ANABRANCH_NATIVE is {chosen}" if chosen in native.FORMS else "it does not run or compile here"
+
+
+def _compiler() -> str | None:
+    """The compiler's first line about itself; None where there is none."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    for words in (named, *([name] for name in COMPILERS)):
+        if words and (path := shutil.which(words[0])):
+            try:
+                said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=True)
+            except (OSError, subprocess.SubprocessError):
+                continue
+            return f"{words[0]}: {said.stdout.splitlines()[0]}" if said.stdout else words[0]
+    return None
+
+
+def _caches() -> dict[str, Any]:
+    home = cache_home()
+    folders = sorted(path for path in home.iterdir() if path.is_dir()) if home.is_dir() else []
+    return {
+        "home": str(home),
+        "writable": os.access(next(path for path in (home, *home.parents) if path.exists()), os.W_OK),
+        "bytes": {folder.name: _size(folder) for folder in folders},
+        "default_model": (home / "models" / DEFAULT_MODEL.folder / "config.json").is_file(),
+    }
+
+
+def _size(folder: Path) -> int:
+    """Bytes of the files below."""
+    total = 0
+    for inside, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):  # removed meanwhile, or a link to nowhere
+                total += os.stat(os.path.join(inside, name)).st_size
+    return total
+
+
+def _auto(kernels: str) -> dict[str, Any]:
+    """What ``drafter="auto"`` means on this machine: the profiles that apply here, by model, and how many do not."""
+    here = {
+        "processor": processor_name(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "anabranch": _version("anabranch") or "unreleased",
+    }
+    names = {record["target"]["fingerprint"]: str(record["target"]["name"]) for record in map(read_record, shipped())}
+    folder, applying, others = cache_home() / "profiles", [], 0
+    for path in sorted(folder.glob("*.json")):
+        try:
+            profile = json.loads(path.read_text(encoding="utf-8"))
+            situation = profile["situation"]
+            fits = {**here, "kernels": situation["kernels"]}.items() <= situation.items()
+            used = {name: situation[name] for name in ("fingerprint", "dtype", "device", "kernels")}
+            record = {"drafter": str(profile["drafter"]), "speedup": profile.get("speedup"), **used}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            fits = False
+        if fits and situation["kernels"] in (kernels, "torch"):
+            applying.append({"model": names.get(str(used["fingerprint"])), **record, "path": str(path)})
+        else:
+            others += 1
+    return {"folder": str(folder), "profiles": applying, "other_profiles": others}

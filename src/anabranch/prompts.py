@@ -1,0 +1,193 @@
+"""Token ids from whatever a caller gives as a prompt: text, ids, arrays, tensors, or a tokenizer's encoding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from jinja2 import TemplateError
+from numpy.typing import NDArray
+from torch import Tensor
+
+from anabranch.errors import CapabilityError, InputError
+from anabranch.files import LONE_SURROGATES
+
+__all__ = ["Arrays", "Ids", "conversation_ids", "read_prompts"]
+
+Ids: TypeAlias = Sequence[int]
+# one prompt or several, by the number of dimensions
+Arrays: TypeAlias = Tensor | NDArray[np.integer[Any]] | Mapping[str, Any]
+
+EMPTY = "the prompt is empty; give some text or at least one token id"
+KINDS = "a string, a list of token ids, an integer tensor or array, a tokenizer's encoding, or a list of these"
+IDS, MASK = "input_ids", "attention_mask"
+# entries of a tokenizer's encoding that a decoder-only model has no use for
+UNUSED = {"token_type_ids", "special_tokens_mask", "offset_mapping", "length", "num_truncated_tokens"}
+
+
+def read_prompts(prompt: Any, tokenizer: Any) -> tuple[bool, list[list[int]]]:
+    """Whether ``prompt`` is a single one, and the token ids of each.
+
+    A tensor or an array of integers is one prompt if it has one dimension [L], and a list of prompts if it has two
+    [B, L]. A tokenizer's encoding (``BatchEncoding``, or any mapping with ``input_ids``) is read in the same way; the
+    padding that its ``attention_mask`` marks at either end is removed.
+
+    Raises InputError for anything else, for an empty prompt, and for a mask that hides tokens inside a prompt.
+    """
+    if isinstance(prompt, str):
+        return True, [_encode(prompt, tokenizer)]
+    if isinstance(prompt, Mapping):
+        return _encoding(prompt)
+    if isinstance(prompt, Tensor | np.ndarray):
+        return _array(prompt)
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
+        raise InputError(f"a prompt must be {KINDS}, got {type(prompt).__name__}")
+    if len(prompt) == 0:
+        raise InputError(EMPTY)
+    if (ids := _ids(prompt)) is not None:
+        return True, [ids]
+    return False, [_one(item, tokenizer) for item in prompt]
+
+
+def conversation_ids(messages: Sequence[Mapping[str, str]], tokenizer: Any, model: str) -> list[int]:
+    """The token ids of a conversation in the tokenizer's chat template, up to where the answer begins.
+
+    Raises InputError for a conversation that the template refuses, and CapabilityError where ``model`` has none.
+    """
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        raise InputError(
+            f"a conversation is a list of messages {{'role': ..., 'content': ...}}, got {type(messages).__name__}"
+        )
+    if not messages:
+        raise InputError("the conversation is empty; give at least one message")
+    for message in messages:
+        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+            raise InputError(f"a message is a dictionary with a role and a content, got {message!r}")
+        if not isinstance(message["content"], str):
+            raise InputError(f"the content of a message is a text, got {message['content']!r}")
+    if not getattr(tokenizer, "chat_template", None):
+        raise CapabilityError(f"{model} has no chat template; use generate with a plain prompt")
+    try:
+        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+    except (TemplateError, TypeError) as error:
+        raise InputError(f"the chat template of {model} refuses this conversation: {error}") from error
+    return _tokenize(text, tokenizer, add_special_tokens=False)
+
+
+def _tokenize(text: str, tokenizer: Any, **options: Any) -> list[int]:
+    if half := LONE_SURROGATES.search(text):
+        raise InputError(f"the prompt contains an unpaired surrogate, {half[0]!r}, at index {half.start()}; remove it")
+    return list(tokenizer.encode(text, **options))
+
+
+def _encode(text: str, tokenizer: Any) -> list[int]:
+    ids = _tokenize(text, tokenizer)
+    if not text or not ids:
+        raise InputError(EMPTY)
+    return ids
+
+
+def _one(item: Any, tokenizer: Any) -> list[int]:
+    """The ids of one prompt of a list."""
+    if isinstance(item, str):
+        return _encode(item, tokenizer)
+    if isinstance(item, Tensor | np.ndarray | Mapping):
+        single, found = _encoding(item) if isinstance(item, Mapping) else _array(item)
+        if not single and len(found) > 1:
+            raise InputError(f"an item of a list of prompts must be one prompt, got {len(found)} in one item")
+        return found[0]
+    ids = _ids(item) if isinstance(item, Sequence) and not isinstance(item, bytes) else None
+    if ids is None:
+        raise InputError(f"an item of a list of prompts must be a string or token ids, got {item!r}")
+    if not ids:
+        raise InputError(EMPTY)
+    return ids
+
+
+def _ids(items: Sequence[Any]) -> list[int] | None:
+    """Integers of any kind as Python's; None if one is something else."""
+    return [int(item) for item in items] if all(map(_is_id, items)) else None
+
+
+def _is_id(item: Any) -> bool:
+    if isinstance(item, Tensor | np.ndarray):  # as a list of a tensor has them
+        return item.ndim == 0 and _is_integer(item)
+    return isinstance(item, Integral) and item is not True and item is not False
+
+
+def _is_integer(array: Tensor | NDArray[Any]) -> bool:
+    if isinstance(array, Tensor):
+        return not (array.is_floating_point() or array.is_complex() or array.dtype == torch.bool)
+    return array.dtype.kind in "iu"
+
+
+def _array(array: Tensor | NDArray[Any], what: str = "token ids") -> tuple[bool, list[list[int]]]:
+    kind = "a tensor" if isinstance(array, Tensor) else "an array"
+    shape, dtype = tuple(array.shape), str(array.dtype).removeprefix("torch.")
+    if not _is_integer(array):
+        raise InputError(f"{what} must be integers, got {kind} of {dtype}")
+    if len(shape) not in (1, 2):
+        raise InputError(f"{kind} of {what} must have one dimension or two, got the shape {shape}")
+    if 0 in shape:
+        raise InputError(EMPTY)
+    rows: Any = array.tolist()
+    return (True, [rows]) if len(shape) == 1 else (False, rows)
+
+
+def _encoding(encoding: Mapping[str, Any]) -> tuple[bool, list[list[int]]]:
+    if IDS not in encoding:
+        raise InputError(f"a mapping as a prompt must have {IDS!r}, got {', '.join(map(repr, encoding)) or 'nothing'}")
+    if unknown := [name for name in encoding if name not in UNUSED | {IDS, MASK}]:
+        raise InputError(f"a prompt's encoding may have {IDS!r} and {MASK!r}, got {unknown[0]!r}; leave it out")
+    single, rows = _integers(encoding[IDS], IDS)
+    given = encoding.get(MASK)
+    if given is None:
+        return single, rows
+    if isinstance(given, Tensor | np.ndarray) and not _is_integer(given):  # masks of bool are common too
+        given = given.tolist()
+    _, masks = _integers(given, MASK)
+    if [len(row) for row in rows] != [len(mask) for mask in masks]:
+        raise InputError(f"{MASK!r} must have the shape of {IDS!r}")
+    return single, [_unpadded(row, mask) for row, mask in zip(rows, masks, strict=True)]
+
+
+def _integers(values: Any, name: str) -> tuple[bool, list[list[int]]]:
+    """An entry of an encoding: one list of integers, or several."""
+    if isinstance(values, Tensor | np.ndarray):
+        return _array(values, name)
+    wrong = f"{name!r} must be a list of integers, a list of such lists, or an integer tensor or array"
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise InputError(f"{wrong}, got {type(values).__name__}")
+    if name == MASK:
+        values = [int(item) if isinstance(item, bool) else item for item in values]
+    if (ids := _ids(values)) is not None:
+        if not ids:
+            raise InputError(EMPTY)
+        return True, [ids]
+    rows = []
+    for row in values:
+        if isinstance(row, Tensor | np.ndarray | list | tuple):
+            single, found = _integers(row, name)
+            if single:
+                rows += found
+                continue
+        raise InputError(f"{wrong}, got an item {row!r}")
+    return False, rows
+
+
+def _unpadded(ids: list[int], mask: list[int]) -> list[int]:
+    """Without the padding at both ends."""
+    kept = [place for place, value in enumerate(mask) if value]
+    if not kept:
+        raise InputError(f"the prompt is empty: its {MASK!r} marks all of its {len(ids)} tokens as padding")
+    inside = range(kept[0], kept[-1] + 1)
+    if len(kept) != len(inside):
+        hidden = next(place for place in inside if not mask[place])
+        raise InputError(
+            f"{MASK!r} hides token {hidden} inside the prompt; only padding at the ends can be masked, so remove the "
+            "token instead"
+        )
+    return ids[inside.start : inside.stop]
