@@ -168,7 +168,7 @@ def test_adapter_files_that_are_missing_or_changed(refused: Refused, copied: Toy
     weights.unlink()
     assert "has no adapter.safetensors" in refused(*command, copied.adapter)
     (copied.adapter / "adapter_config.json").write_text("{")
-    assert "not readable JSON" in refused(*command, copied.adapter)
+    assert "is not JSON" in refused(*command, copied.adapter)
     (copied.adapter / "adapter_config.json").unlink()
     assert "has no adapter_config.json" in refused(*command, copied.adapter)
 

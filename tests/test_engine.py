@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from anabranch.drafters.none import NoDrafter
 from anabranch.drafters.prompt_lookup import PromptLookupDrafter
 from anabranch.drafters.streams import StreamDrafter
 from anabranch.engine import Engine, Request
-from anabranch.errors import AnabranchError, CapabilityError, InputError
+from anabranch.errors import AnabranchError, CapabilityError, InputError, NumericsError
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder, Feed, Rider
 from anabranch.model.weights import build_decoder
@@ -385,3 +386,51 @@ def test_combining() -> None:
         CombinedDrafter([streams(target), streams(target)])
     with pytest.raises(InputError, match="nodes"):
         CombinedDrafter([streams(target)], nodes=1)
+
+
+# -- scores that are not numbers -----------------------------------------------------------------------------------
+class _Overflowing:
+    """Lets a decoder's head give NaN or infinite scores after a few passes, as activations that overflow do."""
+
+    def __init__(self, decoder: Decoder, value: float, after: int) -> None:
+        self.left, self.value = after, value
+        self.handle = decoder.head.register_forward_hook(self.spoil)
+
+    def spoil(self, module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        if self.left >= 0:
+            return output
+        return output.clone().index_fill_(-1, torch.tensor([3]), self.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sampling": SamplingParams(temperature=1.0)},
+        {"sampling": SamplingParams(temperature=1.0, top_p=0.9, top_k=5)},
+        {"sampling": SamplingParams(temperature=0.7), "rule": "reject"},
+        {"rule": "reject"},
+        {"sampling": SamplingParams(repetition_penalty=1.3)},
+        {"log_probs": True},
+    ],
+)
+def test_scores_that_are_not_numbers_emit_nothing_and_free_the_rows(value: float, options: dict[str, Any]) -> None:
+    decoder = small()
+    engine = Engine(decoder, NoDrafter(), rows=2, capacity=64)
+    spoiled = _Overflowing(decoder, value, after=2)
+    try:
+        engine.add(request(5, 1, **options))
+        engine.add(request(7, 2, **options))
+        emitted = 0
+        with pytest.raises(NumericsError, match="not finite numbers in float32"):
+            for _ in engine.run():
+                emitted += 1
+        assert emitted == 4, "two steps of two rows"
+    finally:
+        spoiled.handle.remove()
+    assert engine.active == 0
+    engine.add(request(5, 1))
+    again = [token for step in engine.run() for token in step.tokens]
+    assert again == decode(decoder, [request(5, 1)])[0][0]

@@ -13,7 +13,10 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / PACKAGE
 
 # From the ground up: a room may import from its own floor and from those below.
 FLOORS = [
-    {"background", "errors", "files", "foreign", "memory", "plots", "processor", "prompts", "tree", "sampling"},
+    {
+        *("background", "errors", "files", "foreign", "jsonfiles", "memory", "plots", "processor", "prompts"),
+        *("tree", "sampling"),
+    },
     {"verify", "native"},
     {"model"},
     {"streams"},

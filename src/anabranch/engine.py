@@ -17,14 +17,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NoReturn
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from anabranch.drafters.base import Context, Drafter, Observation
-from anabranch.errors import CapabilityError, InputError
+from anabranch.errors import CapabilityError, InputError, NumericsError
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder, Feed, StepOutput
 from anabranch.sampling import SamplingParams, argmax, generator, log_probs, position_keys, target_probs
@@ -216,7 +216,10 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Step]:
-        """One target pass for all rows in use; rows that are done leave."""
+        """One target pass for all rows in use; rows that are done leave.
+
+        Raises NumericsError where the target's scores are not finite numbers; all rows leave then.
+        """
         if not self._rows:
             return []
         with self.target.decoding():
@@ -250,6 +253,8 @@ class Engine:
             for b, (row, tree) in enumerate(zip(rows, trees, strict=True))
         ]
         after_verify = time.perf_counter()
+        if any(verdict.next_token < 0 for verdict in verdicts):
+            self._refuse_numbers()
 
         self.cache.commit([verdict.path for verdict in verdicts])
         emitted = [self._emit(row, tree, verdict) for row, tree, verdict in zip(rows, trees, verdicts, strict=True)]
@@ -283,6 +288,15 @@ class Engine:
             if rows[slot].finish is not None:
                 self._drop(slot)
         return steps
+
+    def _refuse_numbers(self) -> NoReturn:
+        """The target's scores are NaN or infinite, so nothing that it could say would be its output."""
+        self.clear()
+        kind = str(self.target.dtype).removeprefix("torch.")
+        advice = "check the weights" if kind == "float32" else "load it with dtype='float32', or check the weights"
+        if kind == "float16":
+            advice = "load it with dtype='bfloat16' or 'float32', or check the weights"
+        raise NumericsError(f"the model's scores are not finite numbers in {kind}: its activations overflow; {advice}")
 
     def _greedy(self, output: StepOutput) -> NDArray[np.int64]:
         """The target's own token at every node of every row in one read, where all rows are plainly greedy."""

@@ -8,6 +8,7 @@
     +-- ModelError        a model family or weight layout that is not known
     +-- FetchError        something that could not be downloaded
     +-- DeviceError       a device that is missing or out of memory
+    +-- NumericsError     scores that are not finite numbers: weights or activations that overflow
 
 Programming mistakes inside the package stay ``AssertionError``; nothing is caught to hide them.
 
@@ -29,7 +30,9 @@ __all__ = [
     "FileError",
     "InputError",
     "ModelError",
+    "NumericsError",
     "PerformanceWarning",
+    "one_line",
 ]
 
 
@@ -65,9 +68,19 @@ class DeviceError(AnabranchError):
     """A device that does not exist or has no memory left."""
 
 
+class NumericsError(AnabranchError):
+    """Scores of the target that are not finite numbers."""
+
+
 class AnabranchWarning(UserWarning):
     """Base of every warning of the package."""
 
 
 class PerformanceWarning(AnabranchWarning):
     """Slower than it could be here; the message says why and what to do."""
+
+
+def one_line(error: BaseException, longest: int = 160) -> str:
+    """What an error of another library says, as part of one of our sentences: one line, not endless."""
+    text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."

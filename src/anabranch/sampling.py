@@ -141,11 +141,14 @@ def process_logits(
 def target_probs(logits_NV: Tensor, params: SamplingParams, histories: Sequence[Sequence[int]] | None = None) -> Tensor:
     """Return the law [N, V], float32, that the next token after each node is drawn from.
 
-    At temperature 0 it is one-hot at the largest logit, the first one where several tie.
+    At temperature 0 it is one-hot at the largest logit, the first one where several tie. Where the logits are not finite
+    numbers it is NaN.
     """
     logits_NV = process_logits(logits_NV, params, histories)
     if params.greedy:
-        return torch.zeros_like(logits_NV).scatter_(-1, argmax(logits_NV)[:, None], 1.0)
+        best_N1 = argmax(logits_NV)[:, None]
+        one_hot = torch.zeros_like(logits_NV).scatter_(-1, best_N1.clamp(min=0), 1.0)
+        return one_hot.masked_fill_(best_N1 < 0, math.nan)
     return logits_NV.softmax(dim=-1)
 
 
@@ -299,14 +302,17 @@ def _weakest_of_nucleus(descending_NW: Tensor, top_p: float) -> Tensor:
 
 
 def argmax(logits_NV: Tensor) -> Tensor:
-    """Return the first index of the largest entry [N].
+    """Return the first index of the largest entry [N]; -1 for a row whose largest entry is not a finite number.
 
-    By blocks: the maximum is vectorised where its index is not, 16 times faster for bfloat16 on a CPU.
+    NaN counts as largest, so one NaN in a row gives -1 too. By blocks: the maximum is vectorised where its index is
+    not, 16 times faster for bfloat16 on a CPU.
     """
     logits_NMW = _blocks(logits_NV, -math.inf)
-    block_N = logits_NMW.amax(dim=-1).argmax(dim=-1)
+    largest_NM = logits_NMW.amax(dim=-1)
+    block_N = largest_NM.argmax(dim=-1)
     rows_N = torch.arange(len(logits_NMW), device=block_N.device)
-    return block_N * BLOCK + logits_NMW[rows_N, block_N].argmax(dim=-1)
+    found_N = block_N * BLOCK + logits_NMW[rows_N, block_N].argmax(dim=-1)
+    return torch.where(largest_NM[rows_N, block_N].isfinite(), found_N, -1)
 
 
 def _blocks(values_NV: Tensor, filler: float) -> Tensor:

@@ -40,7 +40,10 @@ NO_DRAFT_PROBS = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """The accepted path, from the root 0 on, and the target's own token after its last node."""
+    """The accepted path, from the root 0 on, and the target's own token after its last node.
+
+    ``next_token`` is -1 where the target's scores at that node are not finite numbers; the engine raises then.
+    """
 
     path: tuple[int, ...]
     next_token: int
@@ -88,6 +91,8 @@ def reject(tree: DraftTree, probs_NV: Tensor, uniforms: np.random.Generator) -> 
     while True:
         siblings = tree.children(path[-1])
         p_V = _law(probs_NV[path[-1]])
+        if not np.isfinite(p_V).all():
+            return Verdict(tuple(path), -1)
         q_V = _law(tree.draft_probs[path[-1]]) if siblings and tree.draft_probs is not None else p_V
         for child, (odds, law_V) in zip(
             (*siblings, None), trials(p_V, q_V, tree.tokens[list(siblings)], tree.replacement), strict=True

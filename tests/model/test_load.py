@@ -12,7 +12,7 @@ from gguf_files import toy_model, write_gguf
 from safetensors.torch import load_file, save_file
 from toys import CASES, save_toy, toy_hf
 
-from anabranch.errors import DeviceError, FetchError, FileError, InputError, ModelError
+from anabranch.errors import AnabranchError, DeviceError, FetchError, FileError, InputError, ModelError, NumericsError
 from anabranch.model.families import FAMILIES, model_config
 from anabranch.model.load import build_decoder, load_target, resolve_device, resolve_dtype
 from anabranch.model.weights import fill_decoder, fingerprint, load_safetensors_dir, stored_dtype
@@ -175,6 +175,146 @@ def test_variants_that_are_not_computed_are_refused(model_type: str, changes: di
         model_config({"model_type": model_type, **CASES[model_type][1], **changes})
 
 
+WRONG_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
+    "a size as text": ({"hidden_size": "128"}, "hidden_size .* must be a whole number from 1 to 1,048,576, got '128'"),
+    "a size as a fraction": ({"hidden_size": 64.0}, "hidden_size .* got 64.0"),
+    "a size as true": ({"num_attention_heads": True}, "num_attention_heads .* got True"),
+    "no heads": ({"num_attention_heads": 0}, "num_attention_heads"),
+    "negative sizes": ({"vocab_size": -97}, "vocab_size"),
+    "a size of many digits": ({"intermediate_size": 10**30}, "intermediate_size"),
+    "a million layers": ({"num_hidden_layers": 1_000_000}, "num_hidden_layers .* got 1000000"),
+    "more layers than weights": ({"num_hidden_layers": 4000}, "names 4000 layers and the weights have 3"),
+    "a null size": ({"max_position_embeddings": None}, "max_position_embeddings"),
+    "heads that do not divide": ({"num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": None}, "not a multiple of its 7"),
+    "no rotation base": ({"rope_parameters": None, "rope_theta": 0.0}, "rope_theta .* got 0.0"),
+    "a negative base": ({"rope_parameters": {"rope_theta": -5.0}}, "rope_parameters.rope_theta .* got -5.0"),
+    "a base as text": ({"rope_parameters": {"rope_theta": "big"}}, "got 'big'"),
+    "wider rotations than heads": ({"partial_rotary_factor": 4.0}, "partial_rotary_factor .* got 4.0"),
+    "odd rotations": ({"partial_rotary_factor": 0.2}, "an even number of at most 16 channels.* got 3"),
+    "no rotations": ({"partial_rotary_factor": 0.01}, "got 0"),
+    "rotations as a list": ({"rope_scaling": [1], "rope_parameters": None}, "rope_scaling .* must be an object"),
+    "a variant as a list": ({"rope_parameters": {"rope_type": ["yarn"]}}, "rope_parameters.rope_type"),
+    "no stretch": ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "rope_parameters.factor"),
+    "a negative stretch": ({"rope_parameters": {"rope_type": "yarn", "factor": -8.0}}, "rope_parameters.factor"),
+    "a stretch of null": ({"rope_parameters": {"rope_type": "dynamic", "factor": None}}, "'dynamic' does not compute"),
+    "factors as text": (
+        {"rope_parameters": {"rope_type": "longrope", "short_factor": "12", "long_factor": [1.0]}},
+        "rope_parameters.short_factor",
+    ),
+    "too few factors": (
+        {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+        "1 factors for 8 frequencies",
+    ),
+    "no epsilon": ({"rms_norm_eps": 0}, "rms_norm_eps"),
+    "an epsilon as text": ({"rms_norm_eps": "1e-5"}, "rms_norm_eps"),
+    "a flag as text": ({"tie_word_embeddings": "false"}, "tie_word_embeddings .* true or false, got 'false'"),
+    "a family as a list": ({"model_type": ["llama"]}, "model_type .* must be a name"),
+    "an activation as a number": ({"hidden_act": 7}, "hidden_act"),
+    "an end token beyond": ({"eos_token_id": 97}, "eos_token_id .* below 97 .* got 97"),
+    "nested end tokens": ({"eos_token_id": [[2]]}, "eos_token_id"),
+    "an end token as text": ({"eos_token_id": "</s>"}, "eos_token_id"),
+    "a window of nothing": ({"model_type": "mistral", "sliding_window": 0}, "sliding_window"),
+    "layer kinds as text": ({"layer_types": "full"}, "layer_types"),
+    "too few layer kinds": (
+        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 5, "layer_types": ["full_attention"]},
+        "must name 3 layers, got 1",
+    ),
+    "layer kinds that are not known": (
+        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 5, "layer_types": ["magic"] * 3},
+        "'magic'",
+    ),
+    "a soft cap of nothing": ({"model_type": "gemma2", "attn_logit_softcapping": 0}, "attn_logit_softcapping"),
+    "a scale of nothing": ({"model_type": "gemma2", "query_pre_attn_scalar": -1}, "query_pre_attn_scalar"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_FIELDS)
+def test_a_config_with_wrong_fields_names_the_field(name: str, folder: Path) -> None:
+    changes, message = WRONG_FIELDS[name]
+    edit(folder / "config.json", **changes)
+    with pytest.raises(ModelError, match=message) as caught:
+        load_target(str(folder))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("theta", [float("nan"), float("inf"), True])
+def test_a_base_that_is_no_number_is_refused_without_a_file_too(theta: Any) -> None:
+    with pytest.raises(ModelError, match="rope_theta"):
+        model_config({"model_type": "llama", **CASES["llama"][1], "rope_theta": theta})
+
+
+def test_a_huge_limit_of_positions_costs_nothing(folder: Path) -> None:
+    edit(folder / "config.json", max_position_embeddings=10**9)
+    assert load_target(str(folder), device="cpu").config.max_positions == 10**9
+
+
+@pytest.mark.parametrize("stated", ["2", [2, 97], -1, {"a": 2}, [None], True])
+def test_a_generation_config_with_wrong_end_tokens(folder: Path, stated: Any) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stated}))
+    with pytest.raises(ModelError, match=r"eos_token_id in generation_config\.json must be a token id below 97"):
+        load_target(str(folder))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.self_attn.k_proj.weight"])
+def test_weights_that_are_not_numbers(folder: Path, name: str, value: float) -> None:
+    edit_tensors(folder, lambda tensors: tensors[name].view(-1)[5:6].fill_(value))
+    with pytest.raises(NumericsError, match=f"{name}.* not finite numbers"):
+        load_target(str(folder))
+
+
+def test_weights_that_float16_cannot_hold(folder: Path) -> None:
+    edit_tensors(folder, lambda tensors: tensors["model.norm.weight"].fill_(1e6))
+    with pytest.raises(NumericsError, match=r"model\.norm\.weight has values that float16 cannot hold; .* bfloat16"):
+        load_target(str(folder), dtype="float16")
+    assert load_target(str(folder), dtype="bfloat16").decoder.norm.weight.isfinite().all()
+
+
+TOKENIZERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a list": lambda stored: [],
+    "no model": lambda stored: {},
+    "another kind": lambda stored: {**stored, "model": {"type": "Magic"}},
+    "a vocabulary of texts": lambda stored: {**stored, "model": {**stored["model"], "vocab": {"w0": "0"}}},
+    "a normaliser that is not known": lambda stored: {**stored, "normalizer": {"type": "Nothing"}},
+    "added tokens as text": lambda stored: {**stored, "added_tokens": "many"},
+    "an added token without content": lambda stored: {**stored, "added_tokens": [{"id": 2}]},
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_tokenizers_that_cannot_be_read(folder: Path, name: str) -> None:
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(TOKENIZERS[name](json.loads(path.read_text()))))
+    with pytest.raises(FileError, match="no readable tokenizer") as caught:
+        load_target(str(folder))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00" * 64, b"[" * 100_000, b"\xff\xfe"])
+def test_files_that_are_no_json(folder: Path, content: bytes) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json"):
+        (folder / name).write_bytes(content)
+        with pytest.raises(FileError) as caught:
+            load_target(str(folder))
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("weight_map", [[], "model", {"a": 1}, {"a": ["b"]}, {"a": "../b"}, {"a": "x\0y"}, {"a": ""}])
+def test_an_index_of_nonsense(sharded: Path, weight_map: Any) -> None:
+    edit(sharded / "model.safetensors.index.json", weight_map=weight_map)
+    with pytest.raises(AnabranchError) as caught:
+        load_target(str(sharded))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("length", [0, 3, 2**31, 2**63 - 1, 2**64 - 1])
+def test_a_safetensors_header_of_a_wrong_length(folder: Path, length: int) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(length.to_bytes(8, "little") + path.read_bytes()[8:])
+    with pytest.raises(FileError, match="no safetensors file"):
+        load_target(str(folder))
+
+
 def test_a_config_without_sizes(folder: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ModelError, match="lacks 'num_attention_heads'"):
@@ -191,7 +331,7 @@ def test_a_config_that_is_no_object(folder: Path, text: str) -> None:
 def test_a_missing_shard(sharded: Path) -> None:
     lost = sorted(sharded.glob("*.safetensors"))[1]
     lost.unlink()
-    with pytest.raises(FileError, match=f"lacks the shard {lost.name}"):
+    with pytest.raises(FileError, match=f"lacks the shard '{lost.name}'"):
         load_target(str(sharded))
 
 

@@ -15,12 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from anabranch.drafters.streams import StreamDrafter
-from anabranch.errors import AdapterError, FileError
+from anabranch.errors import AdapterError, FileError, InputError
 from anabranch.model.load import Target
+from anabranch.model.rope import MARGIN
 from anabranch.model.weights import build_decoder
 from anabranch.streams import folder as folders
 from anabranch.streams.adapter import StreamAdapter
-from anabranch.streams.config import StreamConfig
+from anabranch.streams.config import MOST_STREAMS, StreamConfig
 from anabranch.streams.folder import TargetIdentity, find_adapter, load_adapter, read_record, save_adapter
 from small import RICH, as_target, decode, request, small, small_adapter
 
@@ -202,8 +203,8 @@ def no_safetensors(folder: Path) -> None:
 BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "no config": (lambda f: (f / "adapter_config.json").unlink(), "has no adapter_config.json"),
     "no weights": (lambda f: (f / "adapter.safetensors").unlink(), "has no adapter.safetensors"),
-    "no JSON": (lambda f: (f / "adapter_config.json").write_text("{"), "not readable JSON"),
-    "not UTF-8": (lambda f: (f / "adapter_config.json").write_bytes(b"\xff\xfe\x00"), "not readable JSON"),
+    "no JSON": (lambda f: (f / "adapter_config.json").write_text("{"), "is not JSON"),
+    "not UTF-8": (lambda f: (f / "adapter_config.json").write_bytes(b"\xff\xfe\x00"), "cannot be read as UTF-8"),
     "a list": (lambda f: (f / "adapter_config.json").write_text("[]"), "does not describe an adapter"),
     "another format": (edit(format="peft"), "does not describe an adapter"),
     "a newer version": (edit(version=2), "format version 2"),
@@ -224,6 +225,32 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "a missing tensor": (reseal(lambda t: t.pop("embeddings") is None), "embeddings with the shape None"),
     "an extra tensor": (reseal(lambda t: t.update(more=torch.zeros(2))), "more with the shape"),
     "an unsorted vocabulary": (reseal(lambda t: t.update(vocabulary=WORDS.flip(0).int().clone())), "rising list"),
+    "whole numbers as weights": (
+        reseal(lambda t: t.update({"embeddings": t["embeddings"].to(torch.int32)})),
+        "stores embeddings as int32",
+    ),
+    "all weights as whole numbers": (
+        reseal(lambda t: t.update({name: value.to(torch.int32) for name, value in t.items()})),
+        "as int32, and an adapter has weights in float32",
+    ),
+    "a draft vocabulary of fractions": (
+        reseal(lambda t: t.update(vocabulary=WORDS.float())),
+        "draft vocabulary as float32",
+    ),
+    "no draft vocabulary": (
+        reseal(lambda t: t.pop("vocabulary") is None),
+        "names a draft vocabulary of 5 tokens, and adapter.safetensors has 19",
+    ),
+    "another draft vocabulary": (edit(draft_vocabulary=8192), "names a draft vocabulary of 8192 tokens.* has 5"),
+    "a draft vocabulary as text": (edit(draft_vocabulary="5"), "draft vocabulary of '5' tokens"),
+    "not a number": (reseal(lambda t: t["embeddings"][0].fill_(float("nan"))), "embeddings that are not finite numbers"),
+    "infinity": (reseal(lambda t: t["root.up"][0].fill_(-float("inf"))), r"root\.up that are not finite numbers"),
+    "too many streams": (edit(streams={**RICH.to_dict(), "num_streams": 2000}), "num_streams must be .* 1 to 256"),
+    "a huge rank": (edit(streams={**RICH.to_dict(), "adapter_rank": 10**15}), "adapter_rank must be"),
+    "an angle as text": (edit(streams={**RICH.to_dict(), "rotation_step": "wide"}), "rotation_step must be an angle"),
+    "a choice as a list": (edit(streams={**RICH.to_dict(), "position": ["embedding"]}), "position must be one of"),
+    "a number that is none": (lambda f: (f / "adapter_config.json").write_text('{"version": NaN}'), "the value NaN"),
+    "nested too deeply": (lambda f: (f / "adapter_config.json").write_text("[" * 100_000), "nested too deeply"),
     "ids beyond the target": (reseal(lambda t: t.update(vocabulary=WORDS.int() + 9)), "below 19"),
 }
 
@@ -235,6 +262,19 @@ def test_bad_folders(name: str, saved: Path, target: Target) -> None:
     with pytest.raises(AdapterError, match=message) as caught:
         load_adapter(saved, target)
     assert "\n" not in str(caught.value)
+
+
+def test_values_that_the_targets_type_cannot_hold(saved: Path, target: Target) -> None:
+    reseal(lambda t: t["embeddings"][0].fill_(1e6))(saved)
+    half = replace(target, decoder=build_decoder(target.config, device="cpu", dtype=torch.float16))
+    with pytest.raises(AdapterError, match="embeddings that float16 cannot hold; use bfloat16 or float32"):
+        load_adapter(saved, half)
+
+
+def test_rotation_tables_hold_as_many_streams_as_there_may_be() -> None:
+    assert MOST_STREAMS < MARGIN
+    with pytest.raises(InputError, match="num_streams must be a whole number from 1 to 256, not 2000"):
+        StreamConfig(num_streams=2000)
 
 
 def test_no_folder(tmp_path: Path, target: Target) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from anabranch.errors import ModelError
+from anabranch.model.check import check_config, check_fields, check_known, token_ids
 from anabranch.model.config import ModelConfig, RopeConfig
 from anabranch.model.rope import ROPE_VARIANTS, check_rope
 
@@ -57,6 +58,7 @@ def model_config(hf: HfConfig) -> ModelConfig:
     """The ModelConfig of a Hugging Face config; a family that is not known, or an option of one, is a ModelError."""
     if hf.get("quantization_config"):
         raise ModelError("the weights are stored quantised; use the unquantised safetensors or a GGUF file instead")
+    check_fields(hf)
     name = str(hf.get("model_type", "(none)"))
     if name not in FAMILIES:
         raise ModelError(f"the model family {name!r} is not known; the families are {', '.join(sorted(FAMILIES))}")
@@ -64,8 +66,7 @@ def model_config(hf: HfConfig) -> ModelConfig:
         config = FAMILIES[name].describe(hf)
     except KeyError as error:
         raise ModelError(f"the config of this {name} model lacks {error.args[0]!r}; fetch it again") from None
-    if config.num_heads % config.num_kv_heads:
-        raise ModelError(f"{config.num_heads} heads cannot share {config.num_kv_heads} key/value heads evenly")
+    check_config(config)
     return config
 
 
@@ -99,12 +100,6 @@ def _activation(hf: HfConfig, key: str, default: str) -> Literal["silu", "gelu",
     return _ACTIVATIONS[name]
 
 
-def _ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (value,)
-
-
 def _refuse(hf: HfConfig, key: str, why: str) -> None:
     """Refuse a variant of a family that the decoder does not compute."""
     if hf.get(key):
@@ -121,13 +116,22 @@ def _sizes(hf: HfConfig, *, tied: bool, head_dim: int | None = None, inner: str 
         "num_layers": hf["num_hidden_layers"],
         "num_heads": heads,
         "num_kv_heads": hf.get("num_key_value_heads") or heads,
-        "head_dim": hf.get("head_dim") or head_dim or hf["hidden_size"] // heads,
+        "head_dim": hf.get("head_dim") or head_dim or _head_dim(hf["hidden_size"], heads),
         "intermediate_size": hf[inner],
         "max_positions": hf["max_position_embeddings"],
-        "tied_head": hf.get("tie_word_embeddings", tied),
-        "eos_token_ids": _ids(hf.get("eos_token_id")),
+        "tied_head": tied if (stated := hf.get("tie_word_embeddings")) is None else stated,
+        "eos_token_ids": token_ids(hf.get("eos_token_id"), "eos_token_id", hf["vocab_size"]),
         "bos_token_id": hf.get("bos_token_id"),
     }
+
+
+def _head_dim(width: int, heads: int) -> int:
+    if width % heads:
+        raise ModelError(
+            f"hidden_size {width} in the model's config is not a multiple of its {heads} attention heads, and there is "
+            "no head_dim; correct the config or fetch the model again"
+        )
+    return width // heads
 
 
 _ROPE_FIELDS = ("type", "rope_type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
@@ -173,6 +177,7 @@ def _sliding(hf: HfConfig, window: int | None, slides: Callable[[int], bool]) ->
     if window is None:
         return {}
     n, types = hf["num_hidden_layers"], hf.get("layer_types")
+    check_known(types or (), ("full_attention", "sliding_attention"))
     layers = tuple(t == "sliding_attention" for t in types) if types else tuple(slides(i) for i in range(n))
     return {"sliding_window": window, "sliding_layers": layers}
 

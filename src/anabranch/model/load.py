@@ -12,14 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anabranch.errors import DeviceError, FetchError, FileError, InputError
+from anabranch.errors import DeviceError, FetchError, FileError, InputError, one_line
 from anabranch.foreign import why_no_model
+from anabranch.jsonfiles import read_json
 from anabranch.memory import give_back
+from anabranch.model.check import token_ids
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import model_config
 from anabranch.model.quantize import Quantization, check_quantization, quantize_decoder
-from anabranch.model.weights import build_decoder, fill_decoder, load_safetensors_dir, read_json, stored_dtype
+from anabranch.model.weights import build_decoder, fill_decoder, load_safetensors_dir, stored_dtype
 
 __all__ = ["Target", "build_decoder", "load_target", "locate", "resolve_device", "resolve_dtype"]
 
@@ -27,6 +29,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # What a target consists of; a repository's pickled copies and other frameworks' weights stay where they are.
 _HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+_AGAIN = "fetch or copy it again"
 # Tokenizers that are read as they lie, whatever the model.
 _GENERAL = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
@@ -73,17 +76,20 @@ def load_target(
         # float32 asks for the dequantised values as they are; bfloat16 is what the default model keeps
         described, tensors, tokenizer = read_gguf(path, dtype=wanted or torch.bfloat16)
     else:
-        described, tensors = read_json(path / "config.json"), load_safetensors_dir(path)
+        described, tensors = read_json(path / "config.json", _AGAIN), load_safetensors_dir(path)
         if (path / "generation_config.json").is_file():
-            generation = read_json(path / "generation_config.json")
+            generation = read_json(path / "generation_config.json", _AGAIN)
     config = model_config(described)
+    ends = config.eos_token_ids
+    if (stated := generation.get("eos_token_id")) is not None:
+        ends = token_ids(stated, "eos_token_id", config.vocab_size, "generation_config.json")
     wanted = wanted or _stored(config, tensors)
     decoder, identity = fill_decoder(config, tensors, dtype=wanted, device=place)
     quantize_decoder(decoder, kind)
     # the tokenizer last: a wrong config or a missing shard is told without the second that transformers takes
     tokenizer = _tokenizer(path) if tokenizer is None else tokenizer
     tokenizer.model_max_length = sys.maxsize  # what is too long is said by whoever decodes it, in its own words
-    config = replace(config, eos_token_ids=_eos(config, generation, tokenizer))
+    config = replace(config, eos_token_ids=_eos(ends, tokenizer))
     decoder.config = config
     give_back()
     return Target(decoder, tokenizer, config, name, path, identity, kind)
@@ -171,10 +177,24 @@ def _stored(config: ModelConfig, tensors: Mapping[str, Tensor]) -> torch.dtype:
 
 def _tokenizer(folder: Path) -> Any:
     try:
-        return _tokenizer_class(folder).from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise FileError(f"{folder} has no readable tokenizer ({first}); copy its tokenizer.json there") from error
+        read = _tokenizer_class(folder).from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        check_tokenizer(read)
+    except FileError:
+        raise
+    except Exception as error:  # tokenizers' Rust side raises bare Exception, transformers whatever a file leads it to
+        raise FileError(
+            f"{folder} has no readable tokenizer ({one_line(error)}); copy its tokenizer.json there again"
+        ) from error
+    return read
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Read a few words and write them again: what cannot work is told now. Raises whatever the tokenizer raises."""
+    ids = tokenizer.encode("the 1")
+    if not isinstance(ids, list) or not isinstance(tokenizer.decode(ids), str):
+        raise TypeError("it does not turn text into token ids and back")
+    if not isinstance(getattr(tokenizer, "chat_template", None), str | dict | None):
+        raise TypeError("its chat template is not a text")
 
 
 def _tokenizer_class(folder: Path) -> Any:
@@ -184,7 +204,7 @@ def _tokenizer_class(folder: Path) -> Any:
     general class is spared that.
     """
     described = folder / "tokenizer_config.json"
-    named = read_json(described).get("tokenizer_class") if described.is_file() else None
+    named = read_json(described, _AGAIN).get("tokenizer_class") if described.is_file() else None
     if named in _GENERAL and (folder / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast
 
@@ -194,10 +214,7 @@ def _tokenizer_class(folder: Path) -> Any:
     return AutoTokenizer
 
 
-def _eos(config: ModelConfig, generation: Mapping[str, Any], tokenizer: Any) -> tuple[int, ...]:
-    """Every token that ends a text: the generation config's (else the config's), and the tokenizer's own."""
-    stated = generation.get("eos_token_id")
-    ids = list(config.eos_token_ids) if stated is None else ([stated] if isinstance(stated, int) else list(stated))
+def _eos(stated: tuple[int, ...], tokenizer: Any) -> tuple[int, ...]:
+    """Every token that ends a text: those that the configs state, and the tokenizer's own."""
     own = getattr(tokenizer, "eos_token_id", None)
-    ids += [] if own is None else [own]
-    return tuple(dict.fromkeys(ids))
+    return tuple(dict.fromkeys((*stated, *(() if own is None else (own,)))))

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anabranch.errors import ModelError
+from anabranch.errors import ModelError, one_line
 from anabranch.model.config import RopeConfig
 
-__all__ = ["ROPE_VARIANTS", "Rope", "check_rope", "rope_frequencies", "rotate"]
+__all__ = ["MARGIN", "ROPE_VARIANTS", "Rope", "check_rope", "rope_frequencies", "rotate"]
 
-# Positions behind the planned length that a table still holds: draft nodes and streams reach past the last token.
-_MARGIN = 1024
+# Positions beyond the planned length that a table still holds: draft nodes and streams reach past the last token.
+MARGIN = 1024
 # Tables kept: the variant "dynamic" has one for each planned length, and a server sees many.
 _KEPT_TABLES = 4
 
@@ -46,7 +46,7 @@ class Rope:
         """cos and sin [2, length, dim] of ``planned`` positions and of those that drafts reach behind them."""
         key = _variant_key(self.config, planned)
         table = self._tables.get(key)
-        if table is None or table.shape[1] < planned + _MARGIN:
+        if table is None or table.shape[1] < planned + MARGIN:
             table = self._table(planned)
             # the oldest goes first; a table that grew replaces itself
             if key not in self._tables and len(self._tables) >= _KEPT_TABLES:
@@ -57,7 +57,7 @@ class Rope:
     def _table(self, planned: int) -> Tensor:
         """cos and sin of every position [2, length, dim]: one lookup a step fetches both."""
         inv_freq, factor = rope_frequencies(self.config, planned)
-        length = -(-(planned + _MARGIN) // _MARGIN) * _MARGIN
+        length = -(-(planned + MARGIN) // MARGIN) * MARGIN
         angles = torch.arange(length, dtype=torch.float32)[:, None] * inv_freq
         angles = torch.cat((angles, angles), dim=-1)
         return (torch.stack((angles.cos(), angles.sin())) * factor).to(self.device)
@@ -81,15 +81,16 @@ def rope_frequencies(config: RopeConfig, planned: int) -> tuple[Tensor, float]:
 
 def check_rope(config: RopeConfig) -> None:
     """Refuse a rotary record that lacks what its variant needs, before a prompt finds out."""
+    named = f"rotary variant {_kind(config)!r}"
     try:
         for planned in (1, config.max_positions + 1):
-            rope_frequencies(config, planned)
+            inv_freq, factor = rope_frequencies(config, planned)
+            if not (bool(inv_freq.isfinite().all()) and math.isfinite(factor)):
+                raise ValueError("its frequencies are not finite numbers")
     except KeyError as error:
-        raise ModelError(f"rotary variant {_kind(config)!r} needs {error.args[0]!r}; fetch config.json again") from None
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise ModelError(
-            f"rotary variant {_kind(config)!r} does not compute ({error}); fetch config.json again"
-        ) from error
+        raise ModelError(f"{named} needs {error.args[0]!r}; fetch config.json again") from None
+    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+        raise ModelError(f"{named} does not compute ({one_line(error)}); fetch config.json again") from error
 
 
 def _kind(config: RopeConfig) -> str:

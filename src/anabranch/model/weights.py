@@ -7,7 +7,8 @@ never lies in memory twice. Nothing here unpickles.
 from __future__ import annotations
 
 import hashlib
-import json
+import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,20 +17,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from anabranch.errors import DeviceError, FileError, ModelError
+from anabranch.errors import DeviceError, FileError, ModelError, NumericsError, one_line
+from anabranch.jsonfiles import read_json
 from anabranch.memory import free_memory
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
-from anabranch.model.families import Source, model_config, weight_source
+from anabranch.model.families import FAMILIES, Source, model_config, weight_source
 from anabranch.model.graphs import recorder_for
 
 __all__ = [
     "build_decoder",
     "fill_decoder",
     "fingerprint",
+    "is_finite",
     "load_safetensors_dir",
     "random_decoder",
-    "read_json",
     "stored_dtype",
 ]
 
@@ -39,6 +41,8 @@ _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _SAMPLES = 4096
 # Masks and tables that older files carry along; the decoder computes them.
 _BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
+# What safetensors raises for headers that it cannot read and for types that torch lacks.
+_UNREADABLE = (SafetensorError, OSError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -55,7 +59,7 @@ class _SafetensorsDir(Mapping[str, Tensor]):
             # opened anew for each tensor: pages that were read stay resident for as long as the file is mapped
             with safe_open(path, framework="pt", device="cpu") as file:
                 tensor: Tensor = file.get_tensor(name)
-        except (SafetensorError, OSError) as error:
+        except _UNREADABLE as error:
             raise _broken(path, error) from error
         return tensor
 
@@ -67,20 +71,7 @@ class _SafetensorsDir(Mapping[str, Tensor]):
 
 
 def _broken(path: Path, error: Exception) -> FileError:
-    return FileError(f"{path} is truncated or no safetensors file ({error}); fetch or copy it again")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; anything else is a FileError."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise FileError(f"{path} cannot be read ({error.strerror}); a model folder needs it") from error
-    except ValueError as error:
-        raise FileError(f"{path} is not JSON ({error}); fetch or copy it again") from error
-    if not isinstance(value, dict):
-        raise FileError(f"{path} holds no JSON object; fetch or copy it again")
-    return value
+    return FileError(f"{path} is truncated or no safetensors file ({one_line(error)}); fetch or copy it again")
 
 
 def load_safetensors_dir(folder: Path) -> Mapping[str, Tensor]:
@@ -96,15 +87,15 @@ def load_safetensors_dir(folder: Path) -> Mapping[str, Tensor]:
                 "(save_pretrained of transformers writes it) or use a repository that has it"
             )
         raise FileError(f"{folder} has neither model.safetensors nor {_INDEX}; give a folder with safetensors")
-    listed = read_json(index).get("weight_map")
-    if not isinstance(listed, dict):
+    listed = read_json(index, "fetch or copy it again").get("weight_map")
+    if not isinstance(listed, dict) or not all(isinstance(shard, str) for shard in listed.values()):
         raise FileError(f"{index} lacks its weight_map; fetch or copy it again")
     shards: dict[str, Path] = {}
-    for shard in sorted({str(value) for value in listed.values()}):
+    for shard in sorted(set(listed.values())):
         path = folder / shard
         # an index must not lead out of its folder
-        if Path(shard).name != shard or not path.is_file():
-            raise FileError(f"{folder} lacks the shard {shard} that {_INDEX} lists; fetch or copy it again")
+        if Path(shard).name != shard or "\0" in shard or not path.is_file():
+            raise FileError(f"{folder} lacks the shard {shard!r} that {_INDEX} lists; fetch or copy it again")
         shards.update(dict.fromkeys(_names(path), path))
     missing = sorted(set(listed) - set(shards))
     if missing:
@@ -116,7 +107,7 @@ def _names(path: Path) -> list[str]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             return list(file.keys())
-    except (SafetensorError, OSError) as error:
+    except _UNREADABLE as error:
         raise _broken(path, error) from error
 
 
@@ -144,17 +135,41 @@ def fill_decoder(
 
     The fingerprint is taken before the cast, so that it says what was stored and not how it was loaded.
     """
+    _check_layers(config, tensors)
     decoder = build_decoder(config, dtype=dtype)
     parameters = sorted(decoder.named_parameters())
     _check_names(config, tensors, [name for name, _ in parameters])
+    # the shape of one before the memory for all, which a config may state at will
+    _assemble(config, tensors, "embedding.weight", decoder.embedding.weight.shape)
     _check_memory(sum(parameter.numel() for _, parameter in parameters) * dtype.itemsize, device)
     digest = _digest(config)
     for name, parameter in parameters:
         stored = _assemble(config, tensors, name, parameter.shape)
         _add(digest, name, stored)
-        _put(decoder, name, _room(stored.shape, dtype, device).copy_(stored))
+        value = _room(stored.shape, dtype, device).copy_(stored)
+        _check_finite(config, name, stored, value)
+        _put(decoder, name, value)
     decoder.recorder = recorder_for(device)
     return decoder, digest.hexdigest()
+
+
+def _check_finite(config: ModelConfig, name: str, stored: Tensor, value: Tensor) -> None:
+    """Refuse what would decode to nothing: one read of a tensor that was just written."""
+    if is_finite(value):
+        return
+    named = _read_names(weight_source(config, name))
+    if is_finite(stored):
+        kind = str(value.dtype).removeprefix("torch.")
+        raise NumericsError(f"{named} has values that {kind} cannot hold; load the model in bfloat16 or float32")
+    raise NumericsError(f"{named} has values that are not finite numbers (NaN or infinity); fetch the weights again")
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether all values are finite numbers; NaN survives minimum and maximum, which one pass finds."""
+    if values.numel() == 0 or not values.is_floating_point():
+        return True
+    low, high = torch.aminmax(values)
+    return math.isfinite(float(low)) and math.isfinite(float(high))
 
 
 def random_decoder(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> Decoder:
@@ -203,6 +218,17 @@ def _check_memory(needed: int, device: torch.device) -> None:
 
 
 # -- Hugging Face tensors -> ours ------------------------------------------------------------------
+def _check_layers(config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
+    """As many layers as the weights have, before a layer is built: a config may state a million."""
+    layer = re.compile(rf"(?:.*\.)?{re.escape(FAMILIES[config.family].layers)}\.(\d{{1,9}})\..*")
+    found = {int(match[1]) for name in tensors if (match := layer.fullmatch(name))}
+    if config.num_layers > len(found):
+        raise ModelError(
+            f"the config names {config.num_layers} layers and the weights have {len(found)}; "
+            "config.json and weights do not belong together or the copy is incomplete"
+        )
+
+
 def _check_names(config: ModelConfig, tensors: Mapping[str, Tensor], parameters: list[str]) -> None:
     """Every tensor we need is there, and every tensor that is there is used: a leftover bias is another model."""
     wanted: set[str] = set()
@@ -280,7 +306,7 @@ def fingerprint(weights: Decoder | Path) -> str:
         for name, parameter in sorted(weights.named_parameters()):
             _add(digest, name, parameter.detach())
         return digest.hexdigest()
-    config = model_config(read_json(weights / "config.json"))
+    config = model_config(read_json(weights / "config.json", "a model folder needs it"))
     tensors = load_safetensors_dir(weights)
     digest = _digest(config)
     for name, parameter in sorted(build_decoder(config).named_parameters()):

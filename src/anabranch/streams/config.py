@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from anabranch.errors import AdapterError, InputError
+from anabranch.jsonfiles import is_number, is_whole
 
-__all__ = ["StreamConfig"]
+__all__ = ["MOST_STREAMS", "StreamConfig"]
+
+# Streams reach that many positions past the text; rotation tables have room for four times as many (``rope.MARGIN``).
+MOST_STREAMS = 256
+_WIDEST = 1 << 16
+_RANGES = {
+    "num_streams": (1, MOST_STREAMS),
+    "num_stream_layers": (1, 1 << 12),
+    "adapter_rank": (1, _WIDEST),
+    "attention_rank": (0, _WIDEST),
+    "init_rank": (0, _WIDEST),
+    "pruning_rank": (0, _WIDEST),
+    "context_top": (0, (1 << 31) - 1),
+    "conditioning_rank": (0, _WIDEST),
+    "root_width": (0, _WIDEST),
+}
 
 
 @dataclass(frozen=True)
@@ -48,20 +65,12 @@ class StreamConfig:
     root_width: int = 0
 
     def __post_init__(self) -> None:
-        for name, low in (
-            ("num_streams", 1),
-            ("num_stream_layers", 1),
-            ("adapter_rank", 1),
-            ("attention_rank", 0),
-            ("init_rank", 0),
-            ("pruning_rank", 0),
-            ("context_top", 0),
-            ("conditioning_rank", 0),
-            ("root_width", 0),
-        ):
+        for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                raise InputError(f"{name} must be a whole number of at least {low}, not {value!r}")
+            if not is_whole(value, low, high):
+                raise InputError(f"{name} must be a whole number from {low} to {high}, not {value!r}")
+        if not is_number(self.rotation_step, -math.pi, math.pi):
+            raise InputError(f"rotation_step must be an angle from -pi to pi, not {self.rotation_step!r}")
         for name, allowed in (
             ("stream_mlp", ("adapter", "mlp+adapter")),
             ("position", ("embedding", "rotation")),

@@ -21,11 +21,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from anabranch.errors import AdapterError, FileError, InputError
+from anabranch.errors import AdapterError, FileError, InputError, one_line
 from anabranch.files import write_atomically
 from anabranch.foreign import peft_advice
+from anabranch.jsonfiles import is_whole, read_json
 from anabranch.model.config import ModelConfig
 from anabranch.model.load import Target
+from anabranch.model.weights import is_finite
 from anabranch.streams.adapter import StreamAdapter
 from anabranch.streams.card import card
 from anabranch.streams.config import StreamConfig
@@ -46,6 +48,7 @@ VERSION = 1
 CONFIG, WEIGHTS, CARD = "adapter_config.json", "adapter.safetensors", "README.md"
 # adapters that come with the package, one folder each
 SHIPPED = Path(__file__).resolve().parents[1] / "adapters"
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # without these a record is of no use; the card and ``anabranch info`` read them too
 _FIELDS: dict[str, type] = {"target": dict, "streams": dict, "sha256": str, "training": dict, "measured": dict}
 
@@ -130,13 +133,10 @@ def read_record(folder: Path) -> dict[str, Any]:
         raise AdapterError(f"there is no adapter folder {folder}; give a folder with {CONFIG} and {WEIGHTS}")
     if not path.is_file():
         raise AdapterError(f"the folder {folder} has no {CONFIG}; it is no adapter, or its copy is incomplete")
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise AdapterError(f"{path} is not readable JSON ({error}); copy or train the adapter again") from error
+    record = read_json(path, "copy or train the adapter again", error=AdapterError)
     if sentence := peft_advice(folder, record):
         raise AdapterError(sentence)
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
+    if record.get("format") != FORMAT:
         raise AdapterError(f"{path} does not describe an adapter of anabranch; give a folder that 'train' wrote")
     if record.get("version") != VERSION:
         raise AdapterError(
@@ -167,7 +167,7 @@ def load_adapter(folder: Path, target: Target) -> LoadedAdapter:
         )
     tensors = _read_weights(folder, str(record["sha256"]))
     config = StreamConfig.from_dict(record["streams"])
-    vocabulary = _vocabulary(folder, tensors, target.config.vocab_size)
+    vocabulary = _vocabulary(folder, tensors, target.config.vocab_size, record)
     try:
         with torch.device("meta"):
             adapter = StreamAdapter(target.config, config, vocabulary)
@@ -181,8 +181,20 @@ def load_adapter(folder: Path, target: Target) -> LoadedAdapter:
             f"{folder / WEIGHTS} has {name} with the shape {found.get(name)} where {CONFIG} asks for "
             f"{wanted.get(name)}; copy or train the adapter again"
         )
+    for name, value in tensors.items():
+        if name != "vocabulary" and value.dtype not in _FLOATS:
+            raise AdapterError(
+                f"{folder / WEIGHTS} stores {name} as {str(value.dtype).removeprefix('torch.')}, and an adapter has "
+                "weights in float32, bfloat16 or float16; copy or train the adapter again"
+            )
     adapter.load_state_dict(tensors, assign=True)
     adapter.to(device=target.decoder.device, dtype=target.decoder.dtype).eval().requires_grad_(False)
+    for name, value in adapter.named_parameters():
+        if not is_finite(value):
+            why = "that are not finite numbers; copy or train the adapter again"
+            if is_finite(tensors[name]):
+                why = f"that {str(value.dtype).removeprefix('torch.')} cannot hold; use bfloat16 or float32"
+            raise AdapterError(f"{folder / WEIGHTS} has values in {name} {why}")
     return LoadedAdapter(adapter, record)
 
 
@@ -215,14 +227,26 @@ def _read_weights(folder: Path, sha256: str) -> dict[str, Tensor]:
         )
     try:
         tensors: dict[str, Tensor] = load(data)
-    except SafetensorError as error:
-        raise AdapterError(f"{path} is no safetensors file ({error}); copy or train the adapter again") from error
+    except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise AdapterError(f"{path} is no safetensors file ({one_line(error)}); copy or train the adapter again") from error
     return tensors
 
 
-def _vocabulary(folder: Path, tensors: dict[str, Tensor], vocab_size: int) -> Tensor:
+def _vocabulary(folder: Path, tensors: dict[str, Tensor], vocab_size: int, record: dict[str, Any]) -> Tensor:
     """The draft vocabulary [Vd], int64; put in its place among ``tensors``."""
     stored = tensors.get("vocabulary")
+    if stored is not None and stored.dtype not in (torch.int32, torch.int64):
+        raise AdapterError(
+            f"{folder / WEIGHTS} stores the draft vocabulary as {str(stored.dtype).removeprefix('torch.')}, not as "
+            "int32; copy or train the adapter again"
+        )
+    # files of all versions say how many tokens they draft; a whole vocabulary is not stored
+    stated, found = record.get("draft_vocabulary", None), vocab_size if stored is None else stored.numel()
+    if stated is not None and (not is_whole(stated) or stated != found):
+        raise AdapterError(
+            f"{CONFIG} in {folder} names a draft vocabulary of {stated!r} tokens, and {WEIGHTS} has {found}; "
+            "copy or train the adapter again"
+        )
     ids = torch.arange(vocab_size) if stored is None else stored.long()
     rising = ids.dim() == 1 and len(ids) > 0 and bool((ids[1:] > ids[:-1]).all())
     if not rising or not 0 <= int(ids[0]) <= int(ids[-1]) < vocab_size:

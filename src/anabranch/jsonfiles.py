@@ -1,0 +1,120 @@
+"""Reading JSON and JSON lines. Whatever is wrong with a file ends as one FileError that names the file and the line.
+
+Stricter than ``json``: NaN, Infinity and numbers beyond a float are no JSON here, and nesting too deep for the parser
+is an error like any other.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from anabranch.errors import FileError
+
+__all__ = ["is_number", "is_whole", "parse_json", "parse_object", "read_json", "read_lines", "read_rows", "read_text"]
+
+LARGEST = 1 << 28  # bytes of a file that is read at once, characters of a line
+INT64 = 1 << 63
+
+
+def is_whole(value: Any, low: int = -INT64, high: int = INT64 - 1) -> bool:
+    """Whether a JSON value is an integer between ``low`` and ``high``; true and false are not."""
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def is_number(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:
+    """Whether a JSON value is a finite number between ``low`` and ``high``; true and false are not."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value) and low <= value <= high
+    except OverflowError:  # an integer beyond a float
+        return False
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text. Raises ValueError with the reason in a few words."""
+    try:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8-sig")
+        return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} is not UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error.msg} at line {error.lineno} column {error.colno}") from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    except ValueError as error:  # of an integer with thousands of digits, Python says more than a user needs
+        raise ValueError(str(error) if "digits" not in str(error) else "it has a number that is too long") from error
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"it has the value {name}")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"it has a number that is too large: {text[:20]}")
+    return value
+
+
+def parse_object(text: str | bytes, where: str, advice: str = "", *, error: type[FileError] = FileError) -> Any:
+    """The JSON object in ``text``. Raises ``error``: "WHERE is not JSON (why); ADVICE"."""
+    tail = f"; {advice}" if advice else ""
+    try:
+        value = parse_json(text)
+    except ValueError as reason:
+        raise error(f"{where} is not JSON ({reason}){tail}") from reason
+    if not isinstance(value, dict):
+        raise error(f"{where} is not a JSON object{tail}")
+    return value
+
+
+def read_text(path: Path, advice: str, *, error: type[FileError] = FileError) -> str:
+    """A whole file as UTF-8 text. Raises ``error`` with ``advice``."""
+    try:
+        if path.stat().st_size > LARGEST:
+            raise error(f"{path} is larger than {LARGEST >> 20} MiB; {advice}")
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as reason:
+        raise error(f"{path} cannot be read ({reason.strerror}); {advice}") from reason
+    except UnicodeDecodeError as reason:
+        raise error(f"{path} cannot be read as UTF-8 text (byte {reason.start}); {advice}") from reason
+
+
+def read_json(path: Path, advice: str, *, error: type[FileError] = FileError) -> dict[str, Any]:
+    """The JSON object that a file holds. ``advice`` ends the message: what to do. Raises ``error``."""
+    found: dict[str, Any] = parse_object(read_text(path, advice, error=error), str(path), advice, error=error)
+    return found
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a text file that are not blank, gzip'd or not, with their numbers from 1. Raises FileError."""
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8-sig", newline="\n") as file:
+            number = 0
+            while line := str(file.readline(LARGEST + 1)):
+                number += 1
+                if len(line) > LARGEST:
+                    raise FileError(f"line {number} of {path} is longer than {LARGEST >> 20} MiB; split the file")
+                if line.strip():
+                    yield number, line
+    except UnicodeDecodeError as error:
+        raise FileError(
+            f"{path} cannot be read as UTF-8 text (behind line {number}: {error.reason}); correct it or copy it again"
+        ) from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise FileError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}); copy it again") from error
+
+
+def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The JSON objects of a JSONL file, gzip'd or not, with their line numbers. Raises FileError that names the line."""
+    for number, line in read_lines(path):
+        yield number, parse_object(line, f"line {number} of {path}", "correct or delete the line")
