@@ -19,7 +19,7 @@ FLOORS = [
     {"streams"},
     {"drafters"},
     {"engine"},
-    {"generation", "stats", "profiles"},
+    {"generation", "pool", "stats", "profiles"},
     {"api", "certify", "train", "bench", "analysis"},
     {"tune"},
     {"cli", "__main__"},

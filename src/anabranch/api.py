@@ -14,12 +14,13 @@ from jinja2 import TemplateError
 
 from anabranch import generation
 from anabranch.drafters import AUTO, Drafter, check_spec, make_drafter
-from anabranch.engine import Engine, Request
+from anabranch.engine import Request
 from anabranch.errors import CapabilityError, InputError
 from anabranch.files import LONE_SURROGATES
 from anabranch.generation import Chunk, Generation
 from anabranch.model.load import Target, load_target
 from anabranch.model.pack import pack_decoder
+from anabranch.pool import EnginePool
 from anabranch.processor import set_threads
 from anabranch.profiles import resolve
 from anabranch.sampling import LogitsProcessor, SamplingParams
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 __all__ = ["Model", "Options", "load"]
 
 Ids = Sequence[int]
-MIN_CAPACITY = 512
 EMPTY = "the prompt is empty; give some text or at least one token id"
 
 
@@ -98,9 +98,9 @@ class Model:
 
     def __init__(self, target: Target, adapter: LoadedAdapter | None, drafter: str = AUTO) -> None:
         self.target, self.adapter, self.drafter = target, adapter, resolve(drafter, target, adapter)
-        self._engines: dict[str, Engine] = {}
         self._lock = threading.RLock()
-        self._make_drafter(self.drafter)  # what cannot work is said at once
+        self._pool = EnginePool(target.decoder, self._make_drafter)
+        self._pool.drafter(self.drafter)  # what cannot work is said at once
 
     @property
     def tokenizer(self) -> Any:
@@ -142,8 +142,12 @@ class Model:
         call = Options.of(options)
         requests = [call.request(ids, self.target) for ids in prompts]
         with self._lock:
-            engine = self._engine(call.drafter or self.drafter, requests, rows=min(int(call.rows), len(requests)))
-            found = generation.generate(engine, requests, self.tokenizer, stop=call.stops)
+            try:
+                rows = min(int(call.rows), len(requests))
+                engine = self._pool.take(call.drafter or self.drafter, requests, rows=rows)
+                found = generation.generate(engine, requests, self.tokenizer, stop=call.stops)
+            finally:
+                self._pool.settle()
         return found[0] if single else found
 
     def stream(self, prompt: str | list[int], **options: Unpack[Keywords]) -> Generator[Chunk, None, None]:
@@ -158,7 +162,7 @@ class Model:
         request = call.request(prompts[0], self.target)
         spec = call.drafter or self.drafter
         with self._lock:
-            self._engine(spec, [request], rows=1).check(request)  # what cannot work is said at once
+            self._pool.take(spec, [request], rows=1).check(request)  # what cannot work is said at once
         return self._stream(spec, request, call.stops)
 
     def _stream(self, spec: str, request: Request, stops: Sequence[str]) -> Generator[Chunk, None, None]:
@@ -167,7 +171,7 @@ class Model:
             while True:
                 with self._lock:
                     if chunks is None:  # the engine is taken with the first chunk: until then others may use it
-                        engine = self._engine(spec, [request], rows=1)
+                        engine = self._pool.take(spec, [request], rows=1)
                         chunks = generation.stream(engine, request, self.tokenizer, stop=stops)
                     chunk = next(chunks, None)
                 if chunk is None:
@@ -177,6 +181,8 @@ class Model:
             if chunks is not None:
                 with self._lock:
                     chunks.close()
+                    del engine
+                    self._pool.settle()
 
     def chat(self, messages: Sequence[dict[str, str]], **options: Unpack[Keywords]) -> Generation:
         """Answer a conversation [{"role": "user", "content": "..."}, ...] through the model's chat template."""
@@ -236,23 +242,6 @@ class Model:
         if not text or not ids:
             raise InputError(EMPTY)
         return ids
-
-    def _engine(self, spec: str, requests: Sequence[Request], *, rows: int) -> Engine:
-        """An idle engine that has room for the requests: the one kept for ``spec``, or a larger one in its place."""
-        limit = self.target.config.max_positions
-        wanted = min(limit, max(len(request.prompt_ids) + request.max_new_tokens for request in requests))
-        kept = self._engines.get(spec)
-        if kept is not None and kept.active:
-            # somebody still listens to a stream of it
-            return Engine(self.target.decoder, self._make_drafter(spec), rows=rows, capacity=wanted)
-        if kept is not None and kept.capacity >= wanted and kept.cache.rows >= rows:
-            return kept
-        drafter = self._make_drafter(spec) if kept is None else kept.drafter
-        del kept
-        self._engines.pop(spec, None)  # its cache goes before the larger one comes
-        capacity = min(limit, max(MIN_CAPACITY, 1 << (wanted - 1).bit_length()))
-        engine = self._engines[spec] = Engine(self.target.decoder, drafter, rows=rows, capacity=capacity)
-        return engine
 
 
 @dataclass(frozen=True)
