@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import anabranch
-from anabranch.api import MIN_CAPACITY, Model
+from anabranch.api import Model
 from anabranch.drafters import DRAFTERS, PLANNED, make_drafter
 from anabranch.errors import AdapterError, CapabilityError, FileError, InputError
 from anabranch.streams import folder
@@ -80,28 +80,13 @@ def test_streams_side_by_side_do_not_disturb_each_other(model: Model) -> None:
 def test_a_closed_stream_leaves_the_engine_for_the_next_call(model: Model) -> None:
     chunks = model.stream("the thing", max_new_tokens=30)
     next(chunks)
-    engine = model._engines["streams"]
+    engine = model._pool.last
+    assert engine is not None
     assert engine.active == 1
     chunks.close()
     assert engine.active == 0
     model.generate("the thing", max_new_tokens=4)
-    assert model._engines["streams"] is engine
-
-
-def test_engines_are_kept_and_grown() -> None:
-    model = toy_model()
-    model.target.decoder.config = model.target.config  # one record for both
-    model.generate("the", max_new_tokens=5)
-    first = model._engines["streams"]
-    assert first.capacity <= MIN_CAPACITY
-    assert first.cache.rows == 1
-    model.generate("the thing", max_new_tokens=6)
-    assert model._engines["streams"] is first
-    model.generate(["the", "thing"], max_new_tokens=6)
-    assert model._engines["streams"].cache.rows == 2
-    assert model._engines["streams"].drafter is first.drafter
-    model.generate("the", max_new_tokens=5, drafter="none")
-    assert set(model._engines) == {"streams", "none"}
+    assert model._pool.last is engine
 
 
 def test_a_text_ends_at_the_models_limit(model: Model) -> None:
@@ -174,7 +159,7 @@ def test_ids_that_the_model_cannot_read(model: Model, prompt: list[int], words: 
         model.generate([[5], prompt])
     with pytest.raises(InputError, match=words):
         model.stream(prompt)  # at once, not with the first chunk
-    assert all(engine.active == 0 for engine in model._engines.values())
+    assert model._pool.last is None or model._pool.last.active == 0
 
 
 def test_a_seed_fixes_the_text(model: Model) -> None:

@@ -22,7 +22,7 @@ FLOORS = [
     {"streams"},
     {"drafters"},
     {"engine"},
-    {"generation", "options", "stats", "profiles"},
+    {"generation", "options", "pool", "stats", "profiles"},
     {"api", "certify", "installation", "train", "bench", "analysis"},
     {"tune"},
     {"cli", "__main__"},

@@ -13,7 +13,7 @@ import torch
 from anabranch import generation
 from anabranch.background import Worker
 from anabranch.drafters import AUTO, Drafter, check_spec, make_drafter
-from anabranch.engine import Engine, Request
+from anabranch.engine import Request
 from anabranch.errors import InputError
 from anabranch.generation import Chunk, Generation
 from anabranch.memory import give_back
@@ -21,6 +21,7 @@ from anabranch.model.load import Target, load_target
 from anabranch.model.pack import pack_decoder
 from anabranch.model.stack import kernels_of
 from anabranch.options import Keywords, Options
+from anabranch.pool import EnginePool
 from anabranch.processor import set_threads
 from anabranch.profiles import resolve
 from anabranch.prompts import Arrays, Ids, conversation_ids, read_prompts
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Keywords", "Model", "Options", "load"]
 
-MIN_CAPACITY = 512
 T = TypeVar("T")
 
 
@@ -85,10 +85,10 @@ class Model:
     def __init__(self, target: Target, adapter: LoadedAdapter | None, drafter: str = AUTO) -> None:
         self._target: Target | None = target
         self.adapter, self.drafter = adapter, resolve(drafter, target, adapter)
-        self._engines: dict[str, Engine] = {}
         self._lock = threading.RLock()
         self._worker = Worker()
-        self._make_drafter(self.drafter)  # what cannot work is said at once
+        self._pool = EnginePool(target.decoder, self._make_drafter)
+        self._pool.drafter(self.drafter)  # what cannot work is refused at once
 
     def __repr__(self) -> str:
         if self._target is None:
@@ -115,9 +115,11 @@ class Model:
 
     def close(self) -> None:
         """Give back the weights, the caches and the worker thread. A closed model decodes no more."""
+        if self._target is None:
+            return
         with self._lock:
             self._worker.close()
-            self._engines.clear()
+            del self._pool
             self._target = self.adapter = None
         give_back()
 
@@ -182,8 +184,12 @@ class Model:
         call = Options.of(options)
         requests = [call.request(ids, self.target) for ids in prompts]
         with self._lock:
-            engine = self._engine(call.drafter or self.drafter, requests, rows=min(int(call.rows), len(requests)))
-            found = generation.generate(engine, requests, self.tokenizer, stop=call.stops, cancelled=cancelled)
+            try:
+                rows = min(int(call.rows), len(requests))
+                engine = self._pool.take(call.drafter or self.drafter, requests, rows=rows)
+                found = generation.generate(engine, requests, self.tokenizer, stop=call.stops, cancelled=cancelled)
+            finally:
+                self._pool.settle()
         return found[0] if single else found
 
     def stream(self, prompt: str | list[int] | Arrays, **options: Unpack[Keywords]) -> Generator[Chunk, None, None]:
@@ -198,7 +204,7 @@ class Model:
         request = call.request(prompts[0], self.target)
         spec = call.drafter or self.drafter
         with self._lock:
-            self._engine(spec, [request], rows=1).check(request)  # what cannot work is said at once
+            self._pool.take(spec, [request], rows=1).check(request)  # what cannot work is said at once
         return self._stream(spec, request, call.stops)
 
     def _stream(self, spec: str, request: Request, stops: Sequence[str]) -> Generator[Chunk, None, None]:
@@ -207,7 +213,7 @@ class Model:
             while True:
                 with self._lock:
                     if chunks is None:  # the engine is taken with the first chunk: until then others may use it
-                        engine = self._engine(spec, [request], rows=1)
+                        engine = self._pool.take(spec, [request], rows=1)
                         chunks = generation.stream(engine, request, self.tokenizer, stop=stops)
                     chunk = next(chunks, None)
                 if chunk is None:
@@ -217,6 +223,8 @@ class Model:
             if chunks is not None:
                 with self._lock:
                     chunks.close()
+                    del engine
+                    self._pool.settle()
 
     def chat(self, messages: Sequence[dict[str, str]], **options: Unpack[Keywords]) -> Generation:
         """Answer a conversation [{"role": "user", "content": "..."}, ...] through the model's chat template."""
@@ -280,23 +288,6 @@ class Model:
     def _make_drafter(self, spec: str) -> Drafter:
         known = resolve(spec, self.target, self.adapter)
         return make_drafter(known, self.target.decoder, None if self.adapter is None else self.adapter.adapter)
-
-    def _engine(self, spec: str, requests: Sequence[Request], *, rows: int) -> Engine:
-        """An idle engine that has room for the requests: the one kept for ``spec``, or a larger one in its place."""
-        limit = self.target.config.max_positions
-        wanted = min(limit, max(len(request.prompt_ids) + request.max_new_tokens for request in requests))
-        kept = self._engines.get(spec)
-        if kept is not None and kept.active:
-            # somebody still listens to a stream of it
-            return Engine(self.target.decoder, self._make_drafter(spec), rows=rows, capacity=wanted)
-        if kept is not None and kept.capacity >= wanted and kept.cache.rows >= rows:
-            return kept
-        drafter = self._make_drafter(spec) if kept is None else kept.drafter
-        del kept
-        self._engines.pop(spec, None)  # its cache goes before the larger one comes
-        capacity = min(limit, max(MIN_CAPACITY, 1 << (wanted - 1).bit_length()))
-        engine = self._engines[spec] = Engine(self.target.decoder, drafter, rows=rows, capacity=capacity)
-        return engine
 
 
 def _described(loaded: LoadedAdapter) -> str:

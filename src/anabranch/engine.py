@@ -101,14 +101,24 @@ class _Row:
 
 
 class Engine:
-    """Decodes up to ``rows`` sequences at a time, each of at most ``capacity`` tokens, prompt included."""
+    """Decodes up to ``rows`` sequences at a time, each of at most ``capacity`` tokens, prompt included.
 
-    def __init__(self, target: Decoder, drafter: Drafter, *, rows: int = 1, capacity: int = 2048) -> None:
+    ``cache`` is the one of an engine that is idle and not used any more, for at least ``rows`` rows; its size decides
+    the capacity then. Without one, the engine allocates its own.
+    """
+
+    def __init__(
+        self, target: Decoder, drafter: Drafter, *, rows: int = 1, capacity: int = 2048, cache: Cache | None = None
+    ) -> None:
+        if cache is not None:
+            assert cache.count == 0
+            assert cache.rows >= rows
+            capacity = cache.capacity - drafter.room
         if rows < 1 or capacity < 2:
             raise InputError(f"an engine needs at least 1 row and 2 tokens, not {rows} and {capacity}")
-        self.target, self.drafter = target, drafter
+        self.target, self.drafter, self.rows = target, drafter, rows
         self.capacity = min(capacity, target.config.max_positions)
-        self.cache = Cache(
+        self.cache = cache or Cache(
             target.config,
             rows=rows,
             capacity=self.capacity + drafter.room,

@@ -178,7 +178,7 @@ def _run(
     away = 0.0  # spent by who listens, which is not decoding
     try:
         while waiting or rows:
-            while waiting and engine.active < engine.cache.rows:
+            while waiting and engine.active < engine.rows:
                 index, request = waiting.popleft()
                 began = time.perf_counter()
                 row = _Row(request, tokenizer, stop, began - away)

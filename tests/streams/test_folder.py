@@ -243,7 +243,10 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "another draft vocabulary": (edit(draft_vocabulary=8192), "names a draft vocabulary of 8192 tokens.* has 5"),
     "a draft vocabulary as text": (edit(draft_vocabulary="5"), "draft vocabulary of '5' tokens"),
-    "not a number": (reseal(lambda t: t["embeddings"][0].fill_(float("nan"))), "embeddings that are not finite numbers"),
+    "not a number": (
+        reseal(lambda t: t["embeddings"][0].fill_(float("nan"))),
+        "embeddings that are not finite numbers",
+    ),
     "infinity": (reseal(lambda t: t["root.up"][0].fill_(-float("inf"))), r"root\.up that are not finite numbers"),
     "too many streams": (edit(streams={**RICH.to_dict(), "num_streams": 2000}), "num_streams must be .* 1 to 256"),
     "a huge rank": (edit(streams={**RICH.to_dict(), "adapter_rank": 10**15}), "adapter_rank must be"),

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from anabranch.drafters.base import Context, Drafter, Observation
 from anabranch.errors import CapabilityError, InputError
-from anabranch.memory import give_back
 from anabranch.model.decoder import Block, Decoder, Rider
 from anabranch.model.graphs import span_bucket
 from anabranch.sampling import COLDEST, SamplingParams, generator, position_keys
@@ -74,7 +73,6 @@ class StreamDrafter(Drafter):
                 adapter.layer(index).merge(block)
         o, depth = self.tree.options, self.tree.depth
         self.max_nodes = o.nodes if o.tree == "best" else sum(o.children**d for d in range(depth + 1))
-        give_back()
         self._states: dict[int, Tensor] = {}
         self._words: dict[int, RowVocabulary] = {}
 

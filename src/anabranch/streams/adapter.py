@@ -6,7 +6,8 @@ B rows of the batch, N nodes, S streams, R rows of a pass, D model width, H quer
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +16,15 @@ from torch import Tensor, nn
 from anabranch.errors import InputError
 from anabranch.memory import give_back
 from anabranch.model.config import ModelConfig
-from anabranch.model.decoder import MLP, Block
+from anabranch.model.decoder import MLP, Block, Decoder
 from anabranch.model.pack import Packable, PackedLinear, PackedWeight, packed_like
 from anabranch.model.stack import NativeLinear
 from anabranch.streams.config import StreamConfig
 from anabranch.streams.scorer import Conditioner
 
 __all__ = ["StreamAdapter", "StreamLayer"]
+
+T = TypeVar("T")
 
 
 class LowRank(nn.Module):
@@ -184,10 +187,26 @@ class StreamAdapter(nn.Module):
         )
         ids = torch.arange(model.vocab_size) if vocabulary is None else vocabulary.long().cpu()
         self.register_buffer("vocabulary", ids, persistent=True)
+        # in a tuple, so that the head does not become a part of this module
+        self._shared: tuple[nn.Module | None, dict[str, object]] = (None, {})
 
     def num_parameters(self) -> int:
         """Trained parameters; works on the meta device."""
         return sum(p.numel() for p in self.parameters())
+
+    def shared(self, target: Decoder, kind: type[T], make: Callable[[], T]) -> T:
+        """The one object of a ``kind`` that all drafters of this adapter on ``target`` share; ``make`` builds it.
+
+        Packed copies of weights take tens of MB, and they are the same for every drafter. Those for one target are
+        kept: another target, or the same one after it was packed, replaces them.
+        """
+        if self._shared[0] is not target.head:
+            self._shared = (target.head, {})
+        kept = self._shared[1]
+        found = kept.get(kind.__name__)
+        if not isinstance(found, kind):
+            found = kept[kind.__name__] = make()
+        return found
 
     def layer(self, index: int) -> StreamLayer:
         """The trained part of the target's layer ``index`` (counted from the bottom of the target)."""

@@ -172,6 +172,28 @@ class _Vocabulary:
     head: Callable[[Tensor], Tensor] | None = None  # of the only row
 
 
+class _DraftHead:
+    """The head's rows of an adapter's draft vocabulary: all drafters of the target and the adapter share this copy.
+
+    vocabulary  [Vd] token ids on the target's device; ``common`` holds the same ids
+    bias        [V] of the whole head, if it has one
+    scores      states [..., D] -> scores of the draft vocabulary [..., Vd]
+    """
+
+    def __init__(self, target: Decoder, adapter: StreamAdapter) -> None:
+        self.vocabulary = adapter.vocabulary.to(target.device)
+        self.common = frozenset(self.vocabulary.tolist())
+        self.bias: Tensor | None = target.head.bias
+        # a copy of the frequent tokens' head rows: reading them is what a draft costs
+        whole = len(self.vocabulary) == target.config.vocab_size
+        rows = target.head.weight if whole and target.stack is None else target.head_rows(self.vocabulary)
+        bias = None if self.bias is None else self.bias[self.vocabulary]
+        packed = packed_like(target.head, rows, bias, SCORES)
+        self.scores: Callable[[Tensor], Tensor] = packed or partial(F.linear, weight=rows, bias=bias)
+        del rows
+        give_back()
+
+
 class StreamDraft:
     """Builds trees for one target and adapter."""
 
@@ -185,18 +207,15 @@ class StreamDraft:
         self.options.check_size(self.depth)
         self.graphs = Graphs()
         self.conditioner = adapter.conditioner if self.options.condition else None
-        self.vocabulary = adapter.vocabulary.to(target.device)
-        self.common = frozenset(self.vocabulary.tolist())
-        self.bias: Tensor | None = target.head.bias
-        # a copy of the frequent tokens' head rows: reading them is what a draft costs
-        whole = len(self.vocabulary) == target.config.vocab_size
-        rows = target.head.weight if whole and target.stack is None else target.head_rows(self.vocabulary)
-        bias = None if self.bias is None else self.bias[self.vocabulary]
-        packed = packed_like(target.head, rows, bias, SCORES)
-        give_back()
+        shared = adapter.shared(target, _DraftHead, lambda: _DraftHead(target, adapter))
+        self.vocabulary, self.common, self.bias, self.head = (
+            shared.vocabulary,
+            shared.common,
+            shared.bias,
+            shared.scores,
+        )
         if self.conditioner is not None:
             self.conditioner.pack(target.head)
-        self.head: Callable[[Tensor], Tensor] = packed or partial(F.linear, weight=rows, bias=bias)
 
     @cached_property
     def native(self) -> NativeDraft | None:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from anabranch.memory import give_back
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Block, Decoder
 from anabranch.model.pack import packed_like
@@ -23,27 +24,20 @@ from anabranch.streams.adapter import LowRank, StreamAdapter, StreamLayer
 __all__ = ["NativeTrail"]
 
 
-class NativeTrail:
-    """The top layers with an adapter's deltas, read a second time. Drafts need not be exact: unless all is float32 they
-    are in int4. The streams' keys and values are written behind the
-    committed ones, where the next pass writes its own: the cache needs room for them.
+class _TrailWeights:
+    """The top layers of a target with an adapter's deltas, packed: all drafters of the two read the same copy.
 
-    ``streams`` of the adapter's run, the first ones: none looks at a later one.
+    Drafts need not be exact, so the copy is int4 unless the target is float32. ``entry`` is how streams begin, where
+    the kernels know how.
     """
 
-    def __init__(self, target: Decoder, adapter: StreamAdapter, streams: int) -> None:
+    def __init__(self, target: Decoder, adapter: StreamAdapter) -> None:
         layers = [self._layer(target.blocks[i], adapter.layer(i)) for i in range(adapter.start, len(target.blocks))]
-        self.target, self.adapter, self.streams = target, adapter, streams
-        self._dtype = target.dtype
         self.stack = Stack(target, layers, adapter.start)
         if adapter.root is not None:
             adapter.root.pack(target.head)
-        self._entry, self._kept = self._begin(target, adapter, layers[0])
-
-    @staticmethod
-    def fits(target: Decoder, adapter: StreamAdapter) -> bool:
-        """Whether the kernels run this target and know this adapter's attention."""
-        return target.stack is not None and adapter.config.position == "embedding"
+        self.entry, self._kept = self._begin(target, adapter, layers[0])
+        give_back()
 
     @staticmethod
     def _layer(block: object, weights: StreamLayer) -> LayerWeights:
@@ -78,6 +72,27 @@ class NativeTrail:
             norm=norm.data_ptr(),
         )
         return entry, [target.embedding, inputs, up, streams, hidden, norm]
+
+
+class NativeTrail:
+    """The first ``streams`` streams of an adapter, run through the top layers a second time; none looks at a later one.
+
+    Their keys and values are written behind the committed ones, where the next forward pass writes its own, so the
+    cache needs room for them.
+    """
+
+    def __init__(self, target: Decoder, adapter: StreamAdapter, streams: int) -> None:
+        self.target, self.adapter, self.streams = target, adapter, streams
+        self._dtype = target.dtype
+        self._weights = adapter.shared(target, _TrailWeights, lambda: _TrailWeights(target, adapter))
+        self.stack = self._weights.stack
+        entry = self._weights.entry
+        self._entry = None if entry is None else Entry.from_buffer_copy(entry)  # each call writes its rows into it
+
+    @staticmethod
+    def fits(target: Decoder, adapter: StreamAdapter) -> bool:
+        """Whether the kernels run this target and know this adapter's attention."""
+        return target.stack is not None and adapter.config.position == "embedding"
 
     def __call__(
         self, main_BND: Tensor, nodes: Sequence[int], emitted: Sequence[int], cache: Cache, planned: int

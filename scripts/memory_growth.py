@@ -1,0 +1,110 @@
+"""Memory of one process that changes its drafter often and reads long prompts.
+
+One model decodes a short prompt with each of 30 drafter specifications, then ``--long`` prompts of ``--length`` tokens.
+After each call, what the process holds is read: the last reading over the first is the growth.
+
+    python scripts/memory_growth.py --out benchmarks/NAME.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import anabranch
+from anabranch.bench.report import environment
+from anabranch.bench.suites import load_suite
+from anabranch.errors import FileError, InputError
+from anabranch.files import check_writable, shown_command, write_atomically
+
+LIMIT = 1.25  # of the first reading, after everything
+SPECIFICATIONS = (
+    "streams:tree=8+prompt_lookup",
+    *(f"streams:tree={n}" for n in (3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)),
+    *(f"streams:tree={n}+prompt_lookup" for n in (3, 4, 6, 12, 16, 32)),
+    *(f"streams:tree={n},threshold=0.05" for n in (8, 16, 32)),
+    *(f"streams:tree=auto,nodes={n}" for n in (8, 16)),
+    "streams:tree=auto,nodes=32+prompt_lookup",
+    "streams:tree=chain",
+    "streams:tree=12,depth=2",
+    "streams:tree=12,condition=no",
+    "prompt_lookup",
+    "prompt_lookup:tokens=3",
+    "none",
+)
+
+
+def resident_mb() -> float:
+    """What this process holds now, in 10^6 bytes (Linux)."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    except OSError as error:
+        raise FileError(f"this system does not report resident memory in /proc ({error.strerror})") from error
+    sizes = {name: rest.split() for name, _, rest in (line.partition(":") for line in lines)}
+    return round(int(sizes["VmRSS"][0]) * 1024 / 1e6, 1)
+
+
+def long_prompt(tokenizer: object, length: int, number: int) -> list[int]:
+    """``length`` token ids of the prompts that come with the package, each prompt number begun at another one."""
+    texts = [prompt.text for prompt in load_suite("own", limit=12)]
+    start = number % len(texts)
+    ids: list[int] = tokenizer.encode("\n\n".join(texts[start:] + texts[:start]))  # type: ignore[attr-defined]
+    return (ids * -(-length // len(ids)))[:length]
+
+
+def measure(model: anabranch.Model, *, new: int, long: int, length: int) -> list[tuple[str, float]]:
+    """Megabytes held after each call, named after what the call did."""
+    readings = []
+    for spec in SPECIFICATIONS:
+        model.generate("Explain how a river carves its valley.", max_new_tokens=new, drafter=spec)
+        readings.append((spec, resident_mb()))
+    for number in range(long):
+        ids = long_prompt(model.tokenizer, length, number)
+        model.generate(ids, max_new_tokens=new, drafter=SPECIFICATIONS[number])
+        readings.append((f"prompt of {len(ids)} tokens", resident_mb()))
+    return readings
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", default="default")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantize", default="none")
+    parser.add_argument("--new", type=int, default=24, help="new tokens a call")
+    parser.add_argument("--long", type=int, default=10, help="long prompts after the specifications")
+    parser.add_argument("--length", type=int, default=4000, help="tokens of a long prompt")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    if min(args.new, args.length) < 1 or args.long < 0:
+        raise InputError("--new and --length must be at least 1, and --long at least 0")
+    if args.out is not None:
+        check_writable(args.out)
+    model = anabranch.load(
+        args.model, dtype=args.dtype, quantize=args.quantize, device="cpu", drafter=SPECIFICATIONS[0]
+    )
+    loaded = resident_mb()
+    readings = measure(model, new=args.new, long=args.long, length=args.length)
+    first, last = readings[0][1], readings[-1][1]
+    print(f"{loaded:8.1f} MB  loaded")
+    for name, held in readings:
+        print(f"{held:8.1f} MB  {held / first:.2f}  {name}")
+    result = {
+        "command": shown_command("python", *sys.argv),
+        "environment": environment(model.target.decoder.device),
+        "loaded_mb": loaded,
+        "held_mb": readings,
+        "after_specifications_over_first": round(readings[len(SPECIFICATIONS) - 1][1] / first, 3),
+        "last_over_first": round(last / first, 3),
+        "limit": LIMIT,
+    }
+    print(f"last over first: {last / first:.2f} (limit {LIMIT})")
+    if args.out is not None:
+        write_atomically(args.out, json.dumps(result, indent=1) + "\n")
+    if last / first > LIMIT:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
