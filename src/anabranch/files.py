@@ -16,6 +16,7 @@ __all__ = [
     "LONE_SURROGATES",
     "cache_home",
     "check_folder",
+    "check_output",
     "check_writable",
     "shown_command",
     "without_folders",
@@ -78,3 +79,14 @@ def check_writable(out: Path, what: str = "results", option: str = "--out") -> N
     check_folder(out.parent, what, option)
     if out.exists() and not os.access(out, os.W_OK):
         raise FileError(f"{out} may not be written; choose another {option}")
+
+
+def check_output(path: Path, *, force: bool, what: str = "results", option: str = "--out") -> None:
+    """Check that a new file can be written, and that none is replaced unless ``force`` says so. Raises FileError.
+
+    Every verb that writes a file calls this before it loads a model. ``what`` is written to the path that ``option``
+    names.
+    """
+    check_writable(path, what, option)
+    if path.exists() and not force:
+        raise FileError(f"{path} exists already; give another {option}, or --force to replace it")
