@@ -27,5 +27,5 @@ def test_force_does_not_make_a_folder_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(FileError, match="is a folder; give --out a file name"):
         check_output(tmp_path, force=True)
-    with pytest.raises(FileError, match="the trace cannot be written to .*choose another --trace"):
+    with pytest.raises(FileError, match=r"the trace cannot be written to .*choose another --trace"):
         check_output(tmp_path / "file" / "trace.jsonl", force=True, what="the trace", option="--trace")
