@@ -13,7 +13,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / PACKAGE
 
 # From the ground up: a room may import from its own floor and from those below.
 FLOORS = [
-    {"errors", "files", "memory", "plots", "processor", "tree", "sampling"},
+    {"errors", "files", "interrupt", "memory", "plots", "processor", "tree", "sampling"},
     {"verify", "native"},
     {"model"},
     {"streams"},

@@ -15,6 +15,7 @@ What works, but not as well as it could, is a warning. The command line prints e
 
     AnabranchWarning
     +-- PerformanceWarning   slower than it could be here; the message says why and what to do
+    +-- TrainingWarning      a training that will not, or does not, learn what it could; the message says what to change
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ __all__ = [
     "InputError",
     "ModelError",
     "PerformanceWarning",
+    "TrainingWarning",
 ]
 
 
@@ -71,3 +73,7 @@ class AnabranchWarning(UserWarning):
 
 class PerformanceWarning(AnabranchWarning):
     """Slower than it could be here; the message says why and what to do."""
+
+
+class TrainingWarning(AnabranchWarning):
+    """A training that will not, or does not, learn what it could; the message says what to change."""
