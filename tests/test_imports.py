@@ -14,8 +14,8 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / PACKAGE
 # From the ground up: a room may import from its own floor and from those below.
 FLOORS = [
     {
-        *("background", "errors", "files", "foreign", "jsonfiles", "memory", "plots", "processor", "prompts"),
-        *("tree", "sampling"),
+        *("background", "errors", "files", "foreign", "interrupt", "jsonfiles", "memory", "plots", "processor"),
+        *("prompts", "tree", "sampling"),
     },
     {"verify", "native"},
     {"model"},

@@ -16,6 +16,7 @@ What works, but not as well as it could, is a warning. The command line prints e
 
     AnabranchWarning
     +-- PerformanceWarning   slower than it could be here; the message says why and what to do
+    +-- TrainingWarning      a training that will not, or does not, learn what it could; the message says what to change
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ __all__ = [
     "ModelError",
     "NumericsError",
     "PerformanceWarning",
+    "TrainingWarning",
     "one_line",
 ]
 
@@ -78,6 +80,10 @@ class AnabranchWarning(UserWarning):
 
 class PerformanceWarning(AnabranchWarning):
     """Slower than it could be here; the message says why and what to do."""
+
+
+class TrainingWarning(AnabranchWarning):
+    """A training that will not, or does not, learn what it could; the message says what to change."""
 
 
 def one_line(error: BaseException, longest: int = 160) -> str:

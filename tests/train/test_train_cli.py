@@ -21,6 +21,7 @@ from anabranch.train.job import train_streams
 from anabranch.train.trainer import Trainer
 from small import as_target, decode, prompt, request, small
 
+pytestmark = pytest.mark.filterwarnings("ignore::anabranch.errors.TrainingWarning")
 TARGET = as_target(small(), name="default")
 
 
@@ -45,7 +46,11 @@ def written(tmp_path: Path) -> Path:
     return out
 
 
-SMALL = ("--recipe", "small", "--batch-tokens", 120, "--held-out", 4, "--stream-layers", 2, "--conditioning", "path")
+SHAPE = ("--stream-layers", 2, "--conditioning", "path")
+SMALL = ("--recipe", "small", "--batch-tokens", 120, "--held-out", 4, *SHAPE, "--no-timing")
+
+
+LENGTH = "predicted mean acceptance length"
 
 
 def test_from_prompts_to_an_adapter_that_decodes(written: Path, tmp_path: Path) -> None:
@@ -54,6 +59,14 @@ def test_from_prompts_to_an_adapter_that_decodes(written: Path, tmp_path: Path) 
     result = call(*arguments, "--licence", "s0=CC0-1.0", "--json")
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
+    run = record.pop("run")
+    assert run["command"] == f'anabranch generate "..." --adapter {folder}'
+    assert list(run["predicted"]) == ["none", "streams:tree=chain", *(f"streams:tree={n}" for n in (4, 8, 16))]
+    assert run["predicted"]["streams:tree=16"] == {"tokens_per_pass": record["measured"][LENGTH]["tree"]}
+    steps, lengths = zip(*run["curve"], strict=True)
+    assert steps[-1] == record["training"]["steps"]
+    assert lengths[-1] == run["predicted"]["streams:tree=16"]["tokens_per_pass"]
+    assert run["next"]
     loaded = load_adapter(folder, TARGET)
     assert loaded.record == record
     assert record["draft_vocabulary"] == 9
@@ -62,7 +75,7 @@ def test_from_prompts_to_an_adapter_that_decodes(written: Path, tmp_path: Path) 
     assert record["training"]["data"][0]["licence"] == "CC0-1.0"
     measured = record["measured"]
     lengths = measured["predicted mean acceptance length"]
-    assert set(lengths) == {"tree", "chain", "tree without conditioning", "by source"}
+    assert set(lengths) == {"tree", "4 nodes", "8 nodes", "chain", "tree without conditioning", "by source"}
     assert lengths["tree"] >= 1.0
     assert set(measured["accuracy by stream"]) == {"best token", "one of the 8 best"}
     assert all(0 <= share <= 1 for share in measured["accuracy by stream"]["one of the 8 best"])
@@ -76,7 +89,10 @@ def test_from_prompts_to_an_adapter_that_decodes(written: Path, tmp_path: Path) 
     drafter = StreamDrafter(TARGET.decoder, loaded.adapter)
     assert decode(TARGET.decoder, asked, drafter)[0] == decode(TARGET.decoder, asked)[0]
     before = (folder / "adapter.safetensors").read_bytes()
-    again = call(*arguments)
+    refused = call(*arguments)
+    assert isinstance(refused.exception, FileError)
+    assert str(refused.exception).endswith("holds a finished adapter; give another --out, or --force to replace it")
+    again = call(*arguments, "--force")
     assert again.exit_code == 0
     assert (folder / "adapter.safetensors").read_bytes() == before
     assert "parameters" in again.stdout
@@ -102,10 +118,10 @@ def test_beginning_with_another_adapter(written: Path, tmp_path: Path) -> None:
     old, new = load_adapter(first, TARGET).adapter, load_adapter(second, TARGET).adapter
     for name, value in old.state_dict().items():
         torch.testing.assert_close(new.state_dict()[name], value, atol=1e-5, rtol=1e-2)
-    other = call(*further, *gentle, "--adapter-rank", 3)
+    other = call(*further, *gentle, "--adapter-rank", 3, "--force")
     assert isinstance(other.exception, InputError)
     assert "adapter_rank 16, and this training asks for 3" in str(other.exception)
-    fresh = call("streams", "--answers", written, "--out", second, *SMALL, *gentle)
+    fresh = call("streams", "--answers", written, "--out", second, *SMALL, *gentle, "--force")
     assert isinstance(fresh.exception, FileError)
     assert "other initial weights" in str(fresh.exception)
 
@@ -144,11 +160,11 @@ def test_going_on_with_other_options_names_them(
 ) -> None:
     arguments = ("streams", "--answers", written, "--out", tmp_path / "d", *SMALL)
     assert call(*arguments).exit_code == 0
-    refused = call(*arguments, *option)
+    refused = call(*arguments, *option, "--force")
     assert isinstance(refused.exception, FileError)
     assert f"was started with {words}; " in str(refused.exception)
     assert "start anew with --no-resume" in str(refused.exception)
-    assert call(*arguments, *option, "--no-resume").exit_code == 0
+    assert call(*arguments, *option, "--no-resume", "--force").exit_code == 0
 
 
 def test_what_cannot_be_written_is_refused_before_a_model_is_loaded(
@@ -176,7 +192,7 @@ def test_what_cannot_be_written_is_refused_before_a_model_is_loaded(
 def test_an_adapter_folder_that_cannot_be_made(written: Path, tmp_path: Path) -> None:
     result = call("streams", "--answers", written, "--out", tmp_path / "p.jsonl", *SMALL)
     assert isinstance(result.exception, FileError)
-    assert "p.jsonl (Not a directory); use another folder" in str(result.exception)
+    assert "p.jsonl is a file; give --out a folder" in str(result.exception)
 
 
 def test_help_says_where_kept_states_lie(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,10 +18,11 @@ from anabranch.cli.help import HELP
 from anabranch.cli.models import info, pull
 from anabranch.cli.tune import tune
 from anabranch.errors import AnabranchError, AnabranchWarning
+from anabranch.interrupt import INTERRUPTED, TERMINATED, sigterm_raises
 
 __all__ = ["app", "main"]
 
-USAGE, INTERRUPTED = 2, 130
+USAGE = 2
 
 app = typer.Typer(
     name="anabranch",
@@ -58,15 +59,21 @@ def _root(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a verb and exit: a user's situation ends in one sentence and code 1, wrong usage in 2, Ctrl-C in 130."""
+    """Run a verb and exit.
+
+    Exit statuses: 1 for a user's situation, after one sentence; 2 for wrong usage; 130 for Ctrl-C, 143 for SIGTERM.
+    Both signals raise KeyboardInterrupt in the verb, which keeps what is done.
+    """
     for stream in (sys.stdout, sys.stderr):
         # a terminal that lacks a character is no reason to stop
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="replace")
     warnings.showwarning = _show_warning  # type: ignore[assignment]
-    code = _run(arguments)
+    with sigterm_raises() as received:
+        code = _run(arguments)
     if code == INTERRUPTED:
+        code = TERMINATED if received else INTERRUPTED
         print("\nstopped", file=sys.stderr)
     sys.exit(code)
 

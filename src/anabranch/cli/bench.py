@@ -15,6 +15,7 @@ import typer
 
 from anabranch.cli import peers
 from anabranch.errors import CapabilityError, InputError
+from anabranch.interrupt import INTERRUPTED
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["app", "encode"]
 
 METHODS = ("none", "prompt_lookup", "streams")
-INTERRUPTED = 130
 # what --shape uses; all else is of prompts
 OF_SHAPES = (
     *("shape", "width", "batch", "context_tokens", "dtype", "device", "threads", "repeats", "out", "force", "as_json"),

@@ -28,6 +28,7 @@ from anabranch.drafters.none import NoDrafter
 from anabranch.engine import Engine, Request
 from anabranch.errors import FileError, InputError
 from anabranch.files import check_writable, write_atomically
+from anabranch.interrupt import shielded
 from anabranch.model.load import Target
 from anabranch.sampling import SamplingParams
 from anabranch.train.data import lone_surrogate
@@ -225,8 +226,9 @@ def write_answers(
                 clock.tokens += len(step.tokens)
                 if step.finish is not None:
                     del growing[step.row]
-                    file.write(_line(prompt, answer))
-                    file.flush()
+                    with shielded():  # whole lines only
+                        file.write(_line(prompt, answer))
+                        file.flush()
                     clock.answers += 1
                     if report is not None:
                         report(clock.progress())

@@ -20,7 +20,7 @@ from torch import nn
 from anabranch.errors import FileError
 from anabranch.files import write_atomically
 
-__all__ = ["drop_run", "load_checkpoint", "read_checkpoint", "save_checkpoint", "trim_log"]
+__all__ = ["drop_run", "load_checkpoint", "read_checkpoint", "read_log", "save_checkpoint", "trim_log"]
 
 WEIGHTS, RECORD, LOG = "checkpoint.safetensors", "checkpoint.json", "log.jsonl"
 
@@ -92,13 +92,22 @@ def drop_run(folder: Path) -> None:
 def trim_log(folder: Path, step: int) -> None:
     """Drop torn lines and those of steps after ``step``: a run that was killed goes back to its checkpoint."""
     path = folder / LOG
+    if path.is_file():
+        kept = [json.dumps(line) + "\n" for line in read_log(folder) if line["step"] <= step]
+        write_atomically(path, "".join(kept))
+
+
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's log that are whole, each with ``step``, ``loss`` and ``evaluation``."""
+    path = folder / LOG
     if not path.is_file():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+        return []
+    lines = []
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
+            line = json.loads(text)
+            int(line["step"]), float(line["loss"]), line["evaluation"]
         except (ValueError, KeyError, TypeError):
             continue
-    write_atomically(path, "".join(kept))
+        lines.append(line)
+    return lines

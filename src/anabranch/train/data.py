@@ -11,7 +11,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +37,20 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt and its answer."""
+    """A prompt and its answer; ``id`` is unique in its file, or empty."""
 
     prompt_ids: tuple[int, ...]
     answer_ids: tuple[int, ...]
     source: str = ""
+    id: int | str = field(default="", compare=False)
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.answer_ids)
+
+    @property
+    def name(self) -> str:
+        """Source and id, for messages."""
+        return " ".join(filter(None, (self.source, str(self.id)))) or "unnamed"
 
 
 def read_examples(path: Path, *, vocab_size: int, max_tokens: int) -> list[Example]:
@@ -72,7 +78,9 @@ def read_examples(path: Path, *, vocab_size: int, max_tokens: int) -> list[Examp
                     raise FileError(f"line {number} of {path} has token ids outside the target's vocabulary")
                 answer = answer[: max_tokens - len(prompt)] if len(prompt) < max_tokens else ()
                 if prompt and len(answer) >= 2:
-                    examples.append(Example(prompt, answer, str(record.get("source", ""))))
+                    examples.append(
+                        Example(prompt, answer, str(record.get("source", "")), str(record.get("id", number)))
+                    )
     except (UnicodeDecodeError, OSError) as error:
         raise FileError(f"{path} cannot be read as UTF-8 text ({error})") from error
     if not examples:
@@ -171,11 +179,15 @@ def frequent_tokens(examples: Iterable[Example], size: int, vocab_size: int, alw
 
 @dataclass(frozen=True)
 class Batch:
-    """Padded examples: tokens [B, T], lengths [B], first position that carries streams [B] (the last prompt token)."""
+    """Padded examples: tokens [B, T], lengths [B], first position that carries streams [B] (the last prompt token).
+
+    ``names`` are the examples' sources and ids, for messages.
+    """
 
     tokens_BT: Tensor
     lengths_B: Tensor
     starts_B: Tensor
+    names: tuple[str, ...] = ()
 
     @staticmethod
     def of(examples: Sequence[Example]) -> Batch:
@@ -188,6 +200,7 @@ class Batch:
             tokens,
             torch.tensor([len(example) for example in examples]),
             torch.tensor([len(example.prompt_ids) - 1 for example in examples]),
+            tuple(example.name for example in examples),
         )
 
     @property

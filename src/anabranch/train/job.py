@@ -8,26 +8,56 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from anabranch.errors import FileError, InputError
+from anabranch.errors import FileError, InputError, TrainingWarning
+from anabranch.files import check_folder
 from anabranch.memory import keep_memory
 from anabranch.model.load import Target
 from anabranch.model.pack import pack_decoder
 from anabranch.streams.adapter import StreamAdapter
 from anabranch.streams.folder import TargetIdentity, load_adapter, save_adapter
+from anabranch.train.advice import Watch, before
 from anabranch.train.answers import settings_path
+from anabranch.train.checkpoint import read_log
 from anabranch.train.data import Example, frequent_tokens, read_examples, read_texts, split
 from anabranch.train.recipes import Recipe
-from anabranch.train.trainer import Progress, Trainer
+from anabranch.train.trainer import TREES, Progress, Trainer
 
-__all__ = ["read_data", "train_streams"]
+__all__ = ["check_data", "check_folder_is_free", "read_data", "train_streams"]
+
+
+def check_data(answers: Path | None, text: Path | None, init: Path | None = None) -> None:
+    """Check that what a training reads is there, before a model is loaded for it. Raises InputError or FileError."""
+    if (answers is None) == (text is None):
+        raise InputError("give either an answers file (--answers) or plain text (--text)")
+    path = answers or text
+    if path is not None and not path.is_file():
+        hint = (
+            "write one with 'anabranch train answers'" if answers else "give a text file or JSONL with a field 'text'"
+        )
+        raise FileError(f"there is no file {path}; {hint}")
+    if init is not None and not (init / "adapter_config.json").is_file():
+        raise FileError(f"--init {init} holds no adapter (no adapter_config.json); give an adapter folder")
+
+
+def check_folder_is_free(folder: Path, *, force: bool) -> None:
+    """Check that an adapter can be written to ``folder`` and that no finished one is replaced unless ``force`` says so.
+
+    An unfinished run in it is no obstacle: a training goes on with it. Raises FileError.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise FileError(f"{folder} is a file; give --out a folder")
+    check_folder(folder, "the adapter", "folder (--out)")
+    if (folder / "adapter_config.json").exists() and not force:
+        raise FileError(f"{folder} holds a finished adapter; give another --out, or --force to replace it")
 
 
 def read_data(
@@ -37,8 +67,7 @@ def read_data(
 
     Raises FileError where the answers are known to be another target's: streams learn what their target says.
     """
-    if (answers is None) == (text is None):
-        raise InputError("give either an answers file (--answers) or plain text (--text)")
+    check_data(answers, text)
     max_tokens = min(recipe.max_tokens, target.config.max_positions)
     if text is not None:
         return read_texts(text, target.tokenizer, max_tokens=max_tokens)
@@ -91,13 +120,19 @@ def train_streams(
         copied = copy.deepcopy(target.decoder)
         frozen = copied if pack_decoder(copied) else frozen
     plan = {name: getattr(recipe, name) for name in ("draft_vocabulary", "held_out", "max_tokens")}
+    check_folder(folder, "the adapter", "folder (--out)")
     run = folder / "training"
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FileError(f"the adapter cannot be written to {folder} ({error.strerror}); use another folder") from error
     trainer = Trainer(target.decoder, adapter, training, held_out, recipe.options, run, frozen=frozen, plan=plan)
-    evaluation = trainer.run(report, resume=resume)
+    longest = min(recipe.max_tokens, target.config.max_positions)
+    _warn(before(training, recipe.options, trainer.steps, adapter.num_parameters(), max_tokens=longest))
+    watch = Watch()
+
+    def watched(progress: Progress) -> None:
+        report(progress)
+        if progress.step % 10 == 0 or progress.evaluation is not None:
+            _warn(watch.see(read_log(run), progress))
+
+    evaluation = trainer.run(watched, resume=resume)
     measured = _measured(evaluation, len(held_out)) if held_out else {}
     sources = Counter(example.source for example in training)
     record = {
@@ -117,9 +152,14 @@ def train_streams(
     return save_adapter(folder, adapter, target=TargetIdentity.of(target), training=record, measured=measured)
 
 
+def _warn(sentences: Iterable[str]) -> None:
+    for sentence in sentences:
+        warnings.warn(sentence, TrainingWarning, stacklevel=3)
+
+
 def _measured(evaluation: Mapping[str, Any], held_out: int) -> dict[str, Any]:
     """An evaluation under names that say what each value is, for the record and its card."""
-    lengths = ("tree", "chain", "tree without conditioning", "by source")
+    lengths = ("tree", *(f"{nodes} nodes" for nodes in TREES), "chain", "tree without conditioning", "by source")
     tops = {name.removeprefix("top "): shares for name, shares in evaluation.items() if name.startswith("top ")}
     accuracy = {"best token" if top == "1" else f"one of the {top} best": shares for top, shares in tops.items()}
     return {

@@ -8,7 +8,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,18 +17,20 @@ from typing import Any, Literal
 import torch
 
 from anabranch.errors import CapabilityError, FileError, InputError
+from anabranch.interrupt import shielded
 from anabranch.memory import off_heap
 from anabranch.model.decoder import Decoder
 from anabranch.streams.adapter import StreamAdapter
 from anabranch.streams.draft import DraftOptions, StreamDraft
 from anabranch.train.checkpoint import drop_run, load_checkpoint, read_checkpoint, save_checkpoint, trim_log
 from anabranch.train.data import Batch, Example, batches, digest
-from anabranch.train.interrupt import shielded
 from anabranch.train.objective import Frozen, LossOptions, StreamObjective
 from anabranch.train.replay import evaluate
 
 __all__ = ["Progress", "TrainOptions", "Trainer"]
 
+NAMED = 8  # rows of a broken batch that a message names
+TREES = (4, 8)  # nodes of the trees that the last evaluation replays beside the one of 16
 # options that may change when a run goes on: they do not touch the weights
 _FREE = ("evaluate_every", "evaluate_rows", "checkpoint_every")
 # what a run has beside its options, and why it may be another where all options are the same
@@ -42,6 +44,7 @@ class TrainOptions:
     keep_states  run the frozen target over each batch once and keep what the streams need of it, on a CPU in a
                  nameless file in the run's folder, on a GPU in its memory: later epochs cost half. Batches then have
                  the same members in every epoch, in another order
+    evaluate_every  steps between evaluations; 0: six evaluations a run, but one every 200 steps at least
     """
 
     epochs: float = 3.0
@@ -54,7 +57,7 @@ class TrainOptions:
     segment: int = 128
     keep_states: bool = False
     seed: int = 0
-    evaluate_every: int = 200
+    evaluate_every: int = 0
     evaluate_rows: int = 48
     checkpoint_every: int = 100
     loss: LossOptions = field(default_factory=LossOptions)
@@ -64,9 +67,9 @@ class TrainOptions:
             raise InputError(f"epochs must be positive, not {self.epochs}")
         if not self.lr > 0:
             raise InputError(f"lr must be positive, not {self.lr}")
-        for name in ("batch_tokens", "segment", "evaluate_every", "checkpoint_every"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name, low in (("batch_tokens", 1), ("segment", 1), ("evaluate_every", 0), ("checkpoint_every", 1)):
+            if getattr(self, name) < low:
+                raise InputError(f"{name} must be at least {low}, got {getattr(self, name)}")
         if self.warmup < 0 or not self.clip > 0:
             raise InputError(f"warmup must be at least 0 and clip positive, not {self.warmup} and {self.clip}")
         if self.schedule not in ("cosine", "linear"):
@@ -119,6 +122,7 @@ class Trainer:
         self._kept: dict[int, Frozen] = {}
         self.per_epoch = len(self._groups)
         self.steps = max(1, math.ceil(self.per_epoch * options.epochs))
+        self.evaluate_every = options.evaluate_every or max(1, min(200, self.steps // 6))
         self.done = 0  # updates applied
         self._right = torch.zeros(adapter.config.num_streams)
         self._count = torch.zeros(adapter.config.num_streams)
@@ -170,16 +174,31 @@ class Trainer:
             count += scores.count_S.cpu()
         norm = float(torch.nn.utils.clip_grad_norm_(self.adapter.parameters(), self.options.clip))
         if not math.isfinite(loss) or not math.isfinite(norm):
-            raise FileError(f"the loss is {loss} and its gradient {norm}: start anew with a lower learning rate")
-        with shielded():  # a half-moved set of weights is no state to go on from
+            raise FileError(self._diverged(batch, loss, norm))
+        with shielded():  # a partly updated set of weights is no state to go on from
             self.optimizer.step()
             self.done += 1
         return loss / max(1.0, float(count.sum())), right, count
 
-    def evaluate(self, rows: int | None = None) -> dict[str, Any]:
-        """Held-out accuracy by stream and predicted mean acceptance length, with and without conditioning."""
+    def _diverged(self, batch: Batch, loss: float, norm: float) -> str:
+        """What to say of a loss or gradient that is not finite."""
+        names, more = ", ".join(batch.names[:NAMED]), len(batch.names) - NAMED
+        rows = f"{names} and {more} more" if more > 0 else names
+        kept = f"; the checkpoint of step {self.done} is kept in {self.folder}" if self.done else ""
+        return (
+            f"the loss is {loss} and the norm of its gradient {norm} at step {self.done + 1} of {self.steps}, in the "
+            f"batch with the rows {rows}{kept}; start anew (--no-resume) with a lower learning rate (--lr), or "
+            "without the rows that are broken"
+        )
+
+    def evaluate(self, rows: int | None = None, *, nodes: Sequence[int] = ()) -> dict[str, Any]:
+        """Held-out accuracy by stream and predicted mean acceptance length, with and without conditioning.
+
+        The length of a tree of 16 nodes is called "tree", those of trees of ``nodes`` nodes "4 nodes", ....
+        """
         gamma = self.adapter.config.num_streams
         settings = {"tree": DraftOptions(), "chain": DraftOptions(tree="chain")}
+        settings |= {f"{n} nodes": DraftOptions(nodes=n) for n in nodes}
         if self.adapter.conditioner is not None:
             settings["tree without conditioning"] = DraftOptions(condition=False)
         drafts = {name: StreamDraft(self.target, self.adapter, options) for name, options in settings.items()}
@@ -199,8 +218,9 @@ class Trainer:
     def run(self, report: Callable[[Progress], None], *, resume: bool = True) -> dict[str, Any]:
         """Train to the end (or go on from the last checkpoint) and return the final evaluation.
 
-        Ctrl-C saves a checkpoint before it goes on up; a resumed run yields the same weights as one that was not
-        interrupted. Raises FileError where the folder holds a run with other options, streams or examples.
+        KeyboardInterrupt (Ctrl-C, and SIGTERM under ``sigterm_raises``) saves a checkpoint before it propagates; a
+        resumed run yields the same weights as one that was not interrupted. Raises FileError where the folder holds a
+        run with other options, streams or examples, and where the loss is not finite.
         """
         self._restore(resume)
         first, saved, positions, began = self.done, self.done, 0, time.monotonic()
@@ -210,7 +230,7 @@ class Trainer:
                 self._right, self._count = 0.95 * self._right + right, 0.95 * self._count + count
                 positions += int(count[0])
                 evaluation = None
-                if self.done % self.options.evaluate_every == 0 and self.done < self.steps and self.held_out:
+                if self._evaluates():
                     evaluation = self.evaluate(self.options.evaluate_rows)
                 taken = time.monotonic() - began
                 accuracy = tuple((self._right / self._count.clamp(min=1)).tolist())
@@ -223,7 +243,13 @@ class Trainer:
         finally:
             if self.done > saved:
                 self._save()
-        return self.evaluate() if self.held_out else {}
+        return self.evaluate(nodes=TREES) if self.held_out else {}
+
+    def _evaluates(self) -> bool:
+        """Whether the step that was just done is followed by an evaluation of the first held-out examples."""
+        if not self.held_out or self.done < self.steps:
+            return bool(self.held_out) and self.done % self.evaluate_every == 0
+        return len(self.held_out) > self.options.evaluate_rows  # else the last evaluation is of the same examples
 
     def _left(self, done: int) -> Iterator[tuple[Batch, Callable[[], Frozen]]]:
         """The batches that are still to come after ``done`` steps."""
@@ -274,7 +300,8 @@ class Trainer:
     def _save(self) -> None:
         accuracy = {"right": self._right.tolist(), "count": self._count.tolist()}
         record = {"step": self.done, **self._identity(), "plan": self.plan, **accuracy}
-        save_checkpoint(self.folder, self.adapter, self.optimizer, record)
+        with shielded():  # a second signal waits until the checkpoint is written
+            save_checkpoint(self.folder, self.adapter, self.optimizer, record)
 
     def _report(self, report: Callable[[Progress], None], progress: Progress) -> None:
         report(progress)

@@ -1,0 +1,69 @@
+"""Progress of long verbs on standard error: two lines that change on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from anabranch.errors import AnabranchWarning
+
+__all__ = ["Screen", "clock", "screen"]
+
+EVERY = 30.0  # seconds between lines where there is no terminal
+
+
+class Screen:
+    """Where progress goes. ``live`` is None where lines cannot be changed: in a pipe, a file, a dumb terminal."""
+
+    def __init__(self, console: Console, live: Live | None) -> None:
+        self.console, self.live = console, live
+        self._next = 0.0
+
+    def show(self, first: str, second: str, *, plain: str, now: bool = False) -> None:
+        """Show the two lines, or now and then the ``plain`` one; ``now`` prints that one at once."""
+        if self.live is not None:
+            self.live.update(Text(f"{first}\n{second}", no_wrap=True, overflow="ellipsis"))
+        elif now or time.monotonic() >= self._next:
+            self.say(plain)
+            self._next = time.monotonic() + EVERY
+
+    def say(self, line: str) -> None:
+        """Print a line that stays, above those that change."""
+        self.console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+@contextmanager
+def screen() -> Iterator[Screen]:
+    """A screen on standard error; meanwhile warnings of the package appear above the lines that change."""
+    console = Console(stderr=True)
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield Screen(console, None)
+        return
+    shown = Screen(console, Live(console=console, refresh_per_second=4))
+
+    def above(message: Warning | str, category: type[Warning], *_: Any) -> None:
+        if issubclass(category, AnabranchWarning):
+            console.print(Text("warning: ", style="bold yellow") + Text(str(message), style="default"), soft_wrap=True)
+
+    before = warnings.showwarning
+    assert shown.live is not None
+    with shown.live:
+        warnings.showwarning = above  # type: ignore[assignment]
+        try:
+            yield shown
+        finally:
+            warnings.showwarning = before
+
+
+def clock(seconds: float) -> str:
+    """Hours, minutes and seconds: "1:02:03", "2:03"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

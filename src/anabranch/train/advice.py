@@ -1,0 +1,141 @@
+"""What a training's data and its own curves say: warnings before and while it runs, and what to try next.
+
+The thresholds come from the runs of docs/log.md; docs/training.md states them with their reasons.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from anabranch.train.data import Example
+from anabranch.train.trainer import Progress, TrainOptions
+
+__all__ = ["Watch", "before", "curve_of", "next_steps"]
+
+Log = Sequence[Mapping[str, Any]]
+Curve = list[tuple[int, float]]
+
+WARMUP = 0.2  # of all steps; the runs of docs/log.md warmed up for 4 to 10 %
+PER_TOKEN = 12  # parameters an answer token: 88 k tokens for 1.06 M parameters is the leanest training known to work
+LATEST = 5  # log lines (50 steps) at least that a loss is averaged over
+CHANGE = 0.01  # of the acceptance length: less is noise
+FALL = 0.02  # below its best, and held-out acceptance falls
+AHEAD = 0.05  # training accuracy above held-out accuracy: new answers help more than more epochs do
+
+
+def before(
+    examples: Sequence[Example], options: TrainOptions, steps: int, parameters: int, *, max_tokens: int
+) -> list[str]:
+    """Warnings that need no training: too few data for the warmup or the parameters, most examples cut."""
+    found = []
+    if options.warmup > WARMUP * steps:
+        found.append(
+            f"{options.warmup} of the {steps} steps are warmup, more than {WARMUP:.0%}; give more answers or --epochs, "
+            f"or --warmup {steps // 10}"
+        )
+    tokens = sum(len(example.answer_ids) for example in examples)
+    if tokens * PER_TOKEN < parameters:
+        found.append(
+            f"{tokens:,} answer tokens are few for {parameters:,} parameters: the leanest training known to work had "
+            f"one token for {PER_TOKEN}, here {math.ceil(parameters / PER_TOKEN):,}; give more answers, or a smaller "
+            "adapter (--adapter-rank, --attention-rank, --conditioning-rank, --root-width)"
+        )
+    cut = sum(len(example) >= max_tokens for example in examples)
+    if 2 * cut > len(examples) and any(example.id != "" for example in examples):  # texts are cut into pieces anyway
+        found.append(
+            f"{cut:,} of {len(examples):,} examples are cut at {max_tokens} tokens, so the ends of answers are not "
+            "learned; raise --max-tokens"
+        )
+    return found
+
+
+def curve_of(log: Log, last: Mapping[str, Any] | None = None, step: int = 0) -> Curve:
+    """Held-out acceptance length (tree of 16 nodes) by step; ``last`` is the evaluation after ``step``, the last.
+
+    It is left out where the log has one of that step, which is of the same examples as those before it.
+    """
+    curve = [(int(line["step"]), float(line["evaluation"]["tree"])) for line in log if line["evaluation"]]
+    if last and "tree" in last and not (curve and curve[-1][0] >= step):
+        curve.append((step, float(last["tree"])))
+    return curve
+
+
+@dataclass
+class Watch:
+    """Warns once of a loss that does not fall, and once of held-out acceptance that does."""
+
+    said: set[str] = field(default_factory=set)
+
+    def see(self, log: Log, progress: Progress) -> list[str]:
+        """New warnings after ``progress``, given the run's ``log`` without it."""
+        curve = curve_of(log, progress.evaluation, progress.step)
+        found = {"falls": _falls(curve), "stalls": _stalls(log, progress.steps, curve)}
+        new = {name: sentence for name, sentence in found.items() if sentence and name not in self.said}
+        self.said.update(new)
+        return list(new.values())
+
+
+def _falls(curve: Curve) -> str:
+    if len(curve) < 2:
+        return ""
+    step, best = max(curve, key=lambda point: point[1])
+    if curve[-1][1] >= (1 - FALL) * best:
+        return ""
+    return (
+        f"held-out acceptance fell from {best:.2f} tokens a pass at step {step} to {curve[-1][1]:.2f} at step "
+        f"{curve[-1][0]}: the adapter overfits; stop, and give more answers, fewer --epochs or a lower --lr"
+    )
+
+
+def _stalls(log: Log, steps: int, curve: Curve) -> str:
+    count = max(LATEST, math.ceil(steps / 100))  # a line is 10 steps: a tenth of the run
+    if len(log) < 2 * count:
+        return ""
+    if len(curve) >= 2 and curve[-1][1] > (1 + CHANGE) * curve[0][1]:
+        return ""  # batches differ more than the loss of an adapter that is nearly done: acceptance knows better
+    first = statistics.mean(line["loss"] for line in log[:count])
+    latest = statistics.mean(line["loss"] for line in log[-count:])
+    if latest < first:
+        return ""
+    return (
+        f"the loss does not fall: {first:.2f} in the first {10 * count} steps, {latest:.2f} in the last {10 * count}; "
+        "try a lower --lr, or look at the answers"
+    )
+
+
+def next_steps(
+    curve: Curve,
+    *,
+    accuracy: float | None = None,
+    held_out_accuracy: float | None = None,
+    speeds: Mapping[str, float] | None = None,
+) -> list[str]:
+    """What to try next, one sentence each, from the curve of held-out acceptance.
+
+    accuracy, held_out_accuracy  of stream 1 on the training text (the last steps) and on held-out answers
+    speeds                       predicted tokens/s by drafter, plain decoding as "none"
+    """
+    found = []
+    if len(curve) < 3:
+        found.append("fewer than three evaluations: no trend to go by; hold answers out and train longer")
+    else:
+        last_step, last = curve[-1]
+        best_step, best = max(curve, key=lambda point: point[1])
+        earlier = next(value for step, value in reversed(curve) if step <= last_step * 2 / 3 or step == curve[0][0])
+        ahead = None not in (accuracy, held_out_accuracy) and float(accuracy or 0) - float(held_out_accuracy or 0)
+        if last < (1 - FALL) * best:
+            found.append(
+                f"falling since step {best_step} (best {best:.2f}): fewer epochs, more answers, or a lower --lr"
+            )
+        elif last > (1 + CHANGE) * earlier:
+            more = "new answers" if ahead and ahead > AHEAD else "more epochs or more answers"
+            found.append(f"still rising ({last - earlier:+.2f} in the last third): {more}")
+        else:
+            found.append("flat in the last third: more --stream-layers first, then higher ranks")
+    if speeds and max(speeds, key=lambda name: speeds[name]) == "none":
+        found.append("plain decoding is predicted to be faster here: more tokens a pass are needed first")
+    return found
