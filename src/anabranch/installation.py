@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import shlex
-import shutil
 import subprocess
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -17,6 +16,7 @@ import torch
 
 from anabranch.files import cache_home
 from anabranch.model.fetch import DEFAULT_MODEL
+from anabranch.native import build
 from anabranch.native import library as native
 from anabranch.processor import cgroup_quota, processor_flags, processor_name, set_threads, usable_cpus
 from anabranch.streams.folder import read_record, shipped
@@ -29,10 +29,9 @@ VARIABLES = (
     *("ANABRANCH_HOME", "ANABRANCH_NATIVE", "CXX", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "KMP_AFFINITY"),
     *("CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE", "XDG_CACHE_HOME"),
 )
-COMPILERS = ("g++", "clang++", "c++")
 # what the kernels' forms need, and what the compiler makes use of besides
 FEATURES = frozenset(("amx_int8", "avx512_bf16", "avx512_vnni", "avx_vnni")).union(
-    *(features for features, _ in native.FORMS.values())
+    *(features for features, _ in build.FORMS.values())
 )
 
 
@@ -73,43 +72,27 @@ def _version(package: str) -> str | None:
 
 
 def _kernels() -> dict[str, Any]:
-    """The form that runs, why no better one, and the compiler."""
-    found = native.library()
+    """The form that runs, why no better one and what to do about it, and the compiler."""
+    found, shortfall = native.library(), native.shortfall()
     return {
         "form": "torch" if found is None else found.form,
-        "forms": list(native.FORMS),
-        "why": native.why_not() if found is None else _missing(found.form),
+        "forms": list(build.FORMS),
+        "why": "" if shortfall is None else shortfall.why,
+        "advice": "" if shortfall is None else shortfall.advice,
         "compiler": _compiler(),
     }
 
 
-def _missing(form: str) -> str:
-    """Why the forms above ``form`` are not used; empty for the best one."""
-    reasons = []
-    for name, (features, _) in native.FORMS.items():
-        if name == form:
-            break
-        lacking = sorted(features - processor_flags())
-        reasons.append(f"{name}: the processor lacks {lacking[0]}" if lacking else f"{name}: {_refused()}")
-    return "; ".join(reasons)
-
-
-def _refused() -> str:
-    chosen = os.environ.get("ANABRANCH_NATIVE", "")
-    return f"ANABRANCH_NATIVE is {chosen}" if chosen in native.FORMS else "it does not run or compile here"
-
-
 def _compiler() -> str | None:
-    """The compiler's first line about itself; None where there is none."""
-    named = shlex.split(os.environ.get("CXX", ""))
-    for words in (named, *([name] for name in COMPILERS)):
-        if words and (path := shutil.which(words[0])):
-            try:
-                said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=True)
-            except (OSError, subprocess.SubprocessError):
-                continue
-            return f"{words[0]}: {said.stdout.splitlines()[0]}" if said.stdout else words[0]
-    return None
+    """The compiler's command, and the first line of what it says about itself; None where there is none."""
+    command = build.compiler()
+    if command is None:
+        return None
+    try:
+        said = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return shlex.join(command)
+    return ": ".join([shlex.join(command), *said.splitlines()[:1]])
 
 
 def _caches() -> dict[str, Any]:
