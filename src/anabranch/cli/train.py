@@ -202,6 +202,7 @@ def streams(
             command=shown_command("anabranch", *sys.argv[1:]),
             licences=licences,
         )
+        shown.keep()
         speeds = {}
         if timed and plan.held_out:
             speeds = train_result.predicted_speeds(target, record, out, examples, shown)
