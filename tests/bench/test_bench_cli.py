@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -64,21 +65,21 @@ def read(path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def stopped(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Ctrl-C at the so-manieth decoding of ours; the warm-up counts. Never again afterwards."""
+def stopped(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Ctrl-C, or another signal, at the n-th decoding of ours; the warm-up counts. Never again afterwards."""
     decode = Ours.decode
-    calls = {"left": 0}
+    calls = {"left": 0, "signal": signal.SIGINT}
 
     def interrupted(self: Ours, *arguments: Any, **options: Any) -> Run:
         calls["left"] -= 1
         if calls["left"] == 0:
-            raise KeyboardInterrupt
+            signal.raise_signal(calls["signal"])
         return decode(self, *arguments, **options)
 
     monkeypatch.setattr(Ours, "decode", interrupted)
 
-    def at(call: int) -> None:
-        calls["left"] = call
+    def at(call: int, number: int = signal.SIGINT) -> None:
+        calls.update(left=call, signal=number)
 
     return at
 
@@ -256,14 +257,15 @@ def _fail() -> Run:
     raise RuntimeError("no luck")
 
 
-def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(
-    bench: Bench, tmp_path: Path, stopped: Callable[[int], None]
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_keeps_what_is_done_and_resume_goes_on(
+    number: int, code: int, bench: Bench, tmp_path: Path, stopped: Callable[..., None]
 ) -> None:
     out = tmp_path / "result"
     command = ("--method", "none", "--method", "prompt_lookup", "--out", out)
-    stopped(2 + 4 + 1)  # warm-ups, two prompts, and then
+    stopped(2 + 4 + 1, number)  # warm-ups, two prompts, and then
     done = bench(*command)
-    assert done.code == INTERRUPTED
+    assert done.code == code
     assert "stopped after 2 of 3 prompts" in done.err
     assert "--resume" in done.err
     first = read(tmp_path / "result.json")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from anabranch.cli import app
+from anabranch.cli import app, main
 from anabranch.interrupt import Terminated, shielded, sigterm_raises
 from small import prompt
 from toy_text import ToyFolders
@@ -101,9 +101,23 @@ def test_sigterm_ends_a_chat(toys: ToyFolders) -> None:
     assert process.stdin is not None
     process.stdin.write("the thing\n")
     process.stdin.flush()
-    said = terminated(process, lambda: bool(process.stderr and process.stderr.readline()))
+    said = terminated(process, lambda: bool(process.stdout and process.stdout.readline()))
     assert process.returncode == 143, said
     assert "Traceback" not in said
+
+
+def test_any_verb_ends_with_143_after_sigterm(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def slow(*_: object, **__: object) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("anabranch.model.fetch.default_model_dir", slow)
+    for verb in ("pull", "tune"):
+        with pytest.raises(SystemExit) as ended:
+            main([verb, *(["--data", "/nowhere"] if verb == "tune" else [])])
+        assert ended.value.code == 143
+        assert capsys.readouterr().err.strip() == "stopped"
 
 
 def test_a_process_that_ignores_sigterm_goes_on_ignoring_it() -> None:

@@ -13,13 +13,14 @@ from typer.testing import CliRunner, Result
 
 from anabranch.cli.train import app
 from anabranch.drafters.streams import StreamDrafter
-from anabranch.errors import AnabranchError, FileError, InputError
+from anabranch.errors import AnabranchError, FileError, InputError, TrainingWarning
 from anabranch.model import load
 from anabranch.streams.folder import load_adapter
 from anabranch.train import RECIPES, answers, recipe
 from anabranch.train.job import train_streams
 from anabranch.train.trainer import Trainer
 from small import as_target, decode, prompt, request, small
+from toy_text import ToyFolders
 
 pytestmark = pytest.mark.filterwarnings("ignore::anabranch.errors.TrainingWarning")
 TARGET = as_target(small(), name="default")
@@ -96,6 +97,31 @@ def test_from_prompts_to_an_adapter_that_decodes(written: Path, tmp_path: Path) 
     assert again.exit_code == 0
     assert (folder / "adapter.safetensors").read_bytes() == before
     assert "parameters" in again.stdout
+
+
+def test_the_end_of_a_training_with_speeds_and_a_figure(written: Path, tmp_path: Path) -> None:
+    folder, figure = tmp_path / "adapter", tmp_path / "curve.svg"
+    arguments = ("streams", "--answers", written, "--out", folder, *SMALL[:-1], "--figure", figure, "--warmup", 0)
+    result = call(*arguments, "--evaluate-every", 1)
+    assert result.exit_code == 0, result.output
+    assert "tokens/s here" in result.stdout
+    assert result.stdout.count("streams:tree=") == 4
+    assert result.stdout.count("fastest") == 1
+    assert "Held-out tokens per pass (16 nodes) by step:" in result.stdout
+    assert "{" not in result.output, "no JSON for people"
+    assert figure.read_text(encoding="utf-8").count("</svg>") == 1
+    assert "round 3 of 3" not in result.stdout
+    refused = call(*arguments)
+    assert isinstance(refused.exception, FileError)
+    assert "curve.svg exists already" in str(refused.exception)
+
+
+def test_too_few_data_are_warned_of(written: Path, tmp_path: Path) -> None:
+    with pytest.warns(TrainingWarning) as caught:
+        call("streams", "--answers", written, "--out", tmp_path / "d", *SMALL)
+    said = [str(one.message) for one in caught]
+    assert any("the warmup of 50 steps" in sentence for sentence in said)
+    assert any("answer tokens are few for" in sentence for sentence in said)
 
 
 def test_plain_text_and_nothing_held_out(tmp_path: Path) -> None:
@@ -187,6 +213,29 @@ def test_what_cannot_be_written_is_refused_before_a_model_is_loaded(
     assert "line 1 of" in str(other.exception)
     assert prompts.read_bytes() == kept
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_training_that_cannot_be_is_refused_before_a_model_is_loaded(
+    written: Path, tmp_path: Path, toys: ToyFolders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "load_target", lambda *_, **__: pytest.fail("loaded"))
+    fine = ("streams", "--answers", written, "--out", tmp_path / "new")
+    for arguments, message in (
+        (("streams", "--answers", tmp_path / "none", "--out", tmp_path / "new"), "there is no file"),
+        (("streams", "--text", tmp_path / "none", "--out", tmp_path / "new"), "there is no file"),
+        (("streams", "--out", tmp_path / "new"), "give either an answers file"),
+        ((*fine, "--init", tmp_path), "holds no adapter (no adapter_config.json)"),
+        ((*fine, "--figure", tmp_path / "f.jpg"), "is a .png or .svg file"),
+        ((*fine, "--figure", written.with_suffix(".png") / "f.png"), "--figure"),
+        ((*fine, "--licence", "CC0"), "--licence is SOURCE=LICENCE, got 'CC0'"),
+        ((*fine, "--threads", 0), "threads"),
+        (("streams", "--answers", written, "--out", toys.adapter), "holds a finished adapter"),
+        (("answers", "--prompts", tmp_path / "none", "--out", tmp_path / "new.jsonl"), "there is no file"),
+    ):
+        written.with_suffix(".png").touch()
+        result = call(*arguments)
+        assert isinstance(result.exception, AnabranchError), arguments
+        assert message in str(result.exception)
 
 
 def test_an_adapter_folder_that_cannot_be_made(written: Path, tmp_path: Path) -> None:

@@ -44,7 +44,8 @@ Weights = dict[str, Tensor]
 def examples() -> list[Example]:
     asked = [request(2 + n % 7, n, 14) for n in range(26)]
     answers, _ = decode(small(), asked, rows=8)
-    return [Example(tuple(r.prompt_ids), tuple(a), "toy") for r, a in zip(asked, answers, strict=True)]
+    pairs = enumerate(zip(asked, answers, strict=True))
+    return [Example(tuple(r.prompt_ids), tuple(a), "toy", n) for n, (r, a) in pairs]
 
 
 def trainer(examples: list[Example], folder: Path, options: TrainOptions = OPTIONS, **changes: Any) -> Trainer:
@@ -234,9 +235,15 @@ def test_a_loss_that_is_no_number_stops_before_the_weights_are_spoilt(
         return scores
 
     monkeypatch.setattr(run.objective, "segment_loss", spoilt)
-    with pytest.raises(FileError, match="learning rate"):
+    with pytest.raises(FileError, match="learning rate") as caught:
         run.run(nothing)
     assert same(weights(run), last)
+    said = str(caught.value)
+    (batch,) = [item[0] for item in itertools.islice(run.epoch(0), 3, 4)]
+    assert f"at step 4 of {run.steps}, in the batch with the rows {', '.join(batch.names)}" in said
+    assert batch.names[0].startswith("toy ")
+    assert f"the checkpoint of step 3 is kept in {tmp_path}" in said
+    assert "\n" not in said
     assert json.loads((tmp_path / "checkpoint.json").read_text(encoding="utf-8"))["step"] == 3
 
 

@@ -34,6 +34,12 @@ class Screen:
             self.say(plain)
             self._next = time.monotonic() + EVERY
 
+    def keep(self) -> None:
+        """Leave the two lines as they are and begin new ones below."""
+        if self.live is not None:
+            self.console.print(self.live.renderable)
+            self.live.update(Text(""))
+
     def say(self, line: str) -> None:
         """Print a line that stays, above those that change."""
         self.console.print(line, soft_wrap=True, highlight=False, markup=False)

@@ -65,15 +65,16 @@ def answers(
         raise FileError(f"there is no file {prompts}; give a JSONL file with a field 'prompt' or 'messages' a line")
     check_out(out, prompts)
     set_threads(threads)
-    target = load_target(model, dtype=dtype, device=device)
-    asked = read_prompts(prompts, target.tokenizer, limit=limit)
-    pack_decoder(target.decoder)
     with screen() as shown, _resumable():
+        shown.show(f"loading {model}", "", plain=f"loading {model}")
+        target = load_target(model, dtype=dtype, device=device)
+        asked = read_prompts(prompts, target.tokenizer, limit=limit)
+        pack_decoder(target.decoder)
 
         def report(now: AnswerProgress) -> None:
-            share = now.answers / now.wanted
             left = f", {clock(now.seconds_left)} left" if now.seconds_left else ""
-            first = f"answer {now.answers:,}/{now.wanted:,} {share:.0%}, {now.tokens_per_second:,.0f} tokens/s{left}"
+            rate = f", {now.tokens_per_second:,.0f} tokens/s{left}" if now.tokens else ""
+            first = f"answer {now.answers:,}/{now.wanted:,} {now.answers / now.wanted:.0%}{rate}"
             second = f"{now.tokens:,} tokens written in {out.name}"
             shown.show(first, second, plain=first, now=now.answers == now.wanted)
 
@@ -182,11 +183,12 @@ def streams(
         check_output(figure, force=force, what="the figure", option="--figure")
     check_folder_is_free(out, force=force)
     set_threads(threads)
-    target = load_target(model, dtype=dtype, device=device)
-    examples = read_data(target, plan, answers=answers, text=text)
-    timed = train_result.timing_pays(target) if timing is None else timing
     run = out / "training"
     with screen() as shown, _resumable():
+        shown.show(f"loading {model}", "", plain=f"loading {model}")
+        target = load_target(model, dtype=dtype, device=device)
+        examples = read_data(target, plan, answers=answers, text=text)
+        timed = train_result.timing_pays(target) if timing is None else timing
         tokens = sum(len(example.answer_ids) for example in examples)
         shown.say(f"{len(examples):,} examples, {tokens:,} answer tokens, {plan.held_out:,} examples held out")
         record = train_streams(
@@ -200,6 +202,7 @@ def streams(
             command=shown_command("anabranch", *sys.argv[1:]),
             licences=licences,
         )
+        shown.keep()
         speeds = {}
         if timed and plan.held_out:
             speeds = train_result.predicted_speeds(target, record, out, examples, shown)

@@ -34,8 +34,8 @@ def before(
     found = []
     if options.warmup > WARMUP * steps:
         found.append(
-            f"{options.warmup} of the {steps} steps are warmup, more than {WARMUP:.0%}; give more answers or --epochs, "
-            f"or --warmup {steps // 10}"
+            f"the warmup of {options.warmup} steps is more than {WARMUP:.0%} of the {steps} steps of this training; "
+            f"give more answers or --epochs, or --warmup {steps // 10}"
         )
     tokens = sum(len(example.answer_ids) for example in examples)
     if tokens * PER_TOKEN < parameters:
@@ -66,14 +66,21 @@ def curve_of(log: Log, last: Mapping[str, Any] | None = None, step: int = 0) -> 
 
 @dataclass
 class Watch:
-    """Warns once of a loss that does not fall, and once of held-out acceptance that does."""
+    """Warns once of a loss that does not fall, and once of held-out acceptance that does.
 
+    ``held_out`` says whether there are evaluations to wait for: batches differ by more than the loss of an adapter that
+    is nearly trained still falls, so a rising acceptance length counts for more.
+    """
+
+    held_out: bool = True
     said: set[str] = field(default_factory=set)
 
     def see(self, log: Log, progress: Progress) -> list[str]:
         """New warnings after ``progress``, given the run's ``log`` without it."""
         curve = curve_of(log, progress.evaluation, progress.step)
-        found = {"falls": _falls(curve), "stalls": _stalls(log, progress.steps, curve)}
+        found = {"falls": _falls(curve), "stalls": ""}
+        if len(curve) >= 2 or not self.held_out:
+            found["stalls"] = _stalls(log, progress.steps, curve)
         new = {name: sentence for name, sentence in found.items() if sentence and name not in self.said}
         self.said.update(new)
         return list(new.values())
@@ -96,7 +103,7 @@ def _stalls(log: Log, steps: int, curve: Curve) -> str:
     if len(log) < 2 * count:
         return ""
     if len(curve) >= 2 and curve[-1][1] > (1 + CHANGE) * curve[0][1]:
-        return ""  # batches differ more than the loss of an adapter that is nearly done: acceptance knows better
+        return ""
     first = statistics.mean(line["loss"] for line in log[:count])
     latest = statistics.mean(line["loss"] for line in log[-count:])
     if latest < first:

@@ -125,7 +125,7 @@ def train_streams(
     trainer = Trainer(target.decoder, adapter, training, held_out, recipe.options, run, frozen=frozen, plan=plan)
     longest = min(recipe.max_tokens, target.config.max_positions)
     _warn(before(training, recipe.options, trainer.steps, adapter.num_parameters(), max_tokens=longest))
-    watch = Watch()
+    watch = Watch(bool(held_out))
 
     def watched(progress: Progress) -> None:
         report(progress)

@@ -44,7 +44,7 @@ class TrainOptions:
     keep_states  run the frozen target over each batch once and keep what the streams need of it, on a CPU in a
                  nameless file in the run's folder, on a GPU in its memory: later epochs cost half. Batches then have
                  the same members in every epoch, in another order
-    evaluate_every  steps between evaluations; 0: six evaluations a run, but one every 200 steps at least
+    evaluate_every  steps between evaluations; 0: six evaluations a run, but every 10 to 200 steps
     """
 
     epochs: float = 3.0
@@ -122,7 +122,7 @@ class Trainer:
         self._kept: dict[int, Frozen] = {}
         self.per_epoch = len(self._groups)
         self.steps = max(1, math.ceil(self.per_epoch * options.epochs))
-        self.evaluate_every = options.evaluate_every or max(1, min(200, self.steps // 6))
+        self.evaluate_every = options.evaluate_every or max(10, min(200, self.steps // 6))
         self.done = 0  # updates applied
         self._right = torch.zeros(adapter.config.num_streams)
         self._count = torch.zeros(adapter.config.num_streams)
