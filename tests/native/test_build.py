@@ -71,7 +71,9 @@ def test_where_they_cannot_be_had(home: Path, monkeypatch: pytest.MonkeyPatch, t
     """No compiler, another processor, a compiler that fails: the reason is kept and PyTorch decodes."""
     model = decoder(BASE)
     broken = tmp_path / "broken compiler"
-    broken.write_text("#!/bin/sh\necho kernels.cpp:1: note: in a file >&2\necho kernels.cpp:7: error: ice >&2\nexit 1\n")
+    broken.write_text(
+        "#!/bin/sh\necho kernels.cpp:1: note: in a file >&2\necho kernels.cpp:7: error: ice >&2\nexit 1\n"
+    )
     broken.chmod(0o755)
     for change, why, advice in (
         (lambda m: m.setenv("ANABRANCH_NATIVE", "0"), "ANABRANCH_NATIVE is 0", "unset it"),
@@ -119,10 +121,7 @@ def test_a_damaged_library_is_compiled_again(damage: object, home: Path, quick: 
     whole = path.read_bytes()
     path.unlink()  # it is mapped into this process
     path.write_bytes(damage(whole))  # type: ignore[operator]
-    code = (
-        "from anabranch.native import build\n"
-        f"print(build.opened({QUICK!r}).library.anabranch_multiplies())"
-    )
+    code = f"from anabranch.native import build\nprint(build.opened({QUICK!r}).library.anabranch_multiplies())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "1"
     (path,) = kept(home)

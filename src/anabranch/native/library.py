@@ -180,13 +180,17 @@ class Library:
         outputs, width = weight.shape
         plain = kind in ("bfloat16", "float32")
         _require(weight.dtype == (getattr(torch, kind) if plain else torch.uint8), f"{weight.dtype} is not {kind}")
-        _require(width % {"bfloat16": 2, "float32": 1}.get(kind, BLOCK) == 0, f"{kind} of width {width} cannot be packed")
+        _require(
+            width % {"bfloat16": 2, "float32": 1}.get(kind, BLOCK) == 0, f"{kind} of width {width} cannot be packed"
+        )
         groups = (outputs, width // BLOCK)
         for given, wanted in (
             (scale, None if plain else ((outputs,), torch.float32) if kind == "int8" else (groups, torch.float16)),
             (least, (groups, torch.float16) if kind == "int4" else None),
         ):
-            fits = given is None if wanted is None else given is not None and (tuple(given.shape), given.dtype) == wanted
+            fits = (
+                given is None if wanted is None else given is not None and (tuple(given.shape), given.dtype) == wanted
+            )
             _require(fits, f"scales of {kind} weights are not {wanted}")
         tensors = [None if x is None else x.detach().cpu().contiguous() for x in (weight, scale, least)]
         packed, size = Packed(None, outputs, width, KINDS[kind]), _LONG()
