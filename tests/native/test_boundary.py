@@ -17,8 +17,6 @@ import pytest
 import torch
 from test_kernels import BASE, FORMS, adapter_for, cache, decoder, needs_kernels, packed, tokens
 
-from anabranch.errors import DeviceError
-from anabranch.model.decoder import Feed
 from anabranch.model.pack import packed_like
 from anabranch.model.quantize import QuantizedWeight
 from anabranch.model.stack import NativeLinear

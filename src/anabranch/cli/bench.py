@@ -235,11 +235,11 @@ def _shape(
     from anabranch.bench.shapes import ROUNDS, WIDTHS, measure_shape, shape_record, shape_table
     from anabranch.files import check_writable, write_atomically
     from anabranch.model.load import resolve_device, resolve_dtype
+    from anabranch.processor import set_threads
 
     if out is not None:
         check_writable(out)
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     console, place = Console(stderr=True, highlight=False, markup=False, soft_wrap=True), resolve_device(device)
     found = measure_shape(
         name,
@@ -330,15 +330,14 @@ def _load(
     device: str,
     threads: int | None,
 ) -> _Loaded:
-    import torch
 
     from anabranch.cli.models import fetch_default
     from anabranch.model.load import load_target
     from anabranch.model.pack import pack_decoder
+    from anabranch.processor import set_threads
     from anabranch.streams.folder import find_adapter
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     if model == "default":
         fetch_default()
     pairs: dict[Quantization, tuple[Target, LoadedAdapter | None]] = {}

@@ -1,0 +1,109 @@
+"""Run the native kernels under the compiler's sanitizers; any warning of the compiler or finding is a failure.
+
+    python scripts/sanitize.py              # everything, in both forms that the processor has
+    python scripts/sanitize.py --tests tests/native/test_kernels.py -k products
+
+1. Compiles each form with -Wall -Wextra -Werror, by g++ and, where it is installed, clang++.
+2. Runs tests/native under AddressSanitizer and UndefinedBehaviorSanitizer, in the best form and in AVX2's.
+3. Runs ``tests/native/race.cpp``, the kernels' thread pool and products, under ThreadSanitizer.
+
+This file is also the pytest plugin that adds the sanitizers to the kernels' flags.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from anabranch.native import build
+
+ROOT = Path(__file__).resolve().parent.parent
+NATIVE = ROOT / "src" / "anabranch" / "native"
+WARN = ("-Wall", "-Wextra", "-Werror")
+# -O1 and line numbers keep reports readable and compiling short
+ADDRESS = ("-O1", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined")
+ADDRESS += ("-fno-sanitize-recover=all",)
+# its races would be found beside a pool's own; these tests measure memory or processes, which sanitizers change
+OPTIONS = {
+    "ASAN_OPTIONS": "detect_leaks=0:verify_asan_link_order=0:detect_stack_use_after_return=0:abort_on_error=0",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+}
+
+if "ANABRANCH_SANITIZED" in os.environ:  # in pytest
+    build.FLAGS = (*build.FLAGS, *ADDRESS)
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tests", nargs=argparse.REMAINDER, help="what pytest gets instead of tests/native")
+    asked = parser.parse_args()
+    compilers = [name for name in ("g++", "clang++") if _found(name)]
+    if not compilers:
+        sys.exit("sanitize: there is no g++ and no clang++")
+    forms = build.forms()
+    if not forms:
+        sys.exit("sanitize: this processor cannot run the kernels")
+    if asked.tests is None:
+        for compiler in compilers:
+            for form in (*forms, "amx") if "amx" not in forms else forms:
+                _say(f"{compiler} {' '.join(WARN)}, {form}")
+                command = [compiler, *build.FLAGS, *build.FORMS[form][1], *WARN]
+                subprocess.run([*command, "-fsyntax-only", NATIVE / "kernels.cpp"], check=True)
+        _races(compilers[0], forms)
+    for form in dict.fromkeys((forms[0], forms[-1])):
+        _say(f"AddressSanitizer and UndefinedBehaviorSanitizer, {form}")
+        _tests(form, asked.tests or ["tests/native", "-x"])
+
+
+def _tests(form: str, tests: list[str]) -> None:
+    """The native tests with kernels that watch memory."""
+    with tempfile.TemporaryDirectory() as home:
+        environment = {
+            **os.environ,
+            **OPTIONS,
+            "LD_PRELOAD": " ".join(_runtime(name) for name in ("libasan.so", "libubsan.so")),
+            "ANABRANCH_SANITIZED": "1",
+            "ANABRANCH_NATIVE": form,
+            "ANABRANCH_HOME": home,
+            "CXX": "g++",
+            "PYTHONPATH": os.pathsep.join((str(ROOT / "scripts"), os.environ.get("PYTHONPATH", ""))),
+        }
+        command = [sys.executable, "-m", "pytest", "-p", "sanitize", "-p", "no:cacheprovider", "--capture=sys", *tests]
+        subprocess.run(command, cwd=ROOT, env=environment, check=True)
+
+
+def _races(compiler: str, forms: list[str]) -> None:
+    """The pool under ThreadSanitizer."""
+    for form in dict.fromkeys((forms[0], forms[-1])):
+        _say(f"ThreadSanitizer, {form}")
+        with tempfile.TemporaryDirectory() as folder:
+            made = Path(folder) / "race"
+            flags = [flag for flag in build.FLAGS if flag not in ("-shared", "-fPIC")]
+            command = [compiler, *flags, *build.FORMS[form][1], "-O1", "-g1", "-fsanitize=thread", f"-I{NATIVE}"]
+            subprocess.run([*command, "-o", made, ROOT / "tests" / "native" / "race.cpp"], check=True)
+            subprocess.run([made], env={**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}, check=True)
+
+
+def _runtime(name: str) -> str:
+    done = subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+    return str(Path(done.stdout.strip()).resolve())
+
+
+def _found(name: str) -> bool:
+    try:
+        return subprocess.run([name, "--version"], capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
+
+
+def _say(what: str) -> None:
+    print(f"== {what}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
