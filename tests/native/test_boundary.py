@@ -258,6 +258,9 @@ def test_choose_tells_rows_without_a_largest_score(outputs: int, form: str) -> N
         strange[1, place] = NAN
         assert plain.choose(strange).tolist()[1] == -1
         assert torch.equal(plain.choose(strange)[[0, 2]], plain.choose(x)[[0, 2]])
+    strange = x.clone()
+    strange[1, 40] = INF
+    assert plain.choose(strange).tolist()[1] == -1
     broken = weight.clone()
     broken[outputs // 2, 3] = NAN
     assert linear(broken).choose(x).tolist() == [-1] * 3
