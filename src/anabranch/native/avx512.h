@@ -11,7 +11,7 @@ constexpr int TILE = 14;           // 28 sums, 2 weights and a value fill the re
 constexpr int QUANTISED_TILE = 8;  // quantised rows keep two sums for each output
 constexpr int SUMS = 28;           // sums that registers have room for beside their factors
 
-#ifdef ANABRANCH_TILES  // see library.py for who may use them
+#ifdef ANABRANCH_TILES  // see build.py for who may use them
 constexpr bool TILES = true;
 #else
 constexpr bool TILES = false;

@@ -151,7 +151,7 @@ def _compile(command: list[str], flags: tuple[str, ...], workspace: Path, logs: 
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"the compiler {command[0]} did not run ({error})", "install g++, or set CXX") from error
+        raise BuildError(f"{command[0]} did not run ({error})", "install g++, or set CXX") from error
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         if "No space left on device" in done.stderr:
