@@ -55,7 +55,7 @@ def main() -> None:
         for compiler in compilers:
             for form in dict.fromkeys((*forms, "avx2", "amx")):
                 _say(f"{compiler} {' '.join(WARN)}, {form}")
-                # values that may be uninitialised are found while optimising; g++ 12 finds some in its own avx512fintrin.h
+                # uninitialised values are found while optimising; g++ 12 finds some in its own AVX-512 header
                 how = ("-O2", "-c", "-o", os.devnull) if form == "avx2" else ("-fsyntax-only",)
                 command = [compiler, *build.FLAGS, *build.FORMS[form][1], *WARN, *how]
                 subprocess.run([*command, NATIVE / "kernels.cpp"], check=True)

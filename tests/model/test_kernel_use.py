@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from small import LLAMA, randomise
 
 from anabranch.errors import PerformanceWarning
 from anabranch.model import stack
@@ -19,6 +18,7 @@ from anabranch.model.pack import pack_decoder
 from anabranch.model.stack import kernels_of
 from anabranch.native import build
 from anabranch.native import library as native
+from small import LLAMA, randomise
 
 FITS = replace(
     LLAMA,

@@ -139,7 +139,7 @@ def _kept(folder: Path, key: str) -> ctypes.CDLL | None:
 
 
 def _compile(command: list[str], flags: tuple[str, ...], workspace: Path, logs: Path) -> Path:
-    """A new library in ``workspace`` whose products are right. Raises BuildError, and OSError where the disk is full."""
+    """A new library in ``workspace`` whose products are right. Raises BuildError; OSError where the disk is full."""
     made, log = workspace / "kernels.so", logs / "anabranch-compile.log"
     try:
         done = subprocess.run(
