@@ -15,7 +15,7 @@ from anabranch.errors import InputError
 __all__ = ["cgroup_quota", "processor_flags", "processor_name", "set_threads", "usable_cpus"]
 
 _CPUINFO = Path("/proc/cpuinfo")
-_CGROUPS = Path("/sys/fs/cgroup")
+_settled = False  # whether ``set_threads`` has been called
 
 
 def processor_name() -> str:
@@ -44,51 +44,62 @@ def usable_cpus() -> int:
     return max(1, allowed if quota is None else min(allowed, math.ceil(quota)))
 
 
-def cgroup_quota() -> float | None:
-    """The container's CPU quota in CPUs, the least along its cgroup path (version 2 or 1); None without one."""
-    quotas = []
-    for folder in _cgroup_folders():
-        try:
-            limit, period = (folder / "cpu.max").read_text(encoding="ascii").split()[:2]
-        except (OSError, ValueError):
-            try:
-                limit = (folder / "cpu.cfs_quota_us").read_text(encoding="ascii").strip()
-                period = (folder / "cpu.cfs_period_us").read_text(encoding="ascii").strip()
-            except OSError:
-                continue
-        if limit.isdigit() and period.isdigit() and int(period) > 0:
-            quotas.append(int(limit) / int(period))
+def cgroup_quota(root: Path = Path("/")) -> float | None:
+    """The container's CPU quota in CPUs, the smallest along its cgroup path (version 2 or 1); None without one.
+
+    ``root`` holds the ``proc`` and ``sys`` to read.
+    """
+    quotas = [quota for folder in _cgroup_folders(root) if (quota := _quota(folder)) is not None]
     return min(quotas, default=None)
 
 
-def _cgroup_folders() -> list[Path]:
-    """The cgroup folders of this process and of its ancestors, where the kernel shows them."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    folders = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+def _quota(folder: Path) -> float | None:
+    """The quota of one cgroup; None if it has none ("max" in version 2, -1 in version 1) or does not tell."""
+    for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        try:
+            limit, period = " ".join((folder / name).read_text(encoding="ascii") for name in files).split()
+        except (OSError, ValueError):
             continue
-        top = _CGROUPS / "cpu" if controllers else _CGROUPS
-        inner = top / path.lstrip("/")
-        folders += [folder for folder in (inner, *inner.parents) if folder.is_relative_to(top)]
+        if limit.isdigit() and period.isdigit() and int(limit) > 0 and int(period) > 0:
+            return int(limit) / int(period)
+    return None
+
+
+def _cgroup_folders(root: Path) -> list[Path]:
+    """The cgroup folders of this process and of its ancestors, as far as they are mounted."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return []
+    mounted, folders = root / "sys/fs/cgroup", []
+    for line in lines:
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers:
+            tops = [mounted, mounted / "unified"]  # version 2, alone or beside version 1
+        elif "cpu" in controllers.split(","):
+            tops = [mounted / "cpu", mounted / controllers]
+        else:
+            continue
+        # a container's own cgroup may be mounted at the top, whatever path the host knows it by
+        parts = [part for part in Path(path).parts if part not in ("/", "..")]
+        folders += [top.joinpath(*parts[:depth]) for top in tops for depth in range(len(parts), -1, -1)]
     return folders
 
 
 def set_threads(threads: int | None) -> int:
     """Let torch and the native kernels use ``threads`` CPU threads; returns how many.
 
-    None keeps torch's own choice, lowered to ``usable_cpus``, unless OMP_NUM_THREADS says otherwise. Raises InputError
-    for a number below 1.
+    None keeps the count that an earlier call set; the first call lowers torch's own choice to ``usable_cpus``, unless
+    OMP_NUM_THREADS is set. Raises InputError for a number below 1.
     """
+    global _settled
     if threads is None:
-        if not os.environ.get("OMP_NUM_THREADS") and torch.get_num_threads() > usable_cpus():
+        if not _settled and not os.environ.get("OMP_NUM_THREADS") and torch.get_num_threads() > usable_cpus():
             torch.set_num_threads(usable_cpus())
     elif isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
         raise InputError(f"threads must be a whole number of at least 1, got {threads!r}")
     else:
         torch.set_num_threads(threads)
+    _settled = True
     return torch.get_num_threads()

@@ -137,7 +137,7 @@ def test_a_damaged_library_without_a_compiler(
     path.unlink()
     path.write_bytes(b"cut")
     no_compiler(monkeypatch, tmp_path)
-    with pytest.raises(build.Failed, match="no C\\+\\+ compiler"):
+    with pytest.raises(build.BuildError, match="no C\\+\\+ compiler"):
         build.opened(QUICK)
 
 

@@ -22,6 +22,7 @@ from anabranch.model.decoder import Decoder
 from anabranch.model.families import model_config
 from anabranch.model.quantize import Quantization, check_quantization, quantize_decoder
 from anabranch.model.weights import build_decoder, fill_decoder, load_safetensors_dir, stored_dtype
+from anabranch.processor import set_threads
 
 __all__ = ["Target", "build_decoder", "load_target", "locate", "resolve_device", "resolve_dtype"]
 
@@ -66,6 +67,7 @@ def load_target(
     """
     kind = check_quantization(quantize)
     wanted, place = resolve_dtype(dtype), resolve_device(device)
+    set_threads(None)
     path = locate(name, revision=revision)
     tensors: Mapping[str, Tensor]
     generation: Mapping[str, Any] = {}

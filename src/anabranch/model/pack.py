@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from anabranch.memory import give_back
 from anabranch.model.decoder import Block, Decoder
 from anabranch.model.quantize import GROUP, QuantizedLinear, QuantizedWeight
-from anabranch.model.stack import HeadTable, NativeLinear, Stack, native_for
+from anabranch.model.stack import HeadTable, NativeLinear, Stack, native_for, warn_about_kernels
 
 __all__ = ["Packable", "PackedLinear", "PackedQuantized", "PackedWeight", "can_pack", "pack_decoder", "packed_like"]
 
@@ -198,10 +198,17 @@ def _stored(linear: nn.Linear | QuantizedLinear) -> Tensor | QuantizedWeight:
 def pack_decoder(target: Decoder) -> bool:
     """Replace the linear layers of a target by packed ones, in place; returns whether that was possible.
 
-    The target can then no longer be trained through or moved to another device.
+    The target can then no longer be trained through or moved to another device. Issues a PerformanceWarning where the
+    kernels that will decode are slower than the machine could run (``warn_about_kernels``).
     """
     if isinstance(target.head, PackedLinear | PackedQuantized | NativeLinear):
         return True
+    possible = _pack(target)
+    warn_about_kernels(target, stacklevel=2)
+    return possible
+
+
+def _pack(target: Decoder) -> bool:
     native, head, dtype = native_for(target), target.head, target.dtype
     narrow = isinstance(head, QuantizedLinear)
     if not native and not (PackedQuantized.fits(head, dtype) if narrow else can_pack(dtype, target.device)):

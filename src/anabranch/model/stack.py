@@ -5,6 +5,7 @@ B rows of the batch, N nodes, M = B N, L committed tokens, D model width.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,10 +15,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from anabranch.errors import PerformanceWarning
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Block, Decoder, Norm
 from anabranch.model.quantize import QuantizedLinear, QuantizedWeight
 from anabranch.native import library as native
+from anabranch.native.build import Shortfall
 
 KEPT = 16  # layers made ready for a cache, that many times
 
@@ -31,6 +34,7 @@ __all__ = [
     "kernels_of",
     "native_for",
     "table_of",
+    "warn_about_kernels",
     "why_not_native",
 ]
 
@@ -281,11 +285,11 @@ class Stack:
         trailing        these are streams, whose sliding window is that of the newest committed token
         """
         lengths_B = np.array(lengths, np.int64)
-        parents_BN = None if parents_BN is None else np.ascontiguousarray(parents_BN)
+        parents_BN = None if parents_BN is None else np.ascontiguousarray(parents_BN, np.int64)
         table = self._rope.table(planned)  # cos and sin of all positions [2, .., dim]
         assert table.dtype == torch.float32
         assert table[0].is_contiguous()
-        assert parents_BN is None or (parents_BN.dtype, parents_BN.size) == (np.int64, len(lengths) * nodes)
+        assert parents_BN is None or parents_BN.size == len(lengths) * nodes
         assert x_BND is None or x_BND.numel() == len(lengths) * nodes * self.config.hidden_size
         cos = table.data_ptr()
         step = native.Step(
@@ -355,45 +359,77 @@ def norm_weight(norm: Norm) -> Tensor:
 
 @dataclass(frozen=True)
 class KernelUse:
-    """Which kernels decode a target: ``name`` is "torch" or one of ``native.FORMS``.
+    """Which kernels decode a target: ``name`` is "torch" or one of ``build.FORMS``.
 
-    why     why these and none that are faster; empty where they are the best that this processor can run
-    advice  what the user can do about it; empty where there is nothing
+    why         why these and none that are faster; empty where they are the best that this processor can run
+    advice      what the user can do about it; empty where there is nothing
+    accepted    nothing to warn of: the user asked for these kernels, or this machine can run no better ones
     """
 
     name: str
     why: str = ""
     advice: str = ""
+    accepted: bool = False
+
+
+_warned: set[str] = set()  # reasons of ``warn_about_kernels``
 
 
 def kernels_of(target: Decoder) -> KernelUse:
     """Which kernels decode a packed target, and why no faster ones."""
-    if target.stack is not None:
-        return KernelUse(target.stack.kernels.form)
-    return KernelUse("torch", why_not_native(target))
+    name = "torch" if target.stack is None else target.stack.kernels.form
+    lacking = native.shortfall() if target.stack is not None else _lacking(target)
+    if lacking is None:
+        return KernelUse(name)
+    return KernelUse(name, lacking.why, lacking.advice, lacking.accepted)
+
+
+def warn_about_kernels(target: Decoder, *, stacklevel: int = 2) -> None:
+    """Warn (PerformanceWarning) where a packed target is decoded by slower kernels than the machine could run.
+
+    Once per reason and process; not where the user chose the kernels, nor on a GPU.
+    """
+    use = kernels_of(target)
+    if not use.why or use.accepted or use.why in _warned:
+        return
+    _warned.add(use.why)
+    slower = "decoding runs on PyTorch's kernels, which are slower: " if use.name == "torch" else ""
+    advice = f"; {use.advice}" if use.advice else ""
+    warnings.warn(f"{slower}{use.why}{advice}", PerformanceWarning, stacklevel=stacklevel + 1)
 
 
 def why_not_native(target: Decoder) -> str:
     """Why the native kernels cannot run this target; empty where they can."""
+    lacking = _lacking(target)
+    return "" if lacking is None else lacking.why
+
+
+def _lacking(target: Decoder) -> Shortfall | None:
+    """What keeps the native kernels from this target: the target first, then the machine."""
     c = target.config
     if target.device.type != "cpu":
-        return f"the native kernels are for CPUs, not {target.device.type}"
+        return Shortfall(f"the native kernels are for CPUs, not {target.device.type}", accepted=True)
     if target.dtype not in (torch.bfloat16, torch.float32):
-        return f"the native kernels take bfloat16 and float32, not {str(target.dtype).removeprefix('torch.')}"
+        dtype = str(target.dtype).removeprefix("torch.")
+        return Shortfall(f"the native kernels take bfloat16 and float32, not {dtype}", "load it in bfloat16")
     if isinstance(target.head, QuantizedLinear) and target.dtype != torch.bfloat16:
-        return "the native kernels run quantised weights beside bfloat16 only"
+        return Shortfall("the native kernels run quantised weights beside bfloat16 only", "load it in bfloat16")
     wired = c.wiring == "sequential" and c.norm == "rms" and c.gated_mlp and c.activation == "silu"
     plain = not (c.post_norms or c.mlp_bias or c.attention_softcap is not None) and c.position == "rope"
     alike = len({c.is_sliding(layer) for layer in range(c.num_layers)}) == 1
+    other = "use a model of the Llama, Mistral, SmolLM, Qwen2 or Qwen3 families for the faster kernels"
     if not (wired and plain and alike and c.embedding_scale == 1.0):
-        return f"the native kernels do not cover the {c.family} family"
+        return Shortfall(f"the native kernels do not cover the {c.family} family", other)
     sizes = {"hidden_size": c.hidden_size, "head_dim": c.head_dim, "intermediate_size": c.intermediate_size}
     for name, size in sizes.items():
-        if size % 32:
-            return f"the native kernels take sizes in multiples of 32, and {name} is {size}"
-    if c.head_dim > 128 or c.rope.dim % 2 or c.rope.dim > c.head_dim:
-        return f"the native kernels take heads of at most 128 channels, and these have {c.head_dim}"
-    return "" if native.library() is not None else native.why_not()
+        if size % native.BLOCK:
+            return Shortfall(f"the native kernels take sizes in multiples of 32, and {name} is {size}", other)
+    if c.head_dim > 128:
+        return Shortfall(f"the native kernels take heads of at most 128 channels, and these have {c.head_dim}", other)
+    if c.rope.dim % 2 or c.rope.dim > c.head_dim:
+        channels = f"{c.rope.dim} of {c.head_dim} channels"
+        return Shortfall(f"the native kernels rotate an even number of a head's channels, not {channels}", other)
+    return native.shortfall() if native.library() is None else None
 
 
 def native_for(target: Decoder) -> bool:

@@ -217,10 +217,20 @@ struct Group {
   int32_t offset;
 };
 
+// a group that makes NaN of every product
+inline void no_number(Group* row) {
+  *row = {};
+  row->scale = row->sum = std::numeric_limits<float>::quiet_NaN();
+}
+
 inline void store32(Group* row, int b, Floats low, Floats high) {
   const Floats size = larger(larger(low, zeros() - low), larger(high, zeros() - high));
   const float most = largest(size);
-  const Floats inverse = same(most > 0.0f ? 127.0f / most : 0.0f);
+  // of a NaN and a number ``larger`` may keep either
+  const __m256 strange = _mm256_or_ps(_mm256_cmp_ps(low.low, low.high, _CMP_UNORD_Q),
+                                      _mm256_cmp_ps(high.low, high.high, _CMP_UNORD_Q));
+  if (_mm256_movemask_ps(strange) != 0 || !(most <= LARGEST)) return no_number(row + b);
+  const Floats inverse = same(most > SMALLEST ? 127.0f / most : 0.0f);
   const auto whole = [](Floats x) {
     const __m256i both = _mm256_packs_epi32(_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high));
     return _mm256_permute4x64_epi64(both, 0xd8);
@@ -236,9 +246,7 @@ inline void store32(Group* row, int b, Floats low, Floats high) {
   const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
   const __m128i two = _mm_add_epi32(four, _mm_unpackhi_epi64(four, four));
   const int32_t sum = _mm_cvtsi128_si32(two) + _mm_extract_epi32(two, 1);
-  // of a NaN and a number ``larger`` may keep either; a row with a NaN must not lose it
-  const __m256 strange = _mm256_or_ps(_mm256_cmp_ps(low.low, low.high, _CMP_UNORD_Q), _mm256_cmp_ps(high.low, high.high, _CMP_UNORD_Q));
-  row[b].scale = _mm256_movemask_ps(strange) == 0 ? most / 127.0f : std::numeric_limits<float>::quiet_NaN();
+  row[b].scale = most / 127.0f;
   row[b].sum = row[b].scale * static_cast<float>(sum);
   row[b].offset = -128 * sum;
 }

@@ -11,7 +11,7 @@ constexpr int TILE = 14;           // 28 sums, 2 weights and a value fill the re
 constexpr int QUANTISED_TILE = 8;  // quantised rows keep two sums for each output
 constexpr int SUMS = 28;           // sums that registers have room for beside their factors
 
-#ifdef ANABRANCH_TILES  // see library.py for who may use them
+#ifdef ANABRANCH_TILES  // see build.py for who may use them
 constexpr bool TILES = true;
 #else
 constexpr bool TILES = false;
@@ -118,16 +118,22 @@ struct Group {
   int32_t offset;
 };
 
+// a group that makes NaN of every product
+inline void no_number(Group* row) {
+  *row = {};
+  row->scale = row->sum = std::numeric_limits<float>::quiet_NaN();
+}
+
 inline void store32(Group* row, int b, Floats low, Floats high) {
   const float most = largest(larger(_mm512_abs_ps(low), _mm512_abs_ps(high)));
-  const Floats inverse = same(most > 0.0f ? 127.0f / most : 0.0f);
+  // of a NaN and a number ``larger`` may keep either
+  if (_mm512_cmp_ps_mask(low, high, _CMP_UNORD_Q) != 0 || !(most <= LARGEST)) return no_number(row + b);
+  const Floats inverse = same(most > SMALLEST ? 127.0f / most : 0.0f);
   const __m512i l = _mm512_cvtps_epi32(low * inverse), h = _mm512_cvtps_epi32(high * inverse);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(row[b].value), _mm512_cvtepi32_epi8(l));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(row[b].value + 16), _mm512_cvtepi32_epi8(h));
   const int32_t sum = _mm512_reduce_add_epi32(_mm512_add_epi32(l, h));
-  // of a NaN and a number ``larger`` may keep either; a row with a NaN must not lose it
-  const bool numbers = _mm512_cmp_ps_mask(low, high, _CMP_UNORD_Q) == 0;
-  row[b].scale = numbers ? most / 127.0f : std::numeric_limits<float>::quiet_NaN();
+  row[b].scale = most / 127.0f;
   row[b].sum = row[b].scale * static_cast<float>(sum);
   row[b].offset = -128 * sum;
 }

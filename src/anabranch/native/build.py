@@ -28,7 +28,7 @@ from anabranch.errors import InputError
 from anabranch.files import cache_home
 from anabranch.processor import processor_flags
 
-__all__ = ["FORMS", "Failed", "Opened", "Shortfall", "compiler", "forms", "opened", "shortfall_of", "unfit"]
+__all__ = ["FORMS", "BuildError", "Opened", "Shortfall", "compiler", "forms", "opened", "shortfall_of", "unfit"]
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 HEADERS = tuple(SOURCE.with_name(name) for name in ("numbers.h", "avx512.h", "avx2.h"))
@@ -66,7 +66,7 @@ class Shortfall:
     accepted: bool = False
 
 
-class Failed(Exception):
+class BuildError(Exception):
     """One form cannot be had."""
 
     def __init__(self, why: str, advice: str) -> None:
@@ -85,14 +85,14 @@ class Opened:
 def opened(flags: tuple[str, ...]) -> Opened:
     """The library made with these compiler flags, from the cache folder or compiled now; safe among processes.
 
-    Raises Failed.
+    Raises BuildError.
     """
     folder, key = cache_home() / "native", _key(flags)
     if (found := _kept(folder, key)) is not None:
         return Opened(found)
     command = compiler()
     if command is None:
-        raise Failed("there is no C++ compiler", "install g++, or set CXX to a C++ compiler")
+        raise BuildError("there is no C++ compiler", "install g++, or set CXX to a C++ compiler")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / "compile.lock", timeout=2 * LONGEST):
@@ -114,7 +114,7 @@ def opened(flags: tuple[str, ...]) -> Opened:
         try:
             return Opened(ctypes.CDLL(str(made)), f"{folder} cannot be used ({not_kept})")
         except OSError as error:
-            raise Failed(f"the compiled kernels cannot be loaded: {error}", "") from error
+            raise BuildError(f"the compiled kernels cannot be loaded: {error}", "") from error
 
 
 def _key(flags: tuple[str, ...]) -> str:
@@ -139,7 +139,7 @@ def _kept(folder: Path, key: str) -> ctypes.CDLL | None:
 
 
 def _compile(command: list[str], flags: tuple[str, ...], workspace: Path, logs: Path) -> Path:
-    """A new library in ``workspace`` whose products are right. Raises Failed, and OSError where the disk is full."""
+    """A new library in ``workspace`` whose products are right. Raises BuildError; OSError where the disk is full."""
     made, log = workspace / "kernels.so", logs / "anabranch-compile.log"
     try:
         done = subprocess.run(
@@ -151,7 +151,7 @@ def _compile(command: list[str], flags: tuple[str, ...], workspace: Path, logs: 
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise Failed(f"the compiler {command[0]} did not run ({error})", "install g++, or set CXX") from error
+        raise BuildError(f"{command[0]} did not run ({error})", "install g++, or set CXX") from error
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         if "No space left on device" in done.stderr:
@@ -159,13 +159,13 @@ def _compile(command: list[str], flags: tuple[str, ...], workspace: Path, logs: 
         first = next((line for line in lines if "error" in line), lines[0] if lines else f"status {done.returncode}")
         with suppress(OSError):
             log.write_text(f"{shlex.join(map(str, done.args))}\n\n{done.stderr}", encoding="utf-8")
-        raise Failed(f"compiling them failed: {first.strip()}", f"see {log}; another g++ may do, or set CXX")
+        raise BuildError(f"compiling them failed: {first.strip()}", f"see {log}; another g++ may do, or set CXX")
     try:
         right = subprocess.run([sys.executable, "-c", CHECK, str(made)], check=False, timeout=60).returncode == 0
     except subprocess.TimeoutExpired:
         right = False
     if not right:
-        raise Failed("their products are wrong on this processor", "another g++ may do, or set CXX")
+        raise BuildError("their products are wrong on this processor", "another g++ may do, or set CXX")
     return made
 
 
@@ -198,7 +198,7 @@ def unfit() -> Shortfall | None:
     return None
 
 
-def shortfall_of(form: str, failures: dict[str, Failed], not_kept: str) -> Shortfall | None:
+def shortfall_of(form: str, failures: dict[str, BuildError], not_kept: str) -> Shortfall | None:
     """Why ``form`` is not the best that the processor has, or not kept; None if it is both.
 
     ``failures`` are those of better forms.
@@ -241,7 +241,7 @@ def forms() -> list[str]:
 
 
 def _tiles_granted() -> bool:
-    return ctypes.CDLL(None).syscall(*ASK_FOR_TILES) == 0
+    return bool(ctypes.CDLL(None).syscall(*ASK_FOR_TILES) == 0)
 
 
 def compiler() -> list[str] | None:

@@ -900,7 +900,7 @@ class Runner {
           rest = std::log(left) + most;
         }
         pool.each(t.token.blocks(), id, [&](int block) {
-          Floats low, high;
+          Floats low = zeros(), high = zeros();
           product(s + place<T>(depth, t.d), 1, t.state, block, [&](int, int, Floats lo, Floats hi) { low = lo, high = hi; });
           product(e, rows, t.token, block, [&](int m, int b, Floats lo, Floats hi) {
             float* to = parts + static_cast<int64_t>(m) * wide + b * BLOCK;
@@ -1733,7 +1733,7 @@ void check(int kind, const Draft& t, int64_t root) {
   require(!std::isnan(t.least) && !std::isnan(t.warmth) && !std::isnan(t.trust), "a draft's threshold is NaN");
 }
 
-// sizes of what library.py mirrors, each with the place of its last member
+// sizes of what structs.py mirrors, each with the place of its last member
 constexpr int32_t LAYOUT[] = {
     sizeof(Packed), offsetof(Packed, kind),  sizeof(Table), offsetof(Table, words), sizeof(Layer), offsetof(Layer, values),
     sizeof(Shape),  offsetof(Shape, head_stride), sizeof(Step),  offsetof(Step, parents), sizeof(Ends), offsetof(Ends, chosen),
@@ -1746,7 +1746,7 @@ constexpr int32_t LAYOUT[] = {
 // returns an int returns a Status, or another number from 0 on.
 extern "C" {
 
-// which of FORMS in library.py this is
+// which of FORMS in build.py this is
 const char* anabranch_form() { return FORM; }
 
 // what was wrong with this thread's last call that failed

@@ -120,9 +120,7 @@ class Library:
             return status
         message = self._c.anabranch_message().decode(errors="replace")
         if status == STATUSES["memory"]:
-            raise DeviceError(
-                f"the native kernels ran out of memory ({message}); use fewer rows, a shorter context or a smaller model"
-            )
+            raise DeviceError(f"the native kernels ran out of memory ({message}); use fewer rows or a shorter context")
         if status == STATUSES["threads"]:
             raise DeviceError(f"the native kernels could not start a thread ({message}); raise the limit (ulimit -u)")
         raise AssertionError(f"the native kernels refused a call: {message}")
@@ -153,8 +151,8 @@ class Library:
             started = self._c.anabranch_runner(count, ctypes.byref(runner))
             if started < count:
                 warnings.warn(
-                    f"the system let the native kernels start {started} of {count} threads; raise the limit (ulimit -u) "
-                    "or ask for fewer threads",
+                    f"the system let the native kernels start {started} of {count} threads; "
+                    "raise the limit (ulimit -u) or ask for fewer threads",
                     PerformanceWarning,
                     stacklevel=2,
                 )
@@ -418,7 +416,7 @@ def _openmp() -> Callable[[int], None] | None:
     set_threads(before + 1)
     works = torch.get_num_threads() == before + 1  # another OpenMP than torch's does nothing
     set_threads(before)
-    return set_threads if works else None  # type: ignore[no-any-return]
+    return set_threads if works else None
 
 
 @dataclass(frozen=True)
@@ -481,13 +479,13 @@ def _look() -> _Found:
 def _find() -> _Found:
     if (lacking := build.unfit()) is not None:
         return _Found(None, lacking)
-    failures: dict[str, build.Failed] = {}
+    failures: dict[str, build.BuildError] = {}
     for form in build.forms():
         try:
             opened = build.opened((*build.FLAGS, *build.FORMS[form][1]))
-        except build.Failed as failed:
+        except build.BuildError as failed:
             failures[form] = failed
             continue
         return _Found(Library(opened.library), build.shortfall_of(form, failures, opened.not_kept))
-    failed = next(iter(failures.values()))
-    return _Found(None, build.Shortfall(f"the native kernels are missing: {failed.why}", failed.advice))
+    first = next(iter(failures.values()))
+    return _Found(None, build.Shortfall(f"the native kernels are missing: {first.why}", first.advice))

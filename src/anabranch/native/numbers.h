@@ -23,6 +23,9 @@ using bf16 = uint16_t;
 
 constexpr int BLOCK = 32;  // outputs of a packed block
 
+// What rows in int8 can be scaled from: 127 divided by less than SMALLEST is infinite.
+constexpr float LARGEST = std::numeric_limits<float>::max(), SMALLEST = 127.0f / LARGEST * 1.01f;
+
 // a function that keeps the registers for itself
 #define OWN __attribute__((noinline))
 

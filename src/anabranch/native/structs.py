@@ -1,4 +1,4 @@
-"""The C structs of ``kernels.cpp``, mirrored for ctypes; ``layout()`` is compared with theirs when the library is loaded."""
+"""The C structs of ``kernels.cpp`` for ctypes; ``layout()`` is compared with theirs when the library is loaded."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Shape(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """The rows of one pass. Without ``x`` they are made and kept inside. ``places``: positions in ``cos`` and ``sin``."""
+    """The rows of one pass. Without ``x`` they are made and kept inside. ``places``: positions that ``cos`` has."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("batch", "nodes", "window", "trailing", "places")),
@@ -108,5 +108,5 @@ _LAST = (
 
 
 def layout() -> list[int]:
-    """The size of each struct and the offset of one of its last members, in the order of ``LAYOUT`` in ``kernels.cpp``."""
+    """The size of each struct and the offset of one of its last members, as ``LAYOUT`` in ``kernels.cpp``."""
     return [number for struct, last in _LAST for number in (ctypes.sizeof(struct), getattr(struct, last).offset)]

@@ -1,0 +1,468 @@
+"""What the kernels refuse, and what they do with scores that are no numbers, without memory, and in other threads."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+from test_kernels import BASE, FORMS, adapter_for, cache, decoder, needs_kernels, packed, tokens
+
+from anabranch.model.pack import packed_like
+from anabranch.model.quantize import QuantizedWeight
+from anabranch.model.stack import NativeLinear
+from anabranch.native import library as native
+from anabranch.sampling import position_keys
+from anabranch.streams.draft import DraftOptions, StreamDraft
+
+NAN, INF = math.nan, math.inf
+SANITIZED = "ANABRANCH_SANITIZED" in os.environ  # which limits of a process's memory cannot bear
+
+pytestmark = needs_kernels
+
+
+def kernels() -> native.Library:
+    found = native.library()
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_products_of_every_width(dtype: torch.dtype) -> None:
+    """As low ranks and root widths may be: packing bf16 weights of odd width wrote past their block."""
+    torch.manual_seed(0)
+    for width in range(1, 41):
+        weight, x = torch.randn(33, width).to(dtype), torch.randn(3, width).to(dtype)
+        linear = NativeLinear(weight, None, wide=True)
+        torch.testing.assert_close(linear(x), x.float() @ weight.float().T, rtol=1e-4, atol=1e-3)
+        assert torch.equal(linear.choose(x), linear(x).argmax(1))
+        assert torch.equal(linear.dense(), weight)
+        assert torch.equal(linear.rows(torch.tensor([32, 0])), weight[[32, 0]])
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_packed_like_takes_every_rank(dtype: torch.dtype, kind: Literal["int8", "int4"]) -> None:
+    torch.manual_seed(0)
+    like = NativeLinear(torch.randn(32, 32).to(dtype), None)
+    for rank in (*range(1, 41), 64):
+        for shape in ((rank, 64), (64, rank)):
+            weight, x = torch.randn(*shape).to(dtype), torch.randn(2, shape[1]).to(dtype)
+            made = packed_like(like, weight, None, kind)
+            assert made is not None
+            wanted = x.float() @ weight.float().T
+            assert (made(x).float() - wanted).abs().max() < 0.3 * wanted.std() + 0.3
+
+
+@pytest.mark.parametrize("rank", [1, 5, 32])
+@torch.inference_mode()
+def test_adapters_of_odd_ranks_decode(rank: int) -> None:
+    from anabranch.drafters.streams import StreamDrafter
+    from anabranch.engine import Engine, Request
+
+    model = packed(BASE, "bfloat16")
+    adapter = adapter_for(model, conditioning="path", conditioning_rank=rank, root_width=rank)
+    engine = Engine(model, StreamDrafter(model, adapter, DraftOptions(nodes=8)), capacity=128)
+    engine.add(Request(tokens(9), 12, stop_ids=frozenset()))
+    assert sum(len(step.tokens) for step in engine.run()) == 12
+
+
+def test_wrong_tensors_are_refused() -> None:
+    """Before a call, and by the C side: memory beyond a tensor is never touched."""
+    k = kernels()
+    weight, memory = k.pack("bfloat16", torch.randn(40, 64).bfloat16())
+    x, z, keys = torch.randn(3, 64).bfloat16(), torch.randn(3, 50), np.zeros(3, np.uint64)
+    bad = [
+        lambda: k.pack("bfloat16", torch.randn(8, 5).bfloat16()),
+        lambda: k.pack("bfloat16", torch.randn(8, 6)),
+        lambda: k.pack("int7", torch.randn(8, 6)),
+        lambda: k.pack("float32", torch.randn(0, 6)),
+        lambda: k.pack("int8", torch.zeros(8, 33, dtype=torch.uint8), torch.ones(8)),
+        lambda: k.pack("int8", torch.zeros(8, 32, dtype=torch.uint8), torch.ones(7)),
+        lambda: k.pack("int8", torch.zeros(8, 32, dtype=torch.uint8)),
+        lambda: k.pack("int4", torch.zeros(8, 32, dtype=torch.uint8), torch.ones(8, 1).half()),
+        lambda: k.linear(x[:, :62], weight, None),
+        lambda: k.linear(x.float(), weight, None),
+        lambda: k.linear(x.half(), weight, None),
+        lambda: k.linear(x[0], weight, None),
+        lambda: k.linear(x, weight, torch.zeros(39)),
+        lambda: k.linear(x, weight, torch.zeros(40).bfloat16()),
+        lambda: k.linear(x, native.Packed(weight.data, 40, 64, 9), None),
+        lambda: k.linear(x, native.Packed(None, 40, 64, 0), None),
+        lambda: k.choose(x[:, :62], weight, None),
+        lambda: k.norm(torch.randn(2, 33), torch.ones(33), 1e-6, torch.float32),
+        lambda: k.norm(torch.randn(2, 32), torch.ones(31), 1e-6, torch.float32),
+        lambda: k.norm(torch.randn(2, 32), torch.ones(32), 1e-6, torch.float16),
+        lambda: k.best(z.double(), 4),
+        lambda: k.best(z, 0),
+        lambda: k.best(torch.empty(3, 0), 4),
+        lambda: k.draw(z, 0.0, keys),
+        lambda: k.draw(z, 1.0, keys[:2]),
+        lambda: k.draw(z.bfloat16(), 1.0, keys),
+    ]
+    for call in bad:
+        with pytest.raises(AssertionError):
+            call()
+    assert len(memory) == 2 * 64 * 64
+
+
+def refused(status: int) -> str:
+    """What the C side said."""
+    assert status == -3
+    return kernels()._c.anabranch_message().decode()
+
+
+def test_the_c_side_refuses_by_itself() -> None:
+    c = ctypes.CDLL(kernels()._c._name)  # without the checks of Python
+    kernels()._c.anabranch_message.restype = ctypes.c_char_p
+    size, room = ctypes.c_int64(), torch.zeros(4096)
+    at = ctypes.c_void_p(room.data_ptr())
+    assert "odd width" in refused(
+        c.anabranch_packed_bytes(ctypes.byref(native.Packed(None, 8, 5, 0)), ctypes.byref(size))
+    )
+    assert "odd width" in refused(
+        c.anabranch_pack(ctypes.byref(native.Packed(room.data_ptr(), 8, 5, 0)), at, None, None)
+    )
+    assert "whole groups" in refused(
+        c.anabranch_pack(ctypes.byref(native.Packed(room.data_ptr(), 8, 40, 3)), at, at, at)
+    )
+    assert "null" in refused(c.anabranch_pack(ctypes.byref(native.Packed(room.data_ptr(), 8, 32, 3)), at, at, None))
+    assert "null" in refused(c.anabranch_linear(0, None, None, 1, None, None, None))
+    assert "threads" in refused(c.anabranch_runner(0, ctypes.byref(ctypes.c_void_p())))
+    assert "whole blocks" in refused(c.anabranch_norm(1, at, ctypes.c_int64(1), 40, at, ctypes.c_float(0), at))
+    nodes = np.array([2, 2], np.int64)
+    move = [ctypes.c_int64(n) for n in (0, 1024, 64, 3)]
+    assert "ascend" in refused(c.anabranch_move(at, at, 1, 1, *move, ctypes.c_void_p(nodes.ctypes.data), 2))
+    nodes[1] = 13  # of a capacity of 16, behind 3
+    assert "behind" in refused(c.anabranch_move(at, at, 1, 1, *move, ctypes.c_void_p(nodes.ctypes.data), 2))
+
+
+@torch.inference_mode()
+def test_passes_that_do_not_fit_are_refused() -> None:
+    """Tokens, trees, lengths and sizes that would be read or written outside of their tensors."""
+    model = packed(BASE, "bfloat16")
+    assert model.stack is not None
+    memory = cache(model)
+    stack, x = model.stack, torch.zeros(1, 4, BASE.hidden_size)
+
+    def run(lengths: list[int], parents: list[int], shape: dict[str, int] | None = None, **step: int) -> None:
+        made = stack.step(lengths, 4, np.array([parents], np.int64), 300, x)
+        for name, value in step.items():
+            setattr(made.native, name, value)
+        sizes, layers = stack.ready(memory, 0, 0, BASE.num_layers)
+        sizes = native.Shape.from_buffer_copy(sizes)
+        for name, value in (shape or {}).items():
+            setattr(sizes, name, value)
+        stack.kernels.layers(sizes, layers, made.native)
+
+    chain = [-1, 0, 1, 2]
+    run([10], chain)
+    run([252], chain)
+    for lengths, parents, shape, step, why in (
+        ([253], chain, {}, {}, "no room"),
+        ([-1], chain, {}, {}, "no room"),
+        ([10], [-1, 1, 1, 2], {}, {}, "parent"),
+        ([10], [-2, 0, 1, 2], {}, {}, "parent"),
+        ([10], chain, {}, {"places": 13}, "rotation"),
+        ([10], chain, {}, {"nodes": 0}, "no rows"),
+        ([10], chain, {}, {"cos": None}, "null"),
+        ([10], chain, {"rope_dim": 64}, {}, "rotations"),
+        ([10], chain, {"e": 48}, {}, "channels"),
+        ([10], chain, {"e": 160}, {}, "channels"),
+        ([10], chain, {"d": 60}, {}, "multiple of 32"),
+        ([10], chain, {"d": 96}, {}, "another size"),
+        ([10], chain, {"inner": 128}, {}, "another size"),
+        ([10], chain, {"heads": 3}, {}, "key heads"),
+        ([10], chain, {"kv_heads": 0}, {}, "key heads"),
+    ):
+        with pytest.raises(AssertionError, match=why):
+            run(lengths, parents, shape, **step)  # type: ignore[arg-type]
+    for token in (BASE.vocab_size, -1):
+        with pytest.raises(AssertionError, match="vocabulary"):
+            stack.through(np.array([[1, token]]), stack.step([3], 2, None, 300), memory, 0, choose=True)
+    moves = [(range(9), 0, 0, [1]), (range(3), 1, 0, [1]), (range(3), 0, 255, [1]), (range(3), 0, 0, [2, 1])]
+    for layers, slot, start, nodes in moves:
+        with pytest.raises(AssertionError):
+            kernels().move(memory.keys, memory.values, layers, slot, start, np.array(nodes))
+    with pytest.raises(AssertionError, match="differ"):
+        kernels().move(memory.keys, memory.values[:2], range(3), 0, 0, np.array([1]))
+
+
+# ---- scores that are no numbers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 4, 16, 17, 40])
+@pytest.mark.parametrize("width", [1, 7, 16, 33, 100, 1000])
+def test_best_leaves_out_what_is_not_finite(width: int, count: int) -> None:
+    torch.manual_seed(width)
+    clean = torch.randn(width)
+    rows = [clean]
+    for strange in (NAN, -INF, INF):
+        for places in ([0], [width - 1], [*range(0, width, 3)], [*range(width - 1)], [*range(width)]):
+            row = clean.clone()
+            row[places] = strange
+            rows.append(row)
+    z = torch.stack(rows)
+    values, places_ = kernels().best(z, count)
+    for row, value, place in zip(z, values, places_, strict=True):
+        finite = torch.where(row.isfinite(), row, -INF)
+        have = min(count, int(row.isfinite().sum()))
+        wanted = finite.log_softmax(0).topk(have) if have else (torch.empty(0), torch.empty(0, dtype=torch.long))
+        torch.testing.assert_close(value[:have], wanted[0], rtol=1e-5, atol=1e-5)
+        assert torch.equal(finite[place[:have]], finite[wanted[1]])
+        assert bool((value[have:] == -INF).all())
+        assert bool((place[have:] == 0).all())
+
+
+@pytest.mark.parametrize("width", [1, 33, 1500])
+def test_draw_tells_rows_without_a_largest_score(width: int) -> None:
+    torch.manual_seed(width)
+    clean = torch.randn(width)
+    rows, wanted = [clean], [False]
+    for strange in (NAN, -INF, INF):
+        for places in ([0], [width - 1], [*range(width)]):
+            row = clean.clone()
+            row[places] = strange
+            rows.append(row)
+            wanted.append(strange != -INF or len(places) == width)
+    keys = position_keys(1, range(len(rows)))
+    wanted = [bad or not bool(row.isfinite().any()) for bad, row in zip(wanted, rows, strict=True)]
+    assert (kernels().draw(torch.stack(rows), 0.7, keys) == -1).tolist() == wanted
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("outputs", [1, 33, 1000])
+def test_choose_tells_rows_without_a_largest_score(outputs: int, form: str) -> None:
+    """A NaN in the rows, in one weight, in the bias; +inf and -inf."""
+    torch.manual_seed(outputs)
+    dtype = torch.float32 if form == "float32" else torch.bfloat16
+    weight, x = torch.randn(outputs, 64).to(dtype), torch.randn(3, 64).to(dtype)
+
+    def linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> NativeLinear:
+        quantized = form in ("int8", "int4")
+        return NativeLinear(QuantizedWeight.of(weight, form) if quantized else weight, bias, wide=True)  # type: ignore[arg-type]
+
+    plain = linear(weight)
+    assert torch.equal(plain.choose(x), plain(x).argmax(1))
+    for place in (0, 40, 63):
+        strange = x.clone()
+        strange[1, place] = NAN
+        assert plain.choose(strange).tolist()[1] == -1
+        assert torch.equal(plain.choose(strange)[[0, 2]], plain.choose(x)[[0, 2]])
+    strange = x.clone()
+    strange[1, 40] = INF
+    assert plain.choose(strange).tolist()[1] == -1
+    broken = weight.clone()
+    broken[outputs // 2, 3] = NAN
+    assert linear(broken).choose(x).tolist() == [-1] * 3
+    for value, wanted in ((NAN, True), (INF, True), (-INF, outputs == 1)):
+        bias = torch.zeros(outputs)
+        bias[-1] = value
+        assert (linear(weight, bias).choose(x) == -1).tolist() == [wanted] * 3
+    assert linear(weight, torch.full((outputs,), -INF)).choose(x).tolist() == [-1] * 3
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("where", ["qkv", "out", "up", "down", "norm_in"])
+@torch.inference_mode()
+def test_weights_with_a_nan_choose_nothing(where: str, form: str) -> None:
+    from anabranch.model.pack import pack_decoder
+    from anabranch.model.quantize import quantize_decoder
+
+    model = decoder(BASE, torch.float32 if form == "float32" else torch.bfloat16)
+    weight = getattr(model.blocks[1].mlp if where in ("up", "down") else model.blocks[1], where).weight
+    weight.view(-1)[weight.numel() // 2 + 3] = NAN
+    if form in ("int8", "int4"):
+        quantize_decoder(model, form)  # type: ignore[arg-type]
+    assert pack_decoder(model)
+    assert model.stack is not None
+    step = model.stack.step([0], 5, None, 300)
+    _, chosen, _ = model.stack.through(np.array([tokens(5)]), step, cache(model), 0, choose=True)
+    assert chosen is not None
+    assert chosen[0, -1] == -1
+
+
+def draft_of(form: str, options: DraftOptions) -> StreamDraft:
+    model = packed(BASE, form)
+    adapter = adapter_for(model, torch.arange(0, 64, 3), conditioning="path", conditioning_rank=32, root_width=32)
+    draft = StreamDraft(model, adapter, options)
+    assert draft.native is not None
+    return draft
+
+
+@pytest.mark.parametrize("form", FORMS)
+@torch.inference_mode()
+def test_drafts_of_nan_are_the_root_alone(form: str) -> None:
+    draft = draft_of(form, DraftOptions(nodes=24))
+    assert draft.native is not None
+    states = torch.randn(draft.depth, BASE.hidden_size).to(draft.target.dtype)
+    whole = draft.native(states, 5, None, None)
+    assert whole.size > 1
+    states[1, 7] = NAN
+    tree = draft.native(states, 5, None, None)
+    assert tree.tokens[0] == 5
+    assert tree.depths.max() <= 1
+    states[:] = NAN
+    assert draft.native(states, 5, None, None).tokens.tolist() == [5]
+    with pytest.raises(AssertionError, match="root"):
+        draft.native(states, -1, None, None)
+
+
+@torch.inference_mode()
+def test_a_huge_frontier_is_that_of_all_nodes() -> None:
+    draft = draft_of("bfloat16", DraftOptions(nodes=12, frontier=12))
+    states = torch.randn(draft.depth, BASE.hidden_size).bfloat16()
+    assert draft.native is not None
+    wanted = draft.native(states, 5, None, None)
+    draft.native._how.frontier = 2**31 - 1
+    found = draft.native(states, 5, None, None)
+    assert found.tokens.tolist() == wanted.tokens.tolist()
+    draft.native._how.nodes = 2**31 - 1
+    with pytest.raises(AssertionError, match="no depth or no nodes"):
+        kernels()._c.anabranch_draft(
+            *(draft.native._how.head.kind, kernels()._run(), ctypes.byref(draft.native._how), states.data_ptr(), 5),
+            *([wanted.tokens.ctypes.data] * 4),
+        )
+
+
+# ---- without memory or threads --------------------------------------------------------------------------------------
+
+
+def in_a_process(code: str, **environment: str) -> str:
+    """What a program prints that begins with the kernels; a crash is a failure."""
+    begin = "import ctypes, os, resource, sys, threading, time, warnings\nimport numpy as np, torch\n"
+    begin += "from anabranch.native import library as native\nkernels = native.library()\n"
+    begin += "def limit(more):\n"
+    begin += "    used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+    begin += "    resource.setrlimit(resource.RLIMIT_AS, (used + more, used + more))\n"
+    done = subprocess.run(
+        [sys.executable, "-c", begin + code], capture_output=True, text=True, env={**os.environ, **environment}
+    )
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    return done.stdout.strip()
+
+
+@pytest.mark.skipif(SANITIZED, reason="sanitizers need memory of their own")
+def test_without_memory() -> None:
+    """It ended the process: a C++ exception crossed the C boundary."""
+    code = """
+x, (weight, memory) = torch.zeros(1, 64), kernels.pack("int8", torch.zeros(32, 64, dtype=torch.uint8), torch.ones(32))
+kernels.linear(x, weight, None)
+limit(2**28)
+many = 2**24 - 1
+try:
+    kernels._c.anabranch_linear(1, kernels._run(), x.data_ptr(), many, ctypes.byref(weight), None, x.data_ptr())
+except Exception as error:
+    print(type(error).__name__, error)
+try:
+    kernels.large(2**40)
+except Exception as error:
+    print(type(error).__name__, error)
+print(kernels.linear(x, weight, None).shape)
+"""
+    first, second, third = in_a_process(code).splitlines()
+    assert first.startswith("DeviceError the native kernels ran out of memory")
+    assert second.startswith("DeviceError 1,099,511,627,776 bytes of memory cannot be had")
+    assert third == "torch.Size([1, 32])"
+
+
+@pytest.mark.skipif(SANITIZED, reason="sanitizers need memory of their own")
+def test_with_fewer_threads_than_asked_for() -> None:
+    """Room for some of the threads' stacks: the pool has fewer, its products are the same, and it says so."""
+    code = """
+weight, memory = kernels.pack("float32", torch.randn(320, 64))
+x = torch.randn(3, 64)
+torch.set_num_threads(1)
+wanted = kernels.linear(x, weight, None)
+torch.set_num_threads(64)
+threading.stack_size(0)
+limit(2**28)
+with warnings.catch_warnings(record=True) as found:
+    warnings.simplefilter("always")
+    print(torch.equal(kernels.linear(x, weight, None), wanted))
+print([str(w.message) for w in found])
+"""
+    same, warned = in_a_process(f"resource.setrlimit(resource.RLIMIT_STACK, (2**26, -1))\n{code}").splitlines()
+    assert same == "True"
+    assert "of 64 threads; raise the limit" in warned
+
+
+# ---- threads and processes ------------------------------------------------------------------------------------------
+
+
+def test_nobody_keeps_a_wrong_count_of_threads() -> None:
+    """Torch's count is each thread's own: one that starts while another decodes has all of them, for life."""
+    before, seen = torch.get_num_threads(), []
+    torch.set_num_threads(3)
+    meet, part = threading.Barrier(2, timeout=30), threading.Barrier(2, timeout=30)
+
+    def decode() -> None:
+        with kernels().alone():
+            seen.append(torch.get_num_threads())
+            meet.wait()
+            part.wait()
+        seen.append(torch.get_num_threads())
+
+    def born() -> None:
+        seen.append(torch.get_num_threads())
+
+    try:
+        thread = threading.Thread(target=decode)
+        thread.start()
+        meet.wait()
+        assert torch.get_num_threads() == 3
+        late = threading.Thread(target=born)
+        late.start()
+        late.join()
+        with kernels().alone(), kernels().alone():  # overlapping the other thread's
+            assert torch.get_num_threads() == 1
+            part.wait()
+            thread.join()
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 3
+        assert seen == [1, 3, 3]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_kernels_keep_their_threads_meanwhile() -> None:
+    k = kernels()
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with k.alone(), k._lock:
+            k._run()
+        assert 2 in k._runners
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
+def test_a_fork_takes_no_locks_along() -> None:
+    """Another thread may decode while a process forks."""
+    k = kernels()
+    weight, _memory = k.pack("float32", torch.eye(32))
+    x = torch.randn(1, 32)
+    k.linear(x, weight, None)
+    with k._lock, native._finding:
+        child = os.fork()
+        if child == 0:
+            same = torch.equal(k.linear(x, weight, None), x) and native.library() is k
+            os._exit(0 if same else 1)
+    deadline = time.monotonic() + 60
+    while not (done := os.waitpid(child, os.WNOHANG))[0]:
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            pytest.fail("the child waits for a lock")
+        time.sleep(0.01)
+    assert os.waitstatus_to_exitcode(done[1]) == 0
