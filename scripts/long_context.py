@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from anabranch.bench.report import environment
-from anabranch.bench.suites import read_rows
+from anabranch.jsonfiles import read_rows
 from anabranch.drafters import make_drafter
 from anabranch.engine import Engine, Request
 from anabranch.files import shown_command, write_atomically

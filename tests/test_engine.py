@@ -418,7 +418,9 @@ class _Overflowing:
 )
 def test_scores_that_are_not_numbers_emit_nothing_and_free_the_rows(value: float, options: dict[str, Any]) -> None:
     decoder = small()
-    engine = Engine(decoder, NoDrafter(), rows=2, capacity=64)
+    sampled = options.get("rule") == "reject"
+    drafter = streams(decoder, tree=DraftOptions(tree="chain")) if sampled else NoDrafter()
+    engine = Engine(decoder, drafter, rows=2, capacity=64)
     spoiled = _Overflowing(decoder, value, after=2)
     try:
         engine.add(request(5, 1, **options))

@@ -111,7 +111,9 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
             f"{path} cannot be read as UTF-8 text (behind line {number}: {error.reason}); correct it or copy it again"
         ) from error
     except (OSError, EOFError, zlib.error) as error:
-        raise FileError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}); copy it again") from error
+        raise FileError(
+            f"{path} cannot be read ({getattr(error, 'strerror', None) or error}); copy it again"
+        ) from error
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -185,7 +185,10 @@ WRONG_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "a million layers": ({"num_hidden_layers": 1_000_000}, "num_hidden_layers .* got 1000000"),
     "more layers than weights": ({"num_hidden_layers": 4000}, "names 4000 layers and the weights have 3"),
     "a null size": ({"max_position_embeddings": None}, "max_position_embeddings"),
-    "heads that do not divide": ({"num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": None}, "not a multiple of its 7"),
+    "heads that do not divide": (
+        {"num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": None},
+        "not a multiple of its 7",
+    ),
     "no rotation base": ({"rope_parameters": None, "rope_theta": 0.0}, "rope_theta .* got 0.0"),
     "a negative base": ({"rope_parameters": {"rope_theta": -5.0}}, "rope_parameters.rope_theta .* got -5.0"),
     "a base as text": ({"rope_parameters": {"rope_theta": "big"}}, "got 'big'"),

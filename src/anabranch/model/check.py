@@ -142,7 +142,9 @@ def token_ids(value: Any, key: str, vocab_size: int, where: str = "the model's c
 def check_config(config: ModelConfig) -> None:
     """Refuse sizes that do not go together. Raises ModelError."""
     if config.num_heads % config.num_kv_heads:
-        raise ModelError(f"{config.num_heads} heads cannot share {config.num_kv_heads} key/value heads evenly; {ADVICE}")
+        raise ModelError(
+            f"{config.num_heads} heads cannot share {config.num_kv_heads} key/value heads evenly; {ADVICE}"
+        )
     turned = config.rope.dim
     if config.position == "rope" and (turned % 2 or not 2 <= turned <= config.head_dim):
         raise ModelError(

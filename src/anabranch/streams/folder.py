@@ -211,7 +211,9 @@ def _read_weights(folder: Path, sha256: str) -> dict[str, Tensor]:
     try:
         tensors: dict[str, Tensor] = load(data)
     except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-        raise AdapterError(f"{path} is no safetensors file ({one_line(error)}); copy or train the adapter again") from error
+        raise AdapterError(
+            f"{path} is no safetensors file ({one_line(error)}); copy or train the adapter again"
+        ) from error
     return tensors
 
 
