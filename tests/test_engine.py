@@ -425,11 +425,9 @@ def test_scores_that_are_not_numbers_emit_nothing_and_free_the_rows(value: float
     try:
         engine.add(request(5, 1, **options))
         engine.add(request(7, 2, **options))
-        emitted = 0
+        assert len(engine.step()) == len(engine.step()) == 2
         with pytest.raises(NumericsError, match="not finite numbers in float32"):
-            for _ in engine.run():
-                emitted += 1
-        assert emitted == 4, "two steps of two rows"
+            engine.step()
     finally:
         spoiled.handle.remove()
     assert engine.active == 0

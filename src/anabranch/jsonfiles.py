@@ -42,11 +42,12 @@ def parse_json(text: str | bytes) -> Any:
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8-sig")
-        return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        return json.loads(text.rstrip(), parse_constant=_refuse_constant, parse_float=_finite)
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start} is not UTF-8") from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"{error.msg} at line {error.lineno} column {error.colno}") from error
+        place = f"line {error.lineno} column {error.colno}" if "\n" in str(text).strip() else f"column {error.colno}"
+        raise ValueError(f"{error.msg} at {place}") from error
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     except ValueError as error:  # of an integer with thousands of digits, Python says more than a user needs
@@ -108,7 +109,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
                     yield number, line
     except UnicodeDecodeError as error:
         raise FileError(
-            f"{path} cannot be read as UTF-8 text (behind line {number}: {error.reason}); correct it or copy it again"
+            f"{path} cannot be read as UTF-8 text (line {number + 1} or after: {error.reason}); correct it or copy it again"
         ) from error
     except (OSError, EOFError, zlib.error) as error:
         raise FileError(
@@ -117,6 +118,6 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The JSON objects of a JSONL file, gzip'd or not, with their line numbers. Raises FileError that names the line."""
+    """The JSON objects of a JSONL file, gzip'd or not, with their line numbers. Raises FileError with the line."""
     for number, line in read_lines(path):
         yield number, parse_object(line, f"line {number} of {path}", "correct or delete the line")

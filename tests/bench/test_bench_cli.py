@@ -449,7 +449,7 @@ def test_compare_refuses_what_is_no_result(bench: Bench, tmp_path: Path) -> None
     path = tmp_path / "a.json"
     assert "there is no result file" in bench("compare", path, path, bare=True).err
     path.write_text("{")
-    assert "not readable JSON" in bench("compare", path, path, bare=True).err
+    assert "is not JSON" in bench("compare", path, path, bare=True).err
     path.write_text('{"schema": 1}')
     assert "schema 1, and this version reads 2" in bench("compare", path, path, bare=True).err
     path.write_text("[]")

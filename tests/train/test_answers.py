@@ -238,8 +238,8 @@ def test_prompts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ("{", "line 2 .* not a JSON object"),
-        ("[1]", "line 2 .* not a JSON object"),
+        ("{", "line 2 .* is not (JSON|a JSON object)"),
+        ("[1]", "line 2 .* is not (JSON|a JSON object)"),
         ({"text": "w1"}, "needs a field 'prompt' or 'messages'"),
         ({"prompt": "w1", "messages": []}, "not both"),
         ({"prompt": "w1", "chat": "yes"}, "true or false"),

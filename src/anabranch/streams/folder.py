@@ -226,7 +226,7 @@ def _vocabulary(folder: Path, tensors: dict[str, Tensor], vocab_size: int, recor
             "int32; copy or train the adapter again"
         )
     # files of all versions say how many tokens they draft; a whole vocabulary is not stored
-    stated, found = record.get("draft_vocabulary", None), vocab_size if stored is None else stored.numel()
+    stated, found = record.get("draft_vocabulary"), vocab_size if stored is None else stored.numel()
     if stated is not None and (not is_whole(stated) or stated != found):
         raise AdapterError(
             f"{CONFIG} in {folder} names a draft vocabulary of {stated!r} tokens, and {WEIGHTS} has {found}; "

@@ -89,7 +89,8 @@ def read_prompts(path: Path, tokenizer: Any, *, limit: int | None = None) -> lis
 
 
 def _prompt(record: dict[str, Any], where: str, number: int, tokenizer: Any) -> Prompt:
-    messages, text = record.get("messages"), record.get("prompt")
+    messages: Any = record.get("messages")
+    text: Any = record.get("prompt")
     template = bool(getattr(tokenizer, "chat_template", None))
     chat = record.get("chat", template or messages is not None)
     if (text is None) == (messages is None) or not isinstance(chat, bool):

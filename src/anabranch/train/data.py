@@ -57,7 +57,8 @@ def read_examples(path: Path, *, vocab_size: int, max_tokens: int) -> list[Examp
         raise FileError(f"there is no file {path}; write one with 'anabranch train answers'")
     examples: list[Example] = []
     for number, record in read_rows(path):
-        prompt, answer = record.get("prompt_ids"), record.get("answer_ids")
+        prompt: Any = record.get("prompt_ids")
+        answer: Any = record.get("answer_ids")
         for ids in (prompt, answer):
             if not isinstance(ids, list) or not all(is_whole(i) for i in ids):
                 raise FileError(
