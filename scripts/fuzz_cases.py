@@ -25,7 +25,7 @@ for folder in (ROOT / "tests", ROOT / "tests" / "model"):
     sys.path.insert(0, str(folder))
 
 import anabranch
-from anabranch.analysis.simulate import Latency, Settings, simulate
+from anabranch.analysis.simulate import Cut, Latency, simulate
 from anabranch.analysis.trace import TraceWriter, read_trace
 from anabranch.api import Model
 from anabranch.bench.compare import compare, comparison_table, read_result
@@ -265,7 +265,7 @@ def use_trace(folder: Path) -> None:
     trace.rows()
     trace.sources()
     Latency.of(trace)
-    simulate(trace, Settings())
+    simulate(trace, Cut(nodes=4))
 
 
 def use_latency(folder: Path) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 import torch
-from jinja2 import TemplateError
 
 from anabranch import generation
 from anabranch.drafters import AUTO, Drafter, check_spec, make_drafter
@@ -20,6 +19,7 @@ from anabranch.files import LONE_SURROGATES
 from anabranch.generation import Chunk, Generation
 from anabranch.model.load import Target, load_target
 from anabranch.model.pack import pack_decoder
+from anabranch.model.text import encode, render_chat
 from anabranch.processor import set_threads
 from anabranch.profiles import resolve
 from anabranch.sampling import LogitsProcessor, SamplingParams
@@ -193,16 +193,12 @@ class Model:
                 raise InputError(f"the content of a message is a text, not {message['content']!r}")
         if not getattr(self.tokenizer, "chat_template", None):
             raise CapabilityError(f"{self.target.name} has no chat template; use generate with a plain prompt")
-        try:
-            text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-        except (TemplateError, TypeError) as error:
-            raise InputError(f"the chat template of {self.target.name} refuses this conversation: {error}") from error
-        return self._ids(text, add_special_tokens=False)
+        return self._ids(render_chat(self.tokenizer, messages, self.target.name), add_special_tokens=False)
 
     def _ids(self, text: str, **options: Any) -> list[int]:
         if half := LONE_SURROGATES.search(text):
             raise InputError(f"the prompt is no valid text: {half[0]!r} at {half.start()} is half a character")
-        return list(self.tokenizer.encode(text, **options))
+        return encode(self.tokenizer, text, **options)
 
     def _make_drafter(self, spec: str) -> Drafter:
         known = resolve(spec, self.target, self.adapter)

@@ -24,10 +24,11 @@ from typing import Any
 
 from anabranch.drafters.none import NoDrafter
 from anabranch.engine import Engine, Request
-from anabranch.errors import FileError, InputError, one_line
+from anabranch.errors import FileError, InputError
 from anabranch.files import check_writable, write_atomically
 from anabranch.jsonfiles import is_whole, parse_json, read_json, read_rows
 from anabranch.model.load import Target
+from anabranch.model.text import encode, render_chat
 from anabranch.sampling import SamplingParams
 from anabranch.train.data import lone_surrogate
 
@@ -62,8 +63,7 @@ class AnswerProgress:
 
 def encode_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
     """A conversation in the model's chat template, up to where the answer begins."""
-    text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-    return list(tokenizer.encode(text, add_special_tokens=False))
+    return encode(tokenizer, render_chat(tokenizer, messages), add_special_tokens=False)
 
 
 def read_prompts(path: Path, tokenizer: Any, *, limit: int | None = None) -> list[Prompt]:
@@ -104,9 +104,9 @@ def _prompt(record: dict[str, Any], where: str, number: int, tokenizer: Any) -> 
         elif chat:
             ids = encode_chat(tokenizer, [{"role": "user", "content": text}])
         else:
-            ids = list(tokenizer.encode(text))
-    except Exception as error:  # a template is a program of the model's maker, and tokenizers raises bare Exception
-        raise FileError(f"{where} has messages that the chat template does not take ({one_line(error)})") from error
+            ids = encode(tokenizer, text)
+    except InputError as error:
+        raise FileError(f"{where} cannot be read: {error}") from error
     name = record.get("id", number)
     if not (isinstance(name, str) or is_whole(name)) or not ids:
         raise FileError(f"{where} is empty or has an id that is neither a number nor a text")

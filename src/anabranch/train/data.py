@@ -22,6 +22,7 @@ from torch import Tensor
 from anabranch.errors import FileError, InputError
 from anabranch.files import LONE_SURROGATES
 from anabranch.jsonfiles import is_whole, read_rows, read_text
+from anabranch.model.text import encode
 
 __all__ = [
     "Batch",
@@ -97,7 +98,7 @@ def read_texts(path: Path, tokenizer: Any, *, max_tokens: int, prompt_tokens: in
         texts.append((read_text(path, "give a text file in UTF-8"), path.stem))
     examples = []
     for text, source in texts:
-        ids = tuple(tokenizer.encode(text))
+        ids = tuple(encode(tokenizer, text))
         for first in range(0, len(ids), max_tokens):
             stretch = ids[first : first + max_tokens]
             if len(stretch) >= prompt_tokens + 2:
