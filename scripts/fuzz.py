@@ -29,6 +29,9 @@ from typing import Any
 
 HANG = 20.0  # seconds that a case may take
 MEMORY = 6 << 30  # bytes of address space beyond what a worker begins with
+ROOT = Path(__file__).resolve().parents[1]
+TOYS = (ROOT / "tests", ROOT / "tests" / "model")  # modules that write them
+UNTOUCHED = "untouched"  # the seed of a case that breaks nothing
 OUTCOMES = ("accepted", "refused", "findings")
 
 
@@ -54,6 +57,7 @@ def run(args: argparse.Namespace, place: Path) -> int:
         TRANSFORMERS_VERBOSITY="critical",
     )
     os.environ["ANABRANCH_HOME"] = os.environ.get("ANABRANCH_HOME", str(place / "home"))
+    sys.path[:0] = map(str, TOYS)
     import torch
     from fuzz_cases import KINDS
 
@@ -68,13 +72,18 @@ def run(args: argparse.Namespace, place: Path) -> int:
     counts = {name: dict.fromkeys(OUTCOMES, 0) for name in names}
     findings: list[dict[str, str]] = []
     worker, number = Worker(place), 0
+    for name in names:
+        outcome, words = worker.case(name, UNTOUCHED)
+        if outcome != "accepted":
+            worker.stop()
+            raise SystemExit(f"error: the {name} are not accepted before anything is broken: {words}")
     while time.monotonic() - began < args.seconds and (args.cases is None or number < args.cases):
         for name in names:
             outcome, words = worker.case(name, f"{args.seed}:{name}:{number}")
             counts[name][outcome] += 1
             if outcome == "findings":
                 findings.append({"kind": name, "case": f"{args.seed}:{name}:{number}", "what": words})
-                print(f"FINDING in {name}, case {number}: {words.strip().splitlines()[-1]}", flush=True)
+                print(f"finding in {name}, case {number}: {words.strip().splitlines()[-1][:200]}", flush=True)
                 if args.keep is not None:
                     keep(args.keep / f"{name}-{args.seed}-{number}", worker.folder, words)
             if time.monotonic() - began > args.seconds:
@@ -165,7 +174,8 @@ def work(pipe: Connection) -> None:
             return
         kind, rng = KINDS[name], random.Random(seed)
         try:
-            kind.spoil(Path(folder), rng)
+            if seed != UNTOUCHED:
+                kind.spoil(Path(folder), rng)
         except Exception:
             pipe.send(("findings", "the fuzzer itself failed\n" + traceback.format_exc()))
             continue

@@ -10,7 +10,6 @@ import os
 import random
 import shutil
 import struct
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -18,11 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gguf_files import toy_model, write_gguf
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-
-ROOT = Path(__file__).resolve().parents[1]
-for folder in (ROOT / "tests", ROOT / "tests" / "model"):
-    sys.path.insert(0, str(folder))
 
 import anabranch
 from anabranch.analysis.simulate import Cut, Latency, simulate
@@ -37,13 +34,13 @@ from anabranch.model.load import Target, load_target
 from anabranch.model.pack import pack_decoder
 from anabranch.profiles import Situation
 from anabranch.streams.folder import find_adapter
-from anabranch.train.answers import encode_chat, read_prompts
+from anabranch.train.answers import read_prompts
 from anabranch.train.checkpoint import load_checkpoint, save_checkpoint
 from anabranch.train.data import read_examples, read_texts
-from gguf_files import toy_model, write_gguf
 from small import RICH, randomise, small, small_adapter
 from toy_text import VOCABULARY, save_toys
 
+ROOT = Path(__file__).resolve().parents[1]
 TEXT = "the thing of the thing"
 NEW = 4
 
@@ -52,7 +49,7 @@ Random = random.Random
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of file. ``make`` writes a valid one below a folder, ``spoil`` breaks a copy, ``use`` reads and uses it."""
+    """One kind of file: ``make`` writes a valid one into a folder, ``spoil`` breaks a copy of it, ``use`` reads it."""
 
     make: Callable[[Path], None]
     spoil: Callable[[Path, Random], None]
@@ -94,7 +91,7 @@ def spoil_value(value: Any, rng: Random) -> Any:
             return value[:at] + value[at + 1 :]
         if action < 0.3:
             return value + value[at:]
-        return value[:at] + [spoil_value(value[at], rng)] + value[at + 1 :]
+        return [*value[:at], spoil_value(value[at], rng), *value[at + 1 :]]
     if isinstance(value, int | float) and not isinstance(value, bool) and rng.random() < 0.3:
         return rng.choice((value + 1, value - 1, value * 2, -value, value * 1000, str(value), [value], value + 0.5))
     return odd_value(rng)
@@ -177,7 +174,9 @@ def spoil_tensors(path: Path, rng: Random) -> None:
         tensors = load_file(path)
         for _ in range(rng.choice((1, 1, 3))):
             spoil_tensor(tensors, rng)
-        save_file({name: value.clone().contiguous() for name, value in tensors.items()}, path)
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata()
+        save_file({name: value.clone().contiguous() for name, value in tensors.items()}, path, metadata)
 
 
 def spoil_tensor(tensors: dict[str, torch.Tensor], rng: Random) -> None:
@@ -375,13 +374,27 @@ def in_file(name: str, spoil: Callable[[Path, Random], None]) -> Callable[[Path,
     return lambda folder, rng: spoil(folder / name, rng)
 
 
+TEMPLATES = (
+    "{% for",
+    "{{ 1 / 0 }}",
+    "{{ messages.x.y.z }}",
+    "{{ ''.__class__.__mro__ }}",
+    "",
+    "\0",
+    "{{ raise_exception('no') }}",
+    "{% for i in range(10**9) %}x{% endfor %}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% include 'x' %}",
+    "{{ '\ud83d' }}",
+    "{{ 'x' * 10**12 }}",
+)
+
+
 def spoil_tokenizer(folder: Path, rng: Random) -> None:
     name = rng.choice(("tokenizer.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"))
     path = folder / "model" / name
     if name.endswith(".jinja"):
-        templates = ("{% for", "{{ 1 / 0 }}", "{{ messages.x.y.z }}", "{{ ''.__class__.__mro__ }}", "", "\0", "{{ raise_exception('no') }}",
-                     "{% for i in range(10**9) %}x{% endfor %}", "{% include 'x' %}", "{{ '\ud83d' }}", "{{ 'x' * 10**12 }}")  # fmt: skip
-        path.write_bytes(rng.choice(templates).encode("utf-8", "surrogatepass"))
+        path.write_bytes(rng.choice(TEMPLATES).encode("utf-8", "surrogatepass"))
         return
     spoil_json(path, rng)
 

@@ -16,7 +16,17 @@ from typing import Any
 
 from anabranch.errors import FileError
 
-__all__ = ["is_number", "is_whole", "parse_json", "parse_object", "read_json", "read_lines", "read_rows", "read_text"]
+__all__ = [
+    "is_number",
+    "is_whole",
+    "parse_json",
+    "parse_object",
+    "read_json",
+    "read_lines",
+    "read_rows",
+    "read_text",
+    "shown",
+]
 
 LARGEST = 1 << 28  # bytes of a file that is read at once, characters of a line
 INT64 = 1 << 63
@@ -65,6 +75,15 @@ def _finite(text: str) -> float:
     return value
 
 
+def shown(value: Any, longest: int = 60) -> str:
+    """A value of a file as part of a message: one line, cut where it is long."""
+    try:
+        text = " ".join(repr(value).split())
+    except (RecursionError, ValueError):  # deep nests, and integers of thousands of digits
+        return f"a {type(value).__name__} that is too large to show"
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+
+
 def parse_object(text: str | bytes, where: str, advice: str = "", *, error: type[FileError] = FileError) -> Any:
     """The JSON object in ``text``. Raises ``error``: "WHERE is not JSON (why); ADVICE"."""
     tail = f"; {advice}" if advice else ""
@@ -109,7 +128,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
                     yield number, line
     except UnicodeDecodeError as error:
         raise FileError(
-            f"{path} cannot be read as UTF-8 text (line {number + 1} or after: {error.reason}); correct it or copy it again"
+            f"{path} cannot be read as UTF-8 text (line {number + 1} or after: {error.reason}); copy it again"
         ) from error
     except (OSError, EOFError, zlib.error) as error:
         raise FileError(

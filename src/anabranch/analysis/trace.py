@@ -33,7 +33,7 @@ import torch
 from anabranch.drafters.base import Context, Drafter, Observation, Wrapped
 from anabranch.engine import FinishReason, Step, Timings
 from anabranch.errors import CapabilityError, FileError
-from anabranch.jsonfiles import is_number, is_whole, parse_json, parse_object, read_lines
+from anabranch.jsonfiles import is_number, is_whole, parse_json, parse_object, read_lines, shown
 from anabranch.sampling import SamplingParams, target_probs
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule, Verdict
@@ -172,7 +172,7 @@ def read_trace(path: Path) -> Trace:
     number, line = next(read_lines(path), (1, ""))
     header = parse_object(line, f"line {number} of {path}", f"{path} is not a trace; {advice}")
     if "trace" in header and header["trace"] != VERSION:
-        raise FileError(f"{path} is a trace of version {header['trace']!r}, and this anabranch reads {VERSION}")
+        raise FileError(f"{path} is a trace of version {shown(header['trace'])}, and this anabranch reads {VERSION}")
     settings, every_position = header.get("settings"), header.get("every_position")
     right = "trace" in header and isinstance(settings, dict) and isinstance(every_position, bool)
     if not right or header.get("rule") not in ("follow", "reject"):

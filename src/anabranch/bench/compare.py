@@ -11,7 +11,7 @@ from rich.table import Table
 from anabranch.bench.report import SCHEMA, plain_table
 from anabranch.bench.summary import quartiles
 from anabranch.errors import FileError
-from anabranch.jsonfiles import is_number, read_json
+from anabranch.jsonfiles import is_number, read_json, shown
 
 __all__ = ["compare", "comparison_table", "read_result"]
 
@@ -42,7 +42,7 @@ def read_result(path: Path) -> dict[str, Any]:
     if "schema" not in result and {"steps", "ratios"} <= set(result):
         raise FileError(f"{path} is a result of --shape, which compare does not read; give results of bench on prompts")
     if (schema := result.get("schema")) != SCHEMA:
-        raise FileError(f"{path} has the result schema {schema!r}, and this version reads {SCHEMA}; measure again")
+        raise FileError(f"{path} has the result schema {shown(schema)}, and this version reads {SCHEMA}; measure again")
     if wrong := _malformed(result):
         raise FileError(f"{path} lacks {wrong} or has it malformed; {advice}")
     return result

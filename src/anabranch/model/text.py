@@ -34,7 +34,7 @@ def foreign_errors(explain: Callable[[str], AnabranchError]) -> Iterator[None]:
         raise explain(one_line(error)) from error
 
 
-class _TimeOut(Exception):
+class _TimeOutError(Exception):
     def __str__(self) -> str:
         return f"it takes more than {TEMPLATE_SECONDS:.0f} seconds"
 
@@ -50,7 +50,7 @@ def time_limit(seconds: float) -> Iterator[None]:
         with lock:
             if not over:
                 fired = True
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_TimeOut))
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_TimeOutError))
 
     timer = threading.Timer(seconds, fire)
     timer.daemon = True
