@@ -411,7 +411,6 @@ class _Overflowing:
         {"sampling": SamplingParams(temperature=1.0)},
         {"sampling": SamplingParams(temperature=1.0, top_p=0.9, top_k=5)},
         {"sampling": SamplingParams(temperature=0.7), "rule": "reject"},
-        {"rule": "reject"},
         {"sampling": SamplingParams(repetition_penalty=1.3)},
         {"log_probs": True},
     ],

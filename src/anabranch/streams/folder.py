@@ -166,8 +166,9 @@ def load_adapter(folder: Path, target: Target) -> LoadedAdapter:
     found = {name: tuple(value.shape) for name, value in tensors.items()}
     if wanted != found:
         name = sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name))[0]
+        named = name if name.isprintable() else ascii(name)
         raise AdapterError(
-            f"{folder / WEIGHTS} has {name if name.isprintable() else ascii(name)} with the shape {found.get(name)} where {CONFIG} asks for "
+            f"{folder / WEIGHTS} has {named} with the shape {found.get(name)} where {CONFIG} asks for "
             f"{wanted.get(name)}; copy or train the adapter again"
         )
     for name, value in tensors.items():
