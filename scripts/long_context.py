@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from anabranch.bench.report import environment
-from anabranch.bench.suites import read_rows
 from anabranch.drafters import make_drafter
 from anabranch.engine import Engine, Request
 from anabranch.files import shown_command, write_atomically
+from anabranch.jsonfiles import read_rows
 from anabranch.model.load import Target, load_target
 from anabranch.model.pack import pack_decoder
 from anabranch.streams.folder import find_adapter

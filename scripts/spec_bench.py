@@ -37,10 +37,10 @@ from torch import Tensor
 
 import anabranch
 from anabranch.bench.report import plain_table
-from anabranch.bench.suites import read_rows
 from anabranch.bench.summary import quartiles
 from anabranch.errors import AnabranchError, CapabilityError, FileError, InputError
 from anabranch.files import write_atomically
+from anabranch.jsonfiles import read_rows
 
 Answers = list[dict[str, Any]]
 

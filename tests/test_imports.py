@@ -15,14 +15,14 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / PACKAGE
 FLOORS = [
     {
         *("background", "errors", "files", "foreign", "interrupt", "jsonfiles", "memory", "plots", "processor"),
-        *("prompts", "tree", "sampling"),
+        *("tree", "sampling"),
     },
     {"verify", "native"},
     {"model"},
     {"streams"},
     {"drafters"},
     {"engine"},
-    {"generation", "options", "pool", "stats", "profiles"},
+    {"generation", "options", "pool", "prompts", "stats", "profiles"},
     {"api", "certify", "installation", "train", "bench", "analysis"},
     {"tune"},
     {"cli", "__main__"},

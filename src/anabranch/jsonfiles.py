@@ -16,7 +16,17 @@ from typing import Any
 
 from anabranch.errors import FileError
 
-__all__ = ["is_number", "is_whole", "parse_json", "parse_object", "read_json", "read_lines", "read_rows", "read_text"]
+__all__ = [
+    "is_number",
+    "is_whole",
+    "parse_json",
+    "parse_object",
+    "read_json",
+    "read_lines",
+    "read_rows",
+    "read_text",
+    "shown",
+]
 
 LARGEST = 1 << 28  # bytes of a file that is read at once, characters of a line
 INT64 = 1 << 63
@@ -42,11 +52,12 @@ def parse_json(text: str | bytes) -> Any:
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8-sig")
-        return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        return json.loads(text.rstrip(), parse_constant=_refuse_constant, parse_float=_finite)
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start} is not UTF-8") from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"{error.msg} at line {error.lineno} column {error.colno}") from error
+        place = f"line {error.lineno} column {error.colno}" if "\n" in str(text).strip() else f"column {error.colno}"
+        raise ValueError(f"{error.msg} at {place}") from error
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     except ValueError as error:  # of an integer with thousands of digits, Python says more than a user needs
@@ -62,6 +73,15 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"it has a number that is too large: {text[:20]}")
     return value
+
+
+def shown(value: Any, longest: int = 60) -> str:
+    """A value of a file as part of a message: one line, cut where it is long."""
+    try:
+        text = " ".join(repr(value).split())
+    except (RecursionError, ValueError):  # deep nests, and integers of thousands of digits
+        return f"a {type(value).__name__} that is too large to show"
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
 def parse_object(text: str | bytes, where: str, advice: str = "", *, error: type[FileError] = FileError) -> Any:
@@ -108,7 +128,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
                     yield number, line
     except UnicodeDecodeError as error:
         raise FileError(
-            f"{path} cannot be read as UTF-8 text (behind line {number}: {error.reason}); correct it or copy it again"
+            f"{path} cannot be read as UTF-8 text (line {number + 1} or after: {error.reason}); copy it again"
         ) from error
     except (OSError, EOFError, zlib.error) as error:
         raise FileError(
@@ -117,6 +137,6 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The JSON objects of a JSONL file, gzip'd or not, with their line numbers. Raises FileError that names the line."""
+    """The JSON objects of a JSONL file, gzip'd or not, with their line numbers. Raises FileError with the line."""
     for number, line in read_lines(path):
         yield number, parse_object(line, f"line {number} of {path}", "correct or delete the line")

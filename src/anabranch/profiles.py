@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from anabranch.drafters import AUTO, StepCosts, with_costs
+from anabranch.drafters import AUTO, StepCosts, check_spec, with_costs
 from anabranch.drafters.costs import pass_costs, usual_costs
-from anabranch.errors import FileError
+from anabranch.errors import CapabilityError, FileError, InputError, one_line
 from anabranch.files import cache_home, write_atomically
+from anabranch.jsonfiles import read_json
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import Target
 from anabranch.processor import processor_name
@@ -105,13 +106,15 @@ def find_profile(situation: Situation) -> dict[str, Any] | None:
     path = situation.path()
     if not path.is_file():
         return None
+    advice = "delete it, or run 'anabranch tune' again"
+    found = read_json(path, advice)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found["drafter"], str):
-            raise TypeError
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FileError(f"{path} is no profile; delete it, or run 'anabranch tune' again") from error
-    return dict(found)
+        check_spec(found["drafter"])
+        for costs in dict(found.get("costs") or {}).values():
+            StepCosts.parse(costs)
+    except (AttributeError, KeyError, TypeError, ValueError, InputError, CapabilityError) as error:
+        raise FileError(f"{path} is no profile ({one_line(error)}); {advice}") from error
+    return found
 
 
 def resolve(spec: str, target: Target, adapter: LoadedAdapter | None) -> str:

@@ -8,12 +8,12 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from jinja2 import TemplateError
 from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.errors import CapabilityError, InputError
 from anabranch.files import LONE_SURROGATES
+from anabranch.model.text import encode, render_chat
 
 __all__ = ["Arrays", "Ids", "conversation_ids", "read_prompts"]
 
@@ -70,17 +70,13 @@ def conversation_ids(messages: Sequence[Mapping[str, str]], tokenizer: Any, mode
             raise InputError(f"the content of a message is a text, got {message['content']!r}")
     if not getattr(tokenizer, "chat_template", None):
         raise CapabilityError(f"{model} has no chat template; use generate with a plain prompt")
-    try:
-        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-    except (TemplateError, TypeError) as error:
-        raise InputError(f"the chat template of {model} refuses this conversation: {error}") from error
-    return _tokenize(text, tokenizer, add_special_tokens=False)
+    return _tokenize(render_chat(tokenizer, messages, model), tokenizer, add_special_tokens=False)
 
 
 def _tokenize(text: str, tokenizer: Any, **options: Any) -> list[int]:
     if half := LONE_SURROGATES.search(text):
         raise InputError(f"the prompt contains an unpaired surrogate, {half[0]!r}, at index {half.start()}; remove it")
-    return list(tokenizer.encode(text, **options))
+    return encode(tokenizer, text, **options)
 
 
 def _encode(text: str, tokenizer: Any) -> list[int]:

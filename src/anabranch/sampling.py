@@ -141,8 +141,8 @@ def process_logits(
 def target_probs(logits_NV: Tensor, params: SamplingParams, histories: Sequence[Sequence[int]] | None = None) -> Tensor:
     """Return the law [N, V], float32, that the next token after each node is drawn from.
 
-    At temperature 0 it is one-hot at the largest logit, the first one where several tie. Where the logits are not finite
-    numbers it is NaN.
+    At temperature 0 it is one-hot at the largest logit, the first one where several tie. It is NaN where the logits are
+    not finite numbers.
     """
     logits_NV = process_logits(logits_NV, params, histories)
     if params.greedy:

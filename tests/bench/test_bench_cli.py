@@ -508,10 +508,10 @@ def test_compare_refuses_what_is_no_result(bench: Bench, tmp_path: Path) -> None
     (tmp_path / "a.partial.jsonl").write_text("")
     assert "is not finished; go on with" in bench("compare", tmp_path / "a", path, bare=True).err
     path.write_text("{")
-    assert "not readable JSON" in bench("compare", path, path, bare=True).err
+    assert "is not JSON" in bench("compare", path, path, bare=True).err
     path.write_text('{"schema": 1}')
     assert "schema 1, and this version reads 2" in bench("compare", path, path, bare=True).err
     path.write_text("[]")
-    assert "schema None" in bench("compare", path, path, bare=True).err
+    assert "is not a JSON object" in bench("compare", path, path, bare=True).err
     path.write_text('{"model": "toy", "steps": [], "ratios": []}')
     assert "is a result of --shape, which compare does not read" in bench("compare", path, path, bare=True).err

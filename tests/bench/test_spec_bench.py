@@ -106,7 +106,7 @@ def test_what_cannot_be_used(script: ModuleType, tmp_path: Path) -> None:
     for call, words in (
         (lambda: script.check_spec_bench(tmp_path), "is no checkout of Spec-Bench"),
         (lambda: script.read_lines(tmp_path / "bad.jsonl"), "line 1 of .* is not JSON"),
-        (lambda: script.read_lines(tmp_path / "none.jsonl"), "cannot be read as lines of UTF-8 JSON"),
+        (lambda: script.read_lines(tmp_path / "none.jsonl"), "cannot be read"),
         (lambda: script.spread([], -1), "limit must be at least 1"),
         (lambda: script.main(["--spec-bench", str(tmp_path), "--out", str(tmp_path)]), "is there already"),
     ):

@@ -95,7 +95,7 @@ def test_what_is_wrong_with_a_file(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="has no prompts"):
         load_suite(str(path))
     path.write_bytes(b'{"prompt": "\xff"}\n')
-    with pytest.raises(FileError, match="cannot be read as lines of UTF-8"):
+    with pytest.raises(FileError, match="cannot be read as UTF-8"):
         load_suite(str(path))
     torn = tmp_path / "mine.jsonl.gz"
     torn.write_bytes(gzip.compress(b'{"prompt": "fine"}\n' * 1000)[:-20])

@@ -205,7 +205,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "no weights": (lambda f: (f / "adapter.safetensors").unlink(), "has no adapter.safetensors"),
     "no JSON": (lambda f: (f / "adapter_config.json").write_text("{"), "is not JSON"),
     "not UTF-8": (lambda f: (f / "adapter_config.json").write_bytes(b"\xff\xfe\x00"), "cannot be read as UTF-8"),
-    "a list": (lambda f: (f / "adapter_config.json").write_text("[]"), "does not describe an adapter"),
+    "a list": (lambda f: (f / "adapter_config.json").write_text("[]"), "is not a JSON object"),
     "another format": (edit(format="peft"), "does not describe an adapter"),
     "a newer version": (edit(version=2), "format version 2"),
     "no digest": (edit(sha256=None), "lacks 'sha256'"),

@@ -20,7 +20,6 @@ given: ``Prediction.filled`` tells how often the budget asked for was reached.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -34,6 +33,7 @@ from anabranch.analysis.theory import fitted_acceptance_rate
 from anabranch.analysis.trace import Record, Row, Trace, child_ranks
 from anabranch.drafters.width import Width
 from anabranch.errors import CapabilityError, FileError, InputError
+from anabranch.jsonfiles import parse_json, read_text
 from anabranch.tree import DraftTree
 from anabranch.verify import follow
 
@@ -103,12 +103,10 @@ class Latency:
     def read(path: Path) -> Latency:
         """From JSON ``{"1": 10.2, "16": 14.0}`` or from lines ``width,ms``. Raises FileError."""
         try:
-            text = path.read_text(encoding="utf-8")
-            pairs = json.loads(text).items() if text.lstrip().startswith("{") else _lines(text)
+            text = read_text(path, "give lines width,ms or JSON")
+            pairs = parse_json(text).items() if text.lstrip().startswith("{") else _lines(text)
             table = sorted((int(width), float(ms)) for width, ms in pairs)
-        except OSError as error:
-            raise FileError(f"the latency table {path} cannot be read: {error.strerror}") from error
-        except (TypeError, ValueError) as error:
+        except (AttributeError, OverflowError, TypeError, ValueError) as error:
             raise FileError(f'{path} is no latency table; write lines "width,ms" or JSON {{"1": 10.2}}') from error
         if not table or any(width < 1 or not 0 < ms < math.inf for width, ms in table):
             raise FileError(f"{path} is no latency table: widths start at 1 and milliseconds are positive")

@@ -33,6 +33,7 @@ import torch
 from anabranch.drafters.base import Context, Drafter, Observation, Wrapped
 from anabranch.engine import FinishReason, Step, Timings
 from anabranch.errors import CapabilityError, FileError
+from anabranch.jsonfiles import is_number, is_whole, parse_json, parse_object, read_lines, shown
 from anabranch.sampling import SamplingParams, target_probs
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule, Verdict
@@ -124,24 +125,34 @@ class Trace:
     def __iter__(self) -> Iterator[Record]:
         """Records in the order of writing. A cut last line is dropped with a warning; FileError for a broken one."""
         sources = ["target"]
-        with self.path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if number == 1:
+        for number, line in read_lines(self.path):
+            if number == 1:
+                continue
+            try:
+                fields = parse_json(line)
+            except ValueError as error:
+                if line.endswith("\n"):
+                    raise FileError(
+                        f"line {number} of {self.path} is not JSON ({error}); record the trace again"
+                    ) from error
+                warnings.warn(f"the last record of {self.path} is cut off and left out", stacklevel=2)
+                return
+            try:
+                if "source" in fields:
+                    sources.append(str(fields["source"]))
                     continue
-                try:
-                    fields = json.loads(line)
-                except ValueError as error:
-                    if line.endswith("\n"):
-                        raise FileError(f"line {number} of {self.path} is not JSON; record the trace again") from error
-                    warnings.warn(f"the last record of {self.path} is cut off and left out", stacklevel=2)
-                    return
-                try:
-                    if "source" in fields:
-                        sources.append(str(fields["source"]))
-                    else:
-                        yield _record(fields, sources)
-                except (AssertionError, IndexError, KeyError, TypeError, ValueError) as error:
-                    raise FileError(f"line {number} of {self.path} is not a step; record the trace again") from error
+                record = _record(fields, sources)
+            except (
+                AssertionError,
+                ArithmeticError,
+                AttributeError,
+                IndexError,
+                KeyError,
+                TypeError,
+                ValueError,
+            ) as error:
+                raise FileError(f"line {number} of {self.path} is not a step; record the trace again") from error
+            yield record
 
     def sources(self) -> list[str]:
         """Who drafted what was recorded, in order of appearance."""
@@ -157,16 +168,16 @@ class Trace:
 
 def read_trace(path: Path) -> Trace:
     """Open a recording. Raises FileError where there is none or it is of another version."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            header = json.loads(file.readline())
-        if header["trace"] != VERSION:
-            raise FileError(f"{path} is a trace of version {header['trace']}, and this anabranch reads {VERSION}")
-        return Trace(path, dict(header["settings"]), header["rule"], bool(header["every_position"]))
-    except OSError as error:
-        raise FileError(f"the trace {path} cannot be read: {error.strerror}") from error
-    except (KeyError, TypeError, ValueError) as error:
-        raise FileError(f"{path} is not a trace; record one with 'anabranch generate ... --trace FILE'") from error
+    advice = "record one with 'anabranch generate ... --trace FILE'"
+    number, line = next(read_lines(path), (1, ""))
+    header = parse_object(line, f"line {number} of {path}", f"{path} is not a trace; {advice}")
+    if "trace" in header and header["trace"] != VERSION:
+        raise FileError(f"{path} is a trace of version {shown(header['trace'])}, and this anabranch reads {VERSION}")
+    settings, every_position = header.get("settings"), header.get("every_position")
+    right = "trace" in header and isinstance(settings, dict) and isinstance(every_position, bool)
+    if not right or header.get("rule") not in ("follow", "reject"):
+        raise FileError(f"{path} is not a trace; {advice}")
+    return Trace(path, settings, header["rule"], every_position)
 
 
 class TraceWriter:
@@ -348,26 +359,48 @@ def _number(value: float) -> float | None:
 
 
 def _record(fields: Mapping[str, Any], sources: Sequence[str]) -> Record:
+    """A step as ``TraceWriter`` wrote it. Raises what any other record leads to."""
     beliefs = fields.get("log_probs")
     tree = DraftTree(
-        np.asarray(fields["tokens"], np.int64),
-        np.asarray(fields["parents"], np.int64),
-        sources=tuple(sources[source] for source in fields["sources"]),
+        np.asarray(_wholes(fields["tokens"]), np.int64),
+        np.asarray(_wholes(fields["parents"], -1), np.int64),
+        sources=tuple(sources[source] for source in _wholes(fields["sources"])),
         log_probs=None if beliefs is None else np.asarray([-math.inf if x is None else x for x in beliefs], np.float32),
     )
-    path = tuple(int(node) for node in fields["path"])
+    path = tuple(_wholes(fields["path"]))
     if path[0] != 0 or any(tree.parents[child] != parent for parent, child in pairwise(path)):
         raise ValueError("the path leaves the tree")
-    judged = Judged(tuple(fields["p"]), tuple(fields["q"]), tuple(fields["overlap"])) if "p" in fields else None
+    row, at, following, kept, drafted = _wholes([fields[name] for name in ("row", "at", "next", "kept", "drafted")])
+    if kept > len(path):
+        raise ValueError("more was kept than said")
+    milliseconds = _numbers(fields["ms"])
+    finish, room = fields.get("finish"), fields.get("room")
+    if len(milliseconds) != 4 or finish not in (None, "stop", "length") or not (room is None or is_whole(room, 0)):
+        raise ValueError("timings, finish or room")
+    judged = None
+    if "p" in fields:
+        judged = Judged(*(tuple(_numbers(fields[name])) for name in ("p", "q", "overlap")))
     return Record(
-        int(fields["row"]),
-        int(fields["at"]),
+        row,
+        at,
         tree,
-        Verdict(path, int(fields["next"])),
-        int(fields["kept"]),
-        int(fields["drafted"]),
-        Timings(*(1e-3 * ms for ms in fields["ms"])),
-        cast("FinishReason | None", fields.get("finish")),
+        Verdict(path, following),
+        kept,
+        drafted,
+        Timings(*(1e-3 * ms for ms in milliseconds)),
+        cast("FinishReason | None", finish),
         judged,
-        fields.get("room"),
+        room,
     )
+
+
+def _wholes(values: Any, low: int = 0) -> list[int]:
+    if not isinstance(values, list) or not all(is_whole(value, low) for value in values):
+        raise TypeError("not a list of whole numbers")
+    return values
+
+
+def _numbers(values: Any) -> list[float]:
+    if not isinstance(values, list) or not all(is_number(value, 0) for value in values):
+        raise TypeError("not a list of numbers")
+    return values

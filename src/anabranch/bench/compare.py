@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from anabranch.bench.journal import FORMATS, Journal, beside
 from anabranch.bench.report import SCHEMA, plain_table
 from anabranch.bench.summary import quartiles
 from anabranch.errors import FileError
+from anabranch.jsonfiles import is_number, read_json, shown
 
 __all__ = ["compare", "comparison_table", "read_result"]
 
@@ -42,16 +42,49 @@ def read_result(path: Path) -> dict[str, Any]:
     Raises FileError for anything else.
     """
     path = _found(path)
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise FileError(f"{path} is not readable JSON; give a file that 'anabranch bench --out FILE' wrote") from error
-    if isinstance(result, dict) and "schema" not in result and {"steps", "ratios"} <= set(result):
+    advice = "give a file that 'anabranch bench --out FILE' wrote"
+    result = read_json(path, advice)
+    if "schema" not in result and {"steps", "ratios"} <= set(result):
         raise FileError(f"{path} is a result of --shape, which compare does not read; give results of bench on prompts")
-    schema = result.get("schema") if isinstance(result, dict) else None
-    if schema != SCHEMA:
-        raise FileError(f"{path} has the result schema {schema}, and this version reads {SCHEMA}; measure again")
-    return dict(result)
+    if (schema := result.get("schema")) != SCHEMA:
+        raise FileError(f"{path} has the result schema {shown(schema)}, and this version reads {SCHEMA}; measure again")
+    if wrong := _malformed(result):
+        raise FileError(f"{path} lacks {wrong} or has it malformed; {advice}")
+    return result
+
+
+def _malformed(result: Mapping[str, Any]) -> str:
+    """What a comparison reads and this result lacks, or nothing."""
+    for name in ("run", "environment"):
+        if not isinstance(result.get(name), dict):
+            return repr(name)
+    if "prompts_sha256" not in result["run"]:
+        return "'prompts_sha256'"
+    if not isinstance(result.get("complete"), bool):
+        return "'complete'"
+    contenders = result.get("contenders")
+    if not isinstance(contenders, list):
+        return "'contenders'"
+    for number, one in enumerate(contenders):
+        if not isinstance(one, dict) or not all(isinstance(one.get(key), str) for key in ("name", "spec")):
+            return f"the name or spec of contender {number}"
+        if "error" in one:
+            continue
+        rates = one.get("tokens_per_second_by_prompt")
+        if not isinstance(rates, list) or not all(is_number(rate, 1e-9, 1e12) for rate in rates):
+            return f"'tokens_per_second_by_prompt' of contender {number}"
+        if not is_number(one.get("tokens_per_second"), 1e-9, 1e12):
+            return f"'tokens_per_second' of contender {number}"
+        if one.get("mean_acceptance_length") is not None and not is_number(one["mean_acceptance_length"]):
+            return f"'mean_acceptance_length' of contender {number}"
+        quarters = one.get("speedup_quartiles")
+        if quarters is not None and not (
+            isinstance(quarters, list)
+            and len(quarters) == 3
+            and all(value is None or is_number(value) for value in quarters)
+        ):
+            return f"'speedup_quartiles' of contender {number}"
+    return ""
 
 
 def _found(path: Path) -> Path:

@@ -14,6 +14,7 @@ from typing import Any
 from anabranch.bench.run import Answer, Round
 from anabranch.errors import FileError, InputError
 from anabranch.files import write_atomically
+from anabranch.jsonfiles import is_whole, parse_json, read_json, read_text
 
 __all__ = ["Journal", "beside"]
 
@@ -62,16 +63,16 @@ class Journal:
     def resume(out: Path, settings: Mapping[str, Any]) -> Journal:
         """Go on with the file that is there. Raises InputError if it was made with other settings than these."""
         path = Journal.path_of(out)
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path, "delete it and start again").splitlines()
         records = []
         for number, line in enumerate(lines, 1):
             try:
-                records.append(json.loads(line))
+                records.append(parse_json(line))
             except ValueError as error:
                 if number == len(lines) and number > 1:  # the line that was being written when the machine stopped
                     break
                 raise FileError(f"line {number} of {path} is not JSON; delete the file and start again") from error
-        if not records or "settings" not in records[0]:
+        if not (records and isinstance(records[0], dict) and isinstance(records[0].get("settings"), dict)):
             raise FileError(f"{path} does not begin with a run's settings; delete it and start again")
         header = records[0]
         known = json.loads(json.dumps(settings))
@@ -82,14 +83,12 @@ class Journal:
                 f"{path} was measured with another {other[0].replace('_', ' ')} ({was}, now {now}); give the same "
                 "settings, or delete it"
             )
-        rounds = [
-            Round(
-                record["prompt"],
-                {name: [Answer.from_dict(one) for one in many] for name, many in record["answers"].items()},
-                record["errors"],
-            )
-            for record in records[1:]
-        ]
+        rounds = []
+        for number, record in enumerate(records[1:], 2):
+            try:
+                rounds.append(_round(record))
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise FileError(f"line {number} of {path} is no round of a run; delete it and start again") from error
         write_atomically(path, "".join(json.dumps(record) + "\n" for record in records))
         return Journal(path, header, rounds)
 
@@ -111,10 +110,17 @@ class Journal:
         self.path.unlink(missing_ok=True)
 
 
+def _round(record: Any) -> Round:
+    """What ``Journal.add`` wrote. Raises what a record of another kind leads to."""
+    answers = {str(name): [Answer.from_dict(one) for one in many] for name, many in dict(record["answers"]).items()}
+    if not is_whole(record["prompt"], 0) or not all(isinstance(why, str) for why in dict(record["errors"]).values()):
+        raise TypeError("prompt or errors")
+    return Round(record["prompt"], answers, dict(record["errors"]))
+
+
 def _is_complete(result: Path) -> bool:
     """Whether a result file tells of a run that was not stopped."""
     try:
-        found = json.loads(result.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json(result, "measure again").get("complete") is True
+    except FileError:
         return False
-    return isinstance(found, dict) and found.get("complete") is True

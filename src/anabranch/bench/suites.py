@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import importlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +10,9 @@ from typing import Any
 
 from anabranch.errors import FetchError, FileError, InputError
 from anabranch.files import LONE_SURROGATES
+from anabranch.jsonfiles import read_rows
 
-__all__ = ["SUITES", "Prompt", "Suite", "load_suite", "read_rows"]
+__all__ = ["SUITES", "Prompt", "Suite", "load_suite"]
 
 
 @dataclass(frozen=True)
@@ -143,25 +142,6 @@ def _check_characters(prompt: Prompt, number: int, where: str) -> None:
                 f"line {number} of {where}: the {what} of the prompt {prompt.name!a} has half a character "
                 f"({half[0][0]!a}, a lone surrogate) at place {half.start()}; remove it, or write the whole one"
             )
-
-
-def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The JSON objects of a file, gzip'd or not, with their line numbers. Raises FileError that names the line."""
-    opener = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opener(path, "rt", encoding="utf-8-sig") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line)
-                except ValueError as error:
-                    raise FileError(f"line {number} of {path} is not JSON") from error
-                if not isinstance(row, dict):
-                    raise FileError(f"line {number} of {path} is not a JSON object")
-                yield number, row
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise FileError(f"{path} cannot be read as lines of UTF-8 JSON ({error}); copy it again") from error
 
 
 def _hub(where: tuple[str, str | None, str, str], by_hand: str) -> Iterator[tuple[int, Mapping[str, Any]]]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from anabranch.errors import ModelError
-from anabranch.jsonfiles import is_number, is_whole
+from anabranch.jsonfiles import is_number, is_whole, shown
 from anabranch.model.config import ModelConfig
 
 __all__ = ["check_config", "check_fields", "token_ids"]
@@ -123,12 +123,7 @@ def _check_numbers(record: Mapping[str, Any], ranges: Mapping[str, _Range], pref
 
 
 def _wrong(key: str, value: Any, wanted: str, where: str = "the model's config") -> ModelError:
-    try:
-        shown = " ".join(repr(value).split())
-    except ValueError:  # Python does not write integers of thousands of digits
-        shown = "a number of thousands of digits"
-    shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-    return ModelError(f"{key} in {where} must be {wanted}, got {shown}; {ADVICE}")
+    return ModelError(f"{key} in {where} must be {wanted}, got {shown(value)}; {ADVICE}")
 
 
 def token_ids(value: Any, key: str, vocab_size: int, where: str = "the model's config") -> tuple[int, ...]:

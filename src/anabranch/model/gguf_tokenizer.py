@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from anabranch.errors import FileError, ModelError
+from anabranch.model.text import foreign_errors
 
 __all__ = ["build_tokenizer"]
 
@@ -45,17 +46,22 @@ def build_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Any:
         ModelError: the tokenizer is of a kind that is not known.
     """
     kind = metadata.get("tokenizer.ggml.model")
-    try:
+
+    def damaged(why: str) -> FileError:
+        return FileError(f"{path} has an incomplete or damaged tokenizer ({why}); fetch the file again")
+
+    with foreign_errors(damaged):
         if kind == "gpt2":
             tokenizer = _byte_level(metadata)
         elif kind == "llama":
             tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
         else:
-            raise ModelError(f"{path} has a tokenizer of kind {kind!r}; the known ones are gpt2 (byte-level), llama.")
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise FileError(f"{path} has an incomplete or damaged tokenizer ({error}); fetch the file again.") from error
-    if template := metadata.get("tokenizer.chat_template"):
-        tokenizer.chat_template = template
+            raise ModelError(f"{path} has a tokenizer of kind {kind!r}; the known ones are gpt2 (byte-level) and llama")
+        template = metadata.get("tokenizer.chat_template")
+        if not isinstance(template, str | None):
+            raise TypeError("its chat template is not a text")
+        if template:
+            tokenizer.chat_template = template
     return tokenizer
 
 
@@ -66,10 +72,7 @@ def _byte_level(metadata: Mapping[str, Any]) -> Any:
     # Llama 3 looks whole words up before it merges; its vocabulary has words that no merges reach.
     whole_words = pre in _LLAMA3_NAMES
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    try:
-        backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=whole_words))
-    except Exception as error:  # the Rust side raises bare Exception
-        raise FileError(f"The tokenizer in this GGUF file is damaged ({error}); fetch the file again.") from error
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=whole_words))
     backend.pre_tokenizer = _split(pre)
     if pre in _QWEN2_NAMES:
         backend.normalizer = normalizers.NFC()
@@ -122,4 +125,4 @@ def _split(pre: str | None) -> Any:
             ]
         )
     known = ", ".join(sorted(_GPT2_NAMES | _DIGITS_NAMES | _LLAMA3_NAMES | _QWEN2_NAMES))
-    raise ModelError(f"This GGUF file splits text in a way called {pre!r}; the known ones are {known}.")
+    raise ModelError(f"the GGUF file splits text in a way called {pre!r}; the known ones are {known}")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anabranch.errors import DeviceError, FetchError, FileError, InputError, one_line
+from anabranch.errors import DeviceError, FetchError, FileError, InputError
 from anabranch.foreign import why_no_model
 from anabranch.jsonfiles import read_json
 from anabranch.memory import give_back
@@ -21,6 +21,7 @@ from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import model_config
 from anabranch.model.quantize import Quantization, check_quantization, quantize_decoder
+from anabranch.model.text import foreign_errors
 from anabranch.model.weights import build_decoder, fill_decoder, load_safetensors_dir, stored_dtype
 from anabranch.processor import set_threads
 
@@ -178,25 +179,22 @@ def _stored(config: ModelConfig, tensors: Mapping[str, Tensor]) -> torch.dtype:
 
 
 def _tokenizer(folder: Path) -> Any:
-    try:
+    def unreadable(why: str) -> FileError:
+        return FileError(f"{folder} has no readable tokenizer ({why}); copy its tokenizer.json there again")
+
+    with foreign_errors(unreadable):
         read = _tokenizer_class(folder).from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         check_tokenizer(read)
-    except FileError:
-        raise
-    except Exception as error:  # tokenizers' Rust side raises bare Exception, transformers whatever a file leads it to
-        raise FileError(
-            f"{folder} has no readable tokenizer ({one_line(error)}); copy its tokenizer.json there again"
-        ) from error
     return read
 
 
 def check_tokenizer(tokenizer: Any) -> None:
-    """Read a few words and write them again: what cannot work is told now. Raises whatever the tokenizer raises."""
-    ids = tokenizer.encode("the 1")
-    if not isinstance(ids, list) or not isinstance(tokenizer.decode(ids), str):
-        raise TypeError("it does not turn text into token ids and back")
+    """Look at what is read from a tokenizer later. Raises TypeError."""
     if not isinstance(getattr(tokenizer, "chat_template", None), str | dict | None):
         raise TypeError("its chat template is not a text")
+    if not isinstance(tokenizer.eos_token_id, int | None):
+        raise TypeError("its end token is not one token")
+    tokenizer.decode([])
 
 
 def _tokenizer_class(folder: Path) -> Any:

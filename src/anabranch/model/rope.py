@@ -84,7 +84,8 @@ def check_rope(config: RopeConfig) -> None:
     named = f"rotary variant {_kind(config)!r}"
     try:
         for planned in (1, config.max_positions + 1):
-            inv_freq, factor = rope_frequencies(config, planned)
+            with torch.device("cpu"):  # whatever a decoder is being built on
+                inv_freq, factor = rope_frequencies(config, planned)
             if not (bool(inv_freq.isfinite().all()) and math.isfinite(factor)):
                 raise ValueError("its frequencies are not finite numbers")
     except KeyError as error:

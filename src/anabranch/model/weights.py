@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -112,7 +111,8 @@ def _names(path: Path) -> list[str]:
 
 
 def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    shown = [name if name.isprintable() and len(name) < 100 else ascii(name)[:100] for name in names[:3]]
+    return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def stored_dtype(config: ModelConfig, tensors: Mapping[str, Tensor]) -> torch.dtype:

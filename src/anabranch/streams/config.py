@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from anabranch.errors import AdapterError, InputError
-from anabranch.jsonfiles import is_number, is_whole
+from anabranch.jsonfiles import is_number, is_whole, shown
 
 __all__ = ["MOST_STREAMS", "StreamConfig"]
 
@@ -68,16 +68,16 @@ class StreamConfig:
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
             if not is_whole(value, low, high):
-                raise InputError(f"{name} must be a whole number from {low} to {high}, not {value!r}")
+                raise InputError(f"{name} must be a whole number from {low} to {high}, not {shown(value)}")
         if not is_number(self.rotation_step, -math.pi, math.pi):
-            raise InputError(f"rotation_step must be an angle from -pi to pi, not {self.rotation_step!r}")
+            raise InputError(f"rotation_step must be an angle from -pi to pi, not {shown(self.rotation_step)}")
         for name, allowed in (
             ("stream_mlp", ("adapter", "mlp+adapter")),
             ("position", ("embedding", "rotation")),
             ("conditioning", ("none", "parent", "path")),
         ):
             if getattr(self, name) not in allowed:
-                raise InputError(f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}")
+                raise InputError(f"{name} must be one of {', '.join(allowed)}, not {shown(getattr(self, name))}")
         if (self.conditioning == "none") != (self.conditioning_rank == 0):
             raise InputError("conditioning and conditioning_rank go together: give both, or 'none' and 0")
 
@@ -91,7 +91,8 @@ class StreamConfig:
         known = {f.name for f in dataclasses.fields(StreamConfig)}
         if unknown := sorted(set(record) - known):
             raise AdapterError(
-                f"adapter_config.json has the unknown stream option {unknown[0]!r}; it may come from a newer anabranch"
+                f"adapter_config.json has the unknown stream option {shown(unknown[0])}; it may come from a newer "
+                "anabranch"
             )
         try:
             return StreamConfig(**record)

@@ -24,7 +24,7 @@ from torch import Tensor
 from anabranch.errors import AdapterError, FileError, InputError, one_line
 from anabranch.files import write_atomically
 from anabranch.foreign import peft_advice
-from anabranch.jsonfiles import is_whole, read_json
+from anabranch.jsonfiles import is_whole, read_json, shown
 from anabranch.model.config import ModelConfig
 from anabranch.model.load import Target
 from anabranch.model.weights import is_finite
@@ -140,13 +140,14 @@ def read_record(folder: Path) -> dict[str, Any]:
         raise AdapterError(f"{path} does not describe an adapter of anabranch; give a folder that 'train' wrote")
     if record.get("version") != VERSION:
         raise AdapterError(
-            f"{path} has the format version {record.get('version')!r}, and this anabranch reads version {VERSION}; "
+            f"{path} has the format version {shown(record.get('version'))}, and this anabranch reads {VERSION}; "
             "update anabranch or train the adapter again"
         )
     for name, kind in _FIELDS.items():
         if not isinstance(record.get(name), kind):
             raise AdapterError(f"{path} lacks {name!r} or has it malformed; copy or train the adapter again")
-    if not isinstance(record["target"].get("fingerprint"), str):
+    named = [record["target"].get(key) for key in ("name", "fingerprint")]
+    if not all(isinstance(name, str) and name.isprintable() and len(name) < 500 for name in named):
         raise AdapterError(f"{path} does not say which target it belongs to; copy or train the adapter again")
     return record
 
@@ -161,7 +162,7 @@ def load_adapter(folder: Path, target: Target) -> LoadedAdapter:
     trained = record["target"]
     if trained["fingerprint"] != target.fingerprint:
         raise AdapterError(
-            f"the adapter in {folder} was trained for {trained.get('name')} (fingerprint "
+            f"the adapter in {folder} was trained for {trained['name']} (fingerprint "
             f"{trained['fingerprint'][:12]}), but the target is {target.name} (fingerprint "
             f"{target.fingerprint[:12]}); use that target, or train an adapter for this one"
         )
@@ -177,8 +178,9 @@ def load_adapter(folder: Path, target: Target) -> LoadedAdapter:
     found = {name: tuple(value.shape) for name, value in tensors.items()}
     if wanted != found:
         name = sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name))[0]
+        named = name if name.isprintable() else ascii(name)
         raise AdapterError(
-            f"{folder / WEIGHTS} has {name} with the shape {found.get(name)} where {CONFIG} asks for "
+            f"{folder / WEIGHTS} has {named} with the shape {found.get(name)} where {CONFIG} asks for "
             f"{wanted.get(name)}; copy or train the adapter again"
         )
     for name, value in tensors.items():
@@ -243,10 +245,10 @@ def _vocabulary(folder: Path, tensors: dict[str, Tensor], vocab_size: int, recor
             "int32; copy or train the adapter again"
         )
     # files of all versions say how many tokens they draft; a whole vocabulary is not stored
-    stated, found = record.get("draft_vocabulary", None), vocab_size if stored is None else stored.numel()
+    stated, found = record.get("draft_vocabulary"), vocab_size if stored is None else stored.numel()
     if stated is not None and (not is_whole(stated) or stated != found):
         raise AdapterError(
-            f"{CONFIG} in {folder} names a draft vocabulary of {stated!r} tokens, and {WEIGHTS} has {found}; "
+            f"{CONFIG} in {folder} names a draft vocabulary of {shown(stated)} tokens, and {WEIGHTS} has {found}; "
             "copy or train the adapter again"
         )
     ids = torch.arange(vocab_size) if stored is None else stored.long()

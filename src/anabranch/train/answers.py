@@ -22,14 +22,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-
 from anabranch.drafters.none import NoDrafter
 from anabranch.engine import Engine, Request
 from anabranch.errors import FileError, InputError
 from anabranch.files import check_writable, write_atomically
 from anabranch.interrupt import shielded
+from anabranch.jsonfiles import is_whole, parse_json, read_json, read_rows
 from anabranch.model.load import Target
+from anabranch.model.text import encode, render_chat
 from anabranch.sampling import SamplingParams
 from anabranch.train.data import lone_surrogate
 
@@ -64,8 +64,7 @@ class AnswerProgress:
 
 def encode_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
     """A conversation in the model's chat template, up to where the answer begins."""
-    text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-    return list(tokenizer.encode(text, add_special_tokens=False))
+    return encode(tokenizer, render_chat(tokenizer, messages), add_special_tokens=False)
 
 
 def read_prompts(path: Path, tokenizer: Any, *, limit: int | None = None) -> list[Prompt]:
@@ -78,34 +77,21 @@ def read_prompts(path: Path, tokenizer: Any, *, limit: int | None = None) -> lis
     if not path.is_file():
         raise FileError(f"there is no file {path}; give a JSONL file with a field 'prompt' or 'messages' a line")
     prompts: dict[int | str, Prompt] = {}
-    for number, line in _lines(path):
+    for number, record in read_rows(path):
         if limit is not None and len(prompts) >= limit:
             break
-        prompt = _prompt(line, f"line {number + 1} of {path}", number, tokenizer)
+        prompt = _prompt(record, f"line {number} of {path}", number - 1, tokenizer)
         if prompt.id in prompts:
-            raise FileError(f"line {number + 1} of {path} has the id {prompt.id!r} of an earlier line; ids are unique")
+            raise FileError(f"line {number} of {path} has the id {prompt.id!r} of an earlier line; ids are unique")
         prompts[prompt.id] = prompt
     if not prompts:
         raise FileError(f"{path} has no prompts")
     return list(prompts.values())
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    try:
-        with path.open(encoding="utf-8-sig") as lines:
-            for number, line in enumerate(lines):
-                if line.strip():
-                    yield number, line
-    except (UnicodeDecodeError, OSError) as error:
-        raise FileError(f"{path} cannot be read as UTF-8 text ({error})") from error
-
-
-def _prompt(line: str, where: str, number: int, tokenizer: Any) -> Prompt:
-    try:
-        record = json.loads(line)
-        messages, text = record.get("messages"), record.get("prompt")
-    except (ValueError, AttributeError) as error:
-        raise FileError(f"{where} is not a JSON object") from error
+def _prompt(record: dict[str, Any], where: str, number: int, tokenizer: Any) -> Prompt:
+    messages: Any = record.get("messages")
+    text: Any = record.get("prompt")
     template = bool(getattr(tokenizer, "chat_template", None))
     chat = record.get("chat", template or messages is not None)
     if (text is None) == (messages is None) or not isinstance(chat, bool):
@@ -119,11 +105,11 @@ def _prompt(line: str, where: str, number: int, tokenizer: Any) -> Prompt:
         elif chat:
             ids = encode_chat(tokenizer, [{"role": "user", "content": text}])
         else:
-            ids = list(tokenizer.encode(text))
-    except (TemplateError, TypeError, KeyError, ValueError) as error:
-        raise FileError(f"{where} has messages that the chat template does not take ({error})") from error
+            ids = encode(tokenizer, text)
+    except InputError as error:
+        raise FileError(f"{where} cannot be read: {error}") from error
     name = record.get("id", number)
-    if not isinstance(name, int | str) or not ids:
+    if not (isinstance(name, str) or is_whole(name)) or not ids:
         raise FileError(f"{where} is empty or has an id that is neither a number nor a text")
     return Prompt(name, str(record.get("source", "")), tuple(ids))
 
@@ -275,10 +261,7 @@ def _agree(out: Path, settings: dict[str, Any]) -> None:
     path = settings_path(out)
     if _is_new(out) or not path.is_file():
         return  # a part of a file of answers, say: nothing is known about how it was written
-    try:
-        stored = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise FileError(f"{path} is not a JSON object; delete it and {out} to start anew") from error
+    stored = read_json(path, f"delete it and {out} to start anew")
     if stored != settings:
         name = next(key for key in {**settings, **stored} if stored.get(key) != settings.get(key))
         raise FileError(
@@ -298,9 +281,11 @@ def _answered(out: Path) -> dict[int | str, tuple[int, ...]]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line.decode("utf-8-sig"))
+            record = parse_json(line)
             name, prompt, answer = record["id"], record["prompt_ids"], record["answer_ids"]
-            if not isinstance(name, int | str) or not isinstance(prompt, list) or not isinstance(answer, list):
+            if not (isinstance(name, str) or is_whole(name)):
+                raise TypeError
+            if not all(isinstance(ids, list) and all(map(is_whole, ids)) for ids in (prompt, answer)):
                 raise TypeError
         except (ValueError, KeyError, TypeError) as error:
             raise _no_answer(out, number) from error
@@ -335,7 +320,7 @@ def _torn(data: bytes) -> tuple[bytes, bytes]:
     """A file's whole lines, the last one with or without its end, and half a line, which a killed run leaves behind."""
     end = data.rfind(b"\n") + 1
     try:
-        json.loads(data[end:])
+        parse_json(data[end:])
     except ValueError:
         return data[:end], data[end:]
     return data, b""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ from torch import nn
 
 from anabranch.errors import FileError
 from anabranch.files import write_atomically
+from anabranch.jsonfiles import is_whole, parse_json
+from anabranch.model.weights import is_finite
 
 __all__ = ["drop_run", "load_checkpoint", "read_checkpoint", "read_log", "save_checkpoint", "trim_log"]
 
+_UNREADABLE = (SafetensorError, OSError, KeyError, IndexError, ValueError, TypeError, AttributeError, RuntimeError)
 WEIGHTS, RECORD, LOG = "checkpoint.safetensors", "checkpoint.json", "log.jsonl"
 
 
@@ -51,11 +55,12 @@ def read_checkpoint(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         with safe_open(path, "pt") as opened:
-            record: dict[str, Any] = json.loads((opened.metadata() or {})["record"])
-        int(record["step"])
-    except (SafetensorError, KeyError, ValueError, TypeError, OSError) as error:
+            record = parse_json((opened.metadata() or {})["record"])
+        if not is_whole(record["step"], 0):
+            raise TypeError("step")
+    except _UNREADABLE as error:
         raise FileError(f"the checkpoint in {folder} is damaged; delete the folder to start anew") from error
-    return record
+    return dict(record)
 
 
 def load_checkpoint(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
@@ -68,19 +73,32 @@ def load_checkpoint(folder: Path, module: nn.Module, optimizer: torch.optim.Opti
         module.load_state_dict(
             {name.removeprefix("weight."): value for name, value in tensors.items() if name.startswith("weight.")}
         )
-    except (SafetensorError, KeyError, ValueError, RuntimeError, OSError) as error:
+        state = optimizer.state_dict()
+        state["state"] = _optimizer_state(tensors, optimizer)
+        if not all(is_finite(value) for value in tensors.values()):
+            raise ValueError("values that are not finite numbers")
+        optimizer.load_state_dict(state)
+    except _UNREADABLE as error:
         raise FileError(
             f"the checkpoint in {folder} is damaged or belongs to other options; delete the folder to start anew"
         ) from error
-    state = optimizer.state_dict()
+    return record
+
+
+def _optimizer_state(tensors: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[int, Any]:
+    """What ``optimizer.load_state_dict`` takes. Raises ValueError for state that does not fit its parameters."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     restored: dict[int, dict[str, torch.Tensor]] = {}
     for name, value in tensors.items():
-        if name.startswith("optimizer."):
-            _, index, key = name.split(".")
-            restored.setdefault(int(index), {})[key] = value
-    state["state"] = restored
-    optimizer.load_state_dict(state)
-    return record
+        if not name.startswith("optimizer."):
+            continue
+        _, index, key = name.split(".")
+        if value.shape not in (torch.Size(()), parameters[int(index)].shape) or not value.is_floating_point():
+            raise ValueError(f"{name} has the shape {tuple(value.shape)}")
+        restored.setdefault(int(index), {})[key] = value
+    if len({frozenset(state) for state in restored.values()}) > 1:
+        raise ValueError("some parameters lack a part of their state")
+    return restored
 
 
 def drop_run(folder: Path) -> None:
@@ -105,7 +123,7 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
     lines = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            line = json.loads(text)
+            line = parse_json(text)
             int(line["step"]), float(line["loss"]), line["evaluation"]
         except (ValueError, KeyError, TypeError):
             continue

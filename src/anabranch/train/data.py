@@ -21,6 +21,8 @@ from torch import Tensor
 
 from anabranch.errors import FileError, InputError
 from anabranch.files import LONE_SURROGATES
+from anabranch.jsonfiles import is_whole, read_rows, read_text
+from anabranch.model.text import encode
 
 __all__ = [
     "Batch",
@@ -61,28 +63,21 @@ def read_examples(path: Path, *, vocab_size: int, max_tokens: int) -> list[Examp
     if not path.is_file():
         raise FileError(f"there is no file {path}; write one with 'anabranch train answers'")
     examples: list[Example] = []
-    try:
-        with path.open(encoding="utf-8-sig") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                try:
-                    record = json.loads(line)
-                    prompt = tuple(int(i) for i in record["prompt_ids"])
-                    answer = tuple(int(i) for i in record["answer_ids"])
-                except (ValueError, KeyError, TypeError) as error:
-                    raise FileError(
-                        f"line {number} of {path} is not a JSON object with lists of ids prompt_ids and answer_ids"
-                    ) from error
-                if any(not 0 <= i < vocab_size for i in (*prompt, *answer)):
-                    raise FileError(f"line {number} of {path} has token ids outside the target's vocabulary")
-                answer = answer[: max_tokens - len(prompt)] if len(prompt) < max_tokens else ()
-                if prompt and len(answer) >= 2:
-                    examples.append(
-                        Example(prompt, answer, str(record.get("source", "")), str(record.get("id", number)))
-                    )
-    except (UnicodeDecodeError, OSError) as error:
-        raise FileError(f"{path} cannot be read as UTF-8 text ({error})") from error
+    for number, record in read_rows(path):
+        prompt: Any = record.get("prompt_ids")
+        answer: Any = record.get("answer_ids")
+        for ids in (prompt, answer):
+            if not isinstance(ids, list) or not all(is_whole(i) for i in ids):
+                raise FileError(
+                    f"line {number} of {path} is not a JSON object with lists of ids prompt_ids and answer_ids"
+                )
+        if any(not 0 <= i < vocab_size for i in (*prompt, *answer)):
+            raise FileError(f"line {number} of {path} has token ids outside the target's vocabulary")
+        answer = answer[: max_tokens - len(prompt)] if len(prompt) < max_tokens else ()
+        if prompt and len(answer) >= 2:
+            examples.append(
+                Example(tuple(prompt), tuple(answer), str(record.get("source", "")), str(record.get("id", number)))
+            )
     if not examples:
         raise FileError(f"{path} has no prompt with an answer of at least 2 tokens")
     return examples
@@ -96,29 +91,22 @@ def read_texts(path: Path, tokenizer: Any, *, max_tokens: int, prompt_tokens: in
     """
     if not path.is_file():
         raise FileError(f"there is no file {path}; give a text file or a JSONL file with a field 'text'")
-    try:
-        content = path.read_text(encoding="utf-8-sig")
-    except (UnicodeDecodeError, OSError) as error:
-        raise FileError(f"{path} cannot be read as UTF-8 text ({error})") from error
-    texts = [(content, path.stem)]
+    texts = []
     if path.suffix == ".jsonl":
-        texts = []
-        for number, line in enumerate(content.split("\n"), 1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-                texts.append((str(record["text"]), str(record.get("source", path.stem))))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise FileError(f"line {number} of {path} is not a JSON object with a field 'text'") from error
+        for number, record in read_rows(path):
+            if not isinstance(record.get("text"), str):
+                raise FileError(f"line {number} of {path} is not a JSON object with a field 'text'")
             if half := lone_surrogate([record["text"], record.get("source")]):
                 raise FileError(
                     f"line {number} of {path} is no valid text: {half} is half of a character; correct or delete the "
                     "line"
                 )
+            texts.append((record["text"], str(record.get("source", path.stem))))
+    else:
+        texts.append((read_text(path, "give a text file in UTF-8"), path.stem))
     examples = []
     for text, source in texts:
-        ids = tuple(tokenizer.encode(text))
+        ids = tuple(encode(tokenizer, text))
         for first in range(0, len(ids), max_tokens):
             stretch = ids[first : first + max_tokens]
             if len(stretch) >= prompt_tokens + 2:

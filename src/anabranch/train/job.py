@@ -7,7 +7,6 @@ FOLDER/training/                                              checkpoint and log
 from __future__ import annotations
 
 import copy
-import json
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +18,7 @@ import torch
 
 from anabranch.errors import FileError, InputError, TrainingWarning
 from anabranch.files import check_folder
+from anabranch.jsonfiles import read_json
 from anabranch.memory import keep_memory
 from anabranch.model.load import Target
 from anabranch.model.pack import pack_decoder
@@ -74,10 +74,7 @@ def read_data(
     assert answers is not None
     settings = settings_path(answers)
     if settings.is_file():
-        try:
-            written = json.loads(settings.read_text(encoding="utf-8")).get("fingerprint")
-        except (ValueError, AttributeError) as error:
-            raise FileError(f"{settings} is not a JSON object; delete it if the answers are this target's") from error
+        written = read_json(settings, "delete it if the answers are this target's").get("fingerprint")
         if written != target.fingerprint:
             raise FileError(
                 f"{answers} was written by another target (fingerprint {str(written)[:12]}) than {target.name} "
