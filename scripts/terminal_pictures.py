@@ -3,8 +3,8 @@
     python scripts/terminal_pictures.py chat training --columns 80
     python scripts/terminal_pictures.py chat --columns 60 --out /tmp/pictures --text
 
-Each scene runs in an empty folder and is fed its keys; pyte keeps the screen, and rich draws what is on it at the end as
-SVG. ``--text`` prints the screen too. Needs pyte (the extra ``dev``) and a POSIX system.
+Each scene runs in an empty folder and is fed its keys. pyte keeps the screen, and rich draws it as SVG at the end.
+``--text`` prints the screen too. Needs pyte (the extra ``dev``) and a POSIX system.
 """
 
 from __future__ import annotations
