@@ -63,12 +63,13 @@ class Scene:
 SCENES = {
     "chat": Scene(
         "anabranch chat",
-        ("chat", "--stats"),
+        ("chat",),
         (
             (PROMPT, "Why is the sky blue? Answer in two sentences.\r"),
-            (PROMPT, "/drafter none\r"),
-            (PROMPT, "/retry\r"),
             (PROMPT, "/stast\r"),
+            (PROMPT, "/stats\r"),
+            (PROMPT, "/system Answer like a pirate.\r"),
+            (PROMPT, "And why is it red\x1b\rin the evening?\r"),
             (PROMPT, "/help\r"),
             (PROMPT, "\x04"),
         ),
