@@ -39,7 +39,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return pretend
 
 
-FACTS = ["256 tokens, 98.1 tokens/s", "drafter streams", "mean acceptance length 2.61", "a" * 50]
+FACTS = ["256 tokens, 98.1 tokens/s", "drafter streams", "mean acceptance length 2.61", "a" * 38]
 
 
 def test_facts_break_between_sentences(
@@ -48,7 +48,7 @@ def test_facts_break_between_sentences(
     terminal()
     show.sentences(FACTS)
     lines = capsys.readouterr().err.replace("\x1b[2m", "").replace("\x1b[0m", "").splitlines()
-    assert lines == ["256 tokens, 98.1 tokens/s;", "drafter streams;", "mean acceptance length 2.61;", "a" * 50]
+    assert lines == ["256 tokens, 98.1 tokens/s;", "drafter streams;", "mean acceptance length 2.61;", "a" * 38]
 
 
 def test_facts_are_one_line_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:

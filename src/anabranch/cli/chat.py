@@ -189,7 +189,7 @@ class Conversation:
         self.messages = [*messages, answer if found is not None else {**answer, "interrupted": True}]
         self._full = ids if found is not None else None
         if found is None:
-            note("stopped; the answer stays in the conversation as far as it got")
+            note("stopped; the answer is kept as far as it got")
             return
         if marker is not None:
             typer.echo(marker.legend(found.stats), err=True)
