@@ -116,6 +116,7 @@ def _converse(talk: Conversation, source: Reader) -> None:
         except KeyboardInterrupt:
             if not source.interactive:
                 raise
+            note("stopped; /retry sends the last message again")
 
 
 class Conversation:
