@@ -44,7 +44,6 @@ class Terminal:
     def expect(self, text: str, *, seconds: float = 60) -> str:
         """Read until ``text`` was shown since the last call; returns all that was, without escape sequences."""
         ends = time.monotonic() + seconds
-        raw = ""
         while True:
             shown = ESCAPES.sub("", self.seen).replace("\r", "")
             if text in shown:
@@ -61,7 +60,8 @@ class Terminal:
     def ended(self, *, seconds: float = 60) -> str:
         """Wait for the end; returns what was shown since the last ``expect`` and sets ``code``."""
         ends = time.monotonic() + seconds
-        while time.monotonic() < ends:
+        while True:
+            assert time.monotonic() < ends, f"it does not end; shown was {self.seen!r}"
             ready, _, _ = select.select([self._fd], [], [], 0.2)
             if ready:
                 raw = self._take()

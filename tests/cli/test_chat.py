@@ -14,6 +14,7 @@ from terminals import PROGRAM, Terminal
 
 from anabranch.api import Model
 from anabranch.cli.chat import Conversation
+from anabranch.cli.show import cleaned
 from anabranch.engine import Engine
 from anabranch.errors import AnabranchError
 from toy_text import ToyFolders
@@ -119,11 +120,11 @@ def test_retry_replaces_the_last_answer(model: Model, capsys: pytest.CaptureFixt
     expected = model.chat([dict(m) for m in talk.messages[:3]], max_new_tokens=6, temperature=2.0, seed=2).text
     assert said(talk)[3:] == [("assistant", expected)]
     assert expected != before[3][1]
-    assert "the same again" not in capsys.readouterr().err
+    assert "the same at temperature 0" not in capsys.readouterr().err
     greedy = Conversation(model, {"max_new_tokens": 6, "temperature": 0.0, "seed": 1}, None)
     greedy.take("the")
     greedy.take("/retry")
-    assert "at temperature 0 the answer is the same again" in capsys.readouterr().err
+    assert "the answer is the same at temperature 0" in capsys.readouterr().err
     assert len(greedy.messages) == 2
 
 
@@ -168,7 +169,9 @@ def test_unknown_commands_give_a_hint(talk: Conversation, capsys: pytest.Capture
     assert talk.take("/")
     assert capsys.readouterr().err.count("there is no command /") == 2
     talk.take("/help")
-    assert all(f"/{name}" in capsys.readouterr().out for name in ("save",))
+    lines = capsys.readouterr().out.splitlines()
+    assert all(any(line.startswith(name) for line in lines) for name in ("/save FILE", "/retry", "Alt+Enter"))
+    assert max(map(len, lines)) < 60
     assert talk.messages == []
     talk.take("/etc/hosts is a file")
     talk.take(" /reset")
@@ -256,26 +259,30 @@ def test_ctrl_c_while_a_prompt_is_read_leaves_the_message_out(
 # --- a real terminal, a real pipe ---------------------------------------------------------------------------------
 
 
-def test_a_real_terminal(where: list[object], tmp_path: Path) -> None:
+def test_a_real_terminal(where: list[object], model: Model, tmp_path: Path) -> None:
+    question, first = _long_answer(model)
     command = ["chat", *where, "-n", "60", "--drafter", "none"]
     home = {"ANABRANCH_HOME": str(tmp_path)}
     with Terminal(command, columns=60, env=home, code=SLOWLY) as terminal:
         start = terminal.expect("\n>")
         assert start.startswith("loading ")
         assert "/help lists the commands, Ctrl-D leaves" in start
-        terminal.send("thx thing" + "\x1b[D" * 6 + "\x7f" + "e\r")  # left arrows and backspace: the thing
-        terminal.expect("the thing\n")
+        # three left arrows, a backspace, and the right letter
+        terminal.send(question[:-3] + "#" + question[-3:] + "\x1b[D" * 3 + "\x7f\r")
+        terminal.expect(f"{question}\n{first}")
         terminal.send("\x03")
         terminal.expect("as far as it got\n>")
-        terminal.send("\x1b[200~two\nlines\x1b[201~\\\rand\x1b\rmore\x03")  # a paste, then cleared
+        terminal.send("\x1b[200~two\nlines\x1b[201~\\\rand\x1b\rmore\x03")  # a paste, two new lines; cleared
         terminal.send("/hlep\r")
         terminal.expect("did you mean /help?")
         terminal.expect("\n>")
         terminal.send(f"/save {tmp_path / 'talk.json'}\r")
         terminal.expect("2 messages are in")
         terminal.expect("\n>")
-        terminal.send("\x1b[A\x1b[A\x1b[A\r")  # up to the first message
-        terminal.expect("the thing\n")
+        terminal.send("/reset\r")
+        terminal.expect("a new conversation\n>")
+        terminal.send("\x1b[A" * 4 + "\r")  # up to the first message
+        terminal.expect(f"{question}\n{first}")
         terminal.send("\x03")
         terminal.expect("as far as it got\n>")
         terminal.send("\x04")
@@ -283,11 +290,20 @@ def test_a_real_terminal(where: list[object], tmp_path: Path) -> None:
     assert terminal.code == 0
     assert "Traceback" not in shown
     user, answer = json.loads((tmp_path / "talk.json").read_text())
-    assert user == {"role": "user", "content": "the thing"}
+    assert user == {"role": "user", "content": question}
     assert answer["interrupted"] is True
     history = tmp_path / "chat_history"
-    assert "+the thing\n" in history.read_text()
+    assert f"+{question}\n" in history.read_text()
     assert history.stat().st_mode & 0o777 == 0o600
+
+
+def _long_answer(model: Model) -> tuple[str, str]:
+    """A question that the toy answers at length, and the first letter of the answer."""
+    for question in ("the thing", "another", "so they say", "a song of the sea"):
+        answer = model.chat([{"role": "user", "content": question}], max_new_tokens=60, drafter="none")
+        if len(answer.token_ids) > 40:
+            return question, cleaned(answer.text[0])
+    raise AssertionError("the toy has short answers only")
 
 
 def test_ctrl_c_at_the_prompt_of_a_real_pipe(toys: ToyFolders) -> None:

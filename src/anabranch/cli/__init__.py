@@ -14,7 +14,7 @@ from anabranch.cli.analysis import analyze, simulate
 from anabranch.cli.certify import certify
 from anabranch.cli.chat import chat
 from anabranch.cli.generate import generate
-from anabranch.cli.help import HELP
+from anabranch.cli.help import HELP, Verbs
 from anabranch.cli.models import info, pull
 from anabranch.cli.tune import tune
 from anabranch.errors import AnabranchError, AnabranchWarning
@@ -34,8 +34,8 @@ app = typer.Typer(
 )
 for verb in (pull, generate, chat, info, certify, tune, simulate, analyze):
     app.command()(verb)
-app.add_typer(bench.app, name="bench")
-app.add_typer(train.app, name="train")
+app.add_typer(bench.app, name="bench", cls=Verbs)
+app.add_typer(train.app, name="train", cls=Verbs)
 
 
 def _version(wanted: bool) -> None:

@@ -29,19 +29,22 @@ __all__ = ["chat"]
 
 COMMAND = re.compile(r"/([a-z]*!?)(?:\s+(.*))?", re.DOTALL)
 COMMANDS = {
-    "/help": "this list",
-    "/reset": "forget the conversation; the system prompt stays",
-    "/system [TEXT]": "show or set the system prompt; '/system -' removes it",
+    "/help": "show this list",
+    "/reset": "start over; keeps the system prompt",
+    "/system [TEXT]": "show or set the system prompt; -: none",
     "/retry": "answer the last message again",
-    "/drafter [NAME]": "show or change the drafter; the answers stay the same",
-    "/stats": "speed and acceptance of the last answer and of all",
-    "/save FILE": "write the conversation as JSON; '/save! FILE' replaces a file",
-    "/quit": "leave; so does Ctrl-D",
+    "/drafter [NAME]": "show or change the drafter",
+    "/stats": "show speed and acceptance",
+    "/save FILE": "save as JSON; /save! replaces a file",
+    "/quit": "leave",
 }
-KEYS = (
-    "Enter sends. Alt+Enter, or a backslash at the end of the line, begins a new line.\n"
-    "The arrow keys edit and bring back earlier messages. Ctrl-C stops an answer or clears the line."
-)
+KEYS = {
+    "Enter": "send",
+    "Alt+Enter": "start a new line; so does \\ then Enter",
+    "Up, Down": "bring back earlier messages",
+    "Ctrl-C": "stop the answer, or clear the line",
+    "Ctrl-D": "leave",
+}
 
 
 def chat(
@@ -113,6 +116,7 @@ def _converse(talk: Conversation, source: Reader) -> None:
         except KeyboardInterrupt:
             if not source.interactive:
                 raise
+            note("stopped; /retry sends the last message again")
 
 
 class Conversation:
@@ -186,7 +190,7 @@ class Conversation:
         self.messages = [*messages, answer if found is not None else {**answer, "interrupted": True}]
         self._full = ids if found is not None else None
         if found is None:
-            note("stopped; the answer stays in the conversation as far as it got")
+            note("stopped; the answer is kept as far as it got")
             return
         if marker is not None:
             typer.echo(marker.legend(found.stats), err=True)
@@ -208,7 +212,7 @@ class Conversation:
     # -- commands ----------------------------------------------------------------------------------------
     def _help(self, _: str) -> None:
         width = max(map(len, COMMANDS))
-        print("\n".join(f"{name:{width}}  {does}" for name, does in COMMANDS.items()) + "\n" + KEYS)
+        print("\n".join(f"{name:{width}}  {does}" for name, does in (COMMANDS | KEYS).items()))
 
     def _reset(self, _: str) -> None:
         self.messages, self._full = [], None
@@ -232,7 +236,7 @@ class Conversation:
             messages = messages[:-2]
         messages = [*messages, {"role": "user", "content": self._question}]
         if self.call["temperature"] == 0 and self.prompt_ids(messages) == self._full:
-            note("at temperature 0 the answer is the same again; start chat with --temperature 0.7 for others")
+            note("the answer is the same at temperature 0; start chat with --temperature 0.7 for others")
         self._seed += 1
         self._answer(messages)
 

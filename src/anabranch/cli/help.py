@@ -10,10 +10,10 @@ from typing import Any
 
 from typer.core import TyperGroup
 
-__all__ = ["HELP"]
+__all__ = ["HELP", "Verbs"]
 
 
-class _Verbs(TyperGroup):
+class Verbs(TyperGroup):
     """Lists its verbs with the whole first sentence of each."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -30,7 +30,7 @@ def _first_sentence(text: str) -> str:
 
 HELP: dict[str, Any] = {
     "rich_markup_mode": None,
-    "cls": _Verbs,
+    "cls": Verbs,
     "context_settings": {"help_option_names": ["-h", "--help"]},
 }
-"""Keywords for ``typer.Typer``; verbs and groups inside take the first and the last from the program's."""
+"""Keywords for the program's ``typer.Typer``. Verbs inside need none; add a group with ``cls=Verbs``."""

@@ -59,11 +59,12 @@ def for_stdout(text: str) -> str:
 
 
 def note(line: str) -> None:
-    """Print a quiet line on standard error, cleaned where that is a terminal."""
+    """Print a quiet line on standard error; on a terminal cleaned, and wrapped between words."""
     from rich.console import Console
 
-    shown = cleaned(line) if sys.stderr.isatty() else line
-    Console(stderr=True, soft_wrap=True).print(shown, style="dim", highlight=False, markup=False)
+    terminal = sys.stderr.isatty()
+    console = Console(stderr=True, soft_wrap=not terminal)
+    console.print(cleaned(line) if terminal else line, style="dim", highlight=False, markup=False)
 
 
 def sentences(parts: Iterable[str]) -> None:
@@ -135,7 +136,7 @@ def prompt_progress(wait: Wait) -> Callable[[int, int], None]:
 
     def tell(done: int, total: int) -> None:
         if done < total and time.monotonic() - began > PATIENCE:
-            wait.tell(f"reading the prompt: {done:,} of {total:,} tokens")
+            wait.tell(f"reading prompt: {done:,} of {total:,} tokens")
 
     return tell
 
