@@ -9,6 +9,7 @@ import torch
 
 from anabranch.drafters import costs
 from toy_text import ToyFolders, save_toys
+from verbs import Anabranch
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -38,3 +39,9 @@ def _ctrl_c_arrives() -> None:
 def toys(tmp_path_factory: pytest.TempPathFactory) -> ToyFolders:
     """Folders of a toy model and its adapter."""
     return save_toys(tmp_path_factory.mktemp("toys"))
+
+
+@pytest.fixture
+def anabranch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Anabranch:
+    """The program, run in this process."""
+    return Anabranch(capsys, monkeypatch)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
-import os
-import signal
 import subprocess
 import sys
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -16,57 +12,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from anabranch.api import Model, load
-from anabranch.cli import app, main
+from anabranch.cli import app
 from anabranch.engine import Engine
 from toy_text import ToyFolders
+from verbs import Anabranch
 
 VERBS = ("pull", "generate", "chat", "info", "certify", "tune", "simulate", "analyze", "bench", "train")
 PROGRAM = [sys.executable, "-c", "from anabranch.cli import main; main()"]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    code: int
-    out: str
-    err: str
-
-
-class Anabranch:
-    """Runs a verb in this process, as the console script would."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        self.capsys, self.monkeypatch = capsys, monkeypatch
-
-    def __call__(self, *arguments: object, stdin: str | None = None) -> Outcome:
-        if stdin is not None:
-            self.monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        with pytest.raises(SystemExit) as ended:
-            main([str(argument) for argument in arguments])
-        captured = self.capsys.readouterr()
-        code = ended.value.code
-        assert isinstance(code, int)
-        return Outcome(code, captured.out, captured.err)
-
-
-@pytest.fixture
-def anabranch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Anabranch:
-    return Anabranch(capsys, monkeypatch)
-
-
-@pytest.fixture
-def generate(toys: ToyFolders) -> list[object]:
-    """The start of a command line that uses the toy."""
-    return ["generate", "--model", toys.model, "--adapter", toys.adapter, "--dtype", "float32", "--device", "cpu"]
-
-
-@pytest.fixture(scope="module")
-def model(toys: ToyFolders) -> Model:
-    return load(toys.model, adapter=toys.adapter, dtype="float32", device="cpu")
-
-
-def answer(model: Model, text: str, **options: Any) -> Any:
-    return model.chat([{"role": "user", "content": text}], **options)
 
 
 @pytest.mark.parametrize("verb", [*VERBS, "train streams", "train answers"])
@@ -82,94 +34,6 @@ def test_help_lists_the_verbs_and_is_quick() -> None:
     code = f"{shown}; assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert all(verb in done.stdout for verb in VERBS)
-
-
-def test_generate_answers_through_the_template(anabranch: Anabranch, generate: list[object], model: Model) -> None:
-    expected = answer(model, "the thing", max_new_tokens=12)
-    done = anabranch(*generate, "the thing", "--max-new-tokens", 12)
-    assert done.code == 0
-    assert done.out == expected.text + "\n"
-    assert f"{expected.stats.tokens} tokens, " in done.err
-    assert f"mean acceptance length {expected.stats.mean_acceptance_length:.2f}" in done.err
-    assert f"{expected.stats.steps} forwards" in done.err
-    assert done.err.count("\n") == 1
-
-
-def test_generate_raw_continues_the_text_of_standard_input(
-    anabranch: Anabranch, generate: list[object], model: Model
-) -> None:
-    done = anabranch(*generate, "-", "--raw", "--max-new-tokens", 8, "--drafter", "none", stdin="the thing")
-    assert done.out == model.generate("the thing", max_new_tokens=8).text + "\n"
-    assert "mean acceptance length 1.00, 8 forwards" in done.err
-
-
-def test_generate_json(anabranch: Anabranch, generate: list[object], model: Model) -> None:
-    options = ("--max-new-tokens", 12, "--temperature", 1, "--top-k", 9, "--seed", 5, "--show-drafts", "--compare")
-    done = anabranch(*generate, "the thing", "--json", *options)
-    found = json.loads(done.out)
-    expected = answer(model, "the thing", max_new_tokens=12, temperature=1.0, top_k=9, seed=5)
-    assert found["token_ids"] == expected.token_ids
-    assert found["text"] == expected.text
-    assert found["finish_reason"] == expected.finish_reason
-    assert found["sources"] == expected.sources
-    assert found["stats"]["tokens"] == 12
-    assert found["compare"]["equal"] is True
-    assert found["compare"]["speedup"] > 0
-    assert done.err == ""
-
-
-def test_generate_stops_before_a_stop_string(anabranch: Anabranch, generate: list[object], model: Model) -> None:
-    text = model.generate("the thing", max_new_tokens=12).text
-    stop = next(text[i] for i in range(3, len(text)) if text[i] != "�")
-    done = anabranch(*generate, "the thing", "--raw", "--max-new-tokens", 12, "--stop", stop)
-    assert done.out == text[: text.index(stop)] + "\n"
-
-
-def test_show_drafts_marks_every_source(anabranch: Anabranch, generate: list[object], model: Model) -> None:
-    drafter = "streams+prompt_lookup"
-    options = {"max_new_tokens": 40, "ignore_eos": False}
-    expected = answer(model, "the the the", drafter=drafter, **options)
-    done = anabranch(*generate, "the the the", "--max-new-tokens", 40, "--drafter", drafter, "--show-drafts")
-    legend, line = done.err.splitlines()
-    assert legend.startswith(f"proposed by: target {expected.stats.sources['target']}")
-    for source, count in expected.stats.sources.items():
-        assert any(word.startswith(source) and word.endswith(f" {count}") for word in legend[13:].split(", "))
-    assert "tokens/s" in line
-    unmarked = "".join(character for character in done.out if character not in "⁰¹²³⁴⁵⁶⁷⁸⁹ᵖ")
-    assert unmarked == expected.text + "\n"
-
-
-def test_compare_measures_both_ways(anabranch: Anabranch, generate: list[object]) -> None:
-    done = anabranch(*generate, "the thing", "--max-new-tokens", 8, "--compare")
-    assert "; speedup " in done.err
-    assert "x over plain decoding (" in done.err
-    assert "same tokens" in done.err
-    refused = anabranch(*generate, "the thing", "--drafter", "none", "--compare")
-    assert refused.code == 1
-    assert "other drafter" in refused.err or "another drafter" in refused.err
-
-
-def test_chat_remembers(anabranch: Anabranch, toys: ToyFolders, model: Model) -> None:
-    where = ("--model", toys.model, "--adapter", toys.adapter, "--dtype", "float32")
-    done = anabranch("chat", *where, "--max-new-tokens", 6, "--system", "the", stdin="thing\nother\n\n")
-    messages = [{"role": "system", "content": "the"}, {"role": "user", "content": "thing"}]
-    first = model.chat(messages, max_new_tokens=6).text
-    second = model.chat(
-        [*messages, {"role": "assistant", "content": first}, {"role": "user", "content": "other"}], max_new_tokens=6
-    ).text
-    assert done.code == 0
-    assert done.out == f"> {first}\n> {second}\n> "
-    ended = anabranch("chat", *where, stdin="")
-    assert ended.code == 0
-
-
-def test_chat_goes_on_after_a_question_that_does_not_fit(anabranch: Anabranch, toys: ToyFolders) -> None:
-    where = ("--model", toys.model, "--adapter", toys.adapter, "--dtype", "float32")
-    done = anabranch("chat", *where, "--max-new-tokens", 4, stdin=f"{'long ' * 40}\nthe\n\n")
-    assert done.code == 0
-    assert "the model's limit is 96" in done.err
-    assert done.out.count("> ") == 3
-    assert "mean acceptance length" in done.err
 
 
 def test_info(anabranch: Anabranch, toys: ToyFolders) -> None:
@@ -252,33 +116,3 @@ def test_ctrl_c_while_fetching(anabranch: Anabranch, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("anabranch.model.fetch.default_model_dir", interrupted)
     done = anabranch("pull")
     assert (done.code, done.err.strip()) == (130, "stopped")
-
-
-@pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
-def test_ctrl_c_at_the_prompt_of_a_real_chat(toys: ToyFolders) -> None:
-    command = [*PROGRAM, "chat", "--model", str(toys.model), "--drafter", "prompt_lookup", "--max-new-tokens", "4"]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as chat:
-        assert chat.stdin is not None
-        assert chat.stderr is not None
-        chat.stdin.write("the\n")
-        chat.stdin.flush()
-        assert "tokens/s" in chat.stderr.readline()  # answered, and waiting for the next question
-        chat.send_signal(signal.SIGINT)
-        _, err = chat.communicate(timeout=60)
-    assert chat.returncode == 130
-    assert "stopped" in err
-    assert "Traceback" not in err
-
-
-def test_a_real_run_into_a_pipe_that_closes(toys: ToyFolders) -> None:
-    command = [*PROGRAM, "generate", "the thing", "--model", str(toys.model), "--drafter", "prompt_lookup", "--raw"]
-    whole = subprocess.run(command, capture_output=True, check=False, timeout=120)
-    assert whole.returncode == 0
-    assert whole.stdout.endswith(b"\n")
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as cut:
-        assert cut.stdout is not None
-        cut.stdout.close()
-        assert cut.stderr is not None
-        assert b"Traceback" not in cut.stderr.read()

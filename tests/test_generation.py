@@ -184,8 +184,32 @@ def test_statistics_of_an_oracle(model: Model) -> None:
     assert 0 < stats.prefill_seconds < stats.seconds
     assert sum(stats.parts.values()) < stats.seconds
     assert stats.tokens_per_second == pytest.approx(36 / stats.seconds)
+    assert stats.prefill_tokens == len(whole.prompt_ids) - 1
+    assert stats.decode_tokens_per_second == pytest.approx(36 / (stats.seconds - stats.prefill_seconds))
+    assert stats.prompt_tokens_per_second == pytest.approx(stats.prefill_tokens / stats.prefill_seconds)
+    assert Stats.from_dict(stats.to_dict()).prefill_tokens == stats.prefill_tokens
     assert stats.to_dict()["accepted"] == {"8": 4}
     assert Stats().to_dict()["mean_acceptance_length"] == 0
+
+
+def test_reading_a_prompt_tells_how_far_it_is(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anabranch.engine.PREFILL_CHUNK", 4)
+    seen: list[tuple[int, int]] = []
+    model.generate(list(range(1, 12)), max_new_tokens=1, on_prompt=lambda *at: seen.append(at))
+    assert seen == [(4, 10), (8, 10), (10, 10)]
+    with pytest.raises(InputError, match="on_prompt must be a function, got 3"):
+        model.generate([1], on_prompt=3)  # type: ignore[typeddict-item]
+
+
+def test_what_a_listener_raises_cancels_the_request(model: Model) -> None:
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    engine = Engine(model.target.decoder, Oracle([1, 2, 3]), capacity=64)
+    with pytest.raises(KeyboardInterrupt):
+        engine.add(Request([1, 2, 3], 4, on_prompt=stop))
+    assert engine.active == 0
+    assert run(model, Oracle([]), Request([1, 2, 3], 4)).token_ids
 
 
 def test_log_probs_are_the_raw_law(model: Model) -> None:

@@ -73,7 +73,8 @@ def test_one_default_drafter() -> None:
     import inspect
 
     from anabranch.api import load
-    from anabranch.cli.text import chat, generate
+    from anabranch.cli.chat import chat
+    from anabranch.cli.generate import generate
 
     defaults = {inspect.signature(f).parameters["drafter"].default for f in (load, generate, chat)}
     assert defaults == {"auto"}

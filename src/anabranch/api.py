@@ -165,6 +165,7 @@ class Model:
         log_probs=False   the target's raw log probabilities of the new tokens
         processors=()     functions (tokens so far, logits [V]) -> logits [V]
         rows=8            prompts decoded together at most
+        on_prompt=None    function (prompt tokens read, of how many), called after each chunk of 512
 
         Every prompt of a list uses the same seed: a prompt's result does not depend on the other prompts. A text that
         reaches the model's limit ends there with the finish reason "length".

@@ -15,7 +15,7 @@ The engine knows token ids; text belongs to ``generation``.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -39,7 +39,10 @@ PREFILL_CHUNK = 512
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to decode. ``stop_ids`` end it (and are emitted); ``rule`` says how drafts are verified."""
+    """One sequence to decode. ``stop_ids`` end it (and are emitted); ``rule`` says how drafts are verified.
+
+    ``on_prompt(done, total)`` is called after each chunk of the prompt; what it raises cancels the request.
+    """
 
     prompt_ids: Sequence[int]
     max_new_tokens: int = 256
@@ -47,6 +50,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     rule: Rule = "follow"
     log_probs: bool = False
+    on_prompt: Callable[[int, int], None] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ class Engine:
         slot = self.cache.add_row()
         try:
             with self.target.decoding():
-                self._read(prompt[:-1], slot, planned)
+                self._read(prompt[:-1], slot, planned, request.on_prompt)
         except BaseException:
             self.cache.remove_row(slot)
             raise
@@ -138,13 +142,15 @@ class Engine:
         self._rows.append(_Row(request, context, limit, planned))
         return context.key
 
-    def _read(self, tokens: list[int], slot: int, planned: int) -> None:
+    def _read(self, tokens: list[int], slot: int, planned: int, on_prompt: Callable[[int, int], None] | None) -> None:
         """Put what stands before a row's first root into the cache."""
         for start in range(0, len(tokens), PREFILL_CHUNK):
             chunk = tokens[start : start + PREFILL_CHUNK]
             where = slice(slot, slot + 1)
             self.target(Feed.of_prompt(chunk), self.cache, slots=where, planned=planned, need="hidden")
             self.cache.commit([range(len(chunk))])
+            if on_prompt is not None:
+                on_prompt(start + len(chunk), len(tokens))
 
     def check(self, request: Request) -> None:
         """Raise InputError or CapabilityError if ``request`` cannot be served; ``add`` asks too."""

@@ -184,6 +184,7 @@ def _run(
                 row = _Row(request, tokenizer, stop, began - away)
                 rows[engine.add(request)] = index, row
                 row.stats.prefill_seconds = time.perf_counter() - began
+                row.stats.prefill_tokens = len(request.prompt_ids) - 1
             for step in engine.step():
                 index, row = rows[step.row]
                 chunk = row.take(step, time.perf_counter() - away)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import TypedDict
@@ -34,6 +34,7 @@ class Keywords(TypedDict, total=False):
     log_probs: bool
     processors: Sequence[LogitsProcessor]
     rows: int
+    on_prompt: Callable[[int, int], None] | None
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,15 @@ class Options:
     log_probs: bool = False
     processors: Sequence[LogitsProcessor] = ()
     rows: int = 8
+    on_prompt: Callable[[int, int], None] | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "rows"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
                 raise InputError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if self.on_prompt is not None and not callable(self.on_prompt):
+            raise InputError(f"on_prompt must be a function, got {self.on_prompt!r}")
         if self.rule not in ("follow", "reject"):
             raise InputError(f"rule must be 'follow' or 'reject', got {self.rule!r}")
         if self.drafter is not None:
@@ -101,4 +105,6 @@ class Options:
     def request(self, prompt_ids: list[int], target: Target) -> Request:
         """The engine's request for a prompt."""
         stop_ids = frozenset() if self.ignore_eos else frozenset(target.config.eos_token_ids)
-        return Request(prompt_ids, int(self.max_new_tokens), self.sampling, stop_ids, self.rule, self.log_probs)
+        return Request(
+            prompt_ids, int(self.max_new_tokens), self.sampling, stop_ids, self.rule, self.log_probs, self.on_prompt
+        )

@@ -11,11 +11,14 @@ from anabranch.engine import Step
 
 __all__ = ["Stats"]
 
+COUNTS = ("tokens", "steps", "drafted_steps", "draft_nodes", "prefill_tokens", "seconds", "prefill_seconds")
+
 
 @dataclass
 class Stats:
     """Counts of one sequence. ``seconds`` run from the call to the last token, ``prefill_seconds`` inside it.
 
+    prefill_tokens  prompt tokens read in ``prefill_seconds``: all but the last, which the first step reads
     drafted_steps  steps with a draft, draft_nodes the nodes that were drafted in all, before pruning
     accepted   steps by the number of draft tokens they accepted
     sources    emitted tokens by who proposed them
@@ -26,6 +29,7 @@ class Stats:
     steps: int = 0
     drafted_steps: int = 0
     draft_nodes: int = 0
+    prefill_tokens: int = 0
     seconds: float = 0.0
     prefill_seconds: float = 0.0
     accepted: Counter[int] = field(default_factory=Counter)
@@ -47,7 +51,7 @@ class Stats:
         """The counts of several sequences together."""
         whole = Stats()
         for one in many:
-            for count in ("tokens", "steps", "drafted_steps", "draft_nodes", "seconds", "prefill_seconds"):
+            for count in COUNTS:
                 setattr(whole, count, getattr(whole, count) + getattr(one, count))
             whole.accepted.update(one.accepted)
             whole.sources.update(one.sources)
@@ -92,6 +96,21 @@ class Stats:
         """New tokens over seconds, prompt included."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
+    @property
+    def decode_seconds(self) -> float:
+        """Seconds after the prompt was read: every new token was emitted in them."""
+        return max(0.0, self.seconds - self.prefill_seconds)
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """New tokens over ``decode_seconds``; 0 if none was decoded."""
+        return self.tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    @property
+    def prompt_tokens_per_second(self) -> float:
+        """Prompt tokens over the seconds that reading them took; 0 for a prompt of one token, which a step reads."""
+        return self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
+
     def acceptance_by_depth(self) -> list[float]:
         """Share of the steps with a draft that accepted at least 1, 2, ... draft tokens."""
         deepest = max(self.accepted, default=0)
@@ -105,6 +124,9 @@ class Stats:
             "steps": self.steps,
             "mean_acceptance_length": round(self.mean_acceptance_length, 4),
             "tokens_per_second": round(self.tokens_per_second, 3),
+            "decode_tokens_per_second": round(self.decode_tokens_per_second, 3),
+            "prompt_tokens_per_second": round(self.prompt_tokens_per_second, 3),
+            "prefill_tokens": self.prefill_tokens,
             "seconds": round(self.seconds, 6),
             "prefill_seconds": round(self.prefill_seconds, 6),
             "drafted_steps": self.drafted_steps,
@@ -124,6 +146,7 @@ class Stats:
             steps=record["steps"],
             drafted_steps=record["drafted_steps"],
             draft_nodes=record["draft_nodes"],
+            prefill_tokens=record.get("prefill_tokens", 0),
             seconds=record["seconds"],
             prefill_seconds=record["prefill_seconds"],
             accepted=Counter({int(count): steps for count, steps in record["accepted"].items()}),

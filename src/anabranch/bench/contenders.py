@@ -27,6 +27,7 @@ class Run:
     prefill_seconds: float = 0.0
     steps: list[Step] = field(default_factory=list)
     first_token_seconds: float | None = None
+    prefill_tokens: int = 0
 
 
 class Contender(Protocol):
@@ -63,4 +64,4 @@ class Ours:
         steps += self.engine.run()
         done = time.perf_counter()
         tokens = [token for step in steps for token in step.tokens]
-        return Run(tokens, done - began, prefilled - began, steps, first - began)
+        return Run(tokens, done - began, prefilled - began, steps, first - began, len(prompt_ids) - 1)

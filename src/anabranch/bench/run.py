@@ -48,6 +48,7 @@ class Answer:
         stats = Stats.of(run.steps) if run.steps else None
         if stats is not None:
             stats.seconds, stats.prefill_seconds = run.seconds, run.prefill_seconds
+            stats.prefill_tokens = run.prefill_tokens
         first = len(run.steps[0].tokens) if run.steps else 1
         return Answer(list(run.token_ids), run.seconds, run.first_token_seconds, first, stats)
 

@@ -79,7 +79,7 @@ class Fixed(Drafter):
 class _Filled(Engine):
     """Noise in place of a prompt: a long context takes no time to read."""
 
-    def _read(self, tokens: list[int], slot: int, planned: int) -> None:
+    def _read(self, tokens: list[int], slot: int, planned: int, on_prompt: object = None) -> None:
         for half in (self.cache.keys, self.cache.values):
             half[:, slot, :, : len(tokens)].normal_()
         self.cache.lengths[slot] = len(tokens)

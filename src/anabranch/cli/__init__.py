@@ -12,8 +12,10 @@ import typer
 from anabranch.cli import bench, train
 from anabranch.cli.analysis import analyze, simulate
 from anabranch.cli.certify import certify
+from anabranch.cli.chat import chat
+from anabranch.cli.generate import generate
+from anabranch.cli.help import HELP
 from anabranch.cli.models import info, pull
-from anabranch.cli.text import chat, generate
 from anabranch.cli.tune import tune
 from anabranch.errors import AnabranchError, AnabranchWarning
 
@@ -27,6 +29,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Decode language models faster without changing what they say.",
+    **HELP,
 )
 for verb in (pull, generate, chat, info, certify, tune, simulate, analyze):
     app.command()(verb)
@@ -56,8 +59,8 @@ def _root(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a verb and exit: a user's situation ends in one sentence and code 1, wrong usage in 2, Ctrl-C in 130."""
-    for stream in (sys.stdin, sys.stdout, sys.stderr):
-        # a terminal that lacks a character, or a pipe with a broken one, is no reason to stop
+    for stream in (sys.stdout, sys.stderr):
+        # a terminal that lacks a character is no reason to stop
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="replace")

@@ -1,0 +1,313 @@
+"""``anabranch chat``: a conversation with a model."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from anabranch.cli import options, show
+from anabranch.cli.keyboard import Reader, reader
+from anabranch.cli.show import note
+from anabranch.errors import AnabranchError, FileError, InputError
+from anabranch.files import cache_home, check_writable, write_atomically
+
+if TYPE_CHECKING:
+    from anabranch.api import Keywords, Model
+    from anabranch.generation import Generation
+    from anabranch.stats import Stats
+
+__all__ = ["chat"]
+
+COMMAND = re.compile(r"/([a-z]*!?)(?:\s+(.*))?", re.DOTALL)
+COMMANDS = {
+    "/help": "this list",
+    "/reset": "forget the conversation; the system prompt stays",
+    "/system [TEXT]": "show or set the system prompt; '/system -' removes it",
+    "/retry": "answer the last message again",
+    "/drafter [NAME]": "show or change the drafter; the answers stay the same",
+    "/stats": "speed and acceptance of the last answer and of all",
+    "/save FILE": "write the conversation as JSON; '/save! FILE' replaces a file",
+    "/quit": "leave; so does Ctrl-D",
+}
+KEYS = (
+    "Enter sends. Alt+Enter, or a backslash at the end of the line, begins a new line.\n"
+    "The arrow keys edit and bring back earlier messages. Ctrl-C stops an answer or clears the line."
+)
+
+
+def chat(
+    model: options.Model = "default",
+    max_new_tokens: options.NewTokens = 512,
+    system: options.System = None,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    seed: options.Seed = 0,
+    drafter: options.Drafter = "auto",
+    adapter: options.Adapter = None,
+    dtype: options.Dtype = "auto",
+    quantize: options.Quantize = "none",
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+    show_drafts: options.ShowDrafts = False,
+    stats: Annotated[bool, typer.Option("--stats", help="show speed and acceptance after each answer")] = False,
+    no_history: Annotated[bool, typer.Option("--no-history", help="keep no file of what was typed")] = False,
+) -> None:
+    """Talk with a model. Type /help for the commands; Ctrl-D leaves, Ctrl-C stops an answer.
+
+    An answer that was stopped stays in the conversation as far as it got. From a pipe, every line is a message.
+    """
+    call = options.keywords(max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    with show.Wait() as wait:
+        loaded = options.load_model(
+            model,
+            adapter,
+            drafter,
+            dtype=dtype,
+            quantize=quantize,
+            device=device,
+            threads=threads,
+            options=call,
+            wait=wait,
+        )
+        talk = Conversation(loaded, call, system, stats=stats, show_drafts=show_drafts)
+        talk.prompt_ids([{"role": "user", "content": "hello"}])  # a model that cannot chat is refused at once
+        words = [command.split()[0] for command in COMMANDS]
+        source = reader(None if no_history else cache_home() / "chat_history", words)
+    if source.interactive:
+        show.sentences([loaded.target.name, f"drafter {loaded.drafter}", *show.lesser_kernels(loaded)])
+        note("/help lists the commands, Ctrl-D leaves")
+    _converse(talk, source)
+    talk.farewell()
+
+
+def _converse(talk: Conversation, source: Reader) -> None:
+    """Read messages and commands until the end of the input."""
+    while True:
+        try:
+            said = source.read()
+        except KeyboardInterrupt:
+            if not source.interactive:
+                raise
+            continue
+        if said is None:
+            return
+        if not said.strip():
+            continue
+        try:
+            if not talk.take(said):
+                return
+        except AnabranchError as error:
+            note(f"error: {error}")
+        except KeyboardInterrupt:
+            if not source.interactive:
+                raise
+
+
+class Conversation:
+    """Messages, and what their answers cost. A message that cannot be answered leaves everything as it was."""
+
+    def __init__(
+        self, model: Model, call: Keywords, system: str | None, *, stats: bool = False, show_drafts: bool = False
+    ) -> None:
+        self.model, self.call, self.system = model, call, system
+        self.shows_stats, self.show_drafts = stats, show_drafts
+        self.messages: list[dict[str, Any]] = []
+        self.drafter = model.drafter
+        self.answered: list[Stats] = []
+        self._question: str | None = None  # the last one, whether answered or not
+        self._seed = call["seed"]
+        self._last: list[str] = []  # facts of the last complete answer
+        self._full: list[int] | None = None  # the prompt of the last answer, if that is complete
+
+    def take(self, said: str) -> bool:
+        """Answer a message or obey a command; False where the conversation ends."""
+        command = COMMAND.fullmatch(said.strip()) if said.startswith("/") else None
+        if command is None:
+            self.ask(said)
+            return True
+        name, rest = command[1], (command[2] or "").strip()
+        if name in ("quit", "exit"):
+            return False
+        does = getattr(self, f"_{name.rstrip('!')}", None) if f"/{name}" in _names() else None
+        if does is None:
+            self._unknown(name)
+        elif name == "save!":
+            self._save(rest, replace=True)
+        else:
+            does(rest)
+        return True
+
+    # -- questions and answers --------------------------------------------------------------------------
+    def prompt_ids(self, messages: list[dict[str, Any]]) -> list[int]:
+        """The token ids of messages behind the system prompt."""
+        first = [] if self.system is None else [{"role": "system", "content": self.system}]
+        spoken = [{"role": message["role"], "content": message["content"]} for message in messages]
+        return self.model.chat_ids(first + spoken)
+
+    def ask(self, said: str) -> None:
+        """Answer ``said``. Raises AnabranchError, and keeps the conversation, where that does not work."""
+        self._question = said
+        self._answer([*self.messages, {"role": "user", "content": said}])
+
+    def _answer(self, messages: list[dict[str, Any]]) -> None:
+        ids, limit = self.prompt_ids(messages), self.model.target.config.max_positions
+        if len(ids) >= limit:
+            raise InputError(
+                f"the conversation would have {len(ids):,} tokens with this message, and the model's limit is "
+                f"{limit:,}; /save FILE keeps it, /reset begins a new one, and /retry then sends the message again"
+            )
+        marker = show.Marker(self.model.tokenizer) if self.show_drafts else None
+        with _stoppable() as stopped, show.Wait() as wait:
+            progress = show.prompt_progress(wait)
+
+            def on_prompt(done: int, total: int) -> None:
+                if stopped():
+                    raise KeyboardInterrupt
+                progress(done, total)
+
+            call: Keywords = {**self.call, "seed": self._seed, "drafter": self.drafter, "on_prompt": on_prompt}
+            text, found = show.show(self.model.stream(ids, **call), wait=wait, marker=marker, stopped=stopped)
+        if found is None and not text:
+            note("stopped before the answer began; /retry sends the message again")
+            return
+        answer = {"role": "assistant", "content": text}
+        self.messages = [*messages, answer if found is not None else {**answer, "interrupted": True}]
+        self._full = ids if found is not None else None
+        if found is None:
+            note("stopped; the answer stays in the conversation as far as it got")
+            return
+        if marker is not None:
+            typer.echo(marker.legend(found.stats), err=True)
+        self._count(found)
+
+    def _count(self, found: Generation) -> None:
+        """Add an answer to the statistics, and say why it ended unless the model ended it."""
+        self.answered.append(found.stats)
+        ended = show.ending(found, self.model, self.call["max_new_tokens"])
+        why = show.explained(ended, found, self.model, more="start chat with --max-new-tokens")
+        if ended == "model_limit":
+            why += "; /reset begins a new conversation"
+        self._last = [*show.rates(found.stats, self.drafter), *show.lesser_kernels(self.model), why]
+        if self.shows_stats:
+            show.sentences(self._last)
+        elif ended != "end_token":
+            note(why)
+
+    # -- commands ----------------------------------------------------------------------------------------
+    def _help(self, _: str) -> None:
+        width = max(map(len, COMMANDS))
+        print("\n".join(f"{name:{width}}  {does}" for name, does in COMMANDS.items()) + "\n" + KEYS)
+
+    def _reset(self, _: str) -> None:
+        self.messages, self._full = [], None
+        note("a new conversation")
+
+    def _system(self, text: str) -> None:
+        if text:
+            before, self.system = self.system, None if text == "-" else text
+            try:
+                self.prompt_ids([{"role": "user", "content": "hello"}])
+            except AnabranchError:
+                self.system = before
+                raise
+        note("no system prompt" if self.system is None else f"system prompt: {self.system}")
+
+    def _retry(self, _: str) -> None:
+        if self._question is None:
+            raise InputError("there is no message to answer again")
+        messages = self.messages
+        if len(messages) >= 2 and messages[-2]["content"] == self._question:
+            messages = messages[:-2]
+        messages = [*messages, {"role": "user", "content": self._question}]
+        if self.call["temperature"] == 0 and self.prompt_ids(messages) == self._full:
+            note("at temperature 0 the answer is the same again; start chat with --temperature 0.7 for others")
+        self._seed += 1
+        self._answer(messages)
+
+    def _drafter(self, spec: str) -> None:
+        from anabranch.drafters import check_spec
+        from anabranch.profiles import resolve
+
+        if spec:
+            check_spec(spec)
+            spec = resolve(spec, self.model.target, self.model.adapter)
+            call: Keywords = {**self.call, "drafter": spec}
+            self.model.stream(self.prompt_ids([{"role": "user", "content": "hello"}]), **call).close()  # can it work?
+            self.drafter = spec
+        note(f"drafter {self.drafter}")
+
+    def _stats(self, _: str) -> None:
+        if not self._last:
+            raise InputError("there is no complete answer to tell of yet")
+        show.sentences(self._last)
+        if len(self.answered) > 1:
+            show.sentences(self._all())
+
+    def _save(self, name: str, *, replace: bool = False) -> None:
+        if not name:
+            raise InputError("/save takes a file name: /save FILE")
+        path = Path(name).expanduser()
+        check_writable(path, "the conversation", "file")
+        if path.exists() and not replace:
+            raise FileError(f"{path} exists already; give another name, or '/save! {name}' to replace it")
+        first = [] if self.system is None else [{"role": "system", "content": self.system}]
+        write_atomically(path, json.dumps(first + self.messages, ensure_ascii=False, indent=1) + "\n")
+        note(f"{len(first + self.messages)} messages are in {path}")
+
+    def _unknown(self, name: str) -> None:
+        near = difflib.get_close_matches(f"/{name}", _names(), n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        note(f"there is no command /{name}; {hint}/help lists them, and a space before the / makes it a message")
+
+    def _all(self) -> list[str]:
+        from anabranch.stats import Stats
+
+        many = len(self.answered)
+        return [f"{many} answers together", *show.rates(Stats.merged(self.answered), prompts=many)]
+
+    def farewell(self) -> None:
+        """The last line: what all answers together cost."""
+        if len(self.answered) == 1:
+            show.sentences(self._last)
+        elif self.answered:
+            show.sentences([*self._all(), *show.lesser_kernels(self.model)])
+
+
+def _names() -> list[str]:
+    return [*(command.split()[0] for command in COMMANDS), "/save!"]
+
+
+@contextmanager
+def _stoppable() -> Iterator[Callable[[], bool]]:
+    """While an answer is written, Ctrl-C asks it to end after the current step; a second one ends it at once.
+
+    So what is shown is what is kept, and the engine is never left in the middle of a step. Yields whether to stop.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    asked = False
+
+    def ask(number: int, frame: Any) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,278 @@
+"""What ``generate`` and ``chat`` show: text that is safe for a terminal, who drafted it, progress, summary lines."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from anabranch.api import Model
+    from anabranch.generation import Chunk, Generation
+    from anabranch.stats import Stats
+
+__all__ = [
+    "Marker",
+    "Wait",
+    "cleaned",
+    "ending",
+    "explained",
+    "kernels",
+    "lesser_kernels",
+    "note",
+    "prompt_progress",
+    "rates",
+    "sentences",
+    "show",
+]
+
+# the target's own tokens are plain; drafted ones are coloured, or marked where there is no colour
+COLOURS = ("green", "cyan", "magenta", "yellow", "bright_green", "bright_cyan", "bright_magenta", "bright_yellow")
+OTHER_COLOUR = "red"
+SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹"
+
+# C0 without tab and newline, DEL, C1, and the embeddings, overrides and isolates that reorder text
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+PATIENCE = 1.0  # seconds of reading a prompt before its progress is shown
+
+
+def cleaned(text: str) -> str:
+    r"""``text`` with its control characters spelled out: ESC becomes the four characters ``\x1b``."""
+    return CONTROLS.sub(
+        lambda found: f"\\x{ord(found[0]):02x}" if found[0] <= "\xff" else f"\\u{ord(found[0]):04x}", text
+    )
+
+
+def for_stdout(text: str) -> str:
+    """``text`` as standard output gets it: cleaned on a terminal, as it is in a pipe or a file."""
+    return cleaned(text) if sys.stdout.isatty() else text
+
+
+def note(line: str) -> None:
+    """Print a quiet line on standard error, cleaned where that is a terminal."""
+    from rich.console import Console
+
+    shown = cleaned(line) if sys.stderr.isatty() else line
+    Console(stderr=True, soft_wrap=True).print(shown, style="dim", highlight=False, markup=False)
+
+
+def sentences(parts: Iterable[str]) -> None:
+    """Print facts as one line on standard error; on a terminal, as lines that break between facts where they can."""
+    if not sys.stderr.isatty():
+        note("; ".join(parts))
+        return
+    width, line = shutil.get_terminal_size().columns, ""
+    for part in parts:
+        if line and len(line) + len(part) + 3 > width:
+            note(line + ";")
+            line = part
+        else:
+            line = f"{line}; {part}" if line else part
+    note(line)
+
+
+class Wait:
+    """A line on standard error that tells what is being waited for and goes away afterwards; only on a terminal.
+
+    Warnings that come meanwhile are printed above it.
+    """
+
+    def __init__(self, text: str = "") -> None:
+        self._text = text
+        self._terminal = sys.stderr.isatty()
+        self._erases = self._terminal and os.environ.get("TERM") not in (None, "", "dumb")
+        self._shown = ""
+
+    def __enter__(self) -> Wait:
+        self._show_warning = warnings.showwarning
+        if self._terminal:
+            warnings.showwarning = self._warn  # type: ignore[assignment]
+        self.tell(self._text)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._terminal:
+            warnings.showwarning = self._show_warning
+        self.clear()
+
+    def tell(self, text: str) -> None:
+        """Show ``text`` in place of what was shown; a terminal that cannot erase gets the first one only."""
+        if not self._terminal or not text or (self._shown and not self._erases):
+            return
+        self.clear()
+        width = shutil.get_terminal_size().columns
+        self._shown = cleaned(text)[: max(1, width - 1)]
+        sys.stderr.write(self._shown if self._erases else self._shown + "\n")
+        sys.stderr.flush()
+
+    def clear(self) -> None:
+        """Take the line away."""
+        if self._shown and self._erases:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+            self._shown = ""
+
+    def _warn(self, *arguments: Any) -> None:
+        shown = self._shown
+        self.clear()
+        self._show_warning(*arguments)
+        self.tell(shown)
+
+
+def prompt_progress(wait: Wait) -> Callable[[int, int], None]:
+    """What ``on_prompt`` calls: shows how far a prompt is read once that has taken a second."""
+    began = time.monotonic()
+
+    def tell(done: int, total: int) -> None:
+        if done < total and time.monotonic() - began > PATIENCE:
+            wait.tell(f"reading the prompt: {done:,} of {total:,} tokens")
+
+    return tell
+
+
+def show(
+    chunks: Generator[Chunk, None, None],
+    *,
+    wait: Wait | None = None,
+    visible: bool = True,
+    marker: Marker | None = None,
+    stopped: Callable[[], bool] | None = None,
+) -> tuple[str, Generation | None]:
+    """Decode, showing text as it comes. Returns the text shown, and the result unless it was stopped before.
+
+    wait     cleared when the first chunk is there
+    stopped  asked after each chunk whether to end there; where it is given, Ctrl-C ends the text too
+    """
+    text, result = "", None
+    try:
+        with closing(chunks):
+            for chunk in chunks:
+                if wait is not None:
+                    wait.clear()
+                text += chunk.text
+                if visible:
+                    # not typer.echo: it would strip escape sequences that a pipe is to get as they are
+                    sys.stdout.write(for_stdout(chunk.text) if marker is None else marker.mark(chunk))
+                    sys.stdout.flush()
+                result = chunk.result
+                if stopped is not None and stopped():
+                    break
+    except KeyboardInterrupt:
+        if stopped is None:
+            raise
+    if visible and (text or result is not None):
+        print(flush=True)
+    return text, result
+
+
+# --- summary lines ------------------------------------------------------------------------------------------------
+
+
+def rates(stats: Stats, drafter: str | None = None, *, prompts: int = 1) -> list[str]:
+    """Tokens, the rates of decoding and of reading the prompt apart, mean acceptance length, drafter."""
+    facts = [f"{stats.tokens:,} tokens, {stats.decode_tokens_per_second:.1f} tokens/s"]
+    if stats.prefill_tokens:
+        read = stats.prefill_tokens + prompts
+        facts.append(f"prompt {read:,} tokens, {stats.prompt_tokens_per_second:,.0f} tokens/s")
+    facts.append(f"mean acceptance length {stats.mean_acceptance_length:.2f}, {stats.steps:,} forwards")
+    return facts if drafter is None else [*facts, f"drafter {drafter}"]
+
+
+def ending(found: Generation, model: Model, max_new_tokens: int) -> str:
+    """Why a text ended: "end_token", "stop_string", "max_new_tokens" or "model_limit"."""
+    if found.finish_reason == "stop":
+        ended = found.token_ids and found.token_ids[-1] in model.target.config.eos_token_ids
+        return "end_token" if ended else "stop_string"
+    return "max_new_tokens" if len(found.token_ids) >= max_new_tokens else "model_limit"
+
+
+def explained(ended: str, found: Generation, model: Model, *, more: str) -> str:
+    """The same as a sentence; ``more`` says how to get more than ``max_new_tokens``."""
+    return {
+        "end_token": "ended by the model",
+        "stop_string": "ended before a stop string",
+        "max_new_tokens": f"stopped at {len(found.token_ids):,} tokens; {more} for more",
+        "model_limit": f"the model's limit of {model.target.config.max_positions:,} tokens is reached",
+    }[ended]
+
+
+def kernels(model: Model) -> dict[str, str]:
+    """Which kernels decode, and why no better ones: name, why, advice."""
+    from dataclasses import asdict
+
+    from anabranch.model.stack import kernels_of
+
+    return asdict(kernels_of(model.target.decoder))
+
+
+def lesser_kernels(model: Model) -> list[str]:
+    """A fact for the summary where faster kernels are missing on a CPU."""
+    use = kernels(model)
+    return (
+        [f"kernels {use['name']} ('anabranch info' tells why)"]
+        if use["why"] and model.target.decoder.device.type == "cpu"
+        else []
+    )
+
+
+# --- who drafted a token ------------------------------------------------------------------------------------------
+
+
+class Marker:
+    """Shows who proposed each token: by colour on a terminal, else by a mark behind the token."""
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        from anabranch.generation import Detokenizer
+
+        self._detokenizer = Detokenizer(tokenizer, stop)
+        self._colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        try:
+            SUPERSCRIPTS.encode(sys.stdout.encoding or "ascii")
+            self._superscripts = True
+        except UnicodeEncodeError:
+            self._superscripts = False
+
+    def mark(self, chunk: Chunk) -> str:
+        """The text of a chunk, token by token."""
+        text = ""
+        last = len(chunk.token_ids) - 1
+        for i, (token, source) in enumerate(zip(chunk.token_ids, chunk.sources, strict=True)):
+            ended = chunk.step.finish == "stop" and i == len(chunk.step.tokens) - 1
+            piece = "" if ended else self._detokenizer.add([token])
+            if i == last and chunk.result is not None:
+                piece += self._detokenizer.finish()
+            text += self._style(for_stdout(piece), source)
+        return text
+
+    def legend(self, stats: Stats) -> str:
+        """Who proposed how many tokens, in the order target, streams, others."""
+        sources = sorted(stats.sources.items(), key=lambda item: (_rank(item[0]), item[0]))
+        words = [self._style(source, source) + f" {count}" for source, count in sources]
+        return "proposed by: " + ", ".join(words)
+
+    def _style(self, piece: str, source: str) -> str:
+        rank = _rank(source)
+        if rank == 0 or not piece:
+            return piece
+        if self._colour:
+            return typer.style(piece, fg=COLOURS[(rank - 1) % len(COLOURS)] if rank < 100 else OTHER_COLOUR)
+        if not self._superscripts:
+            return piece + (f"[{rank}]" if rank < 100 else "[p]")
+        return piece + ("".join(SUPERSCRIPTS[int(digit)] for digit in str(rank)) if rank < 100 else "ᵖ")
+
+
+def _rank(source: str) -> int:
+    """0: the target; j: stream j; 100: other drafters."""
+    if source == "target":
+        return 0
+    return int(source.rsplit(" ", 1)[1]) if source.startswith("stream ") else 100
