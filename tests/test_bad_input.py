@@ -193,7 +193,7 @@ def test_prompt_files(refused: Refused, toys: ToyFolders, tmp_path: Path) -> Non
     assert "has no prompts" in refused(*command, path)
     path.write_text('{"prompt": "the"}\n')
     assert "limit must be at least 1" in refused(*command, path, "--limit", 0)
-    assert "max_new_tokens must be at least 1" in refused(*command, path, "--max-new-tokens", 0)
+    assert "--max-new-tokens must be at least 1, got 0" in refused(*command, path, "--max-new-tokens", 0)
     path.write_text(json.dumps({"prompt": "long " * 40}) + "\n")
     assert "shorten it" in refused(*command, path)
 

@@ -18,7 +18,7 @@ from anabranch import plots
 from anabranch.analysis.cost import METHODS, Cost, Setting, costs
 from anabranch.analysis.theory import T5, streaming_speedup
 from anabranch.errors import FileError
-from anabranch.files import check_folder, write_atomically
+from anabranch.files import check_folder, check_output, write_atomically
 from anabranch.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, RED
 
 if TYPE_CHECKING:
@@ -35,10 +35,11 @@ Table = list[dict[str, Any]]
 Draw = Callable[["Figure", Table], None]
 
 
-def write_figures(folder: Path, *, model: str = "Llama-2-13B") -> list[Path]:
+def write_figures(folder: Path, *, model: str = "Llama-2-13B", force: bool = False) -> list[Path]:
     """Write NAME.csv, NAME.png and NAME.svg of every figure into ``folder``; the cost figures are of ``model``.
 
-    Raises FileError for a folder that cannot be written to, before anything is drawn.
+    Raises FileError for a folder that cannot be written to, and for files that exist already unless ``force`` is set,
+    before anything is drawn.
     """
     plots.check_matplotlib()
     counted = _counted(model)
@@ -51,6 +52,9 @@ def write_figures(folder: Path, *, model: str = "Llama-2-13B") -> list[Path]:
         "overhead": ([_overhead(name, found) for name, found in counted.items()], _draw_overhead),
         "operations": ([{"method": n, "operations": c.operations} for n, c in counted.items()], _draw_operations),
     }
+    for name in pages:
+        for suffix in (".csv", *plots.OPTIONS):
+            check_output(folder / f"{name}{suffix}", force=force, what="figures")
     written = []
     for name, (table, draw) in pages.items():
         written.append(folder / f"{name}.csv")

@@ -26,7 +26,6 @@ USAGE, INTERRUPTED = 2, 130
 app = typer.Typer(
     name="anabranch",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Decode language models faster without changing what they say.",
     **HELP,
