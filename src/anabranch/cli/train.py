@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from anabranch.cli.help import HELP
+
 if TYPE_CHECKING:
     from anabranch.train import Progress
 
 __all__ = ["app"]
 
 app = typer.Typer(
-    no_args_is_help=True, help="Train a stream adapter for a model of yours: first answers, then streams."
+    no_args_is_help=True, help="Train a stream adapter for a model of yours: first answers, then streams.", **HELP
 )
 
 Model = Annotated[str, typer.Option(help="default, a folder, a .gguf file or a hub id")]
