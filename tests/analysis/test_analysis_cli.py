@@ -103,6 +103,14 @@ def test_the_figures_and_their_tables(capsys: pytest.CaptureFixture[str], tmp_pa
     code, _, err = run(capsys, "analyze", "--out", tmp_path, "--model", "GPT")
     assert code == 1
     assert "no model 'GPT'" in err
+    for path in sorted(expected):
+        code, _, err = run(capsys, "analyze", "--out", tmp_path)
+        assert code == 1
+        assert "exists already; give another --out, or --force to replace it" in err
+        path.unlink()
+    (tmp_path / "t5.csv").write_text("old")
+    assert run(capsys, "analyze", "--out", tmp_path, "--force")[0] == 0
+    assert (tmp_path / "t5.csv").read_text() != "old"
 
 
 def test_figures_that_could_not_be_written(

@@ -1,33 +1,104 @@
-"""Help at the widths of real terminals."""
+"""Help, completion and layout, for every verb."""
 
 from __future__ import annotations
 
-import pytest
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
+import pytest
+from rich.console import Console
+
+from anabranch.bench.report import plain_table
 from anabranch.cli import app
+from anabranch.cli.layout import fact_lines, print_tables
 from verbs import Anabranch
 
 
-@pytest.mark.parametrize("columns", [60, 80])
-@pytest.mark.parametrize("verb", ["generate", "chat", "certify", "tune", "bench", "train streams", "simulate"])
-def test_option_names_are_whole(anabranch: Anabranch, monkeypatch: pytest.MonkeyPatch, verb: str, columns: int) -> None:
+def commands(group: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
+    """Every verb and group below, with the words that call it."""
+    found = [(path, group)]
+    for name, command in getattr(group, "commands", {}).items():
+        found += commands(command, (*path, name))
+    return found
+
+
+def every_command() -> list[tuple[tuple[str, ...], Any]]:
     from typer.main import get_command
 
+    return commands(get_command(app))
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+@pytest.mark.parametrize(("words", "command"), every_command(), ids=lambda x: " ".join(x) if type(x) is tuple else "")
+def test_help_fits_and_names_are_whole(
+    anabranch: Anabranch, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], command: Any, columns: int
+) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    shown = anabranch(*verb.split(), "-h").out
-    command = get_command(app)
-    for name in verb.split():
-        command = command.commands[name]  # type: ignore[attr-defined]
-    names = [name for parameter in command.params for name in parameter.opts if name.startswith("--")]
-    assert len(names) > 5
-    assert [name for name in names if f"{name} " not in shown.replace("\n", " \n")] == []
-    assert max(map(len, shown.splitlines())) <= columns
-    assert "\u2026" not in shown
+    monkeypatch.setenv("TERMINAL_WIDTH", str(columns))
+    done = anabranch(*words, "-h")
+    assert done.code == 0
+    assert max(map(len, done.out.splitlines())) <= columns
+    for option in command.params:
+        for name in option.opts if option.param_type_name == "option" else ():
+            assert re.search(rf"(?m)^  .*{re.escape(name)}\b", done.out), name
+    assert "..." not in done.out.partition("Commands:")[2]
+    assert anabranch(*words, "--help").out == done.out
 
 
-def test_lists_of_verbs_have_whole_sentences(anabranch: Anabranch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
-    for group in ((), ("train",)):
-        shown = anabranch(*group, "-h").out
-        assert "..." not in shown.split("Commands:")[1]
-        assert max(map(len, shown.splitlines())) <= 60
+def test_completion_installs_for_bash_and_completes(tmp_path: Path) -> None:
+    program = tmp_path / "anabranch"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -c "from anabranch.cli import main; main()" "$@"\n')
+    program.chmod(0o755)
+    if (bash := shutil.which("bash")) is None:
+        pytest.skip("there is no bash")
+    environment = {**os.environ, "HOME": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+    def run(script: str) -> str:
+        done = subprocess.run([bash, "-c", script], env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "bash completion installed" in run("anabranch --install-completion bash")
+    ask = "source ~/.bash_completions/anabranch.sh; COMP_CWORD={}; COMP_WORDS=({}); _anabranch_completion anabranch"
+    shown = ask + '; echo "${{COMPREPLY[@]}}"'
+    assert run(shown.format(1, "anabranch ce")).split() == ["certify"]
+    assert "--threads" in run(shown.format(2, "anabranch certify --thr")).split()
+
+
+def test_facts_are_wrapped_at_words() -> None:
+    facts = {"name": "one two three", "a": "", "long": "x" * 30}
+    assert list(fact_lines(facts, 4, 18)) == ["name  one two", "      three", "a", *_cut("long  ", "x" * 30, 12)]
+
+
+def _cut(start: str, text: str, width: int) -> list[str]:
+    pieces = [text[i : i + width] for i in range(0, len(text), width)]
+    return [start + pieces[0], *(" " * len(start) + piece for piece in pieces[1:])]
+
+
+def test_a_wide_table_is_shown_row_by_row() -> None:
+    table = plain_table("Rates")
+    for title in ("contender", "tokens/\nstep", "mean over\nprompts"):
+        table.add_column(title)
+    table.add_row("none", "1.00", "40.0")
+    table.add_row("streams:tree=best,nodes=8", "2.50", "80.0")
+    shown = {}
+    for width in (40, 60):
+        console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+        with console.file:
+            print_tables([table], console)
+        shown[width] = console.export_text()
+    assert "streams:tree=best,nodes=8  2.50" in shown[60]
+    assert shown[40].splitlines() == [
+        "Rates",
+        "none",
+        "  tokens/step        1.00",
+        "  mean over prompts  40.0",
+        "streams:tree=best,nodes=8",
+        "  tokens/step        2.50",
+        "  mean over prompts  80.0",
+    ]

@@ -18,7 +18,7 @@ from anabranch import plots
 from anabranch.analysis.cost import METHODS, Cost, Setting, costs
 from anabranch.analysis.theory import T5, streaming_speedup
 from anabranch.errors import FileError
-from anabranch.files import check_folder, write_atomically
+from anabranch.files import check_folder, check_output, write_atomically
 from anabranch.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, RED
 
 if TYPE_CHECKING:
@@ -35,16 +35,23 @@ Table = list[dict[str, Any]]
 Draw = Callable[["Figure", Table], None]
 
 
-def write_figures(folder: Path, *, model: str = "Llama-2-13B") -> list[Path]:
+NAMES = ("streaming_speedup", "t5", "overhead", "operations")
+
+
+def write_figures(folder: Path, *, model: str = "Llama-2-13B", force: bool = False) -> list[Path]:
     """Write NAME.csv, NAME.png and NAME.svg of every figure into ``folder``; the cost figures are of ``model``.
 
-    Raises FileError for a folder that cannot be written to, before anything is drawn.
+    Raises FileError for a folder that cannot be written to, and for files that exist already unless ``force`` is set,
+    before anything is drawn.
     """
     plots.check_matplotlib()
     counted = _counted(model)
     if folder.is_file():
         raise FileError(f"{folder} is a file; give a folder for the figures, which need not exist yet")
     check_folder(folder, "figures", "folder")
+    for name in NAMES:
+        for suffix in (".csv", *plots.OPTIONS):
+            check_output(folder / f"{name}{suffix}", force=force, what="figures")
     pages: dict[str, tuple[Table, Draw]] = {
         "streaming_speedup": (_streaming(), _draw_streaming),
         "t5": (_t5(), _draw_t5),

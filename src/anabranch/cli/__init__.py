@@ -27,7 +27,6 @@ USAGE = 2
 app = typer.Typer(
     name="anabranch",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Decode language models faster without changing what they say.",
     **HELP,

@@ -19,27 +19,32 @@ __all__ = ["analyze", "simulate"]
 
 
 def simulate(
-    trace: Annotated[Path, typer.Argument(help="a recording, from 'anabranch generate ... --trace FILE'")],
-    nodes: Annotated[str | None, typer.Option(help="nodes a draft, root included, e.g. 8,16,32")] = None,
-    depth: Annotated[str | None, typer.Option(help="tokens deep at most (gamma), e.g. 1,2,3")] = None,
-    k: Annotated[str | None, typer.Option(help="children a node at most, e.g. 1,4")] = None,
-    threshold: Annotated[str | None, typer.Option(help="least joint probability of a node, e.g. 0.01,0.1")] = None,
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="a recording, from --trace of 'generate' or 'bench'")],
+    nodes: Annotated[str | None, typer.Option(help="nodes of a draft, root included, for example 8,16,32")] = None,
+    depth: Annotated[str | None, typer.Option(help="greatest depth of a draft (gamma), for example 1,2,3")] = None,
+    k: Annotated[str | None, typer.Option(help="most children of a node, for example 1,4")] = None,
+    threshold: Annotated[
+        str | None, typer.Option(help="least joint probability of a node, for example 0.01,0.1")
+    ] = None,
     drop_source: Annotated[
-        list[str] | None, typer.Option(help="leave out what this source drafted: prompt_lookup, stream 3, stream")
+        list[str] | None,
+        typer.Option(help="leave out the drafts of this source: prompt_lookup, stream 3, or stream; repeatable"),
     ] = None,
     latency: Annotated[
-        Path | None, typer.Option(help="milliseconds of a step by nodes: lines 'width,ms' or JSON {\"1\": 10.2}")
+        Path | None, typer.Option(help="step times: a file of lines 'nodes,ms', or JSON such as {\"1\": 10.2}")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
-    """Replay a recording with smaller drafts, without the model.
+    """Predict acceptance and speed of smaller drafts from a recording, without the model.
 
-    The first line are the drafts as they were recorded; every combination of the given settings follows. Nothing
-    larger than what was recorded can be judged, so record a large tree. A recording of real steps knows no draft at
-    the positions between them: the mean takes these to be like the others, the floor takes nothing to be accepted
-    there. With --every-position the recording knows all, and replays are exact.
+    The first row shows the drafts as they were recorded; a row for every combination of the given settings follows.
+    Only smaller drafts than the recorded ones can be replayed, so record a large tree.
 
-    Tokens/s come from --latency, or from the recorded steps' own times where these reach.
+    An ordinary recording has drafts only where steps began. For the positions between, the mean assumes drafts like
+    the others, and the floor assumes that nothing is accepted. A recording with --every-position has them all, and its
+    replays are exact.
+
+    Tokens/s are computed from --latency, or from the recorded step times where these cover the drafts.
     """
     from anabranch.analysis.simulate import Cut, Latency, overlap
     from anabranch.analysis.simulate import simulate as replay
@@ -82,20 +87,22 @@ def simulate(
 
 
 def analyze(
-    out: Annotated[Path, typer.Option(help="folder for the figures and their tables")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="folder for the figures and their tables")],
     model: Annotated[
-        str, typer.Option(help="model of the cost figures, e.g. Llama-2-7B, Mistral-7B, Phi-3, OPT-1.3b")
+        str, typer.Option(help="model of the cost figures, such as Llama-2-7B, Mistral-7B, Phi-3 or OPT-1.3b")
     ] = "Llama-2-13B",
+    force: Annotated[bool, typer.Option("--force", help="replace files that exist already")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the written files as JSON")] = False,
 ) -> None:
-    """Draw what theory says: figures (PNG and SVG) and their numbers (CSV).
+    """Draw the theory's figures (PNG and SVG), with their numbers (CSV).
 
-    Speculative Streaming against a draft model (v1 figure 4, ACL figure 20), Leviathan et al.'s T5 experiments
-    predicted and measured, and what a draft costs in parameters, memory traffic and arithmetic (ACL figures 8, 9).
+    They show the speedup of Speculative Streaming over a draft model (v1 figure 4, ACL figure 20), Leviathan et al.'s
+    T5 experiments as predicted and as measured, and the cost of a draft in parameters, memory traffic and arithmetic
+    (ACL figures 8 and 9).
     """
     from anabranch.analysis.figures import write_figures
 
-    written = write_figures(out, model=model)
+    written = write_figures(out, model=model, force=force)
     if as_json:
         print(json.dumps([str(path) for path in written]))
         return
@@ -121,13 +128,12 @@ def _check_sources(trace: Path, drop: Sequence[str], known: Sequence[str]) -> No
 
 
 def _show(found: list[Prediction], alpha: float | None) -> None:
-    from rich.table import Table
+    from anabranch.bench.report import plain_table
+    from anabranch.cli.layout import output, print_tables
 
-    from anabranch.bench.report import wide_console
-
-    table = Table()
+    table = plain_table()
     table.add_column("drafts", no_wrap=True)
-    for name in ("tokens/step", "floor", "nodes/step", "filled", "alpha", "tokens/s"):
+    for name in ("tokens/\nstep", "floor", "nodes/\nstep", "filled", "alpha", "tokens/s"):
         table.add_column(name, justify="right")
     for prediction in found:
         table.add_row(
@@ -139,10 +145,10 @@ def _show(found: list[Prediction], alpha: float | None) -> None:
             "" if prediction.alpha is None else f"{prediction.alpha:.3f}",
             "" if prediction.tokens_per_second is None else f"{prediction.tokens_per_second:.1f}",
         )
-    console = wide_console([table])
-    console.print(table)
+    console = output()
+    print_tables([table], console)
     if alpha is not None:
-        console.print(f"alpha from p and q: {alpha:.4f}, divergence {1 - alpha:.4f}", soft_wrap=True)
+        console.print(f"alpha from p and q: {alpha:.4f}, divergence {1 - alpha:.4f}")
 
 
 def _name(cut: Cut) -> str:

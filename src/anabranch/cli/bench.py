@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from anabranch.cli import peers
+from anabranch.cli.help import HELP
 from anabranch.errors import CapabilityError, InputError
 from anabranch.interrupt import INTERRUPTED
 
@@ -34,7 +35,7 @@ OF_SHAPES = (
     *("shape", "width", "batch", "context_tokens", "dtype", "device", "threads", "repeats", "out", "force", "as_json"),
 )
 
-app = typer.Typer(invoke_without_command=True)
+app = typer.Typer(invoke_without_command=True, **HELP)
 app.add_typer(peers.app, name="peers")
 
 
@@ -56,7 +57,8 @@ def bench(
     method: Annotated[
         list[str] | None,
         typer.Option(
-            help="drafter to measure, as [LABEL=]DRAFTER[@int8|@int4], for example wide=streams:nodes=32; repeatable"
+            help="drafter to measure, as [LABEL=]DRAFTER, for example wide=streams:nodes=32; ends in @int8 or @int4 "
+            "for quantised weights; repeatable"
         ),
     ] = None,
     peer: Annotated[
@@ -144,6 +146,7 @@ def bench(
     from anabranch.model.quantize import QUANTIZATIONS
     from anabranch.plots import check_matplotlib
     from anabranch.sampling import SamplingParams
+    from anabranch.streams.folder import read_record
 
     # whatever can be refused is refused before a model is loaded
     for name, given in (("--width", width), ("--batch", batch), ("--context", context_tokens)):
@@ -164,6 +167,8 @@ def bench(
         Journal.check(out, resume=resume, force=force)
         for path in _results(out, figures=figures):
             check_output(path, force=force or resume)
+    if adapter is not None:
+        read_record(adapter)
     places = {} if trace is None else recorded_places(trace, entries, resume=resume, force=force)
     prompts = load_suite(suite, data=data, limit=limit, field=field, tasks=task or ())
 

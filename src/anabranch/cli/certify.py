@@ -9,31 +9,37 @@ from typing import Annotated
 
 import typer
 
+from anabranch.cli.options import Adapter, Device, Dtype, Model, Quantize, Seed, Threads
+from anabranch.errors import InputError
+
 __all__ = ["certify"]
 
 
 def certify(
-    model: Annotated[str, typer.Option(help="default, a folder, a .gguf file or a hub id")] = "default",
-    adapter: Annotated[Path | None, typer.Option(help="adapter folder (default: the one that ships)")] = None,
-    drafter: Annotated[str, typer.Option(help="the method to certify against plain decoding")] = "auto",
-    prompts: Annotated[str, typer.Option(help="own, a suite's name with --data, or a JSONL file")] = "own",
-    data: Annotated[Path | None, typer.Option(help="folder with the suites' data")] = None,
+    model: Model = "default",
+    adapter: Adapter = None,
+    drafter: Annotated[str, typer.Option(help="drafter to compare with plain decoding")] = "auto",
+    prompts: Annotated[
+        str, typer.Option(help="own (a few that ship), the name of a suite with --data, or a JSONL file")
+    ] = "own",
+    data: Annotated[Path | None, typer.Option(help="folder with the suites' data (default: the hub)")] = None,
     field: Annotated[str, typer.Option(help="field of a JSONL file that holds the prompt")] = "prompt",
-    limit: Annotated[int | None, typer.Option(help="that many prompts")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="new tokens a prompt")] = 64,
+    limit: Annotated[int | None, typer.Option(help="use this many prompts")] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="new tokens for each prompt")] = 64,
     temperature: Annotated[
-        float, typer.Option(help="0 is greedy; above it the same seed must give the same text")
+        float, typer.Option(help="0: greedy; above: sampled, and the same seed must give the same text")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="noise of sampling")] = 0,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
-    quantize: Annotated[str, typer.Option(help="weights in none (as loaded), int8 or int4")] = "none",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    seed: Seed = 0,
+    dtype: Dtype = "auto",
+    quantize: Quantize = "none",
+    device: Device = "auto",
+    threads: Threads = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
-    """Show that a drafter changes nothing: decode plainly and with it, and explain every difference.
+    """Check that a drafter does not change the output.
 
-    The first token that differs is a tie, if the two candidates' logits are as close as the target's own rounding, or
-    a BUG. Exits with 1 if there is a BUG.
+    Decodes every prompt plainly and with the drafter, and explains the first token that differs: a tie, if both
+    tokens' logits are within the target's own rounding error, or else a BUG. Exits with 1 if there is a BUG.
     """
     from rich.console import Console
 
@@ -45,11 +51,18 @@ def certify(
     from anabranch.drafters import check_spec
     from anabranch.model.load import load_target
     from anabranch.model.pack import pack_decoder
+    from anabranch.processor import set_threads
     from anabranch.profiles import resolve
     from anabranch.sampling import SamplingParams
-    from anabranch.streams.folder import find_adapter
+    from anabranch.streams.folder import find_adapter, read_record
 
+    # whatever can be refused is refused before a model is loaded
     check_spec(drafter)
+    if max_new_tokens < 1:
+        raise InputError(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
+    if adapter is not None:
+        read_record(adapter)
+    set_threads(threads)
     sampling = SamplingParams(temperature=temperature, seed=seed)
     suite = load_suite(prompts, data=data, limit=limit, field=field)
     if model == "default":

