@@ -22,7 +22,7 @@ from anabranch.model.load import Target, load_target
 from anabranch.model.pack import pack_decoder
 from anabranch.pool import EnginePool
 from anabranch.processor import set_threads
-from anabranch.profiles import resolve
+from anabranch.profiles import explain, resolve
 from anabranch.sampling import LogitsProcessor, SamplingParams
 from anabranch.streams.folder import LoadedAdapter, find_adapter
 from anabranch.verify import Rule
@@ -97,7 +97,9 @@ class Model:
     """
 
     def __init__(self, target: Target, adapter: LoadedAdapter | None, drafter: str = AUTO) -> None:
-        self.target, self.adapter, self.drafter = target, adapter, resolve(drafter, target, adapter)
+        self.target, self.adapter = target, adapter
+        self.choice = explain(drafter, target, adapter)  # which drafter, and why
+        self.drafter = self.choice.drafter
         self._lock = threading.RLock()
         self._pool = EnginePool(target.decoder, self._make_drafter)
         self._pool.drafter(self.drafter)  # what cannot work is said at once

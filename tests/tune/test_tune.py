@@ -16,6 +16,7 @@ from anabranch.analysis.simulate import Cut, Latency
 from anabranch.cli import app
 from anabranch.drafters import StepCosts, check_spec, make_drafter, with_costs
 from anabranch.drafters import costs as drafter_costs
+from anabranch.drafters.costs import PassCosts
 from anabranch.engine import Request
 from anabranch.errors import FileError, InputError
 from anabranch.model import load
@@ -163,7 +164,7 @@ USUAL = {
 
 @pytest.mark.parametrize("costs", USUAL)
 def test_what_is_usual_follows_what_passes_cost(target: Target, costs: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(drafter_costs._measured, target.decoder, StepCosts.parse(costs))
+    monkeypatch.setitem(drafter_costs._known, target.decoder, PassCosts(StepCosts.parse(costs)))
     monkeypatch.setattr(drafter_costs, "UNPACKED", 0.3)
     assert profiles.usual(target.decoder, streams=True) == USUAL[costs]
     assert "streams" not in profiles.usual(target.decoder, streams=False)
