@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
@@ -28,7 +28,16 @@ try:
 except ImportError:  # Windows does not count context switches
     resource = None  # type: ignore[assignment]
 
-__all__ = ["PassCosts", "PassTimes", "StepCosts", "known_costs", "measure_passes", "pass_costs", "usual_costs"]
+__all__ = [
+    "PassCosts",
+    "PassTimes",
+    "StepCosts",
+    "disturbed",
+    "known_costs",
+    "measure_passes",
+    "pass_costs",
+    "usual_costs",
+]
 
 ROWS = (3, 6, 8, 12, 16, 24)
 ENOUGH = 2.0  # a pass that takes that many times what one over one row takes is the widest that is tried
@@ -102,6 +111,18 @@ class PassCosts:
     busy: bool = False
 
 
+def disturbed(ms: Sequence[float]) -> bool:
+    """Whether times of the same work, in order, vary as they do on a busy machine.
+
+    Neighbours are compared, so a clock that drifts slowly does not count.
+    """
+    times = np.array(ms)
+    if len(times) < 3:
+        return False
+    low, high = np.quantile(times[1:] / times[:-1], (0.25, 0.75))
+    return bool(high > BUSY * low)
+
+
 @dataclass
 class PassTimes:
     """Timed passes.
@@ -125,17 +146,10 @@ class PassTimes:
 
     @property
     def busy(self) -> bool:
-        """Whether other jobs disturbed the passes too much to tell what they cost.
-
-        Neighbouring passes are compared, so a clock that drifts slowly does not count.
-        """
+        """Whether other jobs disturbed the passes too much to tell what they cost."""
         if self.interruptions is not None and self.interruptions > INTERRUPTED + 5 * torch.get_num_threads():
             return True
-        one = np.array(self.one)
-        if len(one) < 3:
-            return False
-        low, high = np.quantile(one[1:] / one[:-1], (0.25, 0.75))
-        return bool(high > BUSY * low)
+        return disturbed(self.one)
 
     @property
     def settled(self) -> bool:
