@@ -16,6 +16,7 @@ from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -50,6 +51,8 @@ USUAL = {
     "streams:tree=20+prompt_lookup": (20, 3.279),
     "streams:tree=24+prompt_lookup": (24, 3.308),
 }
+
+_warned: WeakSet[Decoder] = WeakSet()  # targets whose costs could not be measured, which was said
 
 
 @dataclass(frozen=True)
@@ -185,7 +188,8 @@ def explain(spec: str, target: Target, adapter: LoadedAdapter | None) -> Choice:
         return Choice(usual(target.decoder, streams=adapter is not None) if spec == AUTO else spec, "default on a GPU")
     origin, when = _settle(target, situation)
     chosen = usual(target.decoder, streams=adapter is not None) if spec == AUTO else spec
-    if origin == "typical":
+    if origin == "typical" and target.decoder not in _warned:
+        _warned.add(target.decoder)
         warnings.warn(
             f"the machine is too busy to measure which drafts are fastest, so {spec!r} assumes typical costs"
             + (f" and means {chosen!r}" if spec == AUTO else "")

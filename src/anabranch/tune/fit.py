@@ -210,7 +210,9 @@ class _Beside(Drafter):
         return next((drafter.rider for drafter in self.watched if drafter.rider is not None), None)
 
     def draft(self, contexts: Sequence[Context]) -> list[DraftTree]:
-        return [drafter.draft(contexts) for drafter in self.watched][0]  # they all return the root alone
+        for drafter in self.watched:
+            drafter.draft(contexts)
+        return [DraftTree.root(context.root) for context in contexts]
 
     def observe(self, contexts: Sequence[Context], seen: Observation) -> None:
         for drafter in self.watched:
