@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
+from unittest import mock
 
 import pytest
+import torch
 
 from anabranch import pool
 from anabranch.drafters import make_drafter
 from anabranch.engine import Engine, Request
 from anabranch.generation import Chunk
+from anabranch.model.config import RopeConfig
 from anabranch.model.graphs import Graphs
+from anabranch.model.pack import pack_decoder
+from anabranch.model.stack import native_for, why_not_native
+from anabranch.model.weights import build_decoder
+from anabranch.native import library as native
 from anabranch.pool import DRAFTERS, EnginePool
-from small import prompt, small, small_adapter
+from small import LLAMA, prompt, randomise, small, small_adapter
 from toy_text import toy_model
 
 
@@ -93,6 +101,26 @@ def test_weights_are_packed_once_for_all_drafters() -> None:
     specs = ("streams:tree=4", "streams:tree=9", "streams:tree=chain", "streams:tree=9,condition=no")
     heads = {id(make_drafter(spec, target, adapter).tree.head) for spec in specs}  # type: ignore[attr-defined]
     assert len(heads) == 1
+
+
+def test_trailing_layers_are_packed_once_for_all_drafters() -> None:
+    wide = replace(
+        LLAMA, hidden_size=64, num_heads=2, num_kv_heads=1, head_dim=32, intermediate_size=64,
+        rope=RopeConfig(dim=32, max_positions=96),
+    )  # fmt: skip
+    target = build_decoder(wide, device="cpu")
+    randomise(target, seed=1)
+    adapter = small_adapter(target)
+    target.to(torch.bfloat16)
+    if not native_for(target):
+        pytest.skip(why_not_native(target))
+    assert pack_decoder(target)
+    kernels = native.library()
+    assert kernels is not None
+    make_drafter("streams:tree=3", target, adapter.to(torch.bfloat16))
+    with mock.patch.object(kernels, "pack", side_effect=AssertionError("packed again")):
+        for spec in ("streams:tree=8", "streams:tree=chain", "streams:tree=12,depth=2+prompt_lookup"):
+            make_drafter(spec, target, adapter)
 
 
 def test_streams_of_one_drafter_in_turns_and_calls_of_others_between_them() -> None:
