@@ -20,7 +20,7 @@ from anabranch.model.stack import native_for, why_not_native
 from anabranch.model.weights import build_decoder
 from anabranch.native import library as native
 from anabranch.pool import DRAFTERS, EnginePool
-from small import LLAMA, prompt, randomise, small, small_adapter
+from small import LLAMA, RICH, prompt, randomise, small, small_adapter
 from toy_text import toy_model
 
 
@@ -110,7 +110,7 @@ def test_trailing_layers_are_packed_once_for_all_drafters() -> None:
     )  # fmt: skip
     target = build_decoder(wide, device="cpu")
     randomise(target, seed=1)
-    adapter = small_adapter(target)
+    adapter = small_adapter(target, replace(RICH, conditioning_rank=32, root_width=32))
     target.to(torch.bfloat16)
     if not native_for(target):
         pytest.skip(why_not_native(target))
