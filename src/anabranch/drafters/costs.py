@@ -41,7 +41,7 @@ __all__ = [
 
 ROWS = (3, 6, 8, 12, 16, 24)
 ENOUGH = 2.0  # a pass that takes that many times what one over one row takes is the widest that is tried
-ROUNDS = 3  # at least
+ROUNDS = 3  # at least, unless one takes longer than ``SECONDS``
 SECONDS = 0.5  # in which rounds begin
 PRECISE = 0.03  # standard error of a cost, over the cost, at which no more rounds are needed
 # The machine is busy where a pass over one row takes between 1 and more than BUSY times the one before it (quartiles),
@@ -235,7 +235,7 @@ def _time_passes(target: Decoder) -> PassTimes:
             once(rows)  # memory is touched for the first time, and PyTorch prepares itself for each shape
         with _counting(times):
             began = time.perf_counter()
-            while times.rounds < 2 or (not times.settled and time.perf_counter() - began < SECONDS):
+            while times.rounds < 1 or (not times.settled and time.perf_counter() - began < SECONDS):
                 times.rounds += 1
                 for rows in tried:
                     times.one.append(once(1))

@@ -108,7 +108,7 @@ def measure_steps(
     prompt: Sequence[int],
     *,
     max_new_tokens: int = 96,
-    rounds: int = 8,
+    rounds: int = 6,
     steps: int = 4,
     report: Report = lambda what, done, total: None,
 ) -> Measured:
