@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from dataclasses import replace
 from unittest import mock
 
@@ -157,3 +159,11 @@ def test_threads_with_different_drafters() -> None:
     for thread in threads:
         thread.join()
     assert found == [wanted] * 20
+
+
+def test_a_closed_pool_holds_nothing(engines: EnginePool) -> None:
+    cache = weakref.ref(taken(engines, "streams").cache)
+    engines.close()
+    gc.collect()
+    assert cache() is None
+    assert not hasattr(engines, "target")

@@ -67,3 +67,9 @@ class EnginePool:
         if last.cache.rows * last.cache.capacity > POSITIONS:
             self.last = last = None
             give_back()
+
+    def close(self) -> None:
+        """Let go of the target, the drafters and the cache; nothing can be taken any more."""
+        self.last = None
+        self._drafters.clear()
+        del self.target, self._make
