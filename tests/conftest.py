@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
+from anabranch import profiles
 from anabranch.drafters import costs
 from toy_text import ToyFolders, save_toys
 from verbs import Anabranch
@@ -23,8 +24,9 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _passes_cost_the_same() -> Iterator[None]:
-    """What ``auto`` is follows the time that passes take; in tests it is to be the same in every run."""
-    with mock.patch.object(costs, "_measure", return_value=costs.StepCosts((1, 24), (1.0, 1.5))):
+    """``auto`` depends on the time that passes take; in tests it is the same in every run, and nothing is kept."""
+    measured = costs.PassCosts(costs.StepCosts((1, 24), (1.0, 1.5)))
+    with mock.patch.object(costs, "measure_passes", return_value=measured), mock.patch.object(profiles, "_keep_costs"):
         yield
 
 

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
+from dataclasses import replace
+from unittest import mock
 
 import pytest
+import torch
 
 from anabranch import pool
 from anabranch.drafters import make_drafter
 from anabranch.engine import Engine, Request
 from anabranch.generation import Chunk
+from anabranch.model.config import RopeConfig
 from anabranch.model.graphs import Graphs
+from anabranch.model.pack import pack_decoder
+from anabranch.model.stack import native_for, why_not_native
+from anabranch.model.weights import build_decoder
+from anabranch.native import library as native
 from anabranch.pool import DRAFTERS, EnginePool
-from small import prompt, small, small_adapter
+from small import LLAMA, RICH, prompt, randomise, small, small_adapter
 from toy_text import toy_model
 
 
@@ -95,6 +105,26 @@ def test_weights_are_packed_once_for_all_drafters() -> None:
     assert len(heads) == 1
 
 
+def test_trailing_layers_are_packed_once_for_all_drafters() -> None:
+    wide = replace(
+        LLAMA, hidden_size=64, num_heads=2, num_kv_heads=1, head_dim=32, intermediate_size=64,
+        rope=RopeConfig(dim=32, max_positions=96),
+    )  # fmt: skip
+    target = build_decoder(wide, device="cpu")
+    randomise(target, seed=1)
+    adapter = small_adapter(target, replace(RICH, conditioning_rank=32, root_width=32))
+    target.to(torch.bfloat16)
+    if not native_for(target):
+        pytest.skip(why_not_native(target))
+    assert pack_decoder(target)
+    kernels = native.library()
+    assert kernels is not None
+    make_drafter("streams:tree=3", target, adapter.to(torch.bfloat16))
+    with mock.patch.object(kernels, "pack", side_effect=AssertionError("packed again")):
+        for spec in ("streams:tree=8", "streams:tree=chain", "streams:tree=12,depth=2+prompt_lookup"):
+            make_drafter(spec, target, adapter)
+
+
 def test_streams_of_one_drafter_in_turns_and_calls_of_others_between_them() -> None:
     model = toy_model()
     texts, specs = ("the thing", "a river of the"), ("streams:tree=8", "none", "prompt_lookup")
@@ -129,3 +159,11 @@ def test_threads_with_different_drafters() -> None:
     for thread in threads:
         thread.join()
     assert found == [wanted] * 20
+
+
+def test_a_closed_pool_holds_nothing(engines: EnginePool) -> None:
+    cache = weakref.ref(taken(engines, "streams").cache)
+    engines.close()
+    gc.collect()
+    assert cache() is None
+    assert not hasattr(engines, "target")

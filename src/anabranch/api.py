@@ -23,7 +23,7 @@ from anabranch.model.stack import kernels_of
 from anabranch.options import Keywords, Options
 from anabranch.pool import EnginePool
 from anabranch.processor import set_threads
-from anabranch.profiles import resolve
+from anabranch.profiles import explain, resolve
 from anabranch.prompts import Arrays, Ids, conversation_ids, read_prompts
 from anabranch.streams.folder import LoadedAdapter, find_adapter, read_record
 
@@ -87,7 +87,9 @@ class Model:
 
     def __init__(self, target: Target, adapter: LoadedAdapter | None, drafter: str = AUTO) -> None:
         self._target: Target | None = target
-        self.adapter, self.drafter = adapter, resolve(drafter, target, adapter)
+        self.adapter = adapter
+        self.choice = explain(drafter, target, adapter)  # which drafter, and why
+        self.drafter = self.choice.drafter
         self._lock = threading.RLock()
         self._worker = Worker()
         self._pool = EnginePool(target.decoder, self._make_drafter)

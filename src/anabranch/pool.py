@@ -17,7 +17,7 @@ __all__ = ["EnginePool"]
 
 MIN_CAPACITY = 512
 DRAFTERS = 8  # kept, the ones used last
-POSITIONS = 4096  # of all rows that an idle cache may hold: 8 rows of the smallest capacity
+POSITIONS = 8 * (MIN_CAPACITY + 64)  # of all rows that an idle cache may hold: 8 rows of the smallest capacity
 
 
 class EnginePool:
@@ -64,6 +64,12 @@ class EnginePool:
         last = self.last
         if last is None or last.active or self.target.recorder is not None:
             return
-        if last.cache.rows * last.cache.capacity > POSITIONS + last.cache.rows * last.drafter.room:
+        if last.cache.rows * last.cache.capacity > POSITIONS:
             self.last = last = None
             give_back()
+
+    def close(self) -> None:
+        """Let go of the target, the drafters and the cache; nothing can be taken any more."""
+        self.last = None
+        self._drafters.clear()
+        del self.target, self._make

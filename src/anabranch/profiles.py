@@ -1,24 +1,29 @@
-"""What ``anabranch tune`` found out, kept a machine, target and adapter: the drafter that ``drafter="auto"`` means.
+"""Which drafter ``drafter="auto"`` means for a machine, target and adapter.
 
-A profile's name is the hash of everything that the measurement depends on. One of another machine, another number of
-threads or another version is simply not found, and then the usual drafter serves.
+``anabranch tune`` writes a profile with the drafter that it found. Without one, the costs of forward passes are
+measured when a model is loaded, and kept. Both files are named after the hash of everything that the measurement
+depends on, so those of another machine, another number of threads or another version are not found.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+import warnings
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from weakref import WeakSet
 
 import numpy as np
 import torch
 
 from anabranch.drafters import AUTO, StepCosts, check_spec, with_costs
-from anabranch.drafters.costs import pass_costs, usual_costs
-from anabranch.errors import CapabilityError, FileError, InputError, one_line
+from anabranch.drafters.costs import PassCosts, known_costs, pass_costs, usual_costs
+from anabranch.errors import CapabilityError, FileError, InputError, PerformanceWarning, one_line
 from anabranch.files import cache_home, write_atomically
 from anabranch.jsonfiles import read_json
 from anabranch.model.decoder import Decoder
@@ -26,9 +31,11 @@ from anabranch.model.load import Target
 from anabranch.processor import processor_name
 from anabranch.streams.folder import LoadedAdapter
 
-__all__ = ["Situation", "find_profile", "resolve", "save_profile"]
+__all__ = ["Choice", "Situation", "explain", "find_profile", "resolve", "save_profile"]
 
 FORMAT = 2
+DAYS = 30  # after which costs are measured again
+Origin = Literal["given", "tuned", "measured when loaded", "remembered", "typical", "default on a GPU"]
 # what "auto" may mean where nobody tuned: rows that a pass verifies, and tokens that it emits on prompts of many kinds
 # (as replayed for benchmarks/tune-bf16-epyc-avx512-2cores-2026-11-22.json)
 USUAL = {
@@ -45,6 +52,8 @@ USUAL = {
     "streams:tree=20+prompt_lookup": (20, 3.279),
     "streams:tree=24+prompt_lookup": (24, 3.308),
 }
+
+_warned: WeakSet[Decoder] = WeakSet()  # targets whose costs could not be measured, which was said
 
 
 @dataclass(frozen=True)
@@ -84,8 +93,15 @@ class Situation:
 
     def path(self) -> Path:
         """Where its profile lies."""
+        return cache_home() / "profiles" / f"{self._hash()}.json"
+
+    def costs_path(self) -> Path:
+        """Where the costs of forward passes are kept that were measured at load."""
+        return cache_home() / "costs" / f"{self._hash()}.json"
+
+    def _hash(self) -> str:
         named = json.dumps({"format": FORMAT, **self.__dict__}, sort_keys=True)
-        return cache_home() / "profiles" / f"{hashlib.sha256(named.encode()).hexdigest()[:16]}.json"
+        return hashlib.sha256(named.encode()).hexdigest()[:16]
 
 
 def save_profile(situation: Situation, drafter: str, record: dict[str, Any]) -> Path:
@@ -117,24 +133,111 @@ def find_profile(situation: Situation) -> dict[str, Any] | None:
     return found
 
 
-def resolve(spec: str, target: Target, adapter: LoadedAdapter | None) -> str:
-    """What ``spec`` means here: "auto" the profile's drafter; without one, what is ``usual`` here.
+@dataclass(frozen=True)
+class Choice:
+    """What a drafter specification means here.
 
-    A ``tree=auto`` without costs takes those of the profile.
+    drafter  the specification in full
+    origin   "given": it did not ask for a choice; "tuned": from the profile of ``anabranch tune``; "measured when
+             loaded" or "remembered": from costs of forward passes that were measured now or by an earlier load;
+             "typical": from typical costs; "default on a GPU": nothing is measured there
+    when     date of the measurement (ISO), where there was one
+    busy     the machine was too busy to measure now
+    """
+
+    drafter: str
+    origin: Origin
+    when: str = ""
+    busy: bool = False
+
+    @property
+    def sentence(self) -> str:
+        """Why it is this drafter, for ``anabranch info`` and the like."""
+        return {
+            "given": "given by name",
+            "tuned": "found by anabranch tune" + (f" on {self.when}" if self.when else ""),
+            "measured when loaded": "chosen from the cost of forward passes, measured when the model was loaded",
+            "remembered": f"chosen from the cost of forward passes, measured on {self.when}",
+            "typical": "chosen from typical costs: the machine was too busy to measure; run 'anabranch tune' when "
+            "nothing else runs",
+            "default on a GPU": "the default on a GPU; 'anabranch tune' measures",
+        }[self.origin]
+
+
+def resolve(spec: str, target: Target, adapter: LoadedAdapter | None) -> str:
+    """The drafter that ``spec`` means here, in full; see ``explain``."""
+    return explain(spec, target, adapter).drafter
+
+
+def explain(spec: str, target: Target, adapter: LoadedAdapter | None) -> Choice:
+    """What ``spec`` means here, and why: "auto" is the profile's drafter; without a profile, what ``usual`` says.
+
+    A ``tree=auto`` without costs takes those of the profile, else those measured. Warns (PerformanceWarning) where the
+    machine is too busy to measure and no earlier measurement is kept.
     """
     if spec != AUTO and "tree=auto" not in spec:
-        return spec
-    profile = find_profile(Situation.of(target, adapter))
+        return Choice(spec, "given")
+    situation = Situation.of(target, adapter)
+    profile = find_profile(situation)
     if spec == AUTO and profile is not None:
-        return str(profile["drafter"])
+        return Choice(str(profile["drafter"]), "tuned", str(profile.get("date", "")))
     if spec != AUTO:
         costs = (profile or {}).get("costs", {}).get("streams+prompt_lookup" if "+" in spec else "streams")
-        return spec if costs is None else with_costs(spec, StepCosts.parse(costs))
-    return usual(target.decoder, streams=adapter is not None)
+        if costs is not None:
+            return Choice(with_costs(spec, StepCosts.parse(costs)), "tuned", str((profile or {}).get("date", "")))
+        if "costs=" in spec:
+            return Choice(spec, "given")
+    if target.decoder.device.type != "cpu":
+        return Choice(usual(target.decoder, streams=adapter is not None) if spec == AUTO else spec, "default on a GPU")
+    origin, when = _settle(target, situation)
+    chosen = usual(target.decoder, streams=adapter is not None) if spec == AUTO else spec
+    if origin == "typical" and target.decoder not in _warned:
+        _warned.add(target.decoder)
+        warnings.warn(
+            f"the machine is too busy to measure which drafts are fastest, so {spec!r} assumes typical costs"
+            + (f" and means {chosen!r}" if spec == AUTO else "")
+            + "; run 'anabranch tune' when nothing else runs",
+            PerformanceWarning,
+            stacklevel=2,
+        )
+    return Choice(chosen, origin, when, busy=origin == "typical")
+
+
+def _settle(target: Target, situation: Situation) -> tuple[Origin, str]:
+    """Know what forward passes of a target cost: from an earlier load, else measured; returns where from, and when."""
+    path = replace(situation, adapter="").costs_path()  # adapters do not change what a pass of the target costs
+    kept = _kept_costs(path)
+    today = date.today()
+    if kept is not None and (today - kept[1]).days <= DAYS:
+        known_costs(target.decoder, PassCosts(kept[0]))
+        return "remembered", kept[1].isoformat()
+    found = known_costs(target.decoder)
+    if not found.busy:
+        _keep_costs(path, found.costs, today)
+        return "measured when loaded", today.isoformat()
+    if kept is not None:
+        known_costs(target.decoder, PassCosts(kept[0]))
+        return "remembered", kept[1].isoformat()
+    return "typical", ""
+
+
+def _kept_costs(path: Path) -> tuple[StepCosts, date] | None:
+    """Costs of forward passes that an earlier load measured, and when; None if there are none that can be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return StepCosts.parse(found["costs"]), date.fromisoformat(found["date"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):  # ValueError: InputError too
+        return None
+
+
+def _keep_costs(path: Path, costs: StepCosts, when: date) -> None:
+    """Keep measured costs for later loads, where the cache folder can be written."""
+    with suppress(OSError):  # otherwise the next load measures again
+        write_atomically(path, json.dumps({"costs": str(costs), "date": when.isoformat()}) + "\n")
 
 
 def usual(target: Decoder, *, streams: bool) -> str:
-    """The one of ``USUAL`` that passes timed in a moment promise most of; on a GPU what drafts most.
+    """The drafter of ``USUAL`` with the most expected tokens a second, from the costs of passes; on a GPU the largest.
 
     ``streams`` says whether there is an adapter.
     """

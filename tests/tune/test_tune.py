@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
-from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from click.testing import Result
 from typer.testing import CliRunner
 
 from anabranch import api, profiles
@@ -16,13 +17,14 @@ from anabranch.analysis.simulate import Cut, Latency
 from anabranch.cli import app
 from anabranch.drafters import StepCosts, check_spec, make_drafter, with_costs
 from anabranch.drafters import costs as drafter_costs
+from anabranch.drafters.costs import PassCosts
 from anabranch.engine import Request
 from anabranch.errors import FileError, InputError
 from anabranch.model import load
 from anabranch.model.load import Target
 from anabranch.profiles import Situation, find_profile, resolve, save_profile
 from anabranch.streams.folder import LoadedAdapter
-from anabranch.tune.fit import BUDGETS, Candidate, candidates, fit
+from anabranch.tune.fit import BUDGETS, Candidate, Fit, candidates, fit
 from anabranch.tune.latency import Measured, measure_steps
 from small import as_target, decode, prompt, small, small_adapter
 
@@ -163,7 +165,7 @@ USUAL = {
 
 @pytest.mark.parametrize("costs", USUAL)
 def test_what_is_usual_follows_what_passes_cost(target: Target, costs: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(drafter_costs._measured, target.decoder, StepCosts.parse(costs))
+    monkeypatch.setitem(drafter_costs._known, target.decoder, PassCosts(StepCosts.parse(costs)))
     monkeypatch.setattr(drafter_costs, "UNPACKED", 0.3)
     assert profiles.usual(target.decoder, streams=True) == USUAL[costs]
     assert "streams" not in profiles.usual(target.decoder, streams=False)
@@ -181,7 +183,7 @@ def test_the_command(target: Target, adapter: LoadedAdapter, monkeypatch: pytest
         "".join(json.dumps({"prompt": " ".join(f"w{i}" for i in ids)}) + "\n" for ids in PROMPTS), encoding="utf-8"
     )
     asked = ["tune", "--prompts", str(tmp_path / "p.jsonl"), "--max-new-tokens", "8", "--raw"]
-    result = CliRunner().invoke(app, [*asked, "--json"])
+    result = CliRunner().invoke(app, [*asked, "--json", "--force"])
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
     assert Path(record["profile"]).is_file()
@@ -193,14 +195,69 @@ def test_the_command(target: Target, adapter: LoadedAdapter, monkeypatch: pytest
     assert isinstance(refused.exception, InputError)
 
 
-def test_a_machine_that_drifts_is_told(
-    target: Target, adapter: LoadedAdapter, capsys: pytest.CaptureFixture[str]
+def run_tune(found: Fit, target: Target, monkeypatch: pytest.MonkeyPatch, *options: str) -> Result:
+    """The command, with a measurement that was made before."""
+    monkeypatch.setattr(load, "load_target", lambda *_, **__: target)
+    monkeypatch.setattr("anabranch.cli.models.fetch_default", lambda: None)
+    monkeypatch.setattr("anabranch.streams.folder.find_adapter", lambda *_: None)
+    monkeypatch.setattr("anabranch.tune.fit.fit", lambda *_, **__: found)
+    file = Path(os.environ["ANABRANCH_HOME"]).parent / "asked.jsonl"
+    file.write_text('{"request": "w1 w2"}\n', encoding="utf-8")
+    given = ["--prompts", str(file), "--field", "request", "--max-new-tokens", "8", "--raw", *options]
+    return CliRunner().invoke(app, ["tune", *given])
+
+
+def rested(found: Fit) -> Fit:
+    """As measured on a machine at rest."""
+    return replace(found, predicted_plain=found.plain, latency=replace(found.latency, busy=False))
+
+
+@pytest.fixture(scope="module")
+def fitted(target: Target, adapter: LoadedAdapter) -> Fit:
+    return rested(fit(target, adapter.adapter, PROMPTS[:1], max_new_tokens=8))
+
+
+def test_the_result_comes_first_and_fits_60_columns(
+    target: Target, fitted: Fit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = fit(target, adapter.adapter, PROMPTS[:1], max_new_tokens=8)
-    for drift in (0.8, 1.0, 1.2):
-        import_module("anabranch.cli.tune")._show(replace(found, predicted_plain=found.plain / drift), None)
-        said = " ".join(capsys.readouterr().out.split())
-        assert (f"{drift:.2f} times as fast in this check" in said) == (drift != 1.0)
+    chosen = next(c for c, _, _ in fitted.tried if c.spec == "streams:tree=auto,nodes=32+prompt_lookup")
+    result = run_tune(replace(fitted, chosen=chosen), target, monkeypatch, "--dry")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0] == f"{fitted.speedup:.2f}x with {chosen.spec}"
+    assert max(map(len, lines)) <= 60
+    assert sum(line.startswith(("verify ", "draft ")) for line in lines) == 6
+
+
+@pytest.mark.parametrize("why", ["drift", "busy"])
+def test_a_doubtful_profile_is_not_written(
+    target: Target, fitted: Fit, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    path = Situation.of(target, None).path()
+    found = replace(fitted, predicted_plain=fitted.plain / 0.8)
+    if why == "busy":
+        found = replace(fitted, latency=replace(fitted.latency, busy=True))
+    refused = run_tune(found, target, monkeypatch)
+    assert refused.exit_code == 1
+    assert refused.stdout.splitlines()[0].endswith(f"x with {found.chosen.spec}")
+    assert ("0.80 times as fast" if why == "drift" else "the machine was busy") in refused.stderr
+    assert "no profile was written" in refused.stderr
+    assert not path.exists()
+    assert run_tune(found, target, monkeypatch, "--dry").exit_code == 0
+    assert run_tune(found, target, monkeypatch, "--force").exit_code == 0
+    assert path.is_file()
+    path.unlink()
+    assert run_tune(fitted, target, monkeypatch).exit_code == 0
+    assert path.is_file()
+
+
+def test_a_figure_is_not_replaced_without_force(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(load, "load_target", lambda *_, **__: 1 / 0)
+    (tmp_path / "x.png").write_text("", encoding="utf-8")
+    refused = CliRunner().invoke(app, ["tune", "--figure", str(tmp_path / "x.png")])
+    assert isinstance(refused.exception, FileError)
+    assert "--force" in str(refused.exception)
 
 
 def test_a_figure_that_could_not_be_written_is_told_before_anything_is_measured(
@@ -219,22 +276,15 @@ def test_results_are_told_before_the_figure_is_drawn(
     target: Target, adapter: LoadedAdapter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib")
-    found = fit(target, adapter.adapter, PROMPTS[:1], max_new_tokens=8)
+    found = rested(fit(target, adapter.adapter, PROMPTS[:1], max_new_tokens=8))
     long = "streams:tree=20,threshold=0.0123456789,nodes=20+prompt_lookup:tokens=10"
     found.tried.append((replace(found.chosen, spec=long), found.tried[0][1], 12345.6))
-    monkeypatch.setattr(load, "load_target", lambda *_, **__: target)
-    monkeypatch.setattr("anabranch.cli.models.fetch_default", lambda: None)
-    monkeypatch.setattr("anabranch.streams.folder.find_adapter", lambda *_: adapter)
-    monkeypatch.setattr("anabranch.tune.fit.fit", lambda *_, **__: found)
     monkeypatch.setattr("anabranch.tune.figure.draw", lambda *_: 1 / 0)
-    (tmp_path / "p.jsonl").write_text('{"prompt": "w1 w2"}\n', encoding="utf-8")
-    asked = ["tune", "--prompts", str(tmp_path / "p.jsonl"), "--max-new-tokens", "8", "--raw", "--dry"]
-    result = CliRunner().invoke(app, [*asked, "--figure", str(tmp_path / "x.png")])
+    result = run_tune(found, target, monkeypatch, "--dry", "--figure", str(tmp_path / "x.png"))
     assert isinstance(result.exception, ZeroDivisionError)
     assert "plain decoding" in result.stdout
     row = next(line for line in result.stdout.splitlines() if long in line)
     assert "12345.6" in row
-    assert "…" not in result.stdout
 
 
 def test_the_figure(target: Target, adapter: LoadedAdapter, tmp_path: Path) -> None:

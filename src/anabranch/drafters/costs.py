@@ -1,15 +1,18 @@
 """What a step costs by the nodes that it verifies.
 
-``anabranch tune`` measures whole steps. Before it has, ``usual_costs`` times passes of a few widths, which takes a
-moment: how much arithmetic hides behind reading the weights differs between processors of one kind, and with what their
-neighbours do.
+``anabranch tune`` measures whole steps. Until it has run, forward passes of a few widths are timed in half a second:
+how much arithmetic hides behind reading the weights differs even between processors of one kind. Each width is compared
+with a pass over one row right before it, so that a clock that changes slowly does not matter. Where other jobs take
+the processor away, no number of passes gives the same answer twice; then typical costs are used.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -20,17 +23,47 @@ from anabranch.errors import InputError
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder, Feed
 
-__all__ = ["StepCosts", "pass_costs", "usual_costs"]
+try:
+    import resource
+except ImportError:  # Windows does not count context switches
+    resource = None  # type: ignore[assignment]
 
-ROWS = (1, 3, 6, 8, 12, 16, 24)
+__all__ = [
+    "PassCosts",
+    "PassTimes",
+    "StepCosts",
+    "disturbed",
+    "known_costs",
+    "measure_passes",
+    "pass_costs",
+    "usual_costs",
+]
+
+ROWS = (3, 6, 8, 12, 16, 24)
 ENOUGH = 2.0  # a pass that takes that many times what one over one row takes is the widest that is tried
-SECONDS = 0.15  # in which rounds begin
+ROUNDS = 3  # at least, unless one takes longer than ``SECONDS``
+SECONDS = 0.5  # in which rounds begin
+PRECISE = 0.03  # standard error of a cost, over the cost, at which no more rounds are needed
+# The machine is busy where a pass over one row takes between 1 and more than BUSY times the one before it (quartiles),
+# or where the process is interrupted more often, a second. Measured beside two busy loops on two cores: 1.1 to 3.2,
+# and 1,240 interruptions.
+BUSY = 1.3
+INTERRUPTED = 100.0
+# what passes cost where that cannot be measured, by the kernels' form and the kind of weights, in passes over one row
+TYPICAL = {
+    ("avx2", "bfloat16"): "1:1/5:1.22/8:1.38/12:1.75/24:3.1",
+    ("avx512", "bfloat16"): "1:1/8:1.06/12:1.14/16:1.5/24:2",
+    ("native", "float32"): "1:1/5:1.22/8:1.38/12:1.75/24:3.1",
+    ("native", "quantised"): "1:1/3:1.05/6:1.3/8:1.5/12:1.9/24:3.2",
+    ("torch", "bfloat16"): "1:1/8:1.07/16:1.15/32:1.3",
+    ("torch", "float32"): "1:1/4:2/8:3.3/16:5.5",
+}
 # what drafting and the streams that trail take, in passes over one row, by what weights are (benchmarks/, "What
 # speculation did"): what only drafts read is as large for all of them
 DRAFT = {"float32": 0.2, "bfloat16": 0.3, "int8": 0.5, "int4": 0.7}
 UNPACKED = 0.6  # the same in PyTorch
 
-_measured: WeakKeyDictionary[Decoder, StepCosts] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Decoder, PassCosts] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -70,26 +103,122 @@ class StepCosts:
         return beyond
 
 
-def pass_costs(target: Decoder) -> StepCosts:
-    """Milliseconds of a pass over 1 to at most 24 rows behind an empty cache, the least of rounds in turns.
+@dataclass(frozen=True)
+class PassCosts:
+    """What passes cost by rows, and whether that was measured here: other jobs may have kept the machine too busy."""
 
-    Measured when it is first asked for. Not on a GPU, where shapes would be recorded: there a row is taken to cost
+    costs: StepCosts
+    busy: bool = False
+
+
+def disturbed(ms: Sequence[float]) -> bool:
+    """Whether times of the same work, in order, vary as they do on a busy machine.
+
+    Neighbours are compared, so a clock that drifts slowly does not count.
+    """
+    times = np.array(ms)
+    if len(times) < 3:
+        return False
+    low, high = np.quantile(times[1:] / times[:-1], (0.25, 0.75))
+    return bool(high > BUSY * low)
+
+
+@dataclass
+class PassTimes:
+    """Timed passes.
+
+    one            milliseconds of passes over one row, in order
+    ratios         by rows, what a wider pass took over the pass over one row right before it
+    rounds         how often all widths were timed
+    interruptions  how often a second other processes took the processor; None where the system does not count
+    """
+
+    one: list[float] = field(default_factory=list)
+    ratios: dict[int, list[float]] = field(default_factory=dict)
+    rounds: int = 0
+    interruptions: float | None = None
+
+    def add(self, rows: int, ms: float) -> float:
+        """Take in a pass over ``rows`` rows that followed a pass over one; returns their ratio."""
+        ratio = ms / self.one[-1]
+        self.ratios.setdefault(rows, []).append(ratio)
+        return ratio
+
+    @property
+    def busy(self) -> bool:
+        """Whether other jobs disturbed the passes too much to tell what they cost."""
+        if self.interruptions is not None and self.interruptions > INTERRUPTED + 5 * torch.get_num_threads():
+            return True
+        return disturbed(self.one)
+
+    @property
+    def settled(self) -> bool:
+        """Whether more rounds would change little."""
+        return self.rounds >= ROUNDS and all(self._error(ratios) < PRECISE for ratios in self.ratios.values())
+
+    @staticmethod
+    def _error(ratios: list[float]) -> float:
+        """Standard error of the median over the median, from the quartiles, as for normal noise."""
+        low, middle, high = np.quantile(ratios, (0.25, 0.5, 0.75))
+        return float(1.25 * (high - low) / 1.35 / middle / math.sqrt(len(ratios)))
+
+    def costs(self) -> StepCosts:
+        """Median ratios times the median of one row's milliseconds; more rows cost no less.
+
+        A width counts if at least half of the rounds came to it, up to the first that takes ``ENOUGH`` times one row.
+        """
+        widths, costs = [1], [1.0]
+        for rows, ratios in sorted(self.ratios.items()):
+            if 2 * len(ratios) < self.rounds or costs[-1] > ENOUGH:
+                break
+            widths.append(rows)
+            costs.append(max(costs[-1], float(np.median(ratios))))
+        one = float(np.median(self.one))
+        return StepCosts(tuple(widths), tuple(one * cost for cost in costs))
+
+
+def pass_costs(target: Decoder) -> StepCosts:
+    """Milliseconds, or another unit, of a pass over 1 to at most 24 rows behind an empty cache.
+
+    Measured when they are first asked for. Not on a GPU, where shapes would be recorded: there a row is taken to cost
     1/128 of a pass.
     """
     if target.device.type != "cpu":
         return StepCosts((1, 129), (1.0, 2.0))
-    if target not in _measured:
-        _measured[target] = _measure(target)
-    return _measured[target]
+    return known_costs(target).costs
+
+
+def known_costs(target: Decoder, found: PassCosts | None = None) -> PassCosts:
+    """The costs of passes of a target on the CPU: those ``found`` elsewhere, else those known, else measured now."""
+    if found is not None:
+        _known[target] = found
+    elif target not in _known:
+        _known[target] = measure_passes(target)
+    return _known[target]
+
+
+def measure_passes(target: Decoder) -> PassCosts:
+    """Time passes for about half a second at most; typical costs where the machine is too busy for that."""
+    times = _time_passes(target)
+    return PassCosts(_typical(target), busy=True) if times.busy else PassCosts(times.costs())
+
+
+def _typical(target: Decoder) -> StepCosts:
+    if target.stack is None:
+        name = ("torch", "float32" if target.dtype == torch.float32 else "bfloat16")
+    elif target.stack.kind == "bfloat16":
+        name = ("avx2" if target.stack.kernels.form == "avx2" else "avx512", "bfloat16")
+    else:
+        name = ("native", "float32" if target.stack.kind == "float32" else "quantised")
+    return StepCosts.parse(TYPICAL[name])
 
 
 @torch.inference_mode()
-def _measure(target: Decoder) -> StepCosts:
+def _time_passes(target: Decoder) -> PassTimes:
     kernels = None if target.stack is None else target.stack.kernels
     widest = min(ROWS[-1], target.config.max_positions)
     cache = Cache(target.config, rows=1, capacity=widest, dtype=target.dtype, device=target.device, kernels=kernels)
     cache.add_row()
-    least: dict[int, float] = {}
 
     def once(rows: int) -> float:
         feed = Feed.of_prompt([0] * rows)
@@ -99,24 +228,37 @@ def _measure(target: Decoder) -> StepCosts:
         cache.commit([[]])
         return ms
 
+    times = PassTimes()
+    tried = [rows for rows in ROWS if rows <= widest]
     with target.decoding():
-        tried = [rows for rows in ROWS if rows <= widest]
-        for rows in tried if kernels is None else tried[:1]:
+        for rows in [1, *tried] if kernels is None else [1]:
             once(rows)  # memory is touched for the first time, and PyTorch prepares itself for each shape
-        began = time.perf_counter()
-        while not least or time.perf_counter() - began < SECONDS:
-            for place, rows in enumerate(tried):
-                least[rows] = min(least.get(rows, math.inf), once(rows))
-                if least[rows] > ENOUGH * least[1]:
-                    tried = tried[: place + 1]
-                    break
-    known = [rows for rows in ROWS if rows <= tried[-1]]
-    # more rows cost no less: what noise says otherwise is levelled
-    return StepCosts(tuple(known), tuple(np.maximum.accumulate([least[rows] for rows in known]).tolist()))
+        with _counting(times):
+            began = time.perf_counter()
+            while times.rounds < 1 or (not times.settled and time.perf_counter() - began < SECONDS):
+                times.rounds += 1
+                for rows in tried:
+                    times.one.append(once(1))
+                    if times.add(rows, once(rows)) > ENOUGH:
+                        break
+    return times
+
+
+@contextmanager
+def _counting(times: PassTimes) -> Iterator[None]:
+    """Count how often this process is interrupted meanwhile."""
+
+    def interruptions() -> int:
+        return 0 if resource is None else resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+
+    began, before = time.perf_counter(), interruptions()
+    yield
+    if resource is not None:
+        times.interruptions = (interruptions() - before) / (time.perf_counter() - began)
 
 
 def usual_costs(target: Decoder) -> StepCosts:
-    """What whole steps with streams are taken to cost before ``anabranch tune`` has measured them here."""
+    """What whole steps with streams are assumed to cost until ``anabranch tune`` has measured them."""
     costs = pass_costs(target)
     if target.device.type != "cpu":
         return costs

@@ -12,6 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,14 +20,18 @@ import numpy as np
 
 from anabranch.analysis.simulate import Cut, Latency, Prediction, simulate
 from anabranch.analysis.trace import Trace, TraceWriter, read_trace
-from anabranch.drafters import StepCosts, make_drafter, with_costs
+from anabranch.drafters import Context, Drafter, Observation, StepCosts, make_drafter, with_costs
+from anabranch.drafters.base import Wrapped
 from anabranch.drafters.combined import CombinedDrafter
+from anabranch.drafters.none import NoDrafter
 from anabranch.drafters.width import Width
 from anabranch.engine import Engine, Request
 from anabranch.errors import InputError
+from anabranch.model.decoder import Rider
 from anabranch.model.load import Target
 from anabranch.streams.adapter import StreamAdapter
 from anabranch.streams.draft import DraftOptions
+from anabranch.tree import DraftTree
 from anabranch.tune.latency import Measured, measure_steps
 
 __all__ = ["Candidate", "Fit", "candidates", "fit"]
@@ -35,6 +40,7 @@ BUDGETS = (3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 THRESHOLDS = (0.02, 0.05, 0.1)
 BOUNDS = (8, 16, 32)
 LOOKUPS = (2, 3, 6, 10)
+DRIFT = 0.1  # of plain decoding's speed between the timed steps and the check, above which the choice is doubtful
 Report = Callable[[str, int, int], None]
 
 
@@ -106,6 +112,11 @@ class Fit:
         """How fast plain decoding was in the check, over how fast the timed steps said: 1 on a machine at rest."""
         return self.plain / self.predicted_plain if self.predicted_plain else 1.0
 
+    @property
+    def doubtful(self) -> bool:
+        """Whether other jobs disturbed the measurement so much that the choice may be wrong."""
+        return self.latency.busy or abs(self.drift - 1) > DRIFT
+
 
 def candidates(*, streams: bool) -> list[Candidate]:
     """What is tried: plain decoding, prompt lookup, and with an adapter streams alone and merged with prompt lookup."""
@@ -143,10 +154,7 @@ def fit(
     latency = measure_steps(target, adapter, usual, max_new_tokens=max_new_tokens, report=report)
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        traces = {
-            method: _record(target, adapter, method, prompts, max_new_tokens, Path(folder) / method, report)
-            for method in dict.fromkeys(candidate.method for candidate in tried)
-        }
+        traces = _record(target, adapter, prompts, max_new_tokens, Path(folder), report)
         for done, candidate in enumerate(tried):
             report("replays", done, len(tried))
             results.append((candidate, candidate.replay(traces[candidate.method], latency)))
@@ -169,30 +177,88 @@ def fit(
     )
 
 
+class _Shared(Wrapped):
+    """A drafter that takes part in several recordings: it drafts and observes once a step."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__(drafter)
+        self._trees: list[DraftTree] | None = None
+
+    def draft(self, contexts: Sequence[Context]) -> list[DraftTree]:
+        if self._trees is None:
+            self._trees = self.drafter.draft(contexts)
+        return self._trees
+
+    def observe(self, contexts: Sequence[Context], seen: Observation) -> None:
+        if self._trees is not None:
+            self.drafter.observe(contexts, seen)
+            self._trees = None
+
+
+class _Beside(Drafter):
+    """Drafters that are all recorded beside plain decoding; none of their trees is verified."""
+
+    def __init__(self, watched: Sequence[Drafter]) -> None:
+        self.watched = watched
+
+    @property
+    def room(self) -> int:
+        return max(drafter.room for drafter in self.watched)
+
+    @property
+    def rider(self) -> Rider | None:
+        return next((drafter.rider for drafter in self.watched if drafter.rider is not None), None)
+
+    def draft(self, contexts: Sequence[Context]) -> list[DraftTree]:
+        for drafter in self.watched:
+            drafter.draft(contexts)
+        return [DraftTree.root(context.root) for context in contexts]
+
+    def observe(self, contexts: Sequence[Context], seen: Observation) -> None:
+        for drafter in self.watched:
+            drafter.observe(contexts, seen)
+
+    def leave(self, context: Context) -> None:
+        for drafter in self.watched:
+            drafter.leave(context)
+
+
 def _record(
     target: Target,
     adapter: StreamAdapter | None,
-    method: str,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     folder: Path,
     report: Report,
-) -> list[Trace]:
-    """One recording a prompt, of the widest drafts at every position; what is merged is not cut."""
-    traces = []
+) -> dict[str, list[Trace]]:
+    """By method, one recording a prompt of its widest drafts at every position; merged trees are not cut.
+
+    The text does not depend on drafts, so each prompt is decoded once for all methods.
+    """
+    lookup = _Shared(make_drafter("prompt_lookup", target.decoder))
+    drafters: dict[str, Drafter] = {"none": NoDrafter(), "prompt_lookup": lookup}
+    if adapter is not None:
+        streams = _Shared(make_drafter(f"streams:tree={BUDGETS[-1]}", target.decoder, adapter))
+        nodes = streams.max_nodes + lookup.max_nodes
+        drafters |= {"streams": streams, "streams+prompt_lookup": CombinedDrafter([streams, lookup], nodes=nodes)}
+    traces: dict[str, list[Trace]] = {method: [] for method in drafters}
     stop = frozenset(target.config.eos_token_ids)
-    drafter = make_drafter(method.replace("streams", f"streams:tree={BUDGETS[-1]}"), target.decoder, adapter)
-    if isinstance(drafter, CombinedDrafter):
-        drafter = CombinedDrafter(drafter.parts, nodes=sum(part.max_nodes for part in drafter.parts))
     for number, prompt in enumerate(prompts):
-        report(f"recording {method}", number, len(prompts))
-        path = folder / f"{number}.jsonl"
-        with TraceWriter(path, settings={"drafter": method}, every_position=True) as writer:
-            engine = Engine(target.decoder, writer.watch(drafter), capacity=len(prompt) + max_new_tokens + 1)
+        report("recording drafts", number, len(prompts))
+        paths = {method: folder / f"{number}-{method}.jsonl" for method in drafters}
+        with ExitStack() as stack:
+            writers = [
+                stack.enter_context(TraceWriter(path, settings={"drafter": method}, every_position=True))
+                for method, path in paths.items()
+            ]
+            watched = [writer.watch(drafter) for writer, drafter in zip(writers, drafters.values(), strict=True)]
+            engine = Engine(target.decoder, _Beside(watched), capacity=len(prompt) + max_new_tokens + 1)
             engine.add(Request(prompt, max_new_tokens, stop_ids=stop))
             for step in engine.run():
-                writer.add(step)
-        traces.append(read_trace(path))
+                for writer in writers:
+                    writer.add(step)
+        for method, path in paths.items():
+            traces[method].append(read_trace(path))
     return traces
 
 

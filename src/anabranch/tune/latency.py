@@ -24,6 +24,7 @@ from anabranch.bench.shapes import Fixed
 from anabranch.drafters import Context, Drafter, make_drafter
 from anabranch.drafters.base import Wrapped
 from anabranch.drafters.combined import CombinedDrafter
+from anabranch.drafters.costs import disturbed
 from anabranch.drafters.none import NoDrafter
 from anabranch.engine import Engine, Request
 from anabranch.errors import InputError
@@ -44,10 +45,12 @@ class Measured:
 
     rest     "none": with nothing else; "streams": with the streams that ride
     drafts   "none", "prompt_lookup", "streams", and "merged": those of both, merged; with the streams that trail
+    busy     other jobs disturbed the steps
     """
 
     rest: dict[str, Latency]
     drafts: dict[str, Latency]
+    busy: bool = False
 
     def table(self, method: str, nodes: int | None = None, *, merged: bool = False) -> Latency:
         """Whole steps of a method whose streams draft ``nodes`` nodes, by the nodes that are verified."""
@@ -105,7 +108,7 @@ def measure_steps(
     prompt: Sequence[int],
     *,
     max_new_tokens: int = 96,
-    rounds: int = 8,
+    rounds: int = 6,
     steps: int = 4,
     report: Report = lambda what, done, total: None,
 ) -> Measured:
@@ -157,4 +160,5 @@ def measure_steps(
     return Measured(
         {method: table("rest", method) for method in dict.fromkeys(m for what, m, _ in timed if what == "rest")},
         {method: table("draft", method) for method in dict.fromkeys(m for what, m, _ in timed if what == "draft")},
+        busy=disturbed(timed["rest", "none", 1].rest),
     )
