@@ -84,16 +84,17 @@ def test_errors_reach_whoever_awaits(model: Model) -> None:
         assert (await model.agenerate("the", max_new_tokens=3)).stats.tokens == 3
 
     asyncio.run(run())
-    assert all(engine.active == 0 for engine in model._engines.values())
+    assert model._pool.last is None or model._pool.last.active == 0
 
 
 def test_a_closed_stream_frees_its_row(model: Model) -> None:
     async def run() -> None:
         chunks = model.astream("the thing", max_new_tokens=40)
         await anext(chunks)
-        assert model._engines["streams"].active == 1
+        assert model._pool.last is not None
+        assert model._pool.last.active == 1
         await chunks.aclose()
-        assert model._engines["streams"].active == 0
+        assert model._pool.last is None or model._pool.last.active == 0
 
     asyncio.run(run())
 
@@ -134,7 +135,7 @@ def test_a_cancelled_call_stops_and_frees_its_row(model: Model, method: str) -> 
     assert asyncio.run(run()) == 3, "who waited has its turn"
     assert len(calls) < 10
     asyncio.run(model.agenerate("a", max_new_tokens=1))  # the row is freed in its turn, so before this
-    assert all(engine.active == 0 for engine in model._engines.values())
+    assert model._pool.last is None or model._pool.last.active == 0
 
 
 def test_a_call_cancelled_while_it_waits_never_runs(model: Model) -> None:

@@ -124,7 +124,7 @@ class Model:
             return
         with self._lock:
             self._worker.close()
-            del self._pool
+            self._pool.close()
             self._target = self.adapter = None
         give_back()
 

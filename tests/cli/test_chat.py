@@ -234,7 +234,7 @@ def test_ctrl_c_keeps_what_was_said(talk: Conversation, monkeypatch: pytest.Monk
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     talk.take("so")
     assert len(talk.messages) == 4
-    assert talk.model._engines["none"].active == 0
+    assert talk.model._pool.last is None or talk.model._pool.last.active == 0
 
 
 def test_ctrl_c_while_a_prompt_is_read_leaves_the_message_out(
