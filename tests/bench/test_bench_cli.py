@@ -152,7 +152,8 @@ def test_auto_is_what_tune_or_we_would_take(bench: Bench) -> None:
     assert "prompt_lookup" in auto["drafter"]
 
 
-def test_a_peer_is_measured_beside_ours(bench: Bench) -> None:
+def test_a_peer_is_measured_beside_ours(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     done = bench("--method", "none", "--peer", "theirs=transformers")
     assert done.code == 0, done.err
     row = next(line for line in done.out.splitlines() if line.startswith("theirs ") and "3/3" in line)

@@ -34,8 +34,9 @@ class Terminal:
         self.pid, self._fd = pty.fork()
         if self.pid == 0:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            own = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
             plain = {"TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1", "OMP_NUM_THREADS": "1"}
-            os.execvpe(PROGRAM[0], [*PROGRAM[:2], code, *map(str, arguments)], {**os.environ, **plain, **(env or {})})
+            os.execvpe(PROGRAM[0], [*PROGRAM[:2], code, *map(str, arguments)], {**own, **plain, **(env or {})})
         fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
 
     def send(self, keys: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 from pathlib import Path
@@ -315,9 +316,23 @@ def test_ctrl_c_at_the_prompt_of_a_real_pipe(toys: ToyFolders) -> None:
         assert chat.stderr is not None
         chat.stdin.write("the\n")
         chat.stdin.flush()
-        assert "tokens/s" in chat.stderr.readline()  # answered, and waiting for the next question
+        while "tokens/s" not in (line := chat.stderr.readline()):  # a warning about the toy comes first
+            assert line, "it ended without an answer"
         chat.send_signal(signal.SIGINT)
         _, err = chat.communicate(timeout=60)
     assert chat.returncode == 130
     assert "stopped" in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("answering", [False, True], ids=["at the prompt", "in an answer"])
+def test_sigterm_ends_a_real_terminal(toys: ToyFolders, answering: bool) -> None:
+    command = ["chat", "--model", toys.model, "--drafter", "none", "--temperature", "3", "-n", "2000"]
+    with Terminal(command) as terminal:
+        terminal.expect("/help lists the commands")
+        if answering:
+            terminal.send("the\r")
+            terminal.expect("the")
+        os.kill(terminal.pid, signal.SIGTERM)
+        terminal.ended()
+    assert terminal.code == 143

@@ -19,6 +19,7 @@ from anabranch.cli.keyboard import Reader, reader
 from anabranch.cli.show import note
 from anabranch.errors import AnabranchError, FileError, InputError
 from anabranch.files import cache_home, check_writable, write_atomically
+from anabranch.interrupt import Terminated
 
 if TYPE_CHECKING:
     from anabranch.api import Keywords, Model
@@ -100,6 +101,8 @@ def _converse(talk: Conversation, source: Reader) -> None:
     while True:
         try:
             said = source.read()
+        except Terminated:
+            raise
         except KeyboardInterrupt:
             if not source.interactive:
                 raise
@@ -113,6 +116,8 @@ def _converse(talk: Conversation, source: Reader) -> None:
                 return
         except AnabranchError as error:
             note(f"error: {error}")
+        except Terminated:
+            raise
         except KeyboardInterrupt:
             if not source.interactive:
                 raise

@@ -118,9 +118,8 @@ def _installation(as_json: bool) -> None:
             },
             "Kernels": {
                 "in use": kernels["form"],
-                **(
-                    {"why no better" if kernels["form"] != "torch" else "why": kernels["why"]} if kernels["why"] else {}
-                ),
+                **({"why": kernels["why"]} if kernels["why"] else {}),
+                **({"what to do": kernels["advice"]} if kernels["advice"] else {}),
                 "compiler": kernels["compiler"] or "none found",
             },
             "Caches": {

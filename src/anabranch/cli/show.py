@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from anabranch.interrupt import Terminated
+
 if TYPE_CHECKING:
     from collections.abc import Generator
 
@@ -168,8 +170,8 @@ def show(
                 result = chunk.result
                 if stopped is not None and stopped():
                     break
-    except KeyboardInterrupt:
-        if stopped is None:
+    except KeyboardInterrupt as interrupt:
+        if stopped is None or isinstance(interrupt, Terminated):
             raise
     if visible and (text or result is not None):
         print(flush=True)

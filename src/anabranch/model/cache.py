@@ -47,7 +47,7 @@ class Cache:
         shape = (config.num_layers, rows, config.num_kv_heads, capacity, config.head_dim)
         try:
             self.keys, self.values = (_zeros(shape, dtype, device, kernels) for _ in range(2))
-        except (RuntimeError, torch.OutOfMemoryError) as error:
+        except (RuntimeError, DeviceError) as error:  # torch's, also on a GPU; the kernels'
             gib = 2 * torch.Size(shape).numel() * dtype.itemsize / 2**30
             raise DeviceError(
                 f"the cache for {rows} row(s) of {capacity} tokens needs {gib:.1f} GiB on {device}, more than is free; "

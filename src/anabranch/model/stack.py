@@ -423,12 +423,12 @@ def _lacking(target: Decoder) -> Shortfall | None:
     sizes = {"hidden_size": c.hidden_size, "head_dim": c.head_dim, "intermediate_size": c.intermediate_size}
     for name, size in sizes.items():
         if size % native.BLOCK:
-            return Shortfall(f"the native kernels take sizes in multiples of 32, and {name} is {size}", other)
+            return Shortfall(f"the native kernels take sizes in multiples of 32, and {name} is {size}")
     if c.head_dim > 128:
-        return Shortfall(f"the native kernels take heads of at most 128 channels, and these have {c.head_dim}", other)
+        return Shortfall(f"the native kernels take heads of at most 128 channels, and these have {c.head_dim}")
     if c.rope.dim % 2 or c.rope.dim > c.head_dim:
         channels = f"{c.rope.dim} of {c.head_dim} channels"
-        return Shortfall(f"the native kernels rotate an even number of a head's channels, not {channels}", other)
+        return Shortfall(f"the native kernels rotate an even number of a head's channels, not {channels}")
     return native.shortfall() if native.library() is None else None
 
 

@@ -348,6 +348,7 @@ class StreamDraft:
                 noisy = (scores / temperatures_B[:, None, None] + own_BV[:, None]) * TRUST
                 scores = torch.where(draws_B[:, None, None], noisy, scores)
             log_probs, best = self._best(scores, min(k, ids.shape[1]))
+            log_probs = log_probs.nan_to_num(nan=-math.inf, neginf=-math.inf)  # of states that overflowed
             level = _children(ids, best, joint[:, :, None] + log_probs)
             width = level.tokens.shape[1]
             if options.tree == "best":
