@@ -56,7 +56,7 @@ def _decode(
     return list(out.values())
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.thorough)])
 def test_every_method_emits_the_tokens_of_plain_decoding(
     target: Target, adapter: StreamAdapter, temperature: float
 ) -> None:

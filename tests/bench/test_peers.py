@@ -273,7 +273,14 @@ def _open(name: str, target: Target, sampling: SamplingParams | None = None) -> 
 
 
 # -- the real thing ----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["transformers", "transformers-lookup:tokens=4", "transformers-assisted"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "transformers",
+        pytest.param("transformers-lookup:tokens=4", marks=pytest.mark.thorough),
+        pytest.param("transformers-assisted", marks=pytest.mark.thorough),
+    ],
+)
 def test_transformers_decodes_what_we_decode(toys: ToyFolders, name: str) -> None:
     from anabranch.bench.contenders import Ours
     from anabranch.drafters import make_drafter

@@ -25,7 +25,9 @@ needs_avx512 = pytest.mark.skipif(
     native.library() is None or "avx512" not in build.forms(), reason="this processor has no AVX-512"
 )
 in_every_other_form = pytest.mark.parametrize(
-    "other", [pytest.param("avx2", marks=needs_avx512), pytest.param("amx", marks=needs_avx512)], indirect=True
+    "other",
+    [pytest.param("avx2", marks=needs_avx512), pytest.param("amx", marks=(needs_avx512, pytest.mark.thorough))],
+    indirect=True,
 )
 
 
@@ -100,6 +102,7 @@ def test_tiles_are_used(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.equal(inside, outside)
 
 
+@pytest.mark.thorough
 @needs_avx512
 @pytest.mark.parametrize(
     "flaw",
