@@ -59,19 +59,19 @@ class ToyFolders:
     other: Path
 
 
-def save_toys(where: Path) -> ToyFolders:
-    """Write them as a user would have them."""
+def save_toys(where: Path, *, native: bool = False) -> ToyFolders:
+    """Write them as a user would have them; ``native``: of sizes that the native kernels take."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
+            hidden_size=64 if native else 32,
+            intermediate_size=96 if native else 48,
             num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
+            num_attention_heads=2 if native else 4,
+            num_key_value_heads=1 if native else 2,
             max_position_embeddings=96,
             bos_token_id=None,
             eos_token_id=VOCABULARY - 1,
@@ -83,7 +83,7 @@ def save_toys(where: Path) -> ToyFolders:
     byte_tokenizer().save_pretrained(folders.model)
     target = load_target(str(folders.model))
     identity = TargetIdentity.of(target, "toy")
-    adapter = small_adapter(target.decoder, RICH)
+    adapter = small_adapter(target.decoder, replace(RICH, conditioning_rank=32) if native else RICH)
     save_adapter(folders.adapter, adapter, target=identity, training={}, measured={}, dtype=torch.float32)
     stranger = replace(identity, name="another", fingerprint="0" * 64)
     save_adapter(folders.other, adapter, target=stranger, training={}, measured={}, dtype=torch.float32)

@@ -100,7 +100,7 @@ class Library:
         count = _INT()
         numbers = c.anabranch_layout(ctypes.byref(count))
         found = [numbers[i] for i in range(count.value)]
-        _require(found == layout(), f"structs of the compiled kernels differ from structs.py: {found}, {layout()}")
+        _require(found == layout(), "structs of the compiled kernels differ from structs.py: {}, {}", found, layout())
         for name, arguments in _FUNCTIONS.items():
             function = getattr(c, f"anabranch_{name}")
             function.argtypes, function.restype, function.errcheck = arguments, _INT, self._checked
@@ -173,13 +173,13 @@ class Library:
         ``weight`` is of the type that ``kind`` names, in bfloat16 with D even; or quantised values, uint8, D in whole
         groups of 32, with ``scale`` and ``least`` as ``model.quantize`` has them.
         """
-        _require(kind in KINDS, f"{kind} is no kind of packed weight")
-        _require(weight.dim() == 2 and weight.numel() > 0, f"a weight to pack has the shape {[*weight.shape]}")
+        _require(kind in KINDS, "{} is no kind of packed weight", kind)
+        _require(weight.dim() == 2 and weight.numel() > 0, "a weight to pack has the shape {}", weight.shape)
         outputs, width = weight.shape
         plain = kind in ("bfloat16", "float32")
-        _require(weight.dtype == (getattr(torch, kind) if plain else torch.uint8), f"{weight.dtype} is not {kind}")
+        _require(weight.dtype == (getattr(torch, kind) if plain else torch.uint8), "{} is not {}", weight.dtype, kind)
         _require(
-            width % {"bfloat16": 2, "float32": 1}.get(kind, BLOCK) == 0, f"{kind} of width {width} cannot be packed"
+            width % {"bfloat16": 2, "float32": 1}.get(kind, BLOCK) == 0, "{} of width {} cannot be packed", kind, width
         )
         groups = (outputs, width // BLOCK)
         for given, wanted in (
@@ -189,7 +189,7 @@ class Library:
             fits = (
                 given is None if wanted is None else given is not None and (tuple(given.shape), given.dtype) == wanted
             )
-            _require(fits, f"scales of {kind} weights are not {wanted}")
+            _require(fits, "scales of {} weights are not {}", kind, wanted)
         tensors = [None if x is None else x.detach().cpu().contiguous() for x in (weight, scale, least)]
         packed, size = Packed(None, outputs, width, KINDS[kind]), _LONG()
         self._c.anabranch_packed_bytes(ctypes.byref(packed), ctypes.byref(size))
@@ -242,7 +242,7 @@ class Library:
         width = x.shape[-1]
         _require(x.dtype == torch.float32 and x.is_cpu, "rows to norm are float32 on the CPU")
         _require(weight.dtype == torch.float32 and weight.shape == (width,), "a norm's weight is not float32 [D]")
-        _require(width > 0 and width % BLOCK == 0, f"a norm's width {width} is no multiple of {BLOCK}")
+        _require(width > 0 and width % BLOCK == 0, "a norm's width {} is no multiple of {}", width, BLOCK)
         x, weight = x.contiguous(), weight.contiguous()
         y = torch.empty(x.shape, dtype=dtype)
         self._c.anabranch_norm(_kind(y), x.data_ptr(), x.numel() // width, width, weight.data_ptr(), eps, y.data_ptr())
@@ -254,7 +254,7 @@ class Library:
         Scores that are not finite are left out; where fewer are finite, -inf at place 0 follows.
         """
         z_MN = _scores(z_MN)
-        _require(count >= 1, f"the {count} best scores are asked for")
+        _require(count >= 1, "the {} best scores are asked for", count)
         values, places = torch.empty(len(z_MN), count), torch.empty(len(z_MN), count, dtype=torch.long)
         self._c.anabranch_best(z_MN.data_ptr(), *z_MN.shape, count, values.data_ptr(), places.data_ptr())
         return values, places
@@ -278,8 +278,8 @@ class Library:
         -1 for a row whose largest score is not finite, or that has a NaN.
         """
         z_MN, keys_M = _scores(z_MN), np.ascontiguousarray(keys_M, np.uint64)
-        _require(keys_M.shape == (len(z_MN),), f"{keys_M.shape} keys for {len(z_MN)} rows")
-        _require(temperature > 0, f"scores are drawn at temperature {temperature}")
+        _require(keys_M.shape == (len(z_MN),), "{} keys for {} rows", keys_M.shape, len(z_MN))
+        _require(temperature > 0, "scores are drawn at temperature {}", temperature)
         places = torch.empty(len(z_MN), dtype=torch.long)
         with self._lock:
             self._c.anabranch_draw(
@@ -293,10 +293,12 @@ class Library:
         States and embeddings are float32 where the weights are, else bf16.
         """
         dtype = torch.float32 if how.head.kind == KINDS["float32"] else torch.bfloat16
-        _require(states_SD.dtype == dtype and states_SD.is_cpu, f"stream states of {states_SD.dtype} are not {dtype}")
+        _require(
+            states_SD.dtype == dtype and states_SD.is_cpu, "stream states of {} are not {}", states_SD.dtype, dtype
+        )
         deep = states_SD.dim() == 2 and len(states_SD) >= how.depth and states_SD.shape[1] == how.d
-        _require(deep, f"stream states {[*states_SD.shape]} are not {how.depth} of width {how.d}")
-        _require(how.nodes >= 1, f"a draft of {how.nodes} nodes")
+        _require(deep, "stream states {} are not {} of width {}", states_SD.shape, how.depth, how.d)
+        _require(how.nodes >= 1, "a draft of {} nodes", how.nodes)
         states_SD = states_SD.contiguous()
         integers, joints = np.empty((3, how.nodes), np.int64), np.empty(how.nodes, np.float32)
         tokens, parents, depths = integers
@@ -354,7 +356,7 @@ class Library:
         whole = keys.stride(4) == 1 and keys.stride(3) == keys.shape[4]
         _require(whole and keys.stride(2) == keys.shape[3] * keys.shape[4], "the cache's heads are not contiguous")
         inside = 0 <= layers.start <= layers.stop <= len(keys) and layers.step == 1 and 0 <= slot < keys.shape[1]
-        _require(inside, f"row {slot} of layers {layers} is not in a cache of {[*keys.shape]}")
+        _require(inside, "row {} of layers {} is not in a cache of {}", slot, layers, keys.shape)
         nodes = np.ascontiguousarray(nodes, np.int64)
         size = keys.element_size()
         layer, row, head, token, _ = (size * stride for stride in keys.stride())
@@ -365,24 +367,27 @@ class Library:
         )
 
 
-def _require(holds: bool, what: str) -> None:
-    """As ``assert``, which python -O leaves out: beyond this, memory is at stake."""
+def _require(holds: bool, what: str, *values: object) -> None:
+    """As ``assert``, which python -O leaves out: beyond this, memory is at stake.
+
+    ``values`` fill the braces of ``what``, which is only formatted where it is said: these checks run in every step.
+    """
     if not holds:
-        raise AssertionError(what)
+        raise AssertionError(what.format(*values))
 
 
 def _kind(x: Tensor) -> int:
     kind = KINDS.get(str(x.dtype).removeprefix("torch."))
-    _require(kind in (0, 1), f"rows of {x.dtype} are neither bfloat16 nor float32")
+    _require(kind in (0, 1), "rows of {} are neither bfloat16 nor float32", x.dtype)
     return kind or 0
 
 
 def _rows(x_MD: Tensor, packed: Packed, bias_N: Tensor | None) -> tuple[Tensor, int | None]:
     """Rows for a packed weight, and the address of its bias."""
     kind = _kind(x_MD)
-    _require(x_MD.is_cpu and x_MD.dim() == 2, f"rows {[*x_MD.shape]} on {x_MD.device}")
-    _require(x_MD.shape[1] == packed.width, f"rows of width {x_MD.shape[1]} for a weight of width {packed.width}")
-    _require(packed.kind in (kind, 2, 3), f"rows of {x_MD.dtype} for a weight of kind {packed.kind}")
+    _require(x_MD.is_cpu and x_MD.dim() == 2, "rows {} on {}", x_MD.shape, x_MD.device)
+    _require(x_MD.shape[1] == packed.width, "rows of width {} for a weight of width {}", x_MD.shape[1], packed.width)
+    _require(packed.kind in (kind, 2, 3), "rows of {} for a weight of kind {}", x_MD.dtype, packed.kind)
     if bias_N is None:
         return x_MD.contiguous(), None
     _filled(bias_N, packed.outputs, torch.float32)
@@ -390,15 +395,15 @@ def _rows(x_MD: Tensor, packed: Packed, bias_N: Tensor | None) -> tuple[Tensor, 
 
 
 def _scores(z_MN: Tensor) -> Tensor:
-    _require(z_MN.dtype == torch.float32 and z_MN.is_cpu, f"scores of {z_MN.dtype} on {z_MN.device}")
-    _require(z_MN.dim() == 2 and z_MN.shape[1] > 0, f"scores {[*z_MN.shape]}")
+    _require(z_MN.dtype == torch.float32 and z_MN.is_cpu, "scores of {} on {}", z_MN.dtype, z_MN.device)
+    _require(z_MN.dim() == 2 and z_MN.shape[1] > 0, "scores {}", z_MN.shape)
     return z_MN.contiguous()
 
 
 def _filled(x: Tensor, count: int, dtype: torch.dtype) -> None:
     """``x`` is contiguous memory of ``count`` values of a type."""
     fits = x.is_cpu and x.is_contiguous() and x.dtype == dtype and x.numel() == count
-    _require(fits, f"a tensor {[*x.shape]} of {x.dtype} where {count} values of {dtype} are needed")
+    _require(fits, "a tensor {} of {} where {} values of {} are needed", x.shape, x.dtype, count, dtype)
 
 
 @lru_cache(maxsize=1)
