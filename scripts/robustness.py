@@ -40,12 +40,14 @@ GENERATE = ("generate", "Name three rivers.", "--max-new-tokens", "24")
 class Case:
     """One thing that is wrong: ``prepare`` makes it in a scratch folder and returns the command's arguments.
 
+    fresh  with no compiled kernels in the cache folder
     again  run the command once before, so that there is something to damage: ``prepare`` runs in between
     """
 
     name: str
     prepare: Callable[[Path], tuple[str, ...]]
     environment: dict[str, str] = field(default_factory=dict)
+    fresh: bool = False
     again: bool = False
 
 
@@ -175,9 +177,9 @@ CASES = (
     Case("config with 1,000,000 layers", with_config(num_hidden_layers=1_000_000)),
     Case("config with `rope_theta` 0.0", with_config(rope_parameters={"rope_theta": 0.0})),
     Case("weights with a NaN in one layer", nan_weights),
-    Case("no C++ compiler", plain(*GENERATE), {"PATH": "", "CXX": ""}),
+    Case("no C++ compiler", plain(*GENERATE), {"PATH": "", "CXX": ""}, fresh=True),
     Case("cache folder that cannot be written", plain(*GENERATE), {"READ_ONLY_HOME": "1"}),
-    Case("`CXX` of two words", plain(*GENERATE), {"CXX": "env g++"}),
+    Case("`CXX` of two words", plain(*GENERATE), {"CXX": "env g++"}, fresh=True),
     Case("invalid UTF-8 on standard input", binary_input),
     Case("`--trace` to a file that exists", trace_of_nothing),
 )
@@ -191,6 +193,8 @@ def ended(case: Case, source: Path) -> str:
         home = scratch / "home"
         home.mkdir()
         (home / "models").symlink_to(cache_home() / "models")
+        if not (case.fresh or case.again):
+            (home / "native").symlink_to(cache_home() / "native")
         environment = os.environ | {"PYTHONPATH": str(source), "ANABRANCH_HOME": str(home), "COLUMNS": "200"}
         environment |= case.environment
         if environment.pop("READ_ONLY_HOME", ""):

@@ -117,7 +117,9 @@ def _size(folder: Path) -> int:
 
 
 def _auto(kernels: str) -> dict[str, Any]:
-    """What ``drafter="auto"`` means on this machine: the profiles that apply here, by model, and how many do not."""
+    """What ``drafter="auto"`` means on this machine, by model: from profiles of ``anabranch tune``, and from costs that
+    were measured when a model was loaded. Those of other machines, threads or versions are counted.
+    """
     here = {
         "processor": processor_name(),
         "threads": torch.get_num_threads(),
@@ -125,18 +127,25 @@ def _auto(kernels: str) -> dict[str, Any]:
         "anabranch": _version("anabranch") or "unreleased",
     }
     names = {record["target"]["fingerprint"]: str(record["target"]["name"]) for record in map(read_record, shipped())}
-    folder, applying, others = cache_home() / "profiles", [], 0
-    for path in sorted(folder.glob("*.json")):
+    found: dict[str, list[dict[str, Any]]] = {"profiles": [], "costs": []}
+    others = 0
+    for path in [path for kind in found for path in sorted((cache_home() / kind).glob("*.json"))]:
+        kind = path.parent.name
         try:
-            profile = json.loads(path.read_text(encoding="utf-8"))
-            situation = profile["situation"]
+            record = json.loads(path.read_text(encoding="utf-8"))
+            situation = record["situation"]
             fits = {**here, "kernels": situation["kernels"]}.items() <= situation.items()
             used = {name: situation[name] for name in ("fingerprint", "dtype", "device", "kernels")}
-            record = {"drafter": str(profile["drafter"]), "speedup": profile.get("speedup"), **used}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            facts = {
+                "drafter": str(record["drafter"]),
+                "speedup": record.get("speedup"),
+                "date": record.get("date"),
+                **used,
+            }
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             fits = False
         if fits and situation["kernels"] in (kernels, "torch"):
-            applying.append({"model": names.get(str(used["fingerprint"])), **record, "path": str(path)})
+            found[kind].append({"model": names.get(str(used["fingerprint"])), **facts, "path": str(path)})
         else:
-            others += 1
-    return {"folder": str(folder), "profiles": applying, "other_profiles": others}
+            others += kind == "profiles"
+    return {"folder": str(cache_home() / "profiles"), **found, "other_profiles": others}

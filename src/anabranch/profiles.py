@@ -213,7 +213,7 @@ def _settle(target: Target, situation: Situation) -> tuple[Origin, str]:
         return "remembered", kept[1].isoformat()
     found = known_costs(target.decoder)
     if not found.busy:
-        _keep_costs(path, found.costs, today)
+        _keep_costs(path, found.costs, today, target.decoder, situation)
         return "measured when loaded", today.isoformat()
     if kept is not None:
         known_costs(target.decoder, PassCosts(kept[0]))
@@ -230,10 +230,16 @@ def _kept_costs(path: Path) -> tuple[StepCosts, date] | None:
         return None
 
 
-def _keep_costs(path: Path, costs: StepCosts, when: date) -> None:
-    """Keep measured costs for later loads, where the cache folder can be written."""
+def _keep_costs(path: Path, costs: StepCosts, when: date, target: Decoder, situation: Situation) -> None:
+    """Keep measured costs for later loads, where the cache folder can be written; and what they make of auto."""
+    record = {
+        "costs": str(costs),
+        "date": when.isoformat(),
+        "situation": situation.__dict__,
+        "drafter": usual(target, streams=bool(situation.adapter)),
+    }
     with suppress(OSError):  # otherwise the next load measures again
-        write_atomically(path, json.dumps({"costs": str(costs), "date": when.isoformat()}) + "\n")
+        write_atomically(path, json.dumps(record) + "\n")
 
 
 def usual(target: Decoder, *, streams: bool) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from anabranch.api import load
 from anabranch.installation import describe_installation
 from anabranch.native import library as native
 from anabranch.processor import processor_name
@@ -75,6 +76,15 @@ def test_what_auto_means_here(anabranch: Anabranch, home: Path) -> None:
     assert "streams:tree=9 (from a profile, 1.50 times plain decoding when tuned)" in " ".join(
         anabranch("info").out.split()
     )
+
+
+def test_what_auto_became_at_load(anabranch: Anabranch, home: Path, toys: ToyFolders) -> None:
+    model = load(toys.model, adapter=toys.adapter)
+    assert model.choice.origin == "measured when loaded"
+    (found,) = json.loads(anabranch("info", "--json").out)["auto"]["costs"]
+    assert found["drafter"] == model.drafter
+    assert f"{model.drafter} (from passes timed at load on {found['date']})" in " ".join(anabranch("info").out.split())
+    assert load(toys.model, adapter=toys.adapter).choice.origin == "remembered"
 
 
 def test_a_machine_without_kernels(anabranch: Anabranch, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,10 +135,12 @@ def _installation(as_json: bool) -> None:
 
 def _auto(auto: dict[str, Any]) -> dict[str, str]:
     facts = {}
-    for profile in auto["profiles"]:
-        gain = "" if profile["speedup"] is None else f", {profile['speedup']:.2f} times plain decoding when tuned"
-        name = profile["model"] or f"model {profile['fingerprint'][:12]}"
-        facts[f"{name}, {profile['dtype']}"] = f"{profile['drafter']} (from a profile{gain})"
+    for kind in ("costs", "profiles"):  # a profile goes before what was measured at load
+        for found in auto[kind]:
+            gain = "" if found["speedup"] is None else f", {found['speedup']:.2f} times plain decoding when tuned"
+            why = f"from a profile{gain}" if kind == "profiles" else f"from passes timed at load on {found['date']}"
+            name = found["model"] or f"model {found['fingerprint'][:12]}"
+            facts[f"{name}, {found['dtype']}"] = f"{found['drafter']} ({why})"
     facts["otherwise"] = "chosen by a short timing when a model is loaded; 'anabranch tune' measures and remembers it"
     facts["profiles"] = f"{auto['folder']}: {len(auto['profiles'])} for this machine, {auto['other_profiles']} other"
     return facts
