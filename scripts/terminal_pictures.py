@@ -42,7 +42,9 @@ LONGEST = 900.0  # seconds until a scene is given up
 # rich's template asks a font server for its font; the reader's own will do
 LOCAL_FONTS = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
 TOPICS = ("the moon", "bread", "a river", "the wind", "glass", "salt", "a bridge", "the violin")
-PROMPTS = "".join(json.dumps({"prompt": f"Tell me about {topic} in a few sentences."}) + "\n" for topic in TOPICS)
+FORMS = ("Tell me about {} in a few sentences.", "Write a short poem about {}.", "List five facts about {}.")
+PROMPTS = "".join(json.dumps({"prompt": form.format(topic)}) + "\n" for topic in TOPICS for form in FORMS)
+SHIPPED = Path(__file__).resolve().parents[1] / "src" / "anabranch" / "adapters" / "smollm2-135m-instruct"
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,11 @@ SCENES = {
     ),
     "training": Scene(
         "anabranch train streams",
-        ("train", "streams", "--out", "adapter", "--answers", "answers.jsonl", "--epochs", "1", "--held-out", "2"),
+        (
+            *("train", "streams", "--out", "adapter", "--answers", "answers.jsonl", "--init", str(SHIPPED)),
+            *("--epochs", "4", "--warmup", "2", "--lr", "1e-4", "--batch-tokens", "512", "--held-out", "6"),
+            *("--evaluate-every", "4"),
+        ),
         before=(
             ("train", "answers", "--prompts", "prompts.jsonl", "--out", "answers.jsonl", "--max-new-tokens", "96"),
         ),

@@ -117,4 +117,5 @@ def _say(label: str, style: str, sentence: str) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    Console(stderr=True, soft_wrap=True).print(Text(label, style=style) + Text(sentence, style="default"))
+    console = Console(stderr=True)  # a terminal gets whole words, a pipe one line
+    console.print(Text(label, style=style) + Text(sentence, style="default"), soft_wrap=not console.is_terminal)

@@ -56,7 +56,8 @@ def screen() -> Iterator[Screen]:
 
     def above(message: Warning | str, category: type[Warning], *_: Any) -> None:
         if issubclass(category, AnabranchWarning):
-            console.print(Text("warning: ", style="bold yellow") + Text(str(message), style="default"), soft_wrap=True)
+            line = Text("warning: ", style="bold yellow") + Text(str(message), style="default")
+            console.print(line, soft_wrap=not console.is_terminal)
 
     before = warnings.showwarning
     assert shown.live is not None
