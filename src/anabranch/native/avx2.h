@@ -223,13 +223,19 @@ inline void no_number(Group* row) {
   row->scale = row->sum = std::numeric_limits<float>::quiet_NaN();
 }
 
+// The largest absolute value; NaN if there is one: without signs, floats are ordered as their bits are, and NaN is last.
+inline float largest_size(Floats low, Floats high) {
+  const auto bits = [](__m256 x) { return _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x7fffffff)); };
+  const __m256i eight = _mm256_max_epu32(_mm256_max_epu32(bits(low.low), bits(low.high)),
+                                         _mm256_max_epu32(bits(high.low), bits(high.high)));
+  const __m128i four = _mm_max_epu32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  const __m128i two = _mm_max_epu32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtss_f32(_mm_castsi128_ps(_mm_max_epu32(two, _mm_shuffle_epi32(two, 0xb1))));
+}
+
 inline void store32(Group* row, int b, Floats low, Floats high) {
-  const Floats size = larger(larger(low, zeros() - low), larger(high, zeros() - high));
-  const float most = largest(size);
-  // of a NaN and a number ``larger`` may keep either
-  const __m256 strange = _mm256_or_ps(_mm256_cmp_ps(low.low, low.high, _CMP_UNORD_Q),
-                                      _mm256_cmp_ps(high.low, high.high, _CMP_UNORD_Q));
-  if (_mm256_movemask_ps(strange) != 0 || !(most <= LARGEST)) return no_number(row + b);
+  const float most = largest_size(low, high);
+  if (!(most <= LARGEST)) return no_number(row + b);
   const Floats inverse = same(most > SMALLEST ? 127.0f / most : 0.0f);
   const auto whole = [](Floats x) {
     const __m256i both = _mm256_packs_epi32(_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high));

@@ -124,10 +124,18 @@ inline void no_number(Group* row) {
   row->scale = row->sum = std::numeric_limits<float>::quiet_NaN();
 }
 
+// The largest absolute value; NaN if there is one: without signs, floats are ordered as their bits are, and NaN is last.
+inline float largest_size(Floats low, Floats high) {
+  const __m512i each = _mm512_max_epu32(_mm512_castps_si512(_mm512_abs_ps(low)), _mm512_castps_si512(_mm512_abs_ps(high)));
+  const __m256i eight = _mm256_max_epu32(_mm512_castsi512_si256(each), _mm512_extracti64x4_epi64(each, 1));
+  const __m128i four = _mm_max_epu32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  const __m128i two = _mm_max_epu32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtss_f32(_mm_castsi128_ps(_mm_max_epu32(two, _mm_shuffle_epi32(two, 0xb1))));
+}
+
 inline void store32(Group* row, int b, Floats low, Floats high) {
-  const float most = largest(larger(_mm512_abs_ps(low), _mm512_abs_ps(high)));
-  // of a NaN and a number ``larger`` may keep either
-  if (_mm512_cmp_ps_mask(low, high, _CMP_UNORD_Q) != 0 || !(most <= LARGEST)) return no_number(row + b);
+  const float most = largest_size(low, high);
+  if (!(most <= LARGEST)) return no_number(row + b);
   const Floats inverse = same(most > SMALLEST ? 127.0f / most : 0.0f);
   const __m512i l = _mm512_cvtps_epi32(low * inverse), h = _mm512_cvtps_epi32(high * inverse);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(row[b].value), _mm512_cvtepi32_epi8(l));

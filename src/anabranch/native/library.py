@@ -103,7 +103,7 @@ class Library:
         _require(found == layout(), "structs of the compiled kernels differ from structs.py: {}, {}", found, layout())
         for name, arguments in _FUNCTIONS.items():
             function = getattr(c, f"anabranch_{name}")
-            function.argtypes, function.restype, function.errcheck = arguments, _INT, self._checked
+            function.argtypes, function.restype = arguments, self._checked
         c.anabranch_advise.argtypes, c.anabranch_advise.restype = (_POINTER, _LONG), None
         self._mine = threading.local()  # ``threads``: what this thread's torch had before ``alone``
         self._free = torch.empty(0, dtype=torch.uint8)
@@ -115,7 +115,8 @@ class Library:
         self._lock = threading.Lock()  # one pass at a time: the threads and their scratch memory are shared
         self._runners: dict[int, int] = {}
 
-    def _checked(self, status: int, function: object, arguments: object) -> int:
+    def _checked(self, status: int) -> int:
+        """What an entry returned, if that is no error."""
         if status >= 0:
             return status
         message = self._c.anabranch_message().decode(errors="replace")
