@@ -74,6 +74,7 @@ def test_commands(toys: ToyFolders, tmp_path: Path) -> None:
     assert len(answers.read_text(encoding="utf-8").splitlines()) == 3
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("_cuda")
 def test_steps_of_a_shape() -> None:
     found = measure_shape("135m", dtype=torch.bfloat16, device=CUDA, widths=(1, 4), contexts=(16,), nodes=4, rounds=1)

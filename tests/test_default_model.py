@@ -68,7 +68,7 @@ def test_every_method_emits_the_tokens_of_plain_decoding(
 
 
 @pytest.mark.skipif(native.library() is None, reason="only the native kernels are exact in bf16")
-@pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
+@pytest.mark.parametrize("quantize", ["none", pytest.param("int8", marks=pytest.mark.thorough), "int4"])
 def test_every_method_in_the_types_that_users_load(quantize: str) -> None:
     target = load_target("default", dtype="bfloat16", quantize=quantize)
     assert pack_decoder(target.decoder)

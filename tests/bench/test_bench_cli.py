@@ -162,6 +162,7 @@ def test_a_peer_is_measured_beside_ours(bench: Bench, monkeypatch: pytest.Monkey
     assert "Tokens/s over" in done.out
 
 
+@pytest.mark.thorough
 def test_sampled_methods_emit_plain_decodings_tokens_and_peers_are_not_compared(bench: Bench, tmp_path: Path) -> None:
     out = tmp_path / "result"
     sampled = ("--temperature", 1, "--seed", 5)

@@ -66,6 +66,7 @@ def test_install_use_and_remove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert not environment_folder(NAME).exists()
 
 
+@pytest.mark.thorough
 def test_a_failed_install_leaves_nothing(tmp_path: Path) -> None:
     plan = _plan(("install", "--no-index", _wheel(tmp_path)), ("install", "--no-index", "no-such-engine-at-all"))
     with pytest.raises(FetchError, match=r"no-such-engine-at-all.*nothing of it was kept"):
@@ -74,6 +75,7 @@ def test_a_failed_install_leaves_nothing(tmp_path: Path) -> None:
     assert not status(NAME).ready
 
 
+@pytest.mark.thorough
 def test_an_interrupted_install_leaves_nothing(tmp_path: Path) -> None:
     def interrupt(line: str) -> None:
         if "Installing" in line or "Processing" in line or "Successfully" in line:

@@ -48,10 +48,11 @@ RAGGED = [request(n, n, new) for n, new in ((9, 40), (1, 5), (14, 40), (4, 11), 
 
 
 # every drafter on one family; the others with streams that ride and that trail
-CHOSEN = [("llama", name) for name in DRAFTERS] + [
+USUAL = ("none", "ride", "trail")
+CHOSEN = [("llama", name) for name in (*USUAL, "combined")] + [
     pytest.param(case, name, marks=pytest.mark.thorough)
-    for case in sorted(set(CASES) - {"llama"})
-    for name in ("none", "ride", "trail")
+    for case in sorted(CASES)
+    for name in (USUAL if case != "llama" else sorted({*DRAFTERS} - {*USUAL, "combined"}))
 ]
 
 
