@@ -189,6 +189,7 @@ WRONG_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
         {"num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": None},
         "not a multiple of its 7",
     ),
+    "an activation without end": ({"hidden_act": "x" * 10_000}, r"the activation 'x{40,60}\.\.\. is not known"),
     "no rotation base": ({"rope_parameters": None, "rope_theta": 0.0}, "rope_theta .* got 0.0"),
     "a negative base": ({"rope_parameters": {"rope_theta": -5.0}}, "rope_parameters.rope_theta .* got -5.0"),
     "a base as text": ({"rope_parameters": {"rope_theta": "big"}}, "got 'big'"),

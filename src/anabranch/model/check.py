@@ -156,4 +156,6 @@ def check_config(config: ModelConfig) -> None:
 def check_known(names: Iterable[str], known: Iterable[str]) -> None:
     """Refuse kinds of layers that are not computed. Raises ModelError."""
     if unknown := sorted(set(names) - set(known)):
-        raise ModelError(f"layer_types in the model's config has {unknown[0]!r}; known are {', '.join(sorted(known))}")
+        raise ModelError(
+            f"layer_types in the model's config has {shown(unknown[0])}; known are {', '.join(sorted(known))}"
+        )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from anabranch.errors import ModelError
+from anabranch.jsonfiles import shown
 from anabranch.model.check import check_config, check_fields, check_known, token_ids
 from anabranch.model.config import ModelConfig, RopeConfig
 from anabranch.model.rope import ROPE_VARIANTS, check_rope
@@ -61,7 +62,7 @@ def model_config(hf: HfConfig) -> ModelConfig:
     check_fields(hf)
     name = str(hf.get("model_type", "(none)"))
     if name not in FAMILIES:
-        raise ModelError(f"the model family {name!r} is not known; the families are {', '.join(sorted(FAMILIES))}")
+        raise ModelError(f"the model family {shown(name)} is not known; the families are {', '.join(sorted(FAMILIES))}")
     try:
         config = FAMILIES[name].describe(hf)
     except KeyError as error:
@@ -96,7 +97,7 @@ _ACTIVATIONS: dict[str, Literal["silu", "gelu", "gelu_tanh", "relu"]] = {
 def _activation(hf: HfConfig, key: str, default: str) -> Literal["silu", "gelu", "gelu_tanh", "relu"]:
     name = hf.get(key) or default
     if name not in _ACTIVATIONS:
-        raise ModelError(f"the activation {name!r} is not known; known are {', '.join(sorted(_ACTIVATIONS))}")
+        raise ModelError(f"the activation {shown(name)} is not known; known are {', '.join(sorted(_ACTIVATIONS))}")
     return _ACTIVATIONS[name]
 
 
@@ -147,7 +148,7 @@ def _rope(hf: HfConfig, head_dim: int, *, rotated: float = 1.0) -> RopeConfig:
     if hf["model_type"] == "phi3" and kind in ("su", "yarn"):
         kind = "longrope"  # the names that Phi-3's first files used
     if kind not in ROPE_VARIANTS:
-        raise ModelError(f"the rotary variant {kind!r} is not known; known are {', '.join(sorted(ROPE_VARIANTS))}")
+        raise ModelError(f"the rotary variant {shown(kind)} is not known; known are {', '.join(sorted(ROPE_VARIANTS))}")
     theta = given.get("rope_theta") or hf.get("rope_theta") or hf.get("rotary_emb_base") or 10_000.0
     share = given.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or hf.get("rotary_pct") or rotated
     longest = hf["max_position_embeddings"]
