@@ -18,7 +18,9 @@ from anabranch.analysis.trace import read_trace
 from anabranch.bench.contenders import Ours, Run
 from anabranch.bench.machine import measure_machine
 from anabranch.cli import main
-from toy_text import ToyFolders
+from anabranch.cli.bench import encode
+from anabranch.errors import InputError
+from toy_text import ToyFolders, byte_tokenizer
 
 INTERRUPTED = 130
 
@@ -517,3 +519,12 @@ def test_compare_refuses_what_is_no_result(bench: Bench, tmp_path: Path) -> None
     assert "is not a JSON object" in bench("compare", path, path, bare=True).err
     path.write_text('{"model": "toy", "steps": [], "ratios": []}')
     assert "is a result of --shape, which compare does not read" in bench("compare", path, path, bare=True).err
+
+
+def test_a_chat_template_that_fails_is_one_sentence() -> None:
+    """As ``generate`` and ``train answers`` have it: bench, certify and tune encode their prompts here."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ 1 / 0 }}"
+    with pytest.raises(InputError, match=r"the chat template of this model refuses this conversation: .*zero"):
+        encode(tokenizer, "the", raw=False)
+    assert encode(tokenizer, "the", raw=True) == tokenizer.encode("the")

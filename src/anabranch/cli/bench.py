@@ -312,12 +312,12 @@ def compare_results(
 
 def encode(tokenizer: Any, text: str, *, raw: bool) -> list[int]:
     """Token ids of a prompt, through the chat template where there is one and ``raw`` is off."""
+    from anabranch.model import text as model_text
+
     if raw or not tokenizer.chat_template:
-        return list(tokenizer.encode(text))
-    chat = tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
-    )
-    return list(tokenizer.encode(chat, add_special_tokens=False))
+        return model_text.encode(tokenizer, text)
+    chat = model_text.render_chat(tokenizer, [{"role": "user", "content": text}])
+    return model_text.encode(tokenizer, chat, add_special_tokens=False)
 
 
 @dataclass(frozen=True)
