@@ -20,18 +20,18 @@ from typing import Any
 
 import torch
 
+from anabranch.adapters.folder import find_adapter
 from anabranch.bench.report import environment
 from anabranch.bench.suites import load_suite
 from anabranch.cli.bench import encode
-from anabranch.drafters import make_drafter
 from anabranch.engine import Engine, Request
 from anabranch.files import write_atomically
+from anabranch.methods import make_drafter
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Feed
+from anabranch.model.decoder import Inputs
 from anabranch.model.load import Target, load_target
 from anabranch.model.pack import pack_decoder
 from anabranch.sampling import SamplingParams
-from anabranch.streams.folder import find_adapter
 
 METHODS = ("none", "prompt_lookup", "streams", "streams:nodes=32,prune=12")
 
@@ -85,7 +85,7 @@ def margin(exact: Target, text: list[int], first: int, second: int) -> dict[str,
     """Float32 logits after ``text``: how far the two tokens are apart, and how far the best two are."""
     cache = Cache(exact.config, rows=1, capacity=len(text), dtype=torch.float32, device=exact.decoder.device)
     cache.add_row()
-    logits = exact.decoder(Feed.of_prompt(text), cache).logits_BNV[0, -1]
+    logits = exact.decoder(Inputs.of_prompt(text), cache).logits_BNV[0, -1]
     top = logits.topk(2).values
     return {
         "top2": round(float(top[0] - top[1]), 4),

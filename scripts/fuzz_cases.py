@@ -22,18 +22,18 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import anabranch
+from anabranch.adapters.folder import find_adapter
 from anabranch.analysis.simulate import Cut, Latency, simulate
 from anabranch.analysis.trace import TraceWriter, read_trace
 from anabranch.api import Model
 from anabranch.bench.compare import compare, comparison_table, read_result
 from anabranch.bench.report import SCHEMA
 from anabranch.bench.suites import load_suite
-from anabranch.drafters import make_drafter
 from anabranch.engine import Engine, Request
+from anabranch.methods import make_drafter
 from anabranch.model.load import Target, load_target
 from anabranch.model.pack import pack_decoder
 from anabranch.profiles import Situation
-from anabranch.streams.folder import find_adapter
 from anabranch.train.answers import read_prompts
 from anabranch.train.checkpoint import load_checkpoint, save_checkpoint
 from anabranch.train.data import read_examples, read_texts

@@ -17,14 +17,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from anabranch.adapters.folder import find_adapter
 from anabranch.bench.report import environment
-from anabranch.drafters import make_drafter
 from anabranch.engine import Engine, Request
 from anabranch.files import shown_command, write_atomically
 from anabranch.jsonfiles import read_rows
+from anabranch.methods import make_drafter
 from anabranch.model.load import Target, load_target
 from anabranch.model.pack import pack_decoder
-from anabranch.streams.folder import find_adapter
 
 SLACK = 8  # tokens that a passage may gain where it is cut and put together again
 ASK = "Sum up the following passage in a few sentences.\n\n"

@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerFast  # noqa: F401 - what loading would import: a library, not the model
 
+from anabranch.adapters.folder import find_adapter
 from anabranch.bench.machine import peak_memory_mb
 from anabranch.bench.report import environment
-from anabranch.drafters import make_drafter
 from anabranch.engine import Engine, Request
 from anabranch.files import shown_command, write_atomically
+from anabranch.methods import make_drafter
 from anabranch.model.load import load_target
 from anabranch.model.pack import pack_decoder
-from anabranch.streams.folder import find_adapter
 
 TEXT = "Explain in a few paragraphs how a river carves its valley, and why some rivers split and join again."
 

@@ -16,13 +16,13 @@ from pathlib import Path
 
 from exactness import read_prompts
 
+from anabranch.adapters.folder import find_adapter
 from anabranch.bench.report import environment
-from anabranch.drafters.streams import StreamDrafter
 from anabranch.engine import Engine, Request
 from anabranch.files import write_atomically
+from anabranch.methods.streams.draft import DraftOptions, StreamDraft
+from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.model.load import load_target
-from anabranch.streams.draft import DraftOptions, StreamDraft
-from anabranch.streams.folder import find_adapter
 from anabranch.train.data import Example
 from anabranch.train.objective import LossOptions, StreamObjective
 from anabranch.train.replay import replay

@@ -106,7 +106,7 @@ class Player:
         fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
     def play(self, keys: Sequence[tuple[str, str]]) -> int:
-        """Feed the keys, wait for the end; returns the exit status."""
+        """Inputs the keys, wait for the end; returns the exit status."""
         left, ends = list(keys), time.monotonic() + LONGEST
         while time.monotonic() < ends:
             ready, _, _ = select.select([self._fd], [], [], 0.3)

@@ -9,8 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from anabranch import profiles
-from anabranch.drafters import costs
+from anabranch import costs, profiles
 from toy_text import ToyFolders, save_toys
 from verbs import Anabranch
 

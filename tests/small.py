@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anabranch.drafters.base import Drafter
-from anabranch.drafters.none import NoDrafter
 from anabranch.engine import Engine, Request, Step
+from anabranch.methods.base import Drafter
+from anabranch.methods.none import NoDrafter
+from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.methods.streams.config import StreamConfig
 from anabranch.model.config import ModelConfig, RopeConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import Target
 from anabranch.model.weights import build_decoder, fingerprint
 from anabranch.sampling import SamplingParams
-from anabranch.streams.adapter import StreamAdapter
-from anabranch.streams.config import StreamConfig
 
 VOCABULARY = 19
 LLAMA = ModelConfig(

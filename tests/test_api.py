@@ -12,9 +12,9 @@ import torch
 
 import anabranch
 from anabranch.api import Model
-from anabranch.drafters import DRAFTERS, PLANNED, make_drafter
 from anabranch.errors import AdapterError, CapabilityError, FileError, InputError
-from anabranch.streams import folder
+from anabranch.methods import DRAFTERS, PLANNED, make_drafter
+from anabranch.methods.streams import folder
 from toy_text import VOCABULARY, ToyFolders, byte_tokenizer, toy_model
 
 PROMPTS = ["the thing", "a", "another prompt, longer than both"]
@@ -139,7 +139,7 @@ def test_a_stream_takes_one_prompt(model: Model) -> None:
         ({"top_p": 1.1}, "top_p"),
         ({"top_k": -1}, "top_k"),
         ({"rows": 0}, "rows"),
-        ({"rule": "guess"}, "follow"),
+        ({"rule": "guess"}, "match"),
         ({"stop": ""}, "stop"),
         ({"stop": [3]}, "stop"),
         ({"drafter": "telepathy"}, "none, prompt_lookup, streams"),
@@ -180,9 +180,9 @@ def test_processors_hold_under_speculation(model: Model) -> None:
 
 
 def test_the_rule_reject_needs_sampled_drafts(model: Model) -> None:
-    with pytest.raises(CapabilityError, match="reject"):
-        model.generate("the", temperature=1.0, rule="reject")
-    found = model.generate("the", temperature=1.0, rule="reject", drafter="streams:tree=chain", max_new_tokens=8)
+    with pytest.raises(CapabilityError, match="rejection"):
+        model.generate("the", temperature=1.0, rule="rejection")
+    found = model.generate("the", temperature=1.0, rule="rejection", drafter="streams:tree=chain", max_new_tokens=8)
     assert len(found.token_ids) == 8
 
 

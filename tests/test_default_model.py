@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from anabranch.drafters import make_drafter
+from anabranch.adapters.folder import SHIPPED, find_adapter
 from anabranch.engine import Engine, Request
+from anabranch.methods import make_drafter
+from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.methods.streams.draft import DraftOptions, StreamDraft
 from anabranch.model.load import Target, load_target
 from anabranch.model.pack import pack_decoder
 from anabranch.native import library as native
 from anabranch.sampling import SamplingParams, generator, position_keys, target_probs, target_tokens
-from anabranch.streams.adapter import StreamAdapter
-from anabranch.streams.draft import DraftOptions, StreamDraft
-from anabranch.streams.folder import SHIPPED, find_adapter
-from anabranch.verify import follow, reject
+from anabranch.verify import match, reject
 
 pytestmark = pytest.mark.default_model
 
@@ -124,25 +124,25 @@ def test_first_token_law_at_temperature_one(target: Target, adapter: StreamAdapt
     plain = Engine(target.decoder, make_drafter("none", target.decoder, None), capacity=128)
     plain.add(Request(context.tokens, 1))
     plain.cache.begin(1, slice(0, 1))
-    from anabranch.model.decoder import Feed
+    from anabranch.model.decoder import Inputs
     from anabranch.tree import DraftTree
 
-    logits = target.decoder(Feed.of_trees([DraftTree.root(context.root)]), plain.cache).logits_BNV[0]
+    logits = target.decoder(Inputs.of_trees([DraftTree.root(context.root)]), plain.cache).logits_BNV[0]
     law = target_probs(logits, sampling)[0].double().numpy()
     tree_of = StreamDraft(target.decoder, adapter, DraftOptions(tree="product", k=2, depth=1))
 
     draws = 4000
-    emitted: dict[str, list[int]] = {"reject": [], "follow": []}
+    emitted: dict[str, list[int]] = {"rejection": [], "match": []}
     for i in range(draws):
         noise = np.random.default_rng(i)
         tree = tree_of.sample(states, context.root, sampling, noise, depth=1)
         laws = torch.from_numpy(np.tile(law, (tree.size, 1)))
         verdict = reject(tree, laws, generator(i, len(context.tokens)))
-        emitted["reject"].append(int(tree.tokens[verdict.path[1]]) if verdict.accepted else verdict.next_token)
+        emitted["rejection"].append(int(tree.tokens[verdict.path[1]]) if verdict.accepted else verdict.next_token)
         keys = position_keys(i, len(context.tokens) + tree.depths)
         own = target_tokens(logits.expand(tree.size, -1), sampling, keys).numpy()
-        verdict = follow(tree, own)
-        emitted["follow"].append(int(tree.tokens[verdict.path[1]]) if verdict.accepted else verdict.next_token)
+        verdict = match(tree, own)
+        emitted["match"].append(int(tree.tokens[verdict.path[1]]) if verdict.accepted else verdict.next_token)
     for rule, tokens in emitted.items():
         counts = np.bincount(tokens, minlength=len(law))
         assert counts[law == 0].sum() == 0, rule

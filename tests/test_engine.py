@@ -11,19 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from anabranch.drafters.base import Context, Drafter, Observation
-from anabranch.drafters.combined import CombinedDrafter
-from anabranch.drafters.none import NoDrafter
-from anabranch.drafters.prompt_lookup import PromptLookupDrafter
-from anabranch.drafters.streams import StreamDrafter
 from anabranch.engine import Engine, Request
 from anabranch.errors import AnabranchError, CapabilityError, InputError, NumericsError
+from anabranch.methods.base import Context, Drafter, Observation
+from anabranch.methods.combined import CombinedDrafter
+from anabranch.methods.none import NoDrafter
+from anabranch.methods.prompt_lookup import PromptLookupDrafter
+from anabranch.methods.streams.config import StreamConfig
+from anabranch.methods.streams.draft import DraftOptions
+from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Decoder, Feed, Rider
+from anabranch.model.decoder import Decoder, Inputs, Rider
 from anabranch.model.weights import build_decoder
 from anabranch.sampling import SamplingParams, log_probs
-from anabranch.streams.config import StreamConfig
-from anabranch.streams.draft import DraftOptions
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule
 from small import CASES, LLAMA, RICH, VOCABULARY, decode, prompt, randomise, request, small, small_adapter
@@ -107,7 +107,7 @@ PLAIN = {"repetition_penalty": 1.0, "processors": ()}
 class Noise(Drafter):
     """Random trees of random sizes."""
 
-    name, rules, max_nodes = "noise", ("follow",), 9
+    name, rules, max_nodes = "noise", ("match",), 9
 
     def __init__(self) -> None:
         self.rng = np.random.default_rng(0)
@@ -126,7 +126,7 @@ class Noise(Drafter):
 class Oracle(Drafter):
     """The text to come, ``depth`` tokens at a time."""
 
-    name, rules = "oracle", ("follow",)
+    name, rules = "oracle", ("match",)
 
     def __init__(self, texts: Sequence[Sequence[int]], depth: int) -> None:
         self.texts, self.depth, self.max_nodes = texts, depth, depth + 1
@@ -250,7 +250,7 @@ def forward(target: Decoder, text: Sequence[int]) -> tuple[Tensor, Cache]:
     cache = Cache(target.config, rows=1, capacity=len(text), dtype=target.dtype, device=target.device)
     cache.add_row()
     with torch.no_grad():
-        output = target(Feed.of_prompt(text), cache)
+        output = target(Inputs.of_prompt(text), cache)
     cache.commit([range(len(text))])
     assert output.logits_BNV is not None
     return output.logits_BNV[0], cache
@@ -305,7 +305,7 @@ def test_reject_keeps_the_joint_law_of_two_tokens(tree: str) -> None:
         for token in range(words):
             third = forward(target, [*text, first, token])[0][-1].softmax(-1)
             law[token] += one * second[token] * third
-    asked = [Request(text, 4, SamplingParams(temperature=1.0, seed=seed), rule="reject") for seed in range(count)]
+    asked = [Request(text, 4, SamplingParams(temperature=1.0, seed=seed), rule="rejection") for seed in range(count)]
     found, steps = decode(target, asked, drafter, rows=64)
     seen = torch.zeros(words, words)
     for _, second, third, _ in found:
@@ -320,15 +320,15 @@ def test_reject_keeps_the_joint_law_of_two_tokens(tree: str) -> None:
 
 def test_rules_that_a_drafter_cannot_serve_are_refused() -> None:
     target = small()
-    sampled = request(4, 1, 5, sampling=SamplingParams(temperature=1.0), rule="reject")
+    sampled = request(4, 1, 5, sampling=SamplingParams(temperature=1.0), rule="rejection")
     for name in ("prompt_lookup", "ride", "pruned-ride", "combined"):
         engine = Engine(target, DRAFTERS[name](target))
-        with pytest.raises(CapabilityError, match="follow"):
+        with pytest.raises(CapabilityError, match="match"):
             engine.add(sampled)
         assert engine.active == 0
     product = Engine(target, DRAFTERS["product"](target))
     for sampling in (SamplingParams(), SamplingParams(temperature=1.0, repetition_penalty=1.2)):
-        with pytest.raises(CapabilityError, match="follow"):
+        with pytest.raises(CapabilityError, match="match"):
             product.add(replace(sampled, sampling=sampling))
     product.add(sampled)
     assert sum(len(step.tokens) for step in product.run()) == 5
@@ -410,14 +410,14 @@ class _Overflowing:
         {},
         {"sampling": SamplingParams(temperature=1.0)},
         {"sampling": SamplingParams(temperature=1.0, top_p=0.9, top_k=5)},
-        {"sampling": SamplingParams(temperature=0.7), "rule": "reject"},
+        {"sampling": SamplingParams(temperature=0.7), "rule": "rejection"},
         {"sampling": SamplingParams(repetition_penalty=1.3)},
         {"log_probs": True},
     ],
 )
 def test_scores_that_are_not_numbers_emit_nothing_and_free_the_rows(value: float, options: dict[str, Any]) -> None:
     decoder = small()
-    sampled = options.get("rule") == "reject"
+    sampled = options.get("rule") == "rejection"
     drafter = streams(decoder, tree=DraftOptions(tree="chain")) if sampled else NoDrafter()
     engine = Engine(decoder, drafter, rows=2, capacity=64)
     spoiled = _Overflowing(decoder, value, after=2)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from anabranch import generation
 from anabranch.api import Model
-from anabranch.drafters.base import Context, Drafter
 from anabranch.engine import Engine, Request
 from anabranch.errors import CapabilityError, InputError
 from anabranch.generation import Detokenizer
+from anabranch.methods.base import Context, Drafter
 from anabranch.sampling import SamplingParams
 from anabranch.stats import Stats
 from anabranch.tree import DraftTree
@@ -260,8 +260,8 @@ def test_a_request_that_cannot_be_served_is_refused_before_any_is(model: Model) 
     engine = Engine(model.target.decoder, Oracle([]), rows=2, capacity=96)
     with pytest.raises(InputError, match="empty"):
         generation.generate(engine, [Request([1], 5), Request([], 5)], model.tokenizer)
-    with pytest.raises(CapabilityError, match="reject"):
-        generation.stream(engine, Request([1], 5, rule="reject"), model.tokenizer)
+    with pytest.raises(CapabilityError, match="rejection"):
+        generation.stream(engine, Request([1], 5, rule="rejection"), model.tokenizer)
     assert engine.active == 0
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from anabranch import pool
-from anabranch.drafters import make_drafter
 from anabranch.engine import Engine, Request
 from anabranch.generation import Chunk
+from anabranch.methods import make_drafter
 from anabranch.model.config import RopeConfig
 from anabranch.model.graphs import Graphs
 from anabranch.model.pack import pack_decoder

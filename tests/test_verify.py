@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from anabranch.errors import CapabilityError, InputError
 from anabranch.sampling import SamplingParams, generator, position_keys, target_probs, target_tokens
 from anabranch.tree import DraftTree
-from anabranch.verify import Verdict, choose_rule, follow, reject, trials
+from anabranch.verify import Verdict, choose_rule, match, reject, trials
 
 VOCABULARY = 4
 LENGTH = 3  # tokens whose joint law is compared
@@ -70,7 +70,7 @@ def follow_law(tree: DraftTree) -> Law:
     laws = [P(words_at(tree, node)) for node in range(tree.size)]
     emitted: dict[Words, float] = {}
     for drawn in itertools.product(range(VOCABULARY), repeat=tree.size):
-        verdict = follow(tree, drawn)
+        verdict = match(tree, drawn)
         weight = float(np.prod([law[word] for law, word in zip(laws, drawn, strict=True)]))
         add(emitted, (*words_at(tree, verdict.path[-1]), verdict.next_token), weight)
     return joint(P, emitted)
@@ -162,9 +162,9 @@ def test_follow_is_exact_for_any_tree(kind: str) -> None:
 
 def test_follow_drawing() -> None:
     tree = DraftTree(np.array([9, 3, 2, 5]), np.array([-1, 0, 0, 1]))
-    assert follow(tree, [2, 3, 7, 5]) == Verdict((0, 2), 7)
-    assert follow(tree, np.array([3, 5, 7, 1])) == Verdict((0, 1, 3), 1)
-    assert follow(tree, [9, 3, 7, 5]) == Verdict((0,), 9)
+    assert match(tree, [2, 3, 7, 5]) == Verdict((0, 2), 7)
+    assert match(tree, np.array([3, 5, 7, 1])) == Verdict((0, 1, 3), 1)
+    assert match(tree, [9, 3, 7, 5]) == Verdict((0,), 9)
     assert Verdict((0, 1, 3), 1).accepted == 2
 
 
@@ -278,9 +278,9 @@ def decode(drafter: Drafter, params: SamplingParams, count: int) -> tuple[list[i
         tree, start = drafter(tokens), len(tokens)
         paths = [[int(tree.tokens[i]) for i in tree.path_to(node)[1:]] for node in range(tree.size)]
         logits_NV = torch.stack([logits_after(tokens + path) for path in paths])
-        if choose_rule(tree, "auto") == "follow":
+        if choose_rule(tree, "auto") == "match":
             drawn = target_tokens(logits_NV, params, position_keys(params.seed, start + tree.depths))
-            verdict = follow(tree, drawn.numpy())
+            verdict = match(tree, drawn.numpy())
         else:
             verdict = reject(tree, target_probs(logits_NV, params), generator(params.seed, start))
         tokens = tokens + paths[verdict.path[-1]] + [verdict.next_token]
@@ -346,7 +346,7 @@ def test_reject_refuses_trees_without_draft_probs() -> None:
     probs = torch.full((3, 4), 0.25)
     sampled = DraftTree.chain(0, [1, 2], draft_probs=probs[:2])
     for tree in (DraftTree.chain(0, [1, 2]), sampled.select([0, 1, 2]), DraftTree.product(0, [[1, 2]])):
-        with pytest.raises(CapabilityError, match="use the rule 'follow'"):
+        with pytest.raises(CapabilityError, match="use the rule 'match'"):
             reject(tree, probs, generator(0, 0))
 
 
@@ -362,18 +362,18 @@ def test_impossible_drafts_are_noticed() -> None:
 
 def test_follow_wants_a_token_for_each_node() -> None:
     with pytest.raises(AssertionError, match="each node"):
-        follow(DraftTree.chain(0, [1, 2]), [1, 2])
+        match(DraftTree.chain(0, [1, 2]), [1, 2])
 
 
 def test_choose_rule() -> None:
     sampled = DraftTree.chain(0, [1], draft_probs=torch.full((1, 4), 0.25))
-    assert choose_rule(sampled, "auto") == "reject"
-    assert choose_rule(sampled, "follow") == "follow"
-    assert choose_rule(sampled, "reject") == "reject"
-    assert choose_rule(DraftTree.root(0), "auto") == "follow"
-    assert choose_rule(DraftTree.root(0), "follow") == "follow"
-    assert choose_rule(DraftTree.root(0), "reject") == "reject"
+    assert choose_rule(sampled, "auto") == "rejection"
+    assert choose_rule(sampled, "match") == "match"
+    assert choose_rule(sampled, "rejection") == "rejection"
+    assert choose_rule(DraftTree.root(0), "auto") == "match"
+    assert choose_rule(DraftTree.root(0), "match") == "match"
+    assert choose_rule(DraftTree.root(0), "rejection") == "rejection"
     with pytest.raises(CapabilityError):
-        choose_rule(DraftTree.chain(0, [1]), "reject")
+        choose_rule(DraftTree.chain(0, [1]), "rejection")
     with pytest.raises(InputError, match="must be 'auto'"):
         choose_rule(sampled, "typical")

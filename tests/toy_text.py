@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from anabranch.adapters.folder import LoadedAdapter, TargetIdentity, save_adapter
 from anabranch.api import Model
 from anabranch.model.load import Target, load_target
 from anabranch.model.weights import build_decoder, fingerprint
-from anabranch.streams.folder import LoadedAdapter, TargetIdentity, save_adapter
 from small import LLAMA, RICH, randomise, small_adapter
 
 END = "<end>"

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 
 from anabranch import generation
+from anabranch.adapters.folder import LoadedAdapter, find_adapter, read_record
 from anabranch.background import Worker
-from anabranch.drafters import AUTO, Drafter, check_spec, make_drafter
 from anabranch.engine import Request
 from anabranch.errors import InputError
 from anabranch.generation import Chunk, Generation
 from anabranch.memory import give_back
+from anabranch.methods import AUTO, Drafter, check_spec, make_drafter
 from anabranch.model.load import Target, load_target
 from anabranch.model.pack import pack_decoder
 from anabranch.model.stack import kernels_of
@@ -25,7 +26,6 @@ from anabranch.pool import EnginePool
 from anabranch.processor import set_threads
 from anabranch.profiles import explain, resolve
 from anabranch.prompts import Arrays, Ids, conversation_ids, read_prompts
-from anabranch.streams.folder import LoadedAdapter, find_adapter, read_record
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -49,7 +49,7 @@ def load(
     """Load a target and choose how it drafts.
 
     name     "default" (SmolLM2-135M-Instruct, fetched once), a folder, a .gguf file, or a hub id
-    drafter  a method and its settings, see ``anabranch.drafters``; "none" is plain decoding; "auto" is what
+    drafter  a method and its settings, see ``anabranch.methods``; "none" is plain decoding; "auto" is what
              ``anabranch tune`` found best here, or streams with prompt lookup where there is an adapter
     adapter  folder of a stream adapter; None: the one that ships for this target, if any
     dtype    "auto" (bf16 where the weights are), "float32", "bfloat16", "float16"
@@ -168,7 +168,7 @@ class Model:
         stop=()           strings that end the text; they are not part of it
         ignore_eos=False  continue after the model's end token
         drafter=None      another drafter for this call; "none" is plain decoding
-        rule="follow"     or "reject", where drafts are sampled (streams:tree=chain or tree=product, no pruning)
+        rule="match"     or "rejection", where drafts are sampled (streams:tree=chain or tree=product, no pruning)
         log_probs=False   the target's raw log probabilities of the new tokens
         processors=()     functions (tokens so far, logits [V]) -> logits [V]
         rows=8            prompts decoded together at most

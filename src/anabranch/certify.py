@@ -19,14 +19,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from anabranch.drafters import make_drafter
 from anabranch.engine import Engine, Request
 from anabranch.errors import InputError
+from anabranch.methods import make_drafter
+from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Feed
+from anabranch.model.decoder import Inputs
 from anabranch.model.load import Target
 from anabranch.sampling import COLDEST, SamplingParams, gumbels, position_keys, process_logits
-from anabranch.streams.adapter import StreamAdapter
 
 __all__ = ["Certificate", "certify"]
 
@@ -139,9 +139,9 @@ def _logits(target: Target, text: list[int], width: int) -> Tensor:
     cache.add_row()
     head = text[: len(text) - width]
     if head:
-        decoder(Feed.of_prompt(head), cache, need="hidden", planned=len(text))
+        decoder(Inputs.of_prompt(head), cache, need="hidden", planned=len(text))
         cache.commit([range(len(head))])
-    logits = decoder(Feed.of_prompt(text[len(head) :]), cache, planned=len(text)).logits_BNV
+    logits = decoder(Inputs.of_prompt(text[len(head) :]), cache, planned=len(text)).logits_BNV
     assert logits is not None
     last: Tensor = logits[0, -1].float()
     return last

@@ -23,13 +23,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from anabranch.drafters.base import Context, Drafter, Observation
 from anabranch.errors import CapabilityError, InputError, NumericsError
+from anabranch.methods.base import Context, Drafter, Observation
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Decoder, Feed, StepOutput
+from anabranch.model.decoder import Decoder, Inputs, PassResult
 from anabranch.sampling import SamplingParams, argmax, generator, log_probs, position_keys, target_probs
 from anabranch.tree import DraftTree
-from anabranch.verify import Rule, Verdict, follow, reject
+from anabranch.verify import Rule, Verdict, match, reject
 
 __all__ = ["Engine", "FinishReason", "Request", "Step", "Timings"]
 
@@ -48,7 +48,7 @@ class Request:
     max_new_tokens: int = 256
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop_ids: frozenset[int] = frozenset()
-    rule: Rule = "follow"
+    rule: Rule = "match"
     log_probs: bool = False
     on_prompt: Callable[[int, int], None] | None = field(default=None, compare=False)
 
@@ -157,7 +157,7 @@ class Engine:
         for start in range(0, len(tokens), PREFILL_CHUNK):
             chunk = tokens[start : start + PREFILL_CHUNK]
             where = slice(slot, slot + 1)
-            self.target(Feed.of_prompt(chunk), self.cache, slots=where, planned=planned, need="hidden")
+            self.target(Inputs.of_prompt(chunk), self.cache, slots=where, planned=planned, need="hidden")
             self.cache.commit([range(len(chunk))])
             if on_prompt is not None:
                 on_prompt(start + len(chunk), len(tokens))
@@ -250,7 +250,7 @@ class Engine:
         rider = self.drafter.rider
         greedy = all(row.request.sampling.greedy and not row.request.sampling.needs_history for row in rows)
         logits = not greedy or any(row.request.log_probs for row in rows)
-        feed = Feed.of_trees(trees)
+        feed = Inputs.of_trees(trees)
         output = self.target(feed, self.cache, planned=planned, rider=rider, need="logits" if logits else "tokens")
         if rider is not None and rider.kept is not None:
             host = rider.kept.cpu().numpy()
@@ -308,7 +308,7 @@ class Engine:
             advice = "load it with dtype='bfloat16' or 'float32', or check the weights"
         raise NumericsError(f"the model's scores are not finite numbers in {kind}: its activations overflow; {advice}")
 
-    def _greedy(self, output: StepOutput) -> NDArray[np.int64]:
+    def _greedy(self, output: PassResult) -> NDArray[np.int64]:
         """The target's own token at every node of every row in one read, where all rows are plainly greedy."""
         tokens = output.tokens_BN
         if tokens is None:
@@ -318,20 +318,20 @@ class Engine:
         return host
 
     def _verify(
-        self, row: _Row, tree: DraftTree, output: StepOutput, b: int, picked_N: NDArray[np.int64] | None
+        self, row: _Row, tree: DraftTree, output: PassResult, b: int, picked_N: NDArray[np.int64] | None
     ) -> Verdict:
         if picked_N is not None:
-            return follow(tree, picked_N[: tree.size])
+            return match(tree, picked_N[: tree.size])
         assert output.logits_BNV is not None
         sampling, text, logits_NV = row.request.sampling, row.context.tokens, output.logits_BNV[b, : tree.size]
         histories = None
         if sampling.needs_history:
             histories = [[*text[:-1], *(int(tree.tokens[i]) for i in tree.path_to(node))] for node in range(tree.size)]
-        if row.request.rule == "reject":
+        if row.request.rule == "rejection":
             probs = target_probs(logits_NV, sampling, histories)
             return reject(tree, probs, generator(sampling.seed, len(text)))
         keys = position_keys(sampling.seed, len(text) + tree.depths)
-        return follow(tree, self.target.draw(logits_NV, sampling, keys, histories).cpu().numpy())
+        return match(tree, self.target.draw(logits_NV, sampling, keys, histories).cpu().numpy())
 
     def _emit(self, row: _Row, tree: DraftTree, verdict: Verdict) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Append what was accepted to the row's text; EOS and the length limit cut inside the accepted path."""
@@ -349,7 +349,7 @@ class Engine:
         return tuple(tokens), tuple(sources)
 
     @staticmethod
-    def _log_probs(output: StepOutput, b: int, verdict: Verdict, tokens: tuple[int, ...]) -> tuple[float, ...]:
+    def _log_probs(output: PassResult, b: int, verdict: Verdict, tokens: tuple[int, ...]) -> tuple[float, ...]:
         assert output.logits_BNV is not None
         logits_NV = output.logits_BNV[b]
         nodes = torch.tensor(verdict.path[: len(tokens)], device=logits_NV.device)

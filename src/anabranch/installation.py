@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
+from anabranch.adapters.folder import read_record, shipped
 from anabranch.files import cache_home
 from anabranch.model.fetch import DEFAULT_MODEL
 from anabranch.native import build
 from anabranch.native import library as native
 from anabranch.processor import cgroup_quota, processor_flags, processor_name, set_threads, usable_cpus
-from anabranch.streams.folder import read_record, shipped
 
 __all__ = ["describe_installation"]
 

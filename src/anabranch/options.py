@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import TypedDict
 
-from anabranch.drafters import check_spec
 from anabranch.engine import Request
 from anabranch.errors import InputError
+from anabranch.methods import check_spec
 from anabranch.model.load import Target
 from anabranch.sampling import LogitsProcessor, SamplingParams
 from anabranch.verify import Rule
@@ -51,7 +51,7 @@ class Options:
     stop: str | Sequence[str] | None = ()
     ignore_eos: bool = False
     drafter: str | None = None
-    rule: Rule = "follow"
+    rule: Rule = "match"
     log_probs: bool = False
     processors: Sequence[LogitsProcessor] = ()
     rows: int = 8
@@ -64,8 +64,8 @@ class Options:
                 raise InputError(f"{name} must be a whole number of at least 1, got {value!r}")
         if self.on_prompt is not None and not callable(self.on_prompt):
             raise InputError(f"on_prompt must be a function, got {self.on_prompt!r}")
-        if self.rule not in ("follow", "reject"):
-            raise InputError(f"rule must be 'follow' or 'reject', got {self.rule!r}")
+        if self.rule not in ("match", "rejection"):
+            raise InputError(f"rule must be 'match' or 'rejection', got {self.rule!r}")
         if self.drafter is not None:
             check_spec(self.drafter)
         if not isinstance(self.stop, str | Sequence | None) or any(

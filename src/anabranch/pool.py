@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from anabranch.drafters.base import Drafter
 from anabranch.engine import Engine, Request
 from anabranch.memory import give_back
+from anabranch.methods.base import Drafter
 from anabranch.model.decoder import Decoder
 
 __all__ = ["EnginePool"]

@@ -21,15 +21,15 @@ from weakref import WeakSet
 import numpy as np
 import torch
 
-from anabranch.drafters import AUTO, StepCosts, check_spec, with_costs
-from anabranch.drafters.costs import PassCosts, known_costs, pass_costs, usual_costs
+from anabranch.adapters.folder import LoadedAdapter
+from anabranch.costs import PassCosts, known_costs, pass_costs, usual_costs
 from anabranch.errors import CapabilityError, FileError, InputError, PerformanceWarning, one_line
 from anabranch.files import cache_home, write_atomically
 from anabranch.jsonfiles import read_json
+from anabranch.methods import AUTO, StepCosts, check_spec, with_costs
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import Target
 from anabranch.processor import processor_name
-from anabranch.streams.folder import LoadedAdapter
 
 __all__ = ["Choice", "Situation", "explain", "find_profile", "resolve", "save_profile"]
 

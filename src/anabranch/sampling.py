@@ -4,9 +4,9 @@ The order is Hugging Face's: repetition penalty and processors, temperature, top
 with the last one that top-k or top-p keeps are kept too, so the law does not depend on how a sort breaks ties.
 
 Noise belongs to positions, not to steps: ``gumbels(position_keys(seed, positions), tokens)`` is a function of the seed,
-the absolute position of the token that is drawn, and each token that it may be. With the *follow* rule, speculative
+the absolute position of the token that is drawn, and each token that it may be. With the *matching* rule, speculative
 sampling with seed s therefore emits exactly the tokens that plain sampling with seed s emits, whatever the drafter
-proposed and however decoding was stepped. A drafter may know the noise too, and guesses better for it. (*reject*
+proposed and however decoding was stepped. A drafter may know the noise too, and guesses better for it. (*rejection*
 spends its noise on accept decisions as well: the same law, other tokens.)
 
 Legend: N tree nodes, V vocabulary, M entries of a sum (blocks of the vocabulary), W words in a block.
@@ -225,7 +225,7 @@ def position_keys(seed: int, positions: ArrayLike, lane: int = 0) -> NDArray[np.
 
     Counter-based (Philox, key (seed, lane), counter = position): a position's key does not depend on which other
     positions were asked for, nor when. Lane 0 is the target's own draws, lane 1 ``generator``'s default; whatever
-    must be independent of both, such as drafts that *reject* will judge, takes another lane.
+    must be independent of both, such as drafts that *rejection* will judge, takes another lane.
     """
     where = np.asarray(positions, np.int64)
     if where.size == 0:

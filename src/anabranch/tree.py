@@ -11,7 +11,7 @@ left to right sees every parent before its children; mask, depths and children a
 
 A tree carries ``draft_probs`` only while every child was *sampled* from them. Whatever removes, merges or
 reorders nodes returns a tree without them, even when there was nothing to remove: whether there was may depend
-on the sampled tokens, and the *reject* rule is exact only on average over all of them (see ``verify``).
+on the sampled tokens, and the *rejection* rule is exact only on average over all of them (see ``verify``).
 
 Legend: N tree nodes, V vocabulary.
 """

@@ -1,12 +1,12 @@
 """Which path of a draft tree the target accepts. Two rules, both exact, each where it says so.
 
-*follow* draws the target's own token at each node and walks on while a child carries it. The tree only decides how
+*matching* draws the target's own token at each node and walks on while a child carries it. The tree only decides how
 far one step gets, never what is said: exact for any tree whatever, greedy included.
 
-*reject* (Leviathan et al. 2023, algorithm 1; SpecInfer for several children) accepts a child x with probability
-min(1, p(x) / q(x)), else goes on with norm(max(0, p - q)). It accepts more than *follow* when drafts are sampled,
+*rejection* (Leviathan et al. 2023, algorithm 1; SpecInfer for several children) accepts a child x with probability
+min(1, p(x) / q(x)), else goes on with norm(max(0, p - q)). It accepts more than *matching* when drafts are sampled,
 and is exact only while every child *was sampled* from the q that the tree carries: top-k children, pruned, merged
-or reranked trees have no such q and come with ``draft_probs=None``, which *reject* refuses.
+or reranked trees have no such q and come with ``draft_probs=None``, which *rejection* refuses.
 
 Legend: N tree nodes, V vocabulary.
 """
@@ -26,15 +26,15 @@ from anabranch.errors import CapabilityError, InputError
 from anabranch.sampling import inverse_cdf
 from anabranch.tree import DraftTree
 
-__all__ = ["Rule", "Verdict", "choose_rule", "follow", "reject", "trials"]
+__all__ = ["Rule", "Verdict", "choose_rule", "match", "reject", "trials"]
 
-Rule = Literal["follow", "reject"]
+Rule = Literal["match", "rejection"]
 
 TINY = float(np.finfo(np.float64).tiny)
 
 NO_DRAFT_PROBS = (
-    "The rule 'reject' needs the law that every drafted token was sampled from, and trees that were pruned, merged "
-    "or built by top-k carry none: use the rule 'follow'."
+    "The rule 'rejection' needs the law that every drafted token was sampled from, and trees that were pruned, merged "
+    "or built by top-k carry none: use the rule 'match'."
 )
 
 
@@ -54,7 +54,7 @@ class Verdict:
         return len(self.path) - 1
 
 
-def follow(tree: DraftTree, tokens_N: Sequence[int] | NDArray[np.int64]) -> Verdict:
+def match(tree: DraftTree, tokens_N: Sequence[int] | NDArray[np.int64]) -> Verdict:
     """Walk from the root while a child carries the target's own token; see ``sampling.target_tokens``.
 
         9 (0) +-- 1 (1) +-- 3 (3)        the target's own tokens:  0: 2,  1: 3,  2: 7,  3: 5
@@ -128,18 +128,18 @@ def trials(
 
 
 def choose_rule(tree: DraftTree, rule: str) -> Rule:
-    """Return the rule to verify a tree with; "auto" is *reject* where the tree carries draft_probs, else *follow*.
+    """Return the rule to verify a tree with; "auto" is *rejection* where the tree carries draft_probs, else *matching*.
 
     Whether a drafter attaches draft_probs must not depend on the tokens it sampled, or "auto" would bias the law.
     """
     if rule == "auto":
-        return "follow" if tree.draft_probs is None else "reject"
-    if rule == "follow":
-        return "follow"
-    if rule != "reject":
-        raise InputError(f"The rule must be 'auto', 'follow' or 'reject', not {rule!r}.")
+        return "match" if tree.draft_probs is None else "rejection"
+    if rule == "match":
+        return "match"
+    if rule != "rejection":
+        raise InputError(f"The rule must be 'auto', 'match' or 'rejection', not {rule!r}.")
     _require_draft_probs(tree)
-    return "reject"
+    return "rejection"
 
 
 def _require_draft_probs(tree: DraftTree) -> None:

@@ -69,8 +69,8 @@ def test_the_recorded_settings_give_what_was_counted(tmp_path: Path, spec: str) 
 
 
 def test_the_recorded_settings_of_reject_too(tmp_path: Path) -> None:
-    requests = [request(8, seed=seed, new=40, sampling=SAMPLED, rule="reject") for seed in range(3)]
-    trace, steps = record(tmp_path / "run.jsonl", "streams:tree=product,k=2", requests, rule="reject")
+    requests = [request(8, seed=seed, new=40, sampling=SAMPLED, rule="rejection") for seed in range(3)]
+    trace, steps = record(tmp_path / "run.jsonl", "streams:tree=product,k=2", requests, rule="rejection")
     found, stats = simulate(trace), Stats.of(steps)
     assert found.accepted == stats.accepted
     assert found.mean_acceptance_length == stats.mean_acceptance_length
@@ -79,7 +79,7 @@ def test_the_recorded_settings_of_reject_too(tmp_path: Path) -> None:
     assert shallow.steps == stats.steps
     assert shallow.accepted[1] == sum(n for a, n in stats.accepted.items() if a >= 1)
     for cut in (Cut(nodes=2), Cut(threshold=0.1), Cut(drop=("stream 1",))):
-        with pytest.raises(CapabilityError, match="reject"):
+        with pytest.raises(CapabilityError, match="rejection"):
             simulate(trace, cut)
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from anabranch.analysis.trace import Trace, TraceWriter, child_ranks, read_trace
-from anabranch.drafters import make_drafter
 from anabranch.engine import Engine, Request, Step
 from anabranch.errors import CapabilityError, FileError
+from anabranch.methods import make_drafter
 from anabranch.sampling import SamplingParams
 from anabranch.stats import Stats
 from anabranch.tree import DraftTree
@@ -30,7 +30,7 @@ def record(
     requests: list[Request],
     *,
     every_position: bool = False,
-    rule: Rule = "follow",
+    rule: Rule = "match",
 ) -> tuple[Trace, list[Step]]:
     """Decode all requests together and record; returns the recording and the steps in the order of decoding."""
     target = small()
@@ -73,8 +73,8 @@ def test_a_recording_holds_what_happened(tmp_path: Path, spec: str) -> None:
 
 
 def test_p_and_q_are_those_of_the_rule(tmp_path: Path) -> None:
-    requests = [request(8, seed=4, sampling=SAMPLED, rule="reject", new=30)]
-    trace, steps = record(tmp_path / "run.jsonl", "streams:tree=product,k=2", requests, rule="reject")
+    requests = [request(8, seed=4, sampling=SAMPLED, rule="rejection", new=30)]
+    trace, steps = record(tmp_path / "run.jsonl", "streams:tree=product,k=2", requests, rule="rejection")
     assert sum(found.judged is not None for found in trace) > 3
     for found, step in zip(trace, steps, strict=True):
         if found.judged is None:
@@ -115,7 +115,7 @@ def test_unverified_drafts_and_reject_do_not_go_together(tmp_path: Path) -> None
         record(
             tmp_path / "run.jsonl",
             "streams:tree=chain",
-            [request(8, seed=4, sampling=SAMPLED, rule="reject")],
+            [request(8, seed=4, sampling=SAMPLED, rule="rejection")],
             every_position=True,
         )
 
@@ -160,7 +160,7 @@ import os
 from pathlib import Path
 from anabranch.analysis.trace import TraceWriter
 from anabranch.engine import Engine, Request
-from anabranch.drafters import make_drafter
+from anabranch.methods import make_drafter
 from small import prompt, small
 writer = TraceWriter(Path({str(path)!r}), settings={{}})
 engine = Engine(small(), make_drafter("prompt_lookup", small()))

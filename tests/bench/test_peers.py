@@ -283,7 +283,7 @@ def _open(name: str, target: Target, sampling: SamplingParams | None = None) -> 
 )
 def test_transformers_decodes_what_we_decode(toys: ToyFolders, name: str) -> None:
     from anabranch.bench.contenders import Ours
-    from anabranch.drafters import make_drafter
+    from anabranch.methods import make_drafter
 
     target = load_target(str(toys.model), dtype="float32")
     prompt = target.tokenizer.encode("the river, the river, the")

@@ -17,8 +17,8 @@ from anabranch.bench import shapes
 from anabranch.bench.machine import measure_machine
 from anabranch.bench.shapes import PAPER, SHAPES, Fixed, Shape, measure_shape
 from anabranch.cli import app
-from anabranch.drafters.base import Context
 from anabranch.errors import DeviceError, InputError
+from anabranch.methods.base import Context
 from anabranch.model import weights
 from anabranch.model.families import model_config
 from anabranch.model.weights import random_decoder
@@ -101,7 +101,7 @@ def test_random_weights_have_the_shape_and_no_two_rows_alike() -> None:
 
 
 def test_a_fixed_draft_is_as_wide_as_asked_and_as_deep_as_of_use() -> None:
-    contexts = [Context([5], 1, SamplingParams(), "follow"), Context([0], 1, SamplingParams(), "follow")]
+    contexts = [Context([5], 1, SamplingParams(), "match"), Context([0], 1, SamplingParams(), "match")]
     contexts[0].room, contexts[1].room = 9, 2
     first, second = Fixed(6).draft(contexts)
     assert (first.size, second.size) == (6, 3)

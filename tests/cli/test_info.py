@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from anabranch.adapters.folder import SHIPPED
 from anabranch.api import load
 from anabranch.installation import describe_installation
 from anabranch.native import library as native
 from anabranch.processor import processor_name
-from anabranch.streams.folder import SHIPPED
 from toy_text import ToyFolders
 from verbs import Anabranch
 

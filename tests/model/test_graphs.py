@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 import pretended
-from anabranch.drafters.base import Drafter
-from anabranch.drafters.combined import CombinedDrafter
-from anabranch.drafters.none import NoDrafter
-from anabranch.drafters.prompt_lookup import PromptLookupDrafter
-from anabranch.drafters.streams import StreamDrafter
 from anabranch.engine import Engine
+from anabranch.methods.base import Drafter
+from anabranch.methods.combined import CombinedDrafter
+from anabranch.methods.none import NoDrafter
+from anabranch.methods.prompt_lookup import PromptLookupDrafter
+from anabranch.methods.streams.config import StreamConfig
+from anabranch.methods.streams.draft import DraftOptions
+from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.model import graphs
 from anabranch.model.decoder import Decoder
 from anabranch.model.graphs import Graphs, Recorder, recorder_for, span_bucket, width_bucket
 from anabranch.sampling import SamplingParams
-from anabranch.streams.config import StreamConfig
-from anabranch.streams.draft import DraftOptions
 from pretended import CUDA, there
 from small import CASES, RICH, decode, request, small, small_adapter
 

@@ -11,7 +11,7 @@ from toys import Oracle, tokens
 from anabranch.errors import InputError
 from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig
-from anabranch.model.decoder import Block, Decoder, Feed, Pass
+from anabranch.model.decoder import Block, Decoder, Inputs, Pass
 from anabranch.model.load import Target
 from anabranch.tree import DraftTree
 from conftest import ToyMaker
@@ -30,7 +30,7 @@ def new_cache(config: ModelConfig, rows: int = 1) -> Cache:
     return cache
 
 
-def run(decoder: Decoder, feed: Feed, cache: Cache, **options: object) -> Tensor:
+def run(decoder: Decoder, feed: Inputs, cache: Cache, **options: object) -> Tensor:
     logits = decoder(feed, cache, **options).logits_BNV
     assert isinstance(logits, Tensor)
     return logits
@@ -38,13 +38,13 @@ def run(decoder: Decoder, feed: Feed, cache: Cache, **options: object) -> Tensor
 
 def advance(decoder: Decoder, ids: list[int], cache: Cache, slot: int = 0, **options: object) -> Tensor:
     """Run a chain in one row and commit all of it."""
-    logits = run(decoder, Feed.of_prompt(ids), cache, slots=slice(slot, slot + 1), **options)
+    logits = run(decoder, Inputs.of_prompt(ids), cache, slots=slice(slot, slot + 1), **options)
     cache.commit([list(range(len(ids)))])
     return logits[0]
 
 
-def chains(rows: list[list[int]]) -> Feed:
-    return Feed.of_trees([DraftTree.chain(ids[0], ids[1:]) for ids in rows])
+def chains(rows: list[list[int]]) -> Inputs:
+    return Inputs.of_trees([DraftTree.chain(ids[0], ids[1:]) for ids in rows])
 
 
 def tree(seed: int) -> DraftTree:
@@ -85,7 +85,7 @@ class Pruner:
 def test_one_forward(toy: tuple[Target, Oracle]) -> None:
     target, oracle = toy
     ids = tokens(23)
-    logits = run(target.decoder, Feed.of_prompt(ids), new_cache(target.config))
+    logits = run(target.decoder, Inputs.of_prompt(ids), new_cache(target.config))
     theirs = oracle.logits(ids)
     assert theirs.std() > 0.3, "a toy that says nothing tests nothing"
     close(logits[0], theirs)
@@ -121,7 +121,7 @@ def test_each_node_of_a_tree_is_its_path_alone(toy: tuple[Target, Oracle]) -> No
     target, oracle = toy
     prompt, cache, drawn = tokens(9), new_cache(target.config), tree(5)
     advance(target.decoder, prompt, cache)
-    logits = run(target.decoder, Feed.of_trees([drawn]), cache)[0]
+    logits = run(target.decoder, Inputs.of_trees([drawn]), cache)[0]
     for node, path in enumerate(PATHS):
         close(logits[node], oracle.logits(prompt + along(drawn, path))[-1])
 
@@ -131,7 +131,7 @@ def test_commit_of_a_path_equals_a_fresh_prefill(toy: tuple[Target, Oracle], pat
     target, oracle = toy
     prompt, cache, drawn, more = tokens(9), new_cache(target.config), tree(5), tokens(4, seed=7)
     advance(target.decoder, prompt, cache)
-    run(target.decoder, Feed.of_trees([drawn]), cache)
+    run(target.decoder, Inputs.of_trees([drawn]), cache)
     cache.commit([path])
     ids = prompt + along(drawn, path)
     assert cache.lengths == [len(ids)]
@@ -152,7 +152,7 @@ def test_pruned_trees_of_two_rows(toy: tuple[Target, Oracle]) -> None:
     cache = new_cache(target.config, rows=2)
     for slot, prompt in enumerate(prompts):
         advance(target.decoder, prompt, cache, slot)
-    logits = run(target.decoder, Feed.of_trees(trees), cache, rider=Pruner(2, kept))
+    logits = run(target.decoder, Inputs.of_trees(trees), cache, rider=Pruner(2, kept))
     assert logits.shape[1] == 4
     for slot in range(2):
         for place, node in enumerate(kept[slot]):
@@ -174,7 +174,7 @@ def test_pruning_twice(make_toy: ToyMaker) -> None:
     advance(target.decoder, prompt, cache)
     # 0 1 2 4 6 are left in layer 1, 0 1 4 6 of them in layer 2
     pruner = Pruner(1, [[0, 1, 2, 4, 6]], then=(2, [[0, 1, 3, 4]]))
-    logits = run(target.decoder, Feed.of_trees([drawn]), cache, rider=pruner)[0]
+    logits = run(target.decoder, Inputs.of_trees([drawn]), cache, rider=pruner)[0]
     for place, node in enumerate((0, 1, 4, 6)):
         close(logits[place], oracle.logits(prompt + along(drawn, PATHS[node]))[-1])
     cache.commit([[0, 1, 2]])
@@ -189,7 +189,7 @@ def test_trees_of_different_sizes_and_a_row_that_leaves(make_toy: ToyMaker) -> N
     for slot, prompt in enumerate(prompts):
         advance(target.decoder, prompt, cache, slot)
     drawn = [tree(5), DraftTree.root(40), DraftTree.chain(41, [42, 43])]
-    logits = run(target.decoder, Feed.of_trees(drawn).padded(8), cache)
+    logits = run(target.decoder, Inputs.of_trees(drawn).padded(8), cache)
     assert logits.isfinite().all(), "padding sees itself, so that no row of the softmax is empty"
     close(logits[0, 6], oracle.logits(prompts[0] + along(drawn[0], PATHS[6]))[-1])
     close(logits[1, 0], oracle.logits([*prompts[1], 40])[-1])
@@ -209,7 +209,7 @@ def test_a_window_narrower_than_the_tree_is_deep(make_toy: ToyMaker) -> None:
     prompt, cache = tokens(4), new_cache(target.config)
     advance(target.decoder, prompt, cache)
     drawn = DraftTree(np.array(tokens(10, seed=5), np.int64), np.array([-1, 0, 0, 0, 3, 4, 5, 6, 7, 8], np.int64))
-    logits = run(target.decoder, Feed.of_trees([drawn]), cache)[0]
+    logits = run(target.decoder, Inputs.of_trees([drawn]), cache)[0]
     path = [0, 3, 4, 5, 6, 7, 8, 9]
     for depth, node in enumerate(path):
         close(logits[node], oracle.logits(prompt + along(drawn, path[: depth + 1]))[-1])
@@ -229,7 +229,7 @@ def test_learned_positions_end(make_toy: ToyMaker) -> None:
     cache = Cache(target.config, rows=1, capacity=256, dtype=torch.float32, device=torch.device("cpu"))
     cache.add_row()
     with pytest.raises(InputError, match="129 tokens, drafts included, are more than the 128 positions"):
-        target.decoder(Feed.of_prompt(tokens(129)), cache)
+        target.decoder(Inputs.of_prompt(tokens(129)), cache)
 
 
 def test_bfloat16_is_near(make_toy: ToyMaker) -> None:
@@ -242,7 +242,7 @@ def test_bfloat16_is_near(make_toy: ToyMaker) -> None:
     ids = tokens(10)
     cache = Cache(half.config, rows=1, capacity=16, dtype=torch.bfloat16, device=torch.device("cpu"))
     cache.add_row()
-    logits = run(half.decoder, Feed.of_prompt(ids), cache)
+    logits = run(half.decoder, Inputs.of_prompt(ids), cache)
     assert logits.dtype == torch.bfloat16
     theirs = oracle.logits(ids)
     assert (logits[0].float() - theirs).abs().mean() < 0.1 * theirs.std()

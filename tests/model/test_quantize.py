@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from anabranch.drafters.streams import StreamDrafter
 from anabranch.errors import InputError
+from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.model import pack
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Decoder, Feed
+from anabranch.model.decoder import Decoder, Inputs
 from anabranch.model.load import load_target
 from anabranch.model.pack import WIDE, PackedQuantized
 from anabranch.model.quantize import GROUP, QuantizedLinear, QuantizedWeight, check_quantization, quantize_decoder
@@ -26,7 +26,7 @@ Kind = Literal["int8", "int4"]
 def logits(model: Decoder) -> torch.Tensor:
     cache = Cache(model.config, rows=1, capacity=32, dtype=model.dtype, device=model.device)
     cache.add_row()
-    found = model(Feed.of_prompt([3, 5, 7]), cache).logits_BNV
+    found = model(Inputs.of_prompt([3, 5, 7]), cache).logits_BNV
     assert found is not None
     return found
 

@@ -17,12 +17,12 @@ import pytest
 import torch
 from test_kernels import BASE, FORMS, adapter_for, cache, decoder, needs_kernels, packed, tokens
 
+from anabranch.methods.streams.draft import DraftOptions, StreamDraft
 from anabranch.model.pack import packed_like
 from anabranch.model.quantize import QuantizedWeight
 from anabranch.model.stack import NativeLinear
 from anabranch.native import library as native
 from anabranch.sampling import position_keys
-from anabranch.streams.draft import DraftOptions, StreamDraft
 
 NAN, INF = math.nan, math.inf
 SANITIZED = "ANABRANCH_SANITIZED" in os.environ  # which limits of a process's memory cannot bear
@@ -66,8 +66,8 @@ def test_packed_like_takes_every_rank(dtype: torch.dtype, kind: Literal["int8", 
 @pytest.mark.parametrize("rank", [1, 5, 32])
 @torch.inference_mode()
 def test_adapters_of_odd_ranks_decode(rank: int) -> None:
-    from anabranch.drafters.streams import StreamDrafter
     from anabranch.engine import Engine, Request
+    from anabranch.methods.streams.drafter import StreamDrafter
 
     model = packed(BASE, "bfloat16")
     adapter = adapter_for(model, conditioning="path", conditioning_rank=rank, root_width=rank)

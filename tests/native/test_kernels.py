@@ -13,21 +13,21 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.drafters.none import NoDrafter
-from anabranch.drafters.prompt_lookup import PromptLookupDrafter
-from anabranch.drafters.streams import StreamDrafter
 from anabranch.engine import Engine, Request
+from anabranch.methods.none import NoDrafter
+from anabranch.methods.prompt_lookup import PromptLookupDrafter
+from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.methods.streams.config import StreamConfig
+from anabranch.methods.streams.draft import BLOCKS, DraftOptions, DrawNoise, RowVocabulary, StreamDraft
+from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig, RopeConfig
-from anabranch.model.decoder import Decoder, Feed
+from anabranch.model.decoder import Decoder, Inputs
 from anabranch.model.pack import pack_decoder
 from anabranch.model.quantize import QuantizedWeight, quantize_decoder
 from anabranch.model.stack import NativeLinear
 from anabranch.native import library as native
 from anabranch.sampling import argmax, gumbels, position_keys
-from anabranch.streams.adapter import StreamAdapter
-from anabranch.streams.config import StreamConfig
-from anabranch.streams.draft import BLOCKS, DraftOptions, DrawNoise, RowVocabulary, StreamDraft
 from anabranch.tree import DraftTree
 
 needs_kernels = pytest.mark.skipif(native.library() is None, reason=f"no native kernels here: {native.why_not()}")
@@ -117,9 +117,9 @@ def test_layers_agree_with_float32(name: str) -> None:
     outputs = []
     for model in (exact, plain, packed):
         memory = cache(model)
-        first = model(Feed.of_prompt(tokens(40)), memory).logits_BNV
+        first = model(Inputs.of_prompt(tokens(40)), memory).logits_BNV
         memory.commit([range(40)])
-        second = model(Feed.of_trees([tree]), memory).logits_BNV
+        second = model(Inputs.of_trees([tree]), memory).logits_BNV
         outputs.append(torch.cat((first, second), dim=1).float())
     truth, eager, ours = outputs
     scale = truth.std()
@@ -138,9 +138,9 @@ def test_float32_agrees_with_pytorch(name: str) -> None:
     outputs = []
     for model in (plain, packed):
         memory = cache(model)
-        first = model(Feed.of_prompt(tokens(40)), memory).logits_BNV
+        first = model(Inputs.of_prompt(tokens(40)), memory).logits_BNV
         memory.commit([range(40)])
-        outputs.append(torch.cat((first, model(Feed.of_trees([tree]), memory).logits_BNV), dim=1))
+        outputs.append(torch.cat((first, model(Inputs.of_trees([tree]), memory).logits_BNV), dim=1))
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
 
 
@@ -160,13 +160,13 @@ def test_a_tree_is_its_paths_to_the_bit(name: str, form: str, data: st.DataObjec
     tree = DraftTree(np.array(tokens(size, size)), np.array(parents))
     prompt = tokens(data.draw(st.integers(1, 40)), 1)
     memory = cache(model)
-    model(Feed.of_prompt(prompt), memory)
+    model(Inputs.of_prompt(prompt), memory)
     memory.commit([range(len(prompt))])
-    wide = model(Feed.of_trees([tree]), memory).logits_BNV
+    wide = model(Inputs.of_trees([tree]), memory).logits_BNV
     assert wide is not None
     node = data.draw(st.integers(0, size - 1))
     for step in [*tree.path_to(node)]:
-        alone = model(Feed.of_prompt([int(tree.tokens[step])]), memory).logits_BNV
+        alone = model(Inputs.of_prompt([int(tree.tokens[step])]), memory).logits_BNV
         assert alone is not None
         memory.commit([[0]])
         assert torch.equal(alone[0, 0], wide[0, step])
@@ -185,15 +185,15 @@ def test_rows_of_a_batch_are_alone(name: str) -> None:
     trees = [DraftTree(np.array(tokens(n, 50 + n)), np.array([-1, *range(n - 1)])) for n in (4, 1, 6)]
     together = cache(model, rows=3)
     for slot, prompt in enumerate(prompts):
-        model(Feed.of_prompt(prompt), together, slots=slice(slot, slot + 1))
+        model(Inputs.of_prompt(prompt), together, slots=slice(slot, slot + 1))
         together.commit([range(len(prompt))])
-    batch = model(Feed.of_trees(trees), together).logits_BNV
+    batch = model(Inputs.of_trees(trees), together).logits_BNV
     assert batch is not None
     for b, (prompt, tree) in enumerate(zip(prompts, trees, strict=True)):
         memory = cache(model)
-        model(Feed.of_prompt(prompt), memory)
+        model(Inputs.of_prompt(prompt), memory)
         memory.commit([range(len(prompt))])
-        alone = model(Feed.of_trees([tree]), memory).logits_BNV
+        alone = model(Inputs.of_trees([tree]), memory).logits_BNV
         assert alone is not None
         assert torch.equal(alone[0], batch[b, : tree.size])
 
@@ -346,7 +346,7 @@ def test_quantized_layers_agree_with_dense_ones(kind: Literal["int8", "int4"]) -
     quantize_decoder(exact, kind)
     ours = packed(BASE, kind)
     assert (ours.dtype, exact.dtype) == (torch.bfloat16, torch.float32)
-    outputs = [model(Feed.of_prompt(tokens(40)), cache(model)).logits_BNV for model in (exact, ours)]
+    outputs = [model(Inputs.of_prompt(tokens(40)), cache(model)).logits_BNV for model in (exact, ours)]
     found = F.cosine_similarity(outputs[0], outputs[1].float(), dim=-1).mean()
     assert found > 0.98, found
 

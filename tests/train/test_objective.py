@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anabranch.drafters.streams import StreamDrafter
 from anabranch.engine import Engine, Request
 from anabranch.errors import InputError
+from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.methods.streams.config import StreamConfig
+from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.model.decoder import Decoder
-from anabranch.streams.adapter import StreamAdapter
-from anabranch.streams.config import StreamConfig
 from anabranch.train import objective as module
 from anabranch.train.data import Batch, Example
 from anabranch.train.objective import UNTOLD_STRIDE, LossOptions, StreamObjective, VocabularyLoss

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from anabranch.drafters.streams import StreamDrafter
-from anabranch.streams.config import StreamConfig
-from anabranch.streams.draft import DraftOptions, StreamDraft
+from anabranch.methods.streams.config import StreamConfig
+from anabranch.methods.streams.draft import DraftOptions, StreamDraft
+from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.train import objective as objective_module
 from anabranch.train.data import Example
 from anabranch.train.objective import LossOptions, StreamObjective

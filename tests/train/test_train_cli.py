@@ -11,11 +11,11 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from anabranch.adapters.folder import load_adapter
 from anabranch.cli.train import app
-from anabranch.drafters.streams import StreamDrafter
 from anabranch.errors import AnabranchError, FileError, InputError, TrainingWarning
+from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.model import load
-from anabranch.streams.folder import load_adapter
 from anabranch.train import RECIPES, answers, recipe
 from anabranch.train.job import train_streams
 from anabranch.train.trainer import Trainer

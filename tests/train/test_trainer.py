@@ -17,8 +17,8 @@ from torch import Tensor
 from anabranch.errors import CapabilityError, FileError, InputError
 from anabranch.interrupt import shielded
 from anabranch.memory import off_heap
-from anabranch.streams.adapter import StreamAdapter
-from anabranch.streams.config import StreamConfig
+from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.methods.streams.config import StreamConfig
 from anabranch.train import trainer as trainer_module
 from anabranch.train.checkpoint import load_checkpoint
 from anabranch.train.data import Example

@@ -13,17 +13,17 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from anabranch import api, profiles
+from anabranch import costs as drafter_costs
+from anabranch.adapters.folder import LoadedAdapter
 from anabranch.analysis.simulate import Cut, Latency
 from anabranch.cli import app
-from anabranch.drafters import StepCosts, check_spec, make_drafter, with_costs
-from anabranch.drafters import costs as drafter_costs
-from anabranch.drafters.costs import PassCosts
+from anabranch.costs import PassCosts
 from anabranch.engine import Request
 from anabranch.errors import FileError, InputError
+from anabranch.methods import StepCosts, check_spec, make_drafter, with_costs
 from anabranch.model import load
 from anabranch.model.load import Target
 from anabranch.profiles import Situation, find_profile, resolve, save_profile
-from anabranch.streams.folder import LoadedAdapter
 from anabranch.tune.fit import BUDGETS, Candidate, Fit, candidates, fit
 from anabranch.tune.latency import Measured, measure_steps
 from small import as_target, decode, prompt, small, small_adapter
@@ -177,7 +177,7 @@ def test_the_command(target: Target, adapter: LoadedAdapter, monkeypatch: pytest
     monkeypatch.setattr(load, "load_target", lambda *_, **__: target)
     monkeypatch.setattr(api, "load_target", lambda *_, **__: target)
     monkeypatch.setattr("anabranch.cli.models.fetch_default", lambda: None)
-    monkeypatch.setattr("anabranch.streams.folder.find_adapter", lambda *_: adapter)
+    monkeypatch.setattr("anabranch.adapters.folder.find_adapter", lambda *_: adapter)
     monkeypatch.setattr(api, "find_adapter", lambda *_: adapter)
     (tmp_path / "p.jsonl").write_text(
         "".join(json.dumps({"prompt": " ".join(f"w{i}" for i in ids)}) + "\n" for ids in PROMPTS), encoding="utf-8"
@@ -199,7 +199,7 @@ def run_tune(found: Fit, target: Target, monkeypatch: pytest.MonkeyPatch, *optio
     """The command, with a measurement that was made before."""
     monkeypatch.setattr(load, "load_target", lambda *_, **__: target)
     monkeypatch.setattr("anabranch.cli.models.fetch_default", lambda: None)
-    monkeypatch.setattr("anabranch.streams.folder.find_adapter", lambda *_: None)
+    monkeypatch.setattr("anabranch.adapters.folder.find_adapter", lambda *_: None)
     monkeypatch.setattr("anabranch.tune.fit.fit", lambda *_, **__: found)
     file = Path(os.environ["ANABRANCH_HOME"]).parent / "asked.jsonl"
     file.write_text('{"request": "w1 w2"}\n', encoding="utf-8")

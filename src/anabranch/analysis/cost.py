@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from anabranch.errors import InputError
+from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.methods.streams.config import StreamConfig
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Block, Decoder
 from anabranch.model.families import model_config
 from anabranch.model.weights import build_decoder
-from anabranch.streams.adapter import StreamAdapter
-from anabranch.streams.config import StreamConfig
 
 __all__ = ["METHODS", "MODELS", "Cost", "Setting", "cost", "costs", "parameters", "target"]
 

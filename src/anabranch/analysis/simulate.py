@@ -1,6 +1,6 @@
 """What narrower drafts would have given, replayed from a recording without the model.
 
-Under the rule *follow* the text does not depend on the drafts, and a draft depends on the text alone. So a recorded
+Under the rule *matching* the text does not depend on the drafts, and a draft depends on the text alone. So a recorded
 draft can be cut (fewer nodes, less deep, fewer children, only the likely ones, without some source) and verified
 against the recorded text, and the walk goes on where it ends:
 
@@ -31,11 +31,11 @@ import numpy as np
 
 from anabranch.analysis.theory import fitted_acceptance_rate
 from anabranch.analysis.trace import Record, Row, Trace, child_ranks
-from anabranch.drafters.width import Width
 from anabranch.errors import CapabilityError, FileError, InputError
 from anabranch.jsonfiles import parse_json, read_text
+from anabranch.methods.beliefs import Width
 from anabranch.tree import DraftTree
-from anabranch.verify import follow
+from anabranch.verify import match
 
 __all__ = ["Cut", "Latency", "Prediction", "overlap", "simulate"]
 
@@ -225,14 +225,14 @@ def simulate(
     ``width`` chooses how many nodes of what ``cut`` left are verified, step by step, as ``CombinedDrafter`` does; it
     needs a draft at every position.
 
-    Raises CapabilityError for a cut that the recording cannot tell about: one of the rule *reject* can only be cut in
-    depth and in k, which leaves the law of every trial as it was.
+    Raises CapabilityError for a cut that the recording cannot tell about: one of the rule *rejection* can only be cut
+    in depth and in k, which leaves the law of every trial as it was.
     """
     cut = cut or Cut()
-    if trace.rule == "reject" and (cut.nodes is not None or cut.threshold or cut.drop):
+    if trace.rule == "rejection" and (cut.nodes is not None or cut.threshold or cut.drop):
         raise CapabilityError(
-            "under rule='reject' a draft without some of its tokens would have been judged otherwise; replay other "
-            "depths or k, or record with rule='follow'"
+            "under rule='rejection' a draft without some of its tokens would have been judged otherwise; replay other "
+            "depths or k, or record with rule='match'"
         )
     if width is not None and not trace.every_position:
         raise CapabilityError(
@@ -254,7 +254,7 @@ def simulate(
 
 
 def overlap(trace: Trace) -> float | None:
-    """alpha as the mean of sum_x min(p(x), q(x)) over what *reject* judged; None where p and q were not recorded."""
+    """alpha as the mean of sum_x min(p(x), q(x)) over what *rejection* judged; None where p and q were not recorded."""
     found = [value for record in trace if record.judged is not None for value in record.judged.overlap]
     return float(np.mean(found)) if found else None
 
@@ -299,7 +299,7 @@ def _draft(record: Record, cut: Cut) -> DraftTree:
 
 def _match(tree: DraftTree, text: Sequence[int]) -> tuple[int, ...]:
     """The path of ``tree`` that a target accepts whose own words after the root are ``text``."""
-    return follow(tree, [text[depth] if depth < len(text) else NOTHING for depth in tree.depths.tolist()]).path
+    return match(tree, [text[depth] if depth < len(text) else NOTHING for depth in tree.depths.tolist()]).path
 
 
 def _lines(text: str) -> list[tuple[str, str]]:

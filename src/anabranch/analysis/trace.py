@@ -1,6 +1,6 @@
 """Recordings of decoding, one JSON line a step, written as it happens and readable after a crash.
 
-    {"trace": 1, "rule": "follow", "every_position": false, "settings": {...}}  the first line
+    {"trace": 1, "rule": "match", "every_position": false, "settings": {...}}  the first line
     {"source": "stream 1"}                                                       names source 1; 0 is "target"
     {"row": 0, "at": 3, "tokens": [7, 9], "parents": [-1, 0], "sources": [0, 1], "log_probs": [0.0, -0.2],
      "path": [0, 1], "next": 5, "kept": 2, "drafted": 1, "ms": [0.4, 9.1, 0.1, 0.6]}                    a step
@@ -8,7 +8,7 @@
 A recording holds token ids and no text. There are three ways to make one:
 
 as it decodes    ``writer.add(step)`` for every step of an engine
-with p and q     the engine's drafter is ``writer.watch(drafter)``: what the rule *reject* compared is kept as well
+with p and q     the engine's drafter is ``writer.watch(drafter)``: what the rule *rejection* compared is kept as well
 every position   the same, of a ``TraceWriter(..., every_position=True)``: drafts are made and recorded but never
                  verified, so every position of the text has the draft that would be made there. It takes as long as
                  plain decoding, and narrower drafts can then be replayed without error (``simulate``)
@@ -30,10 +30,10 @@ from typing import Any, NamedTuple, TextIO, cast
 import numpy as np
 import torch
 
-from anabranch.drafters.base import Context, Drafter, Observation, Wrapped
 from anabranch.engine import FinishReason, Step, Timings
 from anabranch.errors import CapabilityError, FileError
 from anabranch.jsonfiles import is_number, is_whole, parse_json, parse_object, read_lines, shown
+from anabranch.methods.base import Context, Drafter, Observation, Wrapped
 from anabranch.sampling import SamplingParams, target_probs
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule, Verdict
@@ -46,7 +46,7 @@ UNLIMITED = 1 << 20  # deeper than any draft
 
 @dataclass(frozen=True)
 class Judged:
-    """What the rule *reject* compared in one step.
+    """What the rule *rejection* compared in one step.
 
     p, q     [N - 1] the target's and the drafter's probability of each drafted token, given its parent
     overlap  sum_x min(p(x), q(x)) at each node of the accepted path that has children, from the root on
@@ -175,7 +175,7 @@ def read_trace(path: Path) -> Trace:
         raise FileError(f"{path} is a trace of version {shown(header['trace'])}, and this anabranch reads {VERSION}")
     settings, every_position = header.get("settings"), header.get("every_position")
     right = "trace" in header and isinstance(settings, dict) and isinstance(every_position, bool)
-    if not right or header.get("rule") not in ("follow", "reject"):
+    if not right or header.get("rule") not in ("match", "rejection"):
         raise FileError(f"{path} is not a trace; {advice}")
     return Trace(path, settings, header["rule"], every_position)
 
@@ -191,7 +191,7 @@ class TraceWriter:
     """
 
     def __init__(
-        self, path: Path, *, settings: Mapping[str, Any], rule: Rule = "follow", every_position: bool = False
+        self, path: Path, *, settings: Mapping[str, Any], rule: Rule = "match", every_position: bool = False
     ) -> None:
         self.path, self.every_position = path, every_position
         self._watched: list[Watched] = []
@@ -280,11 +280,11 @@ class Watched(Wrapped):
         self._seen: dict[int, deque[_Seen]] = {}
 
     def check(self, sampling: SamplingParams, rule: Rule) -> None:
-        """What the drafter says; drafts at every position belong to no draw of *reject*."""
-        if self.every_position and rule == "reject":
+        """What the drafter says; drafts at every position belong to no draw of *rejection*."""
+        if self.every_position and rule == "rejection":
             raise CapabilityError(
-                "recording every position leaves drafts unverified, and rule='reject' replays only what was verified; "
-                "use rule='follow', or record as it decodes"
+                "recording every position verifies no draft, and rule='rejection' replays only what was verified; "
+                "use rule='match', or record as it decodes"
             )
         self.drafter.check(sampling, rule)
 
@@ -306,7 +306,7 @@ class Watched(Wrapped):
         """Keep what was drafted and compared; the drafter observes too."""
         for b, (context, tree, verdict) in enumerate(zip(contexts, seen.trees, seen.verdicts, strict=True)):
             judged = None
-            if context.rule == "reject" and tree.draft_probs is not None and not context.sampling.needs_history:
+            if context.rule == "rejection" and tree.draft_probs is not None and not context.sampling.needs_history:
                 assert seen.output.logits_BNV is not None
                 judged = _judge(tree, verdict, seen.output.logits_BNV[b, : tree.size], context.sampling)
             found = _Seen(tree, judged, None)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from anabranch.drafters.base import Drafter
 from anabranch.engine import Engine, Request, Step
+from anabranch.methods.base import Drafter
 from anabranch.model.load import Target
 from anabranch.sampling import SamplingParams
 

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from anabranch.adapters.folder import LoadedAdapter
 from anabranch.bench.contenders import Contender, Ours
 from anabranch.bench.peers import open_peer, parse_peer
 from anabranch.bench.peers.environments import find_python
-from anabranch.drafters import check_spec, make_drafter
 from anabranch.errors import InputError
 from anabranch.files import without_folders
+from anabranch.methods import check_spec, make_drafter
 from anabranch.model.load import Target
 from anabranch.model.quantize import QUANTIZATIONS, Quantization, check_quantization
 from anabranch.profiles import resolve
 from anabranch.sampling import SamplingParams
-from anabranch.streams.folder import LoadedAdapter
 
 __all__ = [
     "PLAIN",

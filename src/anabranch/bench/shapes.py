@@ -24,18 +24,18 @@ from rich.table import Table
 
 from anabranch.analysis.cost import MODELS
 from anabranch.bench.machine import Machine, measure_machine
-from anabranch.drafters.base import Context, Drafter
-from anabranch.drafters.none import NoDrafter
-from anabranch.drafters.streams import StreamDrafter
 from anabranch.engine import Engine, Request
 from anabranch.errors import DeviceError, InputError
+from anabranch.methods.base import Context, Drafter
+from anabranch.methods.none import NoDrafter
+from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.methods.streams.config import StreamConfig
+from anabranch.methods.streams.draft import DraftOptions
+from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import model_config
 from anabranch.model.pack import pack_decoder
 from anabranch.model.weights import random_decoder
-from anabranch.streams.adapter import StreamAdapter
-from anabranch.streams.config import StreamConfig
-from anabranch.streams.draft import DraftOptions
 from anabranch.tree import DraftTree
 
 __all__ = [

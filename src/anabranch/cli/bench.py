@@ -21,11 +21,11 @@ from anabranch.interrupt import INTERRUPTED
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from anabranch.adapters.folder import LoadedAdapter
     from anabranch.bench.run import Encoded
     from anabranch.bench.session import Session
     from anabranch.model.load import Target
     from anabranch.model.quantize import Quantization
-    from anabranch.streams.folder import LoadedAdapter
 
 __all__ = ["app", "encode"]
 
@@ -135,6 +135,7 @@ def bench(
         return
     from rich.console import Console
 
+    from anabranch.adapters.folder import read_record
     from anabranch.bench.entries import check_installed, plain_of, read_entries
     from anabranch.bench.journal import Journal
     from anabranch.bench.recordings import Recordings, recorded_places
@@ -146,7 +147,6 @@ def bench(
     from anabranch.model.quantize import QUANTIZATIONS
     from anabranch.plots import check_matplotlib
     from anabranch.sampling import SamplingParams
-    from anabranch.streams.folder import read_record
 
     # whatever can be refused is refused before a model is loaded
     for name, given in (("--width", width), ("--batch", batch), ("--context", context_tokens)):
@@ -347,11 +347,11 @@ def _load(
     device: str,
     threads: int | None,
 ) -> _Loaded:
+    from anabranch.adapters.folder import find_adapter
     from anabranch.cli.models import fetch_default
     from anabranch.model.load import load_target
     from anabranch.model.pack import pack_decoder
     from anabranch.processor import set_threads
-    from anabranch.streams.folder import find_adapter
 
     set_threads(threads)
     if model == "default":

@@ -43,18 +43,18 @@ def certify(
     """
     from rich.console import Console
 
+    from anabranch.adapters.folder import find_adapter, read_record
     from anabranch.bench.suites import load_suite
     from anabranch.certify import Certificate
     from anabranch.certify import certify as run
     from anabranch.cli.bench import encode
     from anabranch.cli.models import fetch_default
-    from anabranch.drafters import check_spec
+    from anabranch.methods import check_spec
     from anabranch.model.load import load_target
     from anabranch.model.pack import pack_decoder
     from anabranch.processor import set_threads
     from anabranch.profiles import resolve
     from anabranch.sampling import SamplingParams
-    from anabranch.streams.folder import find_adapter, read_record
 
     # whatever can be refused is refused before a model is loaded
     check_spec(drafter)

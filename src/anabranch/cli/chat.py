@@ -246,7 +246,7 @@ class Conversation:
         self._answer(messages)
 
     def _drafter(self, spec: str) -> None:
-        from anabranch.drafters import check_spec
+        from anabranch.methods import check_spec
         from anabranch.profiles import resolve
 
         if spec:

@@ -147,9 +147,9 @@ def _recorded(
     """Hand ``chunks`` on and record their steps; to record every position, decode plainly in their place."""
     from anabranch.analysis.trace import TraceWriter
     from anabranch.api import Options
-    from anabranch.drafters import make_drafter
     from anabranch.engine import Engine
     from anabranch.generation import stream
+    from anabranch.methods import make_drafter
 
     settings = {name: value for name, value in call.items() if name != "on_prompt"}
     settings |= {"drafter": loaded.drafter, "model": loaded.target.name}

@@ -76,7 +76,7 @@ def info(
     Without an argument: versions, processor, kernels, caches and profiles, as a bug report needs them. For a model:
     family, sizes and the adapter that ships for it. For an adapter: target, recipe and measured acceptance.
     """
-    from anabranch.streams.folder import CONFIG, shipped
+    from anabranch.adapters.folder import CONFIG, shipped
 
     if what is None:
         _installation(as_json)
@@ -149,8 +149,8 @@ def _auto(auto: dict[str, Any]) -> dict[str, str]:
 def _model(what: str, as_json: bool) -> None:
     if what == "default":
         fetch_default()
+    from anabranch.adapters.folder import read_record, shipped
     from anabranch.model.load import load_target
-    from anabranch.streams.folder import read_record, shipped
 
     target = load_target(what)
     config = target.config
@@ -185,7 +185,7 @@ def _value(value: Any) -> str:
 
 def _adapter(folder: Path, as_json: bool) -> None:
     """The record, or the card that was written from it."""
-    from anabranch.streams.folder import read_record
+    from anabranch.adapters.folder import read_record
 
     record = read_record(folder)
     if as_json:
@@ -193,8 +193,8 @@ def _adapter(folder: Path, as_json: bool) -> None:
         return
     from rich.markdown import Markdown
 
+    from anabranch.adapters.card import card
     from anabranch.cli.layout import output
-    from anabranch.streams.card import card
 
     try:
         text = card(record)

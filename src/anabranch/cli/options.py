@@ -100,7 +100,7 @@ def load_model(
     """
     wait.tell(f"loading {model} ...")
     from anabranch.api import Options, load
-    from anabranch.drafters import check_spec
+    from anabranch.methods import check_spec
 
     check_spec(drafter)
     Options.of(options)

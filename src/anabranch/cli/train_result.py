@@ -66,8 +66,8 @@ def predicted_speeds(
     target: Target, record: Mapping[str, Any], out: Path, examples: Sequence[Example], screen: Screen
 ) -> dict[str, float]:
     """Tokens/s while decoding by drafter: tokens a pass over the time of a step, which is measured here."""
+    from anabranch.adapters.folder import load_adapter
     from anabranch.model.pack import pack_decoder
-    from anabranch.streams.folder import load_adapter
     from anabranch.tune.latency import measure_steps
 
     adapter = load_adapter(out, target).adapter

@@ -48,6 +48,7 @@ def tune(
     picks the method and tree with the most tokens a second, and checks them by decoding. Afterwards 'auto' means that
     drafter, for this model, adapter, number of threads and machine. Let nothing else run meanwhile.
     """
+    from anabranch.adapters.folder import find_adapter
     from anabranch.bench.suites import load_suite
     from anabranch.cli.bench import encode
     from anabranch.cli.models import fetch_default
@@ -57,7 +58,6 @@ def tune(
     from anabranch.model.pack import pack_decoder
     from anabranch.processor import set_threads
     from anabranch.profiles import Situation, save_profile
-    from anabranch.streams.folder import find_adapter
     from anabranch.tune.figure import check_figure, draw
     from anabranch.tune.fit import fit
 

@@ -3,7 +3,7 @@
 B rows of the batch, N tree nodes, R rows of one pass (N main rows, then any stream rows), V vocabulary,
 D model width, H query heads, K kv heads, G = H / K, E head width, L cache length.
 
-The decoder verifies trees: a pass takes a ``Feed`` of nodes with an ancestor mask, and a chain or a prompt is
+The decoder verifies trees: a pass takes a ``Inputs`` of nodes with an ancestor mask, and a chain or a prompt is
 the tree without branches. Whoever wants to ride in the pass (speculative streams) implements ``Rider``:
 it enters at a layer, may drop nodes there, brings rows of its own, and attends for them.
 """
@@ -35,11 +35,11 @@ from anabranch.tree import DraftTree, depths_of, mask_of
 if TYPE_CHECKING:
     from anabranch.model.stack import Stack
 
-__all__ = ["Block", "Decoder", "Feed", "Nodes", "Pass", "Rider", "RowSide", "StepOutput"]
+__all__ = ["Block", "Decoder", "Inputs", "Nodes", "Pass", "PassResult", "Rider", "RowSide"]
 
 
 @dataclass(frozen=True)
-class Feed:
+class Inputs:
     """The nodes of one pass: tokens and parents [B, N]. A node's parent stands before it in its row; -1: it has none.
 
     Rows with fewer nodes are padded; a padding node sees itself alone and nobody sees it.
@@ -49,26 +49,26 @@ class Feed:
     parents_BN: NDArray[np.int64]
 
     @staticmethod
-    def of_trees(trees: Sequence[DraftTree]) -> Feed:
+    def of_trees(trees: Sequence[DraftTree]) -> Inputs:
         """Trees of one step, padded to the widest."""
         if len(trees) == 1:
-            return Feed(trees[0].tokens[None], trees[0].parents[None])
+            return Inputs(trees[0].tokens[None], trees[0].parents[None])
         shape = len(trees), max(tree.size for tree in trees)
         tokens, parents = np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
         for b, tree in enumerate(trees):
             tokens[b, : tree.size] = tree.tokens
             parents[b, : tree.size] = tree.parents
-        return Feed(tokens, parents)
+        return Inputs(tokens, parents)
 
     @staticmethod
-    def of_chains(tokens_BN: NDArray[np.int64]) -> Feed:
+    def of_chains(tokens_BN: NDArray[np.int64]) -> Inputs:
         """Stretches of text."""
-        return Feed(tokens_BN, np.broadcast_to(np.arange(-1, tokens_BN.shape[1] - 1), tokens_BN.shape))
+        return Inputs(tokens_BN, np.broadcast_to(np.arange(-1, tokens_BN.shape[1] - 1), tokens_BN.shape))
 
     @staticmethod
-    def of_prompt(tokens: Sequence[int]) -> Feed:
+    def of_prompt(tokens: Sequence[int]) -> Inputs:
         """A stretch of one prompt."""
-        return Feed.of_chains(np.asarray([tokens], np.int64))
+        return Inputs.of_chains(np.asarray([tokens], np.int64))
 
     @cached_property
     def depths_BN(self) -> NDArray[np.int64]:
@@ -80,10 +80,10 @@ class Feed:
         """Which nodes of its row a node sees, itself among them [B, N, N]."""
         return np.stack([mask_of(parents) for parents in self.parents_BN])
 
-    def padded(self, width: int) -> Feed:
+    def padded(self, width: int) -> Inputs:
         """The same with padding nodes behind, up to ``width``."""
         more = ((0, 0), (0, width - self.tokens_BN.shape[1]))
-        return Feed(np.pad(self.tokens_BN, more), np.pad(self.parents_BN, more, constant_values=-1))
+        return Inputs(np.pad(self.tokens_BN, more), np.pad(self.parents_BN, more, constant_values=-1))
 
 
 class Norm(nn.Module):
@@ -211,7 +211,7 @@ class Block(nn.Module):
 
 
 class Nodes(NamedTuple):
-    """A Feed behind rows of these lengths, as tensors."""
+    """A Inputs behind rows of these lengths, as tensors."""
 
     tokens_BN: Tensor
     positions_BN: Tensor
@@ -219,7 +219,7 @@ class Nodes(NamedTuple):
     tree_BNN: Tensor
 
     @staticmethod
-    def of(feed: Feed, lengths: Sequence[int]) -> Nodes:
+    def of(feed: Inputs, lengths: Sequence[int]) -> Nodes:
         """On the host."""
         lengths_B = np.asarray(lengths, np.int64)
         arrays = (feed.tokens_BN, feed.depths_BN + lengths_B[:, None], lengths_B, feed.mask_BNN)
@@ -227,7 +227,7 @@ class Nodes(NamedTuple):
 
 
 class Pass:
-    """The device side of a Feed: positions, rotations and masks of one forward over some rows of a cache.
+    """The device side of a Inputs: positions, rotations and masks of one forward over some rows of a cache.
 
     With a ``span`` the pass reads that many positions of the cache, in use or not, and all that changes from step to
     step lies in tensors: it can be recorded (``graphs``).
@@ -382,7 +382,7 @@ class Rider(Protocol):
 
 
 @dataclass(frozen=True)
-class StepOutput:
+class PassResult:
     """What a pass yields: main rows [B, N, D] after the last norm and, where asked for, logits or greedy tokens."""
 
     hidden_BND: Tensor
@@ -511,14 +511,14 @@ class Decoder(nn.Module):
 
     def forward(
         self,
-        feed: Feed,
+        feed: Inputs,
         cache: Cache,
         *,
         slots: slice | None = None,
         planned: int | None = None,
         rider: Rider | None = None,
         need: Literal["hidden", "logits", "tokens"] = "logits",
-    ) -> StepOutput:
+    ) -> PassResult:
         """One pass over the nodes of ``feed``, whose keys and values are appended to ``cache`` but not committed.
 
         ``slots`` are the rows of the cache that the feed's rows are (default: all in use), ``planned`` the length
@@ -544,24 +544,24 @@ class Decoder(nn.Module):
             if hidden is None:
                 nodes = Nodes.of(feed, cache.lengths[slots])
                 hidden = self._through(Pass(self.config, nodes, cache, slots, planned, self.rope()), rider)
-            output = StepOutput(hidden)
+            output = PassResult(hidden)
         if need == "logits":
-            return StepOutput(output.hidden_BND, self.logits(output.hidden_BND))
+            return PassResult(output.hidden_BND, self.logits(output.hidden_BND))
         if need == "tokens" and output.tokens_BN is None:
-            return StepOutput(output.hidden_BND, tokens_BN=self.choose(output.hidden_BND))
+            return PassResult(output.hidden_BND, tokens_BN=self.choose(output.hidden_BND))
         return output
 
     def _at_once(
         self,
         stack: Stack,
-        feed: Feed,
+        feed: Inputs,
         cache: Cache,
         slots: slice,
         planned: int,
         rider: Rider | None,
         *,
         choose: bool,
-    ) -> StepOutput:
+    ) -> PassResult:
         """``_through`` in one call of the native kernels, which may choose the tokens too."""
         lengths = cache.lengths[slots]
         step = stack.step(lengths, feed.tokens_BN.shape[1], feed.parents_BN, planned)
@@ -569,9 +569,9 @@ class Decoder(nn.Module):
         hidden, tokens, seen = stack.through(feed.tokens_BN, step, cache, slots.start, choose=choose, tapped=tapped)
         if rider is not None and seen is not None:
             rider.found = (seen,)
-        return StepOutput(hidden, tokens_BN=tokens)
+        return PassResult(hidden, tokens_BN=tokens)
 
-    def _recorded(self, feed: Feed, cache: Cache, slots: slice, planned: int, rider: Rider | None) -> Tensor | None:
+    def _recorded(self, feed: Inputs, cache: Cache, slots: slice, planned: int, rider: Rider | None) -> Tensor | None:
         """``_through`` at the next larger shapes, recorded; None where that cannot be."""
         if self.recorder is None or slots.start or (rider is not None and not rider.fixed):
             return None  # what does not begin at the first row is a prompt being read

@@ -22,12 +22,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from anabranch.drafters.none import NoDrafter
 from anabranch.engine import Engine, Request
 from anabranch.errors import FileError, InputError
 from anabranch.files import check_writable, write_atomically
 from anabranch.interrupt import shielded
 from anabranch.jsonfiles import is_whole, parse_json, read_json, read_rows
+from anabranch.methods.none import NoDrafter
 from anabranch.model.load import Target
 from anabranch.model.text import encode, render_chat
 from anabranch.sampling import SamplingParams

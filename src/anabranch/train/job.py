@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
+from anabranch.adapters.folder import TargetIdentity, load_adapter, save_adapter
 from anabranch.errors import FileError, InputError, TrainingWarning
 from anabranch.files import check_folder
 from anabranch.jsonfiles import read_json
 from anabranch.memory import keep_memory
+from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.model.load import Target
 from anabranch.model.pack import pack_decoder
-from anabranch.streams.adapter import StreamAdapter
-from anabranch.streams.folder import TargetIdentity, load_adapter, save_adapter
 from anabranch.train.advice import Watch, before
 from anabranch.train.answers import settings_path
 from anabranch.train.checkpoint import read_log

@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anabranch.errors import InputError
+from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.methods.streams.prune import early_exit_logits
+from anabranch.methods.streams.rider import StreamRider, trail
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Decoder, Feed
-from anabranch.streams.adapter import StreamAdapter
-from anabranch.streams.prune import early_exit_logits
-from anabranch.streams.rider import StreamRider, trail
+from anabranch.model.decoder import Decoder, Inputs
 from anabranch.train.data import Batch
 
 __all__ = ["Frozen", "LossOptions", "Scores", "StreamObjective"]
@@ -187,7 +187,7 @@ class StreamObjective:
         cache = Cache(self.target.config, rows=rows, capacity=width, dtype=self.target.dtype, device=self.target.device)
         for _ in range(rows):
             cache.add_row()
-        feed = Feed.of_chains(batch.tokens_BT.numpy())
+        feed = Inputs.of_chains(batch.tokens_BT.numpy())
         rider = StreamRider(self.target, self.adapter, ride=False)
         with self.frozen.decoding():
             out = self.frozen(feed, cache, rider=rider, need="hidden", planned=width)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from anabranch.errors import InputError
-from anabranch.streams.config import StreamConfig
+from anabranch.methods.streams.config import StreamConfig
 from anabranch.train.objective import LossOptions
 from anabranch.train.trainer import TrainOptions
 

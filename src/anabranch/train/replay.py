@@ -1,6 +1,6 @@
 """Predicted mean acceptance length: recorded answers replayed through the real tree builder, without decoding.
 
-Greedy decoding with the rule *follow* walks a draft tree along the target's own tokens. Where these are known
+Greedy decoding with the rule *matching* walks a draft tree along the target's own tokens. Where these are known
 (held-out answers written by the target), the walk needs no target pass of its own: all stream states of an answer come
 from one pass, and the tree builder is the one that decoding uses.
 
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anabranch.streams.draft import RowVocabulary, StreamDraft
+from anabranch.methods.streams.draft import RowVocabulary, StreamDraft
 from anabranch.train.data import Batch, Example
 from anabranch.train.objective import StreamObjective
 from anabranch.tree import DraftTree

@@ -19,9 +19,9 @@ import torch
 from anabranch.errors import CapabilityError, FileError, InputError
 from anabranch.interrupt import shielded
 from anabranch.memory import off_heap
+from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.methods.streams.draft import DraftOptions, StreamDraft
 from anabranch.model.decoder import Decoder
-from anabranch.streams.adapter import StreamAdapter
-from anabranch.streams.draft import DraftOptions, StreamDraft
 from anabranch.train.checkpoint import drop_run, load_checkpoint, read_checkpoint, save_checkpoint, trim_log
 from anabranch.train.data import Batch, Example, batches, digest
 from anabranch.train.objective import Frozen, LossOptions, StreamObjective

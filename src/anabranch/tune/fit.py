@@ -20,17 +20,17 @@ import numpy as np
 
 from anabranch.analysis.simulate import Cut, Latency, Prediction, simulate
 from anabranch.analysis.trace import Trace, TraceWriter, read_trace
-from anabranch.drafters import Context, Drafter, Observation, StepCosts, make_drafter, with_costs
-from anabranch.drafters.base import Wrapped
-from anabranch.drafters.combined import CombinedDrafter
-from anabranch.drafters.none import NoDrafter
-from anabranch.drafters.width import Width
 from anabranch.engine import Engine, Request
 from anabranch.errors import InputError
+from anabranch.methods import Context, Drafter, Observation, StepCosts, make_drafter, with_costs
+from anabranch.methods.base import Wrapped
+from anabranch.methods.beliefs import Width
+from anabranch.methods.combined import CombinedDrafter
+from anabranch.methods.none import NoDrafter
+from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.methods.streams.draft import DraftOptions
 from anabranch.model.decoder import Rider
 from anabranch.model.load import Target
-from anabranch.streams.adapter import StreamAdapter
-from anabranch.streams.draft import DraftOptions
 from anabranch.tree import DraftTree
 from anabranch.tune.latency import Measured, measure_steps
 

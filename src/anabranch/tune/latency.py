@@ -21,15 +21,15 @@ import numpy as np
 
 from anabranch.analysis.simulate import Latency
 from anabranch.bench.shapes import Fixed
-from anabranch.drafters import Context, Drafter, make_drafter
-from anabranch.drafters.base import Wrapped
-from anabranch.drafters.combined import CombinedDrafter
-from anabranch.drafters.costs import disturbed
-from anabranch.drafters.none import NoDrafter
+from anabranch.costs import disturbed
 from anabranch.engine import Engine, Request
 from anabranch.errors import InputError
+from anabranch.methods import Context, Drafter, make_drafter
+from anabranch.methods.base import Wrapped
+from anabranch.methods.combined import CombinedDrafter
+from anabranch.methods.none import NoDrafter
+from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.model.load import Target
-from anabranch.streams.adapter import StreamAdapter
 from anabranch.tree import DraftTree
 
 __all__ = ["DRAFTS", "WIDTHS", "Measured", "measure_steps"]

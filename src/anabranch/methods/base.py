@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from anabranch.errors import CapabilityError
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Rider, StepOutput
+from anabranch.model.decoder import PassResult, Rider
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule, Verdict
@@ -32,7 +32,7 @@ class Context:
     tokens: list[int]
     prompt_length: int
     sampling: SamplingParams
-    rule: Rule = "follow"
+    rule: Rule = "match"
     room: int = 0
     key: int = field(default_factory=lambda: next(_keys))
 
@@ -50,7 +50,7 @@ class Observation:
     ``live[b]`` says whether the row goes on.
     """
 
-    output: StepOutput
+    output: PassResult
     cache: Cache
     trees: Sequence[DraftTree]
     verdicts: Sequence[Verdict]
@@ -62,7 +62,7 @@ class Drafter(ABC):
     """Proposes draft trees. One object serves all rows of an engine."""
 
     name: str = "drafter"
-    rules: tuple[Rule, ...] = ("follow",)
+    rules: tuple[Rule, ...] = ("match",)
     max_nodes: int = 1
 
     @property
@@ -80,7 +80,7 @@ class Drafter(ABC):
         if rule not in self.rules:
             raise CapabilityError(
                 f"the drafter {self.name!r} does not carry the law its drafts were drawn from, so the rule "
-                f"{rule!r} would not be exact; use rule='follow'"
+                f"{rule!r} would not be exact; use rule='match'"
             )
 
     @abstractmethod

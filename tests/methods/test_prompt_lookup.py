@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from anabranch.drafters.base import Context
-from anabranch.drafters.prompt_lookup import PRIOR, WEIGHT, PromptLookupDrafter
+from anabranch.methods.base import Context
+from anabranch.methods.prompt_lookup import PRIOR, WEIGHT, PromptLookupDrafter
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from anabranch.methods.streams.config import StreamConfig
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import attention
-from anabranch.streams.config import StreamConfig
 
 __all__ = ["stream_attention", "stream_bias", "stream_positions"]
 

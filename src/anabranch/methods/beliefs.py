@@ -11,7 +11,7 @@ running average, which would be right if difficulty did not persist, replays wer
 
 What is believed is held against what is accepted, source by source ("stream 2", "prompt_lookup"), and corrected by the
 ratio of the two. All of it is a function of a row's own drafts and text: another decoding of the same row chooses
-alike, and a replay does too (``analysis.simulate``). Whatever is chosen, the rule *follow* says the same text.
+alike, and a replay does too (``analysis.simulate``). Whatever is chosen, the rule *matching* says the same text.
 
 B rows of the batch, N nodes of the largest tree.
 """
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from anabranch.drafters.costs import StepCosts
+from anabranch.costs import StepCosts
 from anabranch.errors import InputError
 from anabranch.tree import DraftTree
 

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from anabranch.drafters.streams import StreamDrafter
 from anabranch.errors import AdapterError, CapabilityError, InputError
-from anabranch.streams.adapter import StreamAdapter
-from anabranch.streams.config import StreamConfig
-from anabranch.streams.draft import DraftOptions, StreamDraft
+from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.methods.streams.config import StreamConfig
+from anabranch.methods.streams.draft import DraftOptions, StreamDraft
+from anabranch.methods.streams.drafter import StreamDrafter
 from small import LLAMA, RICH, small, small_adapter
 
 

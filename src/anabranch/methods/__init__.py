@@ -12,16 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from anabranch.drafters.base import Context, Drafter, Observation
-from anabranch.drafters.combined import CombinedDrafter
-from anabranch.drafters.costs import StepCosts, usual_costs
-from anabranch.drafters.none import NoDrafter
-from anabranch.drafters.prompt_lookup import PromptLookupDrafter
-from anabranch.drafters.streams import StreamDrafter
+from anabranch.costs import StepCosts, usual_costs
 from anabranch.errors import CapabilityError, InputError
+from anabranch.methods.base import Context, Drafter, Observation
+from anabranch.methods.combined import CombinedDrafter
+from anabranch.methods.none import NoDrafter
+from anabranch.methods.prompt_lookup import PromptLookupDrafter
+from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.methods.streams.draft import DraftOptions
+from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.model.decoder import Decoder
-from anabranch.streams.adapter import StreamAdapter
-from anabranch.streams.draft import DraftOptions
 
 __all__ = [
     "AUTO",

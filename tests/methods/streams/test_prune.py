@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from anabranch.methods.streams import prune
+from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.methods.streams.prune import early_exit_logits, prune_nodes
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Decoder, Feed, Nodes, Pass
-from anabranch.streams import prune
-from anabranch.streams.adapter import StreamAdapter
-from anabranch.streams.prune import early_exit_logits, prune_nodes
+from anabranch.model.decoder import Decoder, Inputs, Nodes, Pass
 from anabranch.tree import DraftTree
 from small import prompt, small, small_adapter
 
@@ -22,7 +22,7 @@ def a_pass(target: Decoder, trees: list[DraftTree]) -> Pass:
     cache = Cache(target.config, rows=len(trees), capacity=64, dtype=target.dtype, device=target.device)
     for _ in trees:
         cache.add_row()
-    feed = Feed.of_trees(trees)
+    feed = Inputs.of_trees(trees)
     cache.begin(feed.tokens_BN.shape[1], slice(0, len(trees)))
     return Pass(target.config, Nodes.of(feed, cache.lengths), cache, slice(0, len(trees)), 64, target.rope())
 

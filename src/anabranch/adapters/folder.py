@@ -21,16 +21,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from anabranch.adapters.card import card
 from anabranch.errors import AdapterError, FileError, InputError, one_line
 from anabranch.files import write_atomically
 from anabranch.foreign import peft_advice
 from anabranch.jsonfiles import is_whole, read_json, shown
+from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.methods.streams.config import StreamConfig
 from anabranch.model.config import ModelConfig
 from anabranch.model.load import Target
 from anabranch.model.weights import is_finite
-from anabranch.streams.adapter import StreamAdapter
-from anabranch.streams.card import card
-from anabranch.streams.config import StreamConfig
 
 __all__ = [
     "SHIPPED",
@@ -47,7 +47,7 @@ FORMAT = "anabranch streams"
 VERSION = 1
 CONFIG, WEIGHTS, CARD = "adapter_config.json", "adapter.safetensors", "README.md"
 # adapters that come with the package, one folder each
-SHIPPED = Path(__file__).resolve().parents[1] / "adapters"
+SHIPPED = Path(__file__).resolve().parent / "shipped"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # without these a record is of no use; the card and ``anabranch info`` read them too
 _FIELDS: dict[str, type] = {"target": dict, "streams": dict, "sha256": str, "training": dict, "measured": dict}

@@ -9,12 +9,12 @@ import pytest
 
 from anabranch.analysis.simulate import simulate
 from anabranch.analysis.trace import TraceWriter, read_trace
-from anabranch.drafters import StepCosts, check_spec, make_drafter, with_costs
-from anabranch.drafters.combined import CombinedDrafter
-from anabranch.drafters.costs import pass_costs, usual_costs
-from anabranch.drafters.width import MEMORY, PRIOR, Width
+from anabranch.costs import pass_costs, usual_costs
 from anabranch.engine import Engine
 from anabranch.errors import CapabilityError, InputError
+from anabranch.methods import StepCosts, check_spec, make_drafter, with_costs
+from anabranch.methods.beliefs import MEMORY, PRIOR, Width
+from anabranch.methods.combined import CombinedDrafter
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
 from small import decode, request, small, small_adapter
@@ -150,8 +150,8 @@ def test_what_is_said_does_not_depend_on_it(spec: str, merged: bool, rows: int, 
 
 def test_reject_is_refused() -> None:
     drafter = make_drafter("streams:tree=auto", small(), small_adapter(small()))
-    with pytest.raises(CapabilityError, match="rule='follow'"):
-        drafter.check(SAMPLED, "reject")
+    with pytest.raises(CapabilityError, match="rule='match'"):
+        drafter.check(SAMPLED, "rejection")
 
 
 @pytest.mark.parametrize("method", ["streams:tree=auto,nodes=20", "streams:tree=auto,nodes=20+prompt_lookup"])

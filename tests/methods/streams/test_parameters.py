@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.methods.streams.config import StreamConfig
 from anabranch.model.config import ModelConfig
-from anabranch.streams.adapter import StreamAdapter
-from anabranch.streams.config import StreamConfig
 
 
 def model(width: int, **options: int) -> ModelConfig:

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from anabranch.errors import InputError
 from anabranch.memory import give_back
+from anabranch.methods.streams.config import StreamConfig
+from anabranch.methods.streams.scorer import Conditioner
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import MLP, Block, Decoder
 from anabranch.model.pack import Packable, PackedLinear, PackedWeight, packed_like
 from anabranch.model.stack import NativeLinear
-from anabranch.streams.config import StreamConfig
-from anabranch.streams.scorer import Conditioner
 
 __all__ = ["StreamAdapter", "StreamLayer"]
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from anabranch.drafters.base import Context, Observation
-from anabranch.drafters.streams import StreamDrafter
+from anabranch.methods.base import Context, Observation
+from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.methods.streams.config import StreamConfig
+from anabranch.methods.streams.drafter import StreamDrafter
+from anabranch.methods.streams.rider import StreamRider
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Decoder, Feed, StepOutput
+from anabranch.model.decoder import Decoder, Inputs, PassResult
 from anabranch.sampling import SamplingParams
-from anabranch.streams.adapter import StreamAdapter
-from anabranch.streams.config import StreamConfig
-from anabranch.streams.rider import StreamRider
 from anabranch.tree import DraftTree
 from anabranch.verify import Verdict
 from small import CASES, RICH, prompt, small, small_adapter
@@ -44,15 +44,15 @@ def filled(target: Decoder) -> Cache:
     cache = Cache(target.config, rows=3, capacity=40, dtype=target.dtype, device=target.device)
     for slot, length in enumerate(LENGTHS):
         cache.add_row()
-        target(Feed.of_prompt(prompt(length, seed=slot)), cache, slots=slice(slot, slot + 1), need="hidden")
+        target(Inputs.of_prompt(prompt(length, seed=slot)), cache, slots=slice(slot, slot + 1), need="hidden")
         cache.commit([range(length)])
     return cache
 
 
 @torch.no_grad()
-def run(target: Decoder, rider: StreamRider | None) -> tuple[StepOutput, Cache]:
+def run(target: Decoder, rider: StreamRider | None) -> tuple[PassResult, Cache]:
     cache = filled(target)
-    return target(Feed.of_trees(trees()), cache, rider=rider), cache
+    return target(Inputs.of_trees(trees()), cache, rider=rider), cache
 
 
 @pytest.mark.parametrize("case", sorted(CASES))
@@ -150,7 +150,7 @@ def test_pruning_changes_nothing_for_the_nodes_that_stay(case: str, ride: bool) 
         fresh = Cache(target.config, rows=1, capacity=40, dtype=target.dtype, device=target.device)
         fresh.add_row()
         with torch.no_grad():
-            target(Feed.of_prompt(text), fresh)
+            target(Inputs.of_prompt(text), fresh)
         fresh.commit([range(len(text))])
         assert cache.lengths[b] == len(text)
         assert torch.allclose(cache.keys[:, b, :, : len(text)], fresh.keys[:, 0, :, : len(text)], atol=1e-5)

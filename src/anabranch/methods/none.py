@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from anabranch.drafters.base import Context, Drafter
+from anabranch.methods.base import Context, Drafter
 from anabranch.tree import DraftTree
 
 __all__ = ["NoDrafter"]

@@ -9,15 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anabranch.drafters.base import Context, Drafter, Observation
 from anabranch.errors import CapabilityError, InputError
+from anabranch.methods.base import Context, Drafter, Observation
+from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.methods.streams.draft import DraftOptions, DrawNoise, RowVocabulary, StreamDraft
+from anabranch.methods.streams.native import NativeTrail
+from anabranch.methods.streams.rider import StreamRider, trail
 from anabranch.model.decoder import Block, Decoder, Rider
 from anabranch.model.graphs import span_bucket
 from anabranch.sampling import COLDEST, SamplingParams, generator, position_keys
-from anabranch.streams.adapter import StreamAdapter
-from anabranch.streams.draft import DraftOptions, DrawNoise, RowVocabulary, StreamDraft
-from anabranch.streams.native import NativeTrail
-from anabranch.streams.rider import StreamRider, trail
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule
 
@@ -32,14 +32,14 @@ class StreamDrafter(Drafter):
 
     options    the shape of the tree
     prune      nodes that pass the early-exit pruning layer; 0: no pruning. Where it prunes, the tree that was drawn
-               is not the tree that is verified, so only *follow* is exact and sampled drafts are refused
+               is not the tree that is verified, so only *matching* is exact and sampled drafts are refused
     placement  "ride": stream rows travel with every tree node in the target's pass (the paper); "trail": those of the
                accepted node alone follow it; "auto": trail where the adapter can tell them the emitted token, and on a
                CPU, where rows cost time; else ride, which at batch 1 is nearly free on a GPU
     """
 
     name = "streams"
-    rules = ("follow", "reject")
+    rules = ("match", "rejection")
 
     def __init__(
         self,
@@ -87,28 +87,28 @@ class StreamDrafter(Drafter):
         return self._rider
 
     def check(self, sampling: SamplingParams, rule: Rule) -> None:
-        """*reject* needs trees that were sampled and stay as they were drawn."""
+        """*rejection* needs trees that were sampled and stay as they were drawn."""
         super().check(sampling, rule)
-        if rule == "reject":
+        if rule == "rejection":
             if self.prune:
                 raise CapabilityError(
-                    "pruning removes sampled nodes, so rule='reject' is not exact; use rule='follow' or prune=0"
+                    "pruning removes sampled nodes, so rule='rejection' is not exact; use rule='match' or prune=0"
                 )
             if self.tree.options.tree == "best":
                 raise CapabilityError(
-                    "best-first trees hold the most probable nodes, not sampled ones, so rule='reject' is not exact; "
-                    "use rule='follow', or tree=product or tree=chain"
+                    "best-first trees hold the most probable nodes and no samples, so rule='rejection' is not exact; "
+                    "use rule='match', or tree=product or tree=chain"
                 )
             if sampling.greedy or sampling.needs_history:
                 raise CapabilityError(
-                    "rule='reject' draws its drafts from the streams' own law and needs temperature > 0 without "
-                    "repetition penalty or logits processors; use rule='follow'"
+                    "rule='rejection' draws its drafts from the streams' own law and needs temperature > 0 without "
+                    "repetition penalty or logits processors; use rule='match'"
                 )
 
     def draft(self, contexts: Sequence[Context]) -> list[DraftTree]:
         """Trees from the states that the last step left; the root alone where there are none yet."""
         known = [b for b, context in enumerate(contexts) if context.key in self._states and context.room > 0]
-        batch = [b for b in known if contexts[b].rule == "follow"]
+        batch = [b for b in known if contexts[b].rule == "match"]
         trees = [] if len(batch) == len(contexts) else [DraftTree.root(context.root) for context in contexts]
         if batch:
             states = [self._states[contexts[b].key] for b in batch]
@@ -125,7 +125,7 @@ class StreamDrafter(Drafter):
                 trees[b] = tree
         for b in known:
             context = contexts[b]
-            if context.rule == "reject":
+            if context.rule == "rejection":
                 noise = generator(context.sampling.seed, len(context.tokens), lane=DRAFT_LANE)
                 trees[b] = self.tree.sample(
                     self._states[context.key],

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.model.decoder import Decoder, Pass
-from anabranch.streams.adapter import StreamAdapter
 
 __all__ = ["early_exit_logits", "prune_nodes"]
 

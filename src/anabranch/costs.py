@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from anabranch.errors import InputError
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Decoder, Feed
+from anabranch.model.decoder import Decoder, Inputs
 
 try:
     import resource
@@ -221,7 +221,7 @@ def _time_passes(target: Decoder) -> PassTimes:
     cache.add_row()
 
     def once(rows: int) -> float:
-        feed = Feed.of_prompt([0] * rows)
+        feed = Inputs.of_prompt([0] * rows)
         began = time.perf_counter()
         target(feed, cache, planned=widest, need="tokens")
         ms = 1e3 * (time.perf_counter() - began)

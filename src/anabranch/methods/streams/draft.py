@@ -24,13 +24,13 @@ from torch import Tensor
 
 from anabranch.errors import InputError
 from anabranch.memory import give_back
+from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.model.decoder import Decoder
 from anabranch.model.graphs import Graphs
 from anabranch.model.pack import packed_like
 from anabranch.model.stack import NativeLinear, table_of
 from anabranch.native import library as native
 from anabranch.sampling import SamplingParams, gumbels_of, halves, inverse_cdf, target_probs
-from anabranch.streams.adapter import StreamAdapter
 from anabranch.tree import DraftTree
 
 __all__ = ["DraftOptions", "DrawNoise", "RowVocabulary", "StreamDraft"]
@@ -400,7 +400,7 @@ class StreamDraft:
         depth: int,
         row: RowVocabulary | None = None,
     ) -> DraftTree:
-        """A tree of k children a node *sampled* from the streams' law, for the rule *reject* (ACL eq. 9).
+        """A tree of k children a node *sampled* from the streams' law, for the rule *rejection* (ACL eq. 9).
 
         The law is the target's own transformation (temperature, top-k, ...) of the stream scores. Returns the
         product tree of k children over at most ``depth`` streams (k = 1: a chain) with ``draft_probs`` [N, V].

@@ -17,8 +17,8 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 
-from anabranch.drafters.base import Context, Drafter
 from anabranch.errors import InputError
+from anabranch.methods.base import Context, Drafter
 from anabranch.tree import DraftTree
 
 __all__ = ["PromptLookupDrafter"]

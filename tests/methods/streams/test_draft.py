@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from anabranch.methods.streams.config import StreamConfig
+from anabranch.methods.streams.draft import DraftOptions, DrawNoise, RowVocabulary, StreamDraft
 from anabranch.sampling import SamplingParams, generator, inverse_cdf, position_keys, target_probs, target_tokens
-from anabranch.streams.config import StreamConfig
-from anabranch.streams.draft import DraftOptions, DrawNoise, RowVocabulary, StreamDraft
 from anabranch.tree import DraftTree
 from small import RICH, VOCABULARY, small, small_adapter
 

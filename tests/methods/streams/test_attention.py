@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from anabranch.methods.streams.attention import stream_attention, stream_bias, stream_positions
+from anabranch.methods.streams.config import StreamConfig
 from anabranch.model.config import ModelConfig
-from anabranch.streams.attention import stream_attention, stream_bias, stream_positions
-from anabranch.streams.config import StreamConfig
 from small import CASES, LLAMA
 
 B, N, L = 2, 3, 7

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from anabranch.drafters.base import Context, Drafter, Observation
-from anabranch.drafters.costs import StepCosts
-from anabranch.drafters.width import Width
+from anabranch.costs import StepCosts
 from anabranch.errors import CapabilityError
+from anabranch.methods.base import Context, Drafter, Observation
+from anabranch.methods.beliefs import Width
 from anabranch.model.decoder import Rider
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
@@ -22,10 +22,10 @@ class CombinedDrafter(Drafter):
     nodes  verified at most, the root included
     costs  of steps by width: as many of the nodes as pay for themselves, see ``width``; None: always ``nodes``
 
-    What is merged or cut is not a sample of any one law, so *follow* is the only exact rule.
+    What is merged or cut is not a sample of any one law, so *matching* is the only exact rule.
     """
 
-    rules = ("follow",)
+    rules = ("match",)
 
     def __init__(self, parts: Sequence[Drafter], *, nodes: int = 32, costs: StepCosts | None = None) -> None:
         self.width = Width(nodes, costs)
@@ -48,10 +48,10 @@ class CombinedDrafter(Drafter):
         return next((part.rider for part in self.parts if part.rider is not None), None)
 
     def check(self, sampling: SamplingParams, rule: Rule) -> None:
-        """Each part must be able to serve by *follow*."""
+        """Each part must be able to serve by *matching*."""
         super().check(sampling, rule)
         for part in self.parts:
-            part.check(sampling, "follow")
+            part.check(sampling, "match")
 
     def draft(self, contexts: Sequence[Context]) -> list[DraftTree]:
         """Merged trees, cut to one width."""

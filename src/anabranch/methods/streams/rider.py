@@ -15,10 +15,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from anabranch.methods.streams.adapter import StreamAdapter, StreamSide
+from anabranch.methods.streams.attention import stream_attention, stream_bias, stream_positions
+from anabranch.methods.streams.prune import prune_nodes
 from anabranch.model.decoder import Block, Decoder, Pass
-from anabranch.streams.adapter import StreamAdapter, StreamSide
-from anabranch.streams.attention import stream_attention, stream_bias, stream_positions
-from anabranch.streams.prune import prune_nodes
 
 __all__ = ["StreamRider", "trail"]
 

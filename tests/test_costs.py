@@ -11,10 +11,9 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from anabranch import profiles
-from anabranch.drafters import StepCosts, costs
-from anabranch.drafters.costs import PassCosts, PassTimes
-from anabranch.drafters.costs import measure_passes as real_measure
+from anabranch import costs, profiles
+from anabranch.costs import PassCosts, PassTimes, StepCosts
+from anabranch.costs import measure_passes as real_measure
 from anabranch.errors import PerformanceWarning
 from anabranch.profiles import Situation, explain, save_profile
 from anabranch.profiles import _keep_costs as real_keep

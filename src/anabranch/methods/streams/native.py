@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anabranch.memory import give_back
+from anabranch.methods.streams.adapter import LowRank, StreamAdapter, StreamLayer
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Block, Decoder
 from anabranch.model.pack import packed_like
 from anabranch.model.quantize import QuantizedWeight
 from anabranch.model.stack import LayerWeights, NativeLinear, Stack, norm_weight, table_of
 from anabranch.native.library import BLOCK, WIDEST, Entry
-from anabranch.streams.adapter import LowRank, StreamAdapter, StreamLayer
 
 __all__ = ["NativeTrail"]
 

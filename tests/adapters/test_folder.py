@@ -14,15 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from anabranch.drafters.streams import StreamDrafter
+from anabranch.adapters import folder as folders
+from anabranch.adapters.folder import TargetIdentity, find_adapter, load_adapter, read_record, save_adapter
 from anabranch.errors import AdapterError, FileError, InputError
+from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.methods.streams.config import MOST_STREAMS, StreamConfig
+from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.model.load import Target
 from anabranch.model.rope import MARGIN
 from anabranch.model.weights import build_decoder
-from anabranch.streams import folder as folders
-from anabranch.streams.adapter import StreamAdapter
-from anabranch.streams.config import MOST_STREAMS, StreamConfig
-from anabranch.streams.folder import TargetIdentity, find_adapter, load_adapter, read_record, save_adapter
 from small import RICH, as_target, decode, request, small, small_adapter
 
 WORDS = torch.tensor([0, 2, 3, 5, 11])
