@@ -198,11 +198,11 @@ def page_chart(stem: str, result: Result) -> str:
     """At most ten contenders of a comparison."""
     records = [record for record in result["contenders"] if "error" not in record]
     shown = leading(records)
-    caption = _caption(machine_of(stem) or stem, result)
+    title = "Tokens per second"
     if len(shown) < len(records):
-        caption += f"; {len(shown)} of {len(records)} contenders, the fastest of each kind"
+        title += f" ({len(shown)} of {len(records)} contenders: the fastest of each kind)"
     bars = [Bar(record["name"], _rate(record), record["kind"] == "ours") for record in shown]
-    return bar_chart("Tokens per second, one prompt at a time", caption, bars)
+    return bar_chart(title, _caption(machine_of(stem) or stem, result), bars)
 
 
 def page(results: Mapping[str, Result]) -> str:
