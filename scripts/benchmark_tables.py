@@ -10,7 +10,7 @@ from typing import Any
 
 from anabranch.bench.report import blocks
 
-__all__ = ["comparison", "kind_of", "machine_line", "table", "tables_of"]
+__all__ = ["at_a_time", "comparison", "kind_of", "machine_line", "table", "tables_of"]
 
 Result = Mapping[str, Any]
 
@@ -50,13 +50,19 @@ def _memory_line(machine: Result) -> str:
     )
 
 
+def at_a_time(run: Result) -> str:
+    """How many prompts a comparison decodes together, in words."""
+    rows = run.get("rows", 1)
+    return "one prompt at a time" if rows == 1 else f"{rows} prompts at a time"
+
+
 def comparison(result: Result) -> list[str]:
     """Drafters and peers on the same prompts (``anabranch bench``)."""
     run = result["run"]
     sampling = "greedy" if run["temperature"] == 0 else f"temperature {run['temperature']:g}, seed {run['seed']}"
     lines = [
         f"{result['prompts_done']} prompts of {run['suite']}, {run['max_new_tokens']} new tokens, {sampling}, "
-        f"{run['dtype']}, batch 1. {_memory_line(result['machine'])}",
+        f"{run['dtype']}, {at_a_time(run)}. {_memory_line(result['machine'])}",
         "",
     ]
     chosen = [

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bar_chart import Bar, bar_chart
-from benchmark_tables import KINDS, kind_of, machine_line, table, tables_of
+from benchmark_tables import KINDS, at_a_time, kind_of, machine_line, table, tables_of
 
 from anabranch.bench.figures import leading
 
@@ -55,7 +55,8 @@ def machine_of(stem: str) -> str | None:
 
 def newest_comparisons(results: Mapping[str, Result]) -> dict[str, Result]:
     """The newest comparison of each machine, in the order of ``MACHINES``."""
-    found = {machine: r for stem, r in results.items() if (machine := machine_of(stem))}  # sorted: the newest is last
+    single = {stem: r for stem, r in results.items() if r.get("run", {}).get("rows", 1) == 1}
+    found = {machine: r for stem, r in single.items() if (machine := machine_of(stem))}  # sorted: the newest is last
     return {machine: found[machine] for machine in MACHINES if machine in found}
 
 
@@ -148,7 +149,7 @@ def readme_chart(machine: str, result: Result) -> str:
         Bar("anabranch plain, bf16", _rate(plain), True),
     ]
     bars += [Bar(_readable(record), _rate(record), False) for record in chosen]
-    return bar_chart("Tokens per second, one prompt at a time", _caption(machine, result), bars)
+    return bar_chart(f"Tokens per second, {at_a_time(result['run'])}", _caption(machine, result), bars)
 
 
 def _caption(machine: str, result: Result) -> str:
@@ -198,7 +199,7 @@ def page_chart(stem: str, result: Result) -> str:
     """At most ten contenders of a comparison."""
     records = [record for record in result["contenders"] if "error" not in record]
     shown = leading(records)
-    title = "Tokens per second"
+    title = f"Tokens per second, {at_a_time(result['run'])}"
     if len(shown) < len(records):
         title += f" ({len(shown)} of {len(records)} contenders: the fastest of each kind)"
     bars = [Bar(record["name"], _rate(record), record["kind"] == "ours") for record in shown]
@@ -210,12 +211,12 @@ def page(results: Mapping[str, Result]) -> str:
     lines = [
         "# Benchmarks",
         "",
-        "Every result file of the repository as tables. `python scripts/benchmarks_page.py` writes this page from "
-        "`benchmarks/`; do not edit it.",
-        "[Metrics](metrics.md) defines every number. Speedups compare with our own plain decoding on the same prompt, "
-        "in the same run, with the same weights.",
-        "The default model is SmolLM2-135M-Instruct. All runs are on CPUs; nothing has been measured on a GPU.",
-        "",
+        *_wrapped(
+            "Every result file of the repository as tables. `python scripts/benchmarks_page.py` writes this page from "
+            "`benchmarks/`; do not edit it. [Metrics](metrics.md) defines every number. Speedups compare with our own "
+            "plain decoding on the same prompt, in the same run, with the same weights. The default model is "
+            "SmolLM2-135M-Instruct. All runs are on CPUs; nothing has been measured on a GPU."
+        ),
     ]
     for title, _, _ in KINDS:
         chosen = {stem: result for stem, result in results.items() if kind_of(result) == title}

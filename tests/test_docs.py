@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -137,8 +138,31 @@ def test_readme_is_short_and_its_links_lead_to_files() -> None:
     assert [link for link in links if not (ROOT / link).is_file()] == []
 
 
+def test_every_picture_is_shown_somewhere() -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in (README, *(ROOT / "docs").glob("*.md")))
+    pictures = [path.name for path in (ROOT / "docs" / "pictures").iterdir()]
+    assert [name for name in pictures if f"pictures/{name})" not in pages] == []
+
+
+def check_numbers(root: Path) -> tuple[int, str]:
+    """Exit status and output of the check of generated files in the checkout ``root``."""
+    script = root / "scripts" / "benchmarks_page.py"
+    done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, check=False)
+    print(done.stderr)  # shown if a test fails
+    return done.returncode, done.stdout
+
+
 def test_numbers_are_those_of_the_result_files() -> None:
-    done = subprocess.run(
-        [sys.executable, "scripts/benchmarks_page.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert check_numbers(ROOT) == (0, "")
+
+
+def test_a_changed_number_is_found(tmp_path: Path) -> None:
+    for name in ("docs", "benchmarks", "scripts"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    text = README.read_text(encoding="utf-8")
+    changed = re.sub(r"\| bf16 \| \d+ \|", "| bf16 | 999 |", text, count=1)
+    assert changed != text
+    (tmp_path / "README.md").write_text(changed, encoding="utf-8")
+    status, output = check_numbers(tmp_path)
+    assert status == 1
+    assert output.startswith("README.md differs")

@@ -42,7 +42,7 @@ def leading(records: Records, limit: int = MOST) -> Records:
 
 
 def draw(result: Mapping[str, Any]) -> dict[str, Figure]:
-    """The figures of a result by name; one that would be empty (no task, no draft, no peer's clock) is left out."""
+    """Draw the figures of a result, by name; those that would be empty (no task, no draft, no clock) are left out."""
     records = [record for record in result["contenders"] if "error" not in record]
     with plots.styled():
         drawn = {name: make(result, records) for name, make in FIGURES.items()}
@@ -55,21 +55,21 @@ def save_figures(result: Mapping[str, Any], out: Path) -> list[Path]:
 
 
 def _most(records: Records, eligible: Records) -> str:
-    """What the caption says where ``records`` are fewer than ``eligible``."""
+    """A note that not all ``eligible`` contenders are shown; empty if they are."""
     if len(records) == len(eligible):
         return ""
     return f"{len(records)} of {len(eligible)} contenders: the first, and the fastest of each kind"
 
 
 def _figure(result: Mapping[str, Any], title: str, width: float, height: float, *notes: str) -> Figure:
-    """With the title above, what was measured below, and ``notes`` under that."""
+    """A figure with ``title`` above it, and below it what was measured and ``notes``."""
     figure = plots.new_figure(width, height)
     run, where = result["run"], result["environment"]
-    law = "greedy" if run["temperature"] == 0 else f"T = {run['temperature']:g}"
+    sampling = "greedy" if run["temperature"] == 0 else f"T = {run['temperature']:g}"
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
     figure.supxlabel(
-        f"{run['suite']}, {result['prompts_done']} prompts, {run['max_new_tokens']} new tokens, {law}, {run['dtype']}, "
-        f"batch 1; {where['processor']}, threads: {where['threads']}; {where['date']}"
+        f"{run['suite']}, {result['prompts_done']} prompts, {run['max_new_tokens']} new tokens, {sampling}, "
+        f"{run['dtype']}, batch 1; {where['processor']}, threads: {where['threads']}; {where['date']}"
         + "".join(f"\n{note}" for note in notes if note),
         x=0.01,
         ha="left",
@@ -80,7 +80,7 @@ def _figure(result: Mapping[str, Any], title: str, width: float, height: float, 
 
 
 def _rows(axes: Axes, names: list[str]) -> None:
-    """Contenders down the y axis, the first on top."""
+    """Label the y axis with contenders, the first on top."""
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
@@ -92,7 +92,7 @@ def _colour(record: Mapping[str, Any]) -> str:
 
 
 def _speedup(result: Mapping[str, Any], records: Records) -> Figure | None:
-    """A panel a task: median and quartiles over its prompts of the speedup over plain decoding."""
+    """One panel per task: median and quartiles over its prompts of the speedup over plain decoding."""
     baseline = result["run"]["baseline"]
     eligible = [r for r in records if "speedup_quartiles" in r and r["name"] != baseline]
     if not eligible:
@@ -108,7 +108,7 @@ def _speedup(result: Mapping[str, Any], records: Records) -> Figure | None:
     figure = _figure(
         result,
         "Speedup over plain decoding, by task",
-        max(8.5, 2.6 + 2.3 * columns),  # the title and what was measured need that much
+        max(8.5, 2.6 + 2.3 * columns),  # room for the title and the caption
         1.2 + lines * (0.75 + 0.3 * len(records)),
         "bars: quartiles of the prompts" + ("; circles: anabranch; diamonds: peers" if peers else ""),
         _most(records, eligible),
@@ -145,7 +145,7 @@ def _speedup(result: Mapping[str, Any], records: Records) -> Figure | None:
 
 
 def _acceptance(result: Mapping[str, Any], records: Records) -> Figure | None:
-    """A line a method: how often a step accepted at least that many draft tokens."""
+    """One line per method: how often a step accepted at least that many draft tokens."""
     eligible = [record for record in records if record.get("acceptance_by_depth")]
     if not eligible:
         return None
@@ -169,7 +169,7 @@ def _acceptance(result: Mapping[str, Any], records: Records) -> Figure | None:
 
 
 def _time(result: Mapping[str, Any], records: Records) -> Figure | None:
-    """A stacked bar a method: milliseconds a token by part, and the floor of plain decoding."""
+    """One stacked bar per method: milliseconds per token by part, and the floor of plain decoding."""
     eligible = [record for record in records if "token_ms_by_part" in record]
     if not eligible:
         return None
@@ -190,7 +190,7 @@ def _time(result: Mapping[str, Any], records: Records) -> Figure | None:
     axes.set_xlim(0, 1.1 * max([*ends, floor]))
     axes.set_xlabel("milliseconds per new token (reading the prompt is not included)")
     handles, labels = axes.get_legend_handles_labels()
-    order = [*range(1, len(handles)), 0]  # the line comes first, and is least
+    order = [*range(1, len(handles)), 0]  # matplotlib puts the line first; show it last
     axes.legend(
         [handles[i] for i in order],
         [labels[i] for i in order],
@@ -203,11 +203,11 @@ def _time(result: Mapping[str, Any], records: Records) -> Figure | None:
 
 
 def _floor(result: Mapping[str, Any], records: Records) -> Figure | None:
-    """Tokens/s while decoding and prompt included, against what reading all weights for each token allows."""
+    """Tokens/s while decoding and including the prompt, and the limit set by reading all weights for each token."""
     if not records:
         return None
     eligible, records = records, leading(records)
-    title = "Tokens per second, and the floor that memory sets"
+    title = "Tokens per second, and the limit set by memory"
     figure = _figure(result, title, 8.5, 2.1 + 0.42 * len(records), _most(records, eligible))
     axes = figure.subplots()
     _rows(axes, [record["name"] for record in records])
