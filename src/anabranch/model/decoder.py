@@ -469,11 +469,12 @@ class Decoder(nn.Module):
     def layers(self, x: Tensor, run: Pass, low: int, high: int) -> Tensor:
         """Main rows through layers ``low`` to ``high`` - 1; float32 where the native kernels run them."""
         if self.stack is not None:
-            x = x.to(torch.float32, copy=True).contiguous()
+            rows = x.to(torch.float32, copy=True).contiguous().flatten(0, 1)
             lengths = run.cache.lengths[run.slots]
-            step = self.stack.step(lengths, run.width, run.parents_BN.numpy(), run.planned, x)
-            self.stack.run(x, step, run.cache, run.slots.start, low, high)
-            return x
+            parents_M = run.parents_BN.flatten().numpy()
+            step = self.stack.step(lengths, [run.width] * len(lengths), parents_M, run.planned, rows)
+            self.stack.run(rows, step, run.cache, run.slots.start, low, high)
+            return rows.view(x.shape)
         for index in range(low, high):
             x = self.blocks[index](x, run.cos, run.sin, lambda q, k, v, i=index: run.attend(i, q, k, v))
         return x
@@ -563,13 +564,14 @@ class Decoder(nn.Module):
         choose: bool,
     ) -> PassResult:
         """``_through`` in one call of the native kernels, which may choose the tokens too."""
-        lengths = cache.lengths[slots]
-        step = stack.step(lengths, feed.tokens_BN.shape[1], feed.parents_BN, planned)
+        rows, width = shape = feed.tokens_BN.shape
+        step = stack.step(cache.lengths[slots], [width] * rows, feed.parents_BN.reshape(-1), planned)
         tapped, choose = None if rider is None else rider.start, choose and self.config.logit_softcap is None
-        hidden, tokens, seen = stack.through(feed.tokens_BN, step, cache, slots.start, choose=choose, tapped=tapped)
+        tokens_M = feed.tokens_BN.reshape(-1)
+        hidden, tokens, seen = stack.through(tokens_M, step, cache, slots.start, choose=choose, tapped=tapped)
         if rider is not None and seen is not None:
-            rider.found = (seen,)
-        return PassResult(hidden, tokens_BN=tokens)
+            rider.found = (seen.view(*shape, -1),)
+        return PassResult(hidden.view(*shape, -1), tokens_BN=None if tokens is None else tokens.view(shape))
 
     def _recorded(self, feed: Inputs, cache: Cache, slots: slice, planned: int, rider: Rider | None) -> Tensor | None:
         """``_through`` at the next larger shapes, recorded; None where that cannot be."""

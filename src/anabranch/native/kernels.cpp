@@ -12,7 +12,8 @@
 // T is the type of the rows between two products: Factor<bf16> or float, as weights and cache are, or Group, rows in int8
 // for weights in int8 or int4, where the cache is bf16. Sums and the residual stream are always float.
 //
-// B batch rows, N nodes a row, M = B N, D model width, H query heads, K kv heads, E head width, I inner width, R rank.
+// B batch rows; M nodes of a pass, those of its first row first, each row with a number of its own; D model width, H query
+// heads, K kv heads, E head width, I inner width, R rank.
 
 #include <sys/mman.h>
 
@@ -425,22 +426,34 @@ struct Shape {
 };
 
 struct Step {
-  int32_t batch, nodes;
+  int32_t batch, nodes;  // B, M
   int32_t window;    // a node sees that many positions, its own among them (0: all)
   int32_t trailing;  // whether these are streams, whose window is that of the newest committed token
   int32_t places;    // positions that cos and sin have
-  float* x;                      // [B N, D], in and out
+  float* x;                      // [M, D], in and out
   const float *cos, *sin;        // of all positions [places, rope_dim]
+  const int64_t* starts;         // [B + 1]: row b has the nodes starts[b] to starts[b + 1] - 1 of [M], perhaps none
   const int64_t* lengths;        // committed tokens [B]
-  const int64_t* parents;        // of the nodes in their row [B N]: each before its child; -1: none; null: a chain
+  const int64_t* parents;        // of the nodes [M], counted within their row: each before its child; -1: none; null: a chain
+
+  int first_of(int b) const { return static_cast<int>(starts[b]); }
+  int nodes_of(int b) const { return static_cast<int>(starts[b + 1] - starts[b]); }
+};
+
+// A task of attention: some queries of one row of the batch and one kv head. A query is (node, head of the group).
+struct Task {
+  int32_t row, head, first, count;
 };
 
 // A step, where its nodes stand, and what they see, as attention reads it: their ancestors and themselves
 struct Pass : Step {
-  const int64_t* positions;            // of the nodes in the text [B N]
-  const int32_t *offsets, *ancestors;  // node i of [B N] sees nodes ancestors[offsets[i] : offsets[i + 1]], itself last
-  const int32_t* first;                // where what a node sees of the committed text begins [B N]
-  const int32_t* run;                  // how many of its row's first nodes a node sees without a gap [B N]
+  const int32_t* row;                  // the batch row of each node [M]
+  const int64_t* positions;            // of the nodes in the text [M]
+  const int32_t *offsets, *ancestors;  // node i of [M] sees nodes ancestors[offsets[i] : offsets[i + 1]], itself last
+  const int32_t* first;                // where what a node sees of the committed text begins [M]
+  const int32_t* run;                  // how many of its row's first nodes a node sees without a gap [M]
+  const Task* tasks;                   // of attention, in a layer
+  int32_t task_count;
 };
 
 inline float sum_of_squares(const float* x, int n) {
@@ -677,11 +690,12 @@ struct Candidate {
   int32_t parent;  // place among the candidates of all levels; -1: the root
 };
 
-// Streams that trail begin with main + stream_j + up silu(inputs [main', E'[emitted]] + hidden_j), ' at unit RMS
+// Streams that trail begin with main + stream_j + up silu(inputs [main', E'[emitted]] + hidden_j), ' at unit RMS. Rows of
+// the batch without streams take no part: what stands for them is not read.
 struct Entry {
-  const float* main;                  // main rows [B, N, D]
-  const int64_t* nodes;               // the one of each row that is trailed [B]
-  int32_t width;                      // N
+  const float* main;                  // main rows of a pass [rows, D]
+  const int64_t* nodes;               // the main row that each row of the batch trails [B]
+  int32_t rows, most;                 // most: S, how many streams there are
   Table embedding;
   const int64_t* emitted;             // [B]
   Packed inputs, up;
@@ -692,12 +706,12 @@ struct Entry {
 // How a pass begins and ends, where its caller has no part in that
 struct Ends {
   Table embedding;
-  const int64_t* tokens;  // [B N]; null: ``Step::x`` is given
+  const int64_t* tokens;  // [M]; null: ``Step::x`` is given
   const float* norm;      // the last norm [D]
-  void* hidden;           // the rows behind it [B N, D]
+  void* hidden;           // the rows behind it [M, D]
   Packed head;
   const float* bias;
-  int64_t* chosen;  // the head's largest outputs [B N], of equals the first; null: not asked for
+  int64_t* chosen;  // the head's largest outputs [M], of equals the first; null: not asked for
 };
 
 // memory that grows and stays
@@ -746,7 +760,7 @@ class Runner {
   template <class T>
   void layers(const Shape& s, const Layer* all, int count, const Step& step, const Ends* ends, float* tap, int tapped) {
     Pass pass = pass_of(step);
-    const int rows = step.batch * step.nodes;
+    const int rows = step.nodes;
     if (pass.x == nullptr) pass.x = x_.of<float>(static_cast<int64_t>(rows) * s.d);
     const Between<T> between = between_of<T>(s, all, count, pass);
     make_room<T>(s, pass);
@@ -773,40 +787,45 @@ class Runner {
     if (choosing) choice(seek.found, rows, ends->chosen);
   }
 
-  // Streams of one node a row, all layers and the last norm: ``states`` [B, S, D] comes out.
+  // Streams of one node a row, all layers and the last norm: ``states`` [M, D] comes out.
   template <class T>
   void trail(const Shape& s, const Layer* all, int count, const Step& given, const Entry& from, Plain<T>* states) {
     Pass step = pass_of(given);
-    const int rows = step.batch * step.nodes, inner = from.inputs.outputs;
+    const int rows = step.nodes, inner = from.inputs.outputs;
     step.x = x_.of<float>(static_cast<int64_t>(rows) * s.d);
     const Between<T> between = between_of<T>(s, all, count, step);
     make_room<T>(s, step);
-    T* both = both_.of<T>(place<T>(step.batch, 2 * s.d));
+    int32_t* taking = taking_.of<int32_t>(step.batch);  // rows of the batch that have streams
+    int some = 0;
+    for (int b = 0; b < step.batch; ++b)
+      if (step.nodes_of(b) > 0) taking[some++] = b;
+    T* both = both_.of<T>(place<T>(some, 2 * s.d));
     float* mains = mains_.of<float>(static_cast<int64_t>(step.batch) * s.d);
     T* z = root_.of<T>(place<T>(rows, inner));
     const std::vector<float> ones(static_cast<size_t>(s.d), 1.0f);
     pool.run([&](int id) {
       int first, last;
-      share(step.batch, pool.size(), id, &first, &last);
-      for (int b = first; b < last; ++b) {
-        T* to = both + place<T>(b, 2 * s.d);
-        float* main = mains + static_cast<int64_t>(b) * s.d;
-        rounded<Plain<T>>(from.main + (static_cast<int64_t>(b) * from.width + from.nodes[b]) * s.d, s.d, main);
+      share(some, pool.size(), id, &first, &last);
+      for (int i = first; i < last; ++i) {
+        T* to = both + place<T>(i, 2 * s.d);
+        float* main = mains + static_cast<int64_t>(taking[i]) * s.d;
+        rounded<Plain<T>>(from.main + from.nodes[taking[i]] * s.d, s.d, main);
         rms_norm(main, ones.data(), s.d, 1e-9f, to);
-        embed(from.embedding, from.emitted[b], ones.data(), s.d, 1e-9f, to + place<T>(1, s.d));
+        embed(from.embedding, from.emitted[taking[i]], ones.data(), s.d, 1e-9f, to + place<T>(1, s.d));
       }
       pool.barrier();
-      products(both, step.batch, from.inputs, id, [&](int b, int block, Floats lo, Floats hi) {
-        for (int j = 0; j < step.nodes; ++j) {
+      products(both, some, from.inputs, id, [&](int i, int block, Floats lo, Floats hi) {
+        const int row = step.first_of(taking[i]);
+        for (int j = 0; j < step.nodes_of(taking[i]); ++j) {
           const float* own_part = from.hidden + static_cast<int64_t>(j) * inner + block * BLOCK;
-          store32(z + place<T>(b * step.nodes + j, inner), block, silu(lo + load16(own_part)),
-                  silu(hi + load16(own_part + 16)));
+          store32(z + place<T>(row + j, inner), block, silu(lo + load16(own_part)), silu(hi + load16(own_part + 16)));
         }
       });
       pool.barrier();
       products(z, rows, from.up, id, [&](int row, int block, Floats lo, Floats hi) {
-        const float* main = mains + static_cast<int64_t>(row / step.nodes) * s.d + block * BLOCK;
-        const float* place_of = from.streams + static_cast<int64_t>(row % step.nodes) * s.d + block * BLOCK;
+        const int b = step.row[row];
+        const float* main = mains + static_cast<int64_t>(b) * s.d + block * BLOCK;
+        const float* place_of = from.streams + static_cast<int64_t>(row - step.first_of(b)) * s.d + block * BLOCK;
         float* x = step.x + static_cast<int64_t>(row) * s.d + block * BLOCK;
         const auto sum = [](const float* a, const float* b, Floats c) {
           return load16(a) + load16(b) + c;
@@ -1123,17 +1142,19 @@ class Runner {
   // where the nodes of a step stand and what they see
   Pass pass_of(const Step& step) {
     const bool trailing = step.trailing != 0;
-    const int n = step.nodes, rows = step.batch * n;
-    int32_t *offsets = offsets_.of<int32_t>(rows + 1), *first = first_.of<int32_t>(rows), *run = run_.of<int32_t>(rows);
-    int64_t* positions = positions_.of<int64_t>(rows);
+    const int nodes = step.nodes;
+    int32_t *rows = rows_.of<int32_t>(nodes), *offsets = offsets_.of<int32_t>(nodes + 1);
+    int32_t *first = first_.of<int32_t>(nodes), *run = run_.of<int32_t>(nodes);
+    int64_t* positions = positions_.of<int64_t>(nodes);
     std::vector<int32_t>& seen = seen_;
     seen.clear();
-    for (int i = 0; i < rows; ++i) {
-      const int node = i % n, row = i - node;
+    for (int b = 0; b < step.batch; ++b) std::fill(rows + step.starts[b], rows + step.starts[b + 1], b);
+    for (int i = 0; i < nodes; ++i) {
+      const int row = step.first_of(rows[i]), node = i - row;
       if (step.parents != nullptr)
         require(step.parents[i] >= -1 && step.parents[i] < node, "a node's parent does not come before it");
       const int parent = step.parents == nullptr ? node - 1 : static_cast<int>(step.parents[i]), above = row + parent;
-      const int64_t length = step.lengths[i / n];
+      const int64_t length = step.lengths[rows[i]];
       positions[i] = parent < 0 ? length : positions[above] + 1;
       require(positions[i] < step.places, "a position has no rotation");
       const int64_t place = trailing ? length - 1 : positions[i];
@@ -1150,6 +1171,7 @@ class Runner {
     }
     Pass pass;
     static_cast<Step&>(pass) = step;
+    pass.row = rows;
     pass.positions = positions;
     pass.offsets = offsets;
     pass.ancestors = seen.data();
@@ -1164,7 +1186,7 @@ class Runner {
              int tapped, int id) {
     for (int i = 0; i < count; ++i) {
       if (tap != nullptr && i == tapped && id == 0)
-        std::memcpy(tap, step.x, sizeof(float) * static_cast<size_t>(step.batch) * step.nodes * s.d);
+        std::memcpy(tap, step.x, sizeof(float) * static_cast<size_t>(step.nodes) * static_cast<size_t>(s.d));
       layer(s, all[i], step, between, id);
       if (i + 1 < count) warm(all[i + 1].qkv, pool.size(), id);
       pool.barrier();
@@ -1273,7 +1295,7 @@ class Runner {
 
   template <class T>
   Between<T> between_of(const Shape& s, const Layer* all, int count, const Pass& step) {
-    const int64_t m = static_cast<int64_t>(step.batch) * step.nodes;
+    const int64_t m = step.nodes;
     int rank = 1;
     for (int i = 0; i < count; ++i) rank = std::max(rank, all[i].low.data == nullptr ? 0 : all[i].low.outputs);
     return {qkv_.of<float>(m * (s.heads + 2 * s.kv_heads) * s.e), heads_.of<T>(place<T>(m, s.heads * s.e)),
@@ -1284,7 +1306,7 @@ class Runner {
   void layer(const Shape& s, const Layer& l, const Pass& step, const Between<T>& between, int id) {
     float* qkv = between.qkv;
     T *heads = between.heads, *inner_rows = between.inner, *low_rows = between.low;
-    const int m = step.batch * step.nodes, threads = pool.size();
+    const int m = step.nodes, threads = pool.size();
     Scratch& mine = own[static_cast<size_t>(id)];
     int first, last;
 
@@ -1308,7 +1330,7 @@ class Runner {
     // keys and values of this pass, behind the committed tokens
     share(m * s.kv_heads, threads, id, &first, &last);
     for (int i = first; i < last; ++i) {
-      const int row = i / s.kv_heads, head = i % s.kv_heads, b = row / step.nodes, node = row % step.nodes;
+      const int row = i / s.kv_heads, head = i % s.kv_heads, b = step.row[row], node = row - step.first_of(b);
       float* from = qkv + static_cast<int64_t>(row) * wide + (s.heads + head) * s.e;
       const int64_t at = b * s.row_stride + head * s.head_stride + (step.lengths[b] + node) * s.e;
       const int64_t angle = step.positions[row] * s.rope_dim;
@@ -1376,39 +1398,32 @@ class Runner {
     });
   }
 
-  // Tasks are (row of the batch, kv head, some of its queries). A query is (node, head of the group).
+  // a thread's part of attention
   template <class T>
   void attend(const Shape& s, const Layer& l, const Pass& step, const Between<T>& between, int id) {
-    const int group = s.heads / s.kv_heads, queries = step.nodes * group;
-    const int some = queries_a_task(s, step), parts = (queries + some - 1) / some, tasks = step.batch * s.kv_heads * parts;
-    pool.each(tasks, id, [&](int t) {
-      const int part = t % parts, head = t / parts % s.kv_heads, b = t / parts / s.kv_heads;
-      const int low_query = part * some, count = std::min(some, queries - low_query);
+    pool.each(step.task_count, id, [&](int i) {
+      const Task& t = step.tasks[i];
       switch (s.e / 32) {
-        case 1: task<T, 2>(s, l, step, between, id, b, head, low_query, count); break;
-        case 2: task<T, 4>(s, l, step, between, id, b, head, low_query, count); break;
-        case 3: task<T, 6>(s, l, step, between, id, b, head, low_query, count); break;
-        default: task<T, 8>(s, l, step, between, id, b, head, low_query, count); break;
+        case 1: task<T, 2>(s, l, step, between, id, t.row, t.head, t.first, t.count); break;
+        case 2: task<T, 4>(s, l, step, between, id, t.row, t.head, t.first, t.count); break;
+        case 3: task<T, 6>(s, l, step, between, id, t.row, t.head, t.first, t.count); break;
+        default: task<T, 8>(s, l, step, between, id, t.row, t.head, t.first, t.count); break;
       }
     });
   }
 
-  // the longest text of a row with its nodes
-  static int longest_of(const Step& step) {
-    int longest = 0;
-    for (int b = 0; b < step.batch; ++b) longest = std::max(longest, static_cast<int>(step.lengths[b]) + step.nodes);
-    return longest;
-  }
+  // keys that the last node of a row may see
+  static int longest_of(const Step& step, int b) { return static_cast<int>(step.lengths[b]) + step.nodes_of(b); }
 
-  // How many queries a task takes, from 1 to 24: few enough that their scores stay in the second-level cache, and tasks
-  // enough for all threads.
-  int queries_a_task(const Shape& s, const Step& step) const {
-    const int group = s.heads / s.kv_heads, queries = step.nodes * group, threads = pool.size();
-    const int longest = longest_of(step);
-    int some = std::max(1, std::min(24, 131072 / longest));
+  // from 1 to 24 queries of a row, few enough that their scores stay in the second-level cache
+  static int queries_near(const Step& step, int b) { return std::max(1, std::min(24, 131072 / longest_of(step, b))); }
+
+  // How many queries of a row a task takes, from 1 to 24. ``even``: tasks of ``queries_near`` go evenly into the threads.
+  int queries_a_task(const Shape& s, const Step& step, int b, bool even) const {
+    const int group = s.heads / s.kv_heads, queries = step.nodes_of(b) * group, threads = pool.size();
+    int some = queries_near(step, b);
     // turning the keys costs a task as much as three queries do: less than a node's is not worth a task of its own
-    if (step.batch * s.kv_heads * ((queries + some - 1) / some) % threads != 0)
-      some = std::min(some, std::max(group, (queries + threads - 1) / threads));
+    if (!even) some = std::min(some, std::max(group, (queries + threads - 1) / threads));
     // tasks as good as alike, but three, six or twelve queries are scored at a time
     const auto parts_of = [queries](int each) { return (queries + each - 1) / each; };
     some = parts_of(parts_of(some));
@@ -1416,16 +1431,35 @@ class Runner {
     return some;
   }
 
-  // All the scratch memory that the threads need for a pass, before they begin: a job must not throw.
+  // The tasks of attention, and all the scratch memory that the threads need for a pass, before they begin: a job must not
+  // throw.
   template <class T>
-  void make_room(const Shape& s, const Step& step) {
-    const int64_t rows = static_cast<int64_t>(step.batch) * step.nodes, some = queries_a_task(s, step);
-    const int64_t width = padded(longest_of(step));
+  void make_room(const Shape& s, Pass& step) {
+    const int group = s.heads / s.kv_heads;
+    int64_t whole = 0, most = 0, scores = 0;
+    for (int b = 0; b < step.batch; ++b) {
+      if (step.nodes_of(b) == 0) continue;
+      const int near = queries_near(step, b);
+      whole += s.kv_heads * ((step.nodes_of(b) * group + near - 1) / near);
+    }
+    const bool even = whole % pool.size() == 0;
+    tasks_.clear();
+    for (int b = 0; b < step.batch; ++b) {
+      const int queries = step.nodes_of(b) * group;
+      if (queries == 0) continue;
+      const int some = queries_a_task(s, step, b, even);
+      most = std::max<int64_t>(most, some);
+      scores = std::max(scores, some * padded(longest_of(step, b)));
+      for (int head = 0; head < s.kv_heads; ++head)
+        for (int first = 0; first < queries; first += some) tasks_.push_back({b, head, first, std::min(some, queries - first)});
+    }
+    step.tasks = tasks_.data();
+    step.task_count = static_cast<int32_t>(tasks_.size());
     for (Scratch& mine : own) {
-      mine.h.of<T>(place<T>(rows, s.d));
-      mine.q.of<Factor<Plain<T>>>(some * s.e);
-      mine.scores.of<float>(some * width);
-      mine.sums.of<Floats>(some * s.e / 16);
+      mine.h.of<T>(place<T>(step.nodes, s.d));
+      mine.q.of<Factor<Plain<T>>>(most * s.e);
+      mine.scores.of<float>(scores);
+      mine.sums.of<Floats>(most * s.e / 16);
     }
   }
 
@@ -1444,7 +1478,7 @@ class Runner {
     using Q = Factor<P>;
     Q* q = mine.q.of<Q>(static_cast<int64_t>(count) * s.e);
     float* p = mine.scores.of<float>(count * width);
-    const auto row_of = [&](int i) { return b * step.nodes + (begin + i) / group; };
+    const auto row_of = [&](int i) { return step.first_of(b) + (begin + i) / group; };
     for (int i = 0; i < count; ++i) {
       const int64_t row = row_of(i);
       float* from = between.qkv + row * wide + (head * group + (begin + i) % group) * s.e;
@@ -1494,7 +1528,7 @@ class Runner {
       while (alike < MANY && i + alike < count && step.first[row_of(i + alike)] == step.first[row_of(i)]) ++alike;
       const int queries = alike == MANY ? MANY : alike >= 3 ? 3 : 1;
       // the first nodes of the pass that all of these queries see lie behind the committed text as if they were of it
-      int common = step.nodes;
+      int common = step.nodes_of(b);
       for (int row = row_of(i); row <= row_of(i + queries - 1); ++row) common = std::min(common, step.run[row]);
       const int from = step.first[row_of(i)], together = (length - from + common) / PER_LANE<Q> * PER_LANE<Q>;
       parts[many++] = {i, queries, from, together};
@@ -1533,7 +1567,7 @@ class Runner {
     constexpr int STEP = PER_LANE<Q>;
     const Q* p = reinterpret_cast<const Q*>(scores);  // see ``soften``
     const int group = s.heads / s.kv_heads, length = static_cast<int>(step.lengths[b]);
-    const int row = b * step.nodes + begin / group, from = step.first[row], seen = length - from;
+    const int row = step.first_of(b) + begin / group, from = step.first[row], seen = length - from;
     const int some = step.run[row] + seen, end = seen + step.offsets[row + 1] - step.offsets[row];
     const auto value_at = [&](int j) {
       const int at = j < some ? from + j : length + step.ancestors[step.offsets[row] + j - seen];
@@ -1553,8 +1587,9 @@ class Runner {
     }
   }
 
-  Room x_, mains_, qkv_, heads_, inner_, low_, both_, root_, best_, ready_, offsets_, first_, run_, positions_;
+  Room x_, mains_, qkv_, heads_, inner_, low_, both_, root_, taking_, best_, ready_, rows_, offsets_, first_, run_, positions_;
   std::vector<int32_t> seen_;
+  std::vector<Task> tasks_;
   Room draft_rows_, draft_states_, draft_z_, draft_before_, draft_scores_, draft_parts_, draft_values_;
   Room draft_places_, draft_state_, draft_noise_, draft_peaks_;
 };
@@ -1647,15 +1682,20 @@ void check(const Shape& s, const Step& step) {
   require(within(s.rope_dim, 0, s.e) && s.rope_dim % 2 == 0, "rotations are wider than heads, or odd");
   require(within(step.batch, 1, MOST_VALUES) && within(step.nodes, 1, MOST_VALUES) && step.window >= 0,
           "a step has no rows");
-  const int64_t rows = static_cast<int64_t>(step.batch) * step.nodes;
-  require(rows <= MOST_VALUES && rows * s.heads * s.e <= std::numeric_limits<int32_t>::max(), "a step has too many rows");
-  require(step.cos != nullptr && step.sin != nullptr && step.lengths != nullptr, "a pointer of a step is null");
+  require(step.cos != nullptr && step.sin != nullptr && step.starts != nullptr && step.lengths != nullptr,
+          "a pointer of a step is null");
+  require(step.starts[0] == 0, "the first row of a step does not start at node 0");
+  for (int b = 0; b < step.batch; ++b)
+    require(within(step.starts[b + 1], step.starts[b], MOST_VALUES), "the rows of a step overlap, or have too many nodes");
+  require(step.starts[step.batch] == step.nodes, "the rows of a step have another number of nodes than the step");
+  require(static_cast<int64_t>(step.nodes) * s.heads * s.e <= std::numeric_limits<int32_t>::max(), "a step has too many nodes");
   const int64_t capacity = s.head_stride / s.e;
   require(s.head_stride > 0 && s.head_stride % s.e == 0 && capacity <= std::numeric_limits<int32_t>::max() - 64,
           "the cache's rows are not of whole tokens");
   require(step.batch == 1 || s.row_stride >= s.kv_heads * s.head_stride, "the cache's rows overlap");
   for (int b = 0; b < step.batch; ++b)
-    require(within(step.lengths[b], step.trailing != 0 ? 1 : 0, capacity - step.nodes), "the cache has no room for a step");
+    require(within(step.lengths[b], step.trailing != 0 && step.nodes_of(b) > 0 ? 1 : 0, capacity - step.nodes_of(b)),
+            "the cache has no room for a step");
 }
 
 void check(int kind, const Shape& s, const Layer& l) {
@@ -1690,7 +1730,7 @@ void check(int kind, const Shape& s, const Step& step, const Ends& ends) {
   require(ends.tokens != nullptr || step.x != nullptr, "a pass has no beginning");
   if (ends.tokens != nullptr) {
     check(ends.embedding);
-    for (int64_t i = 0; i < static_cast<int64_t>(step.batch) * step.nodes; ++i)
+    for (int i = 0; i < step.nodes; ++i)
       require(within(ends.tokens[i], 0, ends.embedding.words - 1), "a token is not in the vocabulary");
   }
   if (ends.chosen == nullptr) return;
@@ -1710,7 +1750,9 @@ void check(int kind, const Shape& s, const Step& step, const Entry& from) {
   check(from.inputs, kind, from.inputs.outputs, 2 * s.d);
   check(from.up, kind, s.d, from.inputs.outputs);
   for (int b = 0; b < step.batch; ++b) {
-    require(within(from.nodes[b], 0, from.width - 1), "a node that is trailed is not of the pass");
+    if (step.nodes_of(b) == 0) continue;
+    require(step.nodes_of(b) <= from.most, "a row has more streams than there are");
+    require(within(from.nodes[b], 0, static_cast<int64_t>(from.rows) - 1), "a node that is trailed is not of the pass");
     require(within(from.emitted[b], 0, from.embedding.words - 1), "a token is not in the vocabulary");
   }
 }

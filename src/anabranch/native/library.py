@@ -327,7 +327,7 @@ class Library:
         """
         _require(len(layers) > 0, "a pass has no layers")
         if tap is not None:
-            _filled(tap, step.batch * step.nodes * shape.d, torch.float32)
+            _filled(tap, step.nodes * shape.d, torch.float32)
         with self._lock:
             self._c.anabranch_layers(
                 *(layers[0].qkv.kind, self._run(), ctypes.byref(shape), layers, len(layers), ctypes.byref(step)),
@@ -339,7 +339,7 @@ class Library:
         _require(len(layers) > 0, "streams have no layers")
         kind = layers[0].qkv.kind
         dtype = torch.float32 if kind == KINDS["float32"] else torch.bfloat16
-        _filled(states, step.batch * step.nodes * shape.d, dtype)
+        _filled(states, step.nodes * shape.d, dtype)
         with self._lock:
             self._c.anabranch_trail(
                 *(kind, self._run(), ctypes.byref(shape), layers, len(layers)),

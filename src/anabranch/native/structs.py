@@ -43,11 +43,14 @@ class Shape(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """The rows of one pass. Without ``x`` they are made and kept inside. ``places``: positions that ``cos`` has."""
+    """The nodes of one pass: batch row b has the nodes ``starts[b]`` to ``starts[b + 1]`` - 1, perhaps none.
+
+    Without ``x`` their rows are made and kept inside. ``nodes``: of all rows. ``places``: positions that ``cos`` has.
+    """
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("batch", "nodes", "window", "trailing", "places")),
-        *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "lengths", "parents")),
+        *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "starts", "lengths", "parents")),
     )
 
 
@@ -64,12 +67,13 @@ class Ends(ctypes.Structure):
 
 
 class Entry(ctypes.Structure):
-    """How streams that trail begin."""
+    """How streams that trail begin: from ``nodes[b]`` of ``main``'s ``rows``, at most ``most`` of them."""
 
     _fields_ = (
         ("main", ctypes.c_void_p),
         ("nodes", ctypes.c_void_p),
-        ("width", ctypes.c_int32),
+        ("rows", ctypes.c_int32),
+        ("most", ctypes.c_int32),
         ("embedding", Table),
         ("emitted", ctypes.c_void_p),
         ("inputs", Packed),

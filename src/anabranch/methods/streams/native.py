@@ -67,6 +67,7 @@ class _TrailWeights:
             embedding=table_of(target),
             inputs=inputs.packed,
             up=up.packed,
+            most=len(places),
             streams=streams.data_ptr(),
             hidden=hidden.data_ptr(),
             norm=norm.data_ptr(),
@@ -102,24 +103,46 @@ class NativeTrail:
         ``main_BND`` are a pass's main rows before layer N - N_s, of which each row's ``nodes`` are trailed, and
         ``emitted`` the tokens that these emitted.
         """
+        rows, width, d = main_BND.shape
+        chosen = [b * width + node for b, node in enumerate(nodes)]
+        states = self.run(main_BND.reshape(-1, d), chosen, emitted, [self.streams] * rows, cache, planned)
+        return states.view(rows, self.streams, d)
+
+    def run(
+        self,
+        main_MD: Tensor,
+        nodes: Sequence[int],
+        emitted: Sequence[int],
+        counts: Sequence[int],
+        cache: Cache,
+        planned: int,
+    ) -> Tensor:
+        """Stream states after the last norm, those of the first row in use first [sum of ``counts``, D].
+
+        counts          streams of each row in use, at most ``streams``; a row of 0 takes no part
+        main_MD         a pass's main rows before layer N - N_s
+        nodes           the one of these that each row trails, whose keys and values are its newest committed ones
+        emitted         the token that each of these emitted
+        """
+        assert max(counts) <= self.streams
         lengths, low, high = cache.lengths, self.stack.first, self.stack.config.num_layers
         if self._entry is None:
-            words, chosen = torch.tensor(emitted), torch.tensor(nodes)
-            entry = main_BND[torch.arange(len(chosen)), chosen].to(self._dtype)
-            told = self.target.embedding(words)[:, None]
-            x = self.adapter.initial(entry[:, None], told)[:, : self.streams].to(torch.float32).contiguous()
-            step = self.stack.step(lengths, self.streams, None, planned, x, trailing=True)
+            taking = [b for b, count in enumerate(counts) if count]
+            told = self.target.embedding(torch.tensor([emitted[b] for b in taking]))[:, None]
+            main = main_MD[[nodes[b] for b in taking], None].to(self._dtype)
+            begun = self.adapter.initial(main, told)
+            x = torch.cat([begun[i, : counts[b]] for i, b in enumerate(taking)]).to(torch.float32)
+            step = self.stack.step(lengths, counts, None, planned, x, trailing=True)
             self.stack.run(x, step, cache, 0, low, high)
             return self.target.normed(x)
-        if main_BND.dtype != torch.float32 or not main_BND.is_contiguous():
-            main_BND = main_BND.to(torch.float32).contiguous()
-        told_B, node_B = np.asarray(emitted, np.int64), np.asarray(nodes, np.int64)
-        states = torch.empty((len(lengths), self.streams, main_BND.shape[2]), dtype=self._dtype)
-        entry_of = self._entry
-        entry_of.main, entry_of.width = main_BND.data_ptr(), main_BND.shape[1]
-        entry_of.nodes, entry_of.emitted = node_B.ctypes.data, told_B.ctypes.data
-        step = self.stack.step(lengths, self.streams, None, planned, trailing=True)
-        self.stack.kernels.trail(*self.stack.ready(cache, 0, low, high), step.native, entry_of, states)
+        main, entry = main_MD.to(torch.float32).contiguous(), self._entry
+        node_B, emitted_B = np.asarray(nodes, np.int64), np.asarray(emitted, np.int64)
+        assert len(node_B) == len(emitted_B) == len(counts)
+        entry.main, entry.rows = main.data_ptr(), len(main)
+        entry.nodes, entry.emitted = node_B.ctypes.data, emitted_B.ctypes.data
+        step = self.stack.step(lengths, counts, None, planned, trailing=True)
+        states = torch.empty((step.native.nodes, main.shape[1]), dtype=self._dtype)
+        self.stack.kernels.trail(*self.stack.ready(cache, 0, low, high), step.native, entry, states)
         return states
 
 
