@@ -1,7 +1,7 @@
 // The kernels' thread pool, products, choices and passes on several threads, for ThreadSanitizer (scripts/sanitize.py):
 // every result is, to the bit, that of one thread.
 
-#include "kernels.cpp"
+#include "interface.cpp"
 
 namespace {
 
@@ -80,8 +80,8 @@ std::vector<float> results(int kind, void* runner) {
   }
   const Shape shape{D, HEADS, KV, E, INNER, E, 1e-5f, 0.2f, KV * CAPACITY * E, CAPACITY * E};
   const int64_t starts[] = {0, 2, 2, ROWS}, lengths[] = {7, 0, 20}, parents[] = {-1, 0, -1, 0, 0};
-  const Step step{BATCH, ROWS, 0, 0, CAPACITY, x.data(), angles.data(), angles.data(), starts, lengths, parents};
-  expect(anabranch_layers(kind, runner, &shape, layers, LAYERS, &step, nullptr, nullptr, 0) == DONE, "layers");
+  const RaggedBatch batch{BATCH, ROWS, 0, 0, CAPACITY, x.data(), angles.data(), angles.data(), starts, lengths, parents};
+  expect(anabranch_layers(kind, runner, &shape, layers, LAYERS, &batch, nullptr, nullptr, 0) == DONE, "layers");
   found = x;
 
   Weight head(kind, WORDS, D);

@@ -18,6 +18,7 @@ import torch
 from test_kernels import BASE, FORMS, adapter_for, cache, decoder, needs_kernels, packed, tokens
 
 from anabranch.methods.streams.draft import DraftOptions, StreamDraft
+from anabranch.methods.streams.kernels import TrailEntry
 from anabranch.methods.streams.native import NativeTrail
 from anabranch.model.pack import packed_like
 from anabranch.model.quantize import QuantizedWeight
@@ -144,7 +145,7 @@ def test_the_c_side_refuses_by_itself() -> None:
     move = [ctypes.c_int64(n) for n in (0, 1024, 64, 3)]
     assert "ascend" in refused(c.anabranch_move(at, at, 1, 1, *move, ctypes.c_void_p(nodes.ctypes.data), 2))
     nodes[1] = 13  # of a capacity of 16, behind 3
-    assert "behind" in refused(c.anabranch_move(at, at, 1, 1, *move, ctypes.c_void_p(nodes.ctypes.data), 2))
+    assert "beyond" in refused(c.anabranch_move(at, at, 1, 1, *move, ctypes.c_void_p(nodes.ctypes.data), 2))
 
 
 @torch.inference_mode()
@@ -173,7 +174,7 @@ def test_passes_that_do_not_fit_are_refused() -> None:
         ([-1], chain, {}, {}, "no room"),
         ([10], [-1, 1, 1, 2], {}, {}, "parent"),
         ([10], [-2, 0, 1, 2], {}, {}, "parent"),
-        ([10], chain, {}, {"places": 13}, "rotation"),
+        ([10], chain, {}, {"positions": 13}, "rotation"),
         ([10], chain, {}, {"nodes": 0}, "no rows"),
         ([10], chain, {}, {"cos": None}, "null"),
         ([10], chain, {"rope_dim": 64}, {}, "rotations"),
@@ -243,21 +244,21 @@ def test_streams_that_do_not_fit_are_refused() -> None:
     def run(counts: list[int], nodes: list[int], emitted: list[int], **entry: int) -> None:
         chosen, words = np.array(nodes), np.array(emitted)
         assert trail._entry is not None
-        begin = native.Entry.from_buffer_copy(trail._entry)
+        begin = TrailEntry.from_buffer_copy(trail._entry)
         begin.main, begin.rows, begin.nodes, begin.emitted = main.data_ptr(), 6, chosen.ctypes.data, words.ctypes.data
         for name, value in entry.items():
             setattr(begin, name, value)
         step = trail.stack.step([5, 9], counts, None, 300, trailing=True)
         ready = trail.stack.ready(memory, 0, trail.stack.first, BASE.num_layers)
-        trail.stack.kernels.trail(*ready, step.native, begin, states[: sum(counts)])
+        trail._kernels.trail(*ready, step.native, begin, states[: sum(counts)])
 
     run([2, 2], [0, 5], [3, 4])
     run([2, 0], [5, 99], [3, -1])  # what stands for a row without streams is not read
     for counts, nodes, emitted, entry, why in (
-        ([2, 2], [0, 6], [3, 4], {}, "not of the pass"),
-        ([2, 2], [-1, 5], [3, 4], {}, "not of the pass"),
+        ([2, 2], [0, 6], [3, 4], {}, "not in the pass"),
+        ([2, 2], [-1, 5], [3, 4], {}, "not in the pass"),
         ([2, 2], [0, 5], [3, BASE.vocab_size], {}, "vocabulary"),
-        ([3, 1], [0, 5], [3, 4], {"most": 2}, "more streams"),
+        ([3, 1], [0, 5], [3, 4], {"streams_count": 2}, "more streams"),
         ([2, 2], [0, 5], [3, 4], {"main": None}, "null"),
     ):
         with pytest.raises(AssertionError, match=why):
@@ -390,13 +391,19 @@ def test_a_huge_frontier_is_that_of_all_nodes() -> None:
     states = torch.randn(draft.depth, BASE.hidden_size).bfloat16()
     assert draft.native is not None
     wanted = draft.native(states, 5, None, None)
-    draft.native._how.frontier = 2**31 - 1
+    draft.native._config.frontier = 2**31 - 1
     found = draft.native(states, 5, None, None)
     assert found.tokens.tolist() == wanted.tokens.tolist()
-    draft.native._how.nodes = 2**31 - 1
+    draft.native._config.nodes = 2**31 - 1
     with pytest.raises(AssertionError, match="no depth or no nodes"):
         kernels()._c.anabranch_draft(
-            *(draft.native._how.head.kind, kernels()._run(), ctypes.byref(draft.native._how), states.data_ptr(), 5),
+            *(
+                draft.native._config.head.kind,
+                kernels()._run(),
+                ctypes.byref(draft.native._config),
+                states.data_ptr(),
+                5,
+            ),
             *([wanted.tokens.ctypes.data] * 4),
         )
 

@@ -72,7 +72,7 @@ def test_where_they_cannot_be_had(home: Path, monkeypatch: pytest.MonkeyPatch, t
     model = decoder(BASE)
     broken = tmp_path / "broken compiler"
     broken.write_text(
-        "#!/bin/sh\necho kernels.cpp:1: note: in a file >&2\necho kernels.cpp:7: error: ice >&2\nexit 1\n"
+        "#!/bin/sh\necho interface.cpp:1: note: in a file >&2\necho interface.cpp:7: error: ice >&2\nexit 1\n"
     )
     broken.chmod(0o755)
     for change, why, advice in (
@@ -80,7 +80,7 @@ def test_where_they_cannot_be_had(home: Path, monkeypatch: pytest.MonkeyPatch, t
         (lambda m: no_compiler(m, tmp_path), "there is no C++ compiler", "install g++"),
         (lambda m: m.setattr(build, "processor_flags", lambda: frozenset()), "this processor lacks avx2", ""),
         (lambda m: m.setattr(build.platform, "machine", lambda: "riscv64"), "not Linux on riscv64", ""),
-        (lambda m: m.setenv("CXX", f"'{broken}'"), "kernels.cpp:7: error: ice", "anabranch-compile.log"),
+        (lambda m: m.setenv("CXX", f"'{broken}'"), "interface.cpp:7: error: ice", "anabranch-compile.log"),
     ):
         with monkeypatch.context() as patch:
             change(patch)
@@ -199,7 +199,7 @@ def test_threads_and_processes_compile_once(home: Path, quick: Path) -> None:
 
 @needs_kernels
 def test_structs_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "layout", lambda: [1, 2, 3])
+    monkeypatch.setattr(native, "layout", lambda last: [1, 2, 3])
     with pytest.raises(AssertionError, match=r"structs of the compiled kernels differ"):
         native.Library(build.opened((*build.FLAGS, *build.FORMS[build.forms()[0]][1])).library)
 

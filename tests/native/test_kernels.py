@@ -604,7 +604,7 @@ def test_levels_score_the_blocks_of_a_streams_best_tokens(dtype: torch.dtype) ->
         states[:, seed % 4] += liked
         trees = []
         for blocks in (BLOCKS, 10**6):
-            draft.native._how.blocks = blocks
+            draft.native._config.blocks = blocks
             trees += draft.build(states.to(dtype), [seed], [row])
         some, whole = trees
         assert some.tokens.tolist() == whole.tokens.tolist()

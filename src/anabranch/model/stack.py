@@ -172,7 +172,7 @@ class LayerWeights:
 class StackStep:
     """The rows of a pass as the kernels read them, and what that points to."""
 
-    native: native.Step
+    native: native.RaggedBatch
     held: tuple[object, ...]
 
 
@@ -296,7 +296,7 @@ class Stack:
         assert parents_M is None or parents_M.shape == (nodes,)
         assert x_MD is None or x_MD.shape == (nodes, self.config.hidden_size)
         cos = table.data_ptr()
-        step = native.Step(
+        step = native.RaggedBatch(
             len(lengths),
             nodes,
             self._window,

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from anabranch.memory import give_back
 from anabranch.methods.streams.adapter import LowRank, StreamAdapter, StreamLayer
+from anabranch.methods.streams.kernels import StreamKernels, TrailEntry
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Block, Decoder
 from anabranch.model.pack import packed_like
 from anabranch.model.quantize import QuantizedWeight
 from anabranch.model.stack import LayerWeights, NativeLinear, Stack, norm_weight, table_of
-from anabranch.native.library import BLOCK, WIDEST, Entry
+from anabranch.native.library import BLOCK, MAX_EMBEDDING_WIDTH
 
 __all__ = ["NativeTrail"]
 
@@ -51,10 +52,10 @@ class _TrailWeights:
         return LayerWeights(block, qkv, out, up, down, *_whole_blocks(weights.mlp, block.qkv))
 
     @staticmethod
-    def _begin(target: Decoder, adapter: StreamAdapter, layer: LayerWeights) -> tuple[Entry | None, list[object]]:
+    def _begin(target: Decoder, adapter: StreamAdapter, layer: LayerWeights) -> tuple[TrailEntry | None, list[object]]:
         """How streams begin, where the kernels know how, and what that points to."""
         root, places, width = adapter.root, adapter.embeddings, target.config.hidden_size
-        if root is None or places is None or adapter.init is not None or width > WIDEST:
+        if root is None or places is None or adapter.init is not None or width > MAX_EMBEDDING_WIDTH:
             return None, []
         inputs, up = root.packed["inputs"], root.packed["up"]
         assert isinstance(inputs, NativeLinear)
@@ -63,11 +64,11 @@ class _TrailWeights:
             return None, []
         streams, hidden = (x.detach().float().contiguous() for x in (places, root.streams))
         norm = norm_weight(target.norm).contiguous()
-        entry = Entry(
+        entry = TrailEntry(
             embedding=table_of(target),
             inputs=inputs.packed,
             up=up.packed,
-            most=len(places),
+            streams_count=len(places),
             streams=streams.data_ptr(),
             hidden=hidden.data_ptr(),
             norm=norm.data_ptr(),
@@ -87,8 +88,9 @@ class NativeTrail:
         self._dtype = target.dtype
         self._weights = adapter.shared(target, _TrailWeights, lambda: _TrailWeights(target, adapter))
         self.stack = self._weights.stack
+        self._kernels = StreamKernels(self.stack.kernels)
         entry = self._weights.entry
-        self._entry = None if entry is None else Entry.from_buffer_copy(entry)  # each call writes its rows into it
+        self._entry = None if entry is None else TrailEntry.from_buffer_copy(entry)  # each call writes its rows into it
 
     @staticmethod
     def fits(target: Decoder, adapter: StreamAdapter) -> bool:
@@ -142,7 +144,7 @@ class NativeTrail:
         entry.nodes, entry.emitted = node_B.ctypes.data, emitted_B.ctypes.data
         step = self.stack.step(lengths, counts, None, planned, trailing=True)
         states = torch.empty((step.native.nodes, main.shape[1]), dtype=self._dtype)
-        self.stack.kernels.trail(*self.stack.ready(cache, 0, low, high), step.native, entry, states)
+        self._kernels.trail(*self.stack.ready(cache, 0, low, high), step.native, entry, states)
         return states
 
 
