@@ -157,6 +157,29 @@ def test_a_cache_that_cannot_be_kept(home: Path, quick: Path, monkeypatch: pytes
     assert list(temporary.iterdir()) == []
 
 
+def test_sources_of_methods_are_compiled_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method brings C++ of its own by putting it into its folder; every file counts for the library's name."""
+    ours = [path.relative_to(build.PACKAGE).as_posix() for path in (*build.sources(), *build.sources("h"))]
+    assert {"native/interface.cpp", "native/simd.h", "methods/streams/streams.cpp", "methods/streams/draft.h"} <= {
+        *ours
+    }
+    monkeypatch.setattr(build, "PACKAGE", tmp_path)
+    files = ["native/interface.cpp", "methods/streams/streams.cpp", "methods/zigzag/zigzag.cpp", "methods/zigzag/own.h"]
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    arguments, keys = build.translation_unit(), [build._key(QUICK)]
+    assert [arguments[i + 1] for i, word in enumerate(arguments) if word == "-include"] == [
+        str(tmp_path / name) for name in files[:3]
+    ]
+    for name in files:
+        (tmp_path / name).write_text("// changed")
+        keys.append(build._key(QUICK))
+    (tmp_path / files[2]).rename(tmp_path / "methods/zigzag/other.cpp")
+    keys.append(build._key(QUICK))
+    assert len({*keys}) == len(keys)
+
+
 def test_a_compiler_that_is_no_command(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     usual = build.compiler()

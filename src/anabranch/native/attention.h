@@ -20,7 +20,7 @@ struct Activations {
   T *heads, *inner, *low;
 };
 
-// the scores of ``span`` keys, padded to whole vectors with a zero behind them
+// memory for the scores of ``span`` keys in whole vectors, and one value more
 inline int64_t padded_scores(int span) { return (static_cast<int64_t>(span) + 31) / 16 * 16; }
 
 // ---- tasks --------------------------------------------------------------------------------------------------------
@@ -100,7 +100,8 @@ inline void rotate(float* v, const float* norm, const Shape& s, const float* cos
 // Scores of QUERIES queries and up to KEY_TILE transposed keys in groups of 16. As many groups at a time as accumulators
 // allow: that hides the latency of the sums, and loads a value of a query once for all of them.
 template <class T, int QUERIES>
-inline void score_keys(const T* q, int64_t stride, const KeyLanes* keys, int words, int groups, float* to, int64_t to_stride) {
+inline void score_keys(const T* q, int64_t stride, const KeyLanes* keys, int words, int groups, float* to,
+                       int64_t to_stride) {
   constexpr int AT_ONCE = std::min(KEY_TILE / 16, std::max(1, ACCUMULATORS / QUERIES));
   const auto score = [&](int first, auto at_once) {
     constexpr int GROUPS = at_once;
@@ -127,7 +128,7 @@ inline void score_keys(const T* q, int64_t stride, const KeyLanes* keys, int wor
 }
 
 // Softmax of n scores without its division; returns the sum to divide by. ``p`` is padded to whole vectors. The weights
-// overwrite the scores as values of T, with a zero behind them, so that they form whole pairs.
+// overwrite the scores as values of T, followed by a zero, so that they form whole pairs.
 template <class T>
 inline float softmax(float* p, int n, float scale) {
   const F32x16 low = broadcast(-INFINITY);
@@ -245,9 +246,9 @@ class Attention {
     int count = 0;
     for (int i = 0; i < task_.count;) {
       const int from = plan_.first[node_of(i)];
-      int alike = 1;
-      while (alike < AT_ONCE && i + alike < task_.count && plan_.first[node_of(i + alike)] == from) ++alike;
-      const int queries = alike == AT_ONCE ? AT_ONCE : alike >= 3 ? 3 : 1;
+      int same = 1;
+      while (same < AT_ONCE && i + same < task_.count && plan_.first[node_of(i + same)] == from) ++same;
+      const int queries = same == AT_ONCE ? AT_ONCE : same >= 3 ? 3 : 1;
       int common = plan_.count(task_.row);
       for (int node = node_of(i); node <= node_of(i + queries - 1); ++node) common = std::min(common, plan_.run[node]);
       parts[count++] = {i, queries, from, (length_ - from + common) / PER_LANE<Q> * PER_LANE<Q>};
@@ -283,7 +284,7 @@ class Attention {
       for (int i = part->first; i < part->first + part->queries; ++i) finish(i, part->count, total[i]);
   }
 
-  // Adds what query i sees behind the first ``done`` keys, divides, and stores the head.
+  // Adds the values that query i sees after the first ``done`` keys, divides, and stores the head.
   void finish(int i, int done, float total) {
     constexpr int STEP = PER_LANE<Q>;
     const Q* p = reinterpret_cast<const Q*>(p_ + i * width_);  // see ``softmax``

@@ -81,7 +81,7 @@ class Shortfall:
     """Why the kernels are not the best that the processor could run.
 
     advice      what the user can do about it; empty where there is nothing
-    accepted    nothing to warn of: the user asked for it, or this machine can have no better
+    accepted    not worth a warning: the user chose it, or this machine cannot run a better one
     """
 
     why: str
@@ -90,7 +90,7 @@ class Shortfall:
 
 
 class BuildError(Exception):
-    """One form cannot be had."""
+    """One form is not available."""
 
     def __init__(self, why: str, advice: str) -> None:
         super().__init__(why)
@@ -147,7 +147,7 @@ def _key(flags: tuple[str, ...]) -> str:
 
 
 def _kept(folder: Path, key: str) -> ctypes.CDLL | None:
-    """A library of the cache folder whose content has the hash in its name; damaged ones are deleted."""
+    """A library from the cache folder whose content matches the hash in its name; damaged ones are deleted."""
     try:
         paths = sorted(folder.glob(f"kernels-{key}-*.so"))
     except OSError:
@@ -163,7 +163,7 @@ def _kept(folder: Path, key: str) -> ctypes.CDLL | None:
 
 
 def _compile(command: list[str], flags: tuple[str, ...], workspace: Path, logs: Path) -> Path:
-    """A new library in ``workspace`` whose products are right. Raises BuildError; OSError where the disk is full."""
+    """Compile a library into ``workspace`` and check its products. Raises BuildError; OSError if the disk is full."""
     made, log = workspace / "kernels.so", logs / "anabranch-compile.log"
     try:
         done = subprocess.run(
@@ -245,7 +245,7 @@ def shortfall_of(form: str, failures: dict[str, BuildError], not_kept: str) -> S
 
 
 def _wanted() -> str:
-    """What the user asks for: "0", the name of a form, or "1" for the best. Raises InputError."""
+    """The user's choice: "0", the name of a form, or "1" for the best. Raises InputError."""
     wanted = os.environ.get("ANABRANCH_NATIVE") or "1"
     if wanted not in ("0", "1", *FORMS):
         raise InputError(

@@ -4,12 +4,12 @@
 // Why not a library: between two tokens a small model runs three hundred tiny operations, and dispatching them costs as much
 // as reading its weights. Here a pass is one call that allocates nothing.
 //
-// Each row's result is the same, to the bit, however many rows a pass has, and wherever their keys are in the cache: so a tree
+// Each row's result is the same, to the bit, however many rows a pass has and wherever their keys are in the cache: a tree
 // of 32 nodes gives what 32 passes of one node give, in every format. Weights and cache are bf16 or float32, or weights are
 // int8 or int4 with a cache in bf16; sums and the residual stream are always float32.
 //
-// ``kind`` says what rows are: bf16, float32 or (for layers and drafts) quantised with bf16 caches and states. Functions that
-// return an int return a Status, or another number from 0 on.
+// ``kind`` says what rows are: bf16, float32 or (for layers and drafts) quantised with bf16 caches and states. Functions
+// that return an int return a Status, or another number from 0 on.
 
 #include "interface.h"
 
@@ -171,7 +171,8 @@ int anabranch_norm(int kind, const float* x, int64_t count, int width, const flo
     require(kind == BF16 || kind == FLOAT, "the output of a norm is not bf16 or float32");
     require(in_range(width, BLOCK, MAX_VALUES) && width % BLOCK == 0 && count >= 0, "a norm's width is not in whole blocks");
     with_plain_type(kind, [&](auto* p) {
-      for (int64_t i = 0; i < count; ++i) rms_norm(x + i * width, weight, width, eps, static_cast<decltype(p)>(y) + i * width);
+      for (int64_t i = 0; i < count; ++i)
+        rms_norm(x + i * width, weight, width, eps, static_cast<decltype(p)>(y) + i * width);
     });
     return DONE;
   });
@@ -229,7 +230,7 @@ int anabranch_layers(int kind, void* runner, const Shape* shape, const Layer* la
   });
 }
 
-// Keys and values of one batch row [K, capacity, E] in ``layers`` layers: what is at start + nodes[i] is copied to start + i.
+// Copies, in keys and values of one batch row [K, capacity, E] and ``layers`` layers, start + nodes[i] to start + i.
 int anabranch_move(void* keys, void* values, int layers, int heads, int64_t layer_bytes, int64_t head_bytes,
                    int64_t token_bytes, int64_t start, const int64_t* nodes, int count) {
   return guarded([&] {

@@ -72,7 +72,7 @@ class LayerPart {
     });
   }
 
-  // writes the nodes' keys and values behind the committed tokens
+  // writes the nodes' keys and values after those of the committed tokens
   void store_keys_values() {
     using P = Storage<T>;
     int first, last;

@@ -91,7 +91,7 @@ class Library:
         for name, arguments in _FUNCTIONS.items():
             self.function(name, arguments)
         c.anabranch_advise.argtypes, c.anabranch_advise.restype = (_POINTER, _LONG), None
-        self._mine = threading.local()  # ``threads``: what this thread's torch had before ``alone``
+        self._mine = threading.local()  # ``threads``: torch's count in this thread before ``alone``
         self._free = torch.empty(0, dtype=torch.uint8)
         self._begin()
         _alive.add(self)
@@ -178,7 +178,7 @@ class Library:
     def pack(
         self, kind: str, weight: Tensor, scale: Tensor | None = None, least: Tensor | None = None
     ) -> tuple[Packed, Tensor]:
-        """A weight [N, D] in blocks of 32 outputs (the last one padded) and the memory that it lies in.
+        """Pack a weight [N, D] in blocks of 32 outputs, the last one padded; the second value is its memory.
 
         ``weight`` is of the type that ``kind`` names, in bfloat16 with D even; or quantised values, uint8, D in whole
         groups of 32, with ``scale`` and ``least`` as ``model.quantize`` has them.
@@ -251,7 +251,7 @@ class Library:
         Scores that are not finite are ignored; where fewer are finite, -inf at index 0 follows.
         """
         z_MN = scores(z_MN)
-        require(count >= 1, "the {} best scores are asked for", count)
+        require(count >= 1, "count must be at least 1, got {}", count)
         values, places = torch.empty(len(z_MN), count), torch.empty(len(z_MN), count, dtype=torch.long)
         self._c.anabranch_best(z_MN.data_ptr(), *z_MN.shape, count, values.data_ptr(), places.data_ptr())
         return values, places
@@ -354,7 +354,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def library() -> Library | None:
-    """The kernels, compiled if need be; None where they cannot be had.
+    """The kernels, compiled if necessary; None where they are not available.
 
     ANABRANCH_NATIVE=0 switches them off, and the name of a form takes none that is better. Raises InputError for
     another value.

@@ -1,9 +1,9 @@
-// How weights lie in memory, and packing them.
+// The memory layout of packed weights, and packing.
 //
 // A packed weight [outputs, width] is a sequence of blocks of 32 outputs, the last one padded with zeros. A block holds
 //   bf16:  for every 2 of k the 32 outputs' pairs
 //   float: for every k the 32 outputs' values
-//   int8:  in groups of 32 of k, for every 4 of k the 32 outputs' values + 128 (1,024 bytes a group); behind all groups the
+//   int8:  in groups of 32 of k, for every 4 of k the 32 outputs' values + 128 (1,024 bytes a group); after all groups the
 //          outputs' scales, float
 //   int4:  in groups of 32 of k, for every 8 of k the 32 outputs' values from 0 to 15, the later 4 of k in the high halves
 //          of the bytes (512 bytes a group), then the outputs' scales and minima in half precision:
@@ -67,9 +67,9 @@ void pack_quantized(const uint8_t* w, const void* scales, const uint16_t* minima
         continue;
       }
       for (int g = 0; g < groups; ++g) {
-        uint16_t* behind = reinterpret_cast<uint16_t*>(block + g * group_bytes + 512);
-        behind[j] = static_cast<const uint16_t*>(scales)[row * groups + g];
-        behind[BLOCK + j] = minima[row * groups + g];
+        uint16_t* after = reinterpret_cast<uint16_t*>(block + g * group_bytes + 512);
+        after[j] = static_cast<const uint16_t*>(scales)[row * groups + g];
+        after[BLOCK + j] = minima[row * groups + g];
       }
     }
   }
@@ -79,7 +79,7 @@ void pack_quantized(const uint8_t* w, const void* scales, const uint16_t* minima
 
 void check_shape(const Packed& w) {
   require(in_range(w.kind, BF16, INT4), "unknown kind of packed weight");
-  require(in_range(w.outputs, 1, MAX_VALUES) && in_range(w.width, 1, MAX_VALUES), "the size of a packed weight is out of range");
+  require(in_range(w.outputs, 1, MAX_VALUES) && in_range(w.width, 1, MAX_VALUES), "a packed weight's size is out of range");
   require(w.kind != BF16 || w.width % PER_LANE<bf16> == 0, "a packed bf16 weight has an odd width");
   require(w.kind < INT8 || w.width % BLOCK == 0, "a packed quantised weight has no whole groups");
 }

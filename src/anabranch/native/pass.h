@@ -6,8 +6,8 @@
 
 namespace {
 
-// Layers over ``batch.x``, in place. With ``ends``, the pass begins with tokens and ends with the rows after the last norm and
-// the tokens that the head chooses. ``tap`` (or null) takes the rows [M, D] as they are before layer ``tapped``.
+// Layers over ``batch.x``, in place. With ``ends``, the pass begins with tokens and ends with the rows after the last norm
+// and the tokens that the head chooses. ``tap`` (or null) takes the rows [M, D] as they are before layer ``tapped``.
 template <class T>
 void run_pass(Runner& runner, const Shape& s, const Layer* layers, int count, const RaggedBatch& batch, const Ends* ends,
               float* tap, int tapped) {

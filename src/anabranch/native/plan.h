@@ -4,6 +4,8 @@
 // width, H query heads, K kv heads, E channels of a head.
 #pragma once
 
+#include <vector>
+
 #include "pack.h"
 #include "vector_math.h"
 #include "workspace.h"
@@ -64,13 +66,13 @@ struct AttentionTask {
   int32_t row, head, first, count;
 };
 
-// A batch with what attention needs to know of its nodes. Node i sees the committed tokens from first[i] on, and the nodes
-// ancestors[offsets[i] : offsets[i + 1]] of its batch row, itself last; run[i] of these are nodes 0, 1, 2, ... without a gap.
+// A batch with what attention needs to know about its nodes. Node i sees the committed tokens from first[i] on and the nodes
+// ancestors[offsets[i] : offsets[i + 1]] of its batch row, itself last; the first run[i] of these are nodes 0, 1, 2, ...
 struct PassPlan : RaggedBatch {
-  const int32_t* row;        // the batch row of each node [M]
+  const int32_t* row;           // the batch row of each node [M]
   const int64_t* positions_of;  // of each node in the text [M]
   const int32_t *offsets, *ancestors, *first, *run;
-  const AttentionTask* tasks;  // of attention in one layer
+  const AttentionTask* tasks;   // of one layer
   int32_t task_count;
 };
 
@@ -180,9 +182,10 @@ void check(const Shape& s, const RaggedBatch& batch) {
           "a pointer of a pass is null");
   require(batch.starts[0] == 0, "the first row of a pass does not start at node 0");
   for (int b = 0; b < batch.batch; ++b)
-    require(in_range(batch.starts[b + 1], batch.starts[b], MAX_VALUES), "the rows of a pass overlap, or have too many nodes");
+    require(in_range(batch.starts[b + 1], batch.starts[b], MAX_VALUES), "rows of a pass overlap, or have too many nodes");
   require(batch.starts[batch.batch] == batch.nodes, "the rows of a pass do not add up to its number of nodes");
-  require(static_cast<int64_t>(batch.nodes) * s.heads * s.e <= std::numeric_limits<int32_t>::max(), "a pass has too many nodes");
+  const int64_t values = static_cast<int64_t>(batch.nodes) * s.heads * s.e;
+  require(values <= std::numeric_limits<int32_t>::max(), "a pass has too many nodes");
   const int64_t capacity = s.head_stride / s.e;
   require(s.head_stride > 0 && s.head_stride % s.e == 0 && capacity <= std::numeric_limits<int32_t>::max() - 64,
           "the cache's heads do not hold whole tokens");

@@ -38,7 +38,8 @@ constexpr bool uses_matrix_tiles(int width) {
 
 template <class T>
 constexpr int max_tile_rows(int width) {
-  return uses_matrix_tiles<T>(width) ? MAX_TILE_ROWS : std::is_same<T, QuantizedGroup>::value ? QUANTIZED_TILE_ROWS : TILE_ROWS;
+  if (uses_matrix_tiles<T>(width)) return MAX_TILE_ROWS;
+  return std::is_same<T, QuantizedGroup>::value ? QUANTIZED_TILE_ROWS : TILE_ROWS;
 }
 
 // rows of a tile where ``count`` rows of ``width`` values are multiplied: as few tiles as possible, of about the same size

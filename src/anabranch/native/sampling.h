@@ -23,7 +23,8 @@ inline void insert_top(float score, int at, int best, int* have, float* values, 
 void top_finite(const float* z, int width, float rest, int best, float* values, int64_t* places) {
   int have = 0;
   for (int at = 0; at < width; ++at)
-    if (std::isfinite(z[at]) && (have < best || z[at] > values[best - 1])) insert_top(z[at], at, best, &have, values, places);
+    if (std::isfinite(z[at]) && (have < best || z[at] > values[best - 1]))
+      insert_top(z[at], at, best, &have, values, places);
   if (have > 0) {
     const double highest = values[0];
     double total = std::isfinite(rest) ? std::exp(rest - highest) : 0.0;
@@ -35,8 +36,8 @@ void top_finite(const float* z, int width, float rest, int best, float* values, 
   std::fill(places + have, places + best, 0);
 }
 
-// The ``best`` largest values of a row's log softmax, descending, and their places; of equals the first comes first. exp(rest)
-// is added to the sum of the softmax. Where there are fewer finite scores, -inf at place 0 follows.
+// The ``best`` largest values of a row's log softmax, descending, and their places; of equals the first comes first.
+// exp(rest) is added to the sum of the softmax. Where there are fewer finite scores, -inf at place 0 follows.
 void top_log_softmax(const float* z, int width, float rest, int best, float* values, int64_t* places) {
   const F32x16 low = broadcast(-INFINITY);
   F32x16 largest[4] = {low, low, low, low};
@@ -98,8 +99,8 @@ struct Argmax {
   int32_t at;
 };
 
-// Takes in ``count`` of 16 scores that begin at place ``at``. Of equal scores the first place wins, though places come in any
-// order. A NaN is never passed over.
+// Takes in ``count`` of 16 scores that begin at place ``at``. Of equal scores the first place wins, in whatever order the
+// blocks come. A NaN is never ignored.
 inline void update_argmax(F32x16 scores, int count, int at, Argmax* best) {
   const bool before = at < best->at;
   const float threshold = before ? std::nextafter(best->value, -INFINITY) : best->value;

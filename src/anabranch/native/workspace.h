@@ -13,7 +13,8 @@ class Workspace {
   // memory for ``count`` values of T, at a cache line's start; what an earlier request returned is no longer valid
   template <class T>
   T* of(int64_t count) {
-    if (count < 0 || count > std::numeric_limits<int64_t>::max() / 2 / static_cast<int64_t>(sizeof(T))) throw std::bad_alloc();
+    constexpr int64_t LIMIT = std::numeric_limits<int64_t>::max() / 2 / static_cast<int64_t>(sizeof(T));
+    if (count < 0 || count > LIMIT) throw std::bad_alloc();
     const size_t lines = (static_cast<size_t>(count) * sizeof(T) + 63) / 64;
     if (lines_.size() < lines) lines_.resize(lines);
     return reinterpret_cast<T*>(lines_.data());

@@ -17,7 +17,7 @@ namespace {
 struct DraftConfig {
   Table embedding;
   Packed token, state, carry, to_state;  // U, C, A, W of the conditioner
-  Packed head, row_head;                 // of the draft vocabulary, and of the tokens that this sequence adds to it (or none)
+  Packed head, row_head;                 // of the draft vocabulary, and of the tokens that this sequence adds to it
   const int64_t *ids, *row_ids;          // token ids of the outputs of head and row_head
   int32_t d, depth;                      // model width, number of streams
   int32_t children, nodes, frontier;     // children of a node, nodes of the tree, expanded nodes of a level: at most
@@ -194,10 +194,11 @@ class Drafter {
     });
   }
 
-  // scores of the chosen blocks of the head, and of the sequence's own tokens behind them
+  // scores of the chosen blocks of the head, followed by those of the sequence's own tokens
   void score(int rows, int thread) {
     pool_.parallel_for(blocks_, thread, [&](int i) {
-      multiply_block(conditioned_, rows, c_.head, chosen_[static_cast<size_t>(i)], [&](int m, int b, F32x16 low, F32x16 high) {
+      const int chosen = chosen_[static_cast<size_t>(i)];
+      multiply_block(conditioned_, rows, c_.head, chosen, [&](int m, int b, F32x16 low, F32x16 high) {
         float* to = scores_ + static_cast<int64_t>(m) * width_ + i * BLOCK;
         const int left = words_ - b * BLOCK;
         store_outputs(to, left, low, high);
@@ -237,8 +238,8 @@ class Drafter {
     return c_.ids[chosen_[static_cast<size_t>(at / BLOCK)] * BLOCK + at % BLOCK];
   }
 
-  // Keeps the best candidates of a level, and chooses those to expand: as many as may have children in the tree, since a child
-  // is no more probable than its parent.
+  // Keeps the best candidates of a level, and chooses those to expand: as many as may have children in the tree, since a
+  // child is no more probable than its parent.
   void collect(int depth, int rows) {
     level_.clear();
     for (int i = 0; i < rows * c_.children; ++i) {
@@ -340,7 +341,7 @@ void check(int kind, const DraftConfig& c, int64_t root) {
   require(in_range(c.children, 1, 1 << 16) && c.blocks >= 1, "a draft has no children");
   const int64_t most = std::max(1, std::min(c.frontier, c.nodes - 1));
   require(most * c.children <= MAX_VALUES && static_cast<int64_t>(c.depth) * c.nodes <= MAX_VALUES, "a draft is too large");
-  require(!std::isnan(c.min_log_prob) && !std::isnan(c.score_scale) && !std::isnan(c.noise_scale), "a draft's number is NaN");
+  require(!std::isnan(c.min_log_prob) && !std::isnan(c.score_scale) && !std::isnan(c.noise_scale), "a setting is NaN");
 }
 
 }  // namespace

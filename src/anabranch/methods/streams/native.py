@@ -79,8 +79,8 @@ class _TrailWeights:
 class NativeTrail:
     """The first ``streams`` streams of an adapter, run through the top layers a second time; none looks at a later one.
 
-    Their keys and values are written behind the committed ones, where the next forward pass writes its own, so the
-    cache needs room for them.
+    Their keys and values are written after the committed ones, where the next forward pass writes its own: the cache
+    needs capacity for them.
     """
 
     def __init__(self, target: Decoder, adapter: StreamAdapter, streams: int) -> None:
@@ -121,19 +121,19 @@ class NativeTrail:
     ) -> Tensor:
         """Stream states after the last norm, those of the first row in use first [sum of ``counts``, D].
 
-        counts          streams of each row in use, at most ``streams``; a row of 0 takes no part
-        main_MD         a pass's main rows before layer N - N_s
-        nodes           the one of these that each row trails, whose keys and values are its newest committed ones
-        emitted         the token that each of these emitted
+        main_MD         a forward pass's main rows before layer N - N_s
+        nodes           which of these each row trails: its newest committed node
+        emitted         the token emitted at each of these nodes
+        counts          streams of each row in use, at most ``streams``; a row of 0 takes no part, but not all rows
         """
         assert max(counts) <= self.streams
         lengths, low, high = cache.lengths, self.stack.first, self.stack.config.num_layers
         if self._entry is None:
-            taking = [b for b, count in enumerate(counts) if count]
-            told = self.target.embedding(torch.tensor([emitted[b] for b in taking]))[:, None]
-            main = main_MD[[nodes[b] for b in taking], None].to(self._dtype)
-            begun = self.adapter.initial(main, told)
-            x = torch.cat([begun[i, : counts[b]] for i, b in enumerate(taking)]).to(torch.float32)
+            active = [b for b, count in enumerate(counts) if count]
+            tokens = self.target.embedding(torch.tensor([emitted[b] for b in active]))[:, None]
+            main = main_MD[[nodes[b] for b in active], None].to(self._dtype)
+            initial = self.adapter.initial(main, tokens)
+            x = torch.cat([initial[i, : counts[b]] for i, b in enumerate(active)]).to(torch.float32)
             step = self.stack.step(lengths, counts, None, planned, x, trailing=True)
             self.stack.run(x, step, cache, 0, low, high)
             return self.target.normed(x)

@@ -1,8 +1,8 @@
 // Trailing: the streams of the newest committed nodes run through the top layers after the target's pass (native.py).
 //
 // Stream j of a batch row begins with m + p_j + up silu(inputs [m', e'] + h_j): m is the main row that is trailed, e the
-// embedding of the token emitted at it, ' means scaled to unit RMS, p_j and h_j are learned. Batch rows without streams take no
-// part, and what is given for them is not read.
+// embedding of the token emitted at it, ' means scaled to unit RMS, p_j and h_j are learned. Batch rows without streams take
+// no part, and what is given for them is not read.
 #pragma once
 
 #include "layer.h"
@@ -49,7 +49,8 @@ class TrailStart {
       const int b = active_[i];
       for (int j = 0; j < plan_.count(b); ++j) {
         const float* h = entry_.hidden + static_cast<int64_t>(j) * inner_ + block * BLOCK;
-        store32(hidden_ + row_offset<T>(plan_.start(b) + j, inner_), block, silu(low + load16(h)), silu(high + load16(h + 16)));
+        T* to = hidden_ + row_offset<T>(plan_.start(b) + j, inner_);
+        store32(to, block, silu(low + load16(h)), silu(high + load16(h + 16)));
       }
     });
     pool_.barrier();
