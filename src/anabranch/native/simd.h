@@ -1,6 +1,6 @@
 // What the header of an instruction set provides, and what all of them share. The kernels are written in these terms
-// alone: a new instruction set is a new header with everything in this list, and one line in vector_math.h that includes
-// it. avx512.h and avx2.h are the two that exist.
+// alone: a new instruction set is a new header with everything in this list, an include in vector_math.h, and an entry of
+// FORMS in build.py. avx512.h and avx2.h are the two that exist; tests/native/scalar.h is one in plain C++.
 //
 // Results need not agree between instruction sets to the bit. Within one, each row's result must not depend on how many
 // rows are computed together: where a function below sums over k, the order of the sum is fixed.
@@ -34,9 +34,9 @@
 //   F32x16 neg_mul_add(a, b, c)          c - a b, rounded once
 //   F32x16 max(a, b), min(a, b)          b where a or b is NaN
 //   F32x16 round(x)                      to the nearest integer, ties to even
-//   F32x16 scale_by_power(x, n)          x 2^n for integers n; exact for n from -126 to 127, beyond that n may be clamped
+//   F32x16 scale_by_power(x, n)          x 2^n for integers n from -126 to 127; n beyond that may be clamped; NaN for NaN
 //   void split_exponent(x, *m, *e)       x = m 2^e with m in [1, 2), for normal x > 0
-//   float reduce_max(x), reduce_sum(x), first_lane(x)
+//   float reduce_max(x), reduce_sum(x), first_lane(x)  reduce_max: any lane, or NaN, where a lane is NaN
 //   uint32_t greater(a, b)               bit i: a[i] > b[i]; false where either is NaN
 //   uint32_t greater_or_nan(a, b)        bit i: a[i] > b[i], or either is NaN
 //   F32x16 select_greater(a, b, x, y)    x[i] where a[i] > b[i], else y[i]

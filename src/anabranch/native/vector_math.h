@@ -1,7 +1,9 @@
 // The instruction set that this library is compiled for, and functions of 16 floats on top of it.
 #pragma once
 
-#if defined(__AVX512F__) && !defined(ANABRANCH_AVX2)
+#if defined(ANABRANCH_SIMD)
+#include ANABRANCH_SIMD  // a header elsewhere
+#elif defined(__AVX512F__) && !defined(ANABRANCH_AVX2)
 #include "avx512.h"
 #else
 #include "avx2.h"
