@@ -59,7 +59,7 @@ def main() -> None:
                 # uninitialised values are found while optimising; g++ 12 finds some in its own AVX-512 header
                 how = ("-O2", "-c", "-o", os.devnull) if form == "avx2" else ("-fsyntax-only",)
                 command = [compiler, *build.FLAGS, *build.FORMS[form][1], *WARN, *how]
-                subprocess.run([*command, NATIVE / "kernels.cpp"], check=True)
+                subprocess.run([*command, *build.translation_unit()], check=True)
         _races(compilers[0], forms)
     for form in dict.fromkeys((forms[0], forms[-1])):
         _say(f"AddressSanitizer and UndefinedBehaviorSanitizer, {form}")

@@ -1,4 +1,4 @@
-// AMX's tiles in plain C++, for processors without them: as Intel's manual defines the instructions that kernels.cpp
+// AMX's tiles in plain C++, for processors without them: as Intel's manual defines the instructions that avx512.h
 // uses (volume 2, TILELOADD, TDPBF16PS and so on), with the faults that the processor would raise. Included before it.
 #pragma once
 

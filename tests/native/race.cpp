@@ -1,11 +1,11 @@
 // The kernels' thread pool, products, choices and passes on several threads, for ThreadSanitizer (scripts/sanitize.py):
 // every result is, to the bit, that of one thread.
 
-#include "kernels.cpp"
+#include "interface.cpp"
 
 namespace {
 
-constexpr int D = 64, HEADS = 4, KV = 2, E = 32, INNER = 96, WORDS = 200, LAYERS = 2, CAPACITY = 64, ROWS = 5;
+constexpr int D = 64, HEADS = 4, KV = 2, E = 32, INNER = 96, WORDS = 200, LAYERS = 2, CAPACITY = 64, ROWS = 5, BATCH = 3;
 
 uint32_t noise = 1;
 float draw() {
@@ -76,12 +76,12 @@ std::vector<float> results(int kind, void* runner) {
       *places[i] = weights.back().packed;
     }
     layer.norm_in = layer.norm_mlp = ones.data();
-    for (void** to : {&layer.keys, &layer.values}) *to = caches.emplace_back(static_cast<size_t>(KV * CAPACITY * E)).data();
+    for (void** to : {&layer.keys, &layer.values}) *to = caches.emplace_back(static_cast<size_t>(BATCH * KV * CAPACITY * E)).data();
   }
   const Shape shape{D, HEADS, KV, E, INNER, E, 1e-5f, 0.2f, KV * CAPACITY * E, CAPACITY * E};
-  const int64_t lengths[] = {7}, parents[] = {-1, 0, 0, 1, 3};
-  const Step step{1, ROWS, 0, 0, CAPACITY, x.data(), angles.data(), angles.data(), lengths, parents};
-  expect(anabranch_layers(kind, runner, &shape, layers, LAYERS, &step, nullptr, nullptr, 0) == DONE, "layers");
+  const int64_t starts[] = {0, 2, 2, ROWS}, lengths[] = {7, 0, 20}, parents[] = {-1, 0, -1, 0, 0};
+  const RaggedBatch batch{BATCH, ROWS, 0, 0, CAPACITY, x.data(), angles.data(), angles.data(), starts, lengths, parents};
+  expect(anabranch_layers(kind, runner, &shape, layers, LAYERS, &batch, nullptr, nullptr, 0) == DONE, "layers");
   found = x;
 
   Weight head(kind, WORDS, D);

@@ -18,6 +18,8 @@ import torch
 from test_kernels import BASE, FORMS, adapter_for, cache, decoder, needs_kernels, packed, tokens
 
 from anabranch.methods.streams.draft import DraftOptions, StreamDraft
+from anabranch.methods.streams.kernels import TrailEntry
+from anabranch.methods.streams.native import NativeTrail
 from anabranch.model.pack import packed_like
 from anabranch.model.quantize import QuantizedWeight
 from anabranch.model.stack import NativeLinear
@@ -143,7 +145,7 @@ def test_the_c_side_refuses_by_itself() -> None:
     move = [ctypes.c_int64(n) for n in (0, 1024, 64, 3)]
     assert "ascend" in refused(c.anabranch_move(at, at, 1, 1, *move, ctypes.c_void_p(nodes.ctypes.data), 2))
     nodes[1] = 13  # of a capacity of 16, behind 3
-    assert "behind" in refused(c.anabranch_move(at, at, 1, 1, *move, ctypes.c_void_p(nodes.ctypes.data), 2))
+    assert "beyond" in refused(c.anabranch_move(at, at, 1, 1, *move, ctypes.c_void_p(nodes.ctypes.data), 2))
 
 
 @torch.inference_mode()
@@ -152,10 +154,10 @@ def test_passes_that_do_not_fit_are_refused() -> None:
     model = packed(BASE, "bfloat16")
     assert model.stack is not None
     memory = cache(model)
-    stack, x = model.stack, torch.zeros(1, 4, BASE.hidden_size)
+    stack, x = model.stack, torch.zeros(4, BASE.hidden_size)
 
     def run(lengths: list[int], parents: list[int], shape: dict[str, int] | None = None, **step: int) -> None:
-        made = stack.step(lengths, 4, np.array([parents], np.int64), 300, x)
+        made = stack.step(lengths, [4], np.array(parents), 300, x)
         for name, value in step.items():
             setattr(made.native, name, value)
         sizes, layers = stack.ready(memory, 0, 0, BASE.num_layers)
@@ -172,7 +174,7 @@ def test_passes_that_do_not_fit_are_refused() -> None:
         ([-1], chain, {}, {}, "no room"),
         ([10], [-1, 1, 1, 2], {}, {}, "parent"),
         ([10], [-2, 0, 1, 2], {}, {}, "parent"),
-        ([10], chain, {}, {"places": 13}, "rotation"),
+        ([10], chain, {}, {"positions": 13}, "rotation"),
         ([10], chain, {}, {"nodes": 0}, "no rows"),
         ([10], chain, {}, {"cos": None}, "null"),
         ([10], chain, {"rope_dim": 64}, {}, "rotations"),
@@ -188,13 +190,79 @@ def test_passes_that_do_not_fit_are_refused() -> None:
             run(lengths, parents, shape, **step)  # type: ignore[arg-type]
     for token in (BASE.vocab_size, -1):
         with pytest.raises(AssertionError, match="vocabulary"):
-            stack.through(np.array([[1, token]]), stack.step([3], 2, None, 300), memory, 0, choose=True)
+            stack.through(np.array([1, token]), stack.step([3], [2], None, 300), memory, 0, choose=True)
     moves = [(range(9), 0, 0, [1]), (range(3), 1, 0, [1]), (range(3), 0, 255, [1]), (range(3), 0, 0, [2, 1])]
     for layers, slot, start, nodes in moves:
         with pytest.raises(AssertionError):
             kernels().move(memory.keys, memory.values, layers, slot, start, np.array(nodes))
     with pytest.raises(AssertionError, match="differ"):
         kernels().move(memory.keys, memory.values[:2], range(3), 0, 0, np.array([1]))
+
+
+@torch.inference_mode()
+def test_rows_of_a_pass_that_do_not_fit_are_refused() -> None:
+    """Each batch row has nodes of its own, which neither overlap nor leave the pass."""
+    model = packed(BASE, "bfloat16")
+    assert model.stack is not None
+    memory, stack, x = cache(model, rows=3), model.stack, torch.zeros(4, BASE.hidden_size)
+
+    def run(behind: list[int], bounds: list[int], above: list[int] | None = None, **step: int) -> None:
+        made = stack.step(behind, [2, 0, 2], None if above is None else np.array(above), 300, x)
+        starts = np.array(bounds, np.int64)
+        made.native.starts = starts.ctypes.data
+        for name, value in step.items():
+            setattr(made.native, name, value)
+        stack.kernels.layers(*stack.ready(memory, 0, 0, BASE.num_layers), made.native)
+
+    run([10, 256, 254], [0, 2, 2, 4])
+    run([10, 0, 9], [0, 2, 2, 4], trailing=1)  # the row between them takes no part
+    for lengths, starts, parents, step, why in (
+        ([10, 0, 10], [1, 2, 2, 4], None, {}, "node 0"),
+        ([10, 0, 10], [0, 3, 2, 4], None, {}, "overlap"),
+        ([10, 0, 10], [0, -1, 2, 4], None, {}, "overlap"),
+        ([10, 0, 10], [0, 2, 2, 3], None, {}, "number of nodes"),
+        ([10, 0, 10], [0, 2, 2, 2**40], None, {}, "too many nodes"),
+        ([10, 0, 10], [0, 2, 2, 4], None, {"nodes": 5}, "number of nodes"),
+        ([10, 0, 10], [0, 2, 2, 4], None, {"starts": None}, "null"),
+        ([10, 0, 255], [0, 2, 2, 4], None, {}, "no room"),
+        ([10, 257, 10], [0, 2, 2, 4], None, {}, "no room"),
+        ([10, 256, 10], [0, 2, 3, 4], None, {}, "no room"),
+        ([0, 0, 10], [0, 2, 2, 4], None, {"trailing": 1}, "no room"),
+        ([10, 0, 10], [0, 2, 2, 4], [-1, 0, 1, 0], {}, "parent"),
+    ):
+        with pytest.raises(AssertionError, match=why):
+            run(lengths, starts, parents, **step)  # type: ignore[arg-type]
+
+
+@torch.inference_mode()
+def test_streams_that_do_not_fit_are_refused() -> None:
+    model = packed(BASE, "bfloat16")
+    trail = NativeTrail(model, adapter_for(model, conditioning="path", conditioning_rank=8, root_width=32), 2)
+    memory, main = cache(model, rows=2), torch.zeros(6, BASE.hidden_size)
+    states = torch.empty(4, BASE.hidden_size, dtype=torch.bfloat16)
+
+    def run(counts: list[int], nodes: list[int], emitted: list[int], **entry: int) -> None:
+        chosen, words = np.array(nodes), np.array(emitted)
+        assert trail._entry is not None
+        begin = TrailEntry.from_buffer_copy(trail._entry)
+        begin.main, begin.rows, begin.nodes, begin.emitted = main.data_ptr(), 6, chosen.ctypes.data, words.ctypes.data
+        for name, value in entry.items():
+            setattr(begin, name, value)
+        step = trail.stack.step([5, 9], counts, None, 300, trailing=True)
+        ready = trail.stack.ready(memory, 0, trail.stack.first, BASE.num_layers)
+        trail._kernels.trail(*ready, step.native, begin, states[: sum(counts)])
+
+    run([2, 2], [0, 5], [3, 4])
+    run([2, 0], [5, 99], [3, -1])  # what stands for a row without streams is not read
+    for counts, nodes, emitted, entry, why in (
+        ([2, 2], [0, 6], [3, 4], {}, "not in the pass"),
+        ([2, 2], [-1, 5], [3, 4], {}, "not in the pass"),
+        ([2, 2], [0, 5], [3, BASE.vocab_size], {}, "vocabulary"),
+        ([3, 1], [0, 5], [3, 4], {"streams_count": 2}, "more streams"),
+        ([2, 2], [0, 5], [3, 4], {"main": None}, "null"),
+    ):
+        with pytest.raises(AssertionError, match=why):
+            run(counts, nodes, emitted, **entry)  # type: ignore[arg-type]
 
 
 # ---- scores that are no numbers -------------------------------------------------------------------------------------
@@ -285,10 +353,10 @@ def test_weights_with_a_nan_choose_nothing(where: str, form: str) -> None:
         quantize_decoder(model, form)  # type: ignore[arg-type]
     assert pack_decoder(model)
     assert model.stack is not None
-    step = model.stack.step([0], 5, None, 300)
-    _, chosen, _ = model.stack.through(np.array([tokens(5)]), step, cache(model), 0, choose=True)
+    step = model.stack.step([0], [5], None, 300)
+    _, chosen, _ = model.stack.through(np.array(tokens(5)), step, cache(model), 0, choose=True)
     assert chosen is not None
-    assert chosen[0, -1] == -1
+    assert chosen[-1] == -1
 
 
 def draft_of(form: str, options: DraftOptions) -> StreamDraft:
@@ -323,13 +391,19 @@ def test_a_huge_frontier_is_that_of_all_nodes() -> None:
     states = torch.randn(draft.depth, BASE.hidden_size).bfloat16()
     assert draft.native is not None
     wanted = draft.native(states, 5, None, None)
-    draft.native._how.frontier = 2**31 - 1
+    draft.native._config.frontier = 2**31 - 1
     found = draft.native(states, 5, None, None)
     assert found.tokens.tolist() == wanted.tokens.tolist()
-    draft.native._how.nodes = 2**31 - 1
+    draft.native._config.nodes = 2**31 - 1
     with pytest.raises(AssertionError, match="no depth or no nodes"):
         kernels()._c.anabranch_draft(
-            *(draft.native._how.head.kind, kernels()._run(), ctypes.byref(draft.native._how), states.data_ptr(), 5),
+            *(
+                draft.native._config.head.kind,
+                kernels()._run(),
+                ctypes.byref(draft.native._config),
+                states.data_ptr(),
+                5,
+            ),
             *([wanted.tokens.ctypes.data] * 4),
         )
 

@@ -72,7 +72,7 @@ def test_where_they_cannot_be_had(home: Path, monkeypatch: pytest.MonkeyPatch, t
     model = decoder(BASE)
     broken = tmp_path / "broken compiler"
     broken.write_text(
-        "#!/bin/sh\necho kernels.cpp:1: note: in a file >&2\necho kernels.cpp:7: error: ice >&2\nexit 1\n"
+        "#!/bin/sh\necho interface.cpp:1: note: in a file >&2\necho interface.cpp:7: error: ice >&2\nexit 1\n"
     )
     broken.chmod(0o755)
     for change, why, advice in (
@@ -80,7 +80,7 @@ def test_where_they_cannot_be_had(home: Path, monkeypatch: pytest.MonkeyPatch, t
         (lambda m: no_compiler(m, tmp_path), "there is no C++ compiler", "install g++"),
         (lambda m: m.setattr(build, "processor_flags", lambda: frozenset()), "this processor lacks avx2", ""),
         (lambda m: m.setattr(build.platform, "machine", lambda: "riscv64"), "not Linux on riscv64", ""),
-        (lambda m: m.setenv("CXX", f"'{broken}'"), "kernels.cpp:7: error: ice", "anabranch-compile.log"),
+        (lambda m: m.setenv("CXX", f"'{broken}'"), "interface.cpp:7: error: ice", "anabranch-compile.log"),
     ):
         with monkeypatch.context() as patch:
             change(patch)
@@ -157,6 +157,29 @@ def test_a_cache_that_cannot_be_kept(home: Path, quick: Path, monkeypatch: pytes
     assert list(temporary.iterdir()) == []
 
 
+def test_sources_of_methods_are_compiled_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method brings C++ of its own by putting it into its folder; every file counts for the library's name."""
+    ours = [path.relative_to(build.PACKAGE).as_posix() for path in (*build.sources(), *build.sources("h"))]
+    assert {"native/interface.cpp", "native/simd.h", "methods/streams/streams.cpp", "methods/streams/draft.h"} <= {
+        *ours
+    }
+    monkeypatch.setattr(build, "PACKAGE", tmp_path)
+    files = ["native/interface.cpp", "methods/streams/streams.cpp", "methods/zigzag/zigzag.cpp", "methods/zigzag/own.h"]
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    arguments, keys = build.translation_unit(), [build._key(QUICK)]
+    assert [arguments[i + 1] for i, word in enumerate(arguments) if word == "-include"] == [
+        str(tmp_path / name) for name in files[:3]
+    ]
+    for name in files:
+        (tmp_path / name).write_text("// changed")
+        keys.append(build._key(QUICK))
+    (tmp_path / files[2]).rename(tmp_path / "methods/zigzag/other.cpp")
+    keys.append(build._key(QUICK))
+    assert len({*keys}) == len(keys)
+
+
 def test_a_compiler_that_is_no_command(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     usual = build.compiler()
@@ -199,7 +222,7 @@ def test_threads_and_processes_compile_once(home: Path, quick: Path) -> None:
 
 @needs_kernels
 def test_structs_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "layout", lambda: [1, 2, 3])
+    monkeypatch.setattr(native, "layout", lambda last: [1, 2, 3])
     with pytest.raises(AssertionError, match=r"structs of the compiled kernels differ"):
         native.Library(build.opened((*build.FLAGS, *build.FORMS[build.forms()[0]][1])).library)
 

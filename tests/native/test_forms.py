@@ -1,6 +1,7 @@
 """Forms of the kernels that this processor would not choose: what the kernels promise holds in each.
 
 AMX's instructions cannot be tested on a processor without them; ``pretended_tiles.h`` follows their definition.
+``scalar.h`` is an instruction set written from the list in ``simd.h`` alone, which shows that the list is complete.
 """
 
 from __future__ import annotations
@@ -18,24 +19,27 @@ from anabranch.model.stack import NativeLinear
 from anabranch.native import build
 from anabranch.native import library as native
 
-HEADER = Path(__file__).with_name("pretended_tiles.h")
+HEADER, SCALAR = Path(__file__).with_name("pretended_tiles.h"), Path(__file__).with_name("scalar.h")
 TILES = build.FORMS["amx"][1][0]
 
 needs_avx512 = pytest.mark.skipif(
     native.library() is None or "avx512" not in build.forms(), reason="this processor has no AVX-512"
 )
-in_every_other_form = pytest.mark.parametrize(
-    "other",
-    [pytest.param("avx2", marks=needs_avx512), pytest.param("amx", marks=(needs_avx512, pytest.mark.thorough))],
-    indirect=True,
-)
+FASTER = [
+    pytest.param("avx2", marks=needs_avx512),
+    pytest.param("amx", marks=(needs_avx512, pytest.mark.thorough)),
+]
+SCALAR_FORM = pytest.param("scalar", marks=(test_kernels.needs_kernels, pytest.mark.thorough))
+in_every_other_form = pytest.mark.parametrize("other", [*FASTER, SCALAR_FORM], indirect=True)
+in_every_faster_form = pytest.mark.parametrize("other", FASTER, indirect=True)
 
 
 @pytest.fixture
 def other(request: pytest.FixtureRequest) -> Iterator[str]:
     """The kernels in another form, AMX's with pretended tiles."""
-    digest = f"-DPRETENDED={zlib.crc32(HEADER.read_bytes())}"  # another header, another library
+    digest = f"-DPRETENDED={zlib.crc32(HEADER.read_bytes() + SCALAR.read_bytes())}"  # another header, another library
     with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(build.FORMS, "scalar", (frozenset(), (f'-DANABRANCH_SIMD="{SCALAR}"', digest)))
         patch.setitem(build.FORMS, "amx", (frozenset(), (TILES, "-O1", "-include", str(HEADER), digest)))
         patch.setattr(build, "forms", lambda: [request.param])
         patch.setattr(test_kernels, "MODELS", {})
@@ -76,6 +80,13 @@ def test_a_tree_is_its_paths_to_the_bit(other: str, name: str, form: str) -> Non
 
 
 @in_every_other_form
+@pytest.mark.parametrize("form", test_kernels.FORMS)
+def test_a_ragged_pass_is_its_rows_to_the_bit(other: str, form: str) -> None:
+    test_kernels.test_a_ragged_pass_is_its_rows_to_the_bit(name="llama", form=form)  # type: ignore[call-arg]
+    test_kernels.test_streams_of_some_rows_trail_to_the_bit(test_kernels.ADAPTERS[-1], form)
+
+
+@in_every_faster_form
 @pytest.mark.parametrize("form", test_kernels.FORMS)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_speculation_says_the_same(other: str, rows: int, form: str) -> None:

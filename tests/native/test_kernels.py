@@ -20,6 +20,7 @@ from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.draft import BLOCKS, DraftOptions, DrawNoise, RowVocabulary, StreamDraft
 from anabranch.methods.streams.drafter import StreamDrafter
+from anabranch.methods.streams.native import NativeTrail
 from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig, RopeConfig
 from anabranch.model.decoder import Decoder, Inputs
@@ -196,6 +197,73 @@ def test_rows_of_a_batch_are_alone(name: str) -> None:
         alone = model(Inputs.of_trees([tree]), memory).logits_BNV
         assert alone is not None
         assert torch.equal(alone[0], batch[b, : tree.size])
+
+
+@needs_kernels
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["llama", "one kv head", "sliding window (mistral)"])
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+@torch.inference_mode()
+def test_a_ragged_pass_is_its_rows_to_the_bit(name: str, form: str, data: st.DataObject) -> None:
+    """Rows with a number of nodes each, some without any, yield what a pass of each row alone does; and a row without
+    nodes keeps its cache.
+    """
+    if (name, form) not in MODELS:
+        MODELS[name, form] = packed(CASES[name], form)
+    model = MODELS[name, form]
+    assert model.stack is not None
+    stack = model.stack
+    counts = data.draw(st.lists(st.sampled_from([0, 1, 2, 5, 9, 20]), min_size=1, max_size=9).filter(any))
+    source = np.random.default_rng(data.draw(st.integers(0, 2**31)))
+    lengths = [int(source.integers(1, 60)) if count else 7 for count in counts]
+    memory = cache(model, rows=len(counts))
+    for store in (memory.keys, memory.values):
+        store.copy_(torch.from_numpy(source.standard_normal(store.shape)))
+    before = memory.keys.clone(), memory.values.clone()
+    parents = [np.array([int(source.integers(-1, i)) for i in range(count)], np.int64) for count in counts]
+    words = [source.integers(0, BASE.vocab_size, count) for count in counts]
+
+    def through(rows: list[int], slot: int) -> tuple[torch.Tensor, ...]:
+        step = stack.step([lengths[b] for b in rows], [counts[b] for b in rows], join(parents, rows), 300)
+        found = stack.through(join(words, rows), step, memory, slot, choose=True, tapped=1)
+        assert found[1] is not None
+        assert found[2] is not None
+        return found  # type: ignore[return-value]
+
+    together = through([*range(len(counts))], 0)
+    after = memory.keys.clone(), memory.values.clone()
+    memory.keys.copy_(before[0])
+    memory.values.copy_(before[1])
+    alone = [through([b], b) for b, count in enumerate(counts) if count]
+    for ours, parts in zip(together, zip(*alone, strict=True), strict=True):
+        assert torch.equal(ours, torch.cat(parts))
+    for found, store in zip(after, (memory.keys, memory.values), strict=True):
+        assert torch.equal(found, store)
+
+
+def join(parts: list[np.ndarray], rows: list[int]) -> np.ndarray:
+    return np.concatenate([parts[b] for b in rows])
+
+
+@needs_kernels
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", [{"conditioning": "path", "conditioning_rank": 8, "root_width": 32}, {}], ids=str)
+@torch.inference_mode()
+def test_streams_of_some_rows_trail_to_the_bit(shape: dict[str, object], form: str) -> None:
+    """Rows that take no part change nothing for those that do, whose streams are those of a call of their own."""
+    model = packed(CASES["llama"], form)
+    trail = NativeTrail(model, adapter_for(model, **shape), 3)
+    source = torch.Generator().manual_seed(0)
+    memory, main = cache(model, rows=4), torch.randn(9, BASE.hidden_size, generator=source)
+    for store in (memory.keys, memory.values):
+        store.copy_(torch.randn(store.shape, generator=source))
+    memory.lengths[:] = [30, 7, 55, 1]
+    nodes, emitted = [1, 2, 4, 6], [5, 6, 7, 8]
+    whole = trail(main[:8].view(4, 2, -1), [1, 0, 0, 0], emitted, memory, 200)
+    for counts in ([3, 0, 3, 3], [0, 3, 0, 0], [0, 0, 0, 3]):
+        some = trail.run(main, nodes, emitted, counts, memory, 200).view(-1, 3, whole.shape[2])
+        assert torch.equal(some, whole[torch.tensor(counts) > 0])
 
 
 def adapter_for(model: Decoder, vocabulary: torch.Tensor | None = None, **changes: object) -> StreamAdapter:
@@ -536,7 +604,7 @@ def test_levels_score_the_blocks_of_a_streams_best_tokens(dtype: torch.dtype) ->
         states[:, seed % 4] += liked
         trees = []
         for blocks in (BLOCKS, 10**6):
-            draft.native._how.blocks = blocks
+            draft.native._config.blocks = blocks
             trees += draft.build(states.to(dtype), [seed], [row])
         some, whole = trees
         assert some.tokens.tolist() == whole.tokens.tolist()

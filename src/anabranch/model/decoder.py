@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache as remembered
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -41,37 +41,68 @@ __all__ = ["Block", "Decoder", "Entry", "Inputs", "Nodes", "Pass", "PassResult",
 
 @dataclass(frozen=True)
 class Inputs:
-    """The nodes of one pass: tokens and parents [B, N]; a node's parent precedes it in its row, -1: it has none.
+    """The nodes of one pass, those of the first row first: tokens and parents [M], and how many each row has [B].
 
-    ``counts_B`` are the nodes of each row; what follows them is padding, which sees itself alone and nobody sees.
+    Parents are counted within a row and precede their children; -1: none. A row of 0 nodes takes no part. Where all rows
+    need one width, they are padded at the end ([B, N]): a padding node sees itself alone, and nobody sees it.
     """
 
-    tokens_BN: NDArray[np.int64]
-    parents_BN: NDArray[np.int64]
+    tokens_M: NDArray[np.int64]
+    parents_M: NDArray[np.int64]
     counts_B: Sequence[int]
 
     @staticmethod
     def of_trees(trees: Sequence[DraftTree]) -> Inputs:
-        """Trees of one step, padded to the widest."""
+        """The trees of one step."""
         if len(trees) == 1:
-            return Inputs(trees[0].tokens[None], trees[0].parents[None], (trees[0].size,))
-        shape = len(trees), max(tree.size for tree in trees)
-        tokens, parents = np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
-        for b, tree in enumerate(trees):
-            tokens[b, : tree.size] = tree.tokens
-            parents[b, : tree.size] = tree.parents
+            return Inputs(trees[0].tokens, trees[0].parents, (trees[0].size,))
+        tokens, parents = (np.concatenate(x) for x in zip(*((tree.tokens, tree.parents) for tree in trees), strict=True))
         return Inputs(tokens, parents, [tree.size for tree in trees])
 
     @staticmethod
     def of_chains(tokens_BN: NDArray[np.int64]) -> Inputs:
-        """Stretches of text."""
+        """Stretches of text of one length."""
         rows, width = tokens_BN.shape
-        return Inputs(tokens_BN, np.broadcast_to(np.arange(-1, width - 1), (rows, width)), (width,) * rows)
+        return Inputs(tokens_BN.reshape(-1), np.tile(np.arange(-1, width - 1), rows), (width,) * rows)
 
     @staticmethod
     def of_prompt(tokens: Sequence[int]) -> Inputs:
         """A stretch of one prompt."""
         return Inputs.of_chains(np.asarray([tokens], np.int64))
+
+    @cached_property
+    def starts_B(self) -> list[int]:
+        """Where each row's nodes begin in [M]."""
+        return [0, *accumulate(self.counts_B)][:-1]
+
+    @property
+    def width(self) -> int:
+        """Nodes of the widest row."""
+        return max(self.counts_B)
+
+    @cached_property
+    def alike(self) -> bool:
+        """Whether all rows have the same number of nodes."""
+        return min(self.counts_B) == self.width
+
+    def _padded(self, values_M: NDArray[np.int64], padding: int) -> NDArray[np.int64]:
+        shape = len(self.counts_B), self.width
+        if self.alike:
+            return values_M.reshape(shape)
+        whole = np.full(shape, padding, np.int64)
+        for row, start, count in zip(whole, self.starts_B, self.counts_B, strict=True):
+            row[:count] = values_M[start : start + count]
+        return whole
+
+    @cached_property
+    def tokens_BN(self) -> NDArray[np.int64]:
+        """Tokens, padded with 0."""
+        return self._padded(self.tokens_M, 0)
+
+    @cached_property
+    def parents_BN(self) -> NDArray[np.int64]:
+        """Parents, padded with -1."""
+        return self._padded(self.parents_M, -1)
 
     @cached_property
     def depths_BN(self) -> NDArray[np.int64]:
@@ -83,11 +114,11 @@ class Inputs:
         """Which nodes of its row a node sees, itself among them [B, N, N]."""
         return np.stack([mask_of(parents) for parents in self.parents_BN])
 
-    def padded(self, width: int) -> Inputs:
-        """The same with padding nodes behind, up to ``width``."""
-        more = ((0, 0), (0, width - self.tokens_BN.shape[1]))
+    def widened(self, width: int) -> Inputs:
+        """The same with every row padded to ``width`` nodes."""
+        more = ((0, 0), (0, width - self.width))
         tokens, parents = np.pad(self.tokens_BN, more), np.pad(self.parents_BN, more, constant_values=-1)
-        return Inputs(tokens, parents, self.counts_B)
+        return Inputs(tokens.reshape(-1), parents.reshape(-1), (width,) * len(self.counts_B))
 
 
 class Norm(nn.Module):
@@ -495,11 +526,12 @@ class Decoder(nn.Module):
     def layers(self, x: Tensor, run: Pass, low: int, high: int) -> Tensor:
         """Main rows through layers ``low`` to ``high`` - 1; float32 where the native kernels run them."""
         if self.stack is not None:
-            x = x.to(torch.float32, copy=True).contiguous()
+            rows = x.to(torch.float32, copy=True).contiguous().flatten(0, 1)
             lengths = run.cache.lengths[run.slots]
-            step = self.stack.step(lengths, run.width, run.parents_BN.numpy(), run.planned, x)
-            self.stack.run(x, step, run.cache, run.slots.start, low, high)
-            return x
+            parents_M = run.parents_BN.flatten().numpy()
+            step = self.stack.step(lengths, [run.width] * len(lengths), parents_M, run.planned, rows)
+            self.stack.run(rows, step, run.cache, run.slots.start, low, high)
+            return rows.view(x.shape)
         for index in range(low, high):
             x = self.blocks[index](x, run.cos, run.sin, lambda q, k, v, i=index: run.attend(i, q, k, v))
         return x
@@ -557,10 +589,10 @@ class Decoder(nn.Module):
         Raises InputError where the nodes do not fit the cache or the learned positions.
         """
         slots = slice(0, cache.count) if slots is None else slots
-        cache.begin(inputs.tokens_BN.shape[1], slots)
+        cache.begin(inputs.width, slots)
         limit = self.config.max_positions
         planned, longest = limit if planned is None else planned, max(cache.lengths[slots])
-        reach = longest + inputs.tokens_BN.shape[1]
+        reach = longest + inputs.width
         if reach > min(planned, limit):  # perhaps less: nodes side by side reach no further than one of them
             reach = longest + int(inputs.depths_BN.max()) + 1
         if self.config.position == "learned" and reach > limit:
@@ -595,19 +627,13 @@ class Decoder(nn.Module):
         *,
         choose: bool,
     ) -> PassResult:
-        """A whole pass in one call of the native kernels, which may choose the tokens too."""
+        """A whole pass in one call of the native kernels, which may choose the tokens too; rows are not padded."""
         assert len(taps) <= 1, "the native kernels tap one layer"
-        lengths, (b, n) = cache.lengths[slots], inputs.tokens_BN.shape
-        step = stack.step(lengths, n, inputs.parents_BN, planned)
+        step = stack.step(cache.lengths[slots], inputs.counts_B, inputs.parents_M, planned)
         tapped, choose = taps[0] if taps else None, choose and self.config.logit_softcap is None
-        hidden, tokens, seen = stack.through(inputs.tokens_BN, step, cache, slots.start, choose=choose, tapped=tapped)
-        return PassResult(
-            inputs.counts_B,
-            range(0, b * n, n),
-            hidden.flatten(0, 1),
-            None if tokens is None else tokens.flatten(),
-            taps={} if seen is None or tapped is None else {tapped: seen.flatten(0, 1)},
-        )
+        hidden, tokens, seen = stack.through(inputs.tokens_M, step, cache, slots.start, choose=choose, tapped=tapped)
+        found = {} if seen is None or tapped is None else {tapped: seen}
+        return PassResult(inputs.counts_B, inputs.starts_B, hidden, tokens, taps=found)
 
     def _recorded(
         self,
@@ -621,7 +647,7 @@ class Decoder(nn.Module):
         """``_through`` at the next larger shapes, captured as a graph; None where that cannot be."""
         if self.recorder is None or slots.start or (rider is not None and not rider.fixed):
             return None  # what does not begin at the first row is a prompt being read
-        rows, nodes = inputs.tokens_BN.shape
+        rows, nodes = len(inputs.counts_B), inputs.width
         width, longest = width_bucket(nodes, rows), max(cache.lengths[slots])
         if width is None or longest + width > cache.capacity:
             return None
@@ -636,7 +662,7 @@ class Decoder(nn.Module):
             return (found.hidden_MD, *(found.taps[layer] for layer in taps), *streams)
 
         key = ("pass", rows, slots.start, width, span, id(rider), tuple(taps), table.data_ptr())
-        padded = Nodes.of(inputs.padded(width), cache.lengths[slots])
+        padded = Nodes.of(inputs.widened(width), cache.lengths[slots])
         hidden, *found = cache.graphs.run(self.recorder, key, compute, padded, self.device, held=(table, rider))
         tapped, streams = found[: len(taps)], found[len(taps) :]
         return PassResult(

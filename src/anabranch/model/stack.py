@@ -1,6 +1,6 @@
 """Layers of a target run by the native kernels: one call for any number of them.
 
-B rows of the batch, N nodes, M = B N, L committed tokens, D model width.
+B rows of the batch, M nodes of a pass, those of its first row first, L committed tokens, D model width.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -171,7 +172,7 @@ class LayerWeights:
 class StackStep:
     """The rows of a pass as the kernels read them, and what that points to."""
 
-    native: native.Step
+    native: native.RaggedBatch
     held: tuple[object, ...]
 
 
@@ -271,55 +272,60 @@ class Stack:
     def step(
         self,
         lengths: Sequence[int],
-        nodes: int,
-        parents_BN: NDArray[np.int64] | None,
+        counts: Sequence[int],
+        parents_M: NDArray[np.int64] | None,
         planned: int,
-        x_BND: Tensor | None = None,
+        x_MD: Tensor | None = None,
         *,
         trailing: bool = False,
     ) -> StackStep:
-        """The rows of a pass, ``nodes`` each, behind rows of these lengths; all layers slide alike.
+        """The nodes of a pass behind rows of these lengths; all layers slide alike.
 
-        parents_BN      of the nodes, each before its child; -1: none; None: a chain
+        counts          nodes of each row [B]; a row of 0 nodes takes no part, and its cache is left as it is
+        parents_M       of the nodes, counted within their row, each before its child; -1: none; None: chains
         planned         the length that the longest row will reach, for rotations that depend on it
         trailing        these are streams, whose sliding window is that of the newest committed token
         """
-        lengths_B = np.array(lengths, np.int64)
-        parents_BN = None if parents_BN is None else np.ascontiguousarray(parents_BN, np.int64)
+        lengths_B, starts = np.array(lengths, np.int64), np.array([*accumulate(counts, initial=0)], np.int64)
+        nodes = int(starts[-1])
+        parents_M = None if parents_M is None else np.ascontiguousarray(parents_M, np.int64)
         table = self._rope.table(planned)  # cos and sin of all positions [2, .., dim]
         assert table.dtype == torch.float32
         assert table[0].is_contiguous()
-        assert parents_BN is None or parents_BN.size == len(lengths) * nodes
-        assert x_BND is None or x_BND.numel() == len(lengths) * nodes * self.config.hidden_size
+        assert len(lengths_B) == len(counts)
+        assert parents_M is None or parents_M.shape == (nodes,)
+        assert x_MD is None or x_MD.shape == (nodes, self.config.hidden_size)
         cos = table.data_ptr()
-        step = native.Step(
+        step = native.RaggedBatch(
             len(lengths),
             nodes,
             self._window,
             trailing,
             table.shape[1],
-            None if x_BND is None else x_BND.data_ptr(),
+            None if x_MD is None else x_MD.data_ptr(),
             cos,
             cos + table.stride(0) * table.element_size(),
+            starts.ctypes.data,
             lengths_B.ctypes.data,
-            None if parents_BN is None else parents_BN.ctypes.data,
+            None if parents_M is None else parents_M.ctypes.data,
         )
-        return StackStep(step, (lengths_B, parents_BN, table, x_BND))
+        return StackStep(step, (lengths_B, starts, parents_M, table, x_MD))
 
-    def run(self, x_BND: Tensor, step: StackStep, cache: Cache, slot: int, low: int, high: int) -> None:
+    def run(self, x_MD: Tensor, step: StackStep, cache: Cache, slot: int, low: int, high: int) -> None:
         """Layers ``low`` to ``high`` - 1 of the target over float32 rows, in place, which ``step`` is of.
 
         ``slot`` is the cache's row of the first one. Keys and values are written behind the committed tokens.
         """
-        assert x_BND.dtype == torch.float32
-        assert x_BND.is_contiguous()
+        assert x_MD.dtype == torch.float32
+        assert x_MD.is_contiguous()
+        assert x_MD.data_ptr() == step.native.x
         assert slot + step.native.batch <= cache.keys.shape[1]
         if low < high:
             self.kernels.layers(*self.ready(cache, slot, low, high), step.native)
 
     def through(
         self,
-        tokens_BN: NDArray[np.int64],
+        tokens_M: NDArray[np.int64],
         step: StackStep,
         cache: Cache,
         slot: int,
@@ -327,18 +333,18 @@ class Stack:
         choose: bool,
         tapped: int | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """A whole pass in one call, for the stack of a target: rows after the last norm [B, N, D] in the weights' type,
-        what the head ``choose``s [B, N], and float32 rows as they are before layer ``tapped`` [B, N, D].
+        """A whole pass in one call, for the stack of a target: rows after the last norm [M, D] in the weights' type,
+        what the head ``choose``s [M], and float32 rows as they are before layer ``tapped`` [M, D].
         """
         assert self._ends is not None, "these are not all layers of a target"
-        tokens_BN, d = np.ascontiguousarray(tokens_BN, np.int64), self.config.hidden_size
-        assert tokens_BN.shape == (step.native.batch, step.native.nodes)
-        assert slot + len(tokens_BN) <= cache.keys.shape[1]
-        hidden = torch.empty((*tokens_BN.shape, d), dtype=cache.keys.dtype)
-        chosen = torch.empty(tokens_BN.shape, dtype=torch.long) if choose else None
+        tokens_M, d = np.ascontiguousarray(tokens_M, np.int64), self.config.hidden_size
+        assert tokens_M.shape == (step.native.nodes,)
+        assert slot + step.native.batch <= cache.keys.shape[1]
+        hidden = torch.empty((len(tokens_M), d), dtype=cache.keys.dtype)
+        chosen = torch.empty(len(tokens_M), dtype=torch.long) if choose else None
         seen = None if tapped is None else torch.empty(hidden.shape, dtype=torch.float32)
         ends = native.Ends.from_buffer_copy(self._ends)
-        ends.tokens, ends.hidden = tokens_BN.ctypes.data, hidden.data_ptr()
+        ends.tokens, ends.hidden = tokens_M.ctypes.data, hidden.data_ptr()
         ends.chosen = None if chosen is None else chosen.data_ptr()
         ready = self.ready(cache, slot, 0, self.config.num_layers)
         self.kernels.layers(*ready, step.native, ends, seen, tapped or 0)

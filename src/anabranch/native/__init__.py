@@ -1,1 +1,1 @@
-"""A decoder's layers in C++, compiled on first use by the machine's own compiler; see ``kernels.cpp``."""
+"""A decoder's layers in C++, compiled on first use by the machine's own compiler; see ``interface.cpp``."""

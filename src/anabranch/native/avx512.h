@@ -1,64 +1,63 @@
-// AVX-512, with products of bf16 in pairs where the processor has them, and in AMX's tiles where it has those.
+// AVX-512: bf16 is multiplied in pairs where the processor can (AVX512_BF16), and in AMX tiles where build.py enables them.
+// simd.h says what each name here means.
 #pragma once
 
 #include <immintrin.h>
 
-#include "numbers.h"
+#include "simd.h"
 
 namespace {
 
-constexpr int TILE = 14;           // 28 sums, 2 weights and a value fill the registers
-constexpr int QUANTISED_TILE = 8;  // quantised rows keep two sums for each output
-constexpr int SUMS = 28;           // sums that registers have room for beside their factors
+constexpr int TILE_ROWS = 14;           // 28 accumulators, 2 weights and a broadcast value use 31 of 32 registers
+constexpr int QUANTIZED_TILE_ROWS = 8;  // quantised rows keep two accumulators for each output
+constexpr int ACCUMULATORS = 28;
 
-#ifdef ANABRANCH_TILES  // see build.py for who may use them
-constexpr bool TILES = true;
+#ifdef ANABRANCH_TILES  // set by build.py
+constexpr bool MATRIX_TILES = true;
 #else
-constexpr bool TILES = false;
+constexpr bool MATRIX_TILES = false;
 #endif
-constexpr const char* FORM = TILES ? "amx" : "avx512";
-constexpr int MOST = TILES ? 32 : TILE;  // rows that share a read; with tiles two of 16 rows
+constexpr const char* INSTRUCTION_SET = MATRIX_TILES ? "amx" : "avx512";
+constexpr int MAX_TILE_ROWS = MATRIX_TILES ? 32 : TILE_ROWS;  // AMX: two tiles of 16 rows
 
-// ---- 16 numbers ---------------------------------------------------------------------------------------------------
+// ---- vectors -----------------------------------------------------------------------------------------------------
 
-using Floats = __m512;
-using Words = __m512i;
-using Turned = __m512i;
-using Sums = Floats[MOST][2];  // of 32 outputs for the rows of a tile
+using F32x16 = __m512;
+using U32x16 = __m512i;
+using KeyLanes = __m512i;
+using Sums = F32x16[MAX_TILE_ROWS][2];
 
 template <class P>
-using Factor = P;
+using Operand = P;
 
-inline void pause() { _mm_pause(); }
-inline void ask(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+inline void spin_pause() { _mm_pause(); }
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
-inline Floats zeros() { return _mm512_setzero_ps(); }
-inline Floats same(float x) { return _mm512_set1_ps(x); }
-inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
-inline Floats fnma(Floats a, Floats b, Floats c) { return _mm512_fnmadd_ps(a, b, c); }  // c - a b
-inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
-inline Floats smaller(Floats a, Floats b) { return _mm512_min_ps(a, b); }
-inline float largest(Floats x) { return _mm512_reduce_max_ps(x); }
-inline float sum(Floats x) { return _mm512_reduce_add_ps(x); }
-inline float first(Floats x) { return _mm512_cvtss_f32(x); }
-inline Floats nearest(Floats x) { return _mm512_roundscale_ps(x, 0); }
-inline Floats scaled(Floats x, Floats n) { return _mm512_scalef_ps(x, n); }  // x 2^n
+inline F32x16 zero() { return _mm512_setzero_ps(); }
+inline F32x16 broadcast(float x) { return _mm512_set1_ps(x); }
+inline F32x16 mul_add(F32x16 a, F32x16 b, F32x16 c) { return _mm512_fmadd_ps(a, b, c); }
+inline F32x16 neg_mul_add(F32x16 a, F32x16 b, F32x16 c) { return _mm512_fnmadd_ps(a, b, c); }
+inline F32x16 max(F32x16 a, F32x16 b) { return _mm512_max_ps(a, b); }
+inline F32x16 min(F32x16 a, F32x16 b) { return _mm512_min_ps(a, b); }
+inline float reduce_max(F32x16 x) { return _mm512_reduce_max_ps(x); }
+inline float reduce_sum(F32x16 x) { return _mm512_reduce_add_ps(x); }
+inline float first_lane(F32x16 x) { return _mm512_cvtss_f32(x); }
+inline F32x16 round(F32x16 x) { return _mm512_roundscale_ps(x, 0); }
+inline F32x16 scale_by_power(F32x16 x, F32x16 n) { return _mm512_scalef_ps(x, n); }
 
-// x = mantissa 2^exponent with a mantissa from 1 to 2
-inline void split(Floats x, Floats* mantissa, Floats* exponent) {
+inline void split_exponent(F32x16 x, F32x16* mantissa, F32x16* exponent) {
   *mantissa = _mm512_getmant_ps(x, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_src);
   *exponent = _mm512_getexp_ps(x);
 }
 
-inline uint32_t above(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
-// the same, and where either is NaN
-inline uint32_t above_or_nan(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_NLE_UQ); }
+inline uint32_t greater(F32x16 a, F32x16 b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+inline uint32_t greater_or_nan(F32x16 a, F32x16 b) { return _mm512_cmp_ps_mask(a, b, _CMP_NLE_UQ); }
 
-inline Floats where_above(Floats a, Floats b, Floats yes, Floats no) {
+inline F32x16 select_greater(F32x16 a, F32x16 b, F32x16 yes, F32x16 no) {
   return _mm512_mask_mov_ps(no, _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), yes);
 }
 
-inline __m256i to_bf16(Floats x) {
+inline __m256i to_bf16(F32x16 x) {
 #ifdef __AVX512BF16__
   return (__m256i)_mm512_cvtneps_pbh(x);
 #else
@@ -69,63 +68,61 @@ inline __m256i to_bf16(Floats x) {
 #endif
 }
 
-inline Floats widened(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
-inline Floats load16(const bf16* p) { return widened(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+inline F32x16 bf16_to_float(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
+inline F32x16 load16(const bf16* p) { return bf16_to_float(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 
-inline Floats load16(const float* p) { return _mm512_loadu_ps(p); }
-inline void store16(bf16* p, Floats x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_bf16(x)); }
-inline void store16(float* p, Floats x) { _mm512_storeu_ps(p, x); }
-inline Floats store_rounded(bf16* p, Floats x) {  // and what stands there now
+inline F32x16 load16(const float* p) { return _mm512_loadu_ps(p); }
+inline void store16(bf16* p, F32x16 x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_bf16(x)); }
+inline void store16(float* p, F32x16 x) { _mm512_storeu_ps(p, x); }
+inline F32x16 store_rounded(bf16* p, F32x16 x) {
   const __m256i r = to_bf16(x);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), r);
-  return widened(r);
+  return bf16_to_float(r);
 }
 inline void store1(bf16* p, float x) { *p = to_bf16(x); }
 inline void store1(float* p, float x) { *p = x; }
 
-// the first ``n`` of 16 alone
-inline __mmask16 mask_of(int n) { return static_cast<__mmask16>(lanes(n)); }
-inline Floats load_some(const float* p, int n, Floats others) { return _mm512_mask_loadu_ps(others, mask_of(n), p); }
-inline void store_some(float* p, int n, Floats x) { _mm512_mask_storeu_ps(p, mask_of(n), x); }
-inline Floats only(int n, Floats x) { return _mm512_maskz_mov_ps(mask_of(n), x); }
+inline __mmask16 mask_of(int n) { return static_cast<__mmask16>(first_lanes(n)); }
+inline F32x16 masked_load(const float* p, int n, F32x16 others) { return _mm512_mask_loadu_ps(others, mask_of(n), p); }
+inline void masked_store(float* p, int n, F32x16 x) { _mm512_mask_storeu_ps(p, mask_of(n), x); }
+inline F32x16 keep_first(int n, F32x16 x) { return _mm512_maskz_mov_ps(mask_of(n), x); }
 
-inline Words words(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
-inline Words count_from(int x) {
+inline U32x16 broadcast_u32(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+inline U32x16 iota(int x) {
   return _mm512_add_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_epi32(x));
 }
-inline Words plus(Words a, Words b) { return _mm512_add_epi32(a, b); }
-inline Words times(Words a, Words b) { return _mm512_mullo_epi32(a, b); }
-inline Words differ(Words a, Words b) { return _mm512_xor_si512(a, b); }
+inline U32x16 add(U32x16 a, U32x16 b) { return _mm512_add_epi32(a, b); }
+inline U32x16 mul(U32x16 a, U32x16 b) { return _mm512_mullo_epi32(a, b); }
+inline U32x16 bitwise_xor(U32x16 a, U32x16 b) { return _mm512_xor_si512(a, b); }
 template <int N>
-inline Words shifted(Words x) {
+inline U32x16 shift_right(U32x16 x) {
   return _mm512_srli_epi32(x, N);
 }
-inline Floats floats(Words x) { return _mm512_cvtepu32_ps(x); }
+inline F32x16 to_float(U32x16 x) { return _mm512_cvtepu32_ps(x); }
 
-// the first ``n`` of 16 numbers
-inline Words load_words(const int64_t* p, int n) {
-  const __m256i a = _mm512_cvtepi64_epi32(_mm512_maskz_loadu_epi64(static_cast<__mmask8>(lanes(n)), p));
-  const __m256i b = _mm512_cvtepi64_epi32(_mm512_maskz_loadu_epi64(static_cast<__mmask8>(lanes(n) >> 8), p + 8));
+inline U32x16 masked_load_u32(const int64_t* p, int n) {
+  const __m256i a = _mm512_cvtepi64_epi32(_mm512_maskz_loadu_epi64(static_cast<__mmask8>(first_lanes(n)), p));
+  const __m256i b = _mm512_cvtepi64_epi32(_mm512_maskz_loadu_epi64(static_cast<__mmask8>(first_lanes(n) >> 8), p + 8));
   return _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
 }
 
 // ---- rows ---------------------------------------------------------------------------------------------------------
 
-// 32 values of a row in int8: scale * value[i]; for weights whose zero is not at 0 their sum, and -128 sum(value)
-struct Group {
+// ``sum`` is that of the values, for the minimum that int4 adds to each weight; ``offset`` is -128 sum(value), for int8
+// weights, which are stored as value + 128
+struct QuantizedGroup {
   int8_t value[BLOCK];
   float scale, sum;
   int32_t offset;
 };
 
-// a group that makes NaN of every product
-inline void no_number(Group* row) {
+inline void set_nan(QuantizedGroup* row) {
   *row = {};
   row->scale = row->sum = std::numeric_limits<float>::quiet_NaN();
 }
 
-// The largest absolute value; NaN if there is one: without signs, floats are ordered as their bits are, and NaN is last.
-inline float largest_size(Floats low, Floats high) {
+// The largest absolute value, or NaN if there is one: without signs, floats order like their bits, and NaN comes last.
+inline float reduce_max_abs(F32x16 low, F32x16 high) {
   const __m512i each = _mm512_max_epu32(_mm512_castps_si512(_mm512_abs_ps(low)), _mm512_castps_si512(_mm512_abs_ps(high)));
   const __m256i eight = _mm256_max_epu32(_mm512_castsi512_si256(each), _mm512_extracti64x4_epi64(each, 1));
   const __m128i four = _mm_max_epu32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
@@ -133,10 +130,10 @@ inline float largest_size(Floats low, Floats high) {
   return _mm_cvtss_f32(_mm_castsi128_ps(_mm_max_epu32(two, _mm_shuffle_epi32(two, 0xb1))));
 }
 
-inline void store32(Group* row, int b, Floats low, Floats high) {
-  const float most = largest_size(low, high);
-  if (!(most <= LARGEST)) return no_number(row + b);
-  const Floats inverse = same(most > SMALLEST ? 127.0f / most : 0.0f);
+inline void store32(QuantizedGroup* row, int b, F32x16 low, F32x16 high) {
+  const float most = reduce_max_abs(low, high);
+  if (!(most <= FLOAT_MAX)) return set_nan(row + b);
+  const F32x16 inverse = broadcast(most > MIN_GROUP_MAX ? 127.0f / most : 0.0f);
   const __m512i l = _mm512_cvtps_epi32(low * inverse), h = _mm512_cvtps_epi32(high * inverse);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(row[b].value), _mm512_cvtepi32_epi8(l));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(row[b].value + 16), _mm512_cvtepi32_epi8(h));
@@ -146,25 +143,23 @@ inline void store32(Group* row, int b, Floats low, Floats high) {
   row[b].offset = -128 * sum;
 }
 
-// 32 bits at p in all lanes
 template <class T>
-inline __m512i spread(const T* p) {
+inline __m512i broadcast_word(const T* p) {
   int word;
   std::memcpy(&word, p, 4);
   return _mm512_set1_epi32(word);
 }
 
-// acc + a b, in bf16 over pairs: acc + a.even * b.even + a.odd * b.odd
 template <class T>
-inline Floats dot(Floats acc, __m512i a, __m512i b);
+inline F32x16 dot_add(F32x16 acc, __m512i a, __m512i b);
 
 template <>
-inline Floats dot<float>(Floats acc, __m512i a, __m512i b) {
+inline F32x16 dot_add<float>(F32x16 acc, __m512i a, __m512i b) {
   return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), acc);
 }
 
 template <>
-inline Floats dot<bf16>(Floats acc, __m512i a, __m512i b) {
+inline F32x16 dot_add<bf16>(F32x16 acc, __m512i a, __m512i b) {
 #ifdef __AVX512BF16__
   return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
 #else
@@ -178,10 +173,9 @@ inline Floats dot<bf16>(Floats acc, __m512i a, __m512i b) {
 
 // ---- products -----------------------------------------------------------------------------------------------------
 
-// acc[m][32] += x[m] . block, for ROWS rows; the order of the sum is that of k, whatever ROWS is. Asks for LINES cache
-// lines at ``next`` for every two lines of weights.
+// ``multiply_tile`` for exactly ROWS rows
 template <class T, int ROWS, int LINES>
-OWN void rows_of_tile(const T* x, int64_t stride, const T* block, int width, const char* next, Sums& acc) {
+NOINLINE void multiply_tile_rows(const T* x, int64_t stride, const T* block, int width, const char* next, Sums& acc) {
   constexpr int STEP = PER_LANE<T>;
   __m512 a[ROWS][2];
 #pragma GCC unroll 16
@@ -189,22 +183,22 @@ OWN void rows_of_tile(const T* x, int64_t stride, const T* block, int width, con
   const int steps = width / STEP;
   for (int k = 0; k < steps; ++k) {
     const T* w = block + static_cast<int64_t>(k) * STEP * BLOCK;
-    if (LINES > 0) ask(next + 64 * LINES * static_cast<int64_t>(k));
-    if (LINES > 1) ask(next + 64 * LINES * static_cast<int64_t>(k) + 64);
+    if (LINES > 0) prefetch(next + 64 * LINES * static_cast<int64_t>(k));
+    if (LINES > 1) prefetch(next + 64 * LINES * static_cast<int64_t>(k) + 64);
     const __m512i w0 = _mm512_loadu_si512(w), w1 = _mm512_loadu_si512(w + 16 * STEP);
 #pragma GCC unroll 16
     for (int m = 0; m < ROWS; ++m) {
-      const __m512i v = spread(x + m * stride + STEP * k);
-      a[m][0] = dot<T>(a[m][0], v, w0);
-      a[m][1] = dot<T>(a[m][1], v, w1);
+      const __m512i v = broadcast_word(x + m * stride + STEP * k);
+      a[m][0] = dot_add<T>(a[m][0], v, w0);
+      a[m][1] = dot_add<T>(a[m][1], v, w1);
     }
   }
 #pragma GCC unroll 16
   for (int m = 0; m < ROWS; ++m) acc[m][0] = a[m][0], acc[m][1] = a[m][1];
 }
 
-// acc + sums of 4 products: bytes of a from 0 to 255, of b signed
-inline __m512i dot4(__m512i acc, __m512i a, __m512i b) {
+// acc + the sums of 4 products each: a in unsigned bytes, b in signed ones
+inline __m512i dot4_add(__m512i acc, __m512i a, __m512i b) {
 #ifdef __AVX512VNNI__
   return _mm512_dpbusd_epi32(acc, a, b);
 #else
@@ -217,7 +211,8 @@ inline __m512i dot4(__m512i acc, __m512i a, __m512i b) {
 }
 
 template <class W, int ROWS, int LINES>
-OWN void rows_of_tile(const Group* x, int64_t stride, const uint8_t* block, int width, const char* next, Sums& acc) {
+NOINLINE void multiply_tile_rows(const QuantizedGroup* x, int64_t stride, const uint8_t* block, int width, const char* next,
+                                 Sums& acc) {
   constexpr bool NARROW = std::is_same<W, Int4>::value;
   constexpr int PAIRS = GROUP_BYTES<W> / 128;
   const int groups = width / BLOCK;
@@ -227,15 +222,15 @@ OWN void rows_of_tile(const Group* x, int64_t stride, const uint8_t* block, int 
   for (int m = 0; m < ROWS; ++m) total[m][0] = total[m][1] = _mm512_setzero_ps();
   for (int g = 0; g < groups; ++g) {
     const uint8_t* w = block + static_cast<int64_t>(g) * GROUP_BYTES<W>;
-    const Group* v = x + g;
+    const QuantizedGroup* v = x + g;
     __m512i sum[ROWS][2];
 #pragma GCC unroll 8
     for (int m = 0; m < ROWS; ++m)
       sum[m][0] = sum[m][1] = NARROW ? _mm512_setzero_si512() : _mm512_set1_epi32(v[m * stride].offset);
     for (int k = 0; k < PAIRS; ++k) {
       const char* line = next + (static_cast<int64_t>(g) * PAIRS + k) * 64 * LINES;
-      if (LINES > 0) ask(line);
-      if (LINES > 1) ask(line + 64);
+      if (LINES > 0) prefetch(line);
+      if (LINES > 1) prefetch(line + 64);
       if (NARROW && k == PAIRS - 1) break;
       const __m512i w0 = _mm512_loadu_si512(w + 128 * k), w1 = _mm512_loadu_si512(w + 128 * k + 64);
       if (NARROW) {
@@ -244,25 +239,25 @@ OWN void rows_of_tile(const Group* x, int64_t stride, const uint8_t* block, int 
         const __m512i high1 = _mm512_and_si512(_mm512_srli_epi16(w1, 4), half);
 #pragma GCC unroll 8
         for (int m = 0; m < ROWS; ++m) {
-          const __m512i a = spread(v[m * stride].value + 8 * k), b = spread(v[m * stride].value + 8 * k + 4);
-          sum[m][0] = dot4(dot4(sum[m][0], low0, a), high0, b);
-          sum[m][1] = dot4(dot4(sum[m][1], low1, a), high1, b);
+          const __m512i a = broadcast_word(v[m * stride].value + 8 * k), b = broadcast_word(v[m * stride].value + 8 * k + 4);
+          sum[m][0] = dot4_add(dot4_add(sum[m][0], low0, a), high0, b);
+          sum[m][1] = dot4_add(dot4_add(sum[m][1], low1, a), high1, b);
         }
       } else {
 #pragma GCC unroll 8
         for (int m = 0; m < ROWS; ++m) {
-          const __m512i a = spread(v[m * stride].value + 4 * k);
-          sum[m][0] = dot4(sum[m][0], w0, a);
-          sum[m][1] = dot4(sum[m][1], w1, a);
+          const __m512i a = broadcast_word(v[m * stride].value + 4 * k);
+          sum[m][0] = dot4_add(sum[m][0], w0, a);
+          sum[m][1] = dot4_add(sum[m][1], w1, a);
         }
       }
     }
     const auto of_half = [](const uint8_t* p) {
       return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     };
-    __m512 scale[2], least[2];
+    __m512 scale[2], minimum[2];
     if (NARROW)
-      for (int i = 0; i < 2; ++i) scale[i] = of_half(w + 512 + 32 * i), least[i] = of_half(w + 576 + 32 * i);
+      for (int i = 0; i < 2; ++i) scale[i] = of_half(w + 512 + 32 * i), minimum[i] = of_half(w + 576 + 32 * i);
 #pragma GCC unroll 8
     for (int m = 0; m < ROWS; ++m) {
       const __m512 s = _mm512_set1_ps(v[m * stride].scale);
@@ -270,7 +265,7 @@ OWN void rows_of_tile(const Group* x, int64_t stride, const uint8_t* block, int 
         const __m512 f = _mm512_cvtepi32_ps(sum[m][i]);
         if (NARROW) {
           total[m][i] = _mm512_fmadd_ps(_mm512_mul_ps(f, scale[i]), s, total[m][i]);
-          total[m][i] = _mm512_fmadd_ps(_mm512_set1_ps(v[m * stride].sum), least[i], total[m][i]);
+          total[m][i] = _mm512_fmadd_ps(_mm512_set1_ps(v[m * stride].sum), minimum[i], total[m][i]);
         } else {
           total[m][i] = _mm512_fmadd_ps(f, s, total[m][i]);
         }
@@ -288,45 +283,46 @@ OWN void rows_of_tile(const Group* x, int64_t stride, const uint8_t* block, int 
 // ---- tiles --------------------------------------------------------------------------------------------------------
 
 #ifdef ANABRANCH_TILES
-// The shape of this thread's tiles: 0 to 3 take the sums of 16 rows and 16 outputs each, 4 and 5 the rows, 16 of 32 values
-// each, 6 and 7 the weights. ``rows``: 0 where there is none yet.
-thread_local int shaped_for = 0;
+// Tiles 0 to 3 accumulate 16 rows by 16 outputs each, 4 and 5 hold 16 rows of 32 values, 6 and 7 the weights. This is the
+// number of rows that the calling thread's tiles are configured for; 0: they are not.
+thread_local int configured_rows = 0;
 
-// what was written is in memory where a compiler believes that ``p`` is read: it does not know what tiles are loaded from
-inline void written(const void* p) { asm volatile("" : : "r"(p) : "memory"); }
+// Completes stores before tiles are loaded: the compiler does not know that loading them reads memory.
+inline void memory_barrier(const void* p) { asm volatile("" : : "r"(p) : "memory"); }
 
-inline void shape_tiles(int rows) {
-  if (rows == shaped_for) return;
+inline void configure_tiles(int rows) {
+  if (rows == configured_rows) return;
   struct alignas(64) {
     uint8_t palette = 1, start = 0, unused[14] = {};
     uint16_t bytes[16] = {};
     uint8_t rows[16] = {};
-  } shape;
+  } config;
   const int first = std::min(rows, 16), second = rows - first;
   const int of[8] = {first, first, second, second, first, second, 16, 16};
   for (int i = 0; i < 8; ++i) {
-    shape.rows[i] = static_cast<uint8_t>(of[i]);
-    shape.bytes[i] = of[i] == 0 ? 0 : 64;
+    config.rows[i] = static_cast<uint8_t>(of[i]);
+    config.bytes[i] = of[i] == 0 ? 0 : 64;
   }
-  written(&shape);
-  _tile_loadconfig(&shape);
-  shaped_for = rows;
+  memory_barrier(&config);
+  _tile_loadconfig(&config);
+  configured_rows = rows;
 }
 
-// a thread that waits keeps no tiles: whoever takes its processor would have to save them
-inline void drop_tiles() {
-  if (shaped_for != 0) _tile_release();
-  shaped_for = 0;
+// A waiting thread holds no tiles: the system would have to save them at every context switch.
+inline void release_tiles() {
+  if (configured_rows != 0) _tile_release();
+  configured_rows = 0;
 }
 
-// acc[m][32] += x[m] . block for up to 32 rows, 32 values of k at a time; see ``tile``. A packed block is what a tile of
-// weights is to be: a line a pair of k, and half a line of 128 bytes for 16 outputs.
+// ``multiply_tile`` in AMX tiles, 32 values of k at a time. A packed block already has the layout of weight tiles: a line of
+// 128 bytes for each pair of k, one half of it for each 16 outputs.
 template <int LINES>
-inline void tiles(int count, const bf16* x, int64_t stride, const bf16* block, int width, const char* next, Sums& acc) {
+inline void multiply_amx(int count, const bf16* x, int64_t stride, const bf16* block, int width, const char* next,
+                         Sums& acc) {
   constexpr int LINE = 2 * BLOCK * static_cast<int>(sizeof(bf16));
   const int64_t row = stride * static_cast<int64_t>(sizeof(bf16));
-  shape_tiles(count);
-  written(acc);
+  configure_tiles(count);
+  memory_barrier(acc);
   _tile_loadd(0, &acc[0][0], LINE);
   _tile_loadd(1, &acc[0][1], LINE);
   if (count > 16) {
@@ -335,7 +331,7 @@ inline void tiles(int count, const bf16* x, int64_t stride, const bf16* block, i
   }
   for (int k = 0; k < width; k += BLOCK) {
     const bf16* weights = block + static_cast<int64_t>(k) * BLOCK;
-    for (int i = 0; i < 16 * LINES; ++i) ask(next + 32 * LINES * static_cast<int64_t>(k) + 64 * i);
+    for (int i = 0; i < 16 * LINES; ++i) prefetch(next + 32 * LINES * static_cast<int64_t>(k) + 64 * i);
     _tile_loadd(4, x + k, row);
     _tile_loadd(6, weights, LINE);
     _tile_loadd(7, weights + BLOCK, LINE);
@@ -355,30 +351,28 @@ inline void tiles(int count, const bf16* x, int64_t stride, const bf16* block, i
   }
 }
 #else
-inline void drop_tiles() {}
+inline void release_tiles() {}
 #endif
 
 template <class W, int LINES, int ROWS, class T, class P>
-inline void tile_of_rows(int count, const T* x, int64_t stride, const P* block, int width, const char* next, Sums& acc) {
+inline void multiply_tile_of(int count, const T* x, int64_t stride, const P* block, int width, const char* next, Sums& acc) {
   if constexpr (ROWS > 1)
-    if (count < ROWS) return tile_of_rows<W, LINES, ROWS - 1>(count, x, stride, block, width, next, acc);
-  rows_of_tile<W, ROWS, LINES>(x, stride, block, width, next, acc);
+    if (count < ROWS) return multiply_tile_of<W, LINES, ROWS - 1>(count, x, stride, block, width, next, acc);
+  multiply_tile_rows<W, ROWS, LINES>(x, stride, block, width, next, acc);
 }
 
-// acc[m][32] += x[m] . block for ``count`` rows
 template <class W, int LINES, class T, class P>
-inline void tile(int count, const T* x, int64_t stride, const P* block, int width, const char* next, Sums& acc) {
+inline void multiply_tile(int count, const T* x, int64_t stride, const P* block, int width, const char* next, Sums& acc) {
 #ifdef ANABRANCH_TILES
   if constexpr (std::is_same<T, bf16>::value)
-    if (width % BLOCK == 0) return tiles<LINES>(count, x, stride, block, width, next, acc);
+    if (width % BLOCK == 0) return multiply_amx<LINES>(count, x, stride, block, width, next, acc);
 #endif
-  constexpr int ROWS = std::is_same<T, Group>::value ? QUANTISED_TILE : TILE;
-  tile_of_rows<W, LINES, ROWS>(count, x, stride, block, width, next, acc);
+  constexpr int ROWS = std::is_same<T, QuantizedGroup>::value ? QUANTIZED_TILE_ROWS : TILE_ROWS;
+  multiply_tile_of<W, LINES, ROWS>(count, x, stride, block, width, next, acc);
 }
 
 // ---- attention ----------------------------------------------------------------------------------------------------
 
-// 16 keys of E values -> 32 bits of all keys together: out[d] holds value d (in bf16: pair d) of the 16 keys
 template <class T>
 inline void transpose_keys(const T* keys, int have, int e, __m512i* out) {
   for (int part = 0; part < e / PER_LANE<T>; part += 16) {
@@ -410,9 +404,9 @@ inline void transpose_keys(const T* keys, int have, int e, __m512i* out) {
   }
 }
 
-// Two rows of E values as vectors of pairs: of every 32 values the pairs 0-3, 8-11, 16-19, 24-27, then the others
+// Of every 32 channels, the first vector holds the pairs 0-3, 8-11, 16-19, 24-27 and the second one the others.
 template <int NE>
-inline void joined(const bf16* one, const bf16* two, __m512i (&out)[NE]) {
+inline void load_pairs(const bf16* one, const bf16* two, __m512i (&out)[NE]) {
 #pragma GCC unroll 4
   for (int c = 0; c < NE / 2; ++c) {
     const __m512i a = _mm512_loadu_si512(one + 32 * c), b = _mm512_loadu_si512(two + 32 * c);
@@ -421,16 +415,14 @@ inline void joined(const bf16* one, const bf16* two, __m512i (&out)[NE]) {
   }
 }
 
-// one row, where pairs are not what is multiplied
 template <int NE>
-inline void joined(const float* one, const float*, Turned (&out)[NE]) {
+inline void load_pairs(const float* one, const float*, KeyLanes (&out)[NE]) {
 #pragma GCC unroll 8
   for (int c = 0; c < NE; ++c) out[c] = _mm512_loadu_si512(one + 16 * c);
 }
 
-// sums over pairs in the order of values again
 template <class T>
-inline void in_order(Floats* low, Floats* high) {
+inline void unpair_sums(F32x16* low, F32x16* high) {
   if (PER_LANE<T> == 1) return;
   const __m512 a = *low, b = *high;
   const __m512 ab = _mm512_shuffle_f32x4(a, b, 0x44), cd = _mm512_shuffle_f32x4(a, b, 0xee);
@@ -438,10 +430,8 @@ inline void in_order(Floats* low, Floats* high) {
   *high = _mm512_shuffle_f32x4(cd, cd, 0xd8);
 }
 
-// out[i] += sum_j p[i][j] v[j], j in order, for QUERIES rows and NE vectors of E. bf16 is taken in pairs of j, whose sums
-// stand as in ``joined``; ``count`` is even then.
 template <int QUERIES, int NE, class T>
-inline void gather_values(const T* p, int64_t p_stride, const T* v, int count, Floats* out) {
+inline void accumulate_values(const T* p, int64_t p_stride, const T* v, int count, F32x16* out) {
   constexpr int STEP = PER_LANE<T>;
   __m512 acc[QUERIES][NE];
 #pragma GCC unroll 8
@@ -451,12 +441,12 @@ inline void gather_values(const T* p, int64_t p_stride, const T* v, int count, F
   for (int j = 0; j < count; j += STEP) {
     const T* row = v + static_cast<int64_t>(j) * NE * 16;
     __m512i value[NE];
-    joined<NE>(row, row + NE * 16, value);
+    load_pairs<NE>(row, row + NE * 16, value);
 #pragma GCC unroll 8
     for (int i = 0; i < QUERIES; ++i) {
-      const __m512i w = spread(p + i * p_stride + j);
+      const __m512i w = broadcast_word(p + i * p_stride + j);
 #pragma GCC unroll 8
-      for (int c = 0; c < NE; ++c) acc[i][c] = dot<T>(acc[i][c], w, value[c]);
+      for (int c = 0; c < NE; ++c) acc[i][c] = dot_add<T>(acc[i][c], w, value[c]);
     }
   }
 #pragma GCC unroll 8

@@ -1,9 +1,10 @@
-"""Compile ``kernels.cpp`` once a machine, and keep the library in the cache folder.
+"""Compile the C++ kernels once per machine, and keep the library in the cache folder.
 
-It comes in forms: for AVX2, for AVX-512, and with bf16 products in AMX tiles. A library's file name holds the hash of
-its source, flags and processor, and the SHA-256 of its own content: a file that was cut or damaged is not loaded but
-compiled again. A compiler is needed only where there is no valid file. Where the cache folder cannot be written, the
-library is compiled in a temporary folder, at every start.
+The sources are the C++ files of this folder and of each method's folder (``methods/NAME/*.cpp``), compiled as one
+translation unit. They come in forms: for AVX2, for AVX-512, and with bf16 products in AMX tiles. A library's file name
+has the hash of its sources, flags and processor, and the SHA-256 of its own content: a truncated or damaged file is not
+loaded but compiled again. A compiler is needed only where there is no valid file. Where the cache folder cannot be
+written, the library is compiled in a temporary folder at every start.
 """
 
 from __future__ import annotations
@@ -28,10 +29,21 @@ from anabranch.errors import InputError
 from anabranch.files import cache_home
 from anabranch.processor import processor_flags
 
-__all__ = ["FORMS", "BuildError", "Opened", "Shortfall", "compiler", "forms", "opened", "shortfall_of", "unfit"]
+__all__ = [
+    "FORMS",
+    "BuildError",
+    "Opened",
+    "Shortfall",
+    "compiler",
+    "forms",
+    "opened",
+    "shortfall_of",
+    "sources",
+    "translation_unit",
+    "unfit",
+]
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
-HEADERS = tuple(SOURCE.with_name(name) for name in ("numbers.h", "avx512.h", "avx2.h"))
+PACKAGE = Path(__file__).resolve().parents[1]
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")
 AVX512 = frozenset(("avx512f", "avx512bw", "avx512dq", "avx512vl"))
 # required processor flags and extra compiler flags of each form, the fastest first
@@ -40,10 +52,10 @@ FORMS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
     "avx512": (AVX512, ()),
     "avx2": (frozenset(("avx2", "fma", "f16c")), ("-DANABRANCH_AVX2",)),
 }
-# arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA): tiles are 8 KB that the system would have to save for every
-# thread, so a process asks for them first (Linux, Documentation/arch/x86/xstate.rst)
+# arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA): the system has to save 8 KB of tiles for every thread that uses
+# them, so a process requests them first (Linux, Documentation/arch/x86/xstate.rst)
 ASK_FOR_TILES = (158, 0x1023, 18)
-# checks a new library's products in a process of its own, because they may crash
+# checks a new library's products in a separate process, because they may crash
 CHECK = f"""
 import ctypes, sys
 ctypes.CDLL(None).syscall(*{ASK_FOR_TILES})
@@ -53,12 +65,23 @@ KEPT = 16  # libraries in the cache folder; older ones are deleted
 LONGEST = 300  # seconds for a compilation
 
 
+def sources(kind: str = "cpp") -> list[Path]:
+    """The files of this kind, "cpp" or "h": the kernels' own, then those of each method."""
+    return [*sorted(PACKAGE.glob(f"native/*.{kind}")), *sorted(PACKAGE.glob(f"methods/*/*.{kind}"))]
+
+
+def translation_unit() -> list[str]:
+    """The compiler's arguments that name all sources, as one translation unit."""
+    included = [word for path in sources() for word in ("-include", str(path))]
+    return ["-I", str(PACKAGE / "native"), *included, "-x", "c++", os.devnull]
+
+
 @dataclass(frozen=True)
 class Shortfall:
     """Why the kernels are not the best that the processor could run.
 
     advice      what the user can do about it; empty where there is nothing
-    accepted    nothing to warn of: the user asked for it, or this machine can have no better
+    accepted    not worth a warning: the user chose it, or this machine cannot run a better one
     """
 
     why: str
@@ -67,7 +90,7 @@ class Shortfall:
 
 
 class BuildError(Exception):
-    """One form cannot be had."""
+    """One form is not available."""
 
     def __init__(self, why: str, advice: str) -> None:
         super().__init__(why)
@@ -118,12 +141,13 @@ def opened(flags: tuple[str, ...]) -> Opened:
 
 
 def _key(flags: tuple[str, ...]) -> str:
-    source = [path.read_text(encoding="utf-8") for path in (SOURCE, *HEADERS)]
-    return hashlib.sha256(repr((source, flags, sorted(processor_flags()))).encode()).hexdigest()[:16]
+    files = [*sources(), *sources("h")]
+    texts = [(path.relative_to(PACKAGE).as_posix(), path.read_text(encoding="utf-8")) for path in files]
+    return hashlib.sha256(repr((texts, flags, sorted(processor_flags()))).encode()).hexdigest()[:16]
 
 
 def _kept(folder: Path, key: str) -> ctypes.CDLL | None:
-    """A library of the cache folder whose content has the hash in its name; damaged ones are deleted."""
+    """A library from the cache folder whose content matches the hash in its name; damaged ones are deleted."""
     try:
         paths = sorted(folder.glob(f"kernels-{key}-*.so"))
     except OSError:
@@ -139,11 +163,11 @@ def _kept(folder: Path, key: str) -> ctypes.CDLL | None:
 
 
 def _compile(command: list[str], flags: tuple[str, ...], workspace: Path, logs: Path) -> Path:
-    """A new library in ``workspace`` whose products are right. Raises BuildError; OSError where the disk is full."""
+    """Compile a library into ``workspace`` and check its products. Raises BuildError; OSError if the disk is full."""
     made, log = workspace / "kernels.so", logs / "anabranch-compile.log"
     try:
         done = subprocess.run(
-            [*command, *flags, "-o", str(made), str(SOURCE)],
+            [*command, *flags, "-o", str(made), *translation_unit()],
             capture_output=True,
             text=True,
             errors="replace",
@@ -221,7 +245,7 @@ def shortfall_of(form: str, failures: dict[str, BuildError], not_kept: str) -> S
 
 
 def _wanted() -> str:
-    """What the user asks for: "0", the name of a form, or "1" for the best. Raises InputError."""
+    """The user's choice: "0", the name of a form, or "1" for the best. Raises InputError."""
     wanted = os.environ.get("ANABRANCH_NATIVE") or "1"
     if wanted not in ("0", "1", *FORMS):
         raise InputError(

@@ -1,10 +1,10 @@
-"""The C structs of ``kernels.cpp`` for ctypes; ``layout()`` is compared with theirs when the library is loaded."""
+"""The C structs of ``pack.h`` and ``plan.h`` for ctypes; ``layout`` is compared with theirs when the library loads."""
 
 from __future__ import annotations
 
 import ctypes
 
-__all__ = ["Draft", "Ends", "Entry", "Layer", "Packed", "Shape", "Step", "Table", "layout"]
+__all__ = ["LAST", "Ends", "Layer", "Packed", "RaggedBatch", "Shape", "Table", "layout"]
 
 
 class Packed(ctypes.Structure):
@@ -14,13 +14,13 @@ class Packed(ctypes.Structure):
 
 
 class Table(ctypes.Structure):
-    """Embeddings [words, width]: row by row, or ``packed`` as a weight of the rows' type is."""
+    """Embeddings [words, width]: row by row, or ``packed`` like a weight of the rows' type."""
 
     _fields_ = (("rows", ctypes.c_void_p), ("packed", ctypes.c_int32), ("words", ctypes.c_int32))
 
 
 class Layer(ctypes.Structure):
-    """Weights of one layer and where its cache lies."""
+    """Weights of one layer, and where its cache is."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("norm_in", "norm_mlp", "q_norm", "k_norm", "qkv_bias", "out_bias")),
@@ -42,17 +42,22 @@ class Shape(ctypes.Structure):
     )
 
 
-class Step(ctypes.Structure):
-    """The rows of one pass. Without ``x`` they are made and kept inside. ``places``: positions that ``cos`` has."""
+class RaggedBatch(ctypes.Structure):
+    """The nodes of one pass: batch row b has the nodes ``starts[b]`` to ``starts[b + 1]`` - 1, perhaps none.
+
+    nodes       of all rows together
+    positions   how many ``cos`` and ``sin`` have
+    x           the nodes' rows; without it the kernels keep them in memory of their own
+    """
 
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("batch", "nodes", "window", "trailing", "places")),
-        *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "lengths", "parents")),
+        *((name, ctypes.c_int32) for name in ("batch", "nodes", "window", "trailing", "positions")),
+        *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "starts", "lengths", "parents")),
     )
 
 
 class Ends(ctypes.Structure):
-    """How a pass begins, from tokens, and ends, behind the last norm and with the tokens that the head chooses."""
+    """How a pass begins, from tokens, and ends, after the last norm and with the tokens that the head chooses."""
 
     _fields_ = (
         ("embedding", Table),
@@ -63,50 +68,17 @@ class Ends(ctypes.Structure):
     )
 
 
-class Entry(ctypes.Structure):
-    """How streams that trail begin."""
-
-    _fields_ = (
-        ("main", ctypes.c_void_p),
-        ("nodes", ctypes.c_void_p),
-        ("width", ctypes.c_int32),
-        ("embedding", Table),
-        ("emitted", ctypes.c_void_p),
-        ("inputs", Packed),
-        ("up", Packed),
-        *((name, ctypes.c_void_p) for name in ("streams", "hidden", "norm")),
-    )
-
-
-class Draft(ctypes.Structure):
-    """How one row's stream states become a tree."""
-
-    _fields_ = (
-        ("embedding", Table),
-        *((name, Packed) for name in ("token", "state", "carry", "to_state", "head", "own")),
-        ("ids", ctypes.c_void_p),
-        ("own_ids", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("d", "depth", "best", "nodes", "frontier", "blocks")),
-        ("least", ctypes.c_float),
-        ("keys", ctypes.c_void_p),
-        ("warmth", ctypes.c_float),
-        ("trust", ctypes.c_float),
-    )
-
-
-# a member of each struct, near or at its end
-_LAST = (
+# the last member of each struct
+LAST: tuple[tuple[type[ctypes.Structure], str], ...] = (
     (Packed, "kind"),
     (Table, "words"),
     (Layer, "values"),
     (Shape, "head_stride"),
-    (Step, "parents"),
+    (RaggedBatch, "parents"),
     (Ends, "chosen"),
-    (Entry, "norm"),
-    (Draft, "trust"),
 )
 
 
-def layout() -> list[int]:
-    """The size of each struct and the offset of one of its last members, as ``LAYOUT`` in ``kernels.cpp``."""
-    return [number for struct, last in _LAST for number in (ctypes.sizeof(struct), getattr(struct, last).offset)]
+def layout(last: tuple[tuple[type[ctypes.Structure], str], ...]) -> list[int]:
+    """The size of each struct and the offset of its last member, as the C side lists them."""
+    return [number for struct, name in last for number in (ctypes.sizeof(struct), getattr(struct, name).offset)]

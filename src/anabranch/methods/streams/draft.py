@@ -25,6 +25,7 @@ from torch import Tensor
 from anabranch.errors import InputError
 from anabranch.memory import give_back
 from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.methods.streams.kernels import DraftConfig, StreamKernels
 from anabranch.model.decoder import Decoder
 from anabranch.model.graphs import Graphs
 from anabranch.model.pack import packed_like
@@ -444,20 +445,20 @@ class NativeDraft:
 
     def __init__(self, draft: StreamDraft, linears: dict[str, NativeLinear], head: NativeLinear) -> None:
         options, chain = draft.options, draft.options.tree == "chain"
-        self.kernels, self._sources = head.kernels, _sources(np.arange(draft.depth + 1))
+        self._kernels, self._sources = StreamKernels(head.kernels), _sources(np.arange(draft.depth + 1))
         self._kept = (linears, head, draft.vocabulary, draft.target.embedding)
-        self._how = native.Draft(
+        self._config = DraftConfig(
             embedding=table_of(draft.target),
             head=head.packed,
             ids=draft.vocabulary.data_ptr(),
             d=draft.target.config.hidden_size,
             depth=draft.depth,
-            best=min(options.children, len(draft.vocabulary)),
+            children=min(options.children, len(draft.vocabulary)),
             nodes=draft.depth + 1 if chain else options.nodes,
             frontier=1 if chain else options.frontier,
             blocks=max(BLOCKS, 4 * options.nodes),
-            trust=TRUST,
-            least=math.log(options.threshold) if options.threshold and not chain else -math.inf,
+            noise_scale=TRUST,
+            min_log_prob=math.log(options.threshold) if options.threshold and not chain else -math.inf,
             **{name: linear.packed for name, linear in linears.items()},
         )
 
@@ -470,24 +471,27 @@ class NativeDraft:
         linears = {name: linear for name, linear in conditioner.packed.items() if isinstance(linear, NativeLinear)}
         known = len(linears) == 4 and conditioner.rank % native.BLOCK == 0 and width % native.BLOCK == 0
         plain = draft.options.tree != "product" and not draft.options.shortlist and draft.bias is None
-        if not (known and plain and width <= native.WIDEST) or draft.target.config.logit_softcap is not None:
+        if (
+            not (known and plain and width <= native.MAX_EMBEDDING_WIDTH)
+            or draft.target.config.logit_softcap is not None
+        ):
             return None
         return NativeDraft(draft, linears, draft.head)
 
     def __call__(self, states_SD: Tensor, root: int, row: RowVocabulary | None, noise: DrawNoise | None) -> DraftTree:
         """The tree of one row."""
         keys = None if noise is None else np.ascontiguousarray(noise.keys_D)
-        self._how.keys = None if keys is None else keys.ctypes.data
-        self._how.warmth = 1.0 if noise is None else TRUST / noise.temperature
+        self._config.keys = None if keys is None else keys.ctypes.data
+        self._config.score_scale = 1.0 if noise is None else TRUST / noise.temperature
         own = None if row is None else row.head
         if isinstance(own, NativeLinear):
             assert row is not None
-            self._how.own, self._how.own_ids = own.packed, row.ids.data_ptr()
+            self._config.row_head, self._config.row_ids = own.packed, row.ids.data_ptr()
         else:
-            self._how.own, self._how.own_ids = native.Packed(), None
-        tokens, parents, depths, joints = self.kernels.draft(self._how, states_SD, root)
+            self._config.row_head, self._config.row_ids = native.Packed(), None
+        tokens, parents, depths, log_probs = self._kernels.draft(self._config, states_SD, root)
         sources = tuple([self._sources[depth] for depth in depths.tolist()])
-        return DraftTree(tokens, parents, sources=sources, log_probs=joints)
+        return DraftTree(tokens, parents, sources=sources, log_probs=log_probs)
 
 
 def _children(ids_BV: Tensor, best_BFk: Tensor, joint_BFk: Tensor) -> _Level:

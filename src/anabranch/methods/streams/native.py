@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from anabranch.memory import give_back
 from anabranch.methods.streams.adapter import LowRank, StreamAdapter, StreamLayer
+from anabranch.methods.streams.kernels import StreamKernels, TrailEntry
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Block, Decoder
 from anabranch.model.pack import packed_like
 from anabranch.model.quantize import QuantizedWeight
 from anabranch.model.stack import LayerWeights, NativeLinear, Stack, norm_weight, table_of
-from anabranch.native.library import BLOCK, WIDEST, Entry
+from anabranch.native.library import BLOCK, MAX_EMBEDDING_WIDTH
 
 __all__ = ["NativeTrail"]
 
@@ -51,10 +52,10 @@ class _TrailWeights:
         return LayerWeights(block, qkv, out, up, down, *_whole_blocks(weights.mlp, block.qkv))
 
     @staticmethod
-    def _begin(target: Decoder, adapter: StreamAdapter, layer: LayerWeights) -> tuple[Entry | None, list[object]]:
+    def _begin(target: Decoder, adapter: StreamAdapter, layer: LayerWeights) -> tuple[TrailEntry | None, list[object]]:
         """How streams begin, where the kernels know how, and what that points to."""
         root, places, width = adapter.root, adapter.embeddings, target.config.hidden_size
-        if root is None or places is None or adapter.init is not None or width > WIDEST:
+        if root is None or places is None or adapter.init is not None or width > MAX_EMBEDDING_WIDTH:
             return None, []
         inputs, up = root.packed["inputs"], root.packed["up"]
         assert isinstance(inputs, NativeLinear)
@@ -63,10 +64,11 @@ class _TrailWeights:
             return None, []
         streams, hidden = (x.detach().float().contiguous() for x in (places, root.streams))
         norm = norm_weight(target.norm).contiguous()
-        entry = Entry(
+        entry = TrailEntry(
             embedding=table_of(target),
             inputs=inputs.packed,
             up=up.packed,
+            streams_count=len(places),
             streams=streams.data_ptr(),
             hidden=hidden.data_ptr(),
             norm=norm.data_ptr(),
@@ -77,8 +79,8 @@ class _TrailWeights:
 class NativeTrail:
     """The first ``streams`` streams of an adapter, run through the top layers a second time; none looks at a later one.
 
-    Their keys and values are written behind the committed ones, where the next forward pass writes its own, so the
-    cache needs room for them.
+    Their keys and values are written after the committed ones, where the next forward pass writes its own: the cache
+    needs capacity for them.
     """
 
     def __init__(self, target: Decoder, adapter: StreamAdapter, streams: int) -> None:
@@ -86,8 +88,9 @@ class NativeTrail:
         self._dtype = target.dtype
         self._weights = adapter.shared(target, _TrailWeights, lambda: _TrailWeights(target, adapter))
         self.stack = self._weights.stack
+        self._kernels = StreamKernels(self.stack.kernels)
         entry = self._weights.entry
-        self._entry = None if entry is None else Entry.from_buffer_copy(entry)  # each call writes its rows into it
+        self._entry = None if entry is None else TrailEntry.from_buffer_copy(entry)  # each call writes its rows into it
 
     @staticmethod
     def fits(target: Decoder, adapter: StreamAdapter) -> bool:
@@ -102,24 +105,46 @@ class NativeTrail:
         ``main_BND`` are a pass's main rows before layer N - N_s, of which each row's ``nodes`` are trailed, and
         ``emitted`` the tokens that these emitted.
         """
+        rows, width, d = main_BND.shape
+        chosen = [b * width + node for b, node in enumerate(nodes)]
+        states = self.run(main_BND.reshape(-1, d), chosen, emitted, [self.streams] * rows, cache, planned)
+        return states.view(rows, self.streams, d)
+
+    def run(
+        self,
+        main_MD: Tensor,
+        nodes: Sequence[int],
+        emitted: Sequence[int],
+        counts: Sequence[int],
+        cache: Cache,
+        planned: int,
+    ) -> Tensor:
+        """Stream states after the last norm, those of the first row in use first [sum of ``counts``, D].
+
+        main_MD         a forward pass's main rows before layer N - N_s
+        nodes           which of these each row trails: its newest committed node
+        emitted         the token emitted at each of these nodes
+        counts          streams of each row in use, at most ``streams``; a row of 0 takes no part, but not all rows
+        """
+        assert max(counts) <= self.streams
         lengths, low, high = cache.lengths, self.stack.first, self.stack.config.num_layers
         if self._entry is None:
-            words, chosen = torch.tensor(emitted), torch.tensor(nodes)
-            entry = main_BND[torch.arange(len(chosen)), chosen].to(self._dtype)
-            told = self.target.embedding(words)[:, None]
-            x = self.adapter.initial(entry[:, None], told)[:, : self.streams].to(torch.float32).contiguous()
-            step = self.stack.step(lengths, self.streams, None, planned, x, trailing=True)
+            active = [b for b, count in enumerate(counts) if count]
+            tokens = self.target.embedding(torch.tensor([emitted[b] for b in active]))[:, None]
+            main = main_MD[[nodes[b] for b in active], None].to(self._dtype)
+            initial = self.adapter.initial(main, tokens)
+            x = torch.cat([initial[i, : counts[b]] for i, b in enumerate(active)]).to(torch.float32)
+            step = self.stack.step(lengths, counts, None, planned, x, trailing=True)
             self.stack.run(x, step, cache, 0, low, high)
             return self.target.normed(x)
-        if main_BND.dtype != torch.float32 or not main_BND.is_contiguous():
-            main_BND = main_BND.to(torch.float32).contiguous()
-        told_B, node_B = np.asarray(emitted, np.int64), np.asarray(nodes, np.int64)
-        states = torch.empty((len(lengths), self.streams, main_BND.shape[2]), dtype=self._dtype)
-        entry_of = self._entry
-        entry_of.main, entry_of.width = main_BND.data_ptr(), main_BND.shape[1]
-        entry_of.nodes, entry_of.emitted = node_B.ctypes.data, told_B.ctypes.data
-        step = self.stack.step(lengths, self.streams, None, planned, trailing=True)
-        self.stack.kernels.trail(*self.stack.ready(cache, 0, low, high), step.native, entry_of, states)
+        main, entry = main_MD.to(torch.float32).contiguous(), self._entry
+        node_B, emitted_B = np.asarray(nodes, np.int64), np.asarray(emitted, np.int64)
+        assert len(node_B) == len(emitted_B) == len(counts)
+        entry.main, entry.rows = main.data_ptr(), len(main)
+        entry.nodes, entry.emitted = node_B.ctypes.data, emitted_B.ctypes.data
+        step = self.stack.step(lengths, counts, None, planned, trailing=True)
+        states = torch.empty((step.native.nodes, main.shape[1]), dtype=self._dtype)
+        self._kernels.trail(*self.stack.ready(cache, 0, low, high), step.native, entry, states)
         return states
 
 

@@ -1,0 +1,205 @@
+"""Compare the speed of forward passes in two checkouts, in turns, each checkout in a process of its own.
+
+A pass takes a batch of B sequences with N nodes each, written BxN, through a model of the default model's sizes with
+random weights, in the native kernels. Both checkouts take the same pass one after the other, in the opposite order next
+time, so that drift of the machine affects both. Reports the median time, the median and quartiles of the pairwise
+ratios of time (this checkout over the other one), and whether hidden states and tokens are the same to the bit. Let
+nothing else run meanwhile.
+
+    python scripts/compare_passes.py --before ../base --out benchmarks/NAME.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import inspect
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+HERE = Path(__file__).resolve().parents[1]
+FORMATS = ("bf16", "float32", "int8", "int4")
+SHAPES = ("1x1", "1x8", "1x32", "8x1", "32x1")
+
+
+def model_of(kind: str) -> Any:
+    """The default model's architecture with random weights, packed."""
+    from anabranch.model.config import ModelConfig, RopeConfig
+    from anabranch.model.decoder import Decoder
+    from anabranch.model.pack import pack_decoder
+    from anabranch.model.quantize import quantize_decoder
+
+    config = ModelConfig(
+        family="llama",
+        vocab_size=49152,
+        hidden_size=576,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        intermediate_size=1536,
+        max_positions=8192,
+        rope=RopeConfig(dim=64, max_positions=8192),
+        tied_head=True,
+    )
+    torch.manual_seed(0)
+    model = Decoder(config).to(torch.float32 if kind == "float32" else torch.bfloat16).eval().requires_grad_(False)
+    if kind in ("int8", "int4"):
+        quantize_decoder(model, kind)
+    if not pack_decoder(model):
+        raise SystemExit("the native kernels do not run here")
+    return model
+
+
+def pass_of(model: Any, cache: Any, batch: int, nodes: int) -> Callable[[], tuple[Any, ...]]:
+    """A pass of chains; older checkouts take rows of one width in place of each row's count."""
+    tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, nodes))
+    ragged = "counts" in inspect.signature(model.stack.step).parameters
+    lengths, feed = cache.lengths[:batch], tokens.reshape(-1) if ragged else tokens
+
+    def run() -> tuple[Any, ...]:
+        step = model.stack.step(lengths, [nodes] * batch if ragged else nodes, None, 8192)
+        return model.stack.through(feed, step, cache, 0, choose=True)  # type: ignore[no-any-return]
+
+    return run
+
+
+def serve() -> None:
+    """Time the passes that standard input names, with the package on the path: what a worker process does."""
+    from anabranch.model.cache import Cache
+
+    settings = json.loads(sys.stdin.readline())
+    model = model_of(settings["format"])
+    shapes = {name: tuple(map(int, name.split("x"))) for name in settings["shapes"]}
+    rows, context = max(batch for batch, _ in shapes.values()), settings["context"]
+    capacity = context + max(nodes for _, nodes in shapes.values())
+    cache = Cache(model.config, rows=rows, capacity=capacity, dtype=model.dtype, device=model.device)
+    for store in (cache.keys, cache.values):
+        store.copy_(torch.randn(store.shape, generator=torch.Generator().manual_seed(1)))
+    for _ in range(rows):
+        cache.lengths[cache.add_row()] = context
+    passes = {name: pass_of(model, cache, *shape) for name, shape in shapes.items()}
+    print(json.dumps({"kernels": model.stack.kernels.form}), flush=True)
+    with torch.inference_mode(), model.decoding():
+        for line in sys.stdin:
+            run, times = passes[line.strip()], []
+            hidden, chosen, _ = run()
+            digest = hashlib.sha256(hidden.float().numpy().tobytes() + chosen.numpy().tobytes()).hexdigest()
+            for _ in range(settings["passes"]):
+                started = time.perf_counter()
+                run()
+                times.append(time.perf_counter() - started)
+            print(json.dumps({"ms": statistics.median(times) * 1e3, "digest": digest}), flush=True)
+
+
+class Worker:
+    """One checkout with a model."""
+
+    def __init__(self, checkout: Path, settings: dict[str, Any]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve()), "--serve"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": str(checkout / "src")},
+            text=True,
+        )
+        self.kernels = self.ask(json.dumps(settings))["kernels"]
+
+    def ask(self, line: str) -> dict[str, Any]:
+        """One line to the worker, and its answer."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(line, file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise SystemExit(f"a worker ended with status {self._process.wait()}")
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+    def close(self) -> None:
+        """End the worker."""
+        self._process.communicate()
+
+
+def compare(kind: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """All shapes of passes in one format."""
+    settings = {"format": kind, "shapes": args.shape, "context": args.context, "passes": args.passes}
+    workers = {"before": Worker(args.before.resolve(), settings), "now": Worker(HERE, settings)}
+    found = []
+    for shape in args.shape:
+        times: dict[str, list[float]] = {"before": [], "now": []}
+        same = True
+        for turn in range(args.repeats):
+            order = ["before", "now"] if turn % 2 == 0 else ["now", "before"]
+            answers = {name: workers[name].ask(shape) for name in order}
+            for name in order:
+                times[name].append(answers[name]["ms"])
+            same = same and answers["before"]["digest"] == answers["now"]["digest"]
+        ratios = [now / before for before, now in zip(times["before"], times["now"], strict=True)]
+        low, median, high = statistics.quantiles(ratios, n=4)
+        found.append(
+            {
+                "format": kind,
+                "pass": shape,
+                "kernels": {name: worker.kernels for name, worker in workers.items()},
+                "median_ms": {name: round(statistics.median(values), 3) for name, values in times.items()},
+                "ratio": {"median": round(median, 4), "quartiles": [round(low, 4), round(high, 4)]},
+                "same_results": same,
+            }
+        )
+        print(json.dumps(found[-1]), flush=True)
+    for worker in workers.values():
+        worker.close()
+    return found
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--before", type=Path, metavar="DIR", help="the other checkout")
+    parser.add_argument("--format", action="append", choices=FORMATS, help="format of the weights; repeatable")
+    parser.add_argument("--shape", action="append", metavar="BxN", help="sequences and nodes of a pass; repeatable")
+    parser.add_argument("--context", type=int, default=256, help="tokens in the cache")
+    parser.add_argument("--passes", type=int, default=10, help="timed passes in a turn, of which the median counts")
+    parser.add_argument("--repeats", type=int, default=30, help="turns of each shape")
+    parser.add_argument("--out", type=Path, help="write the result to this JSON file")
+    args = parser.parse_args()
+    if args.serve:
+        serve()
+        return
+    if args.before is None:
+        parser.error("give the other checkout with --before")
+    from compare_commits import commit_of
+
+    from anabranch.bench.report import environment
+    from anabranch.files import shown_command, write_atomically
+
+    args.shape = args.shape or list(SHAPES)
+    found = [result for kind in args.format or FORMATS for result in compare(kind, args)]
+    if args.out is not None:
+        words = ["DIR" if last == "--before" else word for last, word in zip(sys.argv, sys.argv[1:], strict=False)]
+        record = {
+            "command": shown_command("python", "scripts/compare_passes.py", *words),
+            "commits": {"before": commit_of(args.before), "now": commit_of(HERE)},
+            "environment": environment(torch.device("cpu")),
+            "context": args.context,
+            "passes": args.passes,
+            "repeats": args.repeats,
+            "cases": found,
+        }
+        write_atomically(args.out, json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,347 @@
+// Drafting: the stream states of one sequence become a draft tree, level by level (NativeDraft in draft.py).
+//
+// Node i of level j, whose parent carries the token t and the hidden state z', is conditioned on its path:
+//   z = silu(A z' + U E[t] / rms(E[t]) + C s_j),   score = head . (s_j + W z)
+// with s_j the state of stream j. T is the type of the rows between two products; see products.h.
+#pragma once
+
+#include <functional>
+#include <tuple>
+
+#include "plan.h"
+#include "runner.h"
+#include "sampling.h"
+
+namespace {
+
+struct DraftConfig {
+  Table embedding;
+  Packed token, state, carry, to_state;  // U, C, A, W of the conditioner
+  Packed head, row_head;                 // of the draft vocabulary, and of the tokens that this sequence adds to it
+  const int64_t *ids, *row_ids;          // token ids of the outputs of head and row_head
+  int32_t d, depth;                      // model width, number of streams
+  int32_t children, nodes, frontier;     // children of a node, nodes of the tree, expanded nodes of a level: at most
+  int32_t blocks;                        // blocks of the head that a level scores: those with its stream's own best tokens
+  float min_log_prob;                    // joint log probability that a node needs
+  const uint64_t* keys;                  // where tokens are drawn: the keys of the levels' positions (else null); the scores
+  float score_scale, noise_scale;        // are then score * score_scale + noise * noise_scale
+};
+
+// memory of drafts, kept with the runner
+struct DraftMemory {
+  Workspace states, embeddings, hidden, parent_hidden, sums, conditioned, scores, values, places, noise, blocks;
+};
+
+template <class T>
+class Drafter {
+  using P = Storage<T>;
+
+ public:
+  // The tree's nodes, breadth first, into tokens, parents, depths and joints: at most c.nodes, the root among them.
+  struct Tree {
+    int64_t *tokens, *parents, *depths;
+    float* joints;  // joint log probabilities
+  };
+
+  Drafter(Runner& runner, const DraftConfig& config, const P* states, int64_t root)
+      : pool_(runner.pool), c_(config), given_(states), root_(root), keep_(config.nodes - 1) {
+    limit_ = std::max(1, std::min(c_.frontier, keep_));  // no level keeps more nodes than the tree has
+    wide_ = c_.token.outputs;
+    words_ = c_.head.outputs;
+    // Noise may favour any token: where tokens are drawn, all blocks are scored.
+    partial_ = c_.keys == nullptr && 2 * c_.blocks <= c_.head.blocks();
+    blocks_ = partial_ ? c_.blocks : c_.head.blocks();
+    scored_ = std::min(blocks_ * BLOCK, words_);
+    width_ = scored_ + c_.row_head.outputs;
+    ones_.assign(static_cast<size_t>(c_.d), 1.0f);
+    reserve(runner.extension<DraftMemory>());
+    joints_.push_back(0.0f), tokens_.push_back(root), places_.push_back(-1);
+  }
+
+  // Returns the number of nodes.
+  int run(const Tree& tree) {
+    pool_.run([&](int thread) {
+      convert_states(thread);
+      if (partial_) rank_blocks(thread);
+      for (int depth = 0; depth < c_.depth && !tokens_.empty(); ++depth) level(depth, thread);
+    });
+    require(!unknown_token_, "a draft vocabulary has tokens that the embedding does not have");
+    return select(tree);
+  }
+
+ private:
+  struct Candidate {
+    int64_t token;
+    float joint;
+    int32_t parent;  // index among the candidates of all levels; -1: the root
+  };
+
+  // a block of the head: its largest score, and the logarithm of the sum of exp(score)
+  struct BlockScore {
+    float best, log_sum;
+  };
+
+  // All the memory that the job needs: it must not throw.
+  void reserve(DraftMemory& memory) {
+    states_ = memory.states.of<T>(row_offset<T>(c_.depth, c_.d));
+    embeddings_ = memory.embeddings.of<T>(row_offset<T>(limit_, c_.d));
+    hidden_ = memory.hidden.of<T>(row_offset<T>(limit_, wide_));
+    parent_hidden_ = memory.parent_hidden.of<T>(row_offset<T>(limit_, wide_));
+    sums_ = memory.sums.of<float>(static_cast<int64_t>(limit_) * wide_);
+    conditioned_ = memory.conditioned.of<T>(row_offset<T>(limit_, c_.d));
+    scores_ = memory.scores.of<float>(static_cast<int64_t>(limit_) * width_);
+    values_ = memory.values.of<float>(static_cast<int64_t>(limit_) * c_.children);
+    at_ = memory.places.of<int64_t>(static_cast<int64_t>(limit_) * c_.children);
+    noise_ = memory.noise.of<float>(c_.keys == nullptr ? 0 : width_);
+    block_scores_ = memory.blocks.of<BlockScore>(partial_ ? c_.depth * c_.head.blocks() : 0);
+    chosen_.resize(static_cast<size_t>(c_.head.blocks()));
+    for (size_t b = 0; b < chosen_.size(); ++b) chosen_[b] = static_cast<int32_t>(b);
+    const size_t levels = static_cast<size_t>(c_.depth) * static_cast<size_t>(keep_), widest = static_cast<size_t>(limit_);
+    for (auto* list : {&joints_, &kept_joints_}) list->reserve(std::max(levels, widest));
+    for (auto* list : {&places_, &parent_places_, &depths_}) list->reserve(std::max(levels, widest));
+    tokens_.reserve(widest);
+    level_.reserve(widest * static_cast<size_t>(c_.children));
+    candidates_.reserve(levels);
+  }
+
+  void convert_states(int thread) {
+    int first, last;
+    split_range(c_.depth, pool_.size(), thread, &first, &last);
+    for (int i = first; i < last; ++i)
+      convert_row(given_ + static_cast<int64_t>(i) * c_.d, c_.d, states_ + row_offset<T>(i, c_.d));
+  }
+
+  // scores of all blocks of the head with the streams' own states
+  void rank_blocks(int thread) {
+    pool_.barrier();
+    multiply(pool_, states_, c_.depth, c_.head, thread, [&](int m, int b, F32x16 low, F32x16 high) {
+      if (words_ - b * BLOCK < BLOCK) {  // the last block may not be full
+        alignas(64) float part[BLOCK];
+        std::fill(part, part + BLOCK, -INFINITY);
+        store_outputs(part, words_ - b * BLOCK, low, high);
+        low = load16(part), high = load16(part + 16);
+      }
+      float best = reduce_max(max(low, high));
+      if (!(best > -INFINITY)) best = -INFINITY;  // NaN has no place in an order
+      const F32x16 each = exp(low - broadcast(best)) + exp(high - broadcast(best));
+      block_scores_[m * c_.head.blocks() + b] = {best, std::log(reduce_sum(each)) + best};
+    });
+  }
+
+  // The blocks that a level scores. ``rest_``: log of the sum of exp(score) over the others, as the stream's state has them.
+  void choose_blocks(int depth) {
+    const BlockScore* scores = block_scores_ + depth * c_.head.blocks();
+    const auto higher = [scores](int32_t a, int32_t b) {
+      return scores[a].best > scores[b].best || (scores[a].best == scores[b].best && a < b);
+    };
+    std::nth_element(chosen_.begin(), chosen_.begin() + blocks_, chosen_.end(), higher);
+    std::sort(chosen_.begin(), chosen_.begin() + blocks_);
+    float largest = -INFINITY, sum = 0.0f;
+    for (size_t i = static_cast<size_t>(blocks_); i < chosen_.size(); ++i)
+      largest = std::max(largest, scores[chosen_[i]].log_sum);
+    for (size_t i = static_cast<size_t>(blocks_); i < chosen_.size(); ++i)
+      sum += std::exp(scores[chosen_[i]].log_sum - largest);
+    rest_ = std::log(sum) + largest;
+  }
+
+  // A thread's part of one level: the children of all nodes that the level above expands.
+  void level(int depth, int thread) {
+    const int rows = static_cast<int>(tokens_.size());
+    int first, last;
+    split_range(rows, pool_.size(), thread, &first, &last);
+    for (int i = first; i < last; ++i)
+      embed_normed(c_.embedding, tokens_[static_cast<size_t>(i)], ones_.data(), c_.d, RMS_EPS,
+                   embeddings_ + row_offset<T>(i, c_.d));
+    pool_.barrier();
+    if (partial_ && thread == 0) choose_blocks(depth);
+    condition(depth, rows, thread);
+    pool_.barrier();
+    const P* state = given_ + static_cast<int64_t>(depth) * c_.d;
+    multiply(pool_, hidden_, rows, c_.to_state, thread, [&](int m, int b, F32x16 low, F32x16 high) {
+      store32(conditioned_ + row_offset<T>(m, c_.d), b, low + load16(state + b * BLOCK),
+              high + load16(state + b * BLOCK + 16));
+    });
+    pool_.barrier();
+    score(rows, thread);
+    if (c_.keys != nullptr) draw_noise(c_.keys[depth], thread);
+    pool_.barrier();
+    pool_.parallel_for(rows, thread, [&](int i) { best_children(i); });
+    pool_.barrier();
+    if (thread == 0) collect(depth, rows);
+    pool_.barrier();
+  }
+
+  // hidden = silu(A z' + U E' + C s_j), block by block
+  void condition(int depth, int rows, int thread) {
+    pool_.parallel_for(c_.token.blocks(), thread, [&](int block) {
+      F32x16 of_state[2] = {zero(), zero()};
+      multiply_block(states_ + row_offset<T>(depth, c_.d), 1, c_.state, block,
+                     [&](int, int, F32x16 low, F32x16 high) { of_state[0] = low, of_state[1] = high; });
+      multiply_block(embeddings_, rows, c_.token, block, [&](int m, int b, F32x16 low, F32x16 high) {
+        float* to = sums_ + static_cast<int64_t>(m) * wide_ + b * BLOCK;
+        store16(to, low + of_state[0]);
+        store16(to + 16, high + of_state[1]);
+      });
+      multiply_block(parent_hidden_, depth == 0 ? 0 : rows, c_.carry, block, [&](int m, int b, F32x16 low, F32x16 high) {
+        float* to = sums_ + static_cast<int64_t>(m) * wide_ + b * BLOCK;
+        store16(to, low + load16(to));
+        store16(to + 16, high + load16(to + 16));
+      });
+      for (int m = 0; m < rows; ++m) {
+        const float* from = sums_ + static_cast<int64_t>(m) * wide_ + block * BLOCK;
+        store32(hidden_ + row_offset<T>(m, wide_), block, silu(load16(from)), silu(load16(from + 16)));
+      }
+    });
+  }
+
+  // scores of the chosen blocks of the head, followed by those of the sequence's own tokens
+  void score(int rows, int thread) {
+    pool_.parallel_for(blocks_, thread, [&](int i) {
+      const int chosen = chosen_[static_cast<size_t>(i)];
+      multiply_block(conditioned_, rows, c_.head, chosen, [&](int m, int b, F32x16 low, F32x16 high) {
+        float* to = scores_ + static_cast<int64_t>(m) * width_ + i * BLOCK;
+        const int left = words_ - b * BLOCK;
+        store_outputs(to, left, low, high);
+        if (partial_ && left < BLOCK) std::fill(to + left, to + BLOCK, -INFINITY);
+      });
+    });
+    const int own = c_.row_head.outputs;
+    if (own == 0) return;
+    multiply(pool_, conditioned_, rows, c_.row_head, thread, [&](int m, int b, F32x16 low, F32x16 high) {
+      store_outputs(scores_ + static_cast<int64_t>(m) * width_ + scored_ + b * BLOCK, own - b * BLOCK, low, high);
+    });
+  }
+
+  void draw_noise(uint64_t key, int thread) {
+    for (const auto& [ids, count, to] : {std::tuple{c_.ids, words_, noise_},
+                                         std::tuple{c_.row_ids, c_.row_head.outputs, noise_ + scored_}}) {
+      int first, last;
+      split_range((count + 15) / 16, pool_.size(), thread, &first, &last);
+      for (int i = 16 * first; i < std::min(16 * last, count); i += 16)
+        masked_store(to + i, count - i, gumbel(masked_load_u32(ids + i, count - i), key));
+    }
+  }
+
+  void best_children(int row) {
+    float* scores = scores_ + static_cast<int64_t>(row) * width_;
+    for (int j = 0; j < width_ && c_.keys != nullptr; j += 16) {
+      const F32x16 noise = masked_load(noise_ + j, width_ - j, zero()) * broadcast(c_.noise_scale);
+      const F32x16 score = masked_load(scores + j, width_ - j, zero());
+      masked_store(scores + j, width_ - j, mul_add(score, broadcast(c_.score_scale), noise));
+    }
+    const int64_t first = static_cast<int64_t>(row) * c_.children;
+    top_log_softmax(scores, width_, rest_, c_.children, values_ + first, at_ + first);
+  }
+
+  int64_t token_at(int64_t at) const {
+    if (at >= scored_) return c_.row_ids[at - scored_];
+    return c_.ids[chosen_[static_cast<size_t>(at / BLOCK)] * BLOCK + at % BLOCK];
+  }
+
+  // Keeps the best candidates of a level, and chooses those to expand: as many as may have children in the tree, since a
+  // child is no more probable than its parent.
+  void collect(int depth, int rows) {
+    level_.clear();
+    for (int i = 0; i < rows * c_.children; ++i) {
+      if (!(values_[i] > -INFINITY)) continue;  // there are fewer
+      const int64_t token = token_at(at_[i]);
+      if (token < 0 || token >= c_.embedding.words)
+        unknown_token_ = true;
+      else
+        level_.push_back({token, joints_[static_cast<size_t>(i / c_.children)] + values_[i], i / c_.children});
+    }
+    std::stable_sort(level_.begin(), level_.end(), [](const Candidate& a, const Candidate& b) { return a.joint > b.joint; });
+    if (static_cast<int>(level_.size()) > keep_) level_.resize(static_cast<size_t>(keep_));
+    for (const Candidate& node : level_) kept_joints_.push_back(node.joint);
+    float least = c_.min_log_prob;
+    if (static_cast<int>(kept_joints_.size()) > keep_) {
+      std::nth_element(kept_joints_.begin(), kept_joints_.begin() + keep_ - 1, kept_joints_.end(), std::greater<float>());
+      least = std::max(least, kept_joints_[static_cast<size_t>(keep_ - 1)]);
+    }
+    parent_places_.swap(places_);
+    places_.clear(), joints_.clear(), tokens_.clear();
+    bool expand = true;
+    for (const Candidate& node : level_) {
+      const int32_t place = static_cast<int32_t>(candidates_.size());
+      candidates_.push_back({node.token, node.joint, parent_places_[static_cast<size_t>(node.parent)]});
+      depths_.push_back(depth + 1);
+      expand = expand && static_cast<int>(tokens_.size()) < limit_ && node.joint > least;
+      if (!expand) continue;
+      std::memcpy(parent_hidden_ + row_offset<T>(static_cast<int64_t>(tokens_.size()), wide_),
+                  hidden_ + row_offset<T>(node.parent, wide_), sizeof(T) * static_cast<size_t>(row_offset<T>(1, wide_)));
+      tokens_.push_back(node.token);
+      joints_.push_back(node.joint);
+      places_.push_back(place);
+    }
+  }
+
+  // the best candidates of all levels
+  int select(const Tree& tree) const {
+    // Stable: of equals the shallower one comes first, so that no node is kept without its parent.
+    std::vector<int32_t> order(candidates_.size()), node_of(candidates_.size(), -1);
+    for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int32_t>(i);
+    std::stable_sort(order.begin(), order.end(), [&](int32_t i, int32_t j) {
+      return candidates_[static_cast<size_t>(i)].joint > candidates_[static_cast<size_t>(j)].joint;
+    });
+    if (static_cast<int>(order.size()) > keep_) order.resize(static_cast<size_t>(keep_));
+    std::sort(order.begin(), order.end());
+    tree.tokens[0] = root_, tree.parents[0] = -1, tree.depths[0] = 0, tree.joints[0] = 0.0f;
+    int count = 1;
+    for (const int32_t i : order) {
+      const Candidate& node = candidates_[static_cast<size_t>(i)];
+      if (node.joint < c_.min_log_prob) continue;
+      node_of[static_cast<size_t>(i)] = count;
+      tree.tokens[count] = node.token;
+      tree.parents[count] = node.parent < 0 ? 0 : node_of[static_cast<size_t>(node.parent)];
+      tree.depths[count] = depths_[static_cast<size_t>(i)];
+      tree.joints[count++] = node.joint;
+    }
+    return count;
+  }
+
+  static constexpr float RMS_EPS = 1.1920929e-7f;  // torch.finfo(float32).eps, as F.rms_norm
+
+  ThreadPool& pool_;
+  const DraftConfig& c_;
+  const P* given_;  // stream states [depth, D]
+  int64_t root_;
+  int keep_, limit_, wide_, words_, blocks_, scored_, width_;
+  bool partial_, unknown_token_ = false;
+  float rest_ = -INFINITY;
+  std::vector<float> ones_;
+  std::vector<int32_t> chosen_;  // blocks of the head, those that are scored first
+  BlockScore* block_scores_;     // [depth, blocks]
+  T *states_, *embeddings_, *hidden_, *parent_hidden_, *conditioned_;
+  float *sums_, *scores_, *values_, *noise_;
+  int64_t* at_;  // places of the values among the scores
+  // of the nodes that the next level expands: their tokens, joint log probabilities and indices among all candidates
+  std::vector<int64_t> tokens_;
+  std::vector<float> joints_, kept_joints_;
+  std::vector<int32_t> places_, parent_places_, depths_;
+  std::vector<Candidate> level_, candidates_;
+};
+
+// ---- checks -------------------------------------------------------------------------------------------------------
+
+void check(int kind, const DraftConfig& c, int64_t root) {
+  check(c.embedding);
+  require(in_range(root, 0, c.embedding.words - 1), "the root is not in the vocabulary");
+  require(in_range(c.d, BLOCK, MAX_EMBEDDING_WIDTH) && c.d % BLOCK == 0, "the model is too wide, or not a multiple of 32");
+  const int wide = c.token.outputs;
+  require(in_range(wide, BLOCK, MAX_VALUES) && wide % BLOCK == 0, "the conditioner's rank is not a multiple of 32");
+  check(c.token, kind, wide, c.d);
+  check(c.state, kind, wide, c.d);
+  check(c.carry, kind, wide, wide);
+  check(c.to_state, kind, c.d, wide);
+  check(c.head, kind, c.head.outputs, c.d);
+  require(c.ids != nullptr, "a draft vocabulary has no tokens");
+  require(c.row_head.outputs == 0 || c.row_ids != nullptr, "a sequence's own vocabulary has no tokens");
+  if (c.row_head.outputs != 0) check(c.row_head, kind, c.row_head.outputs, c.d);
+  require(in_range(c.depth, 1, 1 << 10) && in_range(c.nodes, 1, 1 << 16), "a draft has no depth or no nodes");
+  require(in_range(c.children, 1, 1 << 16) && c.blocks >= 1, "a draft has no children");
+  const int64_t most = std::max(1, std::min(c.frontier, c.nodes - 1));
+  require(most * c.children <= MAX_VALUES && static_cast<int64_t>(c.depth) * c.nodes <= MAX_VALUES, "a draft is too large");
+  require(!std::isnan(c.min_log_prob) && !std::isnan(c.score_scale) && !std::isnan(c.noise_scale), "a setting is NaN");
+}
+
+}  // namespace

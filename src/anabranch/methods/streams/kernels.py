@@ -1,0 +1,122 @@
+"""Bindings of the streams' own C++ (``streams.cpp``): drafting trees, and streams that trail a forward pass.
+
+S streams, M streams of all rows of a batch, D model width.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from anabranch.native.arguments import KINDS, filled, require
+from anabranch.native.library import Layer, Layers, Library, Packed, RaggedBatch, Shape, Table
+
+__all__ = ["DraftConfig", "DraftedNodes", "StreamKernels", "TrailEntry"]
+
+
+class DraftConfig(ctypes.Structure):
+    """How the stream states of one sequence become a tree; see ``draft.h``."""
+
+    _fields_ = (
+        ("embedding", Table),
+        *((name, Packed) for name in ("token", "state", "carry", "to_state", "head", "row_head")),
+        ("ids", ctypes.c_void_p),
+        ("row_ids", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("d", "depth", "children", "nodes", "frontier", "blocks")),
+        ("min_log_prob", ctypes.c_float),
+        ("keys", ctypes.c_void_p),
+        ("score_scale", ctypes.c_float),
+        ("noise_scale", ctypes.c_float),
+    )
+
+
+class TrailEntry(ctypes.Structure):
+    """How trailing streams begin: batch row b trails ``nodes[b]`` of ``main``'s ``rows``; see ``trail.h``."""
+
+    _fields_ = (
+        ("main", ctypes.c_void_p),
+        ("nodes", ctypes.c_void_p),
+        ("rows", ctypes.c_int32),
+        ("streams_count", ctypes.c_int32),
+        ("embedding", Table),
+        ("emitted", ctypes.c_void_p),
+        ("inputs", Packed),
+        ("up", Packed),
+        *((name, ctypes.c_void_p) for name in ("streams", "hidden", "norm")),
+    )
+
+
+class DraftedNodes(NamedTuple):
+    """A tree's nodes, breadth first, the root first: tokens, parents, depths and joint log probabilities [N]."""
+
+    tokens: NDArray[np.int64]
+    parents: NDArray[np.int64]
+    depths: NDArray[np.int64]
+    log_probs: NDArray[np.float32]
+
+
+_INT, _LONG, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+
+
+class StreamKernels:
+    """The compiled kernels of streams, on the threads of ``kernels``. Errors are those of ``Library``."""
+
+    def __init__(self, kernels: Library) -> None:
+        self._kernels = kernels
+        kernels.check_layout("streams_layout", ((TrailEntry, "norm"), (DraftConfig, "noise_scale")))
+        self._draft = kernels.function(
+            "draft", (_INT, _POINTER, ctypes.POINTER(DraftConfig), _POINTER, _LONG, *[_POINTER] * 4)
+        )
+        self._trail = kernels.function(
+            "trail",
+            (
+                *(_INT, _POINTER, ctypes.POINTER(Shape), ctypes.POINTER(Layer), _INT),
+                *(ctypes.POINTER(RaggedBatch), ctypes.POINTER(TrailEntry), _POINTER),
+            ),
+        )
+
+    def draft(self, config: DraftConfig, states_SD: Tensor, root: int) -> DraftedNodes:
+        """The tree of one sequence; the root alone where no score is finite.
+
+        States and embeddings are float32 where the weights are, else bf16.
+        """
+        dtype = _state_type(config.head.kind)
+        require(
+            states_SD.dtype == dtype and states_SD.is_cpu, "stream states must be {}, got {}", dtype, states_SD.dtype
+        )
+        deep = states_SD.dim() == 2 and len(states_SD) >= config.depth and states_SD.shape[1] == config.d
+        require(deep, "expected {} stream states of width {}, got {}", config.depth, config.d, states_SD.shape)
+        require(config.nodes >= 1, "a draft needs at least 1 node, got {}", config.nodes)
+        states_SD = states_SD.contiguous()
+        integers, log_probs = np.empty((3, config.nodes), np.int64), np.empty(config.nodes, np.float32)
+        tokens, parents, depths = integers
+        with self._kernels.runner() as runner:
+            n = self._draft(
+                *(config.head.kind, runner, ctypes.byref(config), states_SD.data_ptr(), root),
+                *(tokens.ctypes.data, parents.ctypes.data, depths.ctypes.data, log_probs.ctypes.data),
+            )
+        return DraftedNodes(tokens[:n], parents[:n], depths[:n], log_probs[:n])
+
+    def trail(self, shape: Shape, layers: Layers, batch: RaggedBatch, entry: TrailEntry, states_MD: Tensor) -> None:
+        """Streams from the main rows that they trail, through ``layers`` and the last norm, into ``states_MD``.
+
+        ``batch`` has the streams of each batch row as its nodes; a batch row without streams takes no part.
+        """
+        require(len(layers) > 0, "streams have no layers")
+        kind = layers[0].qkv.kind
+        filled(states_MD, batch.nodes * shape.d, _state_type(kind))
+        with self._kernels.runner() as runner:
+            self._trail(
+                *(kind, runner, ctypes.byref(shape), layers, len(layers)),
+                *(ctypes.byref(batch), ctypes.byref(entry), states_MD.data_ptr()),
+            )
+
+
+def _state_type(kind: int) -> torch.dtype:
+    """The type of stream states beside weights of this kind."""
+    return torch.float32 if kind == KINDS["float32"] else torch.bfloat16

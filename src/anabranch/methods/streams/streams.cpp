@@ -1,0 +1,57 @@
+// The C functions of speculative streams; kernels.py calls them. For kinds and return values see interface.cpp.
+
+#include <cstddef>
+
+#include "draft.h"
+#include "interface.h"
+#include "trail.h"
+
+namespace {
+
+// sizes of the structs that kernels.py mirrors, each followed by the offset of its last member
+constexpr int32_t STREAMS_LAYOUT[] = {sizeof(TrailEntry), offsetof(TrailEntry, norm), sizeof(DraftConfig),
+                                      offsetof(DraftConfig, noise_scale)};
+
+}  // namespace
+
+extern "C" {
+
+// the numbers of STREAMS_LAYOUT, ``count`` of them
+const int32_t* anabranch_streams_layout(int* count) {
+  *count = static_cast<int>(sizeof(STREAMS_LAYOUT) / sizeof(STREAMS_LAYOUT[0]));
+  return STREAMS_LAYOUT;
+}
+
+// The number of nodes of the tree of one sequence, from its stream states [depth, D]; see Drafter::Tree.
+int anabranch_draft(int kind, void* runner, const DraftConfig* config, const void* states, int64_t root, int64_t* tokens,
+                    int64_t* parents, int64_t* depths, float* joints) {
+  return guarded([&] {
+    require(runner != nullptr && config != nullptr && states != nullptr && tokens != nullptr && parents != nullptr &&
+                depths != nullptr && joints != nullptr,
+            "a pointer is null");
+    require(in_range(kind, BF16, INT4), "unknown kind of draft");
+    check(kind, *config, root);
+    return with_row_type(kind, [&](auto row_type) {
+      using T = typename decltype(row_type)::type;
+      Drafter<T> drafter(*static_cast<Runner*>(runner), *config, static_cast<const Storage<T>*>(states), root);
+      return drafter.run({tokens, parents, depths, joints});
+    });
+  });
+}
+
+// streams from the main rows that they trail to their states; see ``trail``
+int anabranch_trail(int kind, void* runner, const Shape* shape, const Layer* layers, int count, const RaggedBatch* batch,
+                    const TrailEntry* entry, void* states) {
+  return guarded([&] {
+    check(kind, runner, shape, layers, count, batch);
+    require(entry != nullptr && states != nullptr, "a pointer is null");
+    check(kind, *shape, *batch, *entry);
+    with_row_type(kind, [&](auto row_type) {
+      using T = typename decltype(row_type)::type;
+      trail<T>(*static_cast<Runner*>(runner), *shape, layers, count, *batch, *entry, static_cast<Storage<T>*>(states));
+    });
+    return DONE;
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,71 @@
+"""Checks of what is passed to the C functions. They hold under ``python -O`` too: beyond them, memory is at stake."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anabranch.native.structs import Packed
+
+__all__ = ["BLOCK", "KINDS", "filled", "packable", "require", "row_kind", "rows_for", "scores"]
+
+BLOCK = 32  # outputs of a packed block
+KINDS = {"bfloat16": 0, "float32": 1, "int8": 2, "int4": 3}  # of packed weights
+
+
+def require(holds: bool, what: str, *values: object) -> None:
+    """Raise AssertionError unless ``holds``.
+
+    ``values`` fill the braces of ``what``, which is only formatted for the message: these checks run in every step.
+    """
+    if not holds:
+        raise AssertionError(what.format(*values))
+
+
+def packable(kind: str, weight: Tensor, scale: Tensor | None, least: Tensor | None) -> None:
+    """Check a weight to pack and, where it is quantised, its scales; see ``Library.pack``."""
+    require(kind in KINDS, "unknown kind of packed weight {}", kind)
+    require(weight.dim() == 2 and weight.numel() > 0, "a weight to pack has the shape {}", weight.shape)
+    outputs, width = weight.shape
+    plain = kind in ("bfloat16", "float32")
+    require(weight.dtype == (getattr(torch, kind) if plain else torch.uint8), "{} is not {}", weight.dtype, kind)
+    require(width % {"bfloat16": 2, "float32": 1}.get(kind, BLOCK) == 0, "{} of width {} cannot be packed", kind, width)
+    groups = (outputs, width // BLOCK)
+    for given, wanted in (
+        (scale, None if plain else ((outputs,), torch.float32) if kind == "int8" else (groups, torch.float16)),
+        (least, (groups, torch.float16) if kind == "int4" else None),
+    ):
+        fits = given is None if wanted is None else given is not None and (tuple(given.shape), given.dtype) == wanted
+        require(fits, "scales of {} weights must be {}", kind, wanted)
+
+
+def row_kind(x: Tensor) -> int:
+    """The kind of plain rows: one of ``KINDS``."""
+    kind = KINDS.get(str(x.dtype).removeprefix("torch."))
+    require(kind in (0, 1), "rows must be bfloat16 or float32, got {}", x.dtype)
+    return kind or 0
+
+
+def rows_for(packed: Packed, x_MD: Tensor, bias_N: Tensor | None) -> tuple[Tensor, int | None]:
+    """Contiguous rows for a packed weight, and the address of its bias."""
+    kind = row_kind(x_MD)
+    require(x_MD.is_cpu and x_MD.dim() == 2, "rows must be [M, D] on the CPU, got {} on {}", x_MD.shape, x_MD.device)
+    require(x_MD.shape[1] == packed.width, "rows of width {} for a weight of width {}", x_MD.shape[1], packed.width)
+    require(packed.kind in (kind, 2, 3), "rows of {} for a weight of kind {}", x_MD.dtype, packed.kind)
+    if bias_N is None:
+        return x_MD.contiguous(), None
+    filled(bias_N, packed.outputs, torch.float32)
+    return x_MD.contiguous(), bias_N.data_ptr()
+
+
+def scores(z_MN: Tensor) -> Tensor:
+    """Contiguous float32 scores [M, N]."""
+    require(z_MN.dtype == torch.float32 and z_MN.is_cpu, "scores must be float32 on the CPU, got {}", z_MN.dtype)
+    require(z_MN.dim() == 2 and z_MN.shape[1] > 0, "scores must be [M, N], got {}", z_MN.shape)
+    return z_MN.contiguous()
+
+
+def filled(x: Tensor, count: int, dtype: torch.dtype) -> None:
+    """Check that ``x`` is contiguous memory of ``count`` values of a type."""
+    fits = x.is_cpu and x.is_contiguous() and x.dtype == dtype and x.numel() == count
+    require(fits, "expected {} contiguous values of {}, got {} of {}", count, dtype, x.shape, x.dtype)

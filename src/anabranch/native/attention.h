@@ -1,0 +1,341 @@
+// Attention of the nodes of a pass over the cache: over the keys that a node sees, in text order, so that a result does not
+// depend on where in the cache a key is, nor on which queries are computed together.
+//
+// T is the type of the rows between two products, P = Storage<T> the cache's, Q = Operand<P> that of queries and weights.
+#pragma once
+
+#include "products.h"
+#include "runner.h"
+
+namespace {
+
+constexpr int KEY_TILE = 64;     // keys that are transposed at a time
+constexpr int VALUE_TILE = 512;  // values that stay in the second-level cache while all queries of a task use them
+constexpr int MAX_TASK_QUERIES = 24;
+
+// rows between the products of a layer
+template <class T>
+struct Activations {
+  float* qkv;
+  T *heads, *inner, *low;
+};
+
+// memory for the scores of ``span`` keys in whole vectors, and one value more
+inline int64_t padded_scores(int span) { return (static_cast<int64_t>(span) + 31) / 16 * 16; }
+
+// ---- tasks --------------------------------------------------------------------------------------------------------
+
+// queries of a batch row, few enough that their scores stay in the second-level cache
+inline int cached_queries(const RaggedBatch& batch, int b) {
+  return std::max(1, std::min(MAX_TASK_QUERIES, 131072 / batch.span(b)));
+}
+
+// How many queries of a batch row a task takes. ``even``: tasks of ``cached_queries`` divide evenly among the threads.
+inline int queries_per_task(const Shape& s, const RaggedBatch& batch, int b, int threads, bool even) {
+  const int group = s.heads / s.kv_heads, queries = batch.count(b) * group;
+  int size = cached_queries(batch, b);
+  // Transposing the keys costs a task as much as three queries do, so a task has at least the queries of one node.
+  if (!even) size = std::min(size, std::max(group, (queries + threads - 1) / threads));
+  // tasks of about the same size, rounded up: queries are scored three, six or twelve at a time
+  const auto parts = [queries](int each) { return (queries + each - 1) / each; };
+  size = parts(parts(size));
+  return size > 3 ? std::min((size + 2) / 3 * 3, MAX_TASK_QUERIES) : size;
+}
+
+// Plans the attention tasks of a pass, and reserves the threads' scratch memory: jobs must not throw.
+template <class T>
+void plan_attention(Runner& runner, const Shape& s, PassPlan& plan) {
+  const int group = s.heads / s.kv_heads, threads = runner.pool.size();
+  int64_t tasks = 0, queries_of_task = 0, scores = 0;
+  for (int b = 0; b < plan.batch; ++b) {
+    if (plan.count(b) == 0) continue;
+    const int size = cached_queries(plan, b);
+    tasks += s.kv_heads * ((plan.count(b) * group + size - 1) / size);
+  }
+  std::vector<AttentionTask>& list = runner.plan.tasks;
+  list.clear();
+  for (int b = 0; b < plan.batch; ++b) {
+    const int queries = plan.count(b) * group;
+    if (queries == 0) continue;
+    const int size = queries_per_task(s, plan, b, threads, tasks % threads == 0);
+    queries_of_task = std::max<int64_t>(queries_of_task, size);
+    scores = std::max(scores, size * padded_scores(plan.span(b)));
+    for (int head = 0; head < s.kv_heads; ++head)
+      for (int first = 0; first < queries; first += size) list.push_back({b, head, first, std::min(size, queries - first)});
+  }
+  plan.tasks = list.data();
+  plan.task_count = static_cast<int32_t>(list.size());
+  for (Scratch& memory : runner.scratch) {
+    memory.hidden.of<T>(row_offset<T>(plan.nodes, s.d));
+    memory.queries.of<Operand<Storage<T>>>(queries_of_task * s.e);
+    memory.scores.of<float>(scores);
+    memory.sums.of<F32x16>(queries_of_task * s.e / 16);
+  }
+}
+
+// ---- parts of a task ----------------------------------------------------------------------------------------------
+
+// One head: RMS norm (where the model has one; in place), rotary embedding, and conversion to T.
+template <class T>
+inline void rotate(float* v, const float* norm, const Shape& s, const float* cos, const float* sin, T* to) {
+  if (norm != nullptr) {
+    const float factor = 1.0f / std::sqrt(sum_of_squares(v, s.e) / static_cast<float>(s.e) + s.eps);
+    for (int i = 0; i < s.e; ++i) v[i] = v[i] * factor * norm[i];
+  }
+  const int half = s.rope_dim / 2;
+  int i = 0;
+  for (; i + 16 <= half; i += 16) {
+    const F32x16 a = load16(v + i), b = load16(v + i + half);
+    store16(to + i, a * load16(cos + i) - b * load16(sin + i));
+    store16(to + i + half, b * load16(cos + i + half) + a * load16(sin + i + half));
+  }
+  for (; i < half; ++i) {
+    const float a = v[i], b = v[i + half];
+    store1(to + i, a * cos[i] - b * sin[i]);
+    store1(to + i + half, b * cos[i + half] + a * sin[i + half]);
+  }
+  for (i = s.rope_dim; i < s.e; ++i) store1(to + i, v[i]);
+}
+
+// Scores of QUERIES queries and up to KEY_TILE transposed keys in groups of 16. As many groups at a time as accumulators
+// allow: that hides the latency of the sums, and loads a value of a query once for all of them.
+template <class T, int QUERIES>
+inline void score_keys(const T* q, int64_t stride, const KeyLanes* keys, int words, int groups, float* to,
+                       int64_t to_stride) {
+  constexpr int AT_ONCE = std::min(KEY_TILE / 16, std::max(1, ACCUMULATORS / QUERIES));
+  const auto score = [&](int first, auto at_once) {
+    constexpr int GROUPS = at_once;
+    F32x16 acc[QUERIES][GROUPS];
+    for (auto& row : acc)
+      for (auto& a : row) a = zero();
+    for (int d = 0; d < words; ++d) {
+      KeyLanes k[GROUPS];
+#pragma GCC unroll 4
+      for (int g = 0; g < GROUPS; ++g) k[g] = keys[(first + g) * words + d];
+#pragma GCC unroll 12
+      for (int i = 0; i < QUERIES; ++i) {
+        const auto value = broadcast_word(q + i * stride + PER_LANE<T> * d);
+#pragma GCC unroll 4
+        for (int g = 0; g < GROUPS; ++g) acc[i][g] = dot_add<T>(acc[i][g], value, k[g]);
+      }
+    }
+    for (int i = 0; i < QUERIES; ++i)
+      for (int g = 0; g < GROUPS; ++g) store16(to + i * to_stride + 16 * (first + g), acc[i][g]);
+  };
+  int g = 0;
+  for (; g + AT_ONCE <= groups; g += AT_ONCE) score(g, std::integral_constant<int, AT_ONCE>{});
+  for (; g < groups; ++g) score(g, std::integral_constant<int, 1>{});
+}
+
+// Softmax of n scores without its division; returns the sum to divide by. ``p`` is padded to whole vectors. The weights
+// overwrite the scores as values of T, followed by a zero, so that they form whole pairs.
+template <class T>
+inline float softmax(float* p, int n, float scale) {
+  const F32x16 low = broadcast(-INFINITY);
+  F32x16 largest[4] = {low, low, low, low};
+  int i = 0;
+  for (; i + 64 <= n; i += 64)
+    for (int c = 0; c < 4; ++c) largest[c] = max(largest[c], load16(p + i + 16 * c));
+  for (; i < n; i += 16) largest[0] = max(largest[0], masked_load(p + i, n - i, low));
+  const F32x16 top = broadcast(reduce_max(max(max(largest[0], largest[1]), max(largest[2], largest[3]))));
+  F32x16 total = zero();
+  T* to = reinterpret_cast<T*>(p);
+  if constexpr (std::is_same<T, float>::value) {
+    for (i = 0; i <= n; i += 16) {
+      const F32x16 v = keep_first(n - i, exp((masked_load(p + i, n - i, top) - top) * broadcast(scale)));
+      store16(to + i, v);
+      total = total + v;
+    }
+  } else {
+    constexpr float LOG2E = 1.44269504f;
+    const F32x16 slope = broadcast(scale * LOG2E), offset = top * slope;
+    const auto weight = [&](F32x16 v) { return exp2(mul_add(v, slope, zero() - offset)); };
+    for (i = 0; i + 16 <= n; i += 16) total = total + store_rounded(to + i, weight(load16(p + i)));
+    total = total + store_rounded(to + i, keep_first(n - i, weight(masked_load(p + i, n - i, top))));
+  }
+  return reduce_sum(total);
+}
+
+// ---- a task -------------------------------------------------------------------------------------------------------
+
+// One task, for heads of 16 NE channels.
+template <class T, int NE>
+class Attention {
+  using P = Storage<T>;
+  using Q = Operand<P>;
+
+ public:
+  Attention(const Shape& s, const Layer& l, const PassPlan& plan, const Activations<T>& rows, const AttentionTask& task,
+            Scratch& memory)
+      : s_(s), l_(l), plan_(plan), rows_(rows), task_(task) {
+    group_ = s.heads / s.kv_heads;
+    length_ = static_cast<int>(plan.lengths[task.row]);
+    span_ = length_ + (task.first + task.count - 1) / group_ + 1;  // no node sees a later one
+    width_ = padded_scores(span_);
+    q_ = memory.queries.of<Q>(static_cast<int64_t>(task.count) * s.e);
+    p_ = memory.scores.of<float>(task.count * width_);
+    sums_ = memory.sums.of<F32x16>(task.count * NE);
+    const int64_t head = task.row * s.row_stride + task.head * s.head_stride;
+    keys_ = static_cast<const P*>(l.keys) + head;
+    values_ = static_cast<const P*>(l.values) + head;
+  }
+
+  void run() {
+    rotate_queries();
+    score();
+    float total[MAX_TASK_QUERIES];
+    for (int i = 0; i < task_.count; ++i) total[i] = softmax<Q>(p_ + i * width_, gather_seen(i), s_.scale);
+    weigh_values(total);
+  }
+
+ private:
+  // queries from ``first`` on whose weights are applied together to the first ``count`` keys after ``from``
+  struct Part {
+    int first, queries, from, count;
+  };
+
+  int node_of(int i) const { return plan_.start(task_.row) + (task_.first + i) / group_; }
+
+  void rotate_queries() {
+    for (int i = 0; i < task_.count; ++i) {
+      const int64_t node = node_of(i), angle = plan_.positions_of[node] * s_.rope_dim;
+      const int head = task_.head * group_ + (task_.first + i) % group_;
+      rotate(rows_.qkv + node * l_.qkv.outputs + head * s_.e, l_.q_norm, s_, plan_.cos + angle, plan_.sin + angle,
+             q_ + i * s_.e);
+    }
+  }
+
+  // scores of all queries and keys
+  void score() {
+    constexpr int WORDS = NE * 16 / PER_LANE<Q>;
+    KeyLanes transposed[KEY_TILE / 16 * WORDS];
+    for (int k = 0; k < span_; k += KEY_TILE) {
+      const int groups = (std::min(KEY_TILE, span_ - k) + 15) / 16;
+      for (int g = 0; g < groups; ++g) {
+        const int at = k + 16 * g;
+        transpose_keys(keys_ + static_cast<int64_t>(at) * s_.e, std::min(16, span_ - at), s_.e, transposed + g * WORDS);
+      }
+      int i = 0;
+      const auto score_some = [&](auto queries) {
+        for (; i + queries <= task_.count; i += queries)
+          score_keys<Q, queries>(q_ + i * s_.e, s_.e, transposed, WORDS, groups, p_ + i * width_ + k, width_);
+      };
+      if (ACCUMULATORS >= 12) score_some(std::integral_constant<int, 12>{});
+      score_some(std::integral_constant<int, 6>{});
+      score_some(std::integral_constant<int, 3>{});
+      score_some(std::integral_constant<int, 1>{});
+    }
+  }
+
+  // Moves the scores that query i sees together, in text order: committed tokens, then its ancestors. Returns how many.
+  int gather_seen(int i) {
+    float* p = p_ + i * width_;
+    const int node = node_of(i), from = plan_.first[node];
+    int n = length_ - from + plan_.run[node];
+    if (from > 0) std::memmove(p, p + from, sizeof(float) * static_cast<size_t>(n));
+    for (int a = plan_.offsets[node] + plan_.run[node]; a < plan_.offsets[node + 1]; ++a)
+      p[n++] = p[length_ + plan_.ancestors[a]];
+    return n;
+  }
+
+  static constexpr int AT_ONCE = 24 / NE < 6 ? 24 / NE : 6;  // queries whose accumulators fit the registers
+
+  // Queries that see the same of the committed text, as many at a time as fit. The first nodes of the batch row that all of
+  // them see follow the committed text as if they belonged to it.
+  int split_queries(Part* parts) const {
+    int count = 0;
+    for (int i = 0; i < task_.count;) {
+      const int from = plan_.first[node_of(i)];
+      int same = 1;
+      while (same < AT_ONCE && i + same < task_.count && plan_.first[node_of(i + same)] == from) ++same;
+      const int queries = same == AT_ONCE ? AT_ONCE : same >= 3 ? 3 : 1;
+      int common = plan_.count(task_.row);
+      for (int node = node_of(i); node <= node_of(i + queries - 1); ++node) common = std::min(common, plan_.run[node]);
+      parts[count++] = {i, queries, from, (length_ - from + common) / PER_LANE<Q> * PER_LANE<Q>};
+      i += queries;
+    }
+    return count;
+  }
+
+  void weigh_values(const float* total) {
+    Part parts[MAX_TASK_QUERIES];
+    const int count = split_queries(parts);
+    int longest = 0;
+    for (int i = 0; i < count; ++i) longest = std::max(longest, parts[i].count);
+    std::fill(sums_, sums_ + task_.count * NE, zero());
+    const int64_t stride = width_ * PER_LANE<Q>;
+    for (int j = 0; j < longest; j += VALUE_TILE)
+      for (int i = 0; i < count; ++i) {
+        const Part& part = parts[i];
+        if (j >= part.count) continue;
+        const auto accumulate = [&](auto queries) {
+          accumulate_values<queries, NE>(reinterpret_cast<const Q*>(p_ + part.first * width_) + j, stride,
+                                         values_ + static_cast<int64_t>(part.from + j) * s_.e,
+                                         std::min(VALUE_TILE, part.count - j), sums_ + part.first * NE);
+        };
+        if (part.queries == AT_ONCE)
+          accumulate(std::integral_constant<int, AT_ONCE>{});
+        else if (part.queries == 3)
+          accumulate(std::integral_constant<int, 3>{});
+        else
+          accumulate(std::integral_constant<int, 1>{});
+      }
+    for (const Part* part = parts; part < parts + count; ++part)
+      for (int i = part->first; i < part->first + part->queries; ++i) finish(i, part->count, total[i]);
+  }
+
+  // Adds the values that query i sees after the first ``done`` keys, divides, and stores the head.
+  void finish(int i, int done, float total) {
+    constexpr int STEP = PER_LANE<Q>;
+    const Q* p = reinterpret_cast<const Q*>(p_ + i * width_);  // see ``softmax``
+    F32x16* acc = sums_ + i * NE;
+    const int node = node_of(i), from = plan_.first[node], seen = length_ - from;
+    const int plain = plan_.run[node] + seen, end = seen + plan_.offsets[node + 1] - plan_.offsets[node];
+    const auto value_at = [&](int j) {
+      const int at = j < plain ? from + j : length_ + plan_.ancestors[plan_.offsets[node] + j - seen];
+      return values_ + static_cast<int64_t>(at) * s_.e;
+    };
+    for (int j = done; j < end; j += STEP) {
+      KeyLanes pair[NE];
+      load_pairs<NE>(value_at(j), value_at(std::min(j + STEP, end) - 1), pair);
+      const auto weight = broadcast_word(p + j);
+      for (int c = 0; c < NE; ++c) acc[c] = dot_add<Q>(acc[c], weight, pair[c]);
+    }
+    const F32x16 inverse = broadcast(1.0f / total);
+    const int head = task_.head * group_ + (task_.first + i) % group_;
+    T* to = rows_.heads + row_offset<T>(static_cast<int64_t>(node) * s_.heads + head, s_.e);
+    for (int c = 0; c < NE / 2; ++c) {
+      unpair_sums<Q>(&acc[2 * c], &acc[2 * c + 1]);
+      store32(to, c, acc[2 * c] * inverse, acc[2 * c + 1] * inverse);
+    }
+  }
+
+  const Shape& s_;
+  const Layer& l_;
+  const PassPlan& plan_;
+  const Activations<T>& rows_;
+  const AttentionTask& task_;
+  int group_, length_, span_;
+  int64_t width_;
+  Q* q_;
+  float* p_;
+  F32x16* sums_;
+  const P *keys_, *values_;
+};
+
+// a thread's part of attention
+template <class T>
+void attend(Runner& runner, const Shape& s, const Layer& l, const PassPlan& plan, const Activations<T>& rows, int thread) {
+  Scratch& memory = runner.scratch[static_cast<size_t>(thread)];
+  runner.pool.parallel_for(plan.task_count, thread, [&](int i) {
+    const AttentionTask& task = plan.tasks[i];
+    switch (s.e / 32) {
+      case 1: Attention<T, 2>(s, l, plan, rows, task, memory).run(); break;
+      case 2: Attention<T, 4>(s, l, plan, rows, task, memory).run(); break;
+      case 3: Attention<T, 6>(s, l, plan, rows, task, memory).run(); break;
+      default: Attention<T, 8>(s, l, plan, rows, task, memory).run(); break;
+    }
+  });
+}
+
+}  // namespace

@@ -1,0 +1,300 @@
+// Products and attention with AVX2; included by avx2.h. simd.h says what each name here means.
+#pragma once
+
+#include "avx2.h"
+
+namespace {
+
+// ---- products -----------------------------------------------------------------------------------------------------
+
+// 8 weights of a line; in bf16 the first (PART 0) or second k of each pair
+template <int PART>
+inline __m256 weights8(const float* w) {
+  return _mm256_loadu_ps(w);
+}
+
+template <int PART>
+inline __m256 weights8(const bf16* w) {
+  const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w));
+  const __m256i one = PART == 0 ? _mm256_slli_epi32(pairs, 16)
+                                : _mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000u)));
+  return _mm256_castsi256_ps(one);
+}
+
+// acc[m] += x[m] . w over k, for VECTORS vectors of 8 outputs
+template <int PART, int ROWS, int VECTORS, class P>
+inline void add_product(const float* x, int64_t stride, const P* w, __m256 (&acc)[ROWS][VECTORS]) {
+  constexpr int STEP = PER_LANE<P>;
+  if constexpr (VECTORS > ROWS) {
+    __m256 value[ROWS];
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; ++m) value[m] = _mm256_broadcast_ss(x + m * stride + PART);
+#pragma GCC unroll 8
+    for (int j = 0; j < VECTORS; ++j) {
+      const __m256 weight = weights8<PART>(w + 8 * STEP * j);
+#pragma GCC unroll 8
+      for (int m = 0; m < ROWS; ++m) acc[m][j] = _mm256_fmadd_ps(value[m], weight, acc[m][j]);
+    }
+  } else {
+    __m256 weight[VECTORS];
+#pragma GCC unroll 8
+    for (int j = 0; j < VECTORS; ++j) weight[j] = weights8<PART>(w + 8 * STEP * j);
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; ++m) {
+      const __m256 value = _mm256_broadcast_ss(x + m * stride + PART);
+#pragma GCC unroll 8
+      for (int j = 0; j < VECTORS; ++j) acc[m][j] = _mm256_fmadd_ps(value, weight[j], acc[m][j]);
+    }
+  }
+}
+
+// calls f with ``count``, which is from 1 to LIMIT, as a constant
+template <int LIMIT, class F>
+inline void with_constant(int count, F&& f) {
+  if constexpr (LIMIT > 1)
+    if (count < LIMIT) return with_constant<LIMIT - 1>(count, f);
+  f(std::integral_constant<int, LIMIT>{});
+}
+
+// sums[m] += x[m] . block over ``steps`` lines, for ROWS rows and VECTORS vectors of 8 outputs; each step prefetches
+// ``bytes`` bytes from ``next`` on
+template <int ROWS, int VECTORS, class P>
+NOINLINE void multiply_part(const float* x, int64_t stride, const P* block, int steps, const char* next, int bytes,
+                            __m256* sums) {
+  constexpr int STEP = PER_LANE<P>;
+  __m256 a[ROWS][VECTORS];
+#pragma GCC unroll 8
+  for (int m = 0; m < ROWS; ++m)
+#pragma GCC unroll 8
+    for (int j = 0; j < VECTORS; ++j) a[m][j] = sums[4 * m + j];
+  for (int k = 0; k < steps; ++k) {
+    const P* w = block + static_cast<int64_t>(k) * STEP * BLOCK;
+    prefetch(next + static_cast<int64_t>(k) * bytes);
+    if (bytes > 64) prefetch(next + static_cast<int64_t>(k) * bytes + 64);
+    add_product<0, ROWS, VECTORS>(x + STEP * k, stride, w, a);
+    if constexpr (STEP == 2) add_product<1, ROWS, VECTORS>(x + STEP * k, stride, w, a);
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < ROWS; ++m)
+#pragma GCC unroll 8
+    for (int j = 0; j < VECTORS; ++j) sums[4 * m + j] = a[m][j];
+}
+
+// For bf16 and float. 64 lines of weights stay in the first-level cache while all rows are multiplied with them: two rows
+// at a time with all 32 outputs, or six rows with one half of the outputs and then the other, as 16 registers allow.
+template <class W, int LINES, class P>
+inline void multiply_tile(int count, const Operand<P>* rows, int64_t stride, const P* block, int width, const char* next,
+                          Sums& acc) {
+  constexpr int STEP = PER_LANE<P>, AT_ONCE = 6, LINES_AT_ONCE = 64;
+  const float* x = reinterpret_cast<const float*>(rows);
+  const int all = width / STEP, left = count % AT_ONCE;
+  const int passes = count / AT_ONCE * 2 + (left == 0 ? 0 : left <= 2 ? 1 : 2), bytes = 64 * LINES / passes;
+  for (int from = 0; from < all; from += LINES_AT_ONCE) {
+    const int steps = std::min(LINES_AT_ONCE, all - from);
+    const P* w = block + static_cast<int64_t>(from) * STEP * BLOCK;
+    const char* ahead = next + static_cast<int64_t>(from) * 64 * LINES;
+    for (int m = 0; m < count; m += AT_ONCE) {
+      const float* values = x + m * stride + STEP * from;
+      __m256* sums = &acc[m][0].low;
+      const auto some = [&](auto n, auto vectors) {
+        for (int at = 0; at < 4; at += vectors, ahead += steps * bytes)
+          multiply_part<n, vectors>(values, stride, w + 8 * STEP * at, steps, ahead, bytes, sums + at);
+      };
+      const int n = std::min(AT_ONCE, count - m);
+      if (n <= 2)
+        with_constant<2>(n, [&](auto constant) { some(constant, std::integral_constant<int, 4>{}); });
+      else
+        with_constant<AT_ONCE>(n, [&](auto constant) { some(constant, std::integral_constant<int, 2>{}); });
+    }
+  }
+}
+
+// 32 bits at p in all 8 lanes
+inline __m256i broadcast8(const void* p) {
+  int word;
+  std::memcpy(&word, p, 4);
+  return _mm256_set1_epi32(word);
+}
+
+// sum[m] = the integer products of one group, for VECTORS vectors of 8 outputs
+template <int ROWS, int VECTORS>
+inline void multiply_group(Int8, const QuantizedGroup* x, int64_t stride, const uint8_t* w, __m256i (&sum)[ROWS][VECTORS]) {
+  const __m256i low = _mm256_set1_epi16(0xff);
+#pragma GCC unroll 8
+  for (int m = 0; m < ROWS; ++m)
+#pragma GCC unroll 8
+    for (int j = 0; j < VECTORS; ++j) sum[m][j] = _mm256_set1_epi32(x[m * stride].offset);
+#pragma GCC unroll 1
+  for (int k = 0; k < BLOCK / 4; ++k) {
+    __m256i even[VECTORS], odd[VECTORS];
+#pragma GCC unroll 8
+    for (int j = 0; j < VECTORS; ++j) {
+      const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 128 * k + 32 * j));
+      even[j] = _mm256_and_si256(both, low);
+      odd[j] = _mm256_srli_epi16(both, 8);
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; ++m) {
+      const int16_t* value = x[m * stride].wide + 4 * k;
+      const __m256i first = broadcast8(value), second = broadcast8(value + 2);
+#pragma GCC unroll 8
+      for (int j = 0; j < VECTORS; ++j) {
+        sum[m][j] = _mm256_add_epi32(sum[m][j], _mm256_madd_epi16(even[j], first));
+        sum[m][j] = _mm256_add_epi32(sum[m][j], _mm256_madd_epi16(odd[j], second));
+      }
+    }
+  }
+}
+
+// a sum of 16 products of at most 15 * 127 fits into 16 bits
+template <int ROWS, int VECTORS>
+inline void multiply_group(Int4, const QuantizedGroup* x, int64_t stride, const uint8_t* w, __m256i (&sum)[ROWS][VECTORS]) {
+  const __m256i half = _mm256_set1_epi8(15);
+#pragma GCC unroll 8
+  for (int m = 0; m < ROWS; ++m)
+#pragma GCC unroll 8
+    for (int j = 0; j < VECTORS; ++j) sum[m][j] = _mm256_setzero_si256();
+#pragma GCC unroll 1
+  for (int k = 0; k < BLOCK / 8; ++k) {
+    __m256i low[VECTORS], high[VECTORS];
+#pragma GCC unroll 8
+    for (int j = 0; j < VECTORS; ++j) {
+      const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 128 * k + 32 * j));
+      low[j] = _mm256_and_si256(both, half);
+      high[j] = _mm256_and_si256(_mm256_srli_epi16(both, 4), half);
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; ++m) {
+      const int8_t* value = x[m * stride].value + 8 * k;
+      const __m256i first = broadcast8(value), second = broadcast8(value + 4);
+#pragma GCC unroll 8
+      for (int j = 0; j < VECTORS; ++j) {
+        sum[m][j] = _mm256_add_epi16(sum[m][j], _mm256_maddubs_epi16(low[j], first));
+        sum[m][j] = _mm256_add_epi16(sum[m][j], _mm256_maddubs_epi16(high[j], second));
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < ROWS; ++m)
+#pragma GCC unroll 8
+    for (int j = 0; j < VECTORS; ++j) sum[m][j] = _mm256_madd_epi16(sum[m][j], _mm256_set1_epi16(1));
+}
+
+// total[m] += the products of one group, for the 16 outputs of vectors ``at`` and ``at`` + 1
+template <class W, int ROWS>
+NOINLINE void multiply_group_part(const QuantizedGroup* x, int64_t stride, const uint8_t* w, int at, __m256 (*total)[4]) {
+  constexpr bool NARROW = std::is_same<W, Int4>::value;
+  __m256i sum[ROWS][2];
+  multiply_group<ROWS, 2>(W{}, x, stride, w + 32 * at, sum);
+#pragma GCC unroll 8
+  for (int j = 0; j < 2; ++j) {
+    const auto of_half = [&](int from) {
+      return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w + from + 16 * (at + j))));
+    };
+    __m256 scale, minimum;
+    if (NARROW) scale = of_half(512), minimum = of_half(576);
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; ++m) {
+      const __m256 s = _mm256_set1_ps(x[m * stride].scale), f = _mm256_cvtepi32_ps(sum[m][j]);
+      __m256& to = total[m][at + j];
+      if (NARROW) {
+        to = _mm256_fmadd_ps(f * scale, s, to);
+        to = _mm256_fmadd_ps(_mm256_set1_ps(x[m * stride].sum), minimum, to);
+      } else {
+        to = _mm256_fmadd_ps(f, s, to);
+      }
+    }
+  }
+}
+
+template <class W, int LINES>
+inline void multiply_tile(int count, const QuantizedGroup* x, int64_t stride, const uint8_t* block, int width,
+                          const char* next, Sums& acc) {
+  constexpr bool NARROW = std::is_same<W, Int4>::value;
+  constexpr int AT_ONCE = 3, LINES_OF_GROUP = GROUP_BYTES<W> / 128 * LINES;
+  const int groups = width / BLOCK, parts = (count + AT_ONCE - 1) / AT_ONCE, size = (count + parts - 1) / parts;
+  __m256 total[MAX_TILE_ROWS][4];
+  for (int m = 0; m < count; ++m)
+    for (auto& v : total[m]) v = _mm256_setzero_ps();
+  for (int g = 0; g < groups; ++g) {
+    const uint8_t* w = block + static_cast<int64_t>(g) * GROUP_BYTES<W>;
+    for (int i = 0; i < LINES_OF_GROUP; ++i) prefetch(next + (static_cast<int64_t>(g) * LINES_OF_GROUP + i) * 64);
+    for (int m = 0; m < count; m += size)
+      with_constant<AT_ONCE>(std::min(size, count - m), [&](auto n) {
+        for (int at = 0; at < 4; at += 2) multiply_group_part<W, n>(x + g + m * stride, stride, w, at, total + m);
+      });
+  }
+  const float* scales = reinterpret_cast<const float*>(block + static_cast<int64_t>(groups) * GROUP_BYTES<W>);
+  auto* sums = &acc[0][0].low;
+  for (int m = 0; m < count; ++m)
+    for (int j = 0; j < 4; ++j)
+      sums[4 * m + j] = NARROW ? sums[4 * m + j] + total[m][j]
+                               : _mm256_fmadd_ps(total[m][j], _mm256_loadu_ps(scales + 8 * j), sums[4 * m + j]);
+}
+
+// ---- attention ----------------------------------------------------------------------------------------------------
+
+template <class P>
+inline void transpose_keys(const P* keys, int have, int e, KeyLanes* out) {
+  for (int part = 0; part < e; part += 8)
+    for (int side = 0; side < 2; ++side) {
+      __m256 r[8], t[8];
+      for (int i = 0; i < 8; ++i) {
+        const P* key = keys + static_cast<int64_t>(8 * side + i) * e + part;
+        if constexpr (std::is_same<P, bf16>::value)
+          r[i] = 8 * side + i < have ? load8(key) : _mm256_setzero_ps();
+        else
+          r[i] = 8 * side + i < have ? _mm256_loadu_ps(key) : _mm256_setzero_ps();
+      }
+      for (int i = 0; i < 4; ++i) {
+        t[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+      }
+      for (int i = 0; i < 2; ++i) {
+        r[4 * i] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
+        r[4 * i + 1] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
+        r[4 * i + 2] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
+        r[4 * i + 3] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
+      }
+      for (int i = 0; i < 4; ++i) {
+        KeyLanes *first = out + part + i, *second = out + part + 4 + i;
+        (side == 0 ? first->low : first->high) = _mm256_permute2f128_ps(r[i], r[4 + i], 0x20);
+        (side == 0 ? second->low : second->high) = _mm256_permute2f128_ps(r[i], r[4 + i], 0x31);
+      }
+    }
+}
+
+template <int NE, class P>
+inline void load_pairs(const P* one, const P*, KeyLanes (&out)[NE]) {
+  for (int c = 0; c < NE; ++c) out[c] = load16(one + 16 * c);
+}
+template <class T>
+inline void unpair_sums(F32x16*, F32x16*) {}
+
+// as many accumulators at a time as registers hold
+template <int QUERIES, int NE, class T, class P>
+inline void accumulate_values(const T* p, int64_t p_stride, const P* v, int count, F32x16* out) {
+  constexpr int AT_ONCE = QUERIES == 1 && NE % 4 == 0 ? 4 : QUERIES <= 3 ? 2 : 1;
+  for (int c = 0; c < NE; c += AT_ONCE) {
+    F32x16 a[QUERIES][AT_ONCE];
+#pragma GCC unroll 8
+    for (int i = 0; i < QUERIES; ++i)
+#pragma GCC unroll 8
+      for (int n = 0; n < AT_ONCE; ++n) a[i][n] = out[i * NE + c + n];
+    for (int j = 0; j < count; ++j) {
+      const P* row = v + (static_cast<int64_t>(j) * NE + c) * 16;
+#pragma GCC unroll 8
+      for (int n = 0; n < AT_ONCE; ++n) {
+        const F32x16 value = load16(row + 16 * n);
+#pragma GCC unroll 8
+        for (int i = 0; i < QUERIES; ++i) a[i][n] = mul_add(broadcast_word(p + i * p_stride + j), value, a[i][n]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < QUERIES; ++i)
+#pragma GCC unroll 8
+      for (int n = 0; n < AT_ONCE; ++n) out[i * NE + c + n] = a[i][n];
+  }
+}
+
+}  // namespace

@@ -1,0 +1,254 @@
+// The C functions of the kernels; library.py calls them. All sources (this one and those of methods) are compiled as one
+// translation unit; see build.py.
+//
+// Why not a library: between two tokens a small model runs three hundred tiny operations, and dispatching them costs as much
+// as reading its weights. Here a pass is one call that allocates nothing.
+//
+// Each row's result is the same, to the bit, however many rows a pass has and wherever their keys are in the cache: a tree
+// of 32 nodes gives what 32 passes of one node give, in every format. Weights and cache are bf16 or float32, or weights are
+// int8 or int4 with a cache in bf16; sums and the residual stream are always float32.
+//
+// ``kind`` says what rows are: bf16, float32 or (for layers and drafts) quantised with bf16 caches and states. Functions
+// that return an int return a Status, or another number from 0 on.
+
+#include "interface.h"
+
+#include <sys/mman.h>
+
+#include <cstddef>
+
+namespace {
+
+void check_rows(const void* runner, const void* x, int kind, int count, const Packed* w, const void* to) {
+  require(runner != nullptr && w != nullptr && x != nullptr && to != nullptr, "a pointer is null");
+  check(*w);
+  require(kind == BF16 || kind == FLOAT, "rows are not bf16 or float32");
+  require(w->kind >= INT8 || w->kind == kind, "rows and a plain weight have different types");
+  require(in_range(count, 0, MAX_VALUES), "the number of rows is out of range");
+}
+
+// Calls f with a null pointer to the type of rows of this kind.
+template <class F>
+void with_plain_type(int kind, F&& f) {
+  kind == FLOAT ? f(static_cast<float*>(nullptr)) : f(static_cast<bf16*>(nullptr));
+}
+
+double to_double(bf16 value) {
+  const uint32_t bits = static_cast<uint32_t>(value) << 16;
+  float f;
+  std::memcpy(&f, &bits, 4);
+  return static_cast<double>(f);
+}
+
+// whether bf16 products of more rows than one tile has come out right on this processor
+bool products_are_right() {
+  constexpr size_t ROWS = 21, OUTPUTS = 40, WIDTH = 96;
+  std::vector<bf16> x(ROWS * WIDTH), w(OUTPUTS * WIDTH);
+  uint32_t random = 1;
+  for (auto* values : {&x, &w})
+    for (bf16& value : *values) {
+      random = random * 1664525u + 1013904223u;
+      value = to_bf16(static_cast<float>(static_cast<int32_t>(random)) * 0x1p-31f);
+    }
+  Packed packed{nullptr, OUTPUTS, WIDTH, BF16};
+  Workspace memory;
+  packed.data = memory.of<char>(packed.blocks() * packed.block_bytes() + PREFETCH_BYTES);
+  pack(w.data(), OUTPUTS, WIDTH, static_cast<bf16*>(const_cast<void*>(packed.data)));
+  std::vector<float> y(ROWS * OUTPUTS);
+  Runner runner(1);
+  linear(runner, x.data(), ROWS, packed, nullptr, y.data());
+  for (size_t m = 0; m < ROWS; ++m)
+    for (size_t n = 0; n < OUTPUTS; ++n) {
+      double sum = 0.0;
+      for (size_t k = 0; k < WIDTH; ++k) sum += to_double(x[m * WIDTH + k]) * to_double(w[n * WIDTH + k]);
+      if (!(std::fabs(sum - static_cast<double>(y[m * OUTPUTS + n])) < 1e-4)) return false;
+    }
+  return true;
+}
+
+// The rows of a cache, of one batch row and some layers, that ``anabranch_move`` copies: calls f(from, to) for each.
+struct Move {
+  char *keys, *values;
+  int layers, heads;
+  int64_t layer_bytes, head_bytes, token_bytes, start;
+  const int64_t* nodes;
+  int count;
+
+  template <class F>
+  void each(F&& f) const {
+    for (char* cache : {keys, values})
+      for (int l = 0; l < layers; ++l)
+        for (int h = 0; h < heads; ++h) {
+          char* from = cache + l * layer_bytes + h * head_bytes + start * token_bytes;
+          for (int i = 0; i < count; ++i)
+            if (nodes[i] != i) f(from + nodes[i] * token_bytes, from + i * token_bytes);
+        }
+  }
+};
+
+// sizes of the structs that structs.py mirrors, each followed by the offset of its last member
+constexpr int32_t LAYOUT[] = {
+    sizeof(Packed), offsetof(Packed, kind),       sizeof(Table),       offsetof(Table, words),
+    sizeof(Layer),  offsetof(Layer, values),      sizeof(Shape),       offsetof(Shape, head_stride),
+    sizeof(RaggedBatch), offsetof(RaggedBatch, parents), sizeof(Ends), offsetof(Ends, chosen),
+};
+
+}  // namespace
+
+extern "C" {
+
+// one of FORMS in build.py
+const char* anabranch_form() { return INSTRUCTION_SET; }
+
+// why the calling thread's last failed call failed
+const char* anabranch_message() { return message; }
+
+// the numbers of LAYOUT, ``count`` of them
+const int32_t* anabranch_layout(int* count) {
+  *count = static_cast<int>(sizeof(LAYOUT) / sizeof(LAYOUT[0]));
+  return LAYOUT;
+}
+
+// Starts a runner with this number of threads, or as many as the system grants; returns how many.
+int anabranch_runner(int threads, void** runner) {
+  return guarded([&] {
+    require(in_range(threads, 1, MAX_THREADS), "the number of threads must be from 1 to 1024");
+    auto* made = new Runner(threads);
+    *runner = made;
+    return made->pool.size();
+  });
+}
+
+// Asks for large pages: weights are read faster where fewer addresses have to be translated.
+void anabranch_advise(void* memory, int64_t bytes) { madvise(memory, static_cast<size_t>(bytes), MADV_HUGEPAGE); }
+
+// 1 if bf16 products come out right on this processor, else 0
+int anabranch_multiplies() {
+  return guarded([] { return products_are_right() ? 1 : 0; });
+}
+
+// bytes that a packed weight takes, into ``bytes``
+int anabranch_packed_bytes(const Packed* w, int64_t* bytes) {
+  return guarded([&] {
+    check_shape(*w);
+    *bytes = w->blocks() * w->block_bytes();
+    return DONE;
+  });
+}
+
+// w: plain values, or quantised ones with ``scales`` and, in int4, ``minima``
+int anabranch_pack(const Packed* to, const void* w, const void* scales, const void* minima) {
+  return guarded([&] {
+    check(*to);
+    require(w != nullptr && (to->kind < INT8 || scales != nullptr) && (to->kind != INT4 || minima != nullptr),
+            "a weight to pack is null");
+    void* data = const_cast<void*>(to->data);
+    if (to->kind == BF16)
+      pack(static_cast<const bf16*>(w), to->outputs, to->width, static_cast<bf16*>(data));
+    else if (to->kind == FLOAT)
+      pack(static_cast<const float*>(w), to->outputs, to->width, static_cast<float*>(data));
+    else
+      pack_quantized(static_cast<const uint8_t*>(w), scales, static_cast<const uint16_t*>(minima), *to);
+    return DONE;
+  });
+}
+
+// y = x w' + bias, float32
+int anabranch_linear(int kind, void* runner, const void* x, int count, const Packed* w, const float* bias, float* y) {
+  return guarded([&] {
+    check_rows(runner, x, kind, count, w, y);
+    with_plain_type(kind, [&](auto* p) {
+      linear(*static_cast<Runner*>(runner), static_cast<decltype(p)>(const_cast<void*>(x)), count, *w, bias, y);
+    });
+    return DONE;
+  });
+}
+
+// y = RMS norm of x [count, width] float32
+int anabranch_norm(int kind, const float* x, int64_t count, int width, const float* weight, float eps, void* y) {
+  return guarded([&] {
+    require(x != nullptr && weight != nullptr && y != nullptr, "a pointer is null");
+    require(kind == BF16 || kind == FLOAT, "the output of a norm is not bf16 or float32");
+    require(in_range(width, BLOCK, MAX_VALUES) && width % BLOCK == 0 && count >= 0, "a norm's width is not in whole blocks");
+    with_plain_type(kind, [&](auto* p) {
+      for (int64_t i = 0; i < count; ++i)
+        rms_norm(x + i * width, weight, width, eps, static_cast<decltype(p)>(y) + i * width);
+    });
+    return DONE;
+  });
+}
+
+// see top_log_softmax, for each row of z [count, width]
+int anabranch_best(const float* z, int64_t count, int width, int best, float* values, int64_t* places) {
+  return guarded([&] {
+    require(z != nullptr && values != nullptr && places != nullptr, "a pointer is null");
+    require(count >= 0 && in_range(width, 1, MAX_VALUES) && in_range(best, 1, MAX_VALUES), "there are no scores");
+    for (int64_t i = 0; i < count; ++i)
+      top_log_softmax(z + i * width, width, -INFINITY, best, values + i * best, places + i * best);
+    return DONE;
+  });
+}
+
+// The place of the largest output of each row [count], the first of equals; -1 where it is not finite or any output is NaN.
+int anabranch_choose(int kind, void* runner, const void* x, int count, const Packed* w, const float* bias, int64_t* places) {
+  return guarded([&] {
+    check_rows(runner, x, kind, count, w, places);
+    with_plain_type(kind, [&](auto* p) {
+      choose(*static_cast<Runner*>(runner), static_cast<decltype(p)>(const_cast<void*>(x)), count, *w, bias, places);
+    });
+    return DONE;
+  });
+}
+
+// One place for each row of z [count, width], sampled from softmax(z / temperature) with the noise of the rows' keys; -1 as
+// for anabranch_choose.
+int anabranch_draw(void* runner, const float* z, int count, int width, float temperature, const uint64_t* keys,
+                   int64_t* places) {
+  return guarded([&] {
+    require(runner != nullptr && z != nullptr && keys != nullptr && places != nullptr, "a pointer is null");
+    require(in_range(count, 0, MAX_VALUES) && in_range(width, 1, MAX_VALUES), "there are no scores");
+    require(temperature > 0.0f, "the temperature is not above 0");
+    sample(*static_cast<Runner*>(runner), z, count, width, temperature, keys, places);
+    return DONE;
+  });
+}
+
+// see run_pass; ``ends`` and ``tap`` may be null
+int anabranch_layers(int kind, void* runner, const Shape* shape, const Layer* layers, int count, const RaggedBatch* batch,
+                     const Ends* ends, float* tap, int tapped) {
+  return guarded([&] {
+    check(kind, runner, shape, layers, count, batch);
+    if (ends == nullptr)
+      require(batch->x != nullptr, "a pass has no tokens and no rows");
+    else
+      check(kind, *shape, *batch, *ends);
+    with_row_type(kind, [&](auto row_type) {
+      using T = typename decltype(row_type)::type;
+      run_pass<T>(*static_cast<Runner*>(runner), *shape, layers, count, *batch, ends, tap, tapped);
+    });
+    return DONE;
+  });
+}
+
+// Copies, in keys and values of one batch row [K, capacity, E] and ``layers`` layers, start + nodes[i] to start + i.
+int anabranch_move(void* keys, void* values, int layers, int heads, int64_t layer_bytes, int64_t head_bytes,
+                   int64_t token_bytes, int64_t start, const int64_t* nodes, int count) {
+  return guarded([&] {
+    require(keys != nullptr && values != nullptr && (nodes != nullptr || count == 0), "a pointer is null");
+    require(layers >= 0 && heads >= 0 && count >= 0 && start >= 0 && token_bytes > 0, "the size of a move is out of range");
+    const int64_t capacity = head_bytes / token_bytes;
+    for (int i = 0; i < count; ++i)
+      require(in_range(nodes[i], i == 0 ? 0 : nodes[i - 1] + 1, capacity - start - 1),
+              "nodes to move do not ascend, or are beyond the cache's end");
+    const Move move{static_cast<char*>(keys), static_cast<char*>(values), layers, heads, layer_bytes, head_bytes,
+                    token_bytes, start, nodes, count};
+    // the rows are far apart: all are prefetched before the first is waited for
+    move.each([&](const char* from, const char* to) {
+      for (int64_t i = 0; i < token_bytes; i += 64) prefetch(from + i), prefetch(to + i);
+    });
+    move.each([&](const char* from, char* to) { std::memcpy(to, from, static_cast<size_t>(token_bytes)); });
+    return DONE;
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,160 @@
+// Layers over the rows of a pass. All threads of a job run the same functions and meet at six barriers a layer.
+#pragma once
+
+#include "attention.h"
+
+namespace {
+
+// memory for the rows between the products of ``count`` layers
+template <class T>
+Activations<T> activations(Runner& runner, const Shape& s, const Layer* layers, int count, int nodes) {
+  const int64_t m = nodes;
+  int rank = 1;
+  for (int i = 0; i < count; ++i) rank = std::max(rank, layers[i].low.data == nullptr ? 0 : layers[i].low.outputs);
+  return {runner.qkv.of<float>(m * (s.heads + 2 * s.kv_heads) * s.e), runner.heads.of<T>(row_offset<T>(m, s.heads * s.e)),
+          runner.inner.of<T>(row_offset<T>(m, s.inner)), runner.low.of<T>(row_offset<T>(m, rank))};
+}
+
+// One thread's part of one layer.
+template <class T>
+class LayerPart {
+ public:
+  LayerPart(Runner& runner, const Shape& s, const Layer& l, const PassPlan& plan, const Activations<T>& rows, int thread)
+      : runner_(runner), pool_(runner.pool), s_(s), l_(l), plan_(plan), rows_(rows), thread_(thread), m_(plan.nodes) {
+    h_ = runner.scratch[static_cast<size_t>(thread)].hidden.of<T>(row_offset<T>(m_, s.d));
+  }
+
+  // Ends without a barrier: outputs of other threads may be missing.
+  void run() {
+    project_in();
+    prefetch_weight(l_.out, pool_.size(), thread_);
+    pool_.barrier();
+    store_keys_values();
+    pool_.barrier();
+    attend(runner_, s_, l_, plan_, rows_, thread_);
+    pool_.barrier();
+    project_out();
+    prefetch_weight(l_.up, pool_.size(), thread_);
+    pool_.barrier();
+    mlp_up();
+    prefetch_weight(l_.down, pool_.size(), thread_);
+    pool_.barrier();
+    mlp_down();
+  }
+
+ private:
+  // h = norm of all rows: each thread computes them for itself, which is cheaper than a barrier
+  void norm(const float* weight) {
+    for (int i = 0; i < m_; ++i)
+      rms_norm(plan_.x + static_cast<int64_t>(i) * s_.d, weight, s_.d, s_.eps, h_ + row_offset<T>(i, s_.d));
+  }
+
+  static void add_bias(const float* bias, int b, F32x16* low, F32x16* high) {
+    if (bias == nullptr) return;
+    *low = *low + load16(bias + b * BLOCK);
+    *high = *high + load16(bias + b * BLOCK + 16);
+  }
+
+  // adds 32 outputs to a row of x
+  void add_to_row(int row, int b, F32x16 low, F32x16 high) {
+    float* x = plan_.x + static_cast<int64_t>(row) * s_.d + b * BLOCK;
+    store16(x, load16(x) + low);
+    store16(x + 16, load16(x + 16) + high);
+  }
+
+  void project_in() {
+    norm(l_.norm_in);
+    multiply(pool_, h_, m_, l_.qkv, thread_, [&](int row, int b, F32x16 low, F32x16 high) {
+      add_bias(l_.qkv_bias, b, &low, &high);
+      float* to = rows_.qkv + static_cast<int64_t>(row) * l_.qkv.outputs + b * BLOCK;
+      store16(to, low);
+      store16(to + 16, high);
+    });
+  }
+
+  // writes the nodes' keys and values after those of the committed tokens
+  void store_keys_values() {
+    using P = Storage<T>;
+    int first, last;
+    split_range(m_ * s_.kv_heads, pool_.size(), thread_, &first, &last);
+    for (int i = first; i < last; ++i) {
+      const int row = i / s_.kv_heads, head = i % s_.kv_heads, b = plan_.row[row], node = row - plan_.start(b);
+      float* key = rows_.qkv + static_cast<int64_t>(row) * l_.qkv.outputs + (s_.heads + head) * s_.e;
+      const int64_t at = b * s_.row_stride + head * s_.head_stride + (plan_.lengths[b] + node) * s_.e;
+      const int64_t angle = plan_.positions_of[row] * s_.rope_dim;
+      rotate(key, l_.k_norm, s_, plan_.cos + angle, plan_.sin + angle, static_cast<P*>(l_.keys) + at);
+      const float* value = key + s_.kv_heads * s_.e;
+      for (int c = 0; c < s_.e; c += 16) store16(static_cast<P*>(l_.values) + at + c, load16(value + c));
+    }
+  }
+
+  void project_out() {
+    multiply(pool_, rows_.heads, m_, l_.out, thread_, [&](int row, int b, F32x16 low, F32x16 high) {
+      add_bias(l_.out_bias, b, &low, &high);
+      add_to_row(row, b, low, high);
+    });
+  }
+
+  // inner = silu(gate) * up, whose blocks alternate; low = silu(h low'). A stream adapter may replace the MLP.
+  void mlp_up() {
+    norm(l_.norm_mlp);
+    Sums gate, up;
+    const int size = tile_rows<T>(m_, BLOCK);  // all widths of a layer are multiples of BLOCK
+    pool_.parallel_for(l_.up.data == nullptr ? 0 : s_.inner / BLOCK, thread_, [&](int b) {
+      for (int r = 0; r < m_; r += size) {
+        clear_sums(gate, size);
+        multiply_rows(r, m_, h_, l_.up, 2 * b, gate);
+        clear_sums(up, size);
+        const int n = multiply_rows(r, m_, h_, l_.up, 2 * b + 1, up);
+        for (int i = 0; i < n; ++i) {
+          const F32x16 low = silu(gate[i][0]) * up[i][0], high = silu(gate[i][1]) * up[i][1];
+          store32(rows_.inner + row_offset<T>(r + i, s_.inner), b, low, high);
+        }
+      }
+    });
+    if (l_.low.data != nullptr)
+      multiply(pool_, h_, m_, l_.low, thread_, [&](int row, int b, F32x16 low, F32x16 high) {
+        store32(rows_.low + row_offset<T>(row, l_.low.outputs), b, silu(low), silu(high));
+      });
+  }
+
+  // x += inner down' + low high'
+  void mlp_down() {
+    const int size = tile_rows<T>(m_, BLOCK);
+    pool_.parallel_for(s_.d / BLOCK, thread_, [&](int b) {
+      Sums acc;
+      for (int r = 0; r < m_; r += size) {
+        const int n = std::min(size, m_ - r);
+        clear_sums(acc, size);
+        if (l_.up.data != nullptr) multiply_rows(r, m_, rows_.inner, l_.down, b, acc);
+        if (l_.low.data != nullptr) multiply_rows(r, m_, rows_.low, l_.high, b, acc);
+        for (int i = 0; i < n; ++i) add_to_row(r + i, b, acc[i][0], acc[i][1]);
+      }
+    });
+  }
+
+  Runner& runner_;
+  ThreadPool& pool_;
+  const Shape& s_;
+  const Layer& l_;
+  const PassPlan& plan_;
+  const Activations<T>& rows_;
+  const int thread_, m_;
+  T* h_;
+};
+
+// A thread's part of ``count`` layers, with a barrier after each. ``tap`` (or null) takes the rows [M, D] as they are before
+// layer ``tapped``.
+template <class T>
+void run_layers(Runner& runner, const Shape& s, const Layer* layers, int count, const PassPlan& plan,
+                const Activations<T>& rows, float* tap, int tapped, int thread) {
+  for (int i = 0; i < count; ++i) {
+    if (tap != nullptr && i == tapped && thread == 0)
+      std::memcpy(tap, plan.x, sizeof(float) * static_cast<size_t>(plan.nodes) * static_cast<size_t>(s.d));
+    LayerPart<T>(runner, s, layers[i], plan, rows, thread).run();
+    if (i + 1 < count) prefetch_weight(layers[i + 1].qkv, runner.pool.size(), thread);
+    runner.pool.barrier();
+  }
+}
+
+}  // namespace

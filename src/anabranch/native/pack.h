@@ -1,0 +1,101 @@
+// The memory layout of packed weights, and packing.
+//
+// A packed weight [outputs, width] is a sequence of blocks of 32 outputs, the last one padded with zeros. A block holds
+//   bf16:  for every 2 of k the 32 outputs' pairs
+//   float: for every k the 32 outputs' values
+//   int8:  in groups of 32 of k, for every 4 of k the 32 outputs' values + 128 (1,024 bytes a group); after all groups the
+//          outputs' scales, float
+//   int4:  in groups of 32 of k, for every 8 of k the 32 outputs' values from 0 to 15, the later 4 of k in the high halves
+//          of the bytes (512 bytes a group), then the outputs' scales and minima in half precision:
+//          w = scale * value + minimum
+#pragma once
+
+#include "simd.h"
+#include "status.h"
+
+namespace {
+
+constexpr int MAX_VALUES = 1 << 24;  // of any width and number of rows: products of two of them fit 64 bits
+
+// The format of a packed weight; see KINDS in library.py.
+enum Kind : int32_t { BF16 = 0, FLOAT = 1, INT8 = 2, INT4 = 3 };
+
+struct Packed {
+  const void* data;
+  int32_t outputs, width, kind;
+
+  int64_t block_bytes() const {
+    switch (kind) {
+      case BF16: return static_cast<int64_t>(width) * BLOCK * 2;
+      case FLOAT: return static_cast<int64_t>(width) * BLOCK * 4;
+      case INT8: return static_cast<int64_t>(width) * BLOCK + BLOCK * 4;
+      default: return static_cast<int64_t>(width / BLOCK) * GROUP_BYTES<Int4>;
+    }
+  }
+  const char* block(int b) const { return static_cast<const char*>(data) + b * block_bytes(); }
+  int blocks() const { return (outputs + BLOCK - 1) / BLOCK; }
+};
+
+// w [outputs, width] row by row -> blocks; ``to`` holds ceil(outputs / 32) blocks
+template <class T>
+void pack(const T* w, int outputs, int width, T* to) {
+  for (int b = 0; b < (outputs + BLOCK - 1) / BLOCK; ++b)
+    for (int k = 0; k < width; k += PER_LANE<T>)
+      for (int j = 0; j < BLOCK; ++j)
+        for (int c = 0; c < PER_LANE<T>; ++c) {
+          const int row = b * BLOCK + j;
+          *to++ = row < outputs ? w[static_cast<int64_t>(row) * width + k + c] : T{0};
+        }
+}
+
+// quantised values [outputs, width]; int8: scales float [outputs]; int4: scales and minima half [outputs, width / 32]
+void pack_quantized(const uint8_t* w, const void* scales, const uint16_t* minima, const Packed& to) {
+  const int width = to.width, groups = width / BLOCK, halves = to.kind == INT4 ? 2 : 1, line = 4 * BLOCK;
+  const int group_bytes = to.kind == INT4 ? GROUP_BYTES<Int4> : GROUP_BYTES<Int8>;
+  for (int b = 0; b < to.blocks(); ++b) {
+    uint8_t* block = const_cast<uint8_t*>(reinterpret_cast<const uint8_t*>(to.block(b)));
+    std::memset(block, 0, static_cast<size_t>(to.block_bytes()));
+    for (int j = 0; j < BLOCK && b * BLOCK + j < to.outputs; ++j) {
+      const int64_t row = b * BLOCK + j;
+      for (int k = 0; k < width; ++k) {
+        const int group = k / BLOCK, quad = k % BLOCK / 4;
+        uint8_t* part = block + group * group_bytes + quad / halves * line;
+        part[4 * j + k % 4] |= static_cast<uint8_t>(w[row * width + k] << (quad % halves * 4));
+      }
+      if (to.kind == INT8) {
+        std::memcpy(block + groups * group_bytes + 4 * j, static_cast<const float*>(scales) + row, 4);
+        continue;
+      }
+      for (int g = 0; g < groups; ++g) {
+        uint16_t* after = reinterpret_cast<uint16_t*>(block + g * group_bytes + 512);
+        after[j] = static_cast<const uint16_t*>(scales)[row * groups + g];
+        after[BLOCK + j] = minima[row * groups + g];
+      }
+    }
+  }
+}
+
+// ---- checks -------------------------------------------------------------------------------------------------------
+
+void check_shape(const Packed& w) {
+  require(in_range(w.kind, BF16, INT4), "unknown kind of packed weight");
+  require(in_range(w.outputs, 1, MAX_VALUES) && in_range(w.width, 1, MAX_VALUES), "a packed weight's size is out of range");
+  require(w.kind != BF16 || w.width % PER_LANE<bf16> == 0, "a packed bf16 weight has an odd width");
+  require(w.kind < INT8 || w.width % BLOCK == 0, "a packed quantised weight has no whole groups");
+}
+
+void check(const Packed& w) {
+  check_shape(w);
+  require(w.data != nullptr, "a packed weight has no memory");
+}
+
+// whether rows of a pass of this kind are multiplied with w: its own type, or any quantised one
+inline bool matches(int kind, const Packed& w) { return kind < INT8 ? w.kind == kind : w.kind >= INT8; }
+
+void check(const Packed& w, int kind, int outputs, int width) {
+  check(w);
+  require(matches(kind, w), "plain and quantised weights, or several types, in one pass");
+  require(w.outputs == outputs && w.width == width, "a packed weight has another size than its place");
+}
+
+}  // namespace

@@ -1,0 +1,61 @@
+// A whole call: a pass through layers, and a product of rows with one weight.
+#pragma once
+
+#include "layer.h"
+#include "sampling.h"
+
+namespace {
+
+// Layers over ``batch.x``, in place. With ``ends``, the pass begins with tokens and ends with the rows after the last norm
+// and the tokens that the head chooses. ``tap`` (or null) takes the rows [M, D] as they are before layer ``tapped``.
+template <class T>
+void run_pass(Runner& runner, const Shape& s, const Layer* layers, int count, const RaggedBatch& batch, const Ends* ends,
+              float* tap, int tapped) {
+  using P = Storage<T>;
+  PassPlan plan = plan_pass(batch, runner.plan);
+  const int nodes = batch.nodes;
+  if (plan.x == nullptr) plan.x = runner.x.of<float>(static_cast<int64_t>(nodes) * s.d);
+  const Activations<T> rows = activations<T>(runner, s, layers, count, nodes);
+  plan_attention<T>(runner, s, plan);
+  const bool choosing = ends != nullptr && ends->chosen != nullptr;
+  ArgmaxSearch<P> search;
+  if (choosing) search = argmax_search(runner, static_cast<const P*>(ends->hidden), nodes, ends->head, ends->bias);
+  ThreadPool& pool = runner.pool;
+  pool.run([&](int thread) {
+    int first, last;
+    split_range(nodes, pool.size(), thread, &first, &last);
+    if (ends != nullptr && ends->tokens != nullptr) {
+      for (int i = first; i < last; ++i)
+        embed<P>(ends->embedding, ends->tokens[i], s.d, plan.x + static_cast<int64_t>(i) * s.d);
+      pool.barrier();
+    }
+    run_layers(runner, s, layers, count, plan, rows, tap, tapped, thread);
+    if (ends == nullptr) return;
+    for (int i = first; i < last; ++i) {
+      const int64_t row = static_cast<int64_t>(i) * s.d;
+      rms_norm(plan.x + row, ends->norm, s.d, s.eps, static_cast<P*>(ends->hidden) + row);
+    }
+    if (!choosing) return;
+    pool.barrier();
+    search_argmax(pool, search, thread);
+  });
+  if (choosing) reduce_argmax(search.found, pool.size(), nodes, ends->chosen);
+}
+
+// y = x w' + bias; rows of P, which is the weight's type where that is not quantised
+template <class P>
+void linear(Runner& runner, const P* x, int count, const Packed& w, const float* bias, float* y) {
+  void* buffer = conversion_buffer<P>(runner.converted, count, w);
+  runner.pool.run([&](int thread) {
+    multiply_converted(runner.pool, x, count, w, buffer, thread, [&](int m, int b, F32x16 low, F32x16 high) {
+      const int left = w.outputs - b * BLOCK;
+      if (bias != nullptr) {
+        low = low + masked_load(bias + b * BLOCK, left, zero());
+        high = high + masked_load(bias + b * BLOCK + 16, left - 16, zero());
+      }
+      store_outputs(y + static_cast<int64_t>(m) * w.outputs + b * BLOCK, left, low, high);
+    });
+  });
+}
+
+}  // namespace

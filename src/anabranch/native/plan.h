@@ -1,0 +1,240 @@
+// What a pass is given, and its plan: which positions and keys each node has.
+//
+// B batch rows; M nodes of a pass, those of its first batch row first, each batch row with a number of its own; D model
+// width, H query heads, K kv heads, E channels of a head.
+#pragma once
+
+#include <vector>
+
+#include "pack.h"
+#include "vector_math.h"
+#include "workspace.h"
+
+namespace {
+
+// weights of a layer, and where its cache is
+struct Layer {
+  const float *norm_in, *norm_mlp, *q_norm, *k_norm, *qkv_bias, *out_bias;
+  Packed qkv, out, up, down, low, high;  // low, high: a low-rank term added to the MLP (data null: none)
+  void *keys, *values;                   // of the pass's first batch row: [K, capacity, E]
+};
+
+// sizes that all layers share
+struct Shape {
+  int32_t d, heads, kv_heads, e, inner, rope_dim;
+  float eps, scale;
+  int64_t row_stride, head_stride;  // of the cache, in values
+};
+
+// the nodes of a pass
+struct RaggedBatch {
+  int32_t batch, nodes;  // B, M
+  int32_t window;        // a node sees that many positions, its own included (0: all)
+  int32_t trailing;      // whether these are streams, whose window is that of the newest committed token
+  int32_t positions;     // positions that cos and sin have
+  float* x;                // [M, D], in and out
+  const float *cos, *sin;  // [positions, rope_dim]
+  const int64_t* starts;   // [B + 1]: batch row b has the nodes starts[b] to starts[b + 1] - 1, perhaps none
+  const int64_t* lengths;  // committed tokens [B]
+  const int64_t* parents;  // of each node [M], counted within its batch row: before its child; -1: none; null: chains
+
+  int start(int b) const { return static_cast<int>(starts[b]); }
+  int count(int b) const { return static_cast<int>(starts[b + 1] - starts[b]); }
+  // keys that the last node of a batch row may see
+  int span(int b) const { return static_cast<int>(lengths[b]) + count(b); }
+};
+
+// embeddings [words, D]: row by row, or as a packed weight of the same type
+struct Table {
+  const void* rows;
+  int32_t packed, words;  // words: the size of the vocabulary
+};
+
+// how a pass begins, from tokens, and ends, after the last norm and with the tokens that the head chooses
+struct Ends {
+  Table embedding;
+  const int64_t* tokens;  // [M]; null: RaggedBatch::x is given
+  const float* norm;      // the last norm [D]
+  void* hidden;           // the rows after it [M, D]
+  Packed head;
+  const float* bias;
+  int64_t* chosen;  // the index of the head's largest output [M], the first of equals; null: not needed
+};
+
+// some queries of one batch row and one kv head; a query is (node, head of the group)
+struct AttentionTask {
+  int32_t row, head, first, count;
+};
+
+// A batch with what attention needs to know about its nodes. Node i sees the committed tokens from first[i] on and the nodes
+// ancestors[offsets[i] : offsets[i + 1]] of its batch row, itself last; the first run[i] of these are nodes 0, 1, 2, ...
+struct PassPlan : RaggedBatch {
+  const int32_t* row;           // the batch row of each node [M]
+  const int64_t* positions_of;  // of each node in the text [M]
+  const int32_t *offsets, *ancestors, *first, *run;
+  const AttentionTask* tasks;   // of one layer
+  int32_t task_count;
+};
+
+// memory of a plan
+struct PlanMemory {
+  Workspace row, positions, offsets, first, run;
+  std::vector<int32_t> ancestors;
+  std::vector<AttentionTask> tasks;
+};
+
+// A batch's plan without its attention tasks. Raises Refusal for a parent or a position that does not fit.
+PassPlan plan_pass(const RaggedBatch& batch, PlanMemory& memory) {
+  const bool trailing = batch.trailing != 0;
+  const int nodes = batch.nodes;
+  int32_t *rows = memory.row.of<int32_t>(nodes), *offsets = memory.offsets.of<int32_t>(nodes + 1);
+  int32_t *first = memory.first.of<int32_t>(nodes), *run = memory.run.of<int32_t>(nodes);
+  int64_t* positions = memory.positions.of<int64_t>(nodes);
+  std::vector<int32_t>& seen = memory.ancestors;
+  seen.clear();
+  for (int b = 0; b < batch.batch; ++b) std::fill(rows + batch.starts[b], rows + batch.starts[b + 1], b);
+  for (int i = 0; i < nodes; ++i) {
+    const int start = batch.start(rows[i]), node = i - start;
+    if (batch.parents != nullptr)
+      require(batch.parents[i] >= -1 && batch.parents[i] < node, "a node's parent does not come before it");
+    const int parent = batch.parents == nullptr ? node - 1 : static_cast<int>(batch.parents[i]), above = start + parent;
+    const int64_t length = batch.lengths[rows[i]];
+    positions[i] = parent < 0 ? length : positions[above] + 1;
+    require(positions[i] < batch.positions, "a position has no rotation");
+    const int64_t newest = trailing ? length - 1 : positions[i];
+    const int64_t from = batch.window == 0 ? 0 : std::max<int64_t>(0, newest - batch.window + 1);
+    first[i] = static_cast<int32_t>(std::min(from, length));
+    // what its parent sees, as far as the window reaches, and itself
+    offsets[i] = static_cast<int32_t>(seen.size());
+    for (int j = parent < 0 ? 0 : offsets[above]; parent >= 0 && j < offsets[above + 1]; ++j)
+      if (trailing || positions[start + seen[static_cast<size_t>(j)]] >= from) seen.push_back(seen[static_cast<size_t>(j)]);
+    seen.push_back(node);
+    offsets[i + 1] = static_cast<int32_t>(seen.size());
+    run[i] = 0;
+    while (offsets[i] + run[i] < offsets[i + 1] && seen[static_cast<size_t>(offsets[i] + run[i])] == run[i]) ++run[i];
+  }
+  PassPlan plan;
+  static_cast<RaggedBatch&>(plan) = batch;
+  plan.row = rows;
+  plan.positions_of = positions;
+  plan.offsets = offsets;
+  plan.ancestors = seen.data();
+  plan.first = first;
+  plan.run = run;
+  plan.tasks = nullptr;
+  plan.task_count = 0;
+  return plan;
+}
+
+// ---- embeddings ---------------------------------------------------------------------------------------------------
+
+constexpr int MAX_EMBEDDING_WIDTH = 8192;  // of rows that ``embed_normed`` takes; see library.py
+
+// a token's embedding
+template <class P>
+void embed(const Table& table, int64_t token, int d, float* to) {
+  if (!table.packed) {
+    const P* from = static_cast<const P*>(table.rows) + token * d;
+    for (int j = 0; j < d; j += 16) store16(to + j, load16(from + j));
+    return;
+  }
+  // a block interleaves the words of its outputs; of two bf16 in a word, the first one is the lower half
+  const int count = d * static_cast<int>(sizeof(P)) / 4;
+  const uint32_t* first = static_cast<const uint32_t*>(table.rows) + token / BLOCK * count * BLOCK + token % BLOCK;
+  uint32_t* bits = reinterpret_cast<uint32_t*>(to);
+  for (int j = 0; j < count; ++j) {
+    const uint32_t word = first[static_cast<int64_t>(j) * BLOCK];
+    if constexpr (sizeof(P) == 4) {
+      std::memcpy(bits + j, &word, 4);
+    } else {
+      const uint32_t pair[2] = {word << 16, word & 0xffff0000u};
+      std::memcpy(bits + 2 * j, pair, 8);
+    }
+  }
+}
+
+// a token's embedding, scaled to unit RMS
+template <class T>
+void embed_normed(const Table& table, int64_t token, const float* ones, int d, float eps, T* to) {
+  alignas(64) float row[MAX_EMBEDDING_WIDTH];
+  embed<Storage<T>>(table, token, d, row);
+  rms_norm(row, ones, d, eps, to);
+}
+
+// ---- checks -------------------------------------------------------------------------------------------------------
+
+void check(const Table& table) { require(table.rows != nullptr && table.words > 0, "there are no embeddings"); }
+
+void check(const Shape& s) {
+  require(in_range(s.d, BLOCK, MAX_VALUES) && s.d % BLOCK == 0, "the model's width is not a multiple of 32");
+  require(in_range(s.e, 32, 128) && s.e % 32 == 0, "heads do not have 32, 64, 96 or 128 channels");
+  require(in_range(s.heads, 1, 1 << 16) && in_range(s.kv_heads, 1, s.heads) && s.heads % s.kv_heads == 0,
+          "query heads are not a multiple of the key heads");
+  require(in_range(s.inner, 0, MAX_VALUES) && s.inner % BLOCK == 0, "the MLP's width is not a multiple of 32");
+  require(in_range(s.rope_dim, 0, s.e) && s.rope_dim % 2 == 0, "rotations are wider than heads, or odd");
+}
+
+void check(const Shape& s, const RaggedBatch& batch) {
+  check(s);
+  require(in_range(batch.batch, 1, MAX_VALUES) && in_range(batch.nodes, 1, MAX_VALUES) && batch.window >= 0,
+          "a pass has no rows");
+  require(batch.cos != nullptr && batch.sin != nullptr && batch.starts != nullptr && batch.lengths != nullptr,
+          "a pointer of a pass is null");
+  require(batch.starts[0] == 0, "the first row of a pass does not start at node 0");
+  for (int b = 0; b < batch.batch; ++b)
+    require(in_range(batch.starts[b + 1], batch.starts[b], MAX_VALUES), "rows of a pass overlap, or have too many nodes");
+  require(batch.starts[batch.batch] == batch.nodes, "the rows of a pass do not add up to its number of nodes");
+  const int64_t values = static_cast<int64_t>(batch.nodes) * s.heads * s.e;
+  require(values <= std::numeric_limits<int32_t>::max(), "a pass has too many nodes");
+  const int64_t capacity = s.head_stride / s.e;
+  require(s.head_stride > 0 && s.head_stride % s.e == 0 && capacity <= std::numeric_limits<int32_t>::max() - 64,
+          "the cache's heads do not hold whole tokens");
+  require(batch.batch == 1 || s.row_stride >= s.kv_heads * s.head_stride, "the cache's rows overlap");
+  for (int b = 0; b < batch.batch; ++b)
+    require(in_range(batch.lengths[b], batch.trailing != 0 && batch.count(b) > 0 ? 1 : 0, capacity - batch.count(b)),
+            "the cache has no room for a pass");
+}
+
+void check(int kind, const Shape& s, const Layer& l) {
+  require(l.norm_in != nullptr && l.norm_mlp != nullptr, "a layer has no norms");
+  require(l.keys != nullptr && l.values != nullptr, "a layer has no cache");
+  check(l.qkv, kind, (s.heads + 2 * s.kv_heads) * s.e, s.d);
+  check(l.out, kind, s.d, s.heads * s.e);
+  if (l.up.data != nullptr) {
+    check(l.up, kind, 2 * s.inner, s.d);
+    check(l.down, kind, s.d, s.inner);
+  }
+  if (l.low.data != nullptr) {
+    require(l.low.outputs % BLOCK == 0, "the rank of a low-rank term is not a multiple of 32");
+    check(l.low, kind, l.low.outputs, s.d);
+    check(l.high, kind, s.d, l.low.outputs);
+  }
+}
+
+void check(int kind, const void* runner, const Shape* s, const Layer* layers, int count, const RaggedBatch* batch) {
+  require(runner != nullptr && s != nullptr && layers != nullptr && batch != nullptr, "a pointer is null");
+  require(in_range(kind, BF16, INT4), "unknown kind of layers");
+  check(*s, *batch);
+  require(in_range(count, 1, 1 << 16), "there are no layers");
+  // Weights have evicted the descriptions of layers from the caches since the last pass: prefetch them all at once.
+  const char* first = reinterpret_cast<const char*>(layers);
+  for (size_t at = 0; at < static_cast<size_t>(count) * sizeof(Layer); at += 64) prefetch(first + at);
+  for (int i = 0; i < count; ++i) check(kind, *s, layers[i]);
+}
+
+void check(int kind, const Shape& s, const RaggedBatch& batch, const Ends& ends) {
+  require(ends.norm != nullptr && ends.hidden != nullptr, "a pass has no last norm or no output");
+  require(ends.tokens != nullptr || batch.x != nullptr, "a pass has no tokens and no rows");
+  if (ends.tokens != nullptr) {
+    check(ends.embedding);
+    for (int i = 0; i < batch.nodes; ++i)
+      require(in_range(ends.tokens[i], 0, ends.embedding.words - 1), "a token is not in the vocabulary");
+  }
+  if (ends.chosen == nullptr) return;
+  check(ends.head);
+  // rows after the last norm have the cache's type
+  require(ends.head.kind >= INT8 || (ends.head.kind == FLOAT) == (kind == FLOAT), "the head has another type");
+  require(ends.head.width == s.d, "the head has another width");
+}
+
+}  // namespace

@@ -1,0 +1,170 @@
+// Products of rows with packed weights: y = x w'.
+//
+// Each row's sums run over k in an order that does not depend on how many rows there are. Rows are multiplied in tiles that
+// share a read of a block of weights, and the threads of a job steal blocks from each other.
+//
+// T, the type of the rows, is Operand<bf16> or float, as the weights are, or QuantizedGroup for weights in int8 and int4.
+#pragma once
+
+#include "pack.h"
+#include "threads.h"
+#include "vector_math.h"
+#include "workspace.h"
+
+namespace {
+
+constexpr int PREFETCH_BYTES = 8192;  // distance between the weights that are read and those that are prefetched
+
+// values in one T
+template <class T>
+constexpr int VALUES_PER = 1;
+template <>
+constexpr int VALUES_PER<QuantizedGroup> = BLOCK;
+
+// where a row of ``width`` values begins among rows of T
+template <class T>
+inline int64_t row_offset(int64_t row, int width) {
+  return row * (width / VALUES_PER<T>);
+}
+
+// ---- tiles --------------------------------------------------------------------------------------------------------
+
+// Whether rows of ``width`` values are multiplied in the matrix unit: whatever their number, since its sums are rounded in
+// another order.
+template <class T>
+constexpr bool uses_matrix_tiles(int width) {
+  return MATRIX_TILES && std::is_same<T, bf16>::value && width % BLOCK == 0;
+}
+
+template <class T>
+constexpr int max_tile_rows(int width) {
+  if (uses_matrix_tiles<T>(width)) return MAX_TILE_ROWS;
+  return std::is_same<T, QuantizedGroup>::value ? QUANTIZED_TILE_ROWS : TILE_ROWS;
+}
+
+// rows of a tile where ``count`` rows of ``width`` values are multiplied: as few tiles as possible, of about the same size
+template <class T>
+inline int tile_rows(int count, int width) {
+  const int tiles = (count + max_tile_rows<T>(width) - 1) / max_tile_rows<T>(width);
+  return tiles == 0 ? 1 : (count + tiles - 1) / tiles;
+}
+
+inline void clear_sums(Sums& acc, int count) {
+  for (int m = 0; m < count; ++m) acc[m][0] = acc[m][1] = zero();
+}
+
+// Multiplies the tile that starts at row m of ``count`` with a block of weights; returns the number of its rows. A single
+// tile prefetches the weights as it goes; of several, the first two prefetch one half of the next block each, so that memory
+// is busy while the later ones compute.
+template <class W, class B, class T>
+inline int multiply_rows_by(int m, int count, const T* x, int64_t stride, const char* data, int64_t bytes, int width,
+                            Sums& acc) {
+  const int size = tile_rows<T>(count, width), n = std::min(size, count - m), tile = m / size;
+  const T* rows = x + m * stride;
+  const B* block = reinterpret_cast<const B*>(data);
+  if (n == count)
+    multiply_tile<W, 2>(n, rows, stride, block, width, data + PREFETCH_BYTES, acc);
+  else if (tile < 2)
+    multiply_tile<W, 1>(n, rows, stride, block, width, data + bytes + tile * (bytes / 2), acc);
+  else
+    multiply_tile<W, 0>(n, rows, stride, block, width, data, acc);
+  return n;
+}
+
+// the same for block b of a weight; rows have w.width values
+template <class T>
+inline int multiply_rows(int m, int count, const T* x, const Packed& w, int b, Sums& acc) {
+  using P = Storage<T>;
+  return multiply_rows_by<P, P>(m, count, x, w.width, w.block(b), w.block_bytes(), w.width, acc);
+}
+
+inline int multiply_rows(int m, int count, const QuantizedGroup* x, const Packed& w, int b, Sums& acc) {
+  const int64_t stride = w.width / BLOCK, bytes = w.block_bytes();
+  return w.kind == INT4 ? multiply_rows_by<Int4, uint8_t>(m, count, x, stride, w.block(b), bytes, w.width, acc)
+                        : multiply_rows_by<Int8, uint8_t>(m, count, x, stride, w.block(b), bytes, w.width, acc);
+}
+
+// y = x w' for block b: ``done(m, b, low, high)`` takes 32 outputs of one row
+template <class T, class Done>
+inline void multiply_block(const T* x, int count, const Packed& w, int b, Done&& done) {
+  Sums acc;
+  const int size = tile_rows<T>(count, w.width);
+  for (int m = 0; m < count; m += size) {
+    clear_sums(acc, size);
+    const int n = multiply_rows(m, count, x, w, b, acc);
+    for (int i = 0; i < n; ++i) done(m + i, b, acc[i][0], acc[i][1]);
+  }
+}
+
+// ---- on all threads -----------------------------------------------------------------------------------------------
+
+// a thread's part of a product
+template <class T, class Done>
+void multiply(ThreadPool& pool, const T* x, int count, const Packed& w, int thread, Done&& done) {
+  pool.parallel_for(w.blocks(), thread, [&](int b) { multiply_block(x, count, w, b, done); });
+}
+
+// Prefetches the start of a thread's part of a weight, before a barrier: memory is busy while threads wait.
+inline void prefetch_weight(const Packed& w, int threads, int thread) {
+  if (w.data == nullptr) return;
+  int first, last;
+  split_range(w.blocks(), threads, thread, &first, &last);
+  const char* from = w.block(first);
+  for (int i = 0; i < PREFETCH_BYTES; i += 64) prefetch(from + i);
+}
+
+// stores the first ``left`` of 32 outputs
+inline void store_outputs(float* to, int left, F32x16 low, F32x16 high) {
+  masked_store(to, left, low);
+  masked_store(to + 16, left - 16, high);
+}
+
+// ---- rows of another type -----------------------------------------------------------------------------------------
+
+// converts a row
+template <class P, class T>
+inline void convert_row(const P* x, int width, T* y) {
+  for (int b = 0; b < width / BLOCK; ++b) store32(y, b, load16(x + b * BLOCK), load16(x + b * BLOCK + 16));
+  const int left = width % BLOCK;
+  if (left == 0) return;
+  P part[BLOCK] = {};  // only plain types have widths that are no multiple of 32
+  T as[BLOCK];
+  std::copy(x + width - left, x + width, part);
+  store32(as, 0, load16(part), load16(part + 16));
+  if constexpr (!std::is_same<T, QuantizedGroup>::value) std::copy(as, as + left, y + width - left);
+}
+
+// memory for rows of P as they are multiplied with w, or null where they need no conversion
+template <class P>
+void* conversion_buffer(Workspace& memory, int count, const Packed& w) {
+  if (w.kind >= INT8) return memory.of<QuantizedGroup>(row_offset<QuantizedGroup>(count, w.width));
+  return std::is_same<Operand<P>, P>::value ? nullptr : memory.of<Operand<P>>(static_cast<int64_t>(count) * w.width);
+}
+
+template <class T, class P, class Done>
+void multiply_as(ThreadPool& pool, const P* x, int count, const Packed& w, void* buffer, int thread, Done&& done) {
+  const T* rows;
+  if constexpr (std::is_same<T, P>::value) {
+    rows = x;
+  } else {
+    T* to = static_cast<T*>(buffer);
+    int first, last;
+    split_range(count, pool.size(), thread, &first, &last);
+    for (int i = first; i < last; ++i)
+      convert_row(x + static_cast<int64_t>(i) * w.width, w.width, to + row_offset<T>(i, w.width));
+    pool.barrier();
+    rows = to;
+  }
+  multiply(pool, rows, count, w, thread, done);
+}
+
+// a thread's part of a product of rows of P, converted in ``buffer`` first
+template <class P, class Done>
+void multiply_converted(ThreadPool& pool, const P* x, int count, const Packed& w, void* buffer, int thread, Done&& done) {
+  if (w.kind < INT8)
+    multiply_as<Operand<P>>(pool, x, count, w, buffer, thread, done);
+  else
+    multiply_as<QuantizedGroup>(pool, x, count, w, buffer, thread, done);
+}
+
+}  // namespace

@@ -1,0 +1,41 @@
+// Threads and the memory that they work in. One call runs at a time on a runner.
+#pragma once
+
+#include <map>
+#include <memory>
+
+#include "plan.h"
+#include "threads.h"
+#include "workspace.h"
+
+namespace {
+
+// memory of one thread
+struct Scratch {
+  Workspace hidden, queries, scores, sums;
+};
+
+class Runner {
+ public:
+  explicit Runner(int threads) : pool(threads), scratch(static_cast<size_t>(pool.size())) {}
+
+  ThreadPool pool;
+  std::vector<Scratch> scratch;  // of each thread
+  PlanMemory plan;
+  Workspace x, qkv, heads, inner, low;  // rows of a pass, and between the products of its layers
+  Workspace argmax, converted;
+
+  // memory of a method's own kernels, made at the first use and kept with the runner
+  template <class T>
+  T& extension() {
+    static const char key = 0;  // its address identifies T
+    std::shared_ptr<void>& kept = extensions_[&key];
+    if (!kept) kept = std::make_shared<T>();
+    return *static_cast<T*>(kept.get());
+  }
+
+ private:
+  std::map<const void*, std::shared_ptr<void>> extensions_;
+};
+
+}  // namespace

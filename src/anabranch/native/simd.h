@@ -1,0 +1,123 @@
+// What the header of an instruction set provides, and what all of them share. The kernels are written in these terms
+// alone: a new instruction set is a new header with everything in this list, an include in vector_math.h, and an entry of
+// FORMS in build.py. avx512.h and avx2.h are the two that exist; tests/native/scalar.h is one in plain C++.
+//
+// Results need not agree between instruction sets to the bit. Within one, each row's result must not depend on how many
+// rows are computed together: where a function below sums over k, the order of the sum is fixed.
+//
+// ---- constants ----
+//   INSTRUCTION_SET      const char*: its name in FORMS (build.py)
+//   TILE_ROWS            rows that share one read of a block of weights in bf16 or float
+//   QUANTIZED_TILE_ROWS  the same for weights in int8 and int4
+//   MATRIX_TILES         bool: bf16 is multiplied in a matrix unit (AMX) where the width is a multiple of 32
+//   MAX_TILE_ROWS        the largest number of rows that ``multiply_tile`` takes
+//   ACCUMULATORS         F32x16 accumulators that registers hold while attention scores are computed
+//
+// ---- types ----
+//   F32x16               16 floats; operators + - * /
+//   U32x16               16 uint32_t
+//   Operand<P>           what rows of P (bf16 or float) are converted to before they are multiplied with weights, keys or
+//                        values of P. Operand<float> is float. Operand<bf16> is bf16, or a float rounded to bf16
+//   QuantizedGroup       32 values of a row in int8, for weights in int8 and int4: value[i] * scale. Public members are
+//                        the header's own choice; a group with a value that is not finite makes NaN of every product
+//   KeyLanes             lane i holds 32 bits of key i: one Operand<float>, or PER_LANE<Operand<bf16>> of Operand<bf16>
+//   Sums                 F32x16[MAX_TILE_ROWS][2]: 32 outputs of each row of a tile
+//
+// ---- the processor ----
+//   void spin_pause()                    a hint inside a spin loop
+//   void prefetch(const void* p)         into the first-level cache; any address is allowed
+//   void release_tiles()                 give the calling thread's matrix tiles back; empty without a matrix unit
+//
+// ---- floats ----
+//   F32x16 zero(), broadcast(float x)
+//   F32x16 mul_add(a, b, c)              a b + c, rounded once
+//   F32x16 neg_mul_add(a, b, c)          c - a b, rounded once
+//   F32x16 max(a, b), min(a, b)          b where a or b is NaN
+//   F32x16 round(x)                      to the nearest integer, ties to even
+//   F32x16 scale_by_power(x, n)          x 2^n for integers n from -126 to 127; n beyond that may be clamped; NaN for NaN
+//   void split_exponent(x, *m, *e)       x = m 2^e with m in [1, 2), for normal x > 0
+//   float reduce_max(x), reduce_sum(x), first_lane(x)  reduce_max: any lane, or NaN, where a lane is NaN
+//   uint32_t greater(a, b)               bit i: a[i] > b[i]; false where either is NaN
+//   uint32_t greater_or_nan(a, b)        bit i: a[i] > b[i], or either is NaN
+//   F32x16 select_greater(a, b, x, y)    x[i] where a[i] > b[i], else y[i]
+//   F32x16 keep_first(int n, x)          zero in all but the first n lanes; n may be below 0 or above 16
+//
+// ---- integers ----
+//   U32x16 broadcast_u32(uint32_t x), iota(int x)      x in all lanes; x, x + 1, ..., x + 15
+//   U32x16 add(a, b), mul(a, b), bitwise_xor(a, b), shift_right<N>(x)      modulo 2^32; logical shift
+//   F32x16 to_float(x)                   rounded once, to nearest
+//   U32x16 masked_load_u32(const int64_t* p, int n)    the low halves of the first n of 16 numbers, 0 elsewhere
+//
+// ---- memory; addresses need no alignment ----
+//   F32x16 load16(const P* p)            for float, bf16
+//   void store16(P* p, x)                for float, bf16 and Operand<bf16>; rounds to nearest, ties to even
+//   F32x16 store_rounded(Operand<bf16>* p, x)          the same, and returns what was stored
+//   void store1(P* p, float x)           one value, same types and rounding as store16
+//   F32x16 masked_load(const float* p, int n, other)   the first n of 16; lanes of ``other`` elsewhere
+//   void masked_store(float* p, int n, x)              the first n of 16; nothing else is read or written
+//   void store32(QuantizedGroup* row, int g, low, high)   quantises values 32 g to 32 g + 31 of a row: scale is the largest
+//                                        absolute value / 127, 0 where that is below MIN_GROUP_MAX
+//
+// ---- products ----
+//   void multiply_tile<W, LINES>(int count, const T* x, int64_t stride, const B* block, int width, const char* next,
+//                                Sums& acc)
+//       acc[m][0 .. 31] += x[m] . block for ``count`` rows, at most TILE_ROWS (QUANTIZED_TILE_ROWS, or MAX_TILE_ROWS where a
+//       matrix unit is used); rows are ``stride`` values of T apart. W is bf16 or float with T = Operand<W> and B = W, or
+//       Int8 or Int4 with T = QuantizedGroup and B = uint8_t; blocks are laid out as pack.h writes them. Prefetches LINES
+//       (0, 1 or 2) cache lines from ``next`` on for every two lines of weights.
+//
+// ---- attention; T = Operand<P> of the cache's type P, E = 16 NE channels a head ----
+//   broadcast_word(const T* p)           32 bits at p in all lanes, as ``dot_add`` takes them
+//   F32x16 dot_add<T>(acc, a, KeyLanes b)              acc + a b; over pairs acc + a[0] b[0] + a[1] b[1]
+//   void transpose_keys(const P* keys, int have, int e, KeyLanes* out)
+//       16 keys of e values, one after the other -> out[d] with values d (of pairs: 2 d and 2 d + 1) of all keys; zeros for
+//       keys from ``have`` on, which are not read
+//   void load_pairs<NE>(const P* a, const P* b, KeyLanes (&out)[NE])
+//       two cache rows as ``dot_add`` takes them beside a pair of weights; only ``a`` where PER_LANE<T> is 1
+//   void unpair_sums<T>(F32x16* low, F32x16* high)     sums over ``load_pairs``'s lanes, back in the order of the channels
+//   void accumulate_values<QUERIES, NE>(const T* p, int64_t p_stride, const P* v, int count, F32x16* out)
+//       out[i] += sum over j of p[i][j] v[j], j ascending, in ``load_pairs``'s lanes; count is a multiple of PER_LANE<T>
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+namespace {
+
+using bf16 = uint16_t;
+
+constexpr int BLOCK = 32;  // outputs of a packed block, and values of a quantised group
+
+// Rows in int8 are scaled by 127 / the largest absolute value, which is infinite below this bound.
+constexpr float FLOAT_MAX = std::numeric_limits<float>::max(), MIN_GROUP_MAX = 127.0f / FLOAT_MAX * 1.01f;
+
+// Keeps a kernel out of its caller, whose live values would take registers from it.
+#define NOINLINE __attribute__((noinline))
+
+inline bf16 to_bf16(float x) {
+  uint32_t u;
+  std::memcpy(&u, &x, 4);
+  return static_cast<bf16>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+}
+
+// values of T in 32 bits
+template <class T>
+constexpr int PER_LANE = 4 / static_cast<int>(sizeof(T));
+
+// Formats of quantised weights
+struct Int8 {};
+struct Int4 {};
+
+// bytes that a group of 32 values of k takes in a block; see pack.h
+template <class W>
+constexpr int GROUP_BYTES = 1024;
+template <>
+constexpr int GROUP_BYTES<Int4> = 640;
+
+// a mask of the first ``n`` of 16 lanes, a bit each
+inline uint32_t first_lanes(int n) { return n >= 16 ? 0xffffu : n <= 0 ? 0u : (1u << n) - 1u; }
+
+}  // namespace

@@ -1,0 +1,30 @@
+// Memory that grows to the largest request and is kept: passes allocate nothing once they have run.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <new>
+#include <vector>
+
+namespace {
+
+class Workspace {
+ public:
+  // memory for ``count`` values of T, at a cache line's start; what an earlier request returned is no longer valid
+  template <class T>
+  T* of(int64_t count) {
+    constexpr int64_t LIMIT = std::numeric_limits<int64_t>::max() / 2 / static_cast<int64_t>(sizeof(T));
+    if (count < 0 || count > LIMIT) throw std::bad_alloc();
+    const size_t lines = (static_cast<size_t>(count) * sizeof(T) + 63) / 64;
+    if (lines_.size() < lines) lines_.resize(lines);
+    return reinterpret_cast<T*>(lines_.data());
+  }
+
+ private:
+  struct alignas(64) Line {
+    char bytes[64];
+  };
+  std::vector<Line> lines_;
+};
+
+}  // namespace
