@@ -33,12 +33,12 @@ import torch
 from anabranch.engine import FinishReason, Step, Timings
 from anabranch.errors import CapabilityError, FileError
 from anabranch.jsonfiles import is_number, is_whole, parse_json, parse_object, read_lines, shown
-from anabranch.methods.base import Context, Drafter, Observation, Wrapped
+from anabranch.methods.base import Drafter, Observation, Row, Wrapped
 from anabranch.sampling import SamplingParams, target_probs
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule, Verdict
 
-__all__ = ["Judged", "Record", "Row", "Trace", "TraceWriter", "Watched", "child_ranks", "read_trace"]
+__all__ = ["Judged", "Trace", "TraceRecord", "TraceRow", "TraceWriter", "Watched", "child_ranks", "read_trace"]
 
 VERSION = 1
 UNLIMITED = 1 << 20  # deeper than any draft
@@ -58,7 +58,7 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Record:
+class TraceRecord:
     """One recorded step of row ``row``, whose first token is number ``at`` of the row's new tokens.
 
     tree     what was drafted: as verified, or never verified where every position was recorded
@@ -97,10 +97,10 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Row:
+class TraceRow:
     """The steps of one sequence, in order."""
 
-    records: tuple[Record, ...]
+    records: tuple[TraceRecord, ...]
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -122,7 +122,7 @@ class Trace:
     rule: Rule
     every_position: bool
 
-    def __iter__(self) -> Iterator[Record]:
+    def __iter__(self) -> Iterator[TraceRecord]:
         """Records in the order of writing. A cut last line is dropped with a warning; FileError for a broken one."""
         sources = ["target"]
         for number, line in read_lines(self.path):
@@ -158,12 +158,12 @@ class Trace:
         """Who drafted what was recorded, in order of appearance."""
         return list(dict.fromkeys(source for record in self for source in record.tree.sources[1:]))
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[TraceRow]:
         """The recorded sequences, in the order in which they began."""
-        found: dict[int, list[Record]] = {}
+        found: dict[int, list[TraceRecord]] = {}
         for record in self:
             found.setdefault(record.row, []).append(record)
-        return [Row(tuple(records)) for records in found.values()]
+        return [TraceRow(tuple(records)) for records in found.values()]
 
 
 def read_trace(path: Path) -> Trace:
@@ -358,7 +358,7 @@ def _number(value: float) -> float | None:
     return None if value == -math.inf else float(str(np.float32(value)))
 
 
-def _record(fields: Mapping[str, Any], sources: Sequence[str]) -> Record:
+def _record(fields: Mapping[str, Any], sources: Sequence[str]) -> TraceRecord:
     """A step as ``TraceWriter`` wrote it. Raises what any other record leads to."""
     beliefs = fields.get("log_probs")
     tree = DraftTree(
@@ -380,7 +380,7 @@ def _record(fields: Mapping[str, Any], sources: Sequence[str]) -> Record:
     judged = None
     if "p" in fields:
         judged = Judged(*(tuple(_numbers(fields[name])) for name in ("p", "q", "overlap")))
-    return Record(
+    return TraceRecord(
         row,
         at,
         tree,
