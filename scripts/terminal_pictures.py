@@ -1,10 +1,10 @@
 """Pictures of a terminal for the documentation: the real commands, with real keys, in a pseudo-terminal.
 
-    python scripts/terminal_pictures.py chat training --columns 80
+    python scripts/terminal_pictures.py drafts chat training --columns 80
     python scripts/terminal_pictures.py chat --columns 60 --out /tmp/pictures --text
 
-Each scene runs in an empty folder and is fed its keys. pyte keeps the screen, and rich draws it as SVG at the end.
-``--text`` prints the screen too. Needs pyte (the extra ``dev``) and a POSIX system.
+Each scene runs in an empty folder, and its keys are typed; pyte emulates the screen, and rich draws it as SVG.
+``--text`` also prints the screen. Needs pyte (the extra ``dev``) and a POSIX system.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from rich.text import Text
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 PROGRAM = [sys.executable, "-c", "from anabranch.cli import main; main()"]
 PROMPT = r"^> *$"
-LONGEST = 900.0  # seconds until a scene is given up
-# rich's template asks a font server for its font; the reader's own will do
+LONGEST = 900.0  # seconds after which a scene fails
+# rich's template loads its font from a server; the reader's own font is good enough
 LOCAL_FONTS = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
 TOPICS = ("the moon", "bread", "a river", "the wind", "glass", "salt", "a bridge", "the violin")
 FORMS = ("Tell me about {} in a few sentences.", "Write a short poem about {}.", "List five facts about {}.")
 PROMPTS = "".join(json.dumps({"prompt": form.format(topic)}) + "\n" for topic in TOPICS for form in FORMS)
-SHIPPED = Path(__file__).resolve().parents[1] / "src" / "anabranch" / "adapters" / "smollm2-135m-instruct"
+SHIPPED = Path(__file__).resolve().parents[1] / "src" / "anabranch" / "adapters" / "shipped" / "smollm2-135m-instruct"
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A command and the keys it is fed: each once a line of the screen matches its pattern, from the cursor's line up.
+    """A command, and (pattern, keys) pairs: the keys are typed once the cursor's line matches the pattern.
 
-    before  commands that are run first and not shown
+    before  commands that run first and are not shown
     lines   height of the screen; lines that stay empty are not drawn
     """
 
@@ -63,6 +63,10 @@ class Scene:
 
 
 SCENES = {
+    "drafts": Scene(
+        "anabranch generate --show-drafts",
+        ("generate", "Explain why the sky is blue.", "--show-drafts", "--max-new-tokens", "80"),
+    ),
     "chat": Scene(
         "anabranch chat",
         ("chat",),
@@ -91,7 +95,7 @@ SCENES = {
 
 
 class Player:
-    """A pseudo-terminal with a command in it, and its screen."""
+    """A command in a pseudo-terminal, and its screen."""
 
     def __init__(self, command: Sequence[str], *, columns: int, lines: int, folder: Path) -> None:
         self.screen = pyte.Screen(columns, lines)
@@ -100,13 +104,13 @@ class Player:
         if self._pid == 0:
             os.chdir(folder)
             fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-            # no reports of the cursor's place: nobody answers here
+            # no cursor position requests: nothing answers them here
             os.environ.update(TERM="xterm-256color", COLORTERM="", PROMPT_TOOLKIT_NO_CPR="1")
             os.execvp(PROGRAM[0], [*PROGRAM, *command])
         fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
     def play(self, keys: Sequence[tuple[str, str]]) -> int:
-        """Inputs the keys, wait for the end; returns the exit status."""
+        """Type the keys and wait for the end; returns the exit status."""
         left, ends = list(keys), time.monotonic() + LONGEST
         while time.monotonic() < ends:
             ready, _, _ = select.select([self._fd], [], [], 0.3)
@@ -125,11 +129,11 @@ class Player:
         return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
 
     def text(self) -> str:
-        """What is on the screen."""
+        """The text on the screen."""
         return "\n".join(line.rstrip() for line in self.screen.display).rstrip()
 
     def drawing(self, title: str) -> str:
-        """The same as SVG."""
+        """The screen as SVG."""
         height = len(self.text().splitlines())
         console = Console(record=True, width=self.screen.columns, file=io.StringIO(), force_terminal=True)
         for y in range(height):

@@ -1,8 +1,12 @@
-"""Figures of a result: speedup by task, acceptance by depth, time by part, tokens/s against the floor."""
+"""Figures of a result: speedup by task, acceptance by depth, time by part, tokens/s against the floor.
+
+A figure shows at most ten contenders (``leading``) and says so; the tables of the result have all of them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +18,31 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["FIGURES", "draw", "save_figures"]
+__all__ = ["FIGURES", "MOST", "draw", "leading", "save_figures"]
 
+MOST = 10  # contenders in a figure; more of them are a table
 PARTS = {"forward": BLUE, "draft": ORANGE, "commit": GREEN, "verify": PINK}
 Records = list[dict[str, Any]]
 
 
+def leading(records: Records, limit: int = MOST) -> Records:
+    """Choose at most ``limit`` records: the first, then in turn the fastest remaining of each kind, in their old order.
+
+    Kinds are our contenders by the format of their weights, and peers.
+    """
+    if len(records) <= limit:
+        return records
+    kinds: dict[tuple[str, str], Records] = {}
+    for record in sorted(records[1:], key=lambda record: -float(record["tokens_per_second"])):
+        kind = (record["kind"], record.get("weights", "") if record["kind"] == "ours" else "")
+        kinds.setdefault(kind, []).append(record)
+    in_turn = [record for turn in zip_longest(*kinds.values()) for record in turn if record is not None]
+    chosen = {record["name"] for record in [records[0], *in_turn[: limit - 1]]}
+    return [record for record in records if record["name"] in chosen]
+
+
 def draw(result: Mapping[str, Any]) -> dict[str, Figure]:
-    """The figures of a result by name; one that would be empty (no task, no draft, no peer's clock) is left out."""
+    """Draw the figures of a result, by name; those that would be empty (no task, no draft, no clock) are left out."""
     records = [record for record in result["contenders"] if "error" not in record]
     with plots.styled():
         drawn = {name: make(result, records) for name, make in FIGURES.items()}
@@ -33,15 +54,23 @@ def save_figures(result: Mapping[str, Any], out: Path) -> list[Path]:
     return [path for name, figure in draw(result).items() for path in plots.save_both(figure, beside(out, f".{name}"))]
 
 
-def _figure(result: Mapping[str, Any], title: str, width: float, height: float, *, note: str = "") -> Figure:
-    """With the title above, what was measured below, and ``note`` under that."""
+def _most(records: Records, eligible: Records) -> str:
+    """A note that not all ``eligible`` contenders are shown; empty if they are."""
+    if len(records) == len(eligible):
+        return ""
+    return f"{len(records)} of {len(eligible)} contenders: the first, and the fastest of each kind"
+
+
+def _figure(result: Mapping[str, Any], title: str, width: float, height: float, *notes: str) -> Figure:
+    """A figure with ``title`` above it, and below it what was measured and ``notes``."""
     figure = plots.new_figure(width, height)
     run, where = result["run"], result["environment"]
-    law = "greedy" if run["temperature"] == 0 else f"T = {run['temperature']:g}"
+    sampling = "greedy" if run["temperature"] == 0 else f"T = {run['temperature']:g}"
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
     figure.supxlabel(
-        f"{run['suite']}, {result['prompts_done']} prompts, {run['max_new_tokens']} new tokens, {law}, {run['dtype']}, "
-        f"batch 1; {where['processor']}, threads: {where['threads']}; {where['date']}" + (f"\n{note}" if note else ""),
+        f"{run['suite']}, {result['prompts_done']} prompts, {run['max_new_tokens']} new tokens, {sampling}, "
+        f"{run['dtype']}, batch 1; {where['processor']}, threads: {where['threads']}; {where['date']}"
+        + "".join(f"\n{note}" for note in notes if note),
         x=0.01,
         ha="left",
         fontsize=8,
@@ -51,7 +80,7 @@ def _figure(result: Mapping[str, Any], title: str, width: float, height: float, 
 
 
 def _rows(axes: Axes, names: list[str]) -> None:
-    """Contenders down the y axis, the first on top."""
+    """Label the y axis with contenders, the first on top."""
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
@@ -63,11 +92,12 @@ def _colour(record: Mapping[str, Any]) -> str:
 
 
 def _speedup(result: Mapping[str, Any], records: Records) -> Figure | None:
-    """A panel a task: median and quartiles over its prompts of the speedup over plain decoding."""
+    """One panel per task: median and quartiles over its prompts of the speedup over plain decoding."""
     baseline = result["run"]["baseline"]
-    records = [r for r in records if "speedup_quartiles" in r and r["name"] != baseline]
-    if not records:
+    eligible = [r for r in records if "speedup_quartiles" in r and r["name"] != baseline]
+    if not eligible:
         return None
+    records = leading(eligible)
     tasks = list(records[0]["by_task"])
     panels = [("all prompts", records)]
     if len(tasks) > 1:
@@ -78,9 +108,10 @@ def _speedup(result: Mapping[str, Any], records: Records) -> Figure | None:
     figure = _figure(
         result,
         "Speedup over plain decoding, by task",
-        max(8.5, 2.6 + 2.3 * columns),  # the title and what was measured need that much
+        max(8.5, 2.6 + 2.3 * columns),  # room for the title and the caption
         1.2 + lines * (0.75 + 0.3 * len(records)),
-        note="bars: quartiles of the prompts" + ("; circles: anabranch; diamonds: peers" if peers else ""),
+        "bars: quartiles of the prompts" + ("; circles: anabranch; diamonds: peers" if peers else ""),
+        _most(records, eligible),
     )
     grid = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
     for place, axes in enumerate(grid.flat):
@@ -114,11 +145,12 @@ def _speedup(result: Mapping[str, Any], records: Records) -> Figure | None:
 
 
 def _acceptance(result: Mapping[str, Any], records: Records) -> Figure | None:
-    """A line a method: how often a step accepted at least that many draft tokens."""
-    records = [record for record in records if record.get("acceptance_by_depth")]
-    if not records:
+    """One line per method: how often a step accepted at least that many draft tokens."""
+    eligible = [record for record in records if record.get("acceptance_by_depth")]
+    if not eligible:
         return None
-    figure = _figure(result, "Acceptance by depth", 8, 4.6)
+    records = leading(eligible)
+    figure = _figure(result, "Acceptance by depth", 8, 4.6, _most(records, eligible))
     axes = figure.subplots()
     deepest = min(10, max(len(record["acceptance_by_depth"]) for record in records))
     for place, record in enumerate(records):
@@ -137,11 +169,13 @@ def _acceptance(result: Mapping[str, Any], records: Records) -> Figure | None:
 
 
 def _time(result: Mapping[str, Any], records: Records) -> Figure | None:
-    """A stacked bar a method: milliseconds a token by part, and the floor of plain decoding."""
-    records = [record for record in records if "token_ms_by_part" in record]
-    if not records:
+    """One stacked bar per method: milliseconds per token by part, and the floor of plain decoding."""
+    eligible = [record for record in records if "token_ms_by_part" in record]
+    if not eligible:
         return None
-    figure = _figure(result, "Where the time of a token goes", 8.5, 1.9 + 0.42 * len(records))
+    records = leading(eligible)
+    title = "Where the time of a token goes"
+    figure = _figure(result, title, 8.5, 1.9 + 0.42 * len(records), _most(records, eligible))
     axes = figure.subplots()
     _rows(axes, [record["name"] for record in records])
     ends = [0.0] * len(records)
@@ -156,7 +190,7 @@ def _time(result: Mapping[str, Any], records: Records) -> Figure | None:
     axes.set_xlim(0, 1.1 * max([*ends, floor]))
     axes.set_xlabel("milliseconds per new token (reading the prompt is not included)")
     handles, labels = axes.get_legend_handles_labels()
-    order = [*range(1, len(handles)), 0]  # the line comes first, and is least
+    order = [*range(1, len(handles)), 0]  # matplotlib puts the line first; show it last
     axes.legend(
         [handles[i] for i in order],
         [labels[i] for i in order],
@@ -169,10 +203,12 @@ def _time(result: Mapping[str, Any], records: Records) -> Figure | None:
 
 
 def _floor(result: Mapping[str, Any], records: Records) -> Figure | None:
-    """Tokens/s while decoding and prompt included, against what reading all weights for each token allows."""
+    """Tokens/s while decoding and including the prompt, and the limit set by reading all weights for each token."""
     if not records:
         return None
-    figure = _figure(result, "Tokens per second, and the floor that memory sets", 8.5, 2.1 + 0.42 * len(records))
+    eligible, records = records, leading(records)
+    title = "Tokens per second, and the limit set by memory"
+    figure = _figure(result, title, 8.5, 2.1 + 0.42 * len(records), _most(records, eligible))
     axes = figure.subplots()
     _rows(axes, [record["name"] for record in records])
     limit = 1e3 / result["machine"]["floor_ms"]

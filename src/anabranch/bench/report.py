@@ -22,7 +22,7 @@ from rich.text import Text
 from anabranch.native.library import library
 from anabranch.processor import processor_name
 
-__all__ = ["SCHEMA", "environment", "heading", "markdown", "plain_table", "sheet", "tables", "wide_console"]
+__all__ = ["SCHEMA", "blocks", "environment", "heading", "markdown", "plain_table", "sheet", "tables", "wide_console"]
 
 SCHEMA = 2  # docs/metrics.md, "The result file"
 PACKAGE = Path(__file__).parents[1]
@@ -195,8 +195,8 @@ STEPS: tuple[Column, ...] = (
 )
 
 
-def _blocks(result: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """(caption, column titles, rows) of every table."""
+def blocks(result: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Return (caption, column titles, rows) of every table; a title may hold line breaks."""
     good = [record for record in result["contenders"] if "error" not in record]
     ours = [record for record in good if "steps" in record]
     found = []
@@ -251,7 +251,7 @@ def wide_console(shown: Sequence[Table]) -> Console:
 def tables(result: Mapping[str, Any]) -> list[Table]:
     """The result for a terminal."""
     found = []
-    for caption, titles, rows in _blocks(result):
+    for caption, titles, rows in blocks(result):
         table = plain_table(f"\n{caption}")
         for place, column in enumerate(titles):
             words = place == 0 or column == "error"
@@ -271,7 +271,7 @@ def markdown(result: Mapping[str, Any], figures: Sequence[str] = ()) -> str:
         lines += [f"**Stopped after {result['prompts_done']} of {run['prompts']} prompts.**", ""]
     for sentence in heading(result):
         lines += [sentence, ""]
-    for caption, titles, rows in _blocks(result):
+    for caption, titles, rows in blocks(result):
         left = 2 if titles[-1] == "error" else 1
         lines += [f"{caption}:", "", "| " + " | ".join(titles).replace("\n", " ") + " |"]
         lines += ["|" + "---|" * left + "---:|" * (len(titles) - left)]

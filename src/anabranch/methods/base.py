@@ -1,72 +1,112 @@
-"""The seam between the loop and the methods: a drafter sees contexts and returns draft trees.
+"""What every method gives, and what it is given: ``Method`` is an entry of the registry, ``Drafter`` does the work.
 
-Everything a method needs beyond the text it gets back from the loop in ``observe``, or by riding in the target's pass.
+A drafter sees rows join, sees their prompts where it asks to, proposes a draft tree a row at every step, sees what came
+of it, and sees rows leave. Whatever it keeps for a row lies in ``Row.state``, under the drafter itself, and goes with the
+row.
 """
 
 from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from anabranch.errors import CapabilityError
+from anabranch.methods.beliefs import Beliefs
+from anabranch.methods.settings import Settings
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import PassResult, Rider
+from anabranch.model.decoder import Decoder, PassResult, Rider
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule, Verdict
 
-__all__ = ["Context", "Drafter", "Observation", "Wrapped"]
+if TYPE_CHECKING:
+    from anabranch.methods.trained import Trained
 
-_keys = itertools.count()
+__all__ = ["Drafter", "Method", "Observation", "Row", "Taps", "Wrapped"]
+
+_ids = itertools.count()
+
+
+@dataclass(frozen=True)
+class Taps:
+    """What a drafter needs to see of the target's passes.
+
+    layers  main rows before these layers, in ``PassResult.taps``
+    prompt  the passes over a row's prompt too, through ``Drafter.read``
+    """
+
+    layers: tuple[int, ...] = ()
+    prompt: bool = False
 
 
 @dataclass(eq=False)
-class Context:
-    """One row as a drafter sees it. ``tokens`` are prompt and committed tokens; the last one is the root.
+class Row:
+    """One sequence of the batch, as a drafter sees it.
 
-    ``room`` is the deepest draft that is of use in this step; ``key`` names the row for as long as it lives.
+    tokens     prompt and committed tokens; the last one is the root of the next draft tree
+    max_depth  the deepest draft that is of use in this step: what may still be emitted beside the next token
+    beliefs    corrects what drafters believe by what was accepted
+    state      what each drafter keeps for this row
     """
 
     tokens: list[int]
     prompt_length: int
     sampling: SamplingParams
     rule: Rule = "match"
-    room: int = 0
-    key: int = field(default_factory=lambda: next(_keys))
+    max_depth: int = 0
+    id: int = field(default_factory=lambda: next(_ids))
+    beliefs: Beliefs = field(default_factory=Beliefs)
+    state: dict[Drafter, Any] = field(default_factory=dict)
 
     @property
     def root(self) -> int:
-        """The last committed token, not yet in the cache."""
+        """The last committed token, not yet in the KV cache."""
         return self.tokens[-1]
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What a step tells the drafter: the pass, the trees that were verified (after pruning), and the verdicts.
+    """What one step did for some rows. The cache is committed already; ``rows[i].tokens`` include what was emitted.
 
-    The cache is committed already; its row b is ``contexts[b]``, whose tokens include what was just emitted.
-    ``live[b]`` says whether the row goes on.
+    slots     the place of each row in the pass (``result.nodes(slot)``) and in the cache
+    trees     what was verified, after pruning
+    live      whether the row continues
+    planned   the length that the longest row will reach
+    budget    the most nodes that the next draft may have; 1: nothing will be drafted, so nothing need be prepared
     """
 
-    output: PassResult
+    result: PassResult
     cache: Cache
+    slots: Sequence[int]
     trees: Sequence[DraftTree]
     verdicts: Sequence[Verdict]
     live: Sequence[bool]
     planned: int
+    budget: int
 
 
 class Drafter(ABC):
-    """Proposes draft trees. One object serves all rows of an engine."""
+    """Proposes draft trees. One object serves any number of rows.
+
+    name       for messages
+    rules      the verification rules under which its drafts are exact
+    max_nodes  the most nodes that one of its trees has, the root included
+    adaptive   whether the load decides how many of them are drafted and verified (``anabranch.speculation``); its trees
+               then carry ``log_probs``
+    needs      what it has to see of the target's passes
+    """
 
     name: str = "drafter"
     rules: tuple[Rule, ...] = ("match",)
     max_nodes: int = 1
+    adaptive: bool = False
+    needs: Taps = Taps()
 
     @property
-    def room(self) -> int:
+    def margin(self) -> int:
         """Cache positions that a step needs behind a row's committed tokens."""
         return self.max_nodes
 
@@ -79,19 +119,30 @@ class Drafter(ABC):
         """Raise CapabilityError if this drafter cannot serve such a request."""
         if rule not in self.rules:
             raise CapabilityError(
-                f"the drafter {self.name!r} does not carry the law its drafts were drawn from, so the rule "
-                f"{rule!r} would not be exact; use rule='match'"
+                f"the drafter {self.name!r} does not carry the distribution that its drafts were drawn from, so "
+                f"rule={rule!r} would not be exact; use rule='match'"
             )
 
+    def join(self, row: Row) -> None:  # noqa: B027 - most need nothing
+        """A row joins the batch; its prompt has not been read yet."""
+
+    def read(self, row: Row, result: PassResult, start: int) -> None:  # noqa: B027 - most need nothing
+        """See a pass over part of the row's prompt, from token ``start`` on, if ``needs.prompt``."""
+
     @abstractmethod
-    def draft(self, contexts: Sequence[Context]) -> list[DraftTree]:
-        """One tree a row, at most ``max_nodes`` nodes and ``context.room`` deep."""
+    def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
+        """One tree a row, of at most ``budget`` nodes (root included) and ``row.max_depth`` deep."""
 
-    def observe(self, contexts: Sequence[Context], seen: Observation) -> None:  # noqa: B027 - most need nothing
-        """Learn from a step."""
+    def observe(self, rows: Sequence[Row], seen: Observation) -> None:  # noqa: B027 - most need nothing
+        """See what a step did, and prepare the next draft."""
 
-    def leave(self, context: Context) -> None:  # noqa: B027 - most keep nothing
-        """Forget a row that is done."""
+    def leave(self, row: Row) -> None:
+        """A row leaves the batch."""
+        row.state.pop(self, None)
+
+    def depth_of(self, budget: int) -> int:
+        """How deep a tree of ``budget`` nodes becomes; what preparing the draft costs may depend on it."""
+        return budget - 1
 
 
 class Wrapped(Drafter):
@@ -100,11 +151,12 @@ class Wrapped(Drafter):
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.name, self.rules, self.max_nodes = drafter.name, drafter.rules, drafter.max_nodes
+        self.adaptive, self.needs = drafter.adaptive, drafter.needs
 
     @property
-    def room(self) -> int:
+    def margin(self) -> int:
         """The drafter's own."""
-        return self.drafter.room
+        return self.drafter.margin
 
     @property
     def rider(self) -> Rider | None:
@@ -112,17 +164,57 @@ class Wrapped(Drafter):
         return self.drafter.rider
 
     def check(self, sampling: SamplingParams, rule: Rule) -> None:
-        """What the drafter says."""
+        """Ask the drafter."""
         self.drafter.check(sampling, rule)
 
-    def draft(self, contexts: Sequence[Context]) -> list[DraftTree]:
+    def join(self, row: Row) -> None:
+        """Pass the row on."""
+        self.drafter.join(row)
+
+    def read(self, row: Row, result: PassResult, start: int) -> None:
+        """Pass the prompt on."""
+        self.drafter.read(row, result, start)
+
+    def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
         """The drafter's trees."""
-        return self.drafter.draft(contexts)
+        return self.drafter.draft(rows, budget)
 
-    def observe(self, contexts: Sequence[Context], seen: Observation) -> None:
-        """Hand on what a step tells."""
-        self.drafter.observe(contexts, seen)
+    def observe(self, rows: Sequence[Row], seen: Observation) -> None:
+        """Pass on what a step did."""
+        self.drafter.observe(rows, seen)
 
-    def leave(self, context: Context) -> None:
-        """The drafter forgets."""
-        self.drafter.leave(context)
+    def leave(self, row: Row) -> None:
+        """The drafter forgets the row."""
+        super().leave(row)
+        self.drafter.leave(row)
+
+    def depth_of(self, budget: int) -> int:
+        """The drafter's own."""
+        return self.drafter.depth_of(budget)
+
+
+@dataclass(frozen=True)
+class Method:
+    """One entry of the registry: all that the rest of the library needs to know of a method.
+
+    name        as users write it, ``name:setting=value,...``
+    summary     one line for --help
+    settings    frozen dataclass, a subclass of ``Settings``
+    build       (target, settings, module) -> Drafter; ``module`` is the trained one, for the target, or None.
+                Raises CapabilityError for what cannot be had there
+    trained     its trained module, adapter format and training objective; None: nothing is trained
+    candidates  settings that the tuner may try for drafts of at most so many nodes
+    default     whether "auto" drafts with it, wherever its module (if any) is there
+    combines    whether its trees may be merged with another method's
+    order       of its sources among those of others, for marks: source -> rank from 1 on, or None if not its own
+    """
+
+    name: str
+    summary: str
+    settings: type[Settings]
+    build: Callable[[Decoder, Any, Any], Drafter]
+    trained: Trained | None = None
+    candidates: Callable[[int], Iterable[Settings]] = lambda nodes: ()
+    default: bool = False
+    combines: bool = True
+    order: Callable[[str], int | None] = lambda source: None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from anabranch.methods.base import Context, Drafter
+from anabranch.methods.base import Drafter, Method, Row
+from anabranch.methods.settings import Settings
 from anabranch.tree import DraftTree
 
-__all__ = ["NoDrafter"]
+__all__ = ["METHOD", "NoDrafter"]
 
 
 class NoDrafter(Drafter):
@@ -15,6 +17,20 @@ class NoDrafter(Drafter):
 
     name = "none"
 
-    def draft(self, contexts: Sequence[Context]) -> list[DraftTree]:
+    def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
         """Roots."""
-        return [DraftTree.root(context.root) for context in contexts]
+        return [DraftTree.root(row.root) for row in rows]
+
+
+@dataclass(frozen=True)
+class NoSettings(Settings):
+    """None."""
+
+
+METHOD = Method(
+    name="none",
+    summary="plain decoding: nothing is drafted",
+    settings=NoSettings,
+    build=lambda target, settings, module: NoDrafter(),
+    combines=False,
+)

@@ -1,27 +1,29 @@
-"""Prompt lookup (Saxena 2023): what followed the last tokens the last time they stood in the text.
+"""Prompt lookup (Saxena 2023): proposes the continuation of the most recent earlier match of the current n-gram.
 
-The longest n-gram that ends the text and stood in it before is looked up; the tokens behind its most recent
-occurrence are the draft. Costs no model at all.
+The longest n-gram that ends the text and occurred in it before is looked up; the tokens after its most recent
+occurrence are the draft. It needs no model.
 
-    ... the cat sat on the mat . the cat        "the cat" stood before: the draft is "sat on the mat ..."
+    ... the cat sat on the mat . the cat        "the cat" occurred before: the draft is "sat on the mat ..."
 
-How likely it is right depends above all on how long the match is. A token that is confirmed makes the match longer, so
-the belief in a draft is a(n) a(n + 1) a(n + 2) ..., where a(n) is the share of matches of n tokens that the text went
-on with. That is counted at every position of the answer, whether a draft was verified there or not: the belief is a
-function of the text alone, and a replay finds it again.
+The acceptance probability depends above all on the length of the match. A confirmed token makes the match longer, so
+that of a draft is a(n) a(n + 1) a(n + 2) ..., where a(n) is the share of matches of n tokens whose continuation was
+right. It is counted at every position of the completion, whether or not a draft was verified there, so it depends on the
+text alone and a replay reproduces it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from anabranch.errors import InputError
-from anabranch.methods.base import Context, Drafter
+from anabranch.methods.base import Drafter, Method, Row
+from anabranch.methods.settings import Settings
 from anabranch.tree import DraftTree
 
-__all__ = ["PromptLookupDrafter"]
+__all__ = ["METHOD", "LookupSettings", "PromptLookupDrafter"]
 
 # Of matches of 1, 2, ... tokens (the last: that many or more) those that the text went on with, on prompts of many
 # kinds: what is believed before a text has shown its own, and how many matches that is worth.
@@ -29,7 +31,7 @@ PRIOR = (0.2, 0.45, 0.6, 0.7, 0.75, 0.8, 0.8, 0.9)
 WEIGHT = 4.0
 
 
-class _Row:
+class Index:
     """Where each n-gram of a text last ended, and how often a match of each length went on."""
 
     def __init__(self, ngram: int) -> None:
@@ -68,32 +70,76 @@ class _Row:
 
 
 class PromptLookupDrafter(Drafter):
-    """Chains of up to ``tokens`` tokens behind the longest match of at most ``ngram`` tokens."""
+    """Chains of up to ``tokens`` tokens that continue the longest match of at most ``ngram`` tokens."""
 
     name = "prompt_lookup"
 
-    def __init__(self, *, tokens: int = 10, ngram: int = 3) -> None:
+    def __init__(self, *, tokens: int = 10, ngram: int = 3, adaptive: bool = False) -> None:
         if tokens < 1 or ngram < 1:
-            raise InputError(f"prompt_lookup needs tokens and ngram of at least 1, not {tokens} and {ngram}")
-        self.tokens, self.ngram = tokens, ngram
+            raise InputError(f"prompt_lookup needs tokens and ngram of at least 1, got {tokens} and {ngram}")
+        self.tokens, self.ngram, self.adaptive = tokens, ngram, adaptive
         self.max_nodes = tokens + 1
-        self._rows: dict[int, _Row] = {}
 
-    def draft(self, contexts: Sequence[Context]) -> list[DraftTree]:
+    def join(self, row: Row) -> None:
+        """Index the row's prompt when it is first drafted for."""
+        row.state[self] = Index(self.ngram)
+
+    def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
         """One chain a row, or the root alone where nothing matches."""
-        return [self._draft(context) for context in contexts]
+        return [self._draft(row, budget) for row in rows]
 
-    def _draft(self, context: Context) -> DraftTree:
-        row = self._rows.setdefault(context.key, _Row(self.ngram))
-        text = context.tokens
-        row.extend(text, context.prompt_length)
-        found = row.match(text, len(text))
-        if found is None or context.room < 1:
-            return DraftTree.root(context.root)
+    def _draft(self, row: Row, budget: int) -> DraftTree:
+        index: Index = row.state[self]
+        text = row.tokens
+        index.extend(text, row.prompt_length)
+        found = index.match(text, len(text))
+        count = min(self.tokens, row.max_depth, budget - 1)
+        if found is None or count < 1:
+            return DraftTree.root(row.root)
         end, length = found
-        chain = text[end : end + min(self.tokens, context.room)]
-        return DraftTree.chain(context.root, chain, source=self.name, log_probs=row.log_probs(length, len(chain)))
+        chain = text[end : end + count]
+        return DraftTree.chain(row.root, chain, source=self.name, log_probs=index.log_probs(length, len(chain)))
 
-    def leave(self, context: Context) -> None:
-        """Forget the index."""
-        self._rows.pop(context.key, None)
+
+@dataclass(frozen=True)
+class LookupSettings(Settings):
+    """Settings of ``prompt_lookup:...``.
+
+    tokens  drafted at most, or auto: up to 10, as the load decides
+    ngram   tokens that a match has at most
+    """
+
+    tokens: str = "10"
+    ngram: int = 3
+
+    def __post_init__(self) -> None:
+        if self.tokens != "auto" and not (self.tokens.isdigit() and int(self.tokens) >= 1):
+            raise InputError(f"tokens must be a whole number of at least 1, or auto, got {self.tokens!r}")
+        if self.ngram < 1:
+            raise InputError(f"ngram must be at least 1, got {self.ngram}")
+
+    @classmethod
+    def under_load(cls) -> LookupSettings:
+        """``tokens=auto``."""
+        return cls(tokens="auto")
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether ``tokens=auto``."""
+        return self.tokens == "auto"
+
+
+def _build(target: object, settings: LookupSettings, module: object) -> Drafter:
+    tokens = 10 if settings.adaptive else int(settings.tokens)
+    return PromptLookupDrafter(tokens=tokens, ngram=settings.ngram, adaptive=settings.adaptive)
+
+
+METHOD = Method(
+    name="prompt_lookup",
+    summary="the continuation of the most recent earlier match of the current n-gram; needs nothing",
+    settings=LookupSettings,
+    build=_build,
+    candidates=lambda nodes: (LookupSettings(tokens=str(n)) for n in (2, 3, 6, 10) if n < nodes),
+    default=True,
+    order=lambda source: 1 if source == "prompt_lookup" else None,
+)

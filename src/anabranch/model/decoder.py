@@ -10,11 +10,12 @@ it enters at a layer, may drop nodes there, brings rows of its own, and attends 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache as remembered
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -35,40 +36,73 @@ from anabranch.tree import DraftTree, depths_of, mask_of
 if TYPE_CHECKING:
     from anabranch.model.stack import Stack
 
-__all__ = ["Block", "Decoder", "Inputs", "Nodes", "Pass", "PassResult", "Rider", "RowSide"]
+__all__ = ["Block", "Decoder", "Entry", "Inputs", "Nodes", "Pass", "PassResult", "Rider", "RowSide"]
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The nodes of one pass: tokens and parents [B, N]. A node's parent stands before it in its row; -1: it has none.
+    """The nodes of one pass, those of the first row first: tokens and parents [M], and how many each row has [B].
 
-    Rows with fewer nodes are padded; a padding node sees itself alone and nobody sees it.
+    Parents are counted within a row and precede their children; -1: none. A row of 0 nodes takes no part. Where all rows
+    need one width, they are padded at the end ([B, N]): a padding node sees itself alone, and nobody sees it.
     """
 
-    tokens_BN: NDArray[np.int64]
-    parents_BN: NDArray[np.int64]
+    tokens_M: NDArray[np.int64]
+    parents_M: NDArray[np.int64]
+    counts_B: Sequence[int]
 
     @staticmethod
     def of_trees(trees: Sequence[DraftTree]) -> Inputs:
-        """Trees of one step, padded to the widest."""
+        """The trees of one step."""
         if len(trees) == 1:
-            return Inputs(trees[0].tokens[None], trees[0].parents[None])
-        shape = len(trees), max(tree.size for tree in trees)
-        tokens, parents = np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
-        for b, tree in enumerate(trees):
-            tokens[b, : tree.size] = tree.tokens
-            parents[b, : tree.size] = tree.parents
-        return Inputs(tokens, parents)
+            return Inputs(trees[0].tokens, trees[0].parents, (trees[0].size,))
+        tokens, parents = (np.concatenate(x) for x in zip(*((tree.tokens, tree.parents) for tree in trees), strict=True))
+        return Inputs(tokens, parents, [tree.size for tree in trees])
 
     @staticmethod
     def of_chains(tokens_BN: NDArray[np.int64]) -> Inputs:
-        """Stretches of text."""
-        return Inputs(tokens_BN, np.broadcast_to(np.arange(-1, tokens_BN.shape[1] - 1), tokens_BN.shape))
+        """Stretches of text of one length."""
+        rows, width = tokens_BN.shape
+        return Inputs(tokens_BN.reshape(-1), np.tile(np.arange(-1, width - 1), rows), (width,) * rows)
 
     @staticmethod
     def of_prompt(tokens: Sequence[int]) -> Inputs:
         """A stretch of one prompt."""
         return Inputs.of_chains(np.asarray([tokens], np.int64))
+
+    @cached_property
+    def starts_B(self) -> list[int]:
+        """Where each row's nodes begin in [M]."""
+        return [0, *accumulate(self.counts_B)][:-1]
+
+    @property
+    def width(self) -> int:
+        """Nodes of the widest row."""
+        return max(self.counts_B)
+
+    @cached_property
+    def alike(self) -> bool:
+        """Whether all rows have the same number of nodes."""
+        return min(self.counts_B) == self.width
+
+    def _padded(self, values_M: NDArray[np.int64], padding: int) -> NDArray[np.int64]:
+        shape = len(self.counts_B), self.width
+        if self.alike:
+            return values_M.reshape(shape)
+        whole = np.full(shape, padding, np.int64)
+        for row, start, count in zip(whole, self.starts_B, self.counts_B, strict=True):
+            row[:count] = values_M[start : start + count]
+        return whole
+
+    @cached_property
+    def tokens_BN(self) -> NDArray[np.int64]:
+        """Tokens, padded with 0."""
+        return self._padded(self.tokens_M, 0)
+
+    @cached_property
+    def parents_BN(self) -> NDArray[np.int64]:
+        """Parents, padded with -1."""
+        return self._padded(self.parents_M, -1)
 
     @cached_property
     def depths_BN(self) -> NDArray[np.int64]:
@@ -80,10 +114,11 @@ class Inputs:
         """Which nodes of its row a node sees, itself among them [B, N, N]."""
         return np.stack([mask_of(parents) for parents in self.parents_BN])
 
-    def padded(self, width: int) -> Inputs:
-        """The same with padding nodes behind, up to ``width``."""
-        more = ((0, 0), (0, width - self.tokens_BN.shape[1]))
-        return Inputs(np.pad(self.tokens_BN, more), np.pad(self.parents_BN, more, constant_values=-1))
+    def widened(self, width: int) -> Inputs:
+        """The same with every row padded to ``width`` nodes."""
+        more = ((0, 0), (0, width - self.width))
+        tokens, parents = np.pad(self.tokens_BN, more), np.pad(self.parents_BN, more, constant_values=-1)
+        return Inputs(tokens.reshape(-1), parents.reshape(-1), (width,) * len(self.counts_B))
 
 
 class Norm(nn.Module):
@@ -354,40 +389,62 @@ def attention(config: ModelConfig, q_BNHE: Tensor, k_BKLE: Tensor, v_BKLE: Tenso
     return o.view(b, kv, h // kv, n, e).permute(0, 3, 1, 2, 4).reshape(b, n, h * e)
 
 
-class Rider(Protocol):
-    """Something that travels in the target's pass from layer ``start`` on.
+@dataclass(frozen=True)
+class Entry:
+    """What a rider decided when it entered a pass: ``kept``, see ``PassResult``, and whatever its layers need."""
 
-    ``ride`` says whether it brings rows of its own; where it does not, ``layer`` is not called.
-    ``kept`` [B, n] are the nodes that went on after it entered, ascending, padding last; None: all. ``fixed`` says that
-    it only computes, at shapes that the pass decides, so that it can be recorded; ``found`` is what it has then found.
-    A rider that ``looks_on`` changes nothing and finds the main rows before layer ``start``: where the kernels run a
-    whole pass in one call, it is not asked but told.
+    kept: Sequence[NDArray[np.int64]] | None = None
+    own: Any = None
+
+
+class Rider(Protocol):
+    """Rows of a drafter's own that travel in the target's pass from layer ``start`` on, or a tree that shrinks there.
+
+    rides  whether it brings rows; where it does not, ``layer`` and ``leave`` are not called
+    fixed  whether it only computes, at shapes that the pass decides, so that the pass can be captured as a graph
+
+    A rider keeps nothing between calls: what it found at the entry travels as an ``Entry``.
     """
 
     start: int
-    ride: bool
-    looks_on: bool
+    rides: bool
     fixed: bool
-    kept: Tensor | None
-    found: tuple[Tensor, ...]
 
-    def enter(self, x_BND: Tensor, run: Pass) -> Tensor:
+    def enter(self, x_BND: Tensor, run: Pass) -> tuple[Tensor, Entry]:
         """See the main rows before layer ``start``; may ``run.select``; returns all rows [B, R, D], main rows first."""
 
-    def layer(self, index: int, block: Block, x_BRD: Tensor, run: Pass) -> Tensor:
+    def layer(self, index: int, block: Block, x_BRD: Tensor, run: Pass, entry: Entry) -> Tensor:
         """Run one block over all rows."""
 
-    def leave(self, x_BRD: Tensor, run: Pass) -> Tensor:
-        """Take the rider's rows out of the last layer's output; returns the main rows [B, N, D]."""
+    def leave(self, x_BRD: Tensor, run: Pass) -> tuple[Tensor, Tensor]:
+        """The main rows [B, N, D] of the last layer's output, and the states [M, S, D] of the rider's own."""
 
 
 @dataclass(frozen=True)
 class PassResult:
-    """What a pass yields: main rows [B, N, D] after the last norm and, where asked for, logits or greedy tokens."""
+    """What one pass computed. Its rows lie one behind another: row b's nodes are ``nodes(b)`` of the M in all.
 
-    hidden_BND: Tensor
-    logits_BNV: Tensor | None = None
-    tokens_BN: Tensor | None = None
+    counts_B      nodes of each row, after pruning; rows may be padded to one width: ``starts_B`` says where each begins
+    hidden_MD     main rows after the last norm
+    tokens_M      the target's greedy token after each node, where asked for
+    logits_MV     float logits, where asked for
+    taps          main rows [M, D] before each layer that was tapped
+    kept          nodes of each row that early-exit pruning kept, ascending; None: all
+    streams_MSD   states of the stream rows that rode in the pass, after the last norm; None: none did
+    """
+
+    counts_B: Sequence[int]
+    starts_B: Sequence[int]
+    hidden_MD: Tensor
+    tokens_M: Tensor | None = None
+    logits_MV: Tensor | None = None
+    taps: Mapping[int, Tensor] = field(default_factory=dict)
+    kept: Sequence[NDArray[np.int64]] | None = None
+    streams_MSD: Tensor | None = None
+
+    def nodes(self, row: int) -> slice:
+        """Where the nodes of a row lie in [M]."""
+        return slice(self.starts_B[row], self.starts_B[row] + self.counts_B[row])
 
 
 def table(rows: int, width: int) -> nn.Embedding:
@@ -512,72 +569,85 @@ class Decoder(nn.Module):
 
     def forward(
         self,
-        feed: Inputs,
+        inputs: Inputs,
         cache: Cache,
         *,
         slots: slice | None = None,
         planned: int | None = None,
+        taps: Sequence[int] = (),
         rider: Rider | None = None,
         need: Literal["hidden", "logits", "tokens"] = "logits",
     ) -> PassResult:
-        """One pass over the nodes of ``feed``, whose keys and values are appended to ``cache`` but not committed.
+        """Run one pass over the nodes of ``inputs``; their keys and values are appended to ``cache``, not committed.
 
-        ``slots`` are the rows of the cache that the feed's rows are (default: all in use), ``planned`` the length
-        that the longest row will reach, for rotations that depend on it. ``need`` says what to make of the rows behind
-        the last norm: nothing, the logits, or only the greedy tokens.
+        slots    the cache slots of the rows (default: all in use)
+        planned  the length that the longest row will reach, for rotations that depend on it
+        taps     layers before which the main rows are returned
+        rider    rows of a drafter's own that travel in the pass
+        need     what to compute after the last norm: nothing, the logits, or only the greedy tokens
+
+        Raises InputError where the nodes do not fit the cache or the learned positions.
         """
         slots = slice(0, cache.count) if slots is None else slots
-        cache.begin(feed.tokens_BN.shape[1], slots)
+        cache.begin(inputs.width, slots)
         limit = self.config.max_positions
         planned, longest = limit if planned is None else planned, max(cache.lengths[slots])
-        reach = longest + feed.tokens_BN.shape[1]
+        reach = longest + inputs.width
         if reach > min(planned, limit):  # perhaps less: nodes side by side reach no further than one of them
-            reach = longest + int(feed.depths_BN.max()) + 1
+            reach = longest + int(inputs.depths_BN.max()) + 1
         if self.config.position == "learned" and reach > limit:
-            learned = f"the {self.config.max_positions} positions that the target learned"
-            raise InputError(f"{reach} tokens, drafts included, are more than {learned}; lower max_new_tokens")
+            raise InputError(
+                f"the text with its drafts needs {reach} positions, but the target has {self.config.max_positions}; "
+                "lower max_new_tokens"
+            )
         # rotation tables end soon after the planned length: a plan that was too short must not read past them
         planned = max(planned, reach)
-        if self.stack is not None and (rider is None or rider.looks_on):
-            output = self._at_once(self.stack, feed, cache, slots, planned, rider, choose=need == "tokens")
+        if self.stack is not None and rider is None:
+            result = self._at_once(self.stack, inputs, cache, slots, planned, taps, choose=need == "tokens")
         else:
-            hidden = self._recorded(feed, cache, slots, planned, rider)
-            if hidden is None:
-                nodes = Nodes.of(feed, cache.lengths[slots])
-                hidden = self._through(Pass(self.config, nodes, cache, slots, planned, self.rope()), rider)
-            output = PassResult(hidden)
+            result = self._recorded(inputs, cache, slots, planned, taps, rider)
+            if result is None:
+                nodes = Nodes.of(inputs, cache.lengths[slots])
+                run = Pass(self.config, nodes, cache, slots, planned, self.rope())
+                result = self._through(run, inputs.counts_B, taps, rider)
         if need == "logits":
-            return PassResult(output.hidden_BND, self.logits(output.hidden_BND))
-        if need == "tokens" and output.tokens_BN is None:
-            return PassResult(output.hidden_BND, tokens_BN=self.choose(output.hidden_BND))
-        return output
+            return replace(result, logits_MV=self.logits(result.hidden_MD))
+        if need == "tokens" and result.tokens_M is None:
+            return replace(result, tokens_M=self.choose(result.hidden_MD))
+        return result
 
     def _at_once(
         self,
         stack: Stack,
-        feed: Inputs,
+        inputs: Inputs,
         cache: Cache,
         slots: slice,
         planned: int,
-        rider: Rider | None,
+        taps: Sequence[int],
         *,
         choose: bool,
     ) -> PassResult:
-        """``_through`` in one call of the native kernels, which may choose the tokens too."""
-        rows, width = shape = feed.tokens_BN.shape
-        step = stack.step(cache.lengths[slots], [width] * rows, feed.parents_BN.reshape(-1), planned)
-        tapped, choose = None if rider is None else rider.start, choose and self.config.logit_softcap is None
-        tokens_M = feed.tokens_BN.reshape(-1)
-        hidden, tokens, seen = stack.through(tokens_M, step, cache, slots.start, choose=choose, tapped=tapped)
-        if rider is not None and seen is not None:
-            rider.found = (seen.view(*shape, -1),)
-        return PassResult(hidden.view(*shape, -1), tokens_BN=None if tokens is None else tokens.view(shape))
+        """A whole pass in one call of the native kernels, which may choose the tokens too; rows are not padded."""
+        assert len(taps) <= 1, "the native kernels tap one layer"
+        step = stack.step(cache.lengths[slots], inputs.counts_B, inputs.parents_M, planned)
+        tapped, choose = taps[0] if taps else None, choose and self.config.logit_softcap is None
+        hidden, tokens, seen = stack.through(inputs.tokens_M, step, cache, slots.start, choose=choose, tapped=tapped)
+        found = {} if seen is None or tapped is None else {tapped: seen}
+        return PassResult(inputs.counts_B, inputs.starts_B, hidden, tokens, taps=found)
 
-    def _recorded(self, feed: Inputs, cache: Cache, slots: slice, planned: int, rider: Rider | None) -> Tensor | None:
-        """``_through`` at the next larger shapes, recorded; None where that cannot be."""
+    def _recorded(
+        self,
+        inputs: Inputs,
+        cache: Cache,
+        slots: slice,
+        planned: int,
+        taps: Sequence[int],
+        rider: Rider | None,
+    ) -> PassResult | None:
+        """``_through`` at the next larger shapes, captured as a graph; None where that cannot be."""
         if self.recorder is None or slots.start or (rider is not None and not rider.fixed):
             return None  # what does not begin at the first row is a prompt being read
-        rows, nodes = feed.tokens_BN.shape
+        rows, nodes = len(inputs.counts_B), inputs.width
         width, longest = width_bucket(nodes, rows), max(cache.lengths[slots])
         if width is None or longest + width > cache.capacity:
             return None
@@ -586,29 +656,52 @@ class Decoder(nn.Module):
         table = rope.table(planned)
 
         def compute(*nodes: Tensor) -> tuple[Tensor, ...]:
-            hidden = self._through(Pass(self.config, Nodes(*nodes), cache, slots, planned, rope, span=span), rider)
-            return hidden, *(() if rider is None else rider.found)
+            run = Pass(self.config, Nodes(*nodes), cache, slots, planned, rope, span=span)
+            found = self._through(run, inputs.counts_B, taps, rider)
+            streams = () if found.streams_MSD is None else (found.streams_MSD,)
+            return (found.hidden_MD, *(found.taps[layer] for layer in taps), *streams)
 
-        key = ("pass", rows, slots.start, width, span, id(rider), table.data_ptr())
-        inputs = Nodes.of(feed.padded(width), cache.lengths[slots])
-        hidden, *found = cache.graphs.run(self.recorder, key, compute, inputs, self.device, held=(table, rider))
-        if rider is not None:
-            rider.found = tuple(found)
-        return hidden
+        key = ("pass", rows, slots.start, width, span, id(rider), tuple(taps), table.data_ptr())
+        padded = Nodes.of(inputs.widened(width), cache.lengths[slots])
+        hidden, *found = cache.graphs.run(self.recorder, key, compute, padded, self.device, held=(table, rider))
+        tapped, streams = found[: len(taps)], found[len(taps) :]
+        return PassResult(
+            inputs.counts_B,
+            range(0, rows * width, width),
+            hidden,
+            taps=dict(zip(taps, tapped, strict=True)),
+            streams_MSD=streams[0] if streams else None,
+        )
 
-    def _through(self, run: Pass, rider: Rider | None) -> Tensor:
-        """Rows through all layers and the last norm [B, N, D]."""
-        x = self.embed(run.tokens_BN, run.positions_BN)
-        top = len(self.blocks)
-        x = self.layers(x, run, 0, top if rider is None else rider.start)
-        if rider is not None:
-            x = rider.enter(x, run)
-            if rider.ride:
-                for index in range(rider.start, top):
+    def _through(self, run: Pass, counts_B: Sequence[int], taps: Sequence[int], rider: Rider | None) -> PassResult:
+        """Rows through all layers and the last norm."""
+        x, top, entry = self.embed(run.tokens_BN, run.positions_BN), len(self.blocks), None
+        tapped: dict[int, Tensor] = {}
+        stops = sorted({0, *taps, top} | (set() if rider is None else {rider.start}))
+        for low, high in pairwise([*stops, top]):
+            if rider is not None and low == rider.start:
+                x, entry = rider.enter(x, run)
+            if low in taps:
+                tapped[low] = x[:, : run.width].to(self.dtype).flatten(0, 1)
+            if rider is not None and entry is not None and rider.rides:
+                for index in range(low, high):
                     block = self.blocks[index]
                     assert isinstance(block, Block)
-                    x = rider.layer(index, block, x, run)
-            else:
-                x = self.layers(x, run, rider.start, top)
-            x = rider.leave(x, run)
-        return self.normed(x)
+                    x = rider.layer(index, block, x, run, entry)
+            elif low < high:
+                x = self.layers(x, run, low, high)
+        streams = None
+        if rider is not None and rider.rides:
+            x, streams = rider.leave(x, run)
+        kept = None if entry is None else entry.kept
+        if kept is not None:
+            counts_B = [int((row < count).sum()) for row, count in zip(kept, counts_B, strict=True)]
+        b, n = x.shape[:2]
+        return PassResult(
+            counts_B,
+            range(0, b * n, n),
+            self.normed(x).flatten(0, 1),
+            taps=tapped,
+            kept=None if kept is None else [row[:count] for row, count in zip(kept, counts_B, strict=True)],
+            streams_MSD=streams,
+        )

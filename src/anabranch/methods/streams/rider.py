@@ -10,6 +10,7 @@ B rows of the batch, N nodes, S streams, D model width.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -18,63 +19,60 @@ from torch import Tensor
 from anabranch.methods.streams.adapter import StreamAdapter, StreamSide
 from anabranch.methods.streams.attention import stream_attention, stream_bias, stream_positions
 from anabranch.methods.streams.prune import prune_nodes
-from anabranch.model.decoder import Block, Decoder, Pass
+from anabranch.model.decoder import Block, Decoder, Entry, Pass
 
 __all__ = ["StreamRider", "trail"]
 
 
-class StreamRider:
-    """A ``Rider``: prunes the tree at layer N - N_s, then inserts gamma stream rows at every node that is left.
+@dataclass
+class _Own:
+    """What the layers of one pass need for stream rows: rotations, alone and behind those of main rows, and masks."""
 
-    After the pass: ``kept`` [B, n] nodes that were not pruned (None: all), ``entry_BND`` the main rows before layer
-    N - N_s, ``streams_BNSD`` the streams after the last norm (None where they are to trail).
+    rotations: tuple[Tensor, Tensor]
+    all_rotations: tuple[Tensor, Tensor]
+    biases: dict[bool, Tensor | None] = field(default_factory=dict)
+
+
+class StreamRider:
+    """A ``Rider``: prunes the tree at layer N - N_s, then inserts gamma stream rows at every remaining node.
+
+    ride   whether stream rows are inserted (the paper); where they trail the pass, there is nothing to insert
+    prune  nodes that pass the early-exit pruning layer; 0: all
     """
 
     def __init__(self, target: Decoder, adapter: StreamAdapter, *, ride: bool, prune: int = 0) -> None:
         self.start = adapter.start
-        self.target, self.adapter, self.ride, self.prune = target, adapter, ride, prune
-        self.looks_on = not ride and not prune
+        self.target, self.adapter, self.rides, self.prune = target, adapter, ride, prune
         self.fixed = not prune
-        self.kept: Tensor | None = None
-        self.entry_BND: Tensor | None = None
-        self.streams_BNSD: Tensor | None = None
 
-    @property
-    def found(self) -> tuple[Tensor, ...]:
-        """``entry_BND`` and, where they ride, ``streams_BNSD``."""
-        return tuple(x for x in (self.entry_BND, self.streams_BNSD) if x is not None)
-
-    @found.setter
-    def found(self, found: tuple[Tensor, ...]) -> None:
-        self.entry_BND, self.streams_BNSD = (*found, None)[:2]
-
-    def enter(self, x_BND: Tensor, run: Pass) -> Tensor:
-        """Prune, remember the main rows, and add the stream rows behind them."""
-        self.kept, self.streams_BNSD = None, None
+    def enter(self, x_BND: Tensor, run: Pass) -> tuple[Tensor, Entry]:
+        """Prune, then append the stream rows to the main rows."""
+        kept = None
         if 0 < self.prune < run.width:
-            self.kept = prune_nodes(self.target, self.adapter, x_BND.to(self.target.dtype), run, self.prune)
-            x_BND = x_BND.gather(1, self.kept[:, :, None].expand(-1, -1, x_BND.shape[2]))
-            run.select(self.start, self.kept)
-        self.entry_BND = x_BND.to(self.target.dtype)
-        if not self.ride:
-            return x_BND
+            kept_Bn = prune_nodes(self.target, self.adapter, x_BND.to(self.target.dtype), run, self.prune)
+            x_BND = x_BND.gather(1, kept_Bn[:, :, None].expand(-1, -1, x_BND.shape[2]))
+            run.select(self.start, kept_Bn)
+            kept = list(kept_Bn.cpu().numpy())
+        if not self.rides:
+            return x_BND, Entry(kept)
         positions = stream_positions(run.positions_BN, self.adapter.config.num_streams)
-        cos, sin = run.rope(positions, run.planned)
-        self._own, self._all = (cos, sin), (torch.cat((run.cos, cos), dim=1), torch.cat((run.sin, sin), dim=1))
-        self._bias: dict[bool, Tensor | None] = {}
-        return torch.cat((x_BND, self.adapter.initial(self.entry_BND).to(x_BND.dtype)), dim=1)
+        cos, sin = (turn.to(run.dtype) for turn in run.rope(positions, run.planned))
+        own = _Own((cos, sin), (torch.cat((run.cos, cos), dim=1), torch.cat((run.sin, sin), dim=1)))
+        streams = self.adapter.initial(x_BND.to(self.target.dtype))
+        return torch.cat((x_BND, streams.to(x_BND.dtype)), dim=1), Entry(kept, own)
 
-    def layer(self, index: int, block: Block, x_BRD: Tensor, run: Pass) -> Tensor:
+    def layer(self, index: int, block: Block, x_BRD: Tensor, run: Pass, entry: Entry) -> Tensor:
         """One block over main rows and stream rows together: the weights are read once.
 
-        Where the native kernels run the target, they take the main rows, which are then to the bit as without streams,
-        and the streams follow apart.
+        Where the native kernels run the target, they compute the main rows, which are then bit-identical to a pass
+        without streams, and the streams follow separately.
         """
-        n, weights = run.width, self.adapter.layer(index)
+        n, weights, own = run.width, self.adapter.layer(index), entry.own
+        assert isinstance(own, _Own)
 
         def look(q: Tensor, k: Tensor, v: Tensor, main_q: Tensor | None) -> Tensor:
             keys, values = run.cache.read(index, run.span)
-            visible, bias = run.visible(index), self._mask(index, run)
+            visible, bias = run.visible(index), self._bias(index, run, own)
             config, shape = self.target.config, self.adapter.config
             return stream_attention(config, shape, (q, k, v), keys, values, visible, main_q, bias)
 
@@ -83,28 +81,26 @@ class StreamRider:
             return torch.cat((main, look(q[:, n:], k[:, n:], v[:, n:], q[:, :n])), dim=1)
 
         if self.target.stack is None:
-            return block(x_BRD, *self._all, attend, StreamSide(weights, n))  # type: ignore[no-any-return]
+            return block(x_BRD, *own.all_rotations, attend, StreamSide(weights, n))  # type: ignore[no-any-return]
         narrow = x_BRD.to(self.target.dtype)
         main_q = None
         if self.adapter.config.context_top:
             main_q = block.split(block.qkv(block.norm_in(narrow[:, :n])), run.cos, run.sin)[0]
         main = self.target.layers(x_BRD[:, :n], run, index, index + 1)
-        streams = block(narrow[:, n:], *self._own, partial(look, main_q=main_q), StreamSide(weights, 0))
+        streams = block(narrow[:, n:], *own.rotations, partial(look, main_q=main_q), StreamSide(weights, 0))
         return torch.cat((main, streams.to(main.dtype)), dim=1)
 
-    def _mask(self, index: int, run: Pass) -> Tensor | None:
+    def _bias(self, index: int, run: Pass, own: _Own) -> Tensor | None:
         sliding = self.target.config.is_sliding(index)
-        if sliding not in self._bias:
-            self._bias[sliding] = stream_bias(self.target.config, self.adapter.config, run.visible(index), run.dtype)
-        return self._bias[sliding]
+        if sliding not in own.biases:
+            own.biases[sliding] = stream_bias(self.target.config, self.adapter.config, run.visible(index), run.dtype)
+        return own.biases[sliding]
 
-    def leave(self, x_BRD: Tensor, run: Pass) -> Tensor:
-        """Keep the streams (after the last norm) and hand back the main rows."""
-        if self.ride:
-            b, _, d = x_BRD.shape
-            streams = self.target.norm(x_BRD[:, run.width :].to(self.target.dtype))
-            self.streams_BNSD = streams.view(b, run.width, self.adapter.config.num_streams, d)
-        return x_BRD[:, : run.width]
+    def leave(self, x_BRD: Tensor, run: Pass) -> tuple[Tensor, Tensor]:
+        """The main rows, and the streams' states after the last norm [M, S, D]."""
+        streams = self.target.norm(x_BRD[:, run.width :].to(self.target.dtype))
+        states = streams.reshape(-1, self.adapter.config.num_streams, x_BRD.shape[2])
+        return x_BRD[:, : run.width], states
 
 
 def trail(

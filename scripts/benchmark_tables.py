@@ -1,0 +1,227 @@
+"""The tables of docs/benchmarks.md: one function for each kind of result file, found by the keys of the file.
+
+A function takes the parsed file and returns lines of Markdown. A file of no known kind is listed with its command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from anabranch.bench.report import blocks
+
+__all__ = ["at_a_time", "comparison", "kind_of", "machine_line", "table", "tables_of"]
+
+Result = Mapping[str, Any]
+
+
+def table(titles: Sequence[str], rows: Sequence[Sequence[object]], left: int = 1) -> list[str]:
+    """A Markdown table; the first ``left`` columns are aligned left, the others right."""
+    lines = ["| " + " | ".join(title.replace("\n", " ") for title in titles) + " |"]
+    lines.append("|" + "---|" * left + "---:|" * (len(titles) - left))
+    lines += ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return [*lines, ""]
+
+
+def machine_line(result: Result) -> str:
+    """Date, processor, kernels and versions, as far as the file says; empty where it says nothing."""
+    where = result.get("environment")
+    if where is None:
+        told = ", ".join(str(result[key]) for key in ("date", "machine") if key in result)
+        return told and f"{told}."
+    parts = [where["date"], f"{where['processor']} ({', '.join(where['instructions'])})", f"{where['threads']} threads"]
+    if "kernels" in where:
+        parts.append(f"{where['kernels']} kernels")
+    parts += [f"PyTorch {where['torch']}", f"transformers {where['transformers']}", f"commit {where['commit']}"]
+    return f"{', '.join(parts)}."
+
+
+def _rates(machine: Result) -> str:
+    tflops = machine["matrix_tflop_s"][1]
+    return f"{machine['read_gb_s'][1]:.1f} GB/s and {tflops:.{2 if tflops >= 0.1 else 4}f} TFLOP/s"
+
+
+def _memory_line(machine: Result) -> str:
+    """What the machine reached before and after the run, and the floor that its memory sets."""
+    after = f", and {_rates(machine['after'])} after it" if "after" in machine else ""
+    return (
+        f"The machine reached {_rates(machine)} before the run{after}: a token of plain decoding takes at least "
+        f"{machine['floor_ms']:.1f} ms, the time to read the weights once."
+    )
+
+
+def at_a_time(run: Result) -> str:
+    """How many prompts a comparison decodes together, in words."""
+    rows = run.get("rows", 1)
+    return "one prompt at a time" if rows == 1 else f"{rows} prompts at a time"
+
+
+def comparison(result: Result) -> list[str]:
+    """Drafters and peers on the same prompts (``anabranch bench``)."""
+    run = result["run"]
+    sampling = "greedy" if run["temperature"] == 0 else f"temperature {run['temperature']:g}, seed {run['seed']}"
+    lines = [
+        f"{result['prompts_done']} prompts of {run['suite']}, {run['max_new_tokens']} new tokens, {sampling}, "
+        f"{run['dtype']}, {at_a_time(run)}. {_memory_line(result['machine'])}",
+        "",
+    ]
+    chosen = [
+        f"`{r['name']}` was `{r['drafter']}`"
+        for r in result["contenders"]
+        if r["name"].startswith("auto") and r.get("drafter", r["spec"]) != r["spec"]
+    ]
+    if chosen:
+        lines += [f"In this run {', '.join(chosen)}, chosen when the model was loaded.", ""]
+    for caption, titles, rows in blocks(result):
+        lines += [f"**{caption}**", "", *table(titles, rows, left=2 if titles[-1] == "error" else 1)]
+    return lines
+
+
+def _long_context(result: Result) -> list[str]:
+    rows = [
+        (f"{r['context']:,}", f"`{r['method']}`", r["prefill_s"], r["step_ms"], r["tokens_per_step"])
+        for r in result["rows"]
+    ]
+    return table(("context (tokens)", "drafter", "prefill s", "ms/step", "tokens/step"), rows, left=2)
+
+
+def _exactness(result: Result) -> list[str]:
+    rows = [(f"`{name}`", f"{m['equal']} of {m['prompts']}") for name, m in result["methods"].items()]
+    return [
+        f"{result['new_tokens']} new tokens, {result['dtype']}; prompts whose tokens are those of plain decoding.",
+        "",
+        *table(("method", "equal"), rows),
+    ]
+
+
+def _memory(result: Result) -> list[str]:
+    rows = [(f"peak: {what}", f"{mb:.0f}") for what, mb in result["peak_mb"].items()]
+    return table(("what", "MB"), [*rows, ("weights", result["weights_mb"]), ("cache", result["cache_mb"])])
+
+
+def _growth(result: Result) -> list[str]:
+    first, *_, last = held = result["held_mb"]
+    rows = [
+        ("model loaded", result["loaded_mb"]),
+        (f"after `{first[0]}`", first[1]),
+        (f"after {len(held) - 1} more drafters and prompts, the last a {last[0]}", last[1]),
+    ]
+    return table(("when", "resident MB"), rows)
+
+
+def _predicted(result: Result) -> list[str]:
+    cells = [result[f"{what}_mean_acceptance_length"] for what in ("predicted", "decoded")]
+    return table(
+        ("prompts", "nodes", "predicted tokens a pass", "decoded tokens a pass"),
+        [(result["prompts"], result["nodes"], *(f"{cell:.3f}" for cell in cells))],
+        left=0,
+    )
+
+
+def _own_evaluation(result: Result) -> list[str]:
+    rows = [
+        (name, *(f"{result[side][key]:.3f}" for side in ("spec_bench", "ours")))
+        for name, key in (
+            ("tokens a pass", "mean_acceptance_length"),
+            ("tokens/s", "tokens_per_second"),
+            ("tokens/s, plain decoding", "plain_tokens_per_second"),
+            ("speedup", "speedup"),
+        )
+    ]
+    return [f"`{result['method']}`, {result['questions']} questions.", "", *table(("", "Spec-Bench", "ours"), rows)]
+
+
+def _tune(result: Result) -> list[str]:
+    widths = list(result["step_ms"]["none"])
+    low, high = result["interval_90"]
+    return [
+        f"Chosen: `{result['drafter']}`, {result['speedup']:.2f} times plain decoding; predicted "
+        f"{result['predicted_tokens_per_second']:.0f} tokens/s (90 % interval {low:.0f} to {high:.0f}), measured "
+        f"{result['measured_tokens_per_second']:.0f}.",
+        "",
+        *table(
+            ("ms a pass by nodes", *widths),
+            [(name, *(f"{times[w]:.1f}" for w in widths)) for name, times in result["step_ms"].items()],
+        ),
+    ]
+
+
+def _shape(result: Result) -> list[str]:
+    rows = [
+        (r["kind"], f"{r['context']:,}", r["batch"], f"{r['ms'][1]:.1f} ({r['ms'][0]:.1f}-{r['ms'][2]:.1f})")
+        for r in result["steps"]
+    ]
+    return [
+        f"{result['model']}, {result['dtype']}, random weights. {_memory_line(result['machine'])}",
+        "",
+        *table(("step", "context", "rows", "ms (quartiles)"), rows),
+    ]
+
+
+def _before_after(result: Result) -> list[str]:
+    rows = [
+        (
+            f"`{case['case']}`",
+            *(f"{case['median_tokens_per_second'][side]:.1f}" for side in ("before", "now")),
+            f"{case['ratio']['median']:.3f} ({case['ratio']['quartiles'][0]:.3f}-{case['ratio']['quartiles'][1]:.3f})",
+            case["same_tokens"],
+        )
+        for case in result["cases"]
+    ]
+    commits = result["commits"]
+    return [
+        f"{result['prompts']} prompts, {result['repeats']} repeats, commits {commits['before']} and {commits['now']}.",
+        "",
+        *table(("weights:drafter", "before", "after", "ratio (quartiles)", "same tokens"), rows),
+    ]
+
+
+def _search(result: Result) -> list[str]:
+    rows = [
+        (f"`{name}`", f"{v['parameters']:,}", v["seconds"], f"{v['tree']:.3f}", f"{v['chain']:.3f}")
+        for name, v in result["variants"].items()
+        if "tree" in v
+    ]
+    return [
+        f"{result['answer_tokens']:,} tokens of completions; predicted tokens a pass of held-out completions.",
+        "",
+        *table(("change", "parameters", "seconds", "tree, 16 nodes", "chain"), rows),
+    ]
+
+
+def _fuzz(result: Result) -> list[str]:
+    rows = [(name, *(counts[key] for key in counts)) for name, counts in result["kinds"].items()]
+    titles = list(next(iter(result["kinds"].values())))
+    return [f"{result['seconds']:.0f} seconds, seed {result['seed']}.", "", *table(("files", *titles), rows)]
+
+
+def _listed(result: Result) -> list[str]:
+    return []
+
+
+# what a kind is called, the keys that only its files have, and its tables; the page has them in this order
+KINDS: tuple[tuple[str, tuple[str, ...], Callable[[Result], list[str]]], ...] = (
+    ("Spec-Bench: drafters and other engines", ("contenders", "prompts_done"), comparison),
+    ("Long context", ("passages", "rows"), _long_context),
+    ("Exactness", ("methods", "what"), _exactness),
+    ("Tuning", ("step_ms", "interval_90"), _tune),
+    ("Predicted acceptance", ("predicted_over_decoded",), _predicted),
+    ("Spec-Bench's own evaluation", ("spec_bench", "ours"), _own_evaluation),
+    ("Step times in the shape of larger models", ("steps", "parameters", "left_out"), _shape),
+    ("Before and after", ("cases", "commits"), _before_after),
+    ("Memory", ("peak_mb",), _memory),
+    ("Memory with many drafters", ("held_mb",), _growth),
+    ("Adapter search", ("variants", "answer_tokens"), _search),
+    ("Fuzzing", ("kinds", "findings"), _fuzz),
+    ("Other results", (), _listed),
+)
+
+
+def kind_of(result: Result) -> str:
+    """The title of the first kind all of whose keys the file has."""
+    return next(title for title, keys, _ in KINDS if all(key in result for key in keys))
+
+
+def tables_of(result: Result) -> list[str]:
+    """The lines of the file's tables."""
+    return next(show for title, _, show in KINDS if title == kind_of(result))(result)
