@@ -103,9 +103,7 @@ def cost(method: str, name: str, shape: DraftShape | None = None) -> DraftCost:
     return costs(name, shape, methods=(method,))[method]
 
 
-def costs(
-    name: str, shape: DraftShape | None = None, *, methods: Iterable[str] | None = None
-) -> dict[str, DraftCost]:
+def costs(name: str, shape: DraftShape | None = None, *, methods: Iterable[str] | None = None) -> dict[str, DraftCost]:
     """The costs of several methods (None: all) for one target, which is built once. Raises InputError."""
     shape, known = shape or DraftShape(), _counts()
     asked = tuple(known if methods is None else methods)

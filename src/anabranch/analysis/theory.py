@@ -85,7 +85,9 @@ def acceptance_rate(p_NV: ArrayLike, q_NV: ArrayLike) -> float:
     """alpha = mean over positions of sum_x min(p(x), q(x)) (corollary 3.6), of distributions [N, V] or [V]."""
     p, q = _distributions(p_NV, "p"), _distributions(q_NV, "q")
     if p.shape != q.shape:
-        raise InputError(f"p and q must be distributions over the same tokens at the same positions, got {p.shape} and {q.shape}")
+        raise InputError(
+            f"p and q must be distributions over the same tokens at the same positions, got {p.shape} and {q.shape}"
+        )
     return float(np.minimum(p, q).sum(-1).mean())
 
 
