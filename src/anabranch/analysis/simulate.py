@@ -317,7 +317,7 @@ def _walk(
         if ranking is not None:
             tree = ranking(tree, beliefs)
         path = _match(tree, decided[at:])
-        if ranking is not None:
+        if ranking is not None and tree.size > 1:
             beliefs.learn(tree, path)
         yield record, tree, path, min(len(path), end - at)
         at += len(path)

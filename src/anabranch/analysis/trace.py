@@ -8,7 +8,7 @@
 A recording holds token ids and no text. There are three ways to make one:
 
 as it decodes    ``writer.add(step)`` for every step of an engine
-with p and q     the engine's drafter is ``writer.watch(drafter)``: what the rule *rejection* compared is kept as well
+with p and q     the engine's drafter is ``writer.watch(drafter, target)``: what the rule *rejection* compared is kept too
 every position   the same, of a ``TraceWriter(..., every_position=True)``: drafts are made and recorded but never
                  verified, so every position of the text has the draft that would be made there. It takes as long as
                  plain decoding, and narrower drafts can then be replayed without error (``simulate``)
@@ -34,6 +34,7 @@ from anabranch.engine import FinishReason, Step, Timings
 from anabranch.errors import CapabilityError, FileError
 from anabranch.jsonfiles import is_number, is_whole, parse_json, parse_object, read_lines, shown
 from anabranch.methods.base import Drafter, Observation, Row, Wrapped
+from anabranch.model.decoder import Decoder
 from anabranch.sampling import SamplingParams, target_probs
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule, Verdict
@@ -210,9 +211,13 @@ class TraceWriter:
         header = {"trace": VERSION, "rule": rule, "every_position": every_position}
         self._write({**header, "settings": dict(settings)})
 
-    def watch(self, drafter: Drafter) -> Watched:
-        """The drafter to give to an engine whose steps are added here."""
-        watched = Watched(drafter, every_position=self.every_position)
+    def watch(self, drafter: Drafter, target: Decoder | None = None) -> Watched:
+        """The drafter to give to an engine whose steps are added here.
+
+        With the ``target``, what the rule *rejection* compared is recorded too, at the cost of one more pass through
+        its head a step.
+        """
+        watched = Watched(drafter, target, every_position=self.every_position)
         self._watched.append(watched)
         return watched
 
@@ -276,9 +281,9 @@ class _Seen(NamedTuple):
 class Watched(Wrapped):
     """A drafter, and what a recording keeps of it beyond the steps."""
 
-    def __init__(self, drafter: Drafter, *, every_position: bool = False) -> None:
+    def __init__(self, drafter: Drafter, target: Decoder | None = None, *, every_position: bool = False) -> None:
         super().__init__(drafter)
-        self.every_position = every_position
+        self.target, self.every_position = target, every_position
         self.adaptive = drafter.adaptive and not every_position
         self._seen: dict[int, deque[_Seen]] = {}
 
@@ -310,9 +315,8 @@ class Watched(Wrapped):
             found = _Seen(tree, None, None)
             if self.every_position:
                 found = row.state[self]
-            elif row.rule == "rejection" and tree.draft_probs is not None and not row.sampling.needs_history:
-                assert seen.result.logits_MV is not None
-                logits_NV = seen.result.logits_MV[seen.result.nodes(slot)]
+            elif self.target is not None and row.rule == "rejection" and tree.draft_probs is not None:
+                logits_NV = self.target.logits(seen.result.hidden_MD[seen.result.nodes(slot)])
                 found = _Seen(tree, _judge(tree, verdict, logits_NV, row.sampling), None)
             self._seen.setdefault(row.id, deque()).append(found)
         self.drafter.observe(rows, replace(seen, budget=self.max_nodes) if self.every_position else seen)
