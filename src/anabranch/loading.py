@@ -5,6 +5,7 @@ Importing this module is cheap: torch and transformers are imported by ``check``
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,10 +46,15 @@ class LoadConfig:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A target ready to decode, and the adapters that were trained for it."""
+    """A target ready to decode, and the adapters that were trained for it.
+
+    ``load_seconds`` and ``pack_seconds`` say how long reading and packing took.
+    """
 
     target: Target
     adapters: tuple[LoadedAdapter, ...]
+    load_seconds: float = 0.0
+    pack_seconds: float = 0.0
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -92,6 +98,7 @@ def load(config: LoadConfig, *, pack: bool = True, adapters: bool = True) -> Loa
 
     check(config)
     set_threads(config.threads)
+    began = time.perf_counter()
     target = load_target(
         config.model, dtype=config.dtype, device=config.device, quantize=config.quantize, revision=config.revision
     )
@@ -100,6 +107,7 @@ def load(config: LoadConfig, *, pack: bool = True, adapters: bool = True) -> Loa
         for folder in config.adapters or (None,):
             adapter = find_adapter(target, None if folder is None else folder.expanduser())
             found += [] if adapter is None else [adapter]
+    read = time.perf_counter()
     if pack:
         pack_decoder(target.decoder)
-    return Loaded(target, tuple(found))
+    return Loaded(target, tuple(found), read - began, time.perf_counter() - read)

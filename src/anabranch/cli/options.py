@@ -74,9 +74,7 @@ class Loading:
     @property
     def config(self) -> LoadConfig:
         """As the loader takes it."""
-        return LoadConfig(
-            self.model, self.adapter, self.dtype, self.device, self.quantize, self.revision, self.threads
-        )
+        return LoadConfig(self.model, self.adapter, self.dtype, self.device, self.quantize, self.revision, self.threads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,10 +142,13 @@ class Prompts:
 
     suite: Annotated[
         str,
-        typer.Option("--suite", "--prompts", help="decode own (a few that ship), a suite such as spec_bench, or a JSONL file"),
+        typer.Option(
+            "--suite", "--prompts", help="decode own (a few that ship), a suite such as spec_bench, or a JSONL file"
+        ),
     ] = "own"
     data: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="read suites here, as spec_bench/test.jsonl.gz (default: the hub)")
+        Path | None,
+        typer.Option(metavar="DIR", help="read suites here, as spec_bench/test.jsonl.gz (default: the hub)"),
     ] = None
     field: Annotated[str, typer.Option(help="take prompts from this field of a JSONL file")] = "prompt"
     task: Annotated[tuple[str, ...], typer.Option(help="use only this task of the suite; repeatable")] = ()
