@@ -6,7 +6,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,8 +41,8 @@ __all__ = [
 class BenchConfig:
     """The options of ``anabranch bench``."""
 
-    loading: options.Loading = options.Loading()
-    prompts: options.Prompts = options.Prompts()
+    loading: options.Loading = field(default=options.Loading())
+    prompts: options.Prompts = field(default=options.Prompts())
     method: Annotated[
         tuple[str, ...],
         typer.Option(
@@ -56,7 +56,7 @@ class BenchConfig:
         typer.Option(metavar="[LABEL=]NAME", help="measure this engine too; see 'bench peers list'; repeatable"),
     ] = ()
     max_new_tokens: options.NewTokens = 128
-    sampling: options.Sampling = options.Sampling()
+    sampling: options.Sampling = field(default=options.Sampling())
     repeats: Annotated[int, typer.Option(help="repeat every measurement this many times")] = 1
     rows: Annotated[
         tuple[int, ...],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 import typer
@@ -21,11 +21,11 @@ __all__ = ["CertifyConfig", "certify"]
 class CertifyConfig:
     """The options of ``anabranch certify``."""
 
-    loading: options.Loading = options.Loading()
+    loading: options.Loading = field(default=options.Loading())
     drafter: options.Drafter = "auto"
-    prompts: options.Prompts = options.Prompts()
+    prompts: options.Prompts = field(default=options.Prompts())
     max_new_tokens: options.NewTokens = 64
-    sampling: options.Sampling = options.Sampling()
+    sampling: options.Sampling = field(default=options.Sampling())
     as_json: options.AsJson = False
 
 

@@ -9,7 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -55,10 +55,10 @@ KEYS = {
 class ChatConfig:
     """The options of ``anabranch chat``."""
 
-    loading: options.Loading = options.Loading()
+    loading: options.Loading = field(default=options.Loading())
     drafter: options.Drafter = "auto"
     system: options.System = None
-    decoding: options.Decoding = options.Decoding(max_new_tokens=512)
+    decoding: options.Decoding = field(default=options.Decoding(max_new_tokens=512))
     show_drafts: options.ShowDrafts = False
     stats: Annotated[bool, typer.Option("--stats", help="show speed and acceptance after each answer")] = False
     no_history: Annotated[bool, typer.Option("--no-history", help="keep no history file of what was typed")] = False

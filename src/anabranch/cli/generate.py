@@ -6,7 +6,7 @@ import json
 import statistics
 from collections.abc import Generator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,11 +32,11 @@ class GenerateConfig:
     """The options of ``anabranch generate``."""
 
     prompt: Annotated[str, typer.Argument(help="the prompt, or - to read it from standard input")]
-    loading: options.Loading = options.Loading()
+    loading: options.Loading = field(default=options.Loading())
     drafter: options.Drafter = "auto"
     system: options.System = None
     raw: options.Raw = False
-    decoding: options.Decoding = options.Decoding()
+    decoding: options.Decoding = field(default=options.Decoding())
     stop: Annotated[tuple[str, ...], typer.Option(help="end the text before this string; repeatable")] = ()
     show_drafts: options.ShowDrafts = False
     compare: Annotated[bool, typer.Option("--compare", help="also measure the speedup over plain decoding")] = False

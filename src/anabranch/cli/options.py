@@ -112,7 +112,7 @@ class Decoding:
     """One call of ``generate``, ``stream`` or ``chat``: fields of ``options.Options``."""
 
     max_new_tokens: NewTokens = 256
-    sampling: Sampling = Sampling()
+    sampling: Sampling = field(default=Sampling())
     rule: Annotated[str, typer.Option(help="verify drafts by this rule: match or rejection")] = "match"
 
     def keywords(self, stop: tuple[str, ...] = ()) -> Keywords:

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,8 +31,8 @@ MARGIN = 64  # tokens beyond those decoded, for the widest drafts
 class TuneConfig:
     """The options of ``anabranch tune``."""
 
-    loading: options.Loading = options.Loading()
-    prompts: options.Prompts = options.Prompts(limit=12)
+    loading: options.Loading = field(default=options.Loading())
+    prompts: options.Prompts = field(default=options.Prompts(limit=12))
     max_new_tokens: options.NewTokens = 96
     figure: options.Figure = None
     force: Annotated[
