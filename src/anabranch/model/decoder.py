@@ -43,8 +43,8 @@ __all__ = ["Block", "Decoder", "Entry", "Inputs", "Nodes", "Pass", "PassResult",
 class Inputs:
     """The nodes of one pass, those of the first row first: tokens and parents [M], and how many each row has [B].
 
-    Parents are counted within a row and precede their children; -1: none. A row of 0 nodes takes no part. Where all rows
-    need one width, they are padded at the end ([B, N]): a padding node sees itself alone, and nobody sees it.
+    Parents are counted within a row and precede their children; -1: none. A row of 0 nodes takes no part. Where all
+    rows need one width, they are padded at the end ([B, N]): a padding node sees itself alone, and nobody sees it.
     """
 
     tokens_M: NDArray[np.int64]
@@ -56,7 +56,9 @@ class Inputs:
         """The trees of one step."""
         if len(trees) == 1:
             return Inputs(trees[0].tokens, trees[0].parents, (trees[0].size,))
-        tokens, parents = (np.concatenate(x) for x in zip(*((tree.tokens, tree.parents) for tree in trees), strict=True))
+        tokens, parents = (
+            np.concatenate(x) for x in zip(*((tree.tokens, tree.parents) for tree in trees), strict=True)
+        )
         return Inputs(tokens, parents, [tree.size for tree in trees])
 
     @staticmethod
@@ -492,6 +494,11 @@ class Decoder(nn.Module):
         """The type of weights and activations."""
         return self.norm.weight.dtype
 
+    @property
+    def ragged(self) -> bool:
+        """Whether the rows of a pass may differ in their number of nodes; otherwise they are padded to the widest."""
+        return self.stack is not None
+
     def rope(self) -> Rope:
         """The rotation tables, made on first use on the weights' device."""
         if self._rope is None or self._rope.device != self.device:
@@ -605,11 +612,12 @@ class Decoder(nn.Module):
         if self.stack is not None and rider is None:
             result = self._at_once(self.stack, inputs, cache, slots, planned, taps, choose=need == "tokens")
         else:
-            result = self._recorded(inputs, cache, slots, planned, taps, rider)
-            if result is None:
+            captured = self._recorded(inputs, cache, slots, planned, taps, rider)
+            if captured is None:
                 nodes = Nodes.of(inputs, cache.lengths[slots])
                 run = Pass(self.config, nodes, cache, slots, planned, self.rope())
-                result = self._through(run, inputs.counts_B, taps, rider)
+                captured = self._through(run, inputs.counts_B, taps, rider)
+            result = captured
         if need == "logits":
             return replace(result, logits_MV=self.logits(result.hidden_MD))
         if need == "tokens" and result.tokens_M is None:
