@@ -12,7 +12,7 @@ from anabranch.errors import FetchError, FileError, InputError
 from anabranch.files import LONE_SURROGATES
 from anabranch.jsonfiles import read_rows
 
-__all__ = ["SUITES", "SuitePrompt", "Suite", "load_suite"]
+__all__ = ["SUITES", "Suite", "SuitePrompt", "load_suite"]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,9 @@ def load_suite(
     """
     if limit is not None and limit < 1:
         raise InputError(f"limit must be at least 1, got {limit}")
-    found = [SuitePrompt(name, "own", text) for name, text in OWN] if suite == "own" else list(_read(suite, data, field))
+    found = (
+        [SuitePrompt(name, "own", text) for name, text in OWN] if suite == "own" else list(_read(suite, data, field))
+    )
     if not found:
         raise FileError(f"the suite {suite!r} has no prompts")
     if tasks:
