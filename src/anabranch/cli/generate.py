@@ -145,7 +145,7 @@ def _recorded(
             decoder = loaded.target.decoder
             engine = Engine(
                 decoder,
-                writer.watch(make_drafter(loaded.drafter, decoder, adapter)),
+                writer.watch(make_drafter(loaded.drafter, decoder, adapter), decoder),
                 capacity=len(request.prompt_ids) + request.max_new_tokens,
             )
             chunks = stream(engine, request, loaded.tokenizer, stop=settled.stops)
