@@ -29,14 +29,15 @@ except ImportError:  # Windows does not count context switches
     resource = None  # type: ignore[assignment]
 
 __all__ = [
+    "Costs",
     "PassCosts",
     "PassTimes",
     "StepCosts",
+    "costs_of",
     "disturbed",
     "known_costs",
     "measure_passes",
     "pass_costs",
-    "usual_costs",
 ]
 
 ROWS = (3, 6, 8, 12, 16, 24)
@@ -105,10 +106,92 @@ class StepCosts:
 
 @dataclass(frozen=True)
 class PassCosts:
-    """What passes cost by rows, and whether that was measured here: other jobs may have kept the machine too busy."""
+    """What passes cost by rows at an empty cache, and whether that was measured: other jobs may have kept it too busy.
+
+    row_ms, node_ms  what 1,000 tokens in a row's cache add, for each row and for each of its nodes
+    """
 
     costs: StepCosts
     busy: bool = False
+    row_ms: float = 0.0
+    node_ms: float = 0.0
+
+
+GRID = np.array([*range(1, 17), *range(18, 33, 2), *range(36, 65, 4), *range(72, 129, 8), *range(144, 513, 16)])
+LEARNING = 0.1  # weight of the newest step, in logarithms
+STEP = 1.25  # the most that one step may correct, as a factor
+
+
+class Costs:
+    """Milliseconds of the parts of a step on this machine: the pass, drafting, preparing the next draft, the rest.
+
+    They begin as measured when the model was loaded (or tuned) and follow the steps as they are timed.
+
+    passes   of passes by nodes
+    draft    of drafting and preparing a draft of a dozen nodes for one row
+    """
+
+    def __init__(self, passes: PassCosts, draft: float) -> None:
+        self.passes = passes
+        self._pass = np.maximum.accumulate(passes.costs(GRID))
+        self._seen = np.zeros(len(GRID), bool)
+        self._draft = 0.5 * draft
+        self._prepare = 0.5 * draft / float(self._pass[4])
+        self._rest = 0.0
+
+    def pass_ms(self, nodes: NDArray[np.int64], rows: int, context: float) -> NDArray[np.float64]:
+        """Of passes over ``nodes`` nodes in all, in ``rows`` rows that have ``context`` tokens each in the cache."""
+        found: NDArray[np.float64] = np.interp(nodes, GRID, self._pass) + self._context_ms(nodes, rows, context)
+        beyond = np.maximum(0, nodes - GRID[-1])
+        return found + beyond * (self._pass[-1] / GRID[-1]) if beyond.any() else found
+
+    def _context_ms(self, nodes: NDArray[np.int64] | int, rows: int, context: float) -> NDArray[np.float64] | float:
+        return (self.passes.row_ms * rows + self.passes.node_ms * nodes) * context / 1000
+
+    def draft_ms(self, budget: int, rows: int) -> float:
+        """Of drafting trees of ``budget`` nodes for so many rows."""
+        return self._draft * rows * (0.5 + budget / 24)
+
+    def prepare_ms(self, streams: int) -> float:
+        """Of what follows the pass, for so many rows times the depth of their next drafts."""
+        return self._prepare * float(np.interp(streams, GRID, self._pass)) if streams else 0.0
+
+    def rest_ms(self, rows: int) -> float:
+        """Of verification and of what is left to Python."""
+        return self._rest * rows
+
+    def saw_pass(self, ms: float, nodes: int, rows: int, context: float) -> None:
+        """Take in a timed pass."""
+        place = int(np.searchsorted(GRID, nodes))
+        place = min(place, len(GRID) - 1)
+        if place and nodes - GRID[place - 1] < GRID[place] - nodes:
+            place -= 1
+        expected = float(np.interp(nodes, GRID, self._pass))
+        ratio = max(1e-3, ms - float(self._context_ms(nodes, rows, context))) / expected
+        first = not self._seen[place]
+        change = ratio**0.5 if first else min(STEP, max(1 / STEP, ratio)) ** LEARNING
+        self._seen[place] = True
+        self._pass[place] *= change
+        # what was never seen follows its nearest neighbour below that was, and above
+        follow = place + 1
+        while follow < len(GRID) and not self._seen[follow]:
+            self._pass[follow] *= change
+            follow += 1
+        if not self._seen[:place].any():
+            self._pass[:place] *= change
+        np.maximum.accumulate(self._pass, out=self._pass)
+
+    def saw_draft(self, ms: float, budget: int, rows: int) -> None:
+        """Take in a timed draft."""
+        self._draft += LEARNING * (ms / (rows * (0.5 + budget / 24)) - self._draft)
+
+    def saw_prepare(self, ms: float, streams: int) -> None:
+        """Take in what followed a timed pass."""
+        self._prepare += LEARNING * (ms / float(np.interp(streams, GRID, self._pass)) - self._prepare)
+
+    def saw_rest(self, ms: float, rows: int) -> None:
+        """Take in what else a step took."""
+        self._rest += LEARNING * (ms / rows - self._rest)
 
 
 def disturbed(ms: Sequence[float]) -> bool:
@@ -257,10 +340,9 @@ def _counting(times: PassTimes) -> Iterator[None]:
         times.interruptions = (interruptions() - before) / (time.perf_counter() - began)
 
 
-def usual_costs(target: Decoder) -> StepCosts:
-    """What whole steps with streams are assumed to cost until ``anabranch tune`` has measured them."""
-    costs = pass_costs(target)
+def costs_of(target: Decoder) -> Costs:
+    """What steps of a target are taken to cost when decoding begins: its passes as known, drafts as they usually do."""
     if target.device.type != "cpu":
-        return costs
-    more = costs.ms[0] * (UNPACKED if target.stack is None else DRAFT[target.stack.kind])
-    return StepCosts(costs.widths, tuple(ms + more for ms in costs.ms))
+        return Costs(PassCosts(StepCosts((1, 129), (1.0, 2.0))), 0.3)
+    known = known_costs(target)
+    return Costs(known, known.costs.ms[0] * (UNPACKED if target.stack is None else DRAFT[target.stack.kind]))

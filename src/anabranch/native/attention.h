@@ -262,7 +262,7 @@ class Attention {
     const int count = split_queries(parts);
     int longest = 0;
     for (int i = 0; i < count; ++i) longest = std::max(longest, parts[i].count);
-    std::fill(sums_, sums_ + task_.count * NE, zero());
+    for (int i = 0; i < task_.count * NE; ++i) sums_[i] = zero();
     const int64_t stride = width_ * PER_LANE<Q>;
     for (int j = 0; j < longest; j += VALUE_TILE)
       for (int i = 0; i < count; ++i) {

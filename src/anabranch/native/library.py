@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from anabranch.errors import DeviceError, PerformanceWarning
 from anabranch.native import build
 from anabranch.native.arguments import BLOCK, KINDS, filled, packable, require, row_kind, rows_for, scores
 from anabranch.native.openmp import set_openmp_threads
-from anabranch.native.structs import LAST, Ends, Layer, Packed, RaggedBatch, Shape, Table, layout
+from anabranch.native.structs import LAST, Ends, Layer, Layers, Packed, RaggedBatch, Shape, Table, layout
 
 __all__ = [
     "BLOCK",
@@ -55,8 +55,6 @@ STATUSES = {"memory": -1, "threads": -2}  # of the C functions; others below 0 r
 MAX_THREADS = 1024
 PAGE = 2**21  # bytes of a large page
 ARENA = 2**26  # bytes that packed weights share
-
-Layers: TypeAlias = ctypes.Array[Layer]
 
 _INT, _LONG, _FLOAT, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 # arguments of the functions that return a status
@@ -99,7 +97,7 @@ class Library:
     def function(self, name: str, arguments: tuple[Any, ...]) -> Callable[..., int]:
         """The C function ``anabranch_NAME`` with these ctypes arguments, which returns a status or a number.
 
-        Raises DeviceError or AssertionError where it reports an error. To be called within ``runner`` if it takes one.
+        It raises DeviceError or AssertionError. To be called within ``runner`` if it takes one.
         """
         function: Any = getattr(self._c, f"anabranch_{name}")
         function.argtypes, function.restype = arguments, self._checked
@@ -194,10 +192,7 @@ class Library:
         return packed, memory
 
     def large(self, size: int) -> Tensor:
-        """``size`` bytes that the system may back with large pages, which are read up to twice as fast.
-
-        Raises DeviceError where there is no such memory.
-        """
+        """``size`` bytes, if possible in large pages, which are read up to twice as fast. Raises DeviceError."""
         try:
             whole = torch.empty(size + PAGE, dtype=torch.uint8)
         except RuntimeError as error:

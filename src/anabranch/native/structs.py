@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from typing import TypeAlias
 
-__all__ = ["LAST", "Ends", "Layer", "Packed", "RaggedBatch", "Shape", "Table", "layout"]
+__all__ = ["LAST", "Ends", "Layer", "Layers", "Packed", "RaggedBatch", "Shape", "Table", "layout"]
 
 
 class Packed(ctypes.Structure):
@@ -28,6 +29,9 @@ class Layer(ctypes.Structure):
         ("keys", ctypes.c_void_p),
         ("values", ctypes.c_void_p),
     )
+
+
+Layers: TypeAlias = ctypes.Array[Layer]
 
 
 class Shape(ctypes.Structure):

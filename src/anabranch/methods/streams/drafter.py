@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import CapabilityError, InputError
-from anabranch.methods.base import Context, Drafter, Observation
+from anabranch.methods.base import Drafter, Observation, Row, Taps
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.draft import DraftOptions, DrawNoise, RowVocabulary, StreamDraft
 from anabranch.methods.streams.native import NativeTrail
@@ -23,19 +24,28 @@ from anabranch.verify import Rule
 
 __all__ = ["StreamDrafter"]
 
-# the lane of the counter-based noise that drafts are sampled with; the target's own draws use lane 0, reject lane 1
+# the lane of the counter-based noise that drafts are sampled with; the target's own draws use lane 0, rejection lane 1
 DRAFT_LANE = 2
+
+
+@dataclass
+class _State:
+    """What a row keeps: the states [S, D] of its last accepted node's streams, and its own part of the vocabulary."""
+
+    words: RowVocabulary
+    states_SD: Tensor | None = None
 
 
 class StreamDrafter(Drafter):
     """Drafts from speculative streams (ACL section 2.2).
 
     options    the shape of the tree
-    prune      nodes that pass the early-exit pruning layer; 0: no pruning. Where it prunes, the tree that was drawn
-               is not the tree that is verified, so only *matching* is exact and sampled drafts are refused
+    prune      nodes that pass the early-exit pruning layer; 0: no pruning. A pruned tree is not the tree that was
+               sampled, so only *matching* is exact, and sampled drafts are refused
     placement  "ride": stream rows travel with every tree node in the target's pass (the paper); "trail": those of the
-               accepted node alone follow it; "auto": trail where the adapter can tell them the emitted token, and on a
-               CPU, where rows cost time; else ride, which at batch 1 is nearly free on a GPU
+               accepted node alone follow it; "auto": trail on a CPU, where rows cost time, and where the adapter
+               conditions its streams on the emitted token; otherwise ride, which is nearly free at batch 1 on a GPU
+    adaptive   whether the load decides how many nodes are drafted, up to ``options.nodes``
     """
 
     name = "streams"
@@ -49,23 +59,26 @@ class StreamDrafter(Drafter):
         *,
         prune: int = 0,
         placement: Literal["auto", "ride", "trail"] = "auto",
+        adaptive: bool = False,
     ) -> None:
         if placement not in ("auto", "ride", "trail"):
-            raise InputError(f"placement must be auto, ride or trail, not {placement!r}")
+            raise InputError(f"placement must be auto, ride or trail, got {placement!r}")
         if not isinstance(prune, int) or prune < 0 or prune == 1:
-            raise InputError(f"prune must be 0 (off) or the number of nodes to keep, at least 2, not {prune!r}")
+            raise InputError(f"prune must be 0 (off) or the number of nodes to keep, at least 2, got {prune!r}")
         if prune and adapter.prune is None:
-            raise CapabilityError("this adapter was trained without a pruning layer (pruning_rank 0); use prune=0")
+            raise CapabilityError("the adapter was trained without a pruning layer (pruning_rank 0); use prune=0")
         if placement == "trail" and adapter.config.context_top:
             raise CapabilityError("context_top needs the main rows' attention; use placement=ride")
-        self.target, self.adapter, self.prune = target, adapter, prune
+        self.target, self.adapter, self.prune, self.adaptive = target, adapter, prune, adaptive
         self.tree = StreamDraft(target, adapter, options)
+        self._trees = {self.tree.options.nodes: self.tree}
         better = (target.device.type == "cpu" or adapter.root is not None) and not adapter.config.context_top
         ride = placement == "ride" or (placement == "auto" and not better)
-        self._rider = StreamRider(target, adapter, ride=ride, prune=prune)
+        self._rider = StreamRider(target, adapter, ride=ride, prune=prune) if ride or prune else None
         self._native = (
             NativeTrail(target, adapter, self.tree.depth) if not ride and NativeTrail.fits(target, adapter) else None
         )
+        self.needs = Taps(() if ride else (adapter.start,))
         if not ride and self._native is None:
             for index in range(adapter.start, len(target.blocks)):
                 block = target.blocks[index]
@@ -73,21 +86,25 @@ class StreamDrafter(Drafter):
                 adapter.layer(index).merge(block)
         o, depth = self.tree.options, self.tree.depth
         self.max_nodes = o.nodes if o.tree == "best" else sum(o.children**d for d in range(depth + 1))
-        self._states: dict[int, Tensor] = {}
-        self._words: dict[int, RowVocabulary] = {}
 
     @property
-    def room(self) -> int:
-        """The tree's, and where they trail by the native kernels the streams' own."""
+    def margin(self) -> int:
+        """The tree's nodes; where streams trail through the native kernels, at least the streams' own positions."""
         return max(self.max_nodes, 0 if self._native is None else self.adapter.config.num_streams)
 
     @property
-    def rider(self) -> Rider:
-        """The streams' place in the pass."""
+    def rider(self) -> Rider | None:
+        """The streams' place in the pass, where they ride in it or prune it."""
         return self._rider
 
+    def depth_of(self, budget: int) -> int:
+        """How many streams a tree of ``budget`` nodes uses."""
+        if self.tree.options.tree != "best":
+            return self.tree.depth
+        return replace(self.tree.options, nodes=max(2, min(budget, self.max_nodes))).streams(self.tree.depth)
+
     def check(self, sampling: SamplingParams, rule: Rule) -> None:
-        """*rejection* needs trees that were sampled and stay as they were drawn."""
+        """*Rejection* needs trees that were sampled and are verified as they were sampled."""
         super().check(sampling, rule)
         if rule == "rejection":
             if self.prune:
@@ -96,113 +113,130 @@ class StreamDrafter(Drafter):
                 )
             if self.tree.options.tree == "best":
                 raise CapabilityError(
-                    "best-first trees hold the most probable nodes and no samples, so rule='rejection' is not exact; "
-                    "use rule='match', or tree=product or tree=chain"
+                    "best-first trees hold the most probable nodes, not sampled ones, so rule='rejection' is not "
+                    "exact; use rule='match', or tree=product or tree=chain"
                 )
             if sampling.greedy or sampling.needs_history:
                 raise CapabilityError(
-                    "rule='rejection' draws its drafts from the streams' own law and needs temperature > 0 without "
-                    "repetition penalty or logits processors; use rule='match'"
+                    "rule='rejection' samples its drafts from the streams' own distribution and needs temperature > 0 "
+                    "without repetition penalty or logits processors; use rule='match'"
                 )
 
-    def draft(self, contexts: Sequence[Context]) -> list[DraftTree]:
+    def join(self, row: Row) -> None:
+        """Nothing is known of its streams before the first step."""
+        row.state[self] = _State(RowVocabulary(self.tree))
+
+    def _sized(self, budget: int) -> StreamDraft:
+        """Builds best-first trees of ``budget`` nodes; packed weights are shared among all sizes."""
+        options = self.tree.options
+        if options.tree != "best" or budget >= options.nodes:
+            return self.tree
+        if budget not in self._trees:
+            self._trees[budget] = StreamDraft(self.target, self.adapter, replace(options, nodes=budget))
+        return self._trees[budget]
+
+    def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
         """Trees from the states that the last step left; the root alone where there are none yet."""
-        known = [b for b, context in enumerate(contexts) if context.key in self._states and context.room > 0]
-        batch = [b for b in known if contexts[b].rule == "match"]
-        trees = [] if len(batch) == len(contexts) else [DraftTree.root(context.root) for context in contexts]
-        if batch:
-            states = [self._states[contexts[b].key] for b in batch]
-            words = [self._vocabulary(contexts[b]) for b in batch]
-            roots, drawn = [contexts[b].root for b in batch], [self._noise(contexts[b]) for b in batch]
-            built = self.tree.build(states, roots, words, drawn)
-            for i, (b, tree) in enumerate(zip(batch, built, strict=True)):
-                room = contexts[b].room
-                if self.tree.depth > room and tree.max_depth > room:
-                    built[i] = tree.select((tree.depths <= room).nonzero()[0])
-            if not trees:
-                return built
-            for b, tree in zip(batch, built, strict=True):
-                trees[b] = tree
+        found = [DraftTree.root(row.root) for row in rows]
+        if budget < 2:
+            return found
+        known = [b for b, row in enumerate(rows) if row.max_depth > 0 and self._states(row) is not None]
+        if batch := [b for b in known if rows[b].rule == "match"]:
+            states = [states for b in batch if (states := self._states(rows[b])) is not None]
+            draft = self._sized(budget)
+            while draft.depth > min(map(len, states)):  # prepared for a smaller tree than is asked for now
+                budget = min(budget, draft.options.nodes) - 1
+                draft = self._sized(budget)
+            words = [self._words(rows[b]) for b in batch]
+            roots, drawn = [rows[b].root for b in batch], [self._noise(rows[b], draft.depth) for b in batch]
+            for b, tree in zip(batch, draft.build(states, roots, words, drawn), strict=True):
+                room = rows[b].max_depth
+                fits = draft.depth <= room or tree.max_depth <= room
+                found[b] = tree if fits else tree.select((tree.depths <= room).nonzero()[0])
         for b in known:
-            context = contexts[b]
-            if context.rule == "rejection":
-                noise = generator(context.sampling.seed, len(context.tokens), lane=DRAFT_LANE)
-                trees[b] = self.tree.sample(
-                    self._states[context.key],
-                    context.root,
-                    context.sampling,
-                    noise,
-                    depth=context.room,
-                    row=self._vocabulary(context),
+            row, states_SD = rows[b], self._states(rows[b])
+            if row.rule == "rejection" and states_SD is not None:
+                noise = generator(row.sampling.seed, len(row.tokens), lane=DRAFT_LANE)
+                found[b] = self.tree.sample(
+                    states_SD, row.root, row.sampling, noise, depth=row.max_depth, row=self._words(row)
                 )
-        return trees
+        return found
 
-    def _noise(self, context: Context) -> DrawNoise | None:
+    def _states(self, row: Row) -> Tensor | None:
+        state: _State = row.state[self]
+        return state.states_SD
+
+    def _noise(self, row: Row, depth: int) -> DrawNoise | None:
         """What the target will draw the next tokens of a row with."""
-        sampling = context.sampling
+        sampling = row.sampling
         if sampling.greedy:
             return None
-        positions = len(context.tokens) + np.arange(self.tree.depth)
+        positions = len(row.tokens) + np.arange(depth)
         return DrawNoise(max(sampling.temperature, COLDEST), position_keys(sampling.seed, positions))
 
-    def _vocabulary(self, context: Context) -> RowVocabulary:
-        if context.key not in self._words:
-            self._words[context.key] = RowVocabulary(self.tree)
-        return self._words[context.key].extend(context.tokens)
+    def _words(self, row: Row) -> RowVocabulary:
+        state: _State = row.state[self]
+        return state.words.extend(row.tokens)
 
-    def observe(self, contexts: Sequence[Context], seen: Observation) -> None:
-        """Keep the streams of each row's accepted node."""
-        rider = self._rider
-        last = [verdict.path[-1] for verdict in seen.verdicts]
-        if rider.ride:
-            assert rider.streams_BNSD is not None
-            for b, context in enumerate(contexts):
-                self._states[context.key] = rider.streams_BNSD[b, last[b]].clone()
+    def observe(self, rows: Sequence[Row], seen: Observation) -> None:
+        """Keep the streams of each row's accepted node; where nothing will be drafted, none are computed."""
+        result = seen.result
+        last = [result.starts_B[slot] + v.path[-1] for slot, v in zip(seen.slots, seen.verdicts, strict=True)]
+        for row in rows:
+            row.state[self].states_SD = None
+        if seen.budget < 2 or not any(seen.live):
             return
-        if not any(seen.live):
+        if self._rider is not None and self._rider.rides:
+            assert result.streams_MSD is not None
+            for row, at in zip(rows, last, strict=True):
+                row.state[self].states_SD = result.streams_MSD[at].clone()
             return
-        entry = rider.entry_BND
-        assert entry is not None
-        emitted = [context.root for context in contexts]
+        going = [i for i, live in enumerate(seen.live) if live]
+        main_MD, emitted = result.taps[self.adapter.start], [row.root for row in rows]
         if self._native is None:
-            rows = torch.arange(len(last), device=entry.device)
-            entry_BD = entry[rows, torch.tensor(last, device=entry.device)].to(self.target.dtype)
-            states = self._trail(entry_BD, torch.tensor(emitted), seen)
+            at_B = torch.tensor([last[i] for i in going], device=main_MD.device)
+            tokens_B = torch.tensor([emitted[i] for i in going])
+            states = self._trail(main_MD[at_B].to(self.target.dtype), tokens_B, [seen.slots[i] for i in going], seen)
         else:
-            states = self._native(entry, last, emitted, seen.cache, seen.planned)
-        for b, context in enumerate(contexts):
-            self._states[context.key] = states[b]
+            depth = self.depth_of(seen.budget)
+            nodes, tokens, counts = ([0] * seen.cache.count for _ in range(3))
+            for i in going:
+                nodes[seen.slots[i]], tokens[seen.slots[i]], counts[seen.slots[i]] = last[i], emitted[i], depth
+            order = sorted(going, key=seen.slots.__getitem__)
+            flat = self._native.run(main_MD, nodes, tokens, counts, seen.cache, seen.planned)
+            by_slot = flat.view(len(going), depth, -1)
+            states = by_slot if order == going else by_slot[[order.index(i) for i in going]]
+        for i, states_SD in zip(going, states, strict=True):
+            rows[i].state[self].states_SD = states_SD
 
-    def _trail(self, entry_BD: Tensor, emitted_B: Tensor, seen: Observation) -> Tensor:
+    def _trail(self, entry_BD: Tensor, emitted_B: Tensor, slots: Sequence[int], seen: Observation) -> Tensor:
         """Stream states [B, S, D] of nodes that are committed, from their main rows before layer N - N_s."""
         target, cache, planned = self.target, seen.cache, seen.planned
-        span, table = max(cache.lengths), target.rope().table(planned)
+        lengths = [cache.lengths[slot] for slot in slots]
+        together = list(slots) == list(range(len(slots)))
+        span, table = max(lengths), target.rope().table(planned)
         span = span if target.recorder is None else span_bucket(span, cache.capacity)
         layers = range(self.adapter.start, target.config.num_layers)
 
-        def compute(entry_BD: Tensor, emitted_B: Tensor, lengths_B: Tensor) -> tuple[Tensor]:
+        def compute(entry_BD: Tensor, emitted_B: Tensor, lengths_B: Tensor, slots_B: Tensor) -> tuple[Tensor]:
             keys = torch.arange(span, device=lengths_B.device)
             everything = (keys < lengths_B[:, None])[:, None]
             window = target.config.sliding_window
             near = everything if window is None else everything & ((lengths_B[:, None] - 1 - keys) < window)[:, None]
+            where = slice(0, len(slots)) if together else slots_B
             states = trail(
                 target,
                 self.adapter,
                 entry_BD[:, None],
                 None if self.adapter.root is None else target.embedding(emitted_B)[:, None],
                 lengths_B[:, None] - 1,
-                [cache.read(layer, span) for layer in layers],
+                [(cache.keys[layer, where, :, :span], cache.values[layer, where, :, :span]) for layer in layers],
                 [near if target.config.is_sliding(layer) else everything for layer in layers],
                 planned,
             )
             return (states[:, 0],)
 
-        key = ("trail", id(self), len(emitted_B), span, table.data_ptr())
-        inputs = (entry_BD, emitted_B, torch.tensor(cache.lengths))
+        key = ("trail", id(self), len(slots), together, span, table.data_ptr())
+        inputs = (entry_BD, emitted_B, torch.tensor(lengths), torch.tensor(slots))
         (states,) = cache.graphs.run(target.recorder, key, compute, inputs, target.device, held=(table, self))
         return states.clone()
-
-    def leave(self, context: Context) -> None:
-        """Forget a row's streams."""
-        self._states.pop(context.key, None)
-        self._words.pop(context.key, None)

@@ -97,19 +97,6 @@ class NativeTrail:
         """Whether the kernels run this target and know this adapter's attention."""
         return target.stack is not None and adapter.config.position == "embedding"
 
-    def __call__(
-        self, main_BND: Tensor, nodes: Sequence[int], emitted: Sequence[int], cache: Cache, planned: int
-    ) -> Tensor:
-        """Stream states after the last norm [B, S, D] of the newest committed nodes of all rows in use.
-
-        ``main_BND`` are a pass's main rows before layer N - N_s, of which each row's ``nodes`` are trailed, and
-        ``emitted`` the tokens that these emitted.
-        """
-        rows, width, d = main_BND.shape
-        chosen = [b * width + node for b, node in enumerate(nodes)]
-        states = self.run(main_BND.reshape(-1, d), chosen, emitted, [self.streams] * rows, cache, planned)
-        return states.view(rows, self.streams, d)
-
     def run(
         self,
         main_MD: Tensor,
