@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
+from torch import nn
 
 from anabranch import generation
 from anabranch.adapters.folder import LoadedAdapter, find_adapter, read_record
@@ -17,15 +19,15 @@ from anabranch.engine import Request
 from anabranch.errors import InputError
 from anabranch.generation import Chunk, Generation
 from anabranch.memory import give_back
-from anabranch.methods import AUTO, Drafter, check_spec, make_drafter
+from anabranch.methods import AUTO, Drafter, Spec, make_drafter, parse_spec, resolve_spec
 from anabranch.model.load import Target, load_target
 from anabranch.model.pack import pack_decoder
 from anabranch.model.stack import kernels_of
 from anabranch.options import Keywords, Options
-from anabranch.pool import EnginePool
 from anabranch.processor import set_threads
-from anabranch.profiles import explain, resolve
+from anabranch.profiles import Known, settle
 from anabranch.prompts import Arrays, Ids, conversation_ids, read_prompts
+from anabranch.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -61,7 +63,7 @@ def load(
     Raises FetchError, FileError, ModelError, AdapterError, CapabilityError and DeviceError, each with a sentence that
     says what to do.
     """
-    check_spec(drafter)
+    parse_spec(drafter)
     if not isinstance(name, str | Path):
         raise InputError(f"a model is named by a string or a path, got {type(name).__name__}")
     folder = None if adapter is None else Path(adapter).expanduser()
@@ -71,29 +73,61 @@ def load(
     target = load_target(str(name), dtype=dtype, device=device, quantize=quantize, revision=revision)
     loaded = find_adapter(target, folder)
     pack_decoder(target.decoder)
-    return Model(target, loaded, drafter)
+    return Model(target, () if loaded is None else (loaded,), drafter)
+
+
+DRAFTERS = 8  # kept, the ones used last
 
 
 class Model:
-    """A target, its adapter, and engines that are kept between calls.
+    """A target with its adapters, and one scheduler for all calls.
 
-    Calls from several threads wait for each other; prompts are decoded together only if they are given as one list. A
-    stream lets other calls in between its chunks. ``close``, or the end of a ``with`` block, gives the memory back.
+    Calls from several threads decode together: their rows share forward passes, first come, first served, and the
+    result of a prompt does not depend on the others. ``close``, or the end of a ``with`` block, gives the memory back.
 
     ``generate``, ``stream``, ``chat`` and ``chat_stream`` have counterparts for asyncio: ``agenerate``, ``astream``,
-    ``achat`` and ``achat_stream``. They take the same arguments and decode in a thread of their own, so the event loop
+    ``achat`` and ``achat_stream``. They take the same arguments and decode in threads of their own, so the event loop
     stays free. A cancelled call stops after its current step.
     """
 
-    def __init__(self, target: Target, adapter: LoadedAdapter | None, drafter: str = AUTO) -> None:
+    def __init__(self, target: Target, adapters: Sequence[LoadedAdapter] = (), drafter: str | Spec = AUTO) -> None:
         self._target: Target | None = target
-        self.adapter = adapter
-        self.choice = explain(drafter, target, adapter)  # which drafter, and why
-        self.drafter = self.choice.drafter
+        self.adapters = tuple(adapters)
+        self.spec = resolve_spec(drafter, *self._modules)
+        self.known: Known | None = None  # what steps cost, once a drafter asked for it
         self._lock = threading.RLock()
         self._worker = Worker()
-        self._pool = EnginePool(target.decoder, self._make_drafter)
-        self._pool.drafter(self.drafter)  # what cannot work is refused at once
+        self._drafters: dict[str, Drafter] = {}
+        self._scheduler = Scheduler(target.decoder)
+        self._drafter(self.spec)  # what cannot work is refused at once
+
+    @property
+    def drafter(self) -> str:
+        """How this model drafts where a call does not say otherwise, "auto" resolved."""
+        return str(self.spec)
+
+    @property
+    def adapter(self) -> LoadedAdapter | None:
+        """The first adapter, if there is any."""
+        return self.adapters[0] if self.adapters else None
+
+    @property
+    def _modules(self) -> list[nn.Module]:
+        return [loaded.adapter for loaded in self.adapters]
+
+    def _drafter(self, spec: str | Spec) -> Drafter:
+        """The drafter of a specification, built if it is not among those kept. Raises what building it raises."""
+        with self._lock:
+            resolved = resolve_spec(spec, *self._modules)
+            name = str(resolved)
+            drafter = self._drafters.pop(name, None) or make_drafter(resolved, self.target.decoder, *self._modules)
+            while len(self._drafters) >= DRAFTERS:
+                del self._drafters[next(iter(self._drafters))]
+            self._drafters[name] = drafter
+            if drafter.adaptive and self.known is None:
+                self.known = settle(self.target, self.adapters)
+                self._scheduler.speculate(self.known.costs)
+            return drafter
 
     def __repr__(self) -> str:
         if self._target is None:
@@ -124,8 +158,9 @@ class Model:
             return
         with self._lock:
             self._worker.close()
-            self._pool.close()
-            self._target = self.adapter = None
+            self._scheduler.close()
+            self._drafters.clear()
+            self._target, self.adapters = None, ()
         give_back()
 
     @property
@@ -188,13 +223,16 @@ class Model:
         single, prompts = read_prompts(prompt, self.tokenizer)
         call = Options.of(options)
         requests = [call.request(ids, self.target) for ids in prompts]
-        with self._lock:
-            try:
-                rows = min(int(call.rows), len(requests))
-                engine = self._pool.take(call.drafter or self.drafter, requests, rows=rows)
-                found = generation.generate(engine, requests, self.tokenizer, stop=call.stops, cancelled=cancelled)
-            finally:
-                self._pool.settle()
+        drafter = self._drafter(call.drafter or self.spec)
+        try:
+            found = generation.generate(
+                *(self._scheduler, requests, drafter, self.tokenizer),
+                stop=call.stops,
+                rows=int(call.rows),
+                cancelled=cancelled,
+            )
+        finally:
+            self._scheduler.settle()
         return found[0] if single else found
 
     def stream(self, prompt: str | list[int] | Arrays, **options: Unpack[Keywords]) -> Generator[Chunk, None, None]:
@@ -207,29 +245,17 @@ class Model:
             raise InputError(f"stream takes one prompt at a time, got {len(prompts)}; use generate for several")
         call = Options.of(options)
         request = call.request(prompts[0], self.target)
-        spec = call.drafter or self.drafter
-        with self._lock:
-            self._pool.take(spec, [request], rows=1).check(request)  # what cannot work is said at once
-        return self._stream(spec, request, call.stops)
+        drafter = self._drafter(call.drafter or self.spec)
+        self._scheduler.check(request, drafter)  # what cannot work is refused at once
+        return self._stream(request, drafter, call.stops)
 
-    def _stream(self, spec: str, request: Request, stops: Sequence[str]) -> Generator[Chunk, None, None]:
-        chunks: Generator[Chunk, None, None] | None = None
+    def _stream(self, request: Request, drafter: Drafter, stops: Sequence[str]) -> Generator[Chunk, None, None]:
+        scheduler, tokenizer = self._scheduler, self.tokenizer
         try:
-            while True:
-                with self._lock:
-                    if chunks is None:  # the engine is taken with the first chunk: until then others may use it
-                        engine = self._pool.take(spec, [request], rows=1)
-                        chunks = generation.stream(engine, request, self.tokenizer, stop=stops)
-                    chunk = next(chunks, None)
-                if chunk is None:
-                    return
-                yield chunk
+            with closing(generation.stream(scheduler, request, drafter, tokenizer, stop=stops)) as chunks:
+                yield from chunks
         finally:
-            if chunks is not None:
-                with self._lock:
-                    chunks.close()
-                    del engine
-                    self._pool.settle()
+            scheduler.settle()
 
     def chat(self, messages: Sequence[dict[str, str]], **options: Unpack[Keywords]) -> Generation:
         """Answer a conversation [{"role": "user", "content": "..."}, ...] through the model's chat template."""
@@ -288,11 +314,6 @@ class Model:
             return await self._worker.call(lambda: call(cancelled))
         finally:
             cancelled.set()
-
-    # -- engines ------------------------------------------------------------------------------------
-    def _make_drafter(self, spec: str) -> Drafter:
-        known = resolve(spec, self.target, self.adapter)
-        return make_drafter(known, self.target.decoder, None if self.adapter is None else self.adapter.adapter)
 
 
 def _described(loaded: LoadedAdapter) -> str:

@@ -17,6 +17,7 @@ import torch
 __all__ = ["Worker"]
 
 T = TypeVar("T")
+THREADS = 32  # calls that decode together at most
 
 
 class Worker:
@@ -31,7 +32,7 @@ class Worker:
             if self._executor is None:
                 # torch's number of threads belongs to the thread that set it
                 self._executor = ThreadPoolExecutor(
-                    1, "anabranch", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
+                    THREADS, "anabranch", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
                 )
             return self._executor
 

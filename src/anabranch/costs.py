@@ -43,6 +43,8 @@ __all__ = [
 ROWS = (3, 6, 8, 12, 16, 24)
 ENOUGH = 2.0  # a pass that takes that many times what one over one row takes is the widest that is tried
 ROUNDS = 3  # at least, unless one takes longer than ``SECONDS``
+CONTEXT = 1024  # tokens in the cache at which passes are timed too
+CONTEXT_ROUNDS = 3
 SECONDS = 0.5  # in which rounds begin
 PRECISE = 0.03  # standard error of a cost, over the cost, at which no more rounds are needed
 # The machine is busy where a pass over one row takes between 1 and more than BUSY times the one before it (quartiles),
@@ -139,6 +141,16 @@ class Costs:
         self._prepare = 0.5 * draft / float(self._pass[4])
         self._rest = 0.0
 
+    @staticmethod
+    def tuned(passes: StepCosts, draft: StepCosts | None, prepare: StepCosts | None) -> Costs:
+        """From tables that were measured step by step: drafts by nodes drafted, preparing by depth, for one row."""
+        made = Costs(PassCosts(passes), 0.0)
+        if draft is not None:
+            made._draft = float(draft(np.array([12]))[0])
+        if prepare is not None:
+            made._prepare = float(prepare(np.array([4]))[0]) / float(np.interp(4, GRID, made._pass))
+        return made
+
     def pass_ms(self, nodes: NDArray[np.int64], rows: int, context: float) -> NDArray[np.float64]:
         """Of passes over ``nodes`` nodes in all, in ``rows`` rows that have ``context`` tokens each in the cache."""
         found: NDArray[np.float64] = np.interp(nodes, GRID, self._pass) + self._context_ms(nodes, rows, context)
@@ -214,12 +226,15 @@ class PassTimes:
     ratios         by rows, what a wider pass took over the pass over one row right before it
     rounds         how often all widths were timed
     interruptions  how often a second other processes took the processor; None where the system does not count
+    row_ms         what 1,000 tokens in the cache add to a pass for a row, and ``node_ms`` for each of its nodes
     """
 
     one: list[float] = field(default_factory=list)
     ratios: dict[int, list[float]] = field(default_factory=dict)
     rounds: int = 0
     interruptions: float | None = None
+    row_ms: float = 0.0
+    node_ms: float = 0.0
 
     def add(self, rows: int, ms: float) -> float:
         """Take in a pass over ``rows`` rows that followed a pass over one; returns their ratio."""
@@ -283,7 +298,9 @@ def known_costs(target: Decoder, found: PassCosts | None = None) -> PassCosts:
 def measure_passes(target: Decoder) -> PassCosts:
     """Time passes for about half a second at most; typical costs where the machine is too busy for that."""
     times = _time_passes(target)
-    return PassCosts(_typical(target), busy=True) if times.busy else PassCosts(times.costs())
+    if times.busy:
+        return PassCosts(_typical(target), busy=True)
+    return PassCosts(times.costs(), row_ms=times.row_ms, node_ms=times.node_ms)
 
 
 def _typical(target: Decoder) -> StepCosts:
@@ -299,14 +316,18 @@ def _typical(target: Decoder) -> StepCosts:
 @torch.inference_mode()
 def _time_passes(target: Decoder) -> PassTimes:
     kernels = None if target.stack is None else target.stack.kernels
+    context = max(0, min(CONTEXT, target.config.max_positions - ROWS[-1]))
     widest = min(ROWS[-1], target.config.max_positions)
-    cache = Cache(target.config, rows=1, capacity=widest, dtype=target.dtype, device=target.device, kernels=kernels)
+    cache = Cache(
+        target.config, rows=1, capacity=context + widest, dtype=target.dtype, device=target.device, kernels=kernels
+    )
     cache.add_row()
 
-    def once(rows: int) -> float:
-        feed = Inputs.of_prompt([0] * rows)
+    def once(rows: int, length: int = 0) -> float:
+        cache.lengths[0] = length
+        inputs = Inputs.of_prompt([0] * rows)
         began = time.perf_counter()
-        target(feed, cache, planned=widest, need="tokens")
+        target(inputs, cache, planned=context + widest, need="tokens")
         ms = 1e3 * (time.perf_counter() - began)
         cache.commit([[]])
         return ms
@@ -324,6 +345,12 @@ def _time_passes(target: Decoder) -> PassTimes:
                     times.one.append(once(1))
                     if times.add(rows, once(rows)) > ENOUGH:
                         break
+        few = tried[0] if tried else 1
+        if context and few > 1:
+            pairs = [(once(1, context) - once(1), once(few, context) - once(few)) for _ in range(CONTEXT_ROUNDS)]
+            one, more = (max(0.0, float(np.median(ms))) * 1000 / context for ms in zip(*pairs, strict=True))
+            times.node_ms = max(0.0, more - one) / (few - 1)
+            times.row_ms = max(0.0, one - times.node_ms)
     return times
 
 

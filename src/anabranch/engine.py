@@ -1,15 +1,15 @@
 """The decoding loop. There is one, for every method, batch and sampling rule.
 
-    draft    the drafter proposes a tree a row
+    draft    the drafters propose a tree a row, and the load decides how much of it is verified
     forward  one pass of the target over all rows' trees
     verify   which path the target accepts, and its own next token
-    commit   keep the accepted rows of the cache
-    observe  the drafter sees what happened
+    commit   keep the accepted nodes in the KV cache
+    observe  the drafters see what happened, and prepare what they will draft next
 
 A row's root is its last committed token, which is not in the cache yet: the pass that verifies a draft computes the
 root's keys and values too. So the cache holds one token less than the text, and plain decoding is a tree of one node.
 
-The engine knows token ids; text belongs to ``generation``.
+The engine knows token ids; text belongs to ``generation``, and who decodes when to ``scheduler``.
 """
 
 from __future__ import annotations
@@ -22,26 +22,33 @@ from typing import Literal, NoReturn
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from anabranch.errors import CapabilityError, InputError, NumericsError
-from anabranch.methods.base import Context, Drafter, Observation
+from anabranch.costs import costs_of
+from anabranch.errors import InputError, NumericsError
+from anabranch.methods.base import Drafter, Observation, Row
+from anabranch.methods.none import NoDrafter
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder, Inputs, PassResult
 from anabranch.sampling import SamplingParams, argmax, generator, log_probs, position_keys, target_probs
+from anabranch.speculation import Speculation
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule, Verdict, match, reject
 
 __all__ = ["Engine", "FinishReason", "Request", "Step", "Timings"]
 
 FinishReason = Literal["stop", "length"]
-PREFILL_CHUNK = 512
+CHUNK = 512  # tokens of a prompt that one pass reads
 
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to decode. ``stop_ids`` end it (and are emitted); ``rule`` says how drafts are verified.
+    """One sequence to decode.
 
-    ``on_prompt(done, total)`` is called after each chunk of the prompt; what it raises cancels the request.
+    stop_ids   end it, and are emitted
+    rule       how drafts are verified
+    log_probs  whether steps carry the target's raw log probability of each token
+    on_prompt  called as on_prompt(done, total) after each chunk of the prompt; what it raises cancels the request
     """
 
     prompt_ids: Sequence[int]
@@ -55,7 +62,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds of one step by part; a step of several rows has one clock."""
+    """Seconds of one step by part, for all its rows together; commit includes preparing the next draft."""
 
     draft: float
     forward: float
@@ -90,212 +97,298 @@ class Step:
     finish: FinishReason | None = None
 
 
-class _Row:
-    def __init__(self, request: Request, context: Context, limit: int, planned: int) -> None:
-        self.request, self.context, self.limit, self.planned = request, context, limit, planned
+class _Member:
+    """A row of the batch with its request and drafter. ``limit`` is the length at which its text ends."""
+
+    def __init__(self, request: Request, drafter: Drafter, limit: int) -> None:
+        self.request, self.drafter, self.limit = request, drafter, limit
+        self.row = Row([int(t) for t in request.prompt_ids], len(request.prompt_ids), request.sampling, request.rule)
+        self.read = 0  # prompt tokens in the cache
         self.finish: FinishReason | None = None
+        sampling = request.sampling
+        self.greedy = sampling.greedy and not sampling.needs_history and not request.log_probs
 
     @property
-    def emitted(self) -> int:
-        return len(self.context.tokens) - self.context.prompt_length
+    def ready(self) -> bool:
+        """Whether its prompt is in the cache, all but the last token, which is the first root."""
+        return self.read >= self.row.prompt_length - 1
 
 
 class Engine:
     """Decodes up to ``rows`` sequences at a time, each of at most ``capacity`` tokens, prompt included.
 
-    ``cache`` is the one of an engine that is idle and not used any more, for at least ``rows`` rows; its size decides
-    the capacity then. Without one, the engine allocates its own.
+    drafter      that of rows that name none; None: plain decoding
+    margin       cache positions behind a row's tokens that the drafters of rows will need, if they are known
+    speculation  decides how much of adaptive drafters' drafts is verified; None: one of the engine's own
+    on_leave     called with each row and its cache slot before it leaves, while its keys and values are still there
     """
 
     def __init__(
-        self, target: Decoder, drafter: Drafter, *, rows: int = 1, capacity: int = 2048, cache: Cache | None = None
+        self,
+        target: Decoder,
+        drafter: Drafter | None = None,
+        *,
+        rows: int = 1,
+        capacity: int = 2048,
+        margin: int = 1,
+        speculation: Speculation | None = None,
+        on_leave: Callable[[Row, int], None] | None = None,
     ) -> None:
-        if cache is not None:
-            assert cache.count == 0
-            assert cache.rows >= rows
-            capacity = cache.capacity - drafter.room
         if rows < 1 or capacity < 2:
-            raise InputError(f"an engine needs at least 1 row and 2 tokens, not {rows} and {capacity}")
-        self.target, self.drafter, self.rows = target, drafter, rows
+            raise InputError(f"an engine needs at least 1 row and 2 tokens, got {rows} and {capacity}")
+        self.target, self.drafter = target, drafter or NoDrafter()
         self.capacity = min(capacity, target.config.max_positions)
-        self.cache = cache or Cache(
-            target.config,
-            rows=rows,
-            capacity=self.capacity + drafter.room,
-            dtype=target.dtype,
-            device=target.device,
-            kernels=None if target.stack is None else target.stack.kernels,
+        self.cache = self._new_cache(rows, self.capacity + max(margin, self.drafter.margin))
+        self._speculation, self._on_leave = speculation, on_leave
+        self._members: list[_Member] = []  # of the cache's slots, in order; those still reading their prompt are last
+        self._budgets: dict[Drafter, int] = {}
+
+    def _new_cache(self, rows: int, positions: int) -> Cache:
+        target = self.target
+        kernels = None if target.stack is None else target.stack.kernels
+        return Cache(
+            *(target.config,), rows=rows, capacity=positions, dtype=target.dtype, device=target.device, kernels=kernels
         )
-        self._rows: list[_Row] = []
+
+    @property
+    def rows(self) -> int:
+        """Rows that the cache has room for."""
+        return self.cache.rows
 
     @property
     def active(self) -> int:
         """Rows in use."""
-        return len(self._rows)
+        return len(self._members)
 
-    # -- rows enter and leave -----------------------------------------------------------------------
-    @torch.inference_mode()
-    def add(self, request: Request) -> int:
-        """Take a row for ``request`` and read its prompt; returns the row's key. Refuses what cannot be served."""
-        self.check(request)
-        prompt = [int(token) for token in request.prompt_ids]
-        limit = min(len(prompt) + request.max_new_tokens, self.capacity)
-        planned = self._plan(limit)
+    @property
+    def reading(self) -> int | None:
+        """The id of the row whose prompt is being read, if any."""
+        last = self._members[-1] if self._members else None
+        return None if last is None or last.ready else last.row.id
+
+    @property
+    def speculation(self) -> Speculation:
+        """The controller; its costs are measured when it is first needed."""
+        if self._speculation is None:
+            self._speculation = Speculation(costs_of(self.target), ragged=self.target.ragged)
+        return self._speculation
+
+    def speculate(self, speculation: Speculation) -> None:
+        """Leave adaptive drafts to another controller."""
+        self._speculation = speculation
+
+    @property
+    def learned(self) -> Speculation | None:
+        """The controller, if it was needed so far."""
+        return self._speculation
+
+    # -- rows join and leave ----------------------------------------------------------------------------
+    def add(self, request: Request, drafter: Drafter | None = None) -> int:
+        """Take a row and read its whole prompt; returns the row's id. Raises for what cannot be served."""
+        key = self.join(request, drafter)
+        while not self.read():
+            pass
+        return key
+
+    def join(self, request: Request, drafter: Drafter | None = None, *, known: int = 0) -> int:
+        """Take a row whose prompt is still to be read; returns its id.
+
+        The first ``known`` tokens of the prompt are in the cache slot already (``cache.fork``).
+
+        Raises InputError or CapabilityError for what cannot be served, and InputError where all rows are in use or
+        this one cannot share their pass (``fits``).
+        """
+        drafter = drafter or self.drafter
+        self.check(request, drafter)
+        assert self.reading is None, "one prompt is read at a time"
+        if not self.fits(request, drafter):
+            raise InputError("the request cannot share a pass with the rows in use; wait for them to finish")
+        self.reserve(self.cache.rows, len(request.prompt_ids) + 1, drafter)
+        member = _Member(request, drafter, min(len(request.prompt_ids) + request.max_new_tokens, self.capacity))
         slot = self.cache.add_row()
+        assert known < member.row.prompt_length
+        self.cache.lengths[slot] = member.read = known
+        self._members.append(member)
+        drafter.join(member.row)
+        return member.row.id
+
+    @torch.inference_mode()
+    def read(self, chunk: int = CHUNK) -> bool:
+        """Read the next ``chunk`` tokens of the prompt that is being read; returns whether none is left.
+
+        Where that fails, its row leaves.
+        """
+        if self.reading is None:
+            return True
+        member, slot = self._members[-1], len(self._members) - 1
+        row, start, total = member.row, member.read, member.row.prompt_length - 1
+        tokens = row.tokens[start : min(start + chunk, total)]
         try:
             with self.target.decoding():
-                self._read(prompt[:-1], slot, planned, request.on_prompt)
+                where, taps = slice(slot, slot + 1), member.drafter.needs.layers if member.drafter.needs.prompt else ()
+                result = self.target(
+                    *(Inputs.of_prompt(tokens), self.cache), slots=where, planned=member.limit, taps=taps, need="hidden"
+                )
+            self.cache.commit([range(len(tokens))])
+            member.read += len(tokens)
+            if member.drafter.needs.prompt:
+                member.drafter.read(row, result, start)
+            if member.request.on_prompt is not None:
+                member.request.on_prompt(member.read, total)
         except BaseException:
-            self.cache.remove_row(slot)
+            self._drop(slot, failed=True)
             raise
-        context = Context(prompt, len(prompt), request.sampling, request.rule)
-        self._rows.append(_Row(request, context, limit, planned))
-        return context.key
+        return member.ready
 
-    def _read(self, tokens: list[int], slot: int, planned: int, on_prompt: Callable[[int, int], None] | None) -> None:
-        """Put what stands before a row's first root into the cache."""
-        for start in range(0, len(tokens), PREFILL_CHUNK):
-            chunk = tokens[start : start + PREFILL_CHUNK]
-            where = slice(slot, slot + 1)
-            self.target(Inputs.of_prompt(chunk), self.cache, slots=where, planned=planned, need="hidden")
-            self.cache.commit([range(len(chunk))])
-            if on_prompt is not None:
-                on_prompt(start + len(chunk), len(tokens))
-
-    def check(self, request: Request) -> None:
-        """Raise InputError or CapabilityError if ``request`` cannot be served; ``add`` asks too."""
+    @staticmethod
+    def refuse(target: Decoder, request: Request, drafter: Drafter) -> None:
+        """Raise InputError or CapabilityError if ``request`` cannot be served at all."""
         prompt = request.prompt_ids
         if not prompt:
             raise InputError("the prompt is empty; give at least one token")
         if request.max_new_tokens < 1:
-            raise InputError(f"max_new_tokens must be at least 1, not {request.max_new_tokens}")
-        vocabulary = self.target.config.vocab_size
+            raise InputError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
+        vocabulary = target.config.vocab_size
         if wrong := [token for token in prompt if not 0 <= token < vocabulary]:
             raise InputError(f"the prompt has the token id {wrong[0]}, but the vocabulary ends at {vocabulary - 1}")
-        longest = self.target.config.max_positions
+        longest = target.config.max_positions
         if len(prompt) >= longest:
             raise InputError(f"the prompt has {len(prompt)} tokens, but the model's limit is {longest}; shorten it")
-        if len(prompt) >= self.capacity:
-            raise InputError(f"the prompt has {len(prompt)} tokens, but the cache holds {self.capacity}; shorten it")
-        self.drafter.check(request.sampling, request.rule)
+        drafter.check(request.sampling, request.rule)
 
-    def _plan(self, limit: int) -> int:
-        """The length that rotations are planned for; rows of one batch must agree where they depend on it."""
-        scaling = self.target.config.rope.scaling or {}
-        kind = scaling.get("rope_type", scaling.get("type"))
-        if self._rows and kind in ("dynamic", "longrope"):
-            planned = self._rows[0].planned
-            original = self.target.config.rope.original_max_positions or self.target.config.rope.max_positions
-            if planned != limit and max(planned, limit) > original:
-                raise CapabilityError(
-                    f"{kind} rotary positions depend on the length of the text, so rows of different lengths beyond "
-                    f"{original} tokens cannot share a batch; decode these prompts one by one"
-                )
-        return limit
+    def check(self, request: Request, drafter: Drafter | None = None) -> None:
+        """Raise InputError or CapabilityError if ``request`` cannot be served here; ``join`` asks too."""
+        self.refuse(self.target, request, drafter or self.drafter)
+        if len(request.prompt_ids) >= self.capacity:
+            raise InputError(
+                f"the prompt has {len(request.prompt_ids)} tokens, but the cache holds {self.capacity}; shorten it"
+            )
+
+    def longest_shared(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """How many of ``tokens`` a row in use has in its cache from the start, the most of all rows, and its slot."""
+        best, slot = 0, 0
+        for place, member in enumerate(self._members):
+            count = 0
+            for mine, wanted in zip(member.row.tokens[: self.cache.lengths[place]], tokens, strict=False):
+                if mine != wanted:
+                    break
+                count += 1
+            if count > best:
+                best, slot = count, place
+        return best, slot
+
+    def fits(self, request: Request, drafter: Drafter | None = None) -> bool:
+        """Whether a request can share a pass with the rows in use, now.
+
+        Rotations that depend on a text's length take one length a pass, and a drafter's rows that travel in the pass
+        are those of one drafter.
+        """
+        if not self._members:
+            return True
+        first, rider = self._members[0], (drafter or self.drafter).rider
+        if first.drafter.rider is not rider:
+            return False
+        rope = self.target.config.rope
+        kind = (rope.scaling or {}).get("rope_type", (rope.scaling or {}).get("type"))
+        if kind not in ("dynamic", "longrope"):
+            return True
+        limit = min(len(request.prompt_ids) + request.max_new_tokens, self.capacity)
+        original = rope.original_max_positions or rope.max_positions
+        return first.limit == limit or max(first.limit, limit) <= original
+
+    def reserve(self, rows: int, capacity: int, drafter: Drafter | None = None) -> None:
+        """Make room for so many rows and tokens; rows in use keep what they have. Raises DeviceError."""
+        capacity = min(capacity, self.target.config.max_positions)
+        positions = max(capacity, self.capacity) + (drafter or self.drafter).margin
+        if rows > self.cache.rows or positions > self.cache.capacity:
+            self.cache = self.cache.resized(max(rows, self.cache.rows), max(positions, self.cache.capacity))
+        self.capacity = max(capacity, self.capacity)
 
     def remove(self, key: int) -> None:
-        """Cancel a row."""
-        slot = next((i for i, row in enumerate(self._rows) if row.context.key == key), None)
+        """Cancel a row; one that has left already is ignored."""
+        slot = next((i for i, member in enumerate(self._members) if member.row.id == key), None)
         if slot is not None:
             self._drop(slot)
 
     def clear(self) -> None:
-        """Cancel all rows."""
-        while self._rows:
-            self._drop(len(self._rows) - 1)
+        """Cancel all rows, without ``on_leave``: after an error their cache is not to be trusted."""
+        while self._members:
+            self._drop(len(self._members) - 1, failed=True)
 
-    def _drop(self, slot: int) -> None:
+    def _drop(self, slot: int, *, failed: bool = False) -> None:
+        member = self._members[slot]
+        if self._on_leave is not None and not failed:
+            self._on_leave(member.row, slot)
+        ready = len(self._members) - (self.reading is not None)
+        if slot < ready - 1:  # the last ready row takes the place, the one that is being read stays last
+            self.cache.move_row(ready - 1, slot)
+            self._members[slot] = self._members[ready - 1]
+            slot = ready - 1
         self.cache.remove_row(slot)
-        row = self._rows[slot]
-        self._rows[slot] = self._rows[-1]
-        self._rows.pop()
-        self.drafter.leave(row.context)
+        self._members[slot] = self._members[-1]
+        self._members.pop()
+        member.drafter.leave(member.row)
 
     def rehearse(self, request: Request) -> None:
-        """Decode ``request`` as often as shapes must come to be recorded, where they are: for whoever times it then."""
+        """Decode ``request`` as often as its shapes must occur to be captured as graphs, before it is timed."""
         for _ in range(0 if self.target.recorder is None else 2):
             self.add(request)
             for _ in self.run():
                 pass
 
-    # -- the loop -------------------------------------------------------------------------------------
+    # -- the loop ----------------------------------------------------------------------------------------
     def run(self) -> Iterator[Step]:
         """Steps of all rows until none is left."""
-        while self._rows:
+        while self._members:
             yield from self.step()
 
     @torch.inference_mode()
     def step(self) -> list[Step]:
-        """One target pass for all rows in use; rows that are done leave.
+        """One target pass for all rows whose prompts are read; rows that are done leave.
 
         Raises NumericsError where the target's scores are not finite numbers; all rows leave then.
         """
-        if not self._rows:
+        members = self._members[: len(self._members) - (self.reading is not None)]
+        if not members:
             return []
         with self.target.decoding():
-            return self._step()
+            return self._step(members)
 
-    def _step(self) -> list[Step]:
-        rows = self._rows
-        contexts = [row.context for row in rows]
+    def _step(self, members: list[_Member]) -> list[Step]:
         began = time.perf_counter()
-        for row in rows:
-            # a draft deeper than what may still be emitted beside the next token is of no use
-            row.context.room = row.limit - len(row.context.tokens) - 1
-        trees = self.drafter.draft(contexts)
-        drafted = [tree.size - 1 for tree in trees]
+        trees, drafted = self._draft(members)
         after_draft = time.perf_counter()
-
-        planned = max(row.planned for row in rows)
-        rider = self.drafter.rider
-        greedy = all(row.request.sampling.greedy and not row.request.sampling.needs_history for row in rows)
-        logits = not greedy or any(row.request.log_probs for row in rows)
-        feed = Inputs.of_trees(trees)
-        output = self.target(feed, self.cache, planned=planned, rider=rider, need="logits" if logits else "tokens")
-        if rider is not None and rider.kept is not None:
-            host = rider.kept.cpu().numpy()
-            trees = [tree.select(nodes[nodes < tree.size]) for tree, nodes in zip(trees, host, strict=True)]
-        picked = self._greedy(output) if greedy else None
+        planned = max(member.limit for member in members)
+        result = self._forward(members, trees, planned)
+        if result.kept is not None:
+            trees = [tree.select(kept) for tree, kept in zip(trees, result.kept, strict=True)]
+        tokens, logits = self._scores(members, result)
         after_forward = time.perf_counter()
-
         verdicts = [
-            self._verify(row, tree, output, b, None if picked is None else picked[b])
-            for b, (row, tree) in enumerate(zip(rows, trees, strict=True))
+            self._verify(member, tree, tokens.get(b), logits.get(b))
+            for b, (member, tree) in enumerate(zip(members, trees, strict=True))
         ]
         after_verify = time.perf_counter()
         if any(verdict.next_token < 0 for verdict in verdicts):
             self._refuse_numbers()
 
         self.cache.commit([verdict.path for verdict in verdicts])
-        emitted = [self._emit(row, tree, verdict) for row, tree, verdict in zip(rows, trees, verdicts, strict=True)]
-        live = [row.finish is None for row in rows]
-        self.drafter.observe(contexts, Observation(output, self.cache, trees, verdicts, live, planned))
-        after_commit = time.perf_counter()
-
+        emitted = [self._emit(*each) for each in zip(members, trees, verdicts, strict=True)]
+        budgets, after_commit = self._budgets, time.perf_counter()
+        self._observe(members, result, trees, verdicts, planned)
+        done = time.perf_counter()
         timings = Timings(
-            after_draft - began,
-            after_forward - after_draft,
-            after_verify - after_forward,
-            after_commit - after_verify,
+            after_draft - began, after_forward - after_draft, after_verify - after_forward, done - after_verify
         )
+        if any(member.drafter.adaptive for member in members):
+            self._learn(members, trees, budgets, timings, done - after_commit)
         steps = []
-        for b, (row, (tokens, sources)) in enumerate(zip(rows, emitted, strict=True)):
-            logs = self._log_probs(output, b, verdicts[b], tokens) if row.request.log_probs else None
-            steps.append(
-                Step(
-                    row.context.key,
-                    tokens,
-                    sources,
-                    trees[b],
-                    drafted[b],
-                    verdicts[b],
-                    timings,
-                    logs,
-                    row.finish,
-                )
-            )
-        for slot in range(len(rows) - 1, -1, -1):
-            if rows[slot].finish is not None:
+        for b, (member, (tokens, sources)) in enumerate(zip(members, emitted, strict=True)):
+            logs = self._log_probs(logits[b], verdicts[b], tokens) if member.request.log_probs else None
+            finish = member.finish
+            steps.append(Step(member.row.id, tokens, sources, trees[b], drafted[b], verdicts[b], timings, logs, finish))
+        for slot in range(len(members) - 1, -1, -1):
+            if members[slot].finish is not None:
                 self._drop(slot)
         return steps
 
@@ -308,50 +401,172 @@ class Engine:
             advice = "load it with dtype='bfloat16' or 'float32', or check the weights"
         raise NumericsError(f"the model's scores are not finite numbers in {kind}: its activations overflow; {advice}")
 
-    def _greedy(self, output: PassResult) -> NDArray[np.int64]:
-        """The target's own token at every node of every row in one read, where all rows are plainly greedy."""
-        tokens = output.tokens_BN
-        if tokens is None:
-            assert output.logits_BNV is not None
-            tokens = argmax(output.logits_BNV.flatten(0, 1)).view(output.logits_BNV.shape[:2])
-        host: NDArray[np.int64] = tokens.cpu().numpy()
-        return host
+    def _draft(self, members: list[_Member]) -> tuple[list[DraftTree], list[int]]:
+        """What is verified of each row's draft, and the nodes that were drafted."""
+        rows, drafters = [member.row for member in members], [member.drafter for member in members]
+        for member in members:
+            # a draft deeper than what may still be emitted beside the next token is of no use
+            member.row.max_depth = member.limit - len(member.row.tokens) - 1
+        groups = _by_drafter(members)
+        if any(drafter not in self._budgets for drafter in groups):
+            self._budgets = self._plan(members)
+        trees: list[DraftTree] = [None] * len(members)  # type: ignore[list-item]
+        for drafter, places in groups.items():
+            drafted = drafter.draft([rows[b] for b in places], self._budgets[drafter])
+            for b, tree in zip(places, drafted, strict=True):
+                trees[b] = tree
+        counts = [tree.size - 1 for tree in trees]
+        if any(drafter.adaptive for drafter in groups) and any(counts):
+            trees = self.speculation.choose(rows, drafters, trees, self._budgets)
+        return trees, counts
+
+    def _plan(self, members: Sequence[_Member]) -> dict[Drafter, int]:
+        """The budget of each drafter's next draft."""
+        groups = {drafter: len(places) for drafter, places in _by_drafter(members).items()}
+        if not any(drafter.adaptive for drafter in groups):
+            return {drafter: drafter.max_nodes for drafter in groups}
+        return self.speculation.plan(groups, _context(members))
+
+    def _forward(self, members: list[_Member], trees: list[DraftTree], planned: int) -> PassResult:
+        """The pass over all rows' trees; tokens come with it where every row takes the most probable ones."""
+        taps = {layer for member in members for layer in member.drafter.needs.layers}
+        return self.target(
+            Inputs.of_trees(trees),
+            self.cache,
+            slots=slice(0, len(members)),
+            planned=planned,
+            taps=sorted(taps),
+            rider=members[0].drafter.rider,
+            need="tokens" if all(member.greedy for member in members) else "hidden",
+        )
+
+    def _scores(
+        self, members: list[_Member], result: PassResult
+    ) -> tuple[dict[int, NDArray[np.int64]], dict[int, Tensor]]:
+        """By row, the greedy tokens of its nodes, or its logits where more than those is asked for.
+
+        Rows that only need tokens do not pay for the logits of others.
+        """
+        plain = [b for b, member in enumerate(members) if member.greedy]
+        others = [b for b, member in enumerate(members) if not member.greedy]
+        tokens: dict[int, NDArray[np.int64]] = {}
+        logits: dict[int, Tensor] = {}
+        if plain:
+            if result.tokens_M is not None:
+                chosen = result.tokens_M.cpu().numpy()
+                tokens = {b: chosen[result.nodes(b)] for b in plain}
+            else:
+                hidden, parts = _gathered(result, plain)
+                chosen = self.target.choose(hidden).cpu().numpy()
+                tokens = {b: chosen[part] for b, part in zip(plain, parts, strict=True)}
+        if others:
+            hidden, parts = _gathered(result, others)
+            whole = self.target.logits(hidden)
+            logits = {b: whole[part] for b, part in zip(others, parts, strict=True)}
+        return tokens, logits
 
     def _verify(
-        self, row: _Row, tree: DraftTree, output: PassResult, b: int, picked_N: NDArray[np.int64] | None
+        self, member: _Member, tree: DraftTree, tokens_N: NDArray[np.int64] | None, logits_NV: Tensor | None
     ) -> Verdict:
-        if picked_N is not None:
-            return match(tree, picked_N[: tree.size])
-        assert output.logits_BNV is not None
-        sampling, text, logits_NV = row.request.sampling, row.context.tokens, output.logits_BNV[b, : tree.size]
+        if tokens_N is not None:
+            return match(tree, tokens_N)
+        assert logits_NV is not None
+        sampling, text = member.request.sampling, member.row.tokens
         histories = None
         if sampling.needs_history:
             histories = [[*text[:-1], *(int(tree.tokens[i]) for i in tree.path_to(node))] for node in range(tree.size)]
-        if row.request.rule == "rejection":
+        if member.request.rule == "rejection":
             probs = target_probs(logits_NV, sampling, histories)
             return reject(tree, probs, generator(sampling.seed, len(text)))
+        if sampling.greedy and not sampling.needs_history:
+            return match(tree, argmax(logits_NV).cpu().numpy())
         keys = position_keys(sampling.seed, len(text) + tree.depths)
         return match(tree, self.target.draw(logits_NV, sampling, keys, histories).cpu().numpy())
 
-    def _emit(self, row: _Row, tree: DraftTree, verdict: Verdict) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """Append what was accepted to the row's text; EOS and the length limit cut inside the accepted path."""
+    @staticmethod
+    def _emit(member: _Member, tree: DraftTree, verdict: Verdict) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Append what was accepted to the row's text; an end token or the length limit cuts the accepted path."""
         tokens = [int(tree.tokens[node]) for node in verdict.path[1:]] + [verdict.next_token]
         sources = [tree.sources[node] for node in verdict.path[1:]] + ["target"]
         for count, token in enumerate(tokens, 1):
-            if token in row.request.stop_ids:
-                row.finish = "stop"
-            elif len(row.context.tokens) + count >= row.limit:
-                row.finish = "length"
-            if row.finish is not None:
+            if token in member.request.stop_ids:
+                member.finish = "stop"
+            elif len(member.row.tokens) + count >= member.limit:
+                member.finish = "length"
+            if member.finish is not None:
                 tokens, sources = tokens[:count], sources[:count]
                 break
-        row.context.tokens.extend(tokens)
+        member.row.tokens.extend(tokens)
         return tuple(tokens), tuple(sources)
 
+    def _observe(
+        self, members: list[_Member], result: PassResult, trees: list[DraftTree], verdicts: list[Verdict], planned: int
+    ) -> None:
+        """Show every drafter what became of its rows, and how large a draft to prepare."""
+        going = [member for member in members if member.finish is None]
+        self._budgets = self._plan(going)
+        for drafter, places in _by_drafter(members).items():
+            seen = Observation(
+                result,
+                self.cache,
+                places,
+                [trees[b] for b in places],
+                [verdicts[b] for b in places],
+                [members[b].finish is None for b in places],
+                planned,
+                self._budgets.get(drafter, 1),
+            )
+            drafter.observe([members[b].row for b in places], seen)
+        for member, tree, verdict in zip(members, trees, verdicts, strict=True):
+            if tree.size > 1 and tree.log_probs is not None and member.row.rule == "match":
+                member.row.beliefs.learn(tree, verdict.path)
+
+    def _learn(
+        self,
+        members: list[_Member],
+        trees: list[DraftTree],
+        budgets: dict[Drafter, int],
+        timings: Timings,
+        prepare: float,
+    ) -> None:
+        """Take the step's times into the costs; ``budgets`` are those that were drafted with."""
+        costs, rows = self.speculation.costs, len(members)
+        sizes = [tree.size for tree in trees]
+        nodes = sum(sizes) if self.speculation.ragged else rows * max(sizes)
+        costs.saw_pass(1e3 * timings.forward, nodes, rows, _context(members))
+        costs.saw_rest(1e3 * (timings.verify + timings.commit - prepare), rows)
+        groups = _by_drafter(members)
+        if len(groups) > 1:
+            return  # whose draft took how long is not known
+        for drafter, places in groups.items():
+            if budgets.get(drafter, 1) > 1:
+                costs.saw_draft(1e3 * timings.draft, budgets[drafter], len(places))
+            live = sum(members[b].finish is None for b in places)
+            if live and (budget := self._budgets.get(drafter, 1)) > 1:
+                costs.saw_prepare(1e3 * prepare, live * drafter.depth_of(budget))
+
     @staticmethod
-    def _log_probs(output: PassResult, b: int, verdict: Verdict, tokens: tuple[int, ...]) -> tuple[float, ...]:
-        assert output.logits_BNV is not None
-        logits_NV = output.logits_BNV[b]
+    def _log_probs(logits_NV: Tensor, verdict: Verdict, tokens: tuple[int, ...]) -> tuple[float, ...]:
         nodes = torch.tensor(verdict.path[: len(tokens)], device=logits_NV.device)
         found: list[float] = log_probs(logits_NV[nodes], torch.tensor(tokens, device=logits_NV.device)).tolist()
         return tuple(found)
+
+
+def _by_drafter(members: Sequence[_Member]) -> dict[Drafter, list[int]]:
+    """Rows by their drafter."""
+    groups: dict[Drafter, list[int]] = {}
+    for b, member in enumerate(members):
+        groups.setdefault(member.drafter, []).append(b)
+    return groups
+
+
+def _context(members: Sequence[_Member]) -> float:
+    """Mean tokens in the rows' caches."""
+    return sum(len(member.row.tokens) for member in members) / max(1, len(members))
+
+
+def _gathered(result: PassResult, rows: Sequence[int]) -> tuple[Tensor, list[slice]]:
+    """The hidden states of some rows' nodes, one behind another, and where each row's lie."""
+    parts = [result.hidden_MD[result.nodes(b)] for b in rows]
+    ends = np.cumsum([len(part) for part in parts]).tolist()
+    return torch.cat(parts), [slice(end - len(part), end) for part, end in zip(parts, ends, strict=True)]

@@ -1,24 +1,21 @@
-"""Text over tokens: chunks of text from an engine's steps, stop strings, and what is left when a row ends.
+"""Text over tokens: chunks of text from a scheduler's steps, stop strings, and the result of a request.
 
-An end token and the tokens of a stop string are among ``token_ids``, since the target said them; neither is part of
+An end token and the tokens of a stop string are among ``token_ids``, since the target emitted them; neither is part of
 the text. So ``token_ids`` are the same however many tokens a step accepted.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Generator, Sequence
 from concurrent.futures import CancelledError
-from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from anabranch.engine import Engine, FinishReason, Request, Step
-from anabranch.errors import DeviceError
+from anabranch.engine import FinishReason, Request, Step
+from anabranch.methods.base import Drafter
+from anabranch.scheduler import Scheduler, Ticket
 from anabranch.stats import Stats
 
 __all__ = ["Chunk", "Detokenizer", "Generation", "generate", "stream"]
@@ -133,22 +130,22 @@ class Detokenizer:
         return new
 
 
-class _Row:
-    """One request while it is decoded. ``clock`` are the seconds spent decoding, without those of who listens."""
+class _Text:
+    """The text of one request while it is decoded."""
 
-    def __init__(self, request: Request, tokenizer: Any, stop: Sequence[str], clock: float) -> None:
-        self.request, self.began = request, clock
+    def __init__(self, ticket: Ticket, tokenizer: Any, stop: Sequence[str]) -> None:
+        self.ticket = ticket
         self.detokenizer = Detokenizer(tokenizer, stop)
         self.stats = Stats()
         self.tokens: list[int] = []
         self.sources: list[str] = []
         self.log_probs: list[float] = []
 
-    def take(self, step: Step, clock: float) -> Chunk:
+    def take(self, step: Step) -> Chunk:
         """Count a step; returns its chunk, with the result if it was the last."""
         # the end token has no text, whether its tokenizer calls it special or not
-        spoken = step.tokens[:-1] if step.finish == "stop" else step.tokens
-        text = self.detokenizer.add(spoken)
+        shown = step.tokens[:-1] if step.finish == "stop" else step.tokens
+        text = self.detokenizer.add(shown)
         finish, kept = step.finish, len(step.tokens)
         if self.detokenizer.stopped:
             finish, kept = "stop", self.detokenizer.kept - len(self.tokens)
@@ -160,89 +157,83 @@ class _Row:
         self.sources += sources
         self.log_probs += log_probs or ()
         self.stats.add(step, kept)
-        self.stats.seconds = clock - self.began
+        self.stats.seconds, self.stats.prefill_seconds = self.ticket.seconds, self.ticket.prefill_seconds
         return Chunk(text, tokens, sources, step, log_probs, None if finish is None else self._result(finish))
 
     def _result(self, reason: FinishReason) -> Generation:
-        log_probs = self.log_probs if self.request.log_probs else None
-        prompt = list(self.request.prompt_ids)
+        request = self.ticket.request
+        self.stats.prefill_tokens = len(request.prompt_ids) - 1 - self.ticket.reused
+        log_probs = self.log_probs if request.log_probs else None
+        prompt = list(request.prompt_ids)
         return Generation(self.detokenizer.text, self.tokens, reason, self.stats, prompt, self.sources, log_probs)
 
 
-def _run(
-    engine: Engine, requests: Sequence[Request], tokenizer: Any, stop: Sequence[str]
-) -> Generator[tuple[int, Chunk], None, None]:
-    """Chunks of all requests as they come, each with the index of its request."""
-    waiting = deque(enumerate(requests))
-    rows: dict[int, tuple[int, _Row]] = {}
-    away = 0.0  # spent by who listens, which is not decoding
-    try:
-        while waiting or rows:
-            while waiting and engine.active < engine.rows:
-                index, request = waiting.popleft()
-                began = time.perf_counter()
-                row = _Row(request, tokenizer, stop, began - away)
-                rows[engine.add(request)] = index, row
-                row.stats.prefill_seconds = time.perf_counter() - began
-                row.stats.prefill_tokens = len(request.prompt_ids) - 1
-            for step in engine.step():
-                index, row = rows[step.row]
-                chunk = row.take(step, time.perf_counter() - away)
-                if chunk.result is not None:
-                    del rows[step.row]
-                    engine.remove(step.row)
-                left = time.perf_counter()
-                yield index, chunk
-                away += time.perf_counter() - left
-    except torch.OutOfMemoryError as error:
-        raise DeviceError(
-            f"{engine.target.device} has no memory left for this; use a shorter prompt, fewer rows, a smaller tree "
-            "or device='cpu'"
-        ) from error
-    finally:
-        # whoever stops listening, or an error on the way: the rows go back
-        for key in rows:
-            engine.remove(key)
-
-
-def generate(
-    engine: Engine,
-    requests: Sequence[Request],
-    tokenizer: Any,
-    *,
-    stop: Sequence[str] = (),
-    cancelled: threading.Event | None = None,
-) -> list[Generation]:
-    """Decode all requests, as many at a time as the engine has rows; results in the order of the requests.
-
-    Raises InputError or CapabilityError for a request that cannot be served, before any is decoded, and CancelledError
-    after the step during which ``cancelled`` is set.
-    """
-    for request in requests:
-        engine.check(request)
-    found = {}
-    # nobody listens between steps, so once is enough
-    with engine.target.decoding(), closing(_run(engine, requests, tokenizer, stop)) as run:
-        for index, chunk in run:
-            if cancelled is not None and cancelled.is_set():
-                raise CancelledError
-            found[index] = chunk.result
-    results = [found[index] for index in range(len(requests))]
-    return [result for result in results if result is not None]
-
-
 def stream(
-    engine: Engine, request: Request, tokenizer: Any, *, stop: Sequence[str] = ()
+    scheduler: Scheduler, request: Request, drafter: Drafter, tokenizer: Any, *, stop: Sequence[str] = ()
 ) -> Generator[Chunk, None, None]:
     """Chunks of one request as they come. Closing the generator cancels the request and frees its row.
 
     Raises InputError or CapabilityError for a request that cannot be served, at once and not with the first chunk.
     """
-    engine.check(request)
-    return _chunks(_run(engine, [request], tokenizer, stop))
+    return _chunks(scheduler, scheduler.submit(request, drafter), tokenizer, stop)
 
 
-def _chunks(run: Generator[tuple[int, Chunk], None, None]) -> Generator[Chunk, None, None]:
-    with closing(run):
-        for _, chunk in run:
+def _chunks(scheduler: Scheduler, ticket: Ticket, tokenizer: Any, stop: Sequence[str]) -> Generator[Chunk, None, None]:
+    text = _Text(ticket, tokenizer, stop)
+    try:
+        for step in scheduler.steps(ticket):
+            chunk = text.take(step)
+            if chunk.result is not None:
+                scheduler.cancel(ticket)  # a stop string ends the text before the target does
             yield chunk
+            if chunk.result is not None:
+                return
+    finally:
+        scheduler.cancel(ticket)
+
+
+def generate(
+    scheduler: Scheduler,
+    requests: Sequence[Request],
+    drafter: Drafter,
+    tokenizer: Any,
+    *,
+    stop: Sequence[str] = (),
+    rows: int = 8,
+    cancelled: threading.Event | None = None,
+) -> list[Generation]:
+    """Decode all requests, at most ``rows`` of them at a time; results in the order of the requests.
+
+    Raises InputError or CapabilityError for a request that cannot be served, before any is decoded, and CancelledError
+    after the step during which ``cancelled`` is set.
+    """
+    for request in requests:
+        scheduler.check(request, drafter)
+    waiting, running = deque(enumerate(requests)), deque[tuple[int, Ticket, _Text]]()
+    found: dict[int, Generation] = {}
+    try:
+        with scheduler.target.decoding():  # once for all ticks
+            while waiting or running:
+                while waiting and len(running) < rows:
+                    index, request = waiting.popleft()
+                    ticket = scheduler.submit(request, drafter)
+                    running.append((index, ticket, _Text(ticket, tokenizer, stop)))
+                if not any(ticket.steps or ticket.done for _, ticket, _ in running):
+                    scheduler.advance(running[0][1])
+                for entry in list(running):
+                    index, ticket, text = entry
+                    result = None
+                    for step in scheduler.ready(ticket):
+                        result = text.take(step).result
+                        if result is not None:
+                            break
+                    if cancelled is not None and cancelled.is_set():
+                        raise CancelledError
+                    if result is not None:
+                        scheduler.cancel(ticket)
+                        found[index] = result
+                        running.remove(entry)
+    finally:
+        for _, ticket, _ in running:
+            scheduler.cancel(ticket)
+    return [found[index] for index in range(len(requests))]

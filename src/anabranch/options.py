@@ -9,7 +9,7 @@ from typing import TypedDict
 
 from anabranch.engine import Request
 from anabranch.errors import InputError
-from anabranch.methods import check_spec
+from anabranch.methods import Spec, parse_spec
 from anabranch.model.load import Target
 from anabranch.sampling import LogitsProcessor, SamplingParams
 from anabranch.verify import Rule
@@ -29,7 +29,7 @@ class Keywords(TypedDict, total=False):
     seed: int
     stop: str | Sequence[str] | None
     ignore_eos: bool
-    drafter: str | None
+    drafter: str | Spec | None
     rule: Rule
     log_probs: bool
     processors: Sequence[LogitsProcessor]
@@ -50,7 +50,7 @@ class Options:
     seed: int = 0
     stop: str | Sequence[str] | None = ()
     ignore_eos: bool = False
-    drafter: str | None = None
+    drafter: str | Spec | None = None
     rule: Rule = "match"
     log_probs: bool = False
     processors: Sequence[LogitsProcessor] = ()
@@ -67,7 +67,7 @@ class Options:
         if self.rule not in ("match", "rejection"):
             raise InputError(f"rule must be 'match' or 'rejection', got {self.rule!r}")
         if self.drafter is not None:
-            check_spec(self.drafter)
+            parse_spec(self.drafter)
         if not isinstance(self.stop, str | Sequence | None) or any(
             not isinstance(text, str) or not text for text in self.stops
         ):

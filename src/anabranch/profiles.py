@@ -1,8 +1,7 @@
-"""Which drafter ``drafter="auto"`` means for a machine, target and adapter.
+"""What steps cost on this machine: measured by ``anabranch tune``, or else when a model is loaded, and kept.
 
-``anabranch tune`` writes a profile with the drafter that it found. Without one, the costs of forward passes are
-measured when a model is loaded, and kept. Both files are named after the hash of everything that the measurement
-depends on, so those of another machine, another number of threads or another version are not found.
+Both files are named after the hash of everything that the measurement depends on, so those of another machine, another
+number of threads or another version are not found.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date
@@ -18,42 +18,23 @@ from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakSet
 
-import numpy as np
 import torch
 
 from anabranch.adapters.folder import LoadedAdapter
-from anabranch.costs import PassCosts, known_costs, pass_costs, usual_costs
-from anabranch.errors import CapabilityError, FileError, InputError, PerformanceWarning, one_line
+from anabranch.costs import Costs, PassCosts, StepCosts, costs_of, known_costs
+from anabranch.errors import FileError, InputError, PerformanceWarning, one_line
 from anabranch.files import cache_home, write_atomically
 from anabranch.jsonfiles import read_json
-from anabranch.methods import AUTO, StepCosts, check_spec, with_costs
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import Target
 from anabranch.processor import processor_name
 
-__all__ = ["Choice", "Situation", "explain", "find_profile", "resolve", "save_profile"]
+__all__ = ["Known", "Situation", "find_profile", "save_profile", "settle"]
 
-FORMAT = 2
+FORMAT = 3
 DAYS = 30  # after which costs are measured again
-Origin = Literal["given", "tuned", "measured when loaded", "remembered", "typical", "default on a GPU"]
-# what "auto" may mean where nobody tuned: rows that a pass verifies, and tokens that it emits on prompts of many kinds
-# (as replayed for benchmarks/tune-bf16-epyc-avx512-2cores-2026-11-22.json)
-USUAL = {
-    "none": (1, 1.0),
-    "prompt_lookup:tokens=2": (3, 1.427),
-    "prompt_lookup:tokens=3": (4, 1.499),
-    "streams:tree=4+prompt_lookup": (4, 2.255),
-    "streams:tree=5+prompt_lookup": (5, 2.465),
-    "streams:tree=6+prompt_lookup": (6, 2.616),
-    "streams:tree=8+prompt_lookup": (8, 2.776),
-    "streams:tree=10+prompt_lookup": (10, 2.902),
-    "streams:tree=12+prompt_lookup": (12, 3.004),
-    "streams:tree=16+prompt_lookup": (16, 3.178),
-    "streams:tree=20+prompt_lookup": (20, 3.279),
-    "streams:tree=24+prompt_lookup": (24, 3.308),
-}
-
-_warned: WeakSet[Decoder] = WeakSet()  # targets whose costs could not be measured, which was said
+Origin = Literal["tuned", "measured when loaded", "remembered", "typical", "default on a GPU"]
+_warned: WeakSet[Decoder] = WeakSet()  # targets whose costs could not be measured, and a warning said so
 
 
 @dataclass(frozen=True)
@@ -71,7 +52,7 @@ class Situation:
     torch: str
 
     @staticmethod
-    def of(target: Target, adapter: LoadedAdapter | None) -> Situation:
+    def of(target: Target, adapters: Sequence[LoadedAdapter] = ()) -> Situation:
         """Of a target as it is loaded (and packed) here."""
         decoder = target.decoder
         on_gpu = decoder.device.type == "cuda"
@@ -81,7 +62,7 @@ class Situation:
             here = "unreleased"
         return Situation(
             fingerprint=target.fingerprint,
-            adapter="" if adapter is None else str(adapter.record["sha256"]),
+            adapter="+".join(sorted(str(adapter.record["sha256"]) for adapter in adapters)),
             dtype=str(decoder.dtype).removeprefix("torch.") if target.quantize == "none" else target.quantize,
             device=torch.cuda.get_device_name(decoder.device) if on_gpu else "cpu",
             processor=processor_name(),
@@ -92,11 +73,11 @@ class Situation:
         )
 
     def path(self) -> Path:
-        """Where its profile lies."""
+        """The file of its profile."""
         return cache_home() / "profiles" / f"{self._hash()}.json"
 
     def costs_path(self) -> Path:
-        """Where the costs of forward passes are kept that were measured at load."""
+        """The file of the costs that were measured when a model was loaded."""
         return cache_home() / "costs" / f"{self._hash()}.json"
 
     def _hash(self) -> str:
@@ -104,11 +85,17 @@ class Situation:
         return hashlib.sha256(named.encode()).hexdigest()[:16]
 
 
-def save_profile(situation: Situation, drafter: str, record: dict[str, Any]) -> Path:
-    """Write what was chosen and why; returns where. Raises FileError if the cache folder cannot be written."""
+def save_profile(situation: Situation, *, costs: Mapping[str, str], drafter: str, record: Mapping[str, Any]) -> Path:
+    """Write what was measured; returns where. Raises FileError if the cache folder cannot be written.
+
+    costs    "pass": milliseconds by nodes; "draft": of a draft for one row by nodes drafted; "prepare": of what follows
+             the pass by depth; each as ``StepCosts`` reads it
+    drafter  the fastest drafter for one prompt at a time
+    record   whatever else is worth keeping
+    """
     path = situation.path()
+    whole = {"format": FORMAT, "costs": dict(costs), "drafter": drafter, "situation": situation.__dict__, **record}
     try:
-        whole = {"format": FORMAT, "drafter": drafter, "situation": situation.__dict__, **record}
         write_atomically(path, json.dumps(whole, indent=1) + "\n")
     except OSError as error:
         raise FileError(
@@ -118,141 +105,115 @@ def save_profile(situation: Situation, drafter: str, record: dict[str, Any]) -> 
 
 
 def find_profile(situation: Situation) -> dict[str, Any] | None:
-    """The profile of this situation, if there is one. Raises FileError where it is damaged."""
+    """The profile of this situation, if there is one. Raises FileError for a damaged one."""
     path = situation.path()
     if not path.is_file():
         return None
     advice = "delete it, or run 'anabranch tune' again"
     found = read_json(path, advice)
     try:
-        check_spec(found["drafter"])
-        for costs in dict(found.get("costs") or {}).values():
+        _ = str(found["drafter"])
+        for costs in dict(found["costs"]).values():
             StepCosts.parse(costs)
-    except (AttributeError, KeyError, TypeError, ValueError, InputError, CapabilityError) as error:
+        _ = found["costs"]["pass"]
+    except (AttributeError, KeyError, TypeError, ValueError, InputError) as error:
         raise FileError(f"{path} is no profile ({one_line(error)}); {advice}") from error
     return found
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What a drafter specification means here.
+class Known:
+    """What steps cost here, and how that is known.
 
-    drafter  the specification in full
-    origin   "given": it did not ask for a choice; "tuned": from the profile of ``anabranch tune``; "measured when
-             loaded" or "remembered": from costs of forward passes that were measured now or by an earlier load;
-             "typical": from typical costs; "default on a GPU": nothing is measured there
-    when     date of the measurement (ISO), where there was one
-    busy     the machine was too busy to measure now
+    origin  "tuned": by ``anabranch tune``; "measured when loaded" or "remembered": passes were timed now or by an
+            earlier load; "typical": typical costs; "default on a GPU": nothing was measured there yet
+    when    date of the measurement (ISO), if there was one
     """
 
-    drafter: str
+    costs: Costs
     origin: Origin
     when: str = ""
-    busy: bool = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether the machine was too busy to measure."""
+        return self.origin == "typical"
 
     @property
     def sentence(self) -> str:
-        """Why it is this drafter, for ``anabranch info`` and the like."""
+        """How it is known, for ``anabranch info`` and the like."""
         return {
-            "given": "given by name",
-            "tuned": "found by anabranch tune" + (f" on {self.when}" if self.when else ""),
-            "measured when loaded": "chosen from the cost of forward passes, measured when the model was loaded",
-            "remembered": f"chosen from the cost of forward passes, measured on {self.when}",
-            "typical": "chosen from typical costs: the machine was too busy to measure; run 'anabranch tune' when "
-            "nothing else runs",
-            "default on a GPU": "the default on a GPU; 'anabranch tune' measures",
+            "tuned": "costs measured by anabranch tune" + (f" on {self.when}" if self.when else ""),
+            "measured when loaded": "costs of forward passes measured when the model was loaded",
+            "remembered": f"costs of forward passes measured on {self.when}",
+            "typical": "typical costs: the machine was too busy to measure; run 'anabranch tune' when it is idle",
+            "default on a GPU": "costs measured while decoding",
         }[self.origin]
 
 
-def resolve(spec: str, target: Target, adapter: LoadedAdapter | None) -> str:
-    """The drafter that ``spec`` means here, in full; see ``explain``."""
-    return explain(spec, target, adapter).drafter
+def settle(target: Target, adapters: Sequence[LoadedAdapter] = ()) -> Known:
+    """Know what steps of a target cost: from its profile, from an earlier load, or measured now.
 
-
-def explain(spec: str, target: Target, adapter: LoadedAdapter | None) -> Choice:
-    """What ``spec`` means here, and why: "auto" is the profile's drafter; without a profile, what ``usual`` says.
-
-    A ``tree=auto`` without costs takes those of the profile, else those measured. Warns (PerformanceWarning) where the
-    machine is too busy to measure and no earlier measurement is kept.
+    Warns (PerformanceWarning) where the machine is too busy to measure and no earlier measurement is kept.
     """
-    if spec != AUTO and "tree=auto" not in spec:
-        return Choice(spec, "given")
-    situation = Situation.of(target, adapter)
-    profile = find_profile(situation)
-    if spec == AUTO and profile is not None:
-        return Choice(str(profile["drafter"]), "tuned", str(profile.get("date", "")))
-    if spec != AUTO:
-        costs = (profile or {}).get("costs", {}).get("streams+prompt_lookup" if "+" in spec else "streams")
-        if costs is not None:
-            return Choice(with_costs(spec, StepCosts.parse(costs)), "tuned", str((profile or {}).get("date", "")))
-        if "costs=" in spec:
-            return Choice(spec, "given")
+    situation = Situation.of(target, adapters)
+    if (profile := find_profile(situation)) is not None:
+        tables = {name: StepCosts.parse(text) for name, text in profile["costs"].items()}
+        costs = Costs.tuned(tables["pass"], tables.get("draft"), tables.get("prepare"))
+        return Known(costs, "tuned", str(profile.get("date", "")))
     if target.decoder.device.type != "cpu":
-        return Choice(usual(target.decoder, streams=adapter is not None) if spec == AUTO else spec, "default on a GPU")
-    origin, when = _settle(target, situation)
-    chosen = usual(target.decoder, streams=adapter is not None) if spec == AUTO else spec
+        return Known(costs_of(target.decoder), "default on a GPU")
+    origin, when = _know_passes(target, situation)
     if origin == "typical" and target.decoder not in _warned:
         _warned.add(target.decoder)
         warnings.warn(
-            f"the machine is too busy to measure which drafts are fastest, so {spec!r} assumes typical costs"
-            + (f" and means {chosen!r}" if spec == AUTO else "")
-            + "; run 'anabranch tune' when nothing else runs",
+            "the machine is too busy to measure what forward passes cost, so drafts are sized by typical costs; run "
+            "'anabranch tune' when it is idle",
             PerformanceWarning,
             stacklevel=2,
         )
-    return Choice(chosen, origin, when, busy=origin == "typical")
+    return Known(costs_of(target.decoder), origin, when)
 
 
-def _settle(target: Target, situation: Situation) -> tuple[Origin, str]:
-    """Know what forward passes of a target cost: from an earlier load, else measured; returns where from, and when."""
+def _know_passes(target: Target, situation: Situation) -> tuple[Origin, str]:
+    """Know what passes of a target cost, from an earlier load or measured now; returns from where, and when."""
     path = replace(situation, adapter="").costs_path()  # adapters do not change what a pass of the target costs
     kept = _kept_costs(path)
     today = date.today()
     if kept is not None and (today - kept[1]).days <= DAYS:
-        known_costs(target.decoder, PassCosts(kept[0]))
+        known_costs(target.decoder, kept[0])
         return "remembered", kept[1].isoformat()
     found = known_costs(target.decoder)
     if not found.busy:
-        _keep_costs(path, found.costs, today, target.decoder, situation)
+        _keep_costs(path, found, today, situation)
         return "measured when loaded", today.isoformat()
     if kept is not None:
-        known_costs(target.decoder, PassCosts(kept[0]))
+        known_costs(target.decoder, kept[0])
         return "remembered", kept[1].isoformat()
     return "typical", ""
 
 
-def _kept_costs(path: Path) -> tuple[StepCosts, date] | None:
-    """Costs of forward passes that an earlier load measured, and when; None if there are none that can be read."""
+def _kept_costs(path: Path) -> tuple[PassCosts, date] | None:
+    """Costs of passes that an earlier load measured, and when; None if there are none that can be read."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return StepCosts.parse(found["costs"]), date.fromisoformat(found["date"])
+        costs = StepCosts.parse(found["costs"])
+        row, node = float(found["row_ms"]), float(found["node_ms"])
+        if not 0 <= row + node < 1e6:
+            return None
+        return PassCosts(costs, row_ms=row, node_ms=node), date.fromisoformat(found["date"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):  # ValueError: InputError too
         return None
 
 
-def _keep_costs(path: Path, costs: StepCosts, when: date, target: Decoder, situation: Situation) -> None:
-    """Keep measured costs for later loads, where the cache folder can be written; and what they make of auto."""
+def _keep_costs(path: Path, found: PassCosts, when: date, situation: Situation) -> None:
+    """Keep measured costs for later loads, where the cache folder can be written."""
     record = {
-        "costs": str(costs),
+        "costs": str(found.costs),
+        "row_ms": found.row_ms,
+        "node_ms": found.node_ms,
         "date": when.isoformat(),
         "situation": situation.__dict__,
-        "drafter": usual(target, streams=bool(situation.adapter)),
     }
     with suppress(OSError):  # otherwise the next load measures again
         write_atomically(path, json.dumps(record) + "\n")
-
-
-def usual(target: Decoder, *, streams: bool) -> str:
-    """The drafter of ``USUAL`` with the most expected tokens a second, from the costs of passes; on a GPU the largest.
-
-    ``streams`` says whether there is an adapter.
-    """
-    if target.device.type != "cpu":
-        return "streams+prompt_lookup" if streams else "prompt_lookup"
-    alone, whole = pass_costs(target), usual_costs(target)
-
-    def rate(spec: str) -> float:
-        rows, tokens = USUAL[spec]
-        return tokens / float((whole if "streams" in spec else alone)(np.array(rows)))
-
-    return max((spec for spec in USUAL if streams or "streams" not in spec), key=rate)

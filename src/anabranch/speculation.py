@@ -1,14 +1,14 @@
-"""How much is speculated: at every step the draft nodes of all rows are chosen together, by expected tokens a millisecond.
+"""How much is speculated: at every step, the draft nodes of all rows together that give the most expected tokens per ms.
 
 A step that verifies k draft nodes besides the R rows' roots emits R + P_k tokens in expectation, where P_k sums the k
 largest acceptance probabilities (``methods.beliefs``), and takes ms(R + k). Chosen is the k of the greatest
 
     (R + P_k) / ms(R + k)
 
-so a node has to bring more tokens a millisecond than the step does without it. Before that, the same is asked of the
-draft: how many nodes are worth drafting, given what drafting and preparing a draft cost and what the nodes have been worth
-lately. Nothing at all is one of the answers; then a step is a step of plain decoding, and one step after the load has
-fallen, drafts are back.
+so a node has to add more tokens per millisecond than the step has without it. Before that, the same is asked of the
+draft: how many nodes are worth drafting, given the cost of drafting and of preparing a draft, and what the nodes were
+worth recently. None is one of the answers; the step is then plain decoding, and drafts are back one step after the load
+has fallen.
 
 Whatever is chosen, *matching* emits the same text. (Against a running average of tokens a millisecond, which would be
 right if the difficulty of a text did not persist, replays were no faster: docs/tuning.md.)
@@ -118,7 +118,11 @@ class Speculation:
         return 1
 
     def choose(
-        self, rows: Sequence[Row], drafters: Sequence[Drafter], trees: Sequence[DraftTree], budgets: Mapping[Drafter, int]
+        self,
+        rows: Sequence[Row],
+        drafters: Sequence[Drafter],
+        trees: Sequence[DraftTree],
+        budgets: Mapping[Drafter, int],
     ) -> list[DraftTree]:
         """The trees that are verified: of adaptive drafters' trees the nodes that pay, of others all.
 
@@ -133,7 +137,7 @@ class Speculation:
             drafted = [beliefs[b][1:] for b in open_rows if drafters[b] is drafter]
             if any(drafted):
                 self.lately(drafter).learn(drafted, budgets[drafter])
-        every = sorted((-p for b in open_rows for p in beliefs[b][1:]))
+        every = sorted(-p for b in open_rows for p in beliefs[b][1:])
         if not every:
             return found
         context = sum(len(row.tokens) for row in rows) / len(rows)

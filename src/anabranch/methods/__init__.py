@@ -28,7 +28,7 @@ __all__ = [
     "resolve_spec",
 ]
 
-_registry: tuple[Method, ...] = (none.METHOD, prompt_lookup.METHOD, streams.METHOD)
+_registry: tuple[Method, ...] = (none.METHOD, streams.METHOD, prompt_lookup.METHOD)
 
 
 def methods() -> tuple[Method, ...]:

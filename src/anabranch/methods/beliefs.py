@@ -1,8 +1,8 @@
 """What a row's drafts are believed to be worth, corrected by what was accepted.
 
-A drafter states for each node the probability that it is accepted (``DraftTree.log_probs``). Each source ("stream 2",
-"prompt_lookup") is compared with what the target accepted from it, and its statements are multiplied by the ratio of the two. The
-corrected probabilities depend only on the row's own drafts and text: another decoding of the same row finds the same.
+A drafter states for each node the probability that it is accepted (``DraftTree.log_probs``). For each source of nodes,
+the stated probabilities are compared with what the target accepted, and multiplied by the ratio of the two. The corrected
+probabilities depend only on the row's own drafts and text: decoding the same row again gives the same.
 
 N nodes of a tree.
 """
@@ -56,7 +56,7 @@ class Beliefs:
 
 
 def best_nodes(tree: DraftTree, beliefs: Sequence[float], count: int) -> DraftTree:
-    """The tree's ``count`` most probable nodes. The sort is stable: between equals the parent, which precedes, stays."""
+    """The ``count`` most probable nodes of a tree; between equals the earlier one, hence the parent."""
     if tree.size <= count:
         return tree
     best = sorted(range(tree.size), key=beliefs.__getitem__, reverse=True)[:count]

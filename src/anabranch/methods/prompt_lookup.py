@@ -7,8 +7,8 @@ occurrence are the draft. It needs no model.
 
 The acceptance probability depends above all on the length of the match. A confirmed token makes the match longer, so
 that of a draft is a(n) a(n + 1) a(n + 2) ..., where a(n) is the share of matches of n tokens whose continuation was
-right. It is counted at every position of the completion, whether or not a draft was verified there, so it depends on the
-text alone and a replay reproduces it.
+right. It is counted at every position of the completion, whether or not a draft was verified there, so it depends on
+the text alone and a replay reproduces it.
 """
 
 from __future__ import annotations

@@ -37,7 +37,9 @@ class Settings:
             key, equals, value = item.partition("=")
             if key not in known or not equals:
                 allowed = ", ".join(known) or "none"
-                raise InputError(f"the drafter {method!r} has no setting {item!r}; settings are {allowed}, as name=value")
+                raise InputError(
+                    f"the drafter {method!r} has no setting {item!r}; settings are {allowed}, as name=value"
+                )
             key, value = cls.alias(key, value)
             if key in found:
                 raise InputError(f"the drafter {method!r} has the setting {key!r} twice; give it once")
@@ -69,7 +71,9 @@ class Settings:
     def __str__(self) -> str:
         """What ``parse`` reads: the settings that differ from their defaults."""
         given = [(field.name, getattr(self, field.name)) for field in fields(self)]
-        changed = [(name, value) for (name, value), field in zip(given, fields(self), strict=True) if value != field.default]
+        changed = [
+            (name, value) for (name, value), field in zip(given, fields(self), strict=True) if value != field.default
+        ]
         return ",".join(f"{name}={_written(value)}" for name, value in changed)
 
     @property

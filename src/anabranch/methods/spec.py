@@ -1,11 +1,11 @@
 """A drafter's specification as a value: parsed once where text comes in, printed back to the same text.
 
-    none
-    prompt_lookup:tokens=10,ngram=3
-    streams:tree=32,prune=16
-    streams:tree=auto                  the load decides how many nodes are drafted and verified, none at all included
-    streams+prompt_lookup              their trees merged under one node budget
-    auto                               every method that is a default and has its trained module, as the load decides
+none
+prompt_lookup:tokens=10,ngram=3
+streams:tree=32,prune=16
+streams:tree=auto                  the load decides how many nodes are drafted and verified, none at all included
+streams+prompt_lookup              their trees merged under one node budget
+auto                               every method that is a default and has its trained module, as the load decides
 """
 
 from __future__ import annotations
@@ -105,9 +105,7 @@ def resolve(spec: Spec, modules: Sequence[nn.Module | None], registry: Sequence[
 def build(spec: Spec, target: Decoder, modules: Sequence[nn.Module | None]) -> Drafter:
     """The drafter of a resolved specification. Raises CapabilityError for one that cannot be had here."""
     assert not spec.auto, "auto is resolved first"
-    drafters = [
-        part.method.build(target, part.settings, module_of(part.method, modules)) for part in spec.parts
-    ]
+    drafters = [part.method.build(target, part.settings, module_of(part.method, modules)) for part in spec.parts]
     if len(drafters) == 1:
         return drafters[0]
     budgets = [part.settings.budget for part in spec.parts]

@@ -53,7 +53,7 @@ class Cache:
                 f"the cache for {rows} row(s) of {capacity} tokens needs {gib:.1f} GiB on {device}, more than is free; "
                 "use fewer rows, a shorter prompt or a smaller max_new_tokens"
             ) from error
-        self.rows = rows
+        self.config, self.rows = config, rows
         self.capacity = capacity
         self.graphs = Graphs()  # of what reads and writes these rows
         self._kernels = kernels
@@ -71,7 +71,7 @@ class Cache:
         """Positions that the widest row takes, this step's tree included."""
         return max(self.lengths) + self._width
 
-    # -- rows enter and leave ---------------------------------------------------------------------
+    # -- rows join and leave ---------------------------------------------------------------------
     def add_row(self) -> int:
         """Take the next free row; returns its slot."""
         if self.count >= self.rows:
@@ -89,6 +89,53 @@ class Cache:
             self.lengths[slot] = self.lengths[last]
         self.lengths.pop()
         return last
+
+    def move_row(self, source: int, slot: int) -> None:
+        """Copy what ``source`` holds into ``slot``, which is overwritten."""
+        self.fork(source, slot, self.lengths[source])
+        self.lengths[slot] = self.lengths[source]
+
+    def fork(self, source: int, slot: int, length: int) -> None:
+        """Copy the first ``length`` tokens that lie in ``source`` to ``slot``; neither need be in use.
+
+        Whoever takes ``slot`` into use sets its length.
+        """
+        if source != slot:
+            self.keys[:, slot, :, :length] = self.keys[:, source, :, :length]
+            self.values[:, slot, :, :length] = self.values[:, source, :, :length]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values."""
+        return 2 * self.keys.element_size() * self.keys.shape[0] * self.keys.shape[2] * self.keys.shape[4]
+
+    def taken(self, slot: int, length: int) -> tuple[Tensor, Tensor]:
+        """Copies of the first ``length`` tokens' keys and values in a slot [layers, K, length, E]."""
+        return self.keys[:, slot, :, :length].clone(), self.values[:, slot, :, :length].clone()
+
+    def put(self, slot: int, keys: Tensor, values: Tensor) -> None:
+        """Write keys and values as ``taken`` returns them to the beginning of a slot."""
+        self.keys[:, slot, :, : keys.shape[2]], self.values[:, slot, :, : keys.shape[2]] = keys, values
+
+    def resized(self, rows: int, capacity: int) -> Cache:
+        """A cache of another size with the rows that are in use, and what lies in the slots that both have.
+
+        Raises DeviceError where memory does not suffice; this cache stays as it is.
+        """
+        made = Cache(
+            self.config,
+            rows=rows,
+            capacity=capacity,
+            dtype=self.keys.dtype,
+            device=self.keys.device,
+            kernels=self._kernels,
+        )
+        slots, span = min(rows, self.rows), min(capacity, self.capacity)
+        assert self.count <= rows
+        made.keys[:, :slots, :, :span] = self.keys[:, :slots, :, :span]
+        made.values[:, :slots, :, :span] = self.values[:, :slots, :, :span]
+        made.lengths = list(self.lengths)
+        return made
 
     # -- one step ---------------------------------------------------------------------------------
     def begin(self, width: int, slots: slice) -> None:

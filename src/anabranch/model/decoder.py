@@ -43,8 +43,8 @@ __all__ = ["Block", "Decoder", "Entry", "Inputs", "Nodes", "Pass", "PassResult",
 class Inputs:
     """The nodes of one pass, those of the first row first: tokens and parents [M], and how many each row has [B].
 
-    Parents are counted within a row and precede their children; -1: none. A row of 0 nodes takes no part. Where all rows
-    need one width, they are padded at the end ([B, N]): a padding node sees itself alone, and nobody sees it.
+    Parents are counted within a row and precede their children; -1: none. A row of 0 nodes takes no part. Where all
+    rows need one width, they are padded at the end ([B, N]): a padding node sees itself alone, and nobody sees it.
     """
 
     tokens_M: NDArray[np.int64]
@@ -56,7 +56,9 @@ class Inputs:
         """The trees of one step."""
         if len(trees) == 1:
             return Inputs(trees[0].tokens, trees[0].parents, (trees[0].size,))
-        tokens, parents = (np.concatenate(x) for x in zip(*((tree.tokens, tree.parents) for tree in trees), strict=True))
+        tokens, parents = (
+            np.concatenate(x) for x in zip(*((tree.tokens, tree.parents) for tree in trees), strict=True)
+        )
         return Inputs(tokens, parents, [tree.size for tree in trees])
 
     @staticmethod
@@ -491,6 +493,11 @@ class Decoder(nn.Module):
     def dtype(self) -> torch.dtype:
         """The type of weights and activations."""
         return self.norm.weight.dtype
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the rows of a pass may differ in their number of nodes; otherwise they are padded to the widest."""
+        return self.stack is not None
 
     def rope(self) -> Rope:
         """The rotation tables, made on first use on the weights' device."""

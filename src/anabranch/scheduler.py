@@ -1,0 +1,386 @@
+"""Who decodes when: one scheduler above one engine, for every caller of a model.
+
+A tick: admit the next waiting request (first come, first served), read one chunk of one prompt, decode one step of all
+rows that are ready. So nobody waits for a neighbour's prompt longer than one chunk takes. A request that cannot share a
+pass with the rows in use (``Engine.fits``) waits until they are done, and so do those behind it.
+
+Prompts that begin like an earlier text are read from where they differ: the keys and values of rows that left are kept,
+the most recently used ones, up to ``prefix_bytes``.
+
+Safe for threads: any thread may submit, cancel and wait, and whoever waits runs the ticks for all.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from anabranch.costs import Costs
+from anabranch.engine import CHUNK, Engine, Request, Step
+from anabranch.errors import DeviceError
+from anabranch.memory import give_back
+from anabranch.methods.base import Drafter, Row
+from anabranch.model.decoder import Decoder
+from anabranch.speculation import Speculation
+
+__all__ = ["Scheduler", "Ticket"]
+
+ROWS = 64  # at a time at most, unless told otherwise
+SHARED_CHUNK = 64  # tokens of a prompt read at a time on a CPU while others decode
+SHORTEST = 16  # tokens that a shared beginning must have to be copied
+MIN_CAPACITY = 512
+POSITIONS = 8 * (MIN_CAPACITY + 64)  # of all rows that an idle cache may hold: 8 rows of the smallest capacity
+PREFIX_BYTES = 2**26
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request that was submitted.
+
+    seconds          spent in ticks while it had a row
+    prefill_seconds  of these, until its prompt was read
+    reused           prompt tokens whose keys and values were copied from an earlier text
+    error            why it ended early
+    """
+
+    request: Request
+    drafter: Drafter
+    row: int | None = None
+    done: bool = False
+    cancelled: bool = False
+    error: BaseException | None = None
+    seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    reused: int = 0
+    steps: deque[Step] = field(default_factory=deque)
+
+
+@dataclass
+class _Prefix:
+    """Keys and values [layers, K, n, E] of a text of n tokens."""
+
+    tokens: list[int]
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+
+class Scheduler:
+    """Decodes requests together, up to ``rows`` at a time.
+
+    rows          the most rows in use; the cache grows as they are needed
+    speculation   decides how much of adaptive drafters' drafts is verified
+    prefix_bytes  memory for the keys and values of texts that ended; None: 64 MiB, or an eighth of the weights if more;
+                  0: none are kept
+    """
+
+    def __init__(
+        self,
+        target: Decoder,
+        *,
+        rows: int = ROWS,
+        speculation: Speculation | None = None,
+        prefix_bytes: int | None = None,
+    ) -> None:
+        self.target, self.rows = target, rows
+        weights = sum(parameter.nbytes for parameter in target.parameters())
+        self.prefix_bytes = max(PREFIX_BYTES, weights // 8) if prefix_bytes is None else prefix_bytes
+        scaling = target.config.rope.scaling or {}
+        if scaling.get("rope_type", scaling.get("type")) in ("dynamic", "longrope"):
+            self.prefix_bytes = 0  # rotations depend on how long each text was planned to become
+        self._speculation = speculation
+        self.engine: Engine | None = None
+        self._waiting: deque[Ticket] = deque()
+        self._running: dict[int, Ticket] = {}
+        self._prefixes: list[_Prefix] = []  # the most recently used one last
+        self._mutex = threading.Lock()
+        self._ticked = threading.Condition(self._mutex)
+        self._ticking = False
+
+    def speculate(self, costs: Costs) -> None:
+        """Size adaptive drafts by these costs."""
+        self._speculation = Speculation(costs, ragged=self.target.ragged)
+        if self.engine is not None:
+            self.engine.speculate(self._speculation)
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is waiting or decoding."""
+        return bool(self._waiting or self._running)
+
+    # -- requests come and go ---------------------------------------------------------------------------
+    def submit(self, request: Request, drafter: Drafter) -> Ticket:
+        """Queue a request. Raises InputError or CapabilityError for one that cannot be served."""
+        Engine.refuse(self.target, request, drafter)
+        ticket = Ticket(request, drafter)
+        with self._mutex:
+            self._waiting.append(ticket)
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End a request; its row is free at once, or after the step that is running."""
+        with self._mutex:
+            if ticket.done:
+                return
+            ticket.cancelled = True
+            if not self._ticking:
+                self._sweep()
+
+    def _sweep(self) -> None:
+        """Let cancelled requests go. To be called by whoever ticks, or with the mutex held and nobody ticking."""
+        for ticket in [ticket for ticket in (*self._waiting, *self._running.values()) if ticket.cancelled]:
+            ticket.done = True
+            with suppress(ValueError):
+                self._waiting.remove(ticket)
+            if ticket.row is not None and self._running.pop(ticket.row, None) is not None:
+                assert self.engine is not None
+                self.engine.remove(ticket.row)
+
+    def check(self, request: Request, drafter: Drafter) -> None:
+        """Raise InputError or CapabilityError if ``request`` cannot be served."""
+        Engine.refuse(self.target, request, drafter)
+
+    def steps(self, ticket: Ticket) -> Iterator[Step]:
+        """The steps of a request as they are decoded, by this thread or another one that waits.
+
+        Raises what ended it early: NumericsError, DeviceError, or what its ``on_prompt`` raised.
+        """
+        while self.advance(ticket):
+            yield from self.ready(ticket)
+
+    def ready(self, ticket: Ticket) -> Iterator[Step]:
+        """The steps of a request that nobody has taken yet. Raises what ended it early."""
+        while ticket.steps:
+            yield ticket.steps.popleft()
+        if ticket.error is not None:
+            raise ticket.error
+
+    def advance(self, ticket: Ticket) -> bool:
+        """Decode until a request has steps, or has ended; returns whether there is anything to take."""
+        while True:
+            with self._mutex:
+                while not ticket.steps and not ticket.done and self._ticking:
+                    self._ticked.wait()
+                if ticket.steps or ticket.done:
+                    return bool(ticket.steps or ticket.error)
+                self._ticking = True
+            try:
+                self._tick()
+            finally:
+                with self._mutex:
+                    self._ticking = False
+                    self._ticked.notify_all()
+
+    def tick(self) -> list[tuple[Ticket, Step]]:
+        """Run one tick and return its steps; for a caller that submits and reads all requests itself."""
+        assert not self._ticking, "another thread is decoding; use steps"
+        return self._tick()
+
+    # -- a tick -----------------------------------------------------------------------------------------
+    def _tick(self) -> list[tuple[Ticket, Step]]:
+        began = time.perf_counter()
+        with self._mutex:
+            self._sweep()
+        reading = self._admit_and_read()
+        steps: list[tuple[Ticket, Step]] = []
+        if self.engine is not None:
+            try:
+                steps = [(self._running[step.row], step) for step in self.engine.step()]
+            except BaseException as error:
+                self._fail(error)
+                raise
+        seconds = time.perf_counter() - began
+        for ticket in {*self._running.values()}:
+            ticket.seconds += seconds
+            if ticket is reading:
+                ticket.prefill_seconds = ticket.seconds
+        with self._mutex:
+            for ticket, step in steps:
+                ticket.steps.append(step)
+                if step.finish is not None:
+                    ticket.done = True
+                    del self._running[step.row]
+        return steps
+
+    def _admit_and_read(self) -> Ticket | None:
+        """Read a chunk of the prompt whose turn it is; returns its request."""
+        if self.engine is None or self.engine.reading is None:
+            self._admit()
+        engine = self.engine
+        if engine is None or engine.reading is None:
+            return None
+        ticket = self._running[engine.reading]
+        alone = engine.active == 1 or self.target.device.type != "cpu"
+        began = time.perf_counter()
+        try:
+            engine.read(CHUNK if alone else SHARED_CHUNK)
+        except BaseException as error:
+            del self._running[ticket.row or 0]
+            self._end(ticket, error)
+            if not isinstance(error, Exception):
+                raise
+            return None
+        if engine.active == 1 or engine.reading is None:
+            ticket.prefill_seconds = ticket.seconds + time.perf_counter() - began
+        return ticket if engine.reading is not None else None
+
+    def _admit(self) -> None:
+        """Give the next waiting request a row, if there is one that it can share a pass with."""
+        while self._waiting:
+            ticket = self._waiting[0]
+            try:
+                engine = self._engine_for(ticket)
+                if engine is None:
+                    return
+                reused = self._reuse(engine, ticket)
+                ticket.row = engine.join(ticket.request, ticket.drafter, known=reused)
+            except Exception as error:
+                with self._mutex:
+                    self._waiting.popleft()
+                self._end(ticket, error)
+                continue
+            ticket.reused = reused
+            with self._mutex:
+                self._waiting.popleft()
+                self._running[ticket.row] = ticket
+            if engine.reading is not None:
+                return
+
+    def _engine_for(self, ticket: Ticket) -> Engine | None:
+        """The engine with room for a request; None where it has to wait."""
+        limit = self.target.config.max_positions
+        request = ticket.request
+        wanted = min(limit, max(MIN_CAPACITY, len(request.prompt_ids) + request.max_new_tokens))
+        capacity = min(limit, 1 << (wanted - 1).bit_length())
+        waiting = len(self._waiting)
+        if self.engine is None:
+            rows = min(self.rows, waiting)
+            self.engine = Engine(
+                self.target,
+                rows=rows,
+                capacity=capacity,
+                margin=ticket.drafter.margin,
+                speculation=self._speculation,
+                on_leave=self._keep,
+            )
+        engine = self.engine
+        if engine.active >= self.rows or not engine.fits(request, ticket.drafter):
+            return None
+        if not engine.active and (waiting > engine.rows or capacity > engine.capacity):
+            self._drop_cache()  # a cache that is too small goes before the larger one comes
+            return self._engine_for(ticket)
+        engine.reserve(min(self.rows, engine.active + waiting), capacity, ticket.drafter)
+        return engine
+
+    def _drop_cache(self) -> None:
+        """Let the engine go; what was learned of costs stays."""
+        assert self.engine is not None
+        self._speculation = self.engine.learned
+        self.engine = None
+
+    # -- what is kept ------------------------------------------------------------------------------------
+    def _keep(self, row: Row, slot: int) -> None:
+        """Keep the keys and values of a row that leaves."""
+        assert self.engine is not None
+        cache = self.engine.cache
+        length = cache.lengths[slot]
+        if length < SHORTEST or not self.prefix_bytes:
+            return
+        per_token = cache.token_bytes
+        if length * per_token > self.prefix_bytes:
+            return
+        tokens = row.tokens[:length]
+        # a text that continues a kept one replaces it
+        self._prefixes = [p for p in self._prefixes if p.tokens != tokens[: len(p.tokens)]]
+        kept = sum(prefix.nbytes for prefix in self._prefixes) + length * per_token
+        while kept > self.prefix_bytes:
+            kept -= self._prefixes.pop(0).nbytes
+        self._prefixes.append(_Prefix(tokens, *cache.taken(slot, length)))
+
+    def _reuse(self, engine: Engine, ticket: Ticket) -> int:
+        """Copy the longest beginning that a kept text, or a row in use, shares with a prompt; returns its length."""
+        if ticket.drafter.needs.prompt or not self.prefix_bytes:
+            return 0
+        prompt = list(ticket.request.prompt_ids)
+        slot, most = engine.cache.count, len(prompt) - 1
+        best, source = 0, None
+        for prefix in self._prefixes:
+            shared = min(most, _shared(prefix.tokens, prompt))
+            if shared >= max(best, 1):
+                best, source = shared, prefix
+        live, from_slot = engine.longest_shared(prompt[:most])
+        if max(best, live) < SHORTEST:
+            return 0
+        if live >= best:
+            engine.cache.fork(from_slot, slot, live)
+            return live
+        assert source is not None
+        self._prefixes.remove(source)
+        self._prefixes.append(source)
+        engine.cache.put(slot, source.keys[:, :, :best], source.values[:, :, :best])
+        return best
+
+    def settle(self) -> None:
+        """Free the cache if it is large and idle, except where captured graphs depend on it."""
+        with self._mutex:
+            engine = self.engine
+            if self._ticking or engine is None or self.busy or self.target.recorder is not None:
+                return
+            if engine.cache.rows * engine.cache.capacity > POSITIONS:
+                self._drop_cache()
+                del engine
+                give_back()
+
+    def close(self) -> None:
+        """Cancel everything and let go of the cache and of kept texts."""
+        with self._mutex:
+            for ticket in (*self._waiting, *self._running.values()):
+                ticket.cancelled = True
+            if not self._ticking:
+                self._sweep()
+            self.engine = None
+            self._prefixes.clear()
+
+    # -- errors ------------------------------------------------------------------------------------------
+    def _end(self, ticket: Ticket, error: BaseException) -> None:
+        with self._mutex:
+            ticket.error, ticket.done = _told(error, self.target.device), True
+
+    def _fail(self, error: BaseException) -> None:
+        """A step failed: nothing that was decoding can go on."""
+        assert self.engine is not None
+        self.engine.clear()
+        failed = list(self._running.values())
+        self._running.clear()
+        for ticket in failed:
+            self._end(ticket, error if isinstance(error, Exception) else DeviceError("decoding was interrupted"))
+
+
+def _told(error: BaseException, device: torch.device) -> BaseException:
+    if isinstance(error, torch.OutOfMemoryError):
+        made = DeviceError(
+            f"{device} has no memory left for this; use a shorter prompt, fewer rows, a smaller tree or device='cpu'"
+        )
+        made.__cause__ = error
+        return made
+    return error
+
+
+def _shared(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two texts begin with in common."""
+    count = 0
+    for mine, other in zip(a, b, strict=False):
+        if mine != other:
+            break
+        count += 1
+    return count
