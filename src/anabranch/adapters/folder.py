@@ -170,7 +170,7 @@ def find_adapters(target: Target, folders: Sequence[Path] = ()) -> tuple[LoadedA
         name = loaded.method.name
         if name in found:
             raise InputError(
-                f"{found[name][0]} and {folder} both hold an adapter of the method {name!r}; give one adapter per method"
+                f"{found[name][0]} and {folder} both hold an adapter for the method {name!r}; give one per method"
             )
         found[name] = folder, loaded
     for path in shipped():

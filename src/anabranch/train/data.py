@@ -112,8 +112,7 @@ def digest(examples: Iterable[Example]) -> str:
 def split(examples: Sequence[Example], held_out: int, seed: int = 0) -> tuple[list[Example], list[Example]]:
     """Training and held-out examples; no prompt is in both.
 
-    Whether a prompt is held out depends on a hash of the prompt: most of what was trained on stays in training when data
-    is added.
+    A hash of each prompt decides, so most of what was trained on stays in training when data are added.
     """
     if held_out < 0:
         raise InputError(f"held_out must be at least 0, got {held_out}")
@@ -146,7 +145,7 @@ def frequent_tokens(examples: Iterable[Example], size: int, vocab_size: int, alw
 
 
 def batches(examples: Sequence[Example], tokens: int, *, seed: int) -> Iterator[Batch]:
-    """One epoch of batches of about ``tokens`` padded tokens each, sorted by length, in a random order set by ``seed``."""
+    """One epoch of batches of about ``tokens`` padded tokens; each has examples of similar length, the order is random."""
     rng = random.Random(seed)
     order = list(examples)
     rng.shuffle(order)

@@ -113,7 +113,8 @@ class StreamObjective:
         with self.frozen.decoding():
             found = self.frozen(inputs, cache, taps=(start,), need="hidden", planned=width)
         entry, hidden = (
-            torch.stack([x_MD[found.nodes(row)] for row in range(rows)]) for x_MD in (found.taps[start], found.hidden_MD)
+            torch.stack([x_MD[found.nodes(row)] for row in range(rows)])
+            for x_MD in (found.taps[start], found.hidden_MD)
         )
         # copies, so that the lower layers' cache is freed
         keys, values = cache.keys[start:].clone(), cache.values[start:].clone()
