@@ -174,8 +174,8 @@ def check_rows(rows: Sequence[int], prompts: int) -> None:
             raise InputError(f"--rows must be at least 1, got {number}")
         if number > prompts:
             raise InputError(
-                f"--rows {number} needs at least {number} prompts, got {prompts}; raise --limit, choose a larger --suite "
-                "or lower --rows"
+                f"--rows {number} needs at least {number} prompts, got {prompts}; raise --limit, choose a larger "
+                "--suite or lower --rows"
             )
     if len(set(rows)) < len(rows):
         raise InputError("--rows has a number twice; give each once")
@@ -193,7 +193,7 @@ def rounds(
     """Measure every contender at every number of rows, ``repeats`` times; yields one round a repeat and number.
 
     Each contender decodes a few tokens at each number of rows before anything is timed there. One that fails is left
-    out from there on, and without any left the rounds end. ``report`` gets rounds done, rounds in all, and what is next.
+    out from there on, and without any left the rounds end. ``report`` gets rounds done, rounds in all, and the next run.
     """
     names, failed, total = list(contenders), set[str](), repeats * len(rows)
     for turn in range(total):
@@ -208,9 +208,8 @@ def rounds(
             if name in failed:
                 continue
             report(turn, total, f"{name}, {number} rows{', warm-up' if warm_up else ''}")
-            asked, most = (
-                (prompts[:number], min(WARM_UP_TOKENS, max_new_tokens)) if warm_up else (prompts, max_new_tokens)
-            )
+            asked = prompts[:number] if warm_up else prompts
+            most = min(WARM_UP_TOKENS, max_new_tokens) if warm_up else max_new_tokens
             try:
                 served = contenders[name].serve(asked, rows=number, max_new_tokens=most)
                 if not all(answer.token_ids for answer in served.answers):
@@ -297,7 +296,7 @@ def _percentiles(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def throughput_rows(records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """The records as rows of a table: contender, rows, tokens/s, ratio, TTFT, ITL, tokens a step, nodes, equal texts."""
+    """The records as rows of a table: contender, rows, tokens/s, ratio, TTFT, ITL, tokens/step, nodes, equal texts."""
     rows = []
     for record in records:
         if "error" in record:

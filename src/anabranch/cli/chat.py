@@ -121,7 +121,7 @@ class Conversation:
         self.drafter = str(model.drafter)
         self.answered: list[Stats] = []
         self._question: str | None = None  # the last one, whether answered or not
-        self._seed = call["seed"]
+        self._seed = config.decoding.sampling.seed
         self._last: list[str] = []  # facts of the last complete answer
         self._full: list[int] | None = None  # the prompt of the last answer, if that is complete
 

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -148,10 +148,12 @@ class Prompts:
     ] = "own"
     data: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="read suites here, as spec_bench/test.jsonl.gz (default: the hub)"),
+        typer.Option(metavar="DIR", help="read suites here, as SUITE/test.jsonl.gz (default: the hub)"),
     ] = None
     field: Annotated[str, typer.Option(help="take prompts from this field of a JSONL file")] = "prompt"
-    task: Annotated[tuple[str, ...], typer.Option(help="use only this task of the suite; repeatable")] = ()
+    task: Annotated[
+        tuple[str, ...], typer.Option(metavar="TASK", help="use only this task of the suite; repeatable")
+    ] = ()
     limit: Annotated[int | None, typer.Option(help="use this many prompts, spread over the tasks")] = None
     raw: Raw = False
 

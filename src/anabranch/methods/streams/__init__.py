@@ -12,11 +12,10 @@ from anabranch.errors import CapabilityError, InputError
 from anabranch.methods.base import Drafter, Method
 from anabranch.methods.settings import Settings
 from anabranch.methods.streams.adapter import StreamAdapter
-from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.counting import COUNTS
 from anabranch.methods.streams.draft import DraftOptions
 from anabranch.methods.streams.drafter import StreamDrafter
-from anabranch.methods.trained import Trained
+from anabranch.methods.streams.recipes import TRAINED
 from anabranch.model.decoder import Decoder
 
 __all__ = ["METHOD", "StreamSettings"]
@@ -119,7 +118,7 @@ METHOD = Method(
     summary="Speculative Streaming: the model's own streams draft; needs a trained adapter",
     settings=StreamSettings,
     build=_build,
-    trained=Trained(StreamAdapter, StreamConfig, StreamAdapter),
+    trained=TRAINED,
     candidates=_candidates,
     default=True,
     order=_order,
