@@ -147,4 +147,4 @@ def test_the_command(tmp_path: Path) -> None:
 def test_a_shape_refuses_what_only_prompts_use(option: tuple[str, ...]) -> None:
     refused = CliRunner().invoke(app, ["bench", "--shape", "toy", *option])
     assert refused.exit_code != 0
-    assert f"so {option[0]} has nothing to say" in str(refused.exception)
+    assert f"so {option[0]} has no effect" in str(refused.exception)
