@@ -44,7 +44,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def adapter(target: Target) -> LoadedAdapter:
-    return LoadedAdapter(small_adapter(target.decoder), {"sha256": "a" * 64})
+    return LoadedAdapter(small_adapter(target.decoder), {"sha256": "a" * 64}, methods.streams.METHOD)
 
 
 PROMPTS = [prompt(5 + n, n) for n in range(3)]
@@ -52,7 +52,7 @@ PROMPTS = [prompt(5 + n, n) for n in range(3)]
 
 @pytest.fixture(scope="module")
 def found(target: Target, adapter: LoadedAdapter) -> Fit:
-    return fit(target, [adapter.adapter], PROMPTS, max_new_tokens=24)
+    return fit(target, [adapter.module], PROMPTS, max_new_tokens=24)
 
 
 def test_what_is_predicted_to_be_fastest_is_checked(found: Fit) -> None:
@@ -106,16 +106,16 @@ def test_predicted_acceptance_is_decoded_acceptance(
     """What a candidate is said to accept is what decoding with its drafter accepts."""
     (prediction,) = (one.prediction for one in found.tried if one.candidate.spec == parse_spec(spec))
     asked = [Request(ids, 24, stop_ids=frozenset(target.config.eos_token_ids)) for ids in PROMPTS]
-    tokens, steps = decode(target.decoder, asked, make_drafter(spec, target.decoder, adapter.adapter))
+    tokens, steps = decode(target.decoder, asked, make_drafter(spec, target.decoder, adapter.module))
     assert (prediction.tokens, prediction.steps) == (sum(map(len, tokens)), sum(map(len, steps)))
 
 
 def test_candidates_are_those_of_the_registry(target: Target, adapter: LoadedAdapter) -> None:
     alone = {method.name for method in methods.methods() if next(iter(method.candidates(MOST)), None) is not None}
-    with_adapter = find_candidates(target.decoder, [adapter.adapter])
+    with_adapter = find_candidates(target.decoder, [adapter.module])
     groups = {candidate.group for candidate in with_adapter.tried}
     assert groups == {"none", *alone, "prompt_lookup+streams"}
-    assert with_adapter.auto.spec == resolve_spec("auto", adapter.adapter)
+    assert with_adapter.auto.spec == resolve_spec("auto", adapter.module)
     assert with_adapter.auto.adaptive
     assert set(with_adapter.recorded) == alone
     without = find_candidates(target.decoder, [])
