@@ -41,8 +41,7 @@ def certify(config: CertifyConfig) -> None:
     from rich.console import Console
 
     from anabranch.certify import certify as run
-    from anabranch.methods import parse_spec
-    from anabranch.profiles import resolve
+    from anabranch.methods import parse_spec, resolve_spec
     from anabranch.prompts import chat_ids
 
     # whatever can be refused is refused before a model is loaded
@@ -51,8 +50,7 @@ def certify(config: CertifyConfig) -> None:
     sampling = config.sampling.params
     suite = config.prompts.read()
     loaded = options.load(config.loading)
-    target, adapter = loaded.target, next(iter(loaded.adapters), None)
-    drafter = resolve(config.drafter, target, adapter)
+    target, drafter = loaded.target, resolve_spec(config.drafter, *loaded.modules)
     console = Console(stderr=True)
 
     def report(found: Certificate) -> None:
@@ -63,7 +61,7 @@ def certify(config: CertifyConfig) -> None:
 
     found = run(
         target,
-        None if adapter is None else adapter.adapter,
+        loaded.modules,
         drafter,
         [chat_ids(target.tokenizer, prompt.text, raw=config.prompts.raw) for prompt in suite],
         max_new_tokens=config.max_new_tokens,
@@ -72,7 +70,7 @@ def certify(config: CertifyConfig) -> None:
     )
     counts = {verdict: sum(c.verdict == verdict for c in found) for verdict in ("equal", "tie", "BUG")}
     if config.as_json:
-        print(json.dumps({"drafter": drafter, "counts": counts, "prompts": [asdict(c) for c in found]}))
+        print(json.dumps({"drafter": str(drafter), "counts": counts, "prompts": [asdict(c) for c in found]}))
     else:
         said = f"{counts['equal']} equal, {counts['tie']} ties, {counts['BUG']} bugs"
         print(f"{said} of {len(found)} prompts with {drafter}")

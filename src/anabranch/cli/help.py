@@ -70,10 +70,10 @@ def _entries() -> list[tuple[str, dict[str | None, ast.expr]]]:
     found = {}
     for path in [*folder.glob("*.py"), *folder.glob("*/__init__.py")]:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-                if [target.id for target in node.targets if isinstance(target, ast.Name)] == ["METHOD"]:
-                    entry = {word.arg: word.value for word in node.value.keywords}
-                    found[str(ast.literal_eval(entry["name"]))] = entry
+            named = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "METHOD"
+            if named and isinstance(node.value, ast.Call):
+                entry = {word.arg: word.value for word in node.value.keywords}
+                found[str(ast.literal_eval(entry["name"]))] = entry
     return sorted(found.items())
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from anabranch.train import Progress
     from anabranch.train.advice import Curve
 
-__all__ = ["AnswersConfig", "TrainConfig", "app"]
+__all__ = ["AnswersConfig", "Methods", "TrainConfig", "app"]
 
 
 class Methods(Verbs):
@@ -152,7 +152,7 @@ class TrainConfig:
     ] = None
     licence: Annotated[
         tuple[str, ...],
-        typer.Option(metavar="SOURCE=LICENCE", help="name the licence of data, for the card; repeatable"),
+        typer.Option(metavar="SOURCE=LICENCE", help="note the licence of data in the card; repeatable"),
     ] = ()
     resume: Annotated[
         bool, typer.Option("--resume/--no-resume", help="continue an unfinished run in --out, or start over")
