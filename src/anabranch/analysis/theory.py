@@ -92,7 +92,7 @@ def acceptance_rate(p_NV: ArrayLike, q_NV: ArrayLike) -> float:
 
 
 def divergence(p_NV: ArrayLike, q_NV: ArrayLike) -> float:
-    """D_LK = 1 - sum_x min(p(x), q(x)), mean over positions: 0 for equal distributions, 1 for disjoint ones, symmetric."""
+    """D_LK = 1 - sum_x min(p(x), q(x)), mean over positions: 0 for equal and 1 for disjoint distributions."""
     return 1.0 - acceptance_rate(p_NV, q_NV)
 
 

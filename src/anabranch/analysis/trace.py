@@ -8,7 +8,7 @@
 A recording holds token ids and no text. There are three ways to make one:
 
 as it decodes    ``writer.add(step)`` for every step of an engine
-with p and q     the engine's drafter is ``writer.watch(drafter, target)``: what the rule *rejection* compared is kept too
+with p and q     the engine's drafter is ``writer.watch(drafter, target)``: what *rejection* compared is kept too
 every position   the same, of a ``TraceWriter(..., every_position=True)``: drafts are made and recorded but never
                  verified, so every position of the text has the draft that would be made there. It takes as long as
                  plain decoding, and narrower drafts can then be replayed without error (``simulate``)
@@ -124,7 +124,7 @@ class Trace:
     every_position: bool
 
     def __iter__(self) -> Iterator[TraceRecord]:
-        """Records in the order of writing. An incomplete last line is dropped with a warning; FileError for a bad one."""
+        """Records in the order of writing. Drops an incomplete last line with a warning; FileError for other bad lines."""
         sources = ["target"]
         for number, line in read_lines(self.path):
             if number == 1:

@@ -12,7 +12,7 @@ from anabranch.errors import FetchError, FileError, InputError
 from anabranch.files import LONE_SURROGATES
 from anabranch.jsonfiles import read_rows
 
-__all__ = ["SUITES", "SuitePrompt", "Suite", "load_suite"]
+__all__ = ["SUITES", "Suite", "SuitePrompt", "load_suite"]
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,13 @@ def load_suite(
     tasks  keep only the prompts of these
     limit  keep that many, spread evenly over the tasks in file order
 
-    Of several turns the first is used. Raises InputError for a bad request, FileError for a bad file, FetchError for a hub out of reach.
+    Of several turns the first is used. Raises InputError for a bad request, FileError for a bad file, FetchError for a
+    hub out of reach.
     """
     if limit is not None and limit < 1:
         raise InputError(f"limit must be at least 1, got {limit}")
-    found = [SuitePrompt(name, "own", text) for name, text in OWN] if suite == "own" else list(_read(suite, data, field))
+    own = [SuitePrompt(name, "own", text) for name, text in OWN]
+    found = own if suite == "own" else list(_read(suite, data, field))
     if not found:
         raise FileError(f"the suite {suite!r} has no prompts")
     if tasks:

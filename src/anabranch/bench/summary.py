@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from anabranch.bench.run import Answer, Encoded, ContenderAnswers
+from anabranch.bench.run import Answer, ContenderAnswers, Encoded
 from anabranch.stats import Stats
 
 __all__ = ["quartiles", "summarise"]

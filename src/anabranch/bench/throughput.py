@@ -210,7 +210,7 @@ def rounds(
     """Measure every contender at every number of rows, ``repeats`` times; yields one round a repeat and number.
 
     Each contender decodes a few tokens at each number of rows before anything is timed there. One that fails is left
-    out from there on, and without any left the rounds end. ``report`` gets rounds done, rounds in all, and the next run.
+    out from there on, and without any left the rounds end. ``report`` gets rounds done, in all, and the next run.
     """
     names, failed, total = list(contenders), set[str](), repeats * len(rows)
     for turn in range(total):

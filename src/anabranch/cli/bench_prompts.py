@@ -55,9 +55,8 @@ def run(config: BenchConfig, given: Mapping[str, str]) -> None:
     described_run = told | {"baseline": plain_of(entries, "none")}
     recorded = {name: value for name, value in told.items() if name not in ("contenders", "repeats")}
     recordings = Recordings(places, {entry.name: entry.spec for entry in entries}, recorded)
-    pairs = {kind: (found.target, next(iter(found.adapters), None)) for kind, found in weights.loaded.items()}
     console = status_console()
-    with Session(described_run, entries, encoded, pairs, config.sampling.params, console.print, recordings) as session:
+    with Session(described_run, entries, encoded, weights.loaded, config.sampling.params, console.print, recordings) as session:
         interrupted = _measure(session, config, entries, console)
         result = session.result(command()) | {"load_seconds": weights.load_seconds}
     written = [] if config.out is None else _write(result, config.out, figures=config.figures)

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +18,7 @@ from anabranch.errors import InputError
 
 if TYPE_CHECKING:
     from anabranch.loading import Loaded
+    from anabranch.tune.fit import Fit
 
 __all__ = ["TuneConfig", "tune"]
 
@@ -46,9 +46,10 @@ class TuneConfig:
 def tune(config: TuneConfig) -> None:
     """Find the fastest drafter for this machine and these prompts, and remember it.
 
-    Measures the latency of a step by drafted and verified nodes, records which drafts would have been accepted, picks
-    the method and tree with the highest throughput, and checks the choice by decoding. From then on 'auto' means that
-    drafter, for this model, adapter, number of threads and machine. Let nothing else run meanwhile.
+    Measures the latency of a step by drafted and verified nodes, records which drafts would have been accepted, and
+    compares the drafter with the highest predicted throughput, 'auto' and plain decoding by decoding. From then on
+    'auto' sizes its drafts by the measured costs, for this model, adapter, number of threads and machine. Let nothing
+    else run meanwhile.
     """
     from anabranch.files import check_output
     from anabranch.profiles import Situation, save_profile
@@ -63,22 +64,23 @@ def tune(config: TuneConfig) -> None:
     suite = config.prompts.read()
     loaded = options.load(config.loading)
     prompts = _fitting([prompt.text for prompt in suite], loaded, config)
-    adapter = next(iter(loaded.adapters), None)
     with _bar() as (bar, line):
         found = fit(
             loaded.target,
-            None if adapter is None else adapter.adapter,
+            loaded.modules,
             prompts,
             max_new_tokens=config.max_new_tokens,
             report=lambda what, done, total: bar.update(line, description=what, completed=done, total=total),
         )
-    record = _record(found, len(prompts), config.max_new_tokens)
+    record = found.record(prompts=len(prompts), max_new_tokens=config.max_new_tokens)
     doubtful = found.doubtful and not config.force
     path = None
     if not (config.dry or doubtful):
-        path = save_profile(Situation.of(loaded.target, adapter), found.spec, record)
+        situation = Situation.of(loaded.target, loaded.adapters)
+        path = save_profile(situation, costs=found.costs, drafter=str(found.spec), record=record)
     if config.as_json:
-        print(json.dumps({"drafter": str(found.spec), "profile": None if path is None else str(path), **record}))
+        result = {"drafter": str(found.spec), "costs": found.costs, "profile": None if path is None else str(path)}
+        print(json.dumps(result | record))
     else:
         _show(found, path)
     if config.figure is not None:  # last: by now the result is printed, whatever happens to the figure
@@ -106,64 +108,36 @@ def _fitting(texts: Sequence[str], loaded: Loaded, config: TuneConfig) -> list[l
     return fitting
 
 
-def _record(found: Any, prompts: int, max_new_tokens: int) -> dict[str, Any]:
-    return {
-        "prompts": prompts,
-        "max_new_tokens": max_new_tokens,
-        "predicted_tokens_per_second": round(found.prediction, 2),
-        "interval_90": [round(value, 2) for value in found.interval],
-        "measured_tokens_per_second": round(found.measured, 2),
-        "plain_tokens_per_second": round(found.plain, 2),
-        "predicted_plain_tokens_per_second": round(found.predicted_plain, 2),
-        "speedup": round(found.speedup, 3),
-        "drift": round(found.drift, 3),
-        "doubtful": found.doubtful,
-        "date": date.today().isoformat(),
-        "step_ms": _tables(found.latency.rest),
-        "draft_ms": _tables(found.latency.drafts),
-        "costs": {method: str(costs) for method, costs in found.costs.items()},
-        "candidates": [
-            {
-                "drafter": c.spec,
-                "tokens_per_second": round(rate, 2),
-                "tokens_a_step": round(p.mean_acceptance_length, 3),
-            }
-            for c, p, rate in found.tried
-        ],
-    }
-
-
-def _tables(measured: dict[str, Any]) -> dict[str, dict[str, float]]:
-    return {
-        name: {str(nodes): round(ms, 3) for nodes, ms in zip(table.widths, table.ms, strict=True)}
-        for name, table in measured.items()
-    }
-
-
-def _show(found: Any, path: Path | None) -> None:
+def _show(found: Fit, path: Path | None) -> None:
     """The choice and its speedup, then what led to it, in at most 60 columns unless a specification is longer."""
-    print(f"{found.speedup:.2f}x with {found.chosen.spec}")
-    if found.chosen.spec == "none":
-        print("Plain decoding is the fastest here, so 'auto' decodes plainly.")
+    print(f"{found.speedup:.2f}x with {found.spec}")
+    if found.spec.plain:
+        print("Plain decoding is the fastest here.")
     low, high = found.interval
-    print(f"measured   {found.measured:8.1f} tokens/s, plain decoding {found.plain:.1f}")
-    print(f"predicted  {found.prediction:8.1f} tokens/s, 90 % interval {low:.1f} to {high:.1f}")
+    print(f"{found.plain:8.1f} tokens/s measured with plain decoding")
+    print(f"{found.auto:8.1f} tokens/s measured with auto")
+    if found.predicted.spec not in (found.auto_spec, found.tried[0].candidate.spec):
+        print(f"{found.measured:8.1f} tokens/s measured with {found.predicted.spec}")
+    print(f"{found.prediction:8.1f} tokens/s predicted for {found.predicted.spec}")
+    print(f"{'':<8} 90 % interval {low:.1f} to {high:.1f}")
     if path is not None:
-        print(f"written to {path}\nThe drafter 'auto' uses it from now on.")
+        print(f"written to {path}\nThe drafter 'auto' starts from these costs from now on.")
     print(f"\n{'predicted':<40}{'tokens':>6}{'nodes':>6}{'tokens':>8}\n{'':<40}{'/step':>6}{'/step':>6}{'/s':>8}")
-    for candidate, prediction, rate in sorted(found.tried, key=lambda item: -item[2])[:SHOWN]:
-        nodes = prediction.draft_nodes / max(1, prediction.steps)
-        print(f"{candidate.spec:<40}{prediction.mean_acceptance_length:6.2f}{nodes:6.1f}{rate:8.1f}")
+    for one in sorted(found.tried, key=lambda one: -one.rate)[:SHOWN]:
+        nodes = one.prediction.draft_nodes / max(1, one.prediction.steps)
+        length = one.prediction.mean_acceptance_length
+        print(f"{one.candidate.spec!s:<40}{length:6.2f}{nodes:6.1f}{one.rate:8.1f}")
     print(f"\n{'ms by nodes':<20}" + "".join(f"{n:>5}" for n in NODES))
-    for what, measured in (("verify", found.latency.rest), ("draft", found.latency.drafts)):
-        for name, table in measured.items():
-            known = dict(zip(table.widths, table.ms, strict=True))
-            cells = "".join(f"{known[n]:5.1f}" if n in known else " " * 5 for n in NODES)
-            print(f"{f'{what} {name}':<20}{cells}".rstrip())
+    for group, times in found.times.groups.items():
+        for what, table in (("verify", times.passes), ("draft", times.draft)):
+            if table is not None:
+                known = dict(zip(table.widths, table.ms, strict=True))
+                cells = "".join(f"{known[n]:5.1f}" if n in known else " " * 5 for n in NODES)
+                print(f"{f'{what} {group}'[:19]:<20}{cells}".rstrip())
 
 
-def _disturbance(found: Any) -> str:
-    if found.latency.busy:
+def _disturbance(found: Fit) -> str:
+    if found.times.busy:
         return "the machine was busy: equal steps took very different times"
     return f"plain decoding was {found.drift:.2f} times as fast in the check as while steps were timed"
 

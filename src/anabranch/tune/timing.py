@@ -162,7 +162,7 @@ def measure_times(
         return _Timed(Engine(target, drafter, capacity=capacity), nodes)
 
     kind = {group: (drafter.needs.layers, drafter.rider is not None) for group, drafter in drafters.items()}
-    first = {kind[group]: drafter for group, drafter in reversed(drafters.items())}
+    first = {kind[group]: drafter for group, drafter in reversed(list(drafters.items()))}
     passes = {(k, n): timed(_Chains(drafter, n), n) for k, drafter in first.items() for n in WIDTHS}
     sizes = {group: _sizes(drafter) for group, drafter in drafters.items() if drafter.max_nodes > 1}
     drafts = {(group, n): timed(_Sized(drafters[group], n), None) for group, ns in sizes.items() for n in ns}
