@@ -108,7 +108,7 @@ class Model:
 
     @property
     def _modules(self) -> list[nn.Module]:
-        return [loaded.adapter for loaded in self.adapters]
+        return [loaded.module for loaded in self.adapters]
 
     def _drafter(self, spec: str | Spec) -> Drafter:
         """The drafter of a specification, built if it is not among those kept. Raises what building it raises."""
@@ -312,5 +312,6 @@ class Model:
 
 
 def _described(loaded: LoadedAdapter) -> str:
-    adapter = loaded.adapter
-    return f"{adapter.config.num_streams} streams, {adapter.num_parameters() / 1e6:.2f}M parameters"
+    trained = loaded.method.trained
+    assert trained is not None
+    return f"{trained.describe(loaded.module.config)}, {loaded.module.num_parameters() / 1e6:.2f}M parameters"

@@ -59,7 +59,7 @@ class Loaded:
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         """The trained modules of the adapters, for ``methods.make_drafter``."""
-        return tuple(found.adapter for found in self.adapters)
+        return tuple(found.module for found in self.adapters)
 
 
 def check(config: LoadConfig) -> None:

@@ -239,7 +239,7 @@ class Conversation:
         from anabranch.methods import resolve_spec
 
         if spec:
-            spec = str(resolve_spec(spec, *(loaded.adapter for loaded in self.model.adapters)))
+            spec = str(resolve_spec(spec, *(loaded.module for loaded in self.model.adapters)))
             call: Keywords = {**self.call, "drafter": spec}
             self.model.stream(self.prompt_ids([{"role": "user", "content": "hello"}]), **call).close()  # can it work?
             self.drafter = spec

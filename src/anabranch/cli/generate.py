@@ -141,7 +141,7 @@ def _recorded(
         if config.every_position:
             settled = Options.of(call)
             decoder = loaded.target.decoder
-            drafter = make_drafter(loaded.spec, decoder, *(found.adapter for found in loaded.adapters))
+            drafter = make_drafter(loaded.spec, decoder, *(found.module for found in loaded.adapters))
             request = settled.request(asked, loaded.target)
             watched = writer.watch(drafter, decoder)
             chunks = stream(Scheduler(decoder, rows=1), request, watched, loaded.tokenizer, stop=settled.stops)

@@ -146,7 +146,7 @@ class TrainConfig:
         Path | None, typer.Option(metavar="FILE", help="learn from a text file, or JSONL with a field 'text', instead")
     ] = None
     loading: options.Loading = field(default=options.Loading())
-    recipe: Annotated[str | None, typer.Option(help="begin with the values of this recipe; see the list below")] = None
+    recipe: Annotated[str | None, typer.Option(help="begin with the values of this recipe (default: the first above)")] = None
     init: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="begin with this adapter instead of fresh weights")
     ] = None

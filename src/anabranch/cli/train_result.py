@@ -75,7 +75,7 @@ def predicted_speeds(
     pack_decoder(target.decoder)
     prompts = sorted((example.prompt_ids for example in examples), key=len)
     prompt = prompts[len(prompts) // 2][-CONTEXT:]
-    drafter = make_drafter(adapter.method.name, target.decoder, adapter.adapter)
+    drafter = make_drafter(adapter.method.name, target.decoder, adapter.module)
     drafters = {PLAIN: make_drafter(PLAIN, target.decoder), "drafted": drafter}
 
     def report(what: str, done: int, total: int) -> None:
