@@ -1,7 +1,7 @@
 """What every method gives, and what it is given: ``Method`` is an entry of the registry, ``Drafter`` does the work.
 
 A drafter sees rows join, sees their prompts if it asks to, proposes a draft tree for each row at every step, sees the
-outcome, and sees rows leave. What it keeps for a row lies in ``Row.state``, keyed by the drafter, and goes with the row.
+outcome, and sees rows leave. What it keeps for a row lies in ``Row.state``, keyed by the drafter.
 """
 
 from __future__ import annotations
