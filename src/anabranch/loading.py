@@ -27,7 +27,7 @@ class LoadConfig:
     """What to load, and how.
 
     model     "default" (SmolLM2-135M-Instruct, fetched once), a folder, a .gguf file, or a hub id
-    adapters  adapter folders; empty: the adapter that ships for this target, if any
+    adapters  adapter folders; of every method that they leave out, the adapter that ships for this target is taken
     dtype     "auto" (as stored), "float32", "bfloat16" or "float16"
     device    "auto" (cuda where there is one), "cpu", "cuda" or "cuda:N"
     quantize  "none", "int8" or "int4" weights; the quantised model is then the target
@@ -59,7 +59,7 @@ class Loaded:
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         """The trained modules of the adapters, for ``methods.make_drafter``."""
-        return tuple(found.adapter for found in self.adapters)
+        return tuple(found.module for found in self.adapters)
 
 
 def check(config: LoadConfig) -> None:
@@ -87,11 +87,11 @@ def load(config: LoadConfig, *, pack: bool = True, adapters: bool = True) -> Loa
     """Set the threads, load the target, find its adapters, and pack its weights for the native kernels.
 
     pack      off where the weights are still to be trained on, since packed ones have no gradient
-    adapters  off where only the target is used; finding none is then no error
+    adapters  off where only the target is used
 
     Raises what ``check`` raises, and FetchError, FileError, ModelError and CapabilityError.
     """
-    from anabranch.adapters.folder import find_adapter
+    from anabranch.adapters.folder import find_adapters
     from anabranch.model.load import load_target
     from anabranch.model.pack import pack_decoder
     from anabranch.processor import set_threads
@@ -102,12 +102,9 @@ def load(config: LoadConfig, *, pack: bool = True, adapters: bool = True) -> Loa
     target = load_target(
         config.model, dtype=config.dtype, device=config.device, quantize=config.quantize, revision=config.revision
     )
-    found: list[LoadedAdapter] = []
-    if adapters:
-        for folder in config.adapters or (None,):
-            adapter = find_adapter(target, None if folder is None else folder.expanduser())
-            found += [] if adapter is None else [adapter]
+    folders = [folder.expanduser() for folder in config.adapters]
+    found = find_adapters(target, folders) if adapters else ()
     read = time.perf_counter()
     if pack:
         pack_decoder(target.decoder)
-    return Loaded(target, tuple(found), read - began, time.perf_counter() - read)
+    return Loaded(target, found, read - began, time.perf_counter() - read)

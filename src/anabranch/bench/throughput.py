@@ -23,12 +23,14 @@ from typing import Any, Protocol
 
 from anabranch.bench.peers import Peer
 from anabranch.bench.run import FAILURES, describe
+from anabranch.costs import Costs
 from anabranch.engine import Request, Step
 from anabranch.errors import InputError
 from anabranch.methods import Drafter
 from anabranch.model.load import Target
 from anabranch.sampling import SamplingParams
 from anabranch.scheduler import Scheduler, Ticket
+from anabranch.speculation import Speculation
 from anabranch.stats import Stats
 
 __all__ = [
@@ -100,15 +102,27 @@ class Batched(Protocol):
 
 
 class Ours:
-    """One drafter on the scheduler. Each run has a scheduler of its own, so no run finds another's prefixes."""
+    """One drafter on the scheduler.
 
-    def __init__(self, target: Target, drafter: Drafter, sampling: SamplingParams) -> None:
-        self.target, self.drafter, self.sampling = target, drafter, sampling
+    Each run has a scheduler of its own, so no run finds the prefixes of another. What an adaptive drafter learned of
+    its load stays, by number of rows.
+
+    costs  what steps cost here, for drafters that size their drafts by it
+    """
+
+    def __init__(self, target: Target, drafter: Drafter, sampling: SamplingParams, costs: Costs | None = None) -> None:
+        self.target, self.drafter, self.sampling, self.costs = target, drafter, sampling, costs
         self._stop = frozenset(target.config.eos_token_ids)
+        self._learned: dict[int, Speculation] = {}
+
+    def _speculation(self, rows: int) -> Speculation | None:
+        if self.costs is not None and rows not in self._learned:
+            self._learned[rows] = Speculation(self.costs, ragged=self.target.decoder.ragged)
+        return self._learned.get(rows)
 
     def serve(self, prompts: Prompts, *, rows: int, max_new_tokens: int) -> Served:
         """Keep ``rows`` prompts submitted until none is left."""
-        scheduler = Scheduler(self.target.decoder, rows=rows)
+        scheduler = Scheduler(self.target.decoder, rows=rows, speculation=self._speculation(rows))
         answers = [Answer() for _ in prompts]
         waiting = iter(range(len(prompts)))
         open_at: dict[Ticket, tuple[int, float]] = {}
@@ -126,6 +140,9 @@ class Ours:
         while scheduler.busy:
             events = scheduler.tick()
             now = time.perf_counter()
+            for ticket in open_at:
+                if ticket.error is not None:
+                    raise ticket.error
             for ticket, step in events:
                 index, submitted = open_at[ticket]
                 answers[index].add(now - submitted, step.tokens)
@@ -193,7 +210,7 @@ def rounds(
     """Measure every contender at every number of rows, ``repeats`` times; yields one round a repeat and number.
 
     Each contender decodes a few tokens at each number of rows before anything is timed there. One that fails is left
-    out from there on, and without any left the rounds end. ``report`` gets rounds done, rounds in all, and the next run.
+    out from there on, and without any left the rounds end. ``report`` gets rounds done, in all, and the next run.
     """
     names, failed, total = list(contenders), set[str](), repeats * len(rows)
     for turn in range(total):

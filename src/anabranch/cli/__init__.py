@@ -34,7 +34,7 @@ app = typer.Typer(
 for verb in (pull, generate, chat, info, certify, tune, simulate, analyze):
     app.command(cls=Verb)(verb)
 app.add_typer(bench.app, name="bench", cls=Verbs)
-app.add_typer(train.app, name="train", cls=Verbs)
+app.add_typer(train.app, name="train", cls=train.Methods)
 
 
 def _version(wanted: bool) -> None:

@@ -166,12 +166,15 @@ def _open(
     from anabranch.bench.peers import open_peer
     from anabranch.bench.throughput import BatchedPeer, Ours
     from anabranch.methods import make_drafter, resolve_spec
+    from anabranch.profiles import settle
 
     loaded, sampling = weights.loaded[entry.weights], config.sampling.params
     if entry.kind == "ours":
         spec = resolve_spec(entry.spec, *loaded.modules)
         fact["drafter"] = str(spec)
-        return Ours(loaded.target, make_drafter(spec, loaded.target.decoder, *loaded.modules), sampling)
+        drafter = make_drafter(spec, loaded.target.decoder, *loaded.modules)
+        costs = settle(loaded.target, loaded.adapters).costs if drafter.adaptive else None
+        return Ours(loaded.target, drafter, sampling, costs)
     capacity = max(len(ids) for _, ids in encoded) + config.max_new_tokens
     peer = open_peer(entry.spec, loaded.target, sampling=sampling, threads=torch.get_num_threads(), capacity=capacity)
     exits.callback(peer.close)

@@ -50,7 +50,7 @@ def certify(config: CertifyConfig) -> None:
     sampling = config.sampling.params
     suite = config.prompts.read()
     loaded = options.load(config.loading)
-    target, drafter = loaded.target, str(resolve_spec(config.drafter, *loaded.modules))
+    target, drafter = loaded.target, resolve_spec(config.drafter, *loaded.modules)
     console = Console(stderr=True)
 
     def report(found: Certificate) -> None:
@@ -70,7 +70,7 @@ def certify(config: CertifyConfig) -> None:
     )
     counts = {verdict: sum(c.verdict == verdict for c in found) for verdict in ("equal", "tie", "BUG")}
     if config.as_json:
-        print(json.dumps({"drafter": drafter, "counts": counts, "prompts": [asdict(c) for c in found]}))
+        print(json.dumps({"drafter": str(drafter), "counts": counts, "prompts": [asdict(c) for c in found]}))
     else:
         said = f"{counts['equal']} equal, {counts['tie']} ties, {counts['BUG']} bugs"
         print(f"{said} of {len(found)} prompts with {drafter}")

@@ -236,12 +236,10 @@ class Conversation:
         self._answer(messages)
 
     def _drafter(self, spec: str) -> None:
-        from anabranch.methods import parse_spec
-        from anabranch.profiles import resolve
+        from anabranch.methods import resolve_spec
 
         if spec:
-            parse_spec(spec)
-            spec = str(resolve(spec, self.model.target, self.model.adapter))
+            spec = str(resolve_spec(spec, *(loaded.module for loaded in self.model.adapters)))
             call: Keywords = {**self.call, "drafter": spec}
             self.model.stream(self.prompt_ids([{"role": "user", "content": "hello"}]), **call).close()  # can it work?
             self.drafter = spec

@@ -131,24 +131,20 @@ def _recorded(
     """Hand ``chunks`` on and record their steps; to record every position, decode plainly in their place."""
     from anabranch.analysis.trace import TraceWriter
     from anabranch.api import Options
-    from anabranch.engine import Engine
     from anabranch.generation import stream
     from anabranch.methods import make_drafter
+    from anabranch.scheduler import Scheduler
 
     assert config.trace is not None
     settings = {**call, "drafter": str(loaded.drafter), "model": loaded.target.name}
     with TraceWriter(config.trace, settings=settings, every_position=config.every_position) as writer:
         if config.every_position:
             settled = Options.of(call)
-            request = settled.request(asked, loaded.target)
-            adapter = None if loaded.adapter is None else loaded.adapter.adapter
             decoder = loaded.target.decoder
-            engine = Engine(
-                decoder,
-                writer.watch(make_drafter(loaded.drafter, decoder, adapter), decoder),
-                capacity=len(request.prompt_ids) + request.max_new_tokens,
-            )
-            chunks = stream(engine, request, loaded.tokenizer, stop=settled.stops)
+            drafter = make_drafter(loaded.spec, decoder, *(found.module for found in loaded.adapters))
+            request = settled.request(asked, loaded.target)
+            watched = writer.watch(drafter, decoder)
+            chunks = stream(Scheduler(decoder, rows=1), request, watched, loaded.tokenizer, stop=settled.stops)
         with closing(chunks):
             for chunk in chunks:
                 writer.add(chunk.step, len(chunk.token_ids))

@@ -14,7 +14,7 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
-__all__ = ["HELP", "Verb", "Verbs", "methods"]
+__all__ = ["HELP", "Verb", "Verbs", "methods", "trainable_methods"]
 
 DRAFTERS = ("drafter", "method")  # parameters that take a specification
 
@@ -51,20 +51,30 @@ def _write_methods(command: Any, formatter: Any) -> None:
 
 
 def methods() -> Iterator[tuple[str, str]]:
-    """The name and summary of each method of the library, sorted by name.
+    """The name and summary of each method of the library, sorted by name."""
+    for name, entry in _entries():
+        yield name, ast.literal_eval(entry["summary"])
 
-    They are read from the syntax trees of ``methods/``: importing the registry would import torch, which takes seconds.
+
+def trainable_methods() -> Iterator[str]:
+    """The names of the methods that have trained weights, sorted."""
+    return (name for name, entry in _entries() if "trained" in entry)
+
+
+def _entries() -> list[tuple[str, dict[str | None, ast.expr]]]:
+    """What the ``METHOD = Method(...)`` of each method says, by name.
+
+    Read from the syntax trees of ``methods/``: importing the registry would import torch, which takes seconds.
     """
     folder = Path(__file__).parents[1] / "methods"
     found = {}
     for path in [*folder.glob("*.py"), *folder.glob("*/__init__.py")]:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-                names = [target.id for target in node.targets if isinstance(target, ast.Name)]
-                if names == ["METHOD"]:
-                    entry = {word.arg: word.value for word in node.value.keywords}
-                    found[ast.literal_eval(entry["name"])] = ast.literal_eval(entry["summary"])
-    yield from sorted(found.items())
+            named = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "METHOD"
+            if named and isinstance(node.value, ast.Call):
+                entry = {word.arg: word.value for word in node.value.keywords}
+                found[str(ast.literal_eval(entry["name"]))] = entry
+    return sorted(found.items())
 
 
 def _first_sentence(text: str) -> str:
