@@ -96,8 +96,8 @@ def test_a_step_costs_what_it_verifies_drafts_and_prepares() -> None:
         "prompt_lookup:tokens=3",
         "streams:nodes=8",
         "streams:nodes=20",
-        "prompt_lookup+streams:nodes=5",
-        "prompt_lookup+streams:nodes=32",
+        "streams:nodes=5+prompt_lookup",
+        "streams:nodes=32+prompt_lookup",
     ],
 )
 def test_predicted_acceptance_is_decoded_acceptance(
@@ -114,7 +114,7 @@ def test_candidates_are_those_of_the_registry(target: Target, adapter: LoadedAda
     alone = {method.name for method in methods.methods() if next(iter(method.candidates(MOST)), None) is not None}
     with_adapter = find_candidates(target.decoder, [adapter.module])
     groups = {candidate.group for candidate in with_adapter.tried}
-    assert groups == {"none", *alone, "prompt_lookup+streams"}
+    assert groups == {"none", *alone, "streams+prompt_lookup"}
     assert with_adapter.auto.spec == resolve_spec("auto", adapter.module)
     assert with_adapter.auto.adaptive
     assert set(with_adapter.recorded) == alone
