@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from anabranch.adapters.folder import find_adapter
+from anabranch.adapters.folder import find_adapters
 from anabranch.bench.report import environment
 from anabranch.bench.suites import load_suite
 from anabranch.cli.bench import encode
@@ -125,8 +125,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     target = load_target("default", dtype=args.dtype)
-    loaded = find_adapter(target)
-    assert loaded is not None, "the package ships an adapter for the default model"
+    (loaded,) = find_adapters(target)  # the package ships one for the default model
     exact = None if args.dtype == "float32" else load_target("default", dtype="float32")
     prompts = read_prompts(target, args.data, args.limit)
     pack_decoder(target.decoder)
@@ -137,7 +136,7 @@ def main() -> None:
         outputs = {"transformers generate": oracle(target, part, new=args.new)}
         for rows in args.batches:
             for spec in args.methods:
-                outputs[f"{spec}, batch {rows}"] = decode(target, spec, loaded.adapter, part, rows=rows, new=args.new)
+                outputs[f"{spec}, batch {rows}"] = decode(target, spec, loaded.module, part, rows=rows, new=args.new)
         plain = outputs[f"none, batch {args.batches[0]}"]
         for name, out in outputs.items():
             record = records.setdefault(name, {"prompts": 0, "equal": 0, "differences": []})

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from anabranch.adapters.folder import find_adapter
+from anabranch.adapters.folder import find_adapters
 from anabranch.bench.report import environment
 from anabranch.engine import Engine, Request
 from anabranch.files import shown_command, write_atomically
@@ -81,7 +81,7 @@ def main() -> None:
     if not args.text.is_file():
         parser.error(f"there is no file {args.text}; give a plain text or a .jsonl.gz with a field text")
     target = load_target(args.model, dtype=args.dtype, quantize=args.quantize)
-    loaded = find_adapter(target)
+    modules = [loaded.module for loaded in find_adapters(target)]
     pack_decoder(target.decoder)
     longest = target.config.max_positions - args.new
     if over := [length for length in args.lengths if length > longest]:
@@ -89,10 +89,9 @@ def main() -> None:
             f"a context of {over[0]} and {args.new} new tokens is more than the model's limit of {longest}"
         )
     text = read(args.text)
-    adapter = None if loaded is None else loaded.adapter
     capacity = max(args.lengths) + args.new
     engines = {
-        name: Engine(target.decoder, make_drafter(name, target.decoder, adapter), capacity=capacity)
+        name: Engine(target.decoder, make_drafter(name, target.decoder, *modules), capacity=capacity)
         for name in args.method
     }
     rows = []
