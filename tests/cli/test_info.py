@@ -122,7 +122,7 @@ def test_an_adapter_by_name(anabranch: Anabranch) -> None:
     record = json.loads(anabranch("info", NAME, "--json").out)
     assert record["target"]["name"] == "default"
     shown = anabranch("info", NAME).out
-    assert shown.startswith("# Stream adapter for default\n")
+    assert shown.startswith("# Speculative Streaming for default\n")
     assert "library_name" not in shown
 
 
