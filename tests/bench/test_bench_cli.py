@@ -18,8 +18,8 @@ from anabranch.analysis.trace import read_trace
 from anabranch.bench.contenders import Ours, Run
 from anabranch.bench.machine import measure_machine
 from anabranch.cli import main
-from anabranch.cli.bench import encode
 from anabranch.errors import InputError
+from anabranch.prompts import chat_ids
 from toy_text import ToyFolders, byte_tokenizer
 
 INTERRUPTED = 130
@@ -526,5 +526,5 @@ def test_a_chat_template_that_fails_is_one_sentence() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{{ 1 / 0 }}"
     with pytest.raises(InputError, match=r"the chat template of this model refuses this conversation: .*zero"):
-        encode(tokenizer, "the", raw=False)
-    assert encode(tokenizer, "the", raw=True) == tokenizer.encode("the")
+        chat_ids(tokenizer, "the")
+    assert chat_ids(tokenizer, "the", raw=True) == tokenizer.encode("the")
