@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from anabranch import api
 from anabranch.cli import options
 from anabranch.cli.configured import build, configured, parameters
-from anabranch.errors import InputError
+from anabranch.errors import AnabranchError, InputError
 from anabranch.loading import LoadConfig, check
 from anabranch.options import Options
 from anabranch.sampling import SamplingParams
@@ -84,5 +84,5 @@ def test_values_out_of_range_are_refused() -> None:
     [LoadConfig(dtype="int3"), LoadConfig(device="tpu"), LoadConfig(quantize="int2"), LoadConfig(threads=0)],
 )
 def test_what_can_be_refused_before_loading_is(config: LoadConfig) -> None:
-    with pytest.raises(InputError):
+    with pytest.raises(AnabranchError, match=r"int3|tpu|int2|got 0"):
         check(config)
