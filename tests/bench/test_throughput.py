@@ -11,6 +11,7 @@ import pytest
 
 from anabranch.bench.machine import measure_machine
 from anabranch.bench.throughput import Answer, Ours, Round, Served, check_rows, rounds, summarise
+from anabranch.engine import Request
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods import make_drafter
 from anabranch.sampling import SamplingParams
@@ -95,10 +96,11 @@ def test_numbers_of_rows_are_checked(rows: list[int], why: str) -> None:
 def test_rows_decode_what_each_prompt_decodes_alone() -> None:
     target = as_target(small())
     prompts = [prompt(5 + n, n) for n in range(4)]
+    stop = frozenset(target.config.eos_token_ids)
+    alone, _ = decode(target.decoder, [Request(ids, 9, stop_ids=stop) for ids in prompts])
     for spec in ("none", "prompt_lookup"):
         ours = Ours(target, make_drafter(spec, target.decoder), SamplingParams())
         found = ours.serve(prompts, rows=2, max_new_tokens=9)
-        alone = [decode(target.decoder, make_drafter("none", target.decoder), ids, 9) for ids in prompts]
         assert [one.token_ids for one in found.answers] == alone
         assert all(0 < one.first_token_seconds <= found.seconds for one in found.answers)
 
