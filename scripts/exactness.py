@@ -21,10 +21,6 @@ from typing import Any
 
 import torch
 
-<<<<<<< HEAD
-=======
-from anabranch.adapters.folder import find_adapters
->>>>>>> train
 from anabranch.bench.report import environment
 from anabranch.bench.suites import load_suite
 from anabranch.engine import Engine, Request
@@ -128,13 +124,8 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-<<<<<<< HEAD
     loaded = load(LoadConfig(dtype=args.dtype))
     target = loaded.target
-=======
-    target = load_target("default", dtype=args.dtype)
-    (loaded,) = find_adapters(target)  # the package ships one for the default model
->>>>>>> train
     exact = None if args.dtype == "float32" else load_target("default", dtype="float32")
     prompts = read_prompts(target, args.data, args.limit)
     records: dict[str, dict[str, Any]] = {}
@@ -144,11 +135,7 @@ def main() -> None:
         outputs = {"transformers generate": oracle(target, part, new=args.new)}
         for rows in args.batches:
             for spec in args.methods:
-<<<<<<< HEAD
                 outputs[f"{spec}, batch {rows}"] = decode(target, spec, loaded.modules, part, rows=rows, new=args.new)
-=======
-                outputs[f"{spec}, batch {rows}"] = decode(target, spec, loaded.module, part, rows=rows, new=args.new)
->>>>>>> train
         plain = outputs[f"none, batch {args.batches[0]}"]
         for name, out in outputs.items():
             record = records.setdefault(name, {"prompts": 0, "equal": 0, "differences": []})
