@@ -47,7 +47,7 @@ def toy_model(drafter: str = "streams", *, template: bool = True, eos: tuple[int
     randomise(decoder, seed=1)
     config = replace(CONFIG, eos_token_ids=eos)
     target = Target(decoder, byte_tokenizer(template=template), config, "toy", None, fingerprint(decoder))
-    return Model(target, LoadedAdapter(small_adapter(decoder), {}), drafter)
+    return Model(target, (LoadedAdapter(small_adapter(decoder), {"sha256": "0" * 64}),), drafter)
 
 
 @dataclass(frozen=True)
