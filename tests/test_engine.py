@@ -367,7 +367,7 @@ def test_engines_of_no_size(rows: int, capacity: int) -> None:
 def test_combining() -> None:
     target = small()
     with pytest.raises(CapabilityError, match="at most one"):
-        CombinedDrafter([streams(target), streams(target)])
+        CombinedDrafter([streams(target, placement="ride"), streams(target, placement="ride")])
     with pytest.raises(InputError, match="nodes"):
         CombinedDrafter([streams(target)], nodes=1)
 
