@@ -61,8 +61,8 @@ def test_measured_costs_are_near_the_true_ones(how: dict[str, float]) -> None:
         for rows, true in TRUE.items():
             if rows <= found.widths[-1]:
                 cost = float(found(np.array(rows)))
-                assert cost / found.ms[0] == pytest.approx(true, rel=0.06)
-        assert found.widths[-1] >= 16
+                assert cost / found.ms[0] == pytest.approx(true, rel=0.08)
+        assert found.widths[-1] >= 8
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -152,7 +152,7 @@ def test_old_or_damaged_costs_are_measured_again(home: Path) -> None:
             assert settle(target).origin == "measured when loaded"
         assert again.called
     # an old measurement is better than none
-    path.write_text(json.dumps({"costs": "1:1/24:1", "row_ms": 0.0, "node_ms": 0.0, "date": old}), encoding="utf-8")
+    path.write_text(aged, encoding="utf-8")
     forget()
     with measured("1:1/24:1.5", busy=True), warnings.catch_warnings():
         warnings.simplefilter("error")
