@@ -139,13 +139,8 @@ def test_old_or_damaged_costs_are_measured_again(home: Path) -> None:
     with measured("1:1/24:1.5"):
         settle(target)
     old = (date.today() - timedelta(days=profiles.DAYS + 1)).isoformat()
-    for text in (
-        json.dumps({"costs": "1:1/24:1", "row_ms": 0.0, "node_ms": 0.0, "date": old}),
-        "{",
-        "[]",
-        '{"costs": 3, "date": "today"}',
-        "null",
-    ):
+    aged = json.dumps({"costs": "1:1/24:1", "row_ms": 0.0, "node_ms": 0.0, "date": old})
+    for text in (aged, "{", "[]", '{"costs": 3, "date": "today"}', "null"):
         path.write_text(text, encoding="utf-8")
         forget()
         with measured("1:1/24:1.5") as again:

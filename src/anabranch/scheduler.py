@@ -367,7 +367,7 @@ class Scheduler:
                 give_back()
 
     def close(self) -> None:
-        """End all requests with InputError and let go of the cache and of kept texts, after the tick that is running."""
+        """End all requests with InputError and free the cache and kept texts, after the tick that is running."""
         with self._mutex:
             self._closed = True
             if not self._ticking:
