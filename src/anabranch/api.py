@@ -12,19 +12,18 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from torch import nn
 
-from anabranch import generation
-from anabranch.adapters.folder import LoadedAdapter, find_adapter, read_record
+from anabranch import generation, loading
+from anabranch.adapters.folder import LoadedAdapter
 from anabranch.background import Worker
 from anabranch.engine import Request
 from anabranch.errors import InputError
 from anabranch.generation import Chunk, Generation
+from anabranch.loading import LoadConfig
 from anabranch.memory import give_back
 from anabranch.methods import AUTO, Drafter, Spec, make_drafter, parse_spec, resolve_spec
-from anabranch.model.load import Target, load_target
-from anabranch.model.pack import pack_decoder
+from anabranch.model.load import Target
 from anabranch.model.stack import kernels_of
 from anabranch.options import Keywords, Options
-from anabranch.processor import set_threads
 from anabranch.profiles import Known, settle
 from anabranch.prompts import Arrays, Ids, conversation_ids, read_prompts
 from anabranch.scheduler import Scheduler
@@ -41,7 +40,7 @@ def load(
     name: str | Path = "default",
     *,
     drafter: str = AUTO,
-    adapter: str | Path | None = None,
+    adapter: str | Path | Sequence[str | Path] | None = None,
     dtype: str | torch.dtype = "auto",
     device: str = "auto",
     quantize: str = "none",
@@ -53,7 +52,7 @@ def load(
     name     "default" (SmolLM2-135M-Instruct, fetched once), a folder, a .gguf file, or a hub id
     drafter  a method and its settings, see ``anabranch.methods``; "none" is plain decoding; "auto" is what
              ``anabranch tune`` found best here, or streams with prompt lookup where there is an adapter
-    adapter  folder of a stream adapter; None: the one that ships for this target, if any
+    adapter  folder of an adapter, or several; None: those that ship for this target
     dtype    "auto" (bf16 where the weights are), "float32", "bfloat16", "float16"
     device   "auto" (cuda where there is one), "cpu", "cuda" or "cuda:N"
     quantize "int8" or "int4" weights: that model is then the target, whose own output speculation keeps
@@ -66,14 +65,10 @@ def load(
     parse_spec(drafter)
     if not isinstance(name, str | Path):
         raise InputError(f"a model is named by a string or a path, got {type(name).__name__}")
-    folder = None if adapter is None else Path(adapter).expanduser()
-    if folder is not None:
-        read_record(folder)  # a folder that is no adapter is told before weights are read
-    set_threads(threads)
-    target = load_target(str(name), dtype=dtype, device=device, quantize=quantize, revision=revision)
-    loaded = find_adapter(target, folder)
-    pack_decoder(target.decoder)
-    return Model(target, () if loaded is None else (loaded,), drafter)
+    given = () if adapter is None else (adapter,) if isinstance(adapter, str | Path) else tuple(adapter)
+    config = LoadConfig(str(name), tuple(map(Path, given)), dtype, device, quantize, revision, threads)
+    loaded = loading.load(config)
+    return Model(loaded.target, loaded.adapters, drafter)
 
 
 DRAFTERS = 8  # kept, the ones used last
@@ -113,7 +108,7 @@ class Model:
 
     @property
     def _modules(self) -> list[nn.Module]:
-        return [loaded.adapter for loaded in self.adapters]
+        return [loaded.module for loaded in self.adapters]
 
     def _drafter(self, spec: str | Spec) -> Drafter:
         """The drafter of a specification, built if it is not among those kept. Raises what building it raises."""
@@ -317,5 +312,6 @@ class Model:
 
 
 def _described(loaded: LoadedAdapter) -> str:
-    adapter = loaded.adapter
-    return f"{adapter.config.num_streams} streams, {adapter.num_parameters() / 1e6:.2f}M parameters"
+    trained = loaded.method.trained
+    assert trained is not None
+    return f"{trained.describe(loaded.module.config)}, {loaded.module.num_parameters() / 1e6:.2f}M parameters"

@@ -1,12 +1,12 @@
 """Decode both ways and explain every difference: a *tie* of the target's numerics, or a BUG.
 
-In float32 speculative output equals plain output, greedy or with a seed. In bf16 and fp16 a wide pass rounds otherwise
-than a narrow one, so two logits that are nearly equal may change places. The first token that differs is a tie if the
-law there, recomputed from the common text in passes of several widths, is so close to either token that the difference
-between those passes covers the distance.
+In float32 speculative output equals plain output, greedy or with a seed. In bf16 and fp16 a wide pass rounds
+differently from a narrow one, so two nearly equal logits may change places. The first token that differs is a tie if the
+scores there, recomputed from the common text in passes of several widths, move at least as far between those passes as
+they would have to move for either token to be chosen.
 
-The distance is that of a token's logit from the largest, and what covers it is what moves between two passes' logits;
-at a temperature logits are those that are drawn from, the position's noise added.
+The distance is measured from a token's logit to the largest one, and the movement between the logits of two passes. At
+a temperature above 0 the logits are those that are drawn from, with the position's noise added.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from anabranch.engine import Engine, Request
 from anabranch.errors import InputError
-from anabranch.methods import make_drafter
-from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.methods import Spec, make_drafter
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Inputs
 from anabranch.model.load import Target
@@ -37,12 +36,14 @@ WIDTHS = (1, 2, 5, 17)
 
 @dataclass(frozen=True)
 class Certificate:
-    """What came of one prompt.
+    """The result for one prompt.
 
-    verdict  "equal", "tie" or "BUG"
-    at       index of the first new token that differs; ``plain`` and ``drafted`` are the two tokens there
-    margin   how far the law must move for both to be drawn: logits if greedy, else probability
-    noise    how far recomputation moves it
+    verdict         "equal", "tie" or "BUG"
+    tokens          new tokens of plain decoding
+    at              index of the first new token that differs
+    plain, drafted  the two tokens there
+    margin          how far the scores must move for both tokens to be chosen, in logits (noise included where sampled)
+    noise           how far recomputation moves them
     """
 
     prompt: int
@@ -57,8 +58,8 @@ class Certificate:
 
 def certify(
     target: Target,
-    adapter: StreamAdapter | None,
-    spec: str,
+    modules: Sequence[nn.Module | None],
+    spec: str | Spec,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -67,15 +68,17 @@ def certify(
 ) -> list[Certificate]:
     """Decode every prompt plainly and with the drafter ``spec``, and compare token by token.
 
-    ``report`` is told of each prompt as it is done. Raises what ``make_drafter`` and ``Engine.check`` raise, before
-    anything is decoded.
+    modules  what was trained for the target, as for ``make_drafter``
+    report   called with each prompt's result
+
+    Raises what ``make_drafter`` and ``Engine.check`` raise, before anything is decoded.
     """
     if not prompts:
         raise InputError("there is nothing to certify; give at least one prompt")
     sampling = sampling or SamplingParams()
     capacity = max(len(prompt) for prompt in prompts) + max_new_tokens
     engines = [
-        Engine(target.decoder, make_drafter(name, target.decoder, adapter), capacity=capacity)
+        Engine(target.decoder, make_drafter(name, target.decoder, *modules), capacity=capacity)
         for name in ("none", spec)
     ]
     stop = frozenset(target.config.eos_token_ids)
@@ -102,7 +105,7 @@ def _compare(target: Target, index: int, request: Request, plain: list[int], dra
     shorter = min(len(plain), len(drafted))
     at = next((i for i in range(shorter) if plain[i] != drafted[i]), shorter)
     if at == shorter:
-        # same tokens, one output longer: neither end tokens nor limits may depend on the drafter
+        # the same tokens, but one output is longer: neither end tokens nor limits may depend on the drafter
         return Certificate(index, "BUG", len(plain), at)
     text = [*request.prompt_ids, *plain[:at]]
     margin, noise = _margin(target, text, (plain[at], drafted[at]), request.sampling)
@@ -112,7 +115,7 @@ def _compare(target: Target, index: int, request: Request, plain: list[int], dra
 
 @torch.inference_mode()
 def _margin(target: Target, text: list[int], tokens: tuple[int, int], sampling: SamplingParams) -> tuple[float, float]:
-    """How far the law after ``text`` must move for both tokens to be drawn, and how far a pass's width moves it."""
+    """How far the scores after ``text`` must move for both tokens to be chosen, and how far pass widths move them."""
     passes = [_logits(target, text, width) for width in WIDTHS if width <= len(text)]
     scores = [process_logits(logits[None], sampling, [text])[0] for logits in passes]
     # one rounding step of the largest logit, at least
@@ -124,10 +127,10 @@ def _margin(target: Target, text: list[int], tokens: tuple[int, int], sampling: 
         floor /= max(sampling.temperature, COLDEST)
     curves = [score.max() - score for score in scores]
     needed = [max(float(curve[token]) for token in tokens) for curve in curves]
-    # what is far below the top moves more and does not matter
+    # scores far below the top move more, and do not matter
     top = scores[0].topk(min(8, len(scores[0]))).indices
     where = torch.unique(torch.cat((top, torch.tensor(tokens, device=top.device))))
-    # a token that one pass cuts off and another does not has moved without end; one that all cut off, not at all
+    # a token that one pass cuts off (top-k, top-p) and another does not has moved infinitely; one that all cut off, not
     moved = [torch.nan_to_num((curve - curves[0])[where].abs(), nan=0.0, posinf=math.inf) for curve in curves]
     return min(needed), max(floor, *(float(each.max()) for each in moved))
 
@@ -141,7 +144,7 @@ def _logits(target: Target, text: list[int], width: int) -> Tensor:
     if head:
         decoder(Inputs.of_prompt(head), cache, need="hidden", planned=len(text))
         cache.commit([range(len(head))])
-    logits = decoder(Inputs.of_prompt(text[len(head) :]), cache, planned=len(text)).logits_BNV
-    assert logits is not None
-    last: Tensor = logits[0, -1].float()
+    logits_MV = decoder(Inputs.of_prompt(text[len(head) :]), cache, planned=len(text), need="logits").logits_MV
+    assert logits_MV is not None
+    last: Tensor = logits_MV[-1].float()
     return last

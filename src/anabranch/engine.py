@@ -390,10 +390,10 @@ class Engine:
         if any(member.drafter.adaptive for member in members):
             self._learn(members, trees, budgets, timings, done - after_commit)
         steps = []
-        for b, (member, (tokens, sources)) in enumerate(zip(members, emitted, strict=True)):
-            logs = self._log_probs(logits[b], verdicts[b], tokens) if member.request.log_probs else None
+        for b, (member, (said, sources)) in enumerate(zip(members, emitted, strict=True)):
+            logs = self._log_probs(logits[b], verdicts[b], said) if member.request.log_probs else None
             finish = member.finish
-            steps.append(Step(member.row.id, tokens, sources, trees[b], drafted[b], verdicts[b], timings, logs, finish))
+            steps.append(Step(member.row.id, said, sources, trees[b], drafted[b], verdicts[b], timings, logs, finish))
         for slot in range(len(members) - 1, -1, -1):
             if members[slot].finish is not None:
                 self._drop(slot)
@@ -437,7 +437,7 @@ class Engine:
     def _forward(self, members: list[_Member], trees: list[DraftTree], planned: int) -> PassResult:
         """The pass over all rows' trees; tokens come with it where every row takes the most probable ones."""
         taps = {layer for member in members for layer in member.drafter.needs.layers}
-        return self.target(
+        result: PassResult = self.target(
             Inputs.of_trees(trees),
             self.cache,
             slots=slice(0, len(members)),
@@ -446,6 +446,7 @@ class Engine:
             rider=members[0].drafter.rider,
             need="tokens" if all(member.greedy for member in members) else "hidden",
         )
+        return result
 
     def _scores(
         self, members: list[_Member], result: PassResult

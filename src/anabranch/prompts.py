@@ -15,7 +15,7 @@ from anabranch.errors import CapabilityError, InputError
 from anabranch.files import LONE_SURROGATES
 from anabranch.model.text import encode, render_chat
 
-__all__ = ["Arrays", "Ids", "conversation_ids", "read_prompts"]
+__all__ = ["Arrays", "Ids", "chat_ids", "conversation_ids", "read_prompts"]
 
 Ids: TypeAlias = Sequence[int]
 # one prompt or several, by the number of dimensions
@@ -52,7 +52,26 @@ def read_prompts(prompt: Any, tokenizer: Any) -> tuple[bool, list[list[int]]]:
     return False, [_one(item, tokenizer) for item in prompt]
 
 
-def conversation_ids(messages: Sequence[Mapping[str, str]], tokenizer: Any, model: str) -> list[int]:
+def chat_ids(
+    tokenizer: Any, text: str, *, raw: bool = False, system: str | None = None, model: str = "this model"
+) -> list[int]:
+    """The token ids of a user's text: through the chat template where there is one, unless ``raw``.
+
+    ``system`` is a system message that goes first. Raises InputError for a text or message that the tokenizer or the
+    template refuses and for ``system`` with ``raw``, CapabilityError for ``system`` where there is no template.
+    """
+    if system is not None and raw:
+        raise InputError("a system message needs the chat template, which raw leaves out; give one of the two")
+    templated = bool(getattr(tokenizer, "chat_template", None))
+    if system is not None and not templated:
+        raise CapabilityError(f"{model} has no chat template, so it takes no system message; leave it out")
+    if raw or not templated:
+        return _tokenize(text, tokenizer)
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return conversation_ids([*first, {"role": "user", "content": text}], tokenizer, model)
+
+
+def conversation_ids(messages: Sequence[Mapping[str, str]], tokenizer: Any, model: str = "this model") -> list[int]:
     """The token ids of a conversation in the tokenizer's chat template, up to where the answer begins.
 
     Raises InputError for a conversation that the template refuses, and CapabilityError where ``model`` has none.

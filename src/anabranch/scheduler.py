@@ -287,9 +287,9 @@ class Scheduler:
         request = ticket.request
         wanted = min(limit, max(MIN_CAPACITY, len(request.prompt_ids) + request.max_new_tokens))
         capacity = min(limit, 1 << (wanted - 1).bit_length())
-        waiting = len(self._waiting)
+        active = 0 if self.engine is None else self.engine.active
+        rows = min(self.rows, active + len(self._waiting))
         if self.engine is None:
-            rows = min(self.rows, waiting)
             self.engine = Engine(
                 self.target,
                 rows=rows,
@@ -301,10 +301,10 @@ class Scheduler:
         engine = self.engine
         if engine.active >= self.rows or not engine.fits(request, ticket.drafter, capacity=capacity):
             return None
-        if not engine.active and (min(self.rows, waiting) > engine.rows or capacity > engine.capacity):
+        if not engine.active and (rows > engine.rows or capacity > engine.capacity):
             self._drop_cache()  # a cache that is too small goes before the larger one comes
             return self._engine_for(ticket)
-        engine.reserve(min(self.rows, engine.active + waiting), capacity, ticket.drafter)
+        engine.reserve(rows, capacity, ticket.drafter)
         return engine
 
     def _drop_cache(self) -> None:

@@ -1,4 +1,4 @@
-"""How much is speculated: at every step, the draft nodes of all rows together that give the most expected tokens per ms.
+"""How much is speculated: at every step, as many draft nodes as give the most expected tokens per millisecond.
 
 A step that verifies k draft nodes besides the R rows' roots emits R + P_k tokens in expectation, where P_k sums the k
 largest acceptance probabilities (``methods.beliefs``), and takes ms(R + k). Chosen is the k of the greatest

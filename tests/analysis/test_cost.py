@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from anabranch.analysis.cost import METHODS, MODELS, Setting, cost, costs, parameters, target
+from anabranch.analysis.cost import MODELS, cost, costs, counted_methods, target
 from anabranch.errors import InputError
+from anabranch.methods.counting import DraftShape, parameters
+
+OURS = ("streams", "streams, optimised")
 
 
 @pytest.mark.parametrize(
@@ -70,16 +73,16 @@ def test_eagle_on_mistral_is_not_what_is_printed() -> None:
     ],
 )
 def test_shared_streams_without_their_layers(name: str, printed: float) -> None:
-    setting = Setting()
-    lossless = cost("streams, optimised", name, setting).parameters
+    shape = DraftShape()
+    lossless = cost("streams, optimised", name, shape).parameters
     h = target(name).config.hidden_size
-    shared = lossless - setting.layers * 2 * setting.rank * h
-    assert shared == (setting.gamma + 2 * 8) * h
+    shared = lossless - shape.layers * 2 * shape.rank * h
+    assert shared == (shape.gamma + 2 * 8) * h
     assert shared == pytest.approx(printed, rel=0.01)
 
 
 def test_counts_of_one_target() -> None:
-    s = Setting(context=100)
+    s = DraftShape(context=100)
     found = costs("Llama-2-7B", s)
     h, v, inner = 4096, 32_000, 11_008
     layer = 4 * h * h + 3 * h * inner
@@ -101,16 +104,16 @@ def test_what_the_paper_says_of_its_figures() -> None:
     assert found["streams"].operations > found["eagle"].operations
     assert found["streams, optimised"].operations < found["streams"].operations / 2
     # figure 8: streams hold and read least of all that train anything
-    trained = [found[m] for m in METHODS if m != "lookahead" and not m.startswith("streams")]
+    trained = [found[m] for m in counted_methods() if m != "lookahead" and not m.startswith("streams")]
     assert all(found["streams"].parameters < c.parameters / 100 for c in trained)
     assert all(found["streams"].read < c.read / 100 for c in trained)
-    riding = costs("Llama-2-13B", Setting(nodes=32), methods=METHODS[-2:])
-    assert all(riding[m].operations > 16 * found[m].operations for m in METHODS[-2:])
-    assert all(riding[m].parameters == found[m].parameters for m in METHODS[-2:])
+    riding = costs("Llama-2-13B", DraftShape(nodes=32), methods=OURS)
+    assert all(riding[m].operations > 16 * found[m].operations for m in OURS)
+    assert all(riding[m].parameters == found[m].parameters for m in OURS)
 
 
 def test_long_contexts_pay_for_the_limited_attention() -> None:
-    short, long = Setting(context=64), Setting(context=4096)
+    short, long = DraftShape(context=64), DraftShape(context=4096)
     lean, full = "streams, optimised", "streams"
     assert cost(lean, "Phi-3", long).operations == cost(lean, "Phi-3", short).operations
     assert cost(full, "Phi-3", long).operations > cost(full, "Phi-3", short).operations

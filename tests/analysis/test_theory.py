@@ -83,7 +83,7 @@ def test_without_a_cost_there_is_no_best_gamma() -> None:
     assert optimal_gamma(1.0, 0.5, most=9) == 9
     assert optimal_gamma(0.0, 0.0) == 0
     for alpha, c in ((0.5, 0.0), (1.0, 0.5)):
-        with pytest.raises(InputError, match="give most"):
+        with pytest.raises(InputError, match="limit it with most"):
             optimal_gamma(alpha, c)
 
 

@@ -35,7 +35,7 @@ def record(
     """Decode all requests together and record; returns the recording and the steps in the order of decoding."""
     target = small()
     with TraceWriter(path, settings={"drafter": spec}, rule=rule, every_position=every_position) as writer:
-        drafter = writer.watch(make_drafter(spec, target, small_adapter(target)))
+        drafter = writer.watch(make_drafter(spec, target, small_adapter(target)), target)
         engine = Engine(target, drafter, rows=len(requests), capacity=96)
         for each in requests:
             engine.add(each)
@@ -103,9 +103,9 @@ def test_every_position_has_the_draft_that_would_be_made_there(tmp_path: Path) -
         assert [r.at for r in row.records] == list(range(len(row.tokens)))
         at = {r.at: r for r in row.records}
         for found in real.records:
-            whole, room = at[found.at].tree, at[found.at].room
-            assert room is not None
-            tree = whole.select((whole.depths <= room).nonzero()[0])  # near the end a draft is cut
+            whole, depth = at[found.at].tree, at[found.at].max_depth
+            assert depth is not None
+            tree = whole.select((whole.depths <= depth).nonzero()[0])  # near the end a draft is cut
             assert tree.tokens.tolist() == found.tree.tokens.tolist()
             assert tree.parents.tolist() == found.tree.parents.tolist()
 

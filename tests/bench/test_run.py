@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from anabranch.bench.contenders import Run
-from anabranch.bench.run import Answer, Encoded, Measured, Round, gather, rounds, warm_up
-from anabranch.bench.suites import Prompt
+from anabranch.bench.run import Answer, Encoded, ContenderAnswers, Round, gather, rounds, warm_up
+from anabranch.bench.suites import SuitePrompt
 from anabranch.bench.summary import quartiles, summarise
 from anabranch.stats import Stats
 
-PROMPTS: list[Encoded] = [(Prompt(str(i), "ab"[i % 2], "?"), [1, 2, i]) for i in range(4)]
+PROMPTS: list[Encoded] = [(SuitePrompt(str(i), "ab"[i % 2], "?"), [1, 2, i]) for i in range(4)]
 
 
 class Known:
@@ -32,7 +32,7 @@ class Known:
         return Run(tokens, len(tokens) / self.rate, first_token_seconds=0.1 if self.tells_first else None)
 
 
-def measured(contenders: dict[str, Known], **options: Any) -> list[Measured]:
+def measured(contenders: dict[str, Known], **options: Any) -> list[ContenderAnswers]:
     return gather(list(contenders), list(rounds(contenders, PROMPTS, **options)), {})
 
 
@@ -120,7 +120,7 @@ def test_an_answer_without_tokens_is_an_error() -> None:
             return Run([], 1.0)
 
     (record,) = records({"none": Mute(1.0)})
-    assert "without a single token" in record["error"]
+    assert "returned no tokens" in record["error"]
 
 
 def test_without_a_baseline_there_are_no_ratios() -> None:
@@ -135,8 +135,8 @@ def test_other_tokens_are_counted_and_the_common_prefix_measured() -> None:
         return [[Answer(one, 1.0)] for one in ids]
 
     found = [
-        Measured("none", answers([1, 2, 3], [1, 2, 3], [5, 6], [9])),
-        Measured("other", answers([1, 2, 3], [1, 2, 4], [5, 6, 7], [8])),
+        ContenderAnswers("none", answers([1, 2, 3], [1, 2, 3], [5, 6], [9])),
+        ContenderAnswers("other", answers([1, 2, 3], [1, 2, 4], [5, 6, 7], [8])),
     ]
     other = summarise(found, PROMPTS)[1]
     assert (other["equal_outputs"], other["common_prefix_median"]) == (1, 2)

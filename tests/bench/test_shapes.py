@@ -15,10 +15,11 @@ from typer.testing import CliRunner
 from anabranch.analysis.cost import MODELS
 from anabranch.bench import shapes
 from anabranch.bench.machine import measure_machine
-from anabranch.bench.shapes import PAPER, SHAPES, Fixed, Shape, measure_shape
+from anabranch.bench.shapes import SHAPES, Fixed, Shape, measure_shape
 from anabranch.cli import app
 from anabranch.errors import DeviceError, InputError
-from anabranch.methods.base import Context
+from anabranch.methods import Row
+from anabranch.methods import streams as streams_method
 from anabranch.model import weights
 from anabranch.model.families import model_config
 from anabranch.model.weights import random_decoder
@@ -41,7 +42,7 @@ def measured(dtype: torch.dtype = torch.float32, **more: Any) -> Shape:
         "batches": (1, 3),
         "contexts": (7, 30),
         "rounds": 2,
-        "nodes": 9,
+        "nodes": 8,
         **more,
     }
     return measure_shape("toy", dtype=dtype, device=CPU, **asked | more)
@@ -56,18 +57,18 @@ def test_every_kind_is_measured_at_every_batch_and_context(dtype: torch.dtype) -
     for times in shape.times:
         assert 0 < times.ms[0] <= times.ms[1] <= times.ms[2]
         assert times.steps == 2
-        nodes = {"plain": 1, "streams": 9, "verify 1": 1, "verify 4": 4, "verify 20": 20}
+        nodes = {"plain": 1, "streams": 8, "verify 1": 1, "verify 4": 4, "verify 20": 20}
         assert times.nodes == nodes[times.kind]
     assert shape.machine.floor_ms > 0
 
 
 def test_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PAPER, "toy", (3.5, 3.0))
+    monkeypatch.setitem(streams_method.PUBLISHED, "toy", (3.5, 3.0))
     shape = measured(batches=(1,), contexts=(7,))
     (row,) = shape.ratios()
     plain, streams = (shape.find(1, 7, kind).ms[1] for kind in ("plain", "streams"))
     assert row["plain_over_floor"] == pytest.approx(plain / shape.machine.floor_ms, rel=1e-2)
-    assert row["streams_over_plain"] == pytest.approx(streams / plain, rel=1e-2)
+    assert row["over_plain"] == pytest.approx(streams / plain, rel=1e-2)
     assert row["speedup"] == pytest.approx(3.5 * plain / streams, rel=1e-2)
     assert row["speedup_in_the_paper"] == 3.0
 
@@ -84,7 +85,7 @@ def test_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="no shape '8b'; shapes are 135m, 7b"):
         measure_shape("8b", dtype=torch.float32, device=CPU)
     for name in ("widths", "batches", "contexts"):
-        with pytest.raises(InputError, match="must be at least 1, not 0"):
+        with pytest.raises(InputError, match="must be at least 1, got 0"):
             measured(**{name: (2, 0)})
     monkeypatch.setattr(weights, "free_memory", lambda: 1000)
     with pytest.raises(DeviceError, match="use a smaller model"):
@@ -101,9 +102,8 @@ def test_random_weights_have_the_shape_and_no_two_rows_alike() -> None:
 
 
 def test_a_fixed_draft_is_as_wide_as_asked_and_as_deep_as_of_use() -> None:
-    contexts = [Context([5], 1, SamplingParams(), "match"), Context([0], 1, SamplingParams(), "match")]
-    contexts[0].room, contexts[1].room = 9, 2
-    first, second = Fixed(6).draft(contexts)
+    rows = [Row([5], 1, SamplingParams(), max_depth=9), Row([0], 1, SamplingParams(), max_depth=2)]
+    first, second = Fixed(6).draft(rows, budget=1)
     assert (first.size, second.size) == (6, 3)
     assert first.tokens.tolist() == [5, 4, 4, 4, 4, 4]
     assert second.tokens.tolist() == [0, 1, 1]
@@ -147,4 +147,4 @@ def test_the_command(tmp_path: Path) -> None:
 def test_a_shape_refuses_what_only_prompts_use(option: tuple[str, ...]) -> None:
     refused = CliRunner().invoke(app, ["bench", "--shape", "toy", *option])
     assert refused.exit_code != 0
-    assert f"so {option[0]} has nothing to say" in str(refused.exception)
+    assert f"so {option[0]} has no effect" in str(refused.exception)

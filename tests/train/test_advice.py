@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from anabranch.learning.examples import Example
+from anabranch.learning.recipe import TrainOptions
 from anabranch.train.advice import Watch, before, curve_of, next_steps
-from anabranch.train.data import Example
-from anabranch.train.trainer import Progress, TrainOptions
+from anabranch.train.trainer import Progress
 
 RUNS = Path(__file__).resolve().parents[2] / "benchmarks" / "training-default-adapter-2026-11-21.jsonl"
 
@@ -46,7 +47,7 @@ def test_enough_of_everything_is_no_reason_to_warn() -> None:
     ("warmup", "parameters", "max_tokens", "words"),
     [
         (11, 9_900 * 12, 101, "the warmup of 11 steps is more than 20% of the 50 steps"),
-        (10, 9_900 * 12 + 1, 101, "9,900 answer tokens are few for 118,801 parameters"),
+        (10, 9_900 * 12 + 1, 101, "9,900 completion tokens are few for 118,801 parameters"),
         (10, 9_900 * 12, 100, "100 of 100 examples are cut at 100 tokens"),
     ],
 )
@@ -96,11 +97,11 @@ def test_the_curve_ends_with_the_last_evaluation_of_the_same_examples() -> None:
 @pytest.mark.parametrize(
     ("lengths", "accuracy", "words"),
     [
-        ((1.5, 1.8, 2.0, 2.2), 0.6, "still rising (+0.40 in the last third): more epochs or more answers"),
-        ((1.5, 1.8, 2.0, 2.2), 0.7, "in the last third): new answers"),
-        ((1.5, 2.2, 2.21, 2.2), 0.6, "flat in the last third: more --stream-layers first"),
+        ((1.5, 1.8, 2.0, 2.2), 0.6, "still rising (+0.40 in the last third): more epochs or more completions"),
+        ((1.5, 1.8, 2.0, 2.2), 0.7, "in the last third): new completions"),
+        ((1.5, 2.2, 2.21, 2.2), 0.6, "flat in the last third: a larger adapter"),
         ((1.5, 2.2, 2.1, 2.0), 0.6, "falling since step 200 (best 2.20)"),
-        ((1.5, 2.2), 0.6, "fewer than three evaluations"),
+        ((1.5, 2.2), 0.6, "fewer than three evaluations show no trend"),
     ],
 )
 def test_what_to_try_next(lengths: tuple[float, ...], accuracy: float, words: str) -> None:

@@ -14,13 +14,14 @@ from jinja2 import TemplateError
 
 from anabranch.engine import Request
 from anabranch.errors import FileError, InputError
+from anabranch.learning.examples import Example
 from anabranch.sampling import SamplingParams
-from anabranch.train.answers import AnswerProgress, Prompt, check_out, read_prompts, settings_path, write_answers
-from anabranch.train.data import Example, batches, digest, frequent_tokens, read_examples, read_texts, split
+from anabranch.train.answers import AnswerProgress, EncodedPrompt, check_out, read_prompts, settings_path, write_answers
+from anabranch.train.data import batches, digest, frequent_tokens, read_examples, read_texts, split
 from small import VOCABULARY, Words, as_target, decode, prompt, small
 
 TARGET = as_target(small())
-PROMPTS = [Prompt(n, "toy", tuple(prompt(1 + n % 9, n))) for n in range(23)]
+PROMPTS = [EncodedPrompt(n, "toy", tuple(prompt(1 + n % 9, n))) for n in range(23)]
 NEW = 10
 
 
@@ -31,7 +32,7 @@ def records(path: Path) -> dict[Any, dict[str, Any]]:
     return found
 
 
-def write(out: Path, prompts: list[Prompt] = PROMPTS, **options: Any) -> AnswerProgress:
+def write(out: Path, prompts: list[EncodedPrompt] = PROMPTS, **options: Any) -> AnswerProgress:
     return write_answers(TARGET, prompts, out, **{"rows": 4, "max_new_tokens": NEW, **options})
 
 
@@ -76,7 +77,7 @@ def test_ctrl_c_and_a_torn_line(tmp_path: Path) -> None:
 
 def test_sampled_answers_have_a_seed_each_and_do_not_depend_on_the_batch(tmp_path: Path) -> None:
     sampling = SamplingParams(temperature=1.0, seed=4)
-    twins = [Prompt(name, "", tuple(prompt(5))) for name in ("a", "b", "c")]
+    twins = [EncodedPrompt(name, "", tuple(prompt(5))) for name in ("a", "b", "c")]
     write(tmp_path / "1.jsonl", twins, sampling=sampling, rows=1)
     write(tmp_path / "3.jsonl", twins[::-1], sampling=sampling, rows=3)
     found = records(tmp_path / "1.jsonl")
@@ -87,7 +88,7 @@ def test_sampled_answers_have_a_seed_each_and_do_not_depend_on_the_batch(tmp_pat
 def test_a_file_goes_on_as_it_began(tmp_path: Path) -> None:
     out = tmp_path / "a.jsonl"
     write(out, PROMPTS[:3])
-    with pytest.raises(FileError, match="max_new_tokens 10, not 11"):
+    with pytest.raises(FileError, match="max_new_tokens 10, got 11"):
         write(out, max_new_tokens=11)
     with pytest.raises(FileError, match="temperature"):
         write(out, sampling=SamplingParams(temperature=1.0))
@@ -128,7 +129,7 @@ def test_a_file_of_something_else_stays_as_it_is(content: str, tmp_path: Path) -
     out = tmp_path / "a.jsonl"
     out.write_text(content, encoding="utf-8")
     for refused in (lambda: write(out), lambda: check_out(out, tmp_path / "p.jsonl")):
-        with pytest.raises(FileError, match=r"is not an answer with id, prompt_ids and answer_ids.*another file"):
+        with pytest.raises(FileError, match=r"is not a completion with id, prompt_ids and answer_ids.*another file"):
             refused()
     assert out.read_text(encoding="utf-8") == content
     assert not settings_path(out).exists()
@@ -156,8 +157,8 @@ def test_another_prompt_under_an_id_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "a.jsonl"
     write(out, PROMPTS[:6])
     kept = out.read_bytes()
-    inserted = [Prompt(p.id, p.source, q.ids) for p, q in zip(PROMPTS[3:], PROMPTS[2:], strict=False)]
-    with pytest.raises(FileError, match=r"another prompt under the id 3 .*another file.*ids of their own"):
+    inserted = [EncodedPrompt(p.id, p.source, q.ids) for p, q in zip(PROMPTS[3:], PROMPTS[2:], strict=False)]
+    with pytest.raises(FileError, match=r"another prompt under the id 3 .*another file.*give each prompt an id"):
         write(out, [*PROMPTS[:3], *inserted])
     assert out.read_bytes() == kept
     write(out, PROMPTS[2:8])  # ids of their own: some are gone, others are new
@@ -199,7 +200,7 @@ def test_a_part_of_the_run_is_a_fair_sample(tmp_path: Path) -> None:
     """The first quarter of the answers has short and long prompts alike, whatever their order in the file."""
     from anabranch.train.answers import _ordered
 
-    many = [Prompt(n, "", (1,) * (1 + n // 4)) for n in range(400)]
+    many = [EncodedPrompt(n, "", (1,) * (1 + n // 4)) for n in range(400)]
     order = list(_ordered(many, 32))
     assert sorted(p.id for p in order) == list(range(400))
     mean = sum(len(p.ids) for p in order[:96]) / 96
@@ -225,9 +226,9 @@ def test_prompts(tmp_path: Path) -> None:
     )
     found = read_prompts(path, Words())
     assert found == [
-        Prompt(0, "", (3, 5, 6, 4)),
-        Prompt("x", "s", (5, 6)),
-        Prompt(3, "", (3, 7, 4, 3, 8, 4)),
+        EncodedPrompt(0, "", (3, 5, 6, 4)),
+        EncodedPrompt("x", "s", (5, 6)),
+        EncodedPrompt(3, "", (3, 7, 4, 3, 8, 4)),
     ]
     assert read_prompts(path, Words(), limit=2) == found[:2]
     bare = Words()
@@ -251,9 +252,12 @@ def test_prompts(tmp_path: Path) -> None:
         ({"messages": []}, "line 2 .* has no text in the field 'messages'"),
         ({"messages": [{"role": "user", "content": 5}]}, "line 2 .* has no text in the field 'messages'"),
         ({"messages": "w1"}, "not a list of objects with a role and a content"),
-        ({"prompt": "\ud800 x"}, r"line 2 .* no valid text in the field 'prompt': \\ud800 is half of a character"),
-        ({"messages": [{"role": "user", "content": "x \udc00"}]}, r"line 2 .* no valid text .*'messages': \\udc00"),
-        ({"prompt": "w1", "source": "\ud800"}, "line 2 .* no valid text in the field 'source'"),
+        ({"prompt": "\ud800 x"}, r"line 2 .* unpaired surrogate \\ud800 in the field 'prompt'"),
+        (
+            {"messages": [{"role": "user", "content": "x \udc00"}]},
+            r"line 2 .* surrogate \\udc00 in the field 'messages'",
+        ),
+        ({"prompt": "w1", "source": "\ud800"}, "line 2 .* surrogate .* in the field 'source'"),
         ({"prompt": "w1", "id": 0}, "id 0 of an earlier line"),
         ({"prompt": "w1", "id": [1]}, "neither a number nor a text"),
         ({"messages": [{"role": "user"}]}, "not a list of objects with a role and a content"),
@@ -314,7 +318,7 @@ def test_examples(tmp_path: Path) -> None:
     for bad, message in (("{", "line 2"), ({"prompt_ids": [1]}, "line 2"), ({**good, "answer_ids": [9, 1]}, "outside")):
         with pytest.raises(FileError, match=message):
             read_examples(lines(tmp_path / "b", good, bad), vocab_size=9, max_tokens=9)
-    with pytest.raises(FileError, match="no prompt with an answer"):
+    with pytest.raises(FileError, match="no prompt with a completion"):
         read_examples(path, vocab_size=9, max_tokens=2)
     (tmp_path / "b").write_text(json.dumps(good), encoding="utf-16")
     with pytest.raises(FileError, match="cannot be read as UTF-8"):
@@ -336,7 +340,7 @@ def test_texts(tmp_path: Path) -> None:
     for content, message in (
         ("{}\n", "line 1"),
         ("[]\n", "line 1"),
-        ('{"text": "\\ud800"}\n', r"line 1 .* is no valid text: \\ud800 is half"),
+        ('{"text": "\\ud800"}\n', r"line 1 .* contains the unpaired surrogate \\ud800"),
         ('{"text": "w1"}\n', "at least 10 tokens"),
     ):
         (tmp_path / "t.jsonl").write_text(content, encoding="utf-8")
@@ -353,7 +357,7 @@ def test_splitting_batching_and_counting() -> None:
     assert not {e.prompt_ids for e in training} & {e.prompt_ids for e in held_out}
     assert split(many, 0) == (split(many, 0)[0], [])
     for bad in (-1, 60):
-        with pytest.raises(InputError, match="held-out"):
+        with pytest.raises(InputError, match="held_out"):
             split(many, bad)
     groups = [list(batches(many, 100, seed=seed)) for seed in (0, 0, 1, 2)]
     # an exact resume counts on it: every epoch has as many batches

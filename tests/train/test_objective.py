@@ -10,14 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anabranch.engine import Engine, Request
-from anabranch.errors import InputError
+from anabranch.errors import CapabilityError, InputError
+from anabranch.learning import loss as loss_module
+from anabranch.learning.examples import Batch, Example
+from anabranch.learning.loss import VocabularyLoss
+from anabranch.methods.streams import objective as module
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.drafter import StreamDrafter
+from anabranch.methods.streams.objective import UNTOLD_STRIDE, LossOptions, StreamObjective
 from anabranch.model.decoder import Decoder
-from anabranch.train import objective as module
-from anabranch.train.data import Batch, Example
-from anabranch.train.objective import UNTOLD_STRIDE, LossOptions, StreamObjective, VocabularyLoss
 from small import RICH, VOCABULARY, decode, prompt, request, small, small_adapter
 
 PAPER = StreamConfig(num_streams=4, num_stream_layers=2, adapter_rank=3, pruning_rank=2)
@@ -28,7 +30,7 @@ def trainable(target: Decoder, config: StreamConfig, vocabulary: Tensor | None =
 
 
 def batch() -> Batch:
-    """Ragged prompts and answers, one answer of the least length."""
+    """Ragged prompts and completions, one of the least length."""
     sizes = ((5, 9), (1, 2), (3, 14))
     return Batch.of([Example(tuple(prompt(p, p)), tuple(prompt(a, 30 + a))) for p, a in sizes])
 
@@ -36,7 +38,7 @@ def batch() -> Batch:
 def total(objective: StreamObjective, of: Batch) -> Tensor:
     frozen = objective.freeze(of)
     return sum(
-        (objective.segment_loss(of, frozen, positions, real).loss for positions, real in objective.segments(of)),
+        (objective.loss(of, frozen, segment).loss for segment in objective.segments(of)),
         torch.zeros(()),
     )
 
@@ -53,7 +55,7 @@ def gradients(adapter: StreamAdapter) -> dict[str, Tensor]:
 def test_vocabulary_loss_is_cross_entropy(
     soft: float, cap: float | None, biased: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "CHUNK", 4)  # several chunks and a rest
+    monkeypatch.setattr(loss_module, "CHUNK", 4)  # several chunks and a rest
     torch.manual_seed(0)
     states = torch.randn(11, 6, requires_grad=True)
     head, teacher = torch.randn(9, 6), torch.randn(11, 6)
@@ -139,8 +141,8 @@ def test_the_loss_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
                 blind = F.cross_entropy(target.head(states[j - 1]), text[t + 1 + j])
                 wanted = wanted + 0.7 ** (j - 1) * (0.6 * hard + 0.4 * soft + 0.2 * blind)
                 count[j - 1] += 1
-    ((positions, real),) = objective.segments(of)
-    scores = objective.segment_loss(of, frozen, positions, real)
+    (segment,) = objective.segments(of)
+    scores = objective.loss(of, frozen, segment)
     assert float(scores.loss.detach()) == pytest.approx(float(wanted.detach()), rel=1e-5)
     assert scores.count_S.tolist() == count
 
@@ -169,7 +171,8 @@ def test_streams_in_training_are_those_of_decoding(case: str, placement: str) ->
     frozen = objective.freeze(of)
     drafter = StreamDrafter(target, adapter, placement=placement)  # type: ignore[arg-type]
     engine = Engine(target, drafter, capacity=64)
-    key = engine.add(Request(asked.prompt_ids, 16))
+    engine.add(Request(asked.prompt_ids, 16))
+    row = engine._members[0].row
     at = len(asked.prompt_ids)
     while True:
         (step,) = engine.step()
@@ -179,7 +182,9 @@ def test_streams_in_training_are_those_of_decoding(case: str, placement: str) ->
         untold = torch.tensor([[placement == "ride"]])
         with torch.no_grad():
             wanted = objective.states(frozen, of.tokens_BT, torch.tensor([[at - 2]]), untold)[0, 0]
-        assert torch.allclose(drafter._states[key], wanted, atol=5e-5)
+        found = drafter._states(row)
+        assert found is not None
+        assert torch.allclose(found, wanted[: len(found)], atol=5e-5)
     assert at == len(text)
 
 
@@ -204,3 +209,9 @@ def test_a_small_draft_vocabulary_and_the_texts_own_tokens() -> None:
 def test_weights_that_mean_nothing(bad: dict[str, float]) -> None:
     with pytest.raises(InputError, match=next(iter(bad))):
         LossOptions(**bad)  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_trained() -> None:
+    adapter = small_adapter(small(), replace(PAPER, context_top=4))
+    with pytest.raises(CapabilityError, match="context_top"):
+        StreamObjective(small(), adapter)

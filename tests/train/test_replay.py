@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from anabranch.learning.examples import Batch, Example
+from anabranch.methods.streams import objective as objective_module
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.draft import DraftOptions, StreamDraft
 from anabranch.methods.streams.drafter import StreamDrafter
-from anabranch.train import objective as objective_module
-from anabranch.train.data import Example
-from anabranch.train.objective import LossOptions, StreamObjective
-from anabranch.train.replay import evaluate, replay
+from anabranch.methods.streams.objective import LossOptions, StreamObjective
+from anabranch.methods.streams.replay import replay, replay_all
 from small import RICH, VOCABULARY, decode, request, small, small_adapter
 
 PARENT = StreamConfig(num_streams=4, num_stream_layers=2, conditioning="parent", conditioning_rank=5)
@@ -33,7 +33,7 @@ def test_predicted_is_decoded(case: str, config: StreamConfig) -> None:
     examples = [Example(tuple(r.prompt_ids), tuple(a), "toy") for r, a in zip(REQUESTS, answers, strict=True)]
     objective = StreamObjective(target, adapter, LossOptions(), segment=5)
     drafts = {name: StreamDraft(target, adapter, options) for name, options in TREES.items()}
-    together, _ = evaluate(objective, drafts, examples, rows=3)
+    together, _ = replay_all(objective, drafts, examples, rows=3)
     for name, options in TREES.items():
         found, steps = decode(target, REQUESTS, StreamDrafter(target, adapter, options), rows=4)
         assert found == answers
@@ -55,18 +55,16 @@ def test_accuracy_by_stream_is_counted_as_the_loss_counts_it(monkeypatch: pytest
     answers, _ = decode(target, REQUESTS, rows=4)
     examples = [Example(tuple(r.prompt_ids), tuple(a)) for r, a in zip(REQUESTS, answers, strict=True)]
     objective = StreamObjective(target, adapter, LossOptions())
-    from anabranch.train.data import Batch
-
     right, count = torch.zeros(3), torch.zeros(3)
     of = Batch.of(examples)
     frozen = objective.freeze(of)
-    for positions, real in objective.segments(of):
-        scores = objective.segment_loss(of, frozen, positions, real)
+    for segment in objective.segments(of):
+        scores = objective.loss(of, frozen, segment)
         right, count = right + scores.right_S, count + scores.count_S
-    _, accuracy = evaluate(objective, {}, examples, top=4, rows=len(examples))
+    _, accuracy = replay_all(objective, {}, examples, top=4, rows=len(examples))
     assert accuracy.count_S.tolist() == count.tolist()
     assert accuracy.first_S.tolist() == right.tolist()
     first, among = accuracy.shares()
     assert all(a >= f for f, a in zip(first, among, strict=True))
-    _, everything = evaluate(objective, {}, examples, top=VOCABULARY)
+    _, everything = replay_all(objective, {}, examples, top=VOCABULARY)
     assert everything.shares()[1] == [1.0] * 3

@@ -14,15 +14,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from anabranch.errors import CapabilityError, FileError, InputError
+from anabranch.errors import FileError, InputError
 from anabranch.interrupt import shielded
+from anabranch.learning.examples import Example
+from anabranch.learning.recipe import TrainOptions
 from anabranch.memory import off_heap
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.config import StreamConfig
+from anabranch.methods.streams.objective import LossOptions, StreamObjective
 from anabranch.train import trainer as trainer_module
 from anabranch.train.checkpoint import load_checkpoint
-from anabranch.train.data import Example
-from anabranch.train.trainer import Progress, Trainer, TrainOptions
+from anabranch.train.trainer import Progress, Trainer
 from small import VOCABULARY, decode, request, small
 
 CONFIG = StreamConfig(
@@ -52,11 +54,12 @@ def trainer(examples: list[Example], folder: Path, options: TrainOptions = OPTIO
     torch.manual_seed(0)
     config = changes.get("config", CONFIG)
     adapter = StreamAdapter(small().config, config, torch.arange(0, VOCABULARY, 2))
-    return Trainer(small(), adapter, examples[4:], examples[:4], options, folder)
+    objective = StreamObjective(small(), adapter, changes.get("loss"), segment=options.segment)
+    return Trainer(small(), adapter, objective, examples[4:], examples[:4], options, folder)
 
 
 def weights(of: Trainer) -> Weights:
-    return {name: value.clone() for name, value in of.adapter.state_dict().items()}
+    return {name: value.clone() for name, value in of.module.state_dict().items()}
 
 
 def same(a: Weights, b: Weights) -> bool:
@@ -143,7 +146,7 @@ def test_ctrl_c_at_the_worst_moment(
         return wrapped
 
     if where == "forward":  # gradients of a part of the batch are lost, no update was made
-        monkeypatch.setattr(first.objective, "segment_loss", at_fourth(first.objective.segment_loss, before=False))
+        monkeypatch.setattr(first.objective, "loss", at_fourth(first.objective.loss, before=False))
     elif where == "update":  # while some weights have moved: held back until all have
         monkeypatch.setattr(first.optimizer, "step", at_fourth(first.optimizer.step, before=True))
     elif where == "evaluation":
@@ -187,10 +190,11 @@ def test_a_run_of_few_steps_leaves_a_log(examples: list[Example], tmp_path: Path
 def test_resume_refuses_what_is_not_the_same_run(examples: list[Example], tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         trainer(examples, tmp_path).run(stop_at(2))
-    loss = replace(OPTIONS.loss, decay=0.25)
     both = r"started with lr 0.02 \(now 0.001\), decay 0.8 \(now 0.25\); .* anew with --no-resume"
     with pytest.raises(FileError, match=both):
-        trainer(examples, tmp_path, replace(OPTIONS, lr=1e-3, evaluate_every=100, loss=loss)).run(nothing)
+        trainer(examples, tmp_path, replace(OPTIONS, lr=1e-3, evaluate_every=100), loss=LossOptions(decay=0.25)).run(
+            nothing
+        )
     with pytest.raises(FileError, match=r"other examples .another file.* anew with --no-resume"):
         trainer(examples[1:], tmp_path).run(nothing)
     with pytest.raises(FileError, match=r"started with conditioning path \(now parent\); .* --no-resume"):
@@ -218,14 +222,14 @@ def test_damaged_checkpoints(examples: list[Example], tmp_path: Path) -> None:
         with pytest.raises(FileError, match="delete the folder"):
             trainer(examples, tmp_path).run(nothing)
     fresh = trainer(examples, tmp_path)
-    assert load_checkpoint(tmp_path / "nowhere", fresh.adapter, fresh.optimizer) is None
+    assert load_checkpoint(tmp_path / "nowhere", fresh.module, fresh.optimizer) is None
 
 
 def test_a_loss_that_is_no_number_stops_before_the_weights_are_spoilt(
     examples: list[Example], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = trainer(examples, tmp_path)
-    real, last = run.objective.segment_loss, {}
+    real, last = run.objective.loss, {}
 
     def spoilt(*args: Any) -> Any:
         scores = real(*args)
@@ -234,7 +238,7 @@ def test_a_loss_that_is_no_number_stops_before_the_weights_are_spoilt(
             scores.loss = scores.loss * float("nan")
         return scores
 
-    monkeypatch.setattr(run.objective, "segment_loss", spoilt)
+    monkeypatch.setattr(run.objective, "loss", spoilt)
     with pytest.raises(FileError, match="learning rate") as caught:
         run.run(nothing)
     assert same(weights(run), last)
@@ -261,7 +265,7 @@ def test_kept_states_lie_in_a_file_in_the_runs_folder(
     with pytest.raises(KeyboardInterrupt):
         run.run(stop_at(1))
     assert folders == {tmp_path}
-    assert "in a nameless file in the run's folder" in " ".join(str(TrainOptions.__doc__).split())
+    assert "in an unnamed file in the run's folder" in " ".join(str(TrainOptions.__doc__).split())
 
 
 def test_keeping_states_trains_and_resumes_alike(examples: list[Example], tmp_path: Path) -> None:
@@ -316,8 +320,6 @@ def test_options_that_mean_nothing(bad: dict[str, Any]) -> None:
 def test_trainings_that_cannot_be(examples: list[Example], tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no examples"):
         trainer(examples[:4], tmp_path)
-    with pytest.raises(CapabilityError, match="context_top"):
-        trainer(examples, tmp_path, config=replace(CONFIG, context_top=4))
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])

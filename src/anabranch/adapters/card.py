@@ -1,30 +1,37 @@
-"""The card of an adapter folder: README.md for people, written from the record and from nothing else."""
+"""The card of an adapter folder: README.md for people, written from the record alone."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+from anabranch.adapters.record import method_of
+
 __all__ = ["card"]
 
 
 def card(record: dict[str, Any]) -> str:
-    """Markdown with a model card's front matter: what it is, data and licences, recipe, measurements, how to load."""
-    target, streams, training = record["target"], record["streams"], record["training"]
+    """Markdown with a model card's front matter: what it is, data and licences, recipe, measurements, how to load.
+
+    Raises AdapterError for a record of an unknown method or with a malformed config.
+    """
+    target, training = record["target"], record["training"]
+    method, trained = method_of(record)
     lines = ["---", "library_name: anabranch", f"base_model: {json.dumps(target['name'])}"]
     if training.get("licence"):
         lines.append(f"license: {json.dumps(training['licence'])}")
     lines += [
         "---",
         "",
-        f"# Stream adapter for {target['name']}",
+        f"# {trained.title} for {target['name']}",
         "",
-        f"Lets anabranch decode {target['name']} faster by Speculative Streaming. The target stays as it is, and so "
-        "does what it says: an adapter changes how many tokens a forward pass yields, never which.",
+        f"An adapter that lets anabranch decode {target['name']} faster by {trained.title}. The target is not changed, "
+        "and neither is its output: an adapter changes how many tokens a forward pass yields, never which.",
         "",
+        f"- method: {method.name}",
         f"- target: {target['name']}, family {target['family']}, fingerprint `{target['fingerprint']}`",
-        f"- {streams['num_streams']} streams through the top {streams['num_stream_layers']} layers, "
-        f"{record['parameters']:,} parameters in {record['dtype']}, drafts from {record['draft_vocabulary']:,} tokens",
+        f"- {trained.describe(trained.config.from_dict(record['config']))}, {record['parameters']:,} parameters in "
+        f"{record['dtype']}, drafts from {record['draft_vocabulary']:,} tokens",
         f"- SHA-256 of adapter.safetensors ({record['bytes']:,} bytes): `{record['sha256']}`",
         "",
         "## Load",
@@ -32,7 +39,7 @@ def card(record: dict[str, Any]) -> str:
         "```python",
         "import anabranch",
         "",
-        f'model = anabranch.load({json.dumps(target["name"])}, drafter="streams", adapter="this folder")',
+        f'model = anabranch.load({json.dumps(target["name"])}, drafter="{method.name}", adapter="this folder")',
         "```",
         "",
         "## Data",
@@ -45,7 +52,7 @@ def card(record: dict[str, Any]) -> str:
     if training.get("command"):
         lines += ["```console", str(training["command"]), "```", ""]
     rest = {name: value for name, value in training.items() if name not in ("command", "data", "licence")}
-    lines += ["```json", json.dumps({"streams": streams, **rest}, indent=2), "```", "", "## Measured", ""]
+    lines += ["```json", json.dumps({"config": record["config"], **rest}, indent=2), "```", "", "## Measured", ""]
     lines += _measured(record["measured"])
     return "\n".join(lines) + "\n"
 

@@ -1,6 +1,6 @@
-"""The adapter folder: what a training leaves behind and a user hands on.
+"""The adapter folder: what a training leaves behind and a user passes on. One format for every method.
 
-    FOLDER/adapter_config.json     shape, target, recipe, measurements, and the SHA-256 of the weights
+    FOLDER/adapter_config.json     method, config, target, recipe, measurements, and the SHA-256 of the weights
     FOLDER/adapter.safetensors     the weights
     FOLDER/README.md               a card for people, written from the config
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,35 +23,32 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from anabranch.adapters.card import card
+from anabranch.adapters.record import CONFIG, FORMAT, VERSION, method_of, read_record
 from anabranch.errors import AdapterError, FileError, InputError, one_line
 from anabranch.files import write_atomically
-from anabranch.foreign import peft_advice
-from anabranch.jsonfiles import is_whole, read_json, shown
-from anabranch.methods.streams.adapter import StreamAdapter
-from anabranch.methods.streams.config import StreamConfig
+from anabranch.jsonfiles import is_whole, shown
+from anabranch.methods import Method
+from anabranch.methods.trained import TrainedModule
 from anabranch.model.config import ModelConfig
 from anabranch.model.load import Target
 from anabranch.model.weights import is_finite
 
 __all__ = [
+    "CONFIG",
     "SHIPPED",
     "LoadedAdapter",
     "TargetIdentity",
-    "find_adapter",
+    "find_adapters",
     "load_adapter",
     "read_record",
     "save_adapter",
     "shipped",
 ]
 
-FORMAT = "anabranch streams"
-VERSION = 1
-CONFIG, WEIGHTS, CARD = "adapter_config.json", "adapter.safetensors", "README.md"
+WEIGHTS, CARD = "adapter.safetensors", "README.md"
 # adapters that come with the package, one folder each
 SHIPPED = Path(__file__).resolve().parent / "shipped"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# without these a record is of no use; the card and ``anabranch info`` read them too
-_FIELDS: dict[str, type] = {"target": dict, "streams": dict, "sha256": str, "training": dict, "measured": dict}
 
 
 @dataclass(frozen=True)
@@ -71,16 +69,18 @@ class TargetIdentity:
 
 @dataclass(frozen=True)
 class LoadedAdapter:
-    """An adapter in the target's type and on its device, and the record that came with it (adapter_config.json)."""
+    """A trained module in the target's type and on its device, the record that came with it, and its method."""
 
-    adapter: StreamAdapter
+    module: TrainedModule
     record: dict[str, Any]
+    method: Method
 
 
 def save_adapter(
     folder: Path,
-    adapter: StreamAdapter,
+    module: TrainedModule,
     *,
+    method: Method,
     target: TargetIdentity,
     training: dict[str, Any],
     measured: dict[str, Any],
@@ -95,19 +95,20 @@ def save_adapter(
     Raises FileError if the folder cannot be written.
     """
     tensors: dict[str, Tensor] = {}
-    for name, value in adapter.state_dict().items():
+    for name, value in module.state_dict().items():
         if name != "vocabulary":
             tensors[name] = value.detach().to("cpu", dtype).contiguous()
-        elif len(value) < adapter.model.vocab_size:
+        elif len(value) < target.shape["vocab_size"]:
             tensors[name] = value.detach().to("cpu", torch.int32)
     weights = save(tensors, metadata={"format": "pt"})
     record: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
+        "method": method.name,
         "target": asdict(target),
-        "streams": adapter.config.to_dict(),
-        "parameters": adapter.num_parameters(),
-        "draft_vocabulary": len(adapter.vocabulary),
+        "config": module.config.to_dict(),
+        "parameters": module.num_parameters(),
+        "draft_vocabulary": len(module.vocabulary),
         "dtype": str(dtype).removeprefix("torch."),
         "bytes": len(weights),
         "sha256": hashlib.sha256(weights).hexdigest(),
@@ -123,58 +124,70 @@ def save_adapter(
     return record
 
 
-def read_record(folder: Path) -> dict[str, Any]:
-    """The record of an adapter folder, without its weights.
-
-    Raises AdapterError where the folder or its config is missing, malformed, or of a newer format.
-    """
-    path = folder / CONFIG
-    if not folder.is_dir():
-        raise AdapterError(f"there is no adapter folder {folder}; give a folder with {CONFIG} and {WEIGHTS}")
-    if not path.is_file():
-        raise AdapterError(f"the folder {folder} has no {CONFIG}; it is no adapter, or its copy is incomplete")
-    record = read_json(path, "copy or train the adapter again", error=AdapterError)
-    if sentence := peft_advice(folder, record):
-        raise AdapterError(sentence)
-    if record.get("format") != FORMAT:
-        raise AdapterError(f"{path} does not describe an adapter of anabranch; give a folder that 'train' wrote")
-    if record.get("version") != VERSION:
-        raise AdapterError(
-            f"{path} has the format version {shown(record.get('version'))}, and this anabranch reads {VERSION}; "
-            "update anabranch or train the adapter again"
-        )
-    for name, kind in _FIELDS.items():
-        if not isinstance(record.get(name), kind):
-            raise AdapterError(f"{path} lacks {name!r} or has it malformed; copy or train the adapter again")
-    named = [record["target"].get(key) for key in ("name", "fingerprint")]
-    if not all(isinstance(name, str) and name.isprintable() and len(name) < 500 for name in named):
-        raise AdapterError(f"{path} does not say which target it belongs to; copy or train the adapter again")
-    return record
-
-
 def load_adapter(folder: Path, target: Target) -> LoadedAdapter:
     """Load an adapter for ``target``: in its type, on its device, frozen.
 
     Raises AdapterError where a file is missing, truncated or tampered with, where the tensors are not those that the
-    config describes, and where the adapter was trained for other weights.
+    config describes, where the method is not known, and where the adapter was trained for other weights.
     """
     record = read_record(folder)
-    trained = record["target"]
-    if trained["fingerprint"] != target.fingerprint:
+    belongs = record["target"]
+    if belongs["fingerprint"] != target.fingerprint:
         raise AdapterError(
-            f"the adapter in {folder} was trained for {trained['name']} (fingerprint "
-            f"{trained['fingerprint'][:12]}), but the target is {target.name} (fingerprint "
+            f"the adapter in {folder} was trained for {belongs['name']} (fingerprint "
+            f"{belongs['fingerprint'][:12]}), but the target is {target.name} (fingerprint "
             f"{target.fingerprint[:12]}); use that target, or train an adapter for this one"
         )
-    tensors = _read_weights(folder, str(record["sha256"]))
-    config = StreamConfig.from_dict(record["streams"])
+    method, trained = method_of(record)
+    tensors = _read_weights(folder, record["sha256"])
+    config = trained.config.from_dict(record["config"])
     vocabulary = _vocabulary(folder, tensors, target.config.vocab_size, record)
     try:
         with torch.device("meta"):
-            adapter = StreamAdapter(target.config, config, vocabulary)
+            module = trained.make(target.config, config, vocabulary)
     except InputError as error:
         raise AdapterError(f"the adapter in {folder} does not fit {target.name}: {error}") from error
-    wanted = {name: tuple(value.shape) for name, value in adapter.state_dict().items()}
+    _check_tensors(folder, module, tensors)
+    module.load_state_dict(tensors, assign=True)
+    module.to(device=target.decoder.device, dtype=target.decoder.dtype).eval().requires_grad_(False)
+    for name, value in module.named_parameters():
+        if not is_finite(value):
+            why = "that are not finite numbers; copy or train the adapter again"
+            if is_finite(tensors[name]):
+                why = f"that {str(value.dtype).removeprefix('torch.')} cannot hold; use bfloat16 or float32"
+            raise AdapterError(f"{folder / WEIGHTS} has values in {name} {why}")
+    return LoadedAdapter(module, record, method)
+
+
+def find_adapters(target: Target, folders: Sequence[Path] = ()) -> tuple[LoadedAdapter, ...]:
+    """The adapters in ``folders``, and of every other method the one that ships for this target, if there is one.
+
+    Raises AdapterError as ``load_adapter`` does, and InputError where two folders hold adapters of one method.
+    """
+    found: dict[str, tuple[Path, LoadedAdapter]] = {}
+    for folder in folders:
+        loaded = load_adapter(folder, target)
+        name = loaded.method.name
+        if name in found:
+            raise InputError(
+                f"{found[name][0]} and {folder} both hold an adapter for the method {name!r}; give one per method"
+            )
+        found[name] = folder, loaded
+    for path in shipped():
+        record = read_record(path)
+        if record["target"]["fingerprint"] == target.fingerprint and record["method"] not in found:
+            found[record["method"]] = path, load_adapter(path, target)
+    return tuple(loaded for _, loaded in found.values())
+
+
+def shipped() -> list[Path]:
+    """The folders of the adapters that come with the package; a folder's name is the adapter's."""
+    return [path.parent for path in sorted(SHIPPED.glob(f"*/{CONFIG}"))]
+
+
+def _check_tensors(folder: Path, module: TrainedModule, tensors: dict[str, Tensor]) -> None:
+    """Raise AdapterError unless ``tensors`` have the names and shapes of ``module`` and are of a type for weights."""
+    wanted = {name: tuple(value.shape) for name, value in module.state_dict().items()}
     found = {name: tuple(value.shape) for name, value in tensors.items()}
     if wanted != found:
         name = sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name))[0]
@@ -189,30 +202,6 @@ def load_adapter(folder: Path, target: Target) -> LoadedAdapter:
                 f"{folder / WEIGHTS} stores {name} as {str(value.dtype).removeprefix('torch.')}, and an adapter has "
                 "weights in float32, bfloat16 or float16; copy or train the adapter again"
             )
-    adapter.load_state_dict(tensors, assign=True)
-    adapter.to(device=target.decoder.device, dtype=target.decoder.dtype).eval().requires_grad_(False)
-    for name, value in adapter.named_parameters():
-        if not is_finite(value):
-            why = "that are not finite numbers; copy or train the adapter again"
-            if is_finite(tensors[name]):
-                why = f"that {str(value.dtype).removeprefix('torch.')} cannot hold; use bfloat16 or float32"
-            raise AdapterError(f"{folder / WEIGHTS} has values in {name} {why}")
-    return LoadedAdapter(adapter, record)
-
-
-def find_adapter(target: Target, folder: Path | None = None) -> LoadedAdapter | None:
-    """The adapter in ``folder``; without one, the adapter that ships for this target, or None if there is none."""
-    if folder is not None:
-        return load_adapter(folder, target)
-    for path in shipped():
-        if read_record(path)["target"]["fingerprint"] == target.fingerprint:
-            return load_adapter(path, target)
-    return None
-
-
-def shipped() -> list[Path]:
-    """The folders of the adapters that come with the package; a folder's name is the adapter's."""
-    return [path.parent for path in sorted(SHIPPED.glob(f"*/{CONFIG}"))]
 
 
 def _read_weights(folder: Path, sha256: str) -> dict[str, Tensor]:

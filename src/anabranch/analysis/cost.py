@@ -1,32 +1,38 @@
 """What a draft costs beside the target's own pass: parameters, arithmetic, memory traffic (ACL figures 8 and 9).
 
-Everything is counted from modules of the methods' shapes on the meta device, so nothing is allocated. One *draft* is
-what a method proposes between two verifications. Arithmetic is 2 operations a weight and row; attention is
-4 operations a channel, query and key. Norms, embeddings and softmax are left out. docs/theory.md compares the counts
-with the papers' tables and says what the papers leave open.
+Everything is counted from modules of the methods' shapes on the meta device (``methods.counting``). A *draft* is what a
+method proposes between two verifications. The methods of the registry count their own; those that the papers compare
+with and that are not implemented here are counted below. docs/theory.md compares the counts with the papers' tables and
+lists what the papers leave open.
 
 h width, v vocabulary, L context length.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from anabranch.errors import InputError
-from anabranch.methods.streams.adapter import StreamAdapter
-from anabranch.methods.streams.config import StreamConfig
-from anabranch.model.config import ModelConfig
+from anabranch.methods import methods as registered
+from anabranch.methods.counting import (
+    WEIGHT_BYTES,
+    DraftCost,
+    DraftShape,
+    attention_operations,
+    matrix_weights,
+    parameters,
+)
 from anabranch.model.decoder import Block, Decoder
 from anabranch.model.families import model_config
 from anabranch.model.weights import build_decoder
 
-__all__ = ["METHODS", "MODELS", "Cost", "Setting", "cost", "costs", "parameters", "target"]
+__all__ = ["MODELS", "cost", "costs", "counted_methods", "target"]
 
-WEIGHT_BYTES = 2  # 16 bits, as in the papers' measurements
+Count = Callable[[Decoder, DraftShape], DraftCost]
 
 
 def _llama(h: int, layers: int, heads: int, inner: int, v: int = 32_000, **more: Any) -> dict[str, Any]:
@@ -80,49 +86,6 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What a draft is made of; the defaults are the papers' where they say, and Llama-2-13B's best elsewhere.
-
-    gamma         tokens drafted in a row: draft-model passes, heads, autoregressive steps, streams
-    nodes         tree nodes that carry streams: 1, the accepted one, whose streams make the draft (trailing), or all
-                  that passed the pruning layer (riding; the paper passes 32)
-    context       L, tokens in the cache
-    layers, rank  N_s and R_s of the stream adapters
-    context_top   p of appendix H.1
-    window, ngram, guesses  W, N and G of Lookahead, whose branches are rows of the target's own pass
-    draft         the draft model: OPT-125m for OPT, Llama-68m for Llama; None: by the target's vocabulary
-    """
-
-    gamma: int = 4
-    nodes: int = 1
-    context: int = 1024
-    layers: int = 4
-    rank: int = 8
-    context_top: int = 64
-    window: int = 10
-    ngram: int = 5
-    guesses: int = 10
-    draft: str | None = None
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Of one draft, beyond the target's pass over one token.
-
-    parameters  trained or held beside the target
-    read        bytes of weights and of a draft model's own cache that are read once more
-    operations  multiplications and additions
-    """
-
-    parameters: int
-    read: int
-    operations: int
-
-
-METHODS = ("draft model", "medusa", "hydra", "eagle", "lookahead", "streams", "streams, optimised")
-
-
 def target(name: str) -> Decoder:
     """A target of ``MODELS`` on the meta device."""
     if name not in MODELS:
@@ -130,45 +93,46 @@ def target(name: str) -> Decoder:
     return build_decoder(model_config(MODELS[name]))
 
 
-def parameters(module: nn.Module) -> int:
-    """Weights of a module, shared ones once."""
-    return sum(p.numel() for p in module.parameters())
+def counted_methods() -> tuple[str, ...]:
+    """The methods whose drafts can be counted: the papers', then those of the registry."""
+    return tuple(_counts())
 
 
-def cost(method: str, name: str, setting: Setting | None = None) -> Cost:
-    """What a draft of ``method`` for the target ``name`` costs. Raises InputError for a name that is not known."""
-    return costs(name, setting, methods=(method,))[method]
+def cost(method: str, name: str, shape: DraftShape | None = None) -> DraftCost:
+    """What a draft of ``method`` for the target ``name`` costs. Raises InputError for an unknown name."""
+    return costs(name, shape, methods=(method,))[method]
 
 
-def costs(name: str, setting: Setting | None = None, *, methods: tuple[str, ...] = METHODS) -> dict[str, Cost]:
-    """The costs of several methods for one target, whose shapes are built once."""
-    setting = setting or Setting()
-    if unknown := [method for method in methods if method not in _COUNTED]:
-        raise InputError(f"there is no method {unknown[0]!r} here; methods are {', '.join(METHODS)}")
+def costs(name: str, shape: DraftShape | None = None, *, methods: Iterable[str] | None = None) -> dict[str, DraftCost]:
+    """The costs of several methods (None: all) for one target, which is built once. Raises InputError."""
+    shape, known = shape or DraftShape(), _counts()
+    asked = tuple(known if methods is None else methods)
+    if unknown := [method for method in asked if method not in known]:
+        raise InputError(f"there is no method {unknown[0]!r} here; methods are {', '.join(known)}")
     decoder = target(name)
     with torch.device("meta"):
-        return {method: _COUNTED[method](decoder, setting) for method in methods}
+        return {method: known[method](decoder, shape) for method in asked}
 
 
-# -- one function a method -----------------------------------------------------------------------------------------
-def _draft_model(decoder: Decoder, s: Setting) -> Cost:
+# -- the papers' methods ---------------------------------------------------------------------------------------------
+def _draft_model(decoder: Decoder, s: DraftShape) -> DraftCost:
     """gamma passes of a small decoder, one after another."""
     small = target(s.draft or ("OPT-125m" if decoder.config.family == "opt" else "Llama-68m"))
-    read = _matrices(small)
+    read = matrix_weights(small)
     cache = 2 * small.config.num_layers * small.config.num_kv_heads * small.config.head_dim * s.context
-    attention = small.config.num_layers * _attention(small.config, s.context)
-    return Cost(parameters(small), s.gamma * WEIGHT_BYTES * (read + cache), s.gamma * (2 * read + attention))
+    attention = small.config.num_layers * attention_operations(small.config, s.context)
+    return DraftCost(parameters(small), s.gamma * WEIGHT_BYTES * (read + cache), s.gamma * (2 * read + attention))
 
 
-def _medusa(decoder: Decoder, s: Setting) -> Cost:
+def _medusa(decoder: Decoder, s: DraftShape) -> DraftCost:
     """gamma heads of a residual block and a head of their own: gamma (h^2 + h v) parameters (Cai et al. 2024)."""
     h, v = decoder.config.hidden_size, decoder.config.vocab_size
     heads = nn.ModuleList(nn.Sequential(nn.Linear(h, h), nn.Linear(h, v, bias=False)) for _ in range(s.gamma))
     return _once(heads)
 
 
-def _hydra(decoder: Decoder, s: Setting) -> Cost:
-    """Medusa's heads told the tokens before: head i reads i + 1 embeddings beside the state (Ankner et al. 2024).
+def _hydra(decoder: Decoder, s: DraftShape) -> DraftCost:
+    """Medusa's heads conditioned on the tokens before: head i reads i + 1 embeddings too (Ankner et al. 2024).
 
     Its block has a second matrix on the way around, since widths differ. One path; a tree runs heads at every node.
     """
@@ -180,69 +144,37 @@ def _hydra(decoder: Decoder, s: Setting) -> Cost:
     return _once(heads)
 
 
-def _eagle(decoder: Decoder, s: Setting) -> Cost:
+def _eagle(decoder: Decoder, s: DraftShape) -> DraftCost:
     """gamma steps of one decoder layer behind a 2h x h matrix, each read out by the target's head (Li et al. 2024)."""
     config = decoder.config
     own = nn.ModuleList((nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False), Block(config)))
-    read = _matrices(own) + decoder.head.weight.numel()
+    read = matrix_weights(own) + decoder.head.weight.numel()
     cache = 2 * config.num_kv_heads * config.head_dim * s.context
-    operations = 2 * read + _attention(config, s.context)
-    return Cost(parameters(own), s.gamma * WEIGHT_BYTES * (read + cache), s.gamma * operations)
+    operations = 2 * read + attention_operations(config, s.context)
+    return DraftCost(parameters(own), s.gamma * WEIGHT_BYTES * (read + cache), s.gamma * operations)
 
 
-def _lookahead(decoder: Decoder, s: Setting) -> Cost:
+def _lookahead(decoder: Decoder, s: DraftShape) -> DraftCost:
     """(W + G)(N - 1) more rows in the target's own pass, nothing trained, nothing read again (Fu et al. 2024)."""
     rows = (s.window + s.guesses) * (s.ngram - 1)
-    per_row = 2 * _matrices(decoder) + decoder.config.num_layers * _attention(decoder.config, s.context)
-    return Cost(0, 0, rows * per_row)
+    per_row = 2 * matrix_weights(decoder) + decoder.config.num_layers * attention_operations(decoder.config, s.context)
+    return DraftCost(0, 0, rows * per_row)
 
 
-def _streams(decoder: Decoder, s: Setting) -> Cost:
-    """Lossless, as written down naively: every node's streams pass through whole layers and the head."""
-    adapter = StreamAdapter(decoder.config, replace(_stream_config(s), stream_mlp="mlp+adapter"))
-    layer = _matrices(decoder.blocks[0]) + _matrices(adapter.layer(adapter.start))
-    rows = s.nodes * s.gamma
-    per_row = s.layers * (2 * layer + _attention(decoder.config, s.context)) + 2 * decoder.head.weight.numel()
-    return _streamed(decoder, adapter, s, rows * per_row)
+def _once(heads: nn.Module) -> DraftCost:
+    """Heads that are read once a draft."""
+    read = matrix_weights(heads)
+    return DraftCost(parameters(heads), WEIGHT_BYTES * read, 2 * read)
 
 
-def _optimised(decoder: Decoder, s: Setting) -> Cost:
-    """Appendix H: p context positions a stream, an adapter in place of the MLP, the head for the accepted node only."""
-    adapter = StreamAdapter(decoder.config, replace(_stream_config(s), context_top=s.context_top))
-    block = decoder.blocks[0]
-    assert isinstance(block, Block)
-    layer = _matrices(block.qkv) + _matrices(block.out) + _matrices(adapter.layer(adapter.start))
-    seen = min(s.context, s.context_top)
-    body = s.nodes * s.gamma * s.layers * (2 * layer + _attention(decoder.config, seen))
-    return _streamed(decoder, adapter, s, body + s.gamma * 2 * decoder.head.weight.numel())
-
-
-_COUNTED = dict(zip(METHODS, (_draft_model, _medusa, _hydra, _eagle, _lookahead, _streams, _optimised), strict=True))
-
-
-def _stream_config(s: Setting) -> StreamConfig:
-    return StreamConfig(num_streams=s.gamma, num_stream_layers=s.layers, adapter_rank=s.rank)
-
-
-def _streamed(decoder: Decoder, adapter: StreamAdapter, s: Setting, operations: int) -> Cost:
-    """The target's weights are read for its own rows anyway; pruning is an early exit through the head at each node."""
-    assert adapter.prune is not None
-    exits = 2 * s.nodes * (_matrices(adapter.prune) + decoder.head.weight.numel()) if s.nodes > 1 else 0
-    return Cost(adapter.num_parameters(), WEIGHT_BYTES * adapter.num_parameters(), operations + exits)
-
-
-def _once(heads: nn.Module) -> Cost:
-    read = _matrices(heads)
-    return Cost(parameters(heads), WEIGHT_BYTES * read, 2 * read)
-
-
-def _matrices(module: nn.Module) -> int:
-    """Weights that every row is multiplied by: matrices without embedding tables. A tied head counts."""
-    tables = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
-    heads = {id(m.weight) for m in module.modules() if isinstance(m, nn.Linear)}
-    return sum(p.numel() for p in module.parameters() if p.dim() == 2 and (id(p) not in tables or id(p) in heads))
-
-
-def _attention(config: ModelConfig, context: int) -> int:
-    """Operations of one query of one layer against ``context`` keys: scores and the weighted sum of values."""
-    return 4 * config.num_heads * config.head_dim * context
+def _counts() -> dict[str, Count]:
+    found: dict[str, Count] = {
+        "draft model": _draft_model,
+        "medusa": _medusa,
+        "hydra": _hydra,
+        "eagle": _eagle,
+        "lookahead": _lookahead,
+    }
+    for method in registered():
+        found |= method.counts
+    return found

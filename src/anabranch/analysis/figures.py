@@ -1,4 +1,4 @@
-"""The papers' figures of theory and cost, drawn from our own formulas and counts, each beside a table of its numbers.
+"""The papers' figures of theory and cost, drawn from our own formulas and counts, each with a table of its numbers.
 
 v1 4, ACL 20  ``streaming_speedup``  Speculative Streaming over a draft model (eq. 10)
 Leviathan     ``t5``                 the T5 experiments, predicted and measured
@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anabranch import plots
-from anabranch.analysis.cost import METHODS, Cost, Setting, costs
+from anabranch.analysis.cost import costs
 from anabranch.analysis.theory import T5, streaming_speedup
 from anabranch.errors import FileError
 from anabranch.files import check_folder, check_output, write_atomically
+from anabranch.methods.counting import DraftCost, DraftShape
 from anabranch.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, RED
 
 if TYPE_CHECKING:
@@ -100,13 +101,14 @@ def _t5() -> Table:
     ]
 
 
-def _counted(model: str) -> dict[str, Cost]:
-    found = costs(model)
-    riding = costs(model, Setting(nodes=RIDING), methods=METHODS[-2:])
-    return found | {f"{name}, riding on {RIDING} nodes": c for name, c in riding.items()}
+def _counted(model: str) -> dict[str, DraftCost]:
+    """Every method, and once more with its rows riding on ``RIDING`` nodes where that makes a difference."""
+    found, riding = costs(model), costs(model, DraftShape(nodes=RIDING))
+    more = {f"{name}, riding on {RIDING} nodes": riding[name] for name in found if riding[name] != found[name]}
+    return found | more
 
 
-def _overhead(name: str, found: Cost) -> dict[str, Any]:
+def _overhead(name: str, found: DraftCost) -> dict[str, Any]:
     return {"method": name, "parameters": found.parameters, "bytes_read": found.read}
 
 
@@ -130,8 +132,8 @@ def _draw_streaming(figure: Figure, table: Table) -> None:
             label=f"target / draft latency {ratio}",
         )
     axes.axhline(1, color=GREY, linewidth=1, linestyle="--")
-    axes.set_xlabel("tokens a target pass, draft model / Speculative Streaming (ζ / β)")
-    axes.set_ylabel("speedup of streams over a draft model")
+    axes.set_xlabel("tokens per target pass, draft model / Speculative Streaming (ζ / β)")
+    axes.set_ylabel("speedup of Speculative Streaming over a draft model")
     axes.set_title(f"Speculative Streaming against a draft model, gamma = {GAMMA}")
     plots.grid(axes)
     axes.legend()
@@ -170,13 +172,13 @@ def _short(value: float) -> str:
 
 def _draw_overhead(figure: Figure, table: Table) -> None:
     left, right = figure.subplots(1, 2, sharey=True)
-    rows = [row for row in table if "riding" not in row["method"]]  # riding reads and trains nothing more
+    rows = [row for row in table if "riding" not in row["method"]]  # riding neither reads nor trains anything more
     names = [row["method"] for row in rows]
-    _bars(left, names, [row["parameters"] for row in rows], "parameters beside the target")
-    _bars(right, names, [row["bytes_read"] / 1e6 for row in rows], "megabytes read a draft")
-    right.invert_yaxis()  # shared, so turned once
+    _bars(left, names, [row["parameters"] for row in rows], "additional parameters")
+    _bars(right, names, [row["bytes_read"] / 1e6 for row in rows], "megabytes read per draft")
+    right.invert_yaxis()  # the axis is shared: both calls would cancel out
 
 
 def _draw_operations(figure: Figure, table: Table) -> None:
     names = [row["method"] for row in table]
-    _bars(figure.add_subplot(), names, [row["operations"] / 1e9 for row in table], "10⁹ operations a draft")
+    _bars(figure.add_subplot(), names, [row["operations"] / 1e9 for row in table], "10⁹ operations per draft")

@@ -1,4 +1,4 @@
-"""What narrower drafts would have given, replayed from a recording without the model.
+"""What smaller drafts would have given, replayed from a recording without the model.
 
 Under the rule *matching* the text does not depend on the drafts, and a draft depends on the text alone. So a recorded
 draft can be cut (fewer nodes, less deep, fewer children, only the likely ones, without some source) and verified
@@ -9,49 +9,52 @@ against the recorded text, and the walk goes on where it ends:
 
 Where a recording has a draft at every position, the walk finds one at ``c``, and the replay is the decoding that the
 cut drafts would have made. A recording of real steps has none there. Then two numbers are given: the *mean* judges each
-recorded step by itself and takes the positions between to be like the recorded ones, and the *floor* walks and takes
-every draft between to fail. For the drafts as they were recorded both are what was counted when decoding.
+recorded step by itself and takes the positions between to be like the recorded ones, and the *floor* walks and assumes
+that every draft between is rejected. For the drafts as they were recorded both equal what was counted when decoding.
 
-Best-first trees of n nodes lie within those of more nodes, so cutting nodes is what drafting fewer would have been.
-Where the width was chosen at every step, the replay chooses it by the same ``Width`` and teaches it what it accepts.
-Cutting depth, children or a source from a tree that a budget had cut leaves fewer nodes than drafting so would have
-given: ``Prediction.filled`` tells how often the budget asked for was reached.
+The best n nodes of a best-first tree are the best-first tree of n nodes, so cutting nodes gives what drafting fewer
+would have given. ``Ranking`` replays drafters that choose what is verified at every step: it corrects the recorded
+probabilities by what was accepted (``methods.beliefs``), as decoding does. Cutting depth, children or a source from a
+tree that a budget had cut leaves fewer nodes than drafting so would have given: ``Prediction.filled`` tells how often
+the requested budget was reached.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from anabranch.analysis.theory import fitted_acceptance_rate
-from anabranch.analysis.trace import Record, Row, Trace, child_ranks
+from anabranch.analysis.trace import Trace, TraceRecord, TraceRow, child_ranks
 from anabranch.errors import CapabilityError, FileError, InputError
 from anabranch.jsonfiles import parse_json, read_text
-from anabranch.methods.beliefs import Width
+from anabranch.methods.beliefs import Beliefs, best_nodes
+from anabranch.speculation import best_count
 from anabranch.tree import DraftTree
 from anabranch.verify import match
 
-__all__ = ["Cut", "Latency", "Prediction", "overlap", "simulate"]
+__all__ = ["Cut", "Latency", "Prediction", "Ranking", "merged", "overlap", "replay", "simulate"]
 
 NOTHING = -1  # no token: the text is over
+Price = Callable[[int], "float | None"]  # milliseconds of a step by the nodes that it verifies; None: unknown
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What is left of a recorded draft; the defaults leave it as it is.
+    """How a recorded draft is cut; the defaults leave it as it is.
 
-    nodes      the best that many nodes, root included
-    depth      at most that deep
-    k          at most that many children a node, the most believed ones
-    threshold  nodes of at least that joint probability
-    drop       without the nodes of these sources and what hangs on them; "stream" means all streams, "stream 3" one.
-               A node that several drafters proposed counts as the one's that believed in it most
+    nodes      keep at most that many nodes, the most probable ones, root included
+    depth      the greatest depth
+    k          keep at most that many children of a node, the most probable ones
+    threshold  drop nodes of a lower joint probability
+    drop       drop the nodes of these sources with all below them; "stream" stands for "stream 1" and all others.
+               A node that several drafters proposed belongs to the one that gave it the highest probability
     """
 
     nodes: int | None = None
@@ -64,16 +67,16 @@ class Cut:
         for name, low in (("nodes", 1), ("depth", 0), ("k", 1)):
             value = getattr(self, name)
             if value is not None and value < low:
-                raise InputError(f"{name} must be at least {low}, not {value}")
+                raise InputError(f"{name} must be at least {low}, got {value}")
         if not 0.0 <= self.threshold < 1.0:
-            raise InputError(f"threshold must be a probability of at least 0 and below 1, not {self.threshold!r}")
+            raise InputError(f"threshold must be a probability of at least 0 and below 1, got {self.threshold!r}")
 
     def __call__(self, tree: DraftTree) -> DraftTree:
-        """The cut tree. Raises CapabilityError where it takes beliefs that the tree does not carry."""
+        """The cut tree. Raises CapabilityError where that takes probabilities that the tree does not carry."""
         if tree.log_probs is None and tree.size > 1 and (self.nodes is not None or self.threshold):
             raise CapabilityError(
-                "this recording does not say how likely each drafted token was, so a budget of nodes or a threshold "
-                "cannot be replayed; replay other depths or k"
+                "this recording has no probabilities of drafted tokens, so a budget of nodes or a threshold cannot be "
+                "replayed; replay other depths or k"
             )
         beliefs = np.zeros(tree.size) if tree.log_probs is None else tree.log_probs
         floor = math.log(self.threshold) if self.threshold else -math.inf
@@ -93,8 +96,29 @@ class Cut:
 
 
 @dataclass(frozen=True)
+class Ranking:
+    """Choose the nodes that are verified by their corrected probabilities, as decoding does for one sequence.
+
+    nodes  the most nodes of a tree, root included
+    ms     [nodes] milliseconds of a step that verifies 1, 2, ... nodes: as many are verified as promise the most tokens
+           a millisecond (``speculation.best_count``); None: always ``nodes``
+    """
+
+    nodes: int
+    ms: Sequence[float] | None = None
+
+    def __call__(self, tree: DraftTree, beliefs: Beliefs) -> DraftTree:
+        """The chosen part of a drafted tree."""
+        found = beliefs(tree)
+        count = self.nodes
+        if self.ms is not None:
+            count = best_count(sorted(found[1:], reverse=True)[: self.nodes - 1], self.ms)
+        return best_nodes(tree, found, count)
+
+
+@dataclass(frozen=True)
 class Latency:
-    """Milliseconds of a whole step by the width of its tree, widths ascending; between them it is linear."""
+    """Milliseconds of a whole step by the nodes that it verifies, widths ascending; linear between them."""
 
     widths: tuple[int, ...]
     ms: tuple[float, ...]
@@ -107,9 +131,9 @@ class Latency:
             pairs = parse_json(text).items() if text.lstrip().startswith("{") else _lines(text)
             table = sorted((int(width), float(ms)) for width, ms in pairs)
         except (AttributeError, OverflowError, TypeError, ValueError) as error:
-            raise FileError(f'{path} is no latency table; write lines "width,ms" or JSON {{"1": 10.2}}') from error
+            raise FileError(f'{path} is not a latency table; write lines "width,ms" or JSON {{"1": 10.2}}') from error
         if not table or any(width < 1 or not 0 < ms < math.inf for width, ms in table):
-            raise FileError(f"{path} is no latency table: widths start at 1 and milliseconds are positive")
+            raise FileError(f"{path} is not a latency table: widths must be at least 1 and milliseconds positive")
         return Latency(tuple(w for w, _ in table), tuple(ms for _, ms in table))
 
     @staticmethod
@@ -133,11 +157,11 @@ class Latency:
 class Prediction:
     """What the drafts of a ``Cut`` give, or would have given. Counts as in docs/metrics.md.
 
-    accepted  steps by the number of draft tokens they accepted
-    ranks     accepted draft tokens by their place among their siblings
-    floor     mean acceptance length if all drafts between recorded positions failed; None: nothing was between
-    filled    share of drafted steps that reached the budget of nodes asked for
-    ms        of all steps, by a latency table; None without one, or where it does not reach
+    accepted  steps by the number of draft tokens that they accepted
+    ranks     accepted draft tokens by their rank among their siblings
+    floor     mean acceptance length if all drafts between recorded positions were rejected; None: none were between
+    filled    share of drafted steps that reached the requested budget of nodes
+    ms        of all steps, by a latency table; None without one, or where it does not cover a step
     """
 
     cut: Cut
@@ -159,12 +183,12 @@ class Prediction:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of decoding alone, without reading the prompt."""
+        """While decoding, prompts not counted."""
         return None if not self.ms else 1e3 * self.tokens / self.ms
 
     @property
     def filled(self) -> float | None:
-        """See above; None where no budget was asked for."""
+        """See above; None where no budget was requested."""
         return None if self.cut.nodes is None else self.full / max(1, self.drafted_steps)
 
     @property
@@ -178,7 +202,7 @@ class Prediction:
         total, deepest = max(1, self.drafted_steps), max(self.accepted, default=0)
         return [sum(n for a, n in self.accepted.items() if a >= d) / total for d in range(1, deepest + 1)]
 
-    def add(self, tree: DraftTree, path: Sequence[int], emitted: int, latency: Latency | None) -> None:
+    def add(self, tree: DraftTree, path: Sequence[int], emitted: int, latency: Price | None) -> None:
         """Count one step."""
         self.steps += 1
         self.tokens += emitted
@@ -217,35 +241,26 @@ class Prediction:
         }
 
 
-def simulate(
-    trace: Trace, cut: Cut | None = None, *, latency: Latency | None = None, width: Width | None = None
-) -> Prediction:
+def simulate(trace: Trace, cut: Cut | None = None, *, latency: Price | None = None) -> Prediction:
     """Replay a recording with cut drafts.
 
-    ``width`` chooses how many nodes of what ``cut`` left are verified, step by step, as ``CombinedDrafter`` does; it
-    needs a draft at every position.
-
-    Raises CapabilityError for a cut that the recording cannot tell about: one of the rule *rejection* can only be cut
-    in depth and in k, which leaves the law of every trial as it was.
+    Raises CapabilityError for a cut that cannot be told from the recording: under the rule *rejection* only depth and k
+    can be cut, which leaves the distribution of every trial as it was.
     """
     cut = cut or Cut()
     if trace.rule == "rejection" and (cut.nodes is not None or cut.threshold or cut.drop):
         raise CapabilityError(
-            "under rule='rejection' a draft without some of its tokens would have been judged otherwise; replay other "
-            "depths or k, or record with rule='match'"
+            "under rule='rejection' a draft without some of its tokens would have been judged differently; replay "
+            "other depths or k, or record with rule='match'"
         )
-    if width is not None and not trace.every_position:
-        raise CapabilityError(
-            "widths that are chosen step by step can only be replayed where every position has a draft; record with "
-            "--every-position"
-        )
+    if trace.every_position:
+        return replay(trace.rows(), cut, latency=latency)
     told, floor = Prediction(cut, ms=None if latency is None else 0.0), Prediction(cut)
     between = False
     for row in trace.rows():
-        visited = list(_walk(row, cut, width))
-        for _, tree, path, emitted in visited if trace.every_position else _each(row, cut):
+        for tree, path, emitted in _each(row, cut):
             told.add(tree, path, emitted, latency)
-        for record, tree, path, emitted in visited:
+        for record, tree, path, emitted in _walk(row, cut, None):
             floor.add(tree, path, emitted, None)
             between = between or record is None
     if between:
@@ -253,52 +268,80 @@ def simulate(
     return told
 
 
+def replay(
+    rows: Sequence[TraceRow],
+    cut: Cut | None = None,
+    *,
+    latency: Price | None = None,
+    ranking: Ranking | None = None,
+) -> Prediction:
+    """Decode recorded sequences again with cut drafts, of which ``ranking`` chooses what is verified.
+
+    Every position of ``rows`` must have a draft.
+    """
+    found = Prediction(cut or Cut(), ms=None if latency is None else 0.0)
+    for row in rows:
+        for record, tree, path, emitted in _walk(row, found.cut, ranking):
+            assert record is not None, "every position was recorded"
+            found.add(tree, path, emitted, latency)
+    return found
+
+
+def merged(rows: Sequence[TraceRow], cuts: Sequence[Cut]) -> TraceRow:
+    """Recordings of one text at every position, each cut in its own way, as that of the merged trees."""
+    records = []
+    for parts in zip(*(row.records for row in rows), strict=True):
+        trees = [_draft(record, cut) for record, cut in zip(parts, cuts, strict=True)]
+        records.append(replace(parts[0], tree=DraftTree.merge(trees), max_depth=None))
+    return TraceRow(tuple(records))
+
+
 def overlap(trace: Trace) -> float | None:
-    """alpha as the mean of sum_x min(p(x), q(x)) over what *rejection* judged; None where p and q were not recorded."""
+    """alpha as the mean of sum_x min(p(x), q(x)) over what *rejection* judged; None if p and q were not recorded."""
     found = [value for record in trace if record.judged is not None for value in record.judged.overlap]
     return float(np.mean(found)) if found else None
 
 
-Visit = tuple[Record | None, DraftTree, tuple[int, ...], int]
+def _walk(
+    row: TraceRow, cut: Cut, ranking: Ranking | None
+) -> Iterator[tuple[TraceRecord | None, DraftTree, tuple[int, ...], int]]:
+    """Decode the row's text with cut drafts, from where each step ends; without a record nothing is drafted.
 
-
-def _walk(row: Row, cut: Cut, width: Width | None) -> Iterator[Visit]:
-    """Decode the row's text with cut drafts, from where each step ends; without a record nothing is drafted."""
-    records = {record.at: record for record in row.records}
-    at, end = 0, len(row.tokens)
+    Yields (record, verified tree, accepted path, emitted tokens) for each step.
+    """
+    records, beliefs = {record.at: record for record in row.records}, Beliefs()
+    decided, at, end = row.decided, 0, len(row.tokens)
     while at < end:
         record = records.get(at)
         tree = DraftTree.root(NOTHING) if record is None else _draft(record, cut)
-        if width is not None:
-            (tree,) = width([row.records[0].row], [tree])
-        path = _match(tree, row.said[at:])
-        if width is not None:
-            width.learn(row.records[0].row, tree, path)
+        if ranking is not None:
+            tree = ranking(tree, beliefs)
+        path = _match(tree, decided[at:])
+        if ranking is not None and tree.size > 1:
+            beliefs.learn(tree, path)
         yield record, tree, path, min(len(path), end - at)
         at += len(path)
-    if width is not None:
-        width.forget(row.records[0].row)
 
 
-def _each(row: Row, cut: Cut) -> Iterator[Visit]:
-    """Each recorded step by itself."""
-    end = len(row.tokens)
+def _each(row: TraceRow, cut: Cut) -> Iterator[tuple[DraftTree, tuple[int, ...], int]]:
+    """Each recorded step by itself: verified tree, accepted path, emitted tokens."""
+    decided, end = row.decided, len(row.tokens)
     for record in row.records:
         tree = _draft(record, cut)
-        path = _match(tree, row.said[record.at :])
-        yield record, tree, path, min(len(path), end - record.at)
+        path = _match(tree, decided[record.at :])
+        yield tree, path, min(len(path), end - record.at)
 
 
-def _draft(record: Record, cut: Cut) -> DraftTree:
+def _draft(record: TraceRecord, cut: Cut) -> DraftTree:
     """The cut draft, no deeper than what may still be emitted."""
     tree = cut(record.tree)
-    if record.room is None or tree.max_depth <= record.room:
+    if record.max_depth is None or tree.max_depth <= record.max_depth:
         return tree
-    return tree.select((tree.depths <= record.room).nonzero()[0])
+    return tree.select((tree.depths <= record.max_depth).nonzero()[0])
 
 
 def _match(tree: DraftTree, text: Sequence[int]) -> tuple[int, ...]:
-    """The path of ``tree`` that a target accepts whose own words after the root are ``text``."""
+    """The path of ``tree`` that a target accepts whose own tokens after the root are ``text``."""
     return match(tree, [text[depth] if depth < len(text) else NOTHING for depth in tree.depths.tolist()]).path
 
 

@@ -18,7 +18,7 @@ from anabranch.errors import InputError
 
 __all__ = [
     "T5",
-    "Measured",
+    "Experiment",
     "acceptance_rate",
     "divergence",
     "expected_operations",
@@ -54,7 +54,7 @@ def optimal_gamma(alpha: float, c: float, *, most: int | None = None) -> int:
     """
     _check(alpha, 0, c)
     if most is None and alpha > 0 and (c == 0 or (alpha == 1 and c < 1)):
-        raise InputError("with free drafts, or with drafts that are always right, there is no best gamma; give most")
+        raise InputError("drafts that are free or always right have no best gamma; limit it with most")
     gamma = 0
     while (most is None or gamma < most) and speedup(alpha, gamma + 1, c) > speedup(alpha, gamma, c):
         gamma += 1
@@ -82,15 +82,17 @@ def expected_operations(alpha: float, gamma: int, c_operations: float) -> float:
 
 
 def acceptance_rate(p_NV: ArrayLike, q_NV: ArrayLike) -> float:
-    """alpha = mean over positions of sum_x min(p(x), q(x)) (corollary 3.6), of laws [N, V] or [V]."""
-    p, q = _laws(p_NV, "p"), _laws(q_NV, "q")
+    """alpha = mean over positions of sum_x min(p(x), q(x)) (corollary 3.6), of distributions [N, V] or [V]."""
+    p, q = _distributions(p_NV, "p"), _distributions(q_NV, "q")
     if p.shape != q.shape:
-        raise InputError(f"p and q are laws over the same tokens at the same positions, not {p.shape} and {q.shape}")
+        raise InputError(
+            f"p and q must be distributions over the same tokens at the same positions, got {p.shape} and {q.shape}"
+        )
     return float(np.minimum(p, q).sum(-1).mean())
 
 
 def divergence(p_NV: ArrayLike, q_NV: ArrayLike) -> float:
-    """D_LK = 1 - sum_x min(p(x), q(x)), mean over positions: 0 for equal laws, 1 for disjoint ones, symmetric."""
+    """D_LK = 1 - sum_x min(p(x), q(x)), mean over positions: 0 for equal and 1 for disjoint distributions."""
     return 1.0 - acceptance_rate(p_NV, q_NV)
 
 
@@ -102,37 +104,40 @@ def fitted_acceptance_rate(accepted: ArrayLike, depths: ArrayLike) -> float:
     """
     a, d = np.asarray(accepted, np.int64), np.asarray(depths, np.int64)
     if a.shape != d.shape or (a > d).any() or (a < 0).any():
-        raise InputError("accepted counts are between 0 and the depth of their draft, one each")
+        raise InputError("accepted must have one count for each draft, between 0 and its depth")
     trials = int(a.sum() + (a < d).sum())
     if trials == 0:
-        raise InputError("there is no draft to take an acceptance rate from")
+        raise InputError("an acceptance rate needs at least one draft")
     return float(a.sum() / trials)
 
 
-def parity(gamma: int, target_over_draft: float, streams_over_target: float = 1.0) -> float:
+def parity(gamma: int, target_over_draft: float, streaming_over_target: float = 1.0) -> float:
     """zeta / beta at which a draft model and Speculative Streaming take the same time (ACL eq. 10).
 
-    zeta, beta           tokens a target pass with the draft model, and with streams
+    zeta, beta           tokens per target pass with the draft model, and with Speculative Streaming
     gamma                draft-model passes a step
     target_over_draft    C_target / C_draft
-    streams_over_target  C_ss / C_target, nearly 1 where decoding is bound by memory
+    streaming_over_target  C_ss / C_target, nearly 1 where decoding is bound by memory
     """
-    if gamma < 0 or target_over_draft <= 0 or streams_over_target <= 0:
-        raise InputError("gamma is not negative, and latency ratios are positive")
-    return (gamma + target_over_draft) / (streams_over_target * target_over_draft)
+    if gamma < 0 or target_over_draft <= 0 or streaming_over_target <= 0:
+        raise InputError(
+            "gamma must not be negative and latency ratios must be positive, got "
+            f"{gamma}, {target_over_draft} and {streaming_over_target}"
+        )
+    return (gamma + target_over_draft) / (streaming_over_target * target_over_draft)
 
 
 def streaming_speedup(
-    zeta_over_beta: float, gamma: int, target_over_draft: float, streams_over_target: float = 1.0
+    zeta_over_beta: float, gamma: int, target_over_draft: float, streaming_over_target: float = 1.0
 ) -> float:
     """Speedup of Speculative Streaming over a draft model (v1 figure 4, ACL figure 20): parity / (zeta / beta)."""
     if zeta_over_beta <= 0:
-        raise InputError("zeta / beta is positive")
-    return parity(gamma, target_over_draft, streams_over_target) / zeta_over_beta
+        raise InputError(f"zeta / beta must be positive, got {zeta_over_beta}")
+    return parity(gamma, target_over_draft, streaming_over_target) / zeta_over_beta
 
 
 @dataclass(frozen=True)
-class Measured:
+class Experiment:
     """One row of Leviathan et al.'s table of T5-XXL experiments; ``speedup`` is what they measured."""
 
     task: str
@@ -151,26 +156,26 @@ class Measured:
 
 # c: 0.02 and 0.11 from the paper's text, T5-base's 0.04 from its appendix on predictions
 T5 = (
-    Measured("EnDe", "T5-small", 0.0, 7, 0.75, 0.02, 3.4),
-    Measured("EnDe", "T5-base", 0.0, 7, 0.80, 0.04, 2.8),
-    Measured("EnDe", "T5-large", 0.0, 7, 0.82, 0.11, 1.7),
-    Measured("EnDe", "T5-small", 1.0, 7, 0.62, 0.02, 2.6),
-    Measured("EnDe", "T5-base", 1.0, 5, 0.68, 0.04, 2.4),
-    Measured("EnDe", "T5-large", 1.0, 3, 0.71, 0.11, 1.4),
-    Measured("CNNDM", "T5-small", 0.0, 5, 0.65, 0.02, 3.1),
-    Measured("CNNDM", "T5-small", 1.0, 5, 0.53, 0.02, 2.3),
+    Experiment("EnDe", "T5-small", 0.0, 7, 0.75, 0.02, 3.4),
+    Experiment("EnDe", "T5-base", 0.0, 7, 0.80, 0.04, 2.8),
+    Experiment("EnDe", "T5-large", 0.0, 7, 0.82, 0.11, 1.7),
+    Experiment("EnDe", "T5-small", 1.0, 7, 0.62, 0.02, 2.6),
+    Experiment("EnDe", "T5-base", 1.0, 5, 0.68, 0.04, 2.4),
+    Experiment("EnDe", "T5-large", 1.0, 3, 0.71, 0.11, 1.4),
+    Experiment("CNNDM", "T5-small", 0.0, 5, 0.65, 0.02, 3.1),
+    Experiment("CNNDM", "T5-small", 1.0, 5, 0.53, 0.02, 2.3),
 )
 
 
 def _check(alpha: float, gamma: int, c: float = 0.0) -> None:
     if not 0 <= alpha <= 1:
-        raise InputError(f"alpha is a probability, not {alpha!r}")
+        raise InputError(f"alpha must be a probability, got {alpha!r}")
     if gamma < 0 or c < 0:
-        raise InputError(f"gamma and c are not negative, but {gamma!r} and {c!r} were given")
+        raise InputError(f"gamma and c must not be negative, got {gamma!r} and {c!r}")
 
 
-def _laws(values: ArrayLike, name: str) -> NDArray[np.float64]:
-    laws: NDArray[np.float64] = np.asarray(values, np.float64)
-    if laws.ndim == 0 or laws.size == 0 or (laws < 0).any() or not np.allclose(laws.sum(-1), 1, atol=1e-4):
-        raise InputError(f"{name} holds laws: rows of probabilities that add up to 1")
-    return laws
+def _distributions(values: ArrayLike, name: str) -> NDArray[np.float64]:
+    found: NDArray[np.float64] = np.asarray(values, np.float64)
+    if found.ndim == 0 or found.size == 0 or (found < 0).any() or not np.allclose(found.sum(-1), 1, atol=1e-4):
+        raise InputError(f"{name} must hold distributions: rows of probabilities that add up to 1")
+    return found

@@ -1,6 +1,6 @@
 """Recordings of decoding, one JSON line a step, written as it happens and readable after a crash.
 
-    {"trace": 1, "rule": "match", "every_position": false, "settings": {...}}  the first line
+    {"trace": 2, "rule": "match", "every_position": false, "settings": {...}}  the first line
     {"source": "stream 1"}                                                       names source 1; 0 is "target"
     {"row": 0, "at": 3, "tokens": [7, 9], "parents": [-1, 0], "sources": [0, 1], "log_probs": [0.0, -0.2],
      "path": [0, 1], "next": 5, "kept": 2, "drafted": 1, "ms": [0.4, 9.1, 0.1, 0.6]}                    a step
@@ -8,7 +8,7 @@
 A recording holds token ids and no text. There are three ways to make one:
 
 as it decodes    ``writer.add(step)`` for every step of an engine
-with p and q     the engine's drafter is ``writer.watch(drafter)``: what the rule *rejection* compared is kept as well
+with p and q     the engine's drafter is ``writer.watch(drafter, target)``: what *rejection* compared is kept too
 every position   the same, of a ``TraceWriter(..., every_position=True)``: drafts are made and recorded but never
                  verified, so every position of the text has the draft that would be made there. It takes as long as
                  plain decoding, and narrower drafts can then be replayed without error (``simulate``)
@@ -21,7 +21,7 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -33,14 +33,15 @@ import torch
 from anabranch.engine import FinishReason, Step, Timings
 from anabranch.errors import CapabilityError, FileError
 from anabranch.jsonfiles import is_number, is_whole, parse_json, parse_object, read_lines, shown
-from anabranch.methods.base import Context, Drafter, Observation, Wrapped
+from anabranch.methods.base import Drafter, Observation, Row, Wrapped
+from anabranch.model.decoder import Decoder
 from anabranch.sampling import SamplingParams, target_probs
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule, Verdict
 
-__all__ = ["Judged", "Record", "Row", "Trace", "TraceWriter", "Watched", "child_ranks", "read_trace"]
+__all__ = ["Judged", "Trace", "TraceRecord", "TraceRow", "TraceWriter", "Watched", "child_ranks", "read_trace"]
 
-VERSION = 1
+VERSION = 2
 UNLIMITED = 1 << 20  # deeper than any draft
 
 
@@ -58,15 +59,15 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Record:
+class TraceRecord:
     """One recorded step of row ``row``, whose first token is number ``at`` of the row's new tokens.
 
-    tree     what was drafted: as verified, or never verified where every position was recorded
-    verdict  the accepted path of it and the target's own next token
-    kept     tokens emitted; fewer than the path and the next token where the row was cut
-    drafted  nodes drafted before pruning
-    room     depth that was of use at the end of the text, where every position was recorded: there ``tree`` is as deep
-             as it would be anywhere; None: ``tree`` is cut already
+    tree       what was drafted: as verified, or never verified where every position was recorded
+    verdict    its accepted path and the target's own next token
+    kept       tokens emitted; fewer than the path and the next token where the row was cut
+    drafted    nodes drafted before pruning
+    max_depth  the deepest draft of use so near the end of the text, where every position was recorded: ``tree`` is not
+               cut there; None: ``tree`` was cut when it was drafted
     """
 
     row: int
@@ -78,17 +79,17 @@ class Record:
     timings: Timings
     finish: FinishReason | None = None
     judged: Judged | None = None
-    room: int | None = None
+    max_depth: int | None = None
 
     @property
-    def said(self) -> tuple[int, ...]:
-        """The accepted tokens and the target's own, also where the row was cut among them."""
+    def decided(self) -> tuple[int, ...]:
+        """The accepted tokens and the target's own, also those behind a cut."""
         return (*(int(self.tree.tokens[node]) for node in self.verdict.path[1:]), self.verdict.next_token)
 
     @property
     def tokens(self) -> tuple[int, ...]:
         """Emitted tokens."""
-        return self.said[: self.kept]
+        return self.decided[: self.kept]
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -97,10 +98,10 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Row:
+class TraceRow:
     """The steps of one sequence, in order."""
 
-    records: tuple[Record, ...]
+    records: tuple[TraceRecord, ...]
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -108,22 +109,22 @@ class Row:
         return tuple(token for record in self.records for token in record.tokens)
 
     @property
-    def said(self) -> tuple[int, ...]:
-        """All emitted tokens and what the last step accepted beyond the cut."""
-        return (*(token for record in self.records[:-1] for token in record.tokens), *self.records[-1].said)
+    def decided(self) -> tuple[int, ...]:
+        """All emitted tokens and those that the last step accepted beyond the cut."""
+        return (*(token for record in self.records[:-1] for token in record.tokens), *self.records[-1].decided)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A recording on disk. Iterating reads it step by step, rows as they were decoded; ``rows`` gathers them."""
+    """A recording on disk. Iterating reads it step by step in the order of decoding; ``rows`` groups it by sequence."""
 
     path: Path
     settings: Mapping[str, Any]
     rule: Rule
     every_position: bool
 
-    def __iter__(self) -> Iterator[Record]:
-        """Records in the order of writing. A cut last line is dropped with a warning; FileError for a broken one."""
+    def __iter__(self) -> Iterator[TraceRecord]:
+        """Records in the order of writing. Drops an incomplete last line with a warning; FileError for other bad lines."""
         sources = ["target"]
         for number, line in read_lines(self.path):
             if number == 1:
@@ -155,15 +156,15 @@ class Trace:
             yield record
 
     def sources(self) -> list[str]:
-        """Who drafted what was recorded, in order of appearance."""
+        """The sources of drafted tokens, in order of appearance."""
         return list(dict.fromkeys(source for record in self for source in record.tree.sources[1:]))
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[TraceRow]:
         """The recorded sequences, in the order in which they began."""
-        found: dict[int, list[Record]] = {}
+        found: dict[int, list[TraceRecord]] = {}
         for record in self:
             found.setdefault(record.row, []).append(record)
-        return [Row(tuple(records)) for records in found.values()]
+        return [TraceRow(tuple(records)) for records in found.values()]
 
 
 def read_trace(path: Path) -> Trace:
@@ -172,7 +173,10 @@ def read_trace(path: Path) -> Trace:
     number, line = next(read_lines(path), (1, ""))
     header = parse_object(line, f"line {number} of {path}", f"{path} is not a trace; {advice}")
     if "trace" in header and header["trace"] != VERSION:
-        raise FileError(f"{path} is a trace of version {shown(header['trace'])}, and this anabranch reads {VERSION}")
+        raise FileError(
+            f"{path} is a trace of version {shown(header['trace'])}, but this anabranch reads version {VERSION}; "
+            "record it again"
+        )
     settings, every_position = header.get("settings"), header.get("every_position")
     right = "trace" in header and isinstance(settings, dict) and isinstance(every_position, bool)
     if not right or header.get("rule") not in ("match", "rejection"):
@@ -183,7 +187,7 @@ def read_trace(path: Path) -> Trace:
 class TraceWriter:
     """Writes a recording, flushed after every step; also a context manager.
 
-    settings        whatever tells how it was made; goes into the first line and must be JSON
+    settings        how it was made, for the first line; must be JSON
     rule            how the drafts are verified
     every_position  record drafts without verifying them; the engine's drafter must be ``watch``ed
 
@@ -207,16 +211,20 @@ class TraceWriter:
         header = {"trace": VERSION, "rule": rule, "every_position": every_position}
         self._write({**header, "settings": dict(settings)})
 
-    def watch(self, drafter: Drafter) -> Watched:
-        """The drafter to give to an engine whose steps are added here."""
-        watched = Watched(drafter, every_position=self.every_position)
+    def watch(self, drafter: Drafter, target: Decoder | None = None) -> Watched:
+        """The drafter to give to an engine whose steps are added here.
+
+        With the ``target``, what the rule *rejection* compared is recorded too, at the cost of one more pass through
+        its head a step.
+        """
+        watched = Watched(drafter, target, every_position=self.every_position)
         self._watched.append(watched)
         return watched
 
     def add(self, step: Step, kept: int | None = None) -> None:
         """Append a step; ``kept`` of its tokens were emitted, where a stop string cut it."""
         seen = next((found for w in self._watched if (found := w.take(step.row)) is not None), None)
-        tree, judged, room = (step.tree, None, None) if seen is None else seen
+        tree, judged, max_depth = (step.tree, None, None) if seen is None else seen
         for source in tree.sources:
             if source not in self._sources:
                 self._sources[source] = len(self._sources)
@@ -240,8 +248,8 @@ class TraceWriter:
             fields["log_probs"] = [_number(value) for value in tree.log_probs]
         if step.finish is not None:
             fields["finish"] = step.finish
-        if room is not None:
-            fields["room"] = room
+        if max_depth is not None:
+            fields["max_depth"] = max_depth
         if judged is not None:
             fields |= {name: [_number(x) for x in getattr(judged, name)] for name in ("p", "q", "overlap")}
         self._write(fields)
@@ -267,20 +275,20 @@ class TraceWriter:
 class _Seen(NamedTuple):
     tree: DraftTree
     judged: Judged | None
-    room: int | None
+    max_depth: int | None
 
 
 class Watched(Wrapped):
-    """A drafter, and what a recording wants to know of it beyond the steps."""
+    """A drafter, and what a recording keeps of it beyond the steps."""
 
-    def __init__(self, drafter: Drafter, *, every_position: bool = False) -> None:
+    def __init__(self, drafter: Drafter, target: Decoder | None = None, *, every_position: bool = False) -> None:
         super().__init__(drafter)
-        self.every_position = every_position
-        self._drafts: dict[int, DraftTree] = {}
+        self.target, self.every_position = target, every_position
+        self.adaptive = drafter.adaptive and not every_position
         self._seen: dict[int, deque[_Seen]] = {}
 
     def check(self, sampling: SamplingParams, rule: Rule) -> None:
-        """What the drafter says; drafts at every position belong to no draw of *rejection*."""
+        """Ask the drafter; a recording of every position cannot serve *rejection*, which judges verified drafts."""
         if self.every_position and rule == "rejection":
             raise CapabilityError(
                 "recording every position verifies no draft, and rule='rejection' replays only what was verified; "
@@ -288,39 +296,33 @@ class Watched(Wrapped):
             )
         self.drafter.check(sampling, rule)
 
-    def draft(self, contexts: Sequence[Context]) -> list[DraftTree]:
-        """The drafter's trees, or roots alone where nothing is to be verified."""
+    def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
+        """The drafter's trees; where every position is recorded they are only kept, and roots are returned."""
         if not self.every_position:
-            return self.drafter.draft(contexts)
-        rooms = [context.room for context in contexts]
-        for context in contexts:
-            # what is not verified needs no room, and a replay cuts narrower trees to it as their drafter would
-            context.room = UNLIMITED if context.room > 0 else 0
-        trees = self.drafter.draft(contexts)
-        for context, room in zip(contexts, rooms, strict=True):
-            context.room = room
-        self._drafts = {context.key: tree for context, tree in zip(contexts, trees, strict=True)}
-        return [DraftTree.root(context.root) for context in contexts]
+            return self.drafter.draft(rows, budget)
+        depths = [row.max_depth for row in rows]
+        for row in rows:
+            # drafts of full depth, since they are not verified; a replay cuts them at the end of the text
+            row.max_depth = UNLIMITED if row.max_depth > 0 else 0
+        trees = self.drafter.draft(rows, self.drafter.max_nodes)
+        for row, tree, depth in zip(rows, trees, depths, strict=True):
+            row.max_depth, row.state[self] = depth, _Seen(tree, None, max(0, depth))
+        return [DraftTree.root(row.root) for row in rows]
 
-    def observe(self, contexts: Sequence[Context], seen: Observation) -> None:
+    def observe(self, rows: Sequence[Row], seen: Observation) -> None:
         """Keep what was drafted and compared; the drafter observes too."""
-        for b, (context, tree, verdict) in enumerate(zip(contexts, seen.trees, seen.verdicts, strict=True)):
-            judged = None
-            if context.rule == "rejection" and tree.draft_probs is not None and not context.sampling.needs_history:
-                assert seen.output.logits_BNV is not None
-                judged = _judge(tree, verdict, seen.output.logits_BNV[b, : tree.size], context.sampling)
-            found = _Seen(tree, judged, None)
+        for row, slot, tree, verdict in zip(rows, seen.slots, seen.trees, seen.verdicts, strict=True):
+            found = _Seen(tree, None, None)
             if self.every_position:
-                found = _Seen(self._drafts[context.key], None, max(0, context.room))
-            self._seen.setdefault(context.key, deque()).append(found)
-        self.drafter.observe(contexts, seen)
-
-    def leave(self, context: Context) -> None:
-        """The drafter forgets."""
-        self.drafter.leave(context)
+                found = row.state[self]
+            elif self.target is not None and row.rule == "rejection" and tree.draft_probs is not None:
+                logits_NV = self.target.logits(seen.result.hidden_MD[seen.result.nodes(slot)])
+                found = _Seen(tree, _judge(tree, verdict, logits_NV, row.sampling), None)
+            self._seen.setdefault(row.id, deque()).append(found)
+        self.drafter.observe(rows, replace(seen, budget=self.max_nodes) if self.every_position else seen)
 
     def take(self, row: int) -> _Seen | None:
-        """What is known of the oldest step of a row that was not taken yet; None if it is not watched here."""
+        """What was kept of a row's oldest step that was not taken yet; None if the row is not watched here."""
         waiting = self._seen.get(row)
         if not waiting:
             return None
@@ -358,7 +360,7 @@ def _number(value: float) -> float | None:
     return None if value == -math.inf else float(str(np.float32(value)))
 
 
-def _record(fields: Mapping[str, Any], sources: Sequence[str]) -> Record:
+def _record(fields: Mapping[str, Any], sources: Sequence[str]) -> TraceRecord:
     """A step as ``TraceWriter`` wrote it. Raises what any other record leads to."""
     beliefs = fields.get("log_probs")
     tree = DraftTree(
@@ -372,15 +374,16 @@ def _record(fields: Mapping[str, Any], sources: Sequence[str]) -> Record:
         raise ValueError("the path leaves the tree")
     row, at, following, kept, drafted = _wholes([fields[name] for name in ("row", "at", "next", "kept", "drafted")])
     if kept > len(path):
-        raise ValueError("more was kept than said")
+        raise ValueError("more tokens kept than decided")
     milliseconds = _numbers(fields["ms"])
-    finish, room = fields.get("finish"), fields.get("room")
-    if len(milliseconds) != 4 or finish not in (None, "stop", "length") or not (room is None or is_whole(room, 0)):
-        raise ValueError("timings, finish or room")
+    finish, max_depth = fields.get("finish"), fields.get("max_depth")
+    known = finish in (None, "stop", "length") and (max_depth is None or is_whole(max_depth, 0))
+    if len(milliseconds) != 4 or not known:
+        raise ValueError("timings, finish or max_depth")
     judged = None
     if "p" in fields:
         judged = Judged(*(tuple(_numbers(fields[name])) for name in ("p", "q", "overlap")))
-    return Record(
+    return TraceRecord(
         row,
         at,
         tree,
@@ -390,7 +393,7 @@ def _record(fields: Mapping[str, Any], sources: Sequence[str]) -> Record:
         Timings(*(1e-3 * ms for ms in milliseconds)),
         cast("FinishReason | None", finish),
         judged,
-        room,
+        max_depth,
     )
 
 

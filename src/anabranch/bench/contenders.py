@@ -1,4 +1,4 @@
-"""What is measured: a drafter of ours on our loop. Other engines are in ``peers``, each in a process of its own."""
+"""What is measured: one of our drafters on our engine. Other engines are in ``peers``, each in its own process."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from anabranch.engine import Engine, Request, Step
 from anabranch.methods.base import Drafter
 from anabranch.model.load import Target
 from anabranch.sampling import SamplingParams
+from anabranch.speculation import Speculation
 
 __all__ = ["Contender", "Ours", "Run"]
 
 
 @dataclass
 class Run:
-    """One prompt decoded once: new token ids, seconds from call to last token, and our own steps, if any.
+    """One prompt decoded once: new token ids, seconds from the call to the last token, and our own steps, if any.
 
-    ``first_token_seconds`` is the time from the call until tokens are first there, None where a peer cannot tell.
+    first_token_seconds  from the call to the first new token; None where a peer does not report it
     """
 
     token_ids: list[int]
@@ -40,16 +41,25 @@ class Contender(Protocol):
 
 
 class Ours:
-    """One drafter on the engine. The engine is kept between prompts, as a server would keep it.
+    """One drafter on an engine, which is kept between prompts.
 
-    ``spec`` names the drafter: what "auto" became.
+    spec         its specification, "auto" resolved
+    speculation  the controller of an adaptive drafter; None: the engine's own
     """
 
     def __init__(
-        self, name: str, target: Target, drafter: Drafter, *, capacity: int, sampling: SamplingParams, spec: str = ""
+        self,
+        name: str,
+        target: Target,
+        drafter: Drafter,
+        *,
+        capacity: int,
+        sampling: SamplingParams,
+        spec: str = "",
+        speculation: Speculation | None = None,
     ) -> None:
         self.name, self.sampling, self.spec = name, sampling, spec
-        self.engine = Engine(target.decoder, drafter, capacity=capacity)
+        self.engine = Engine(target.decoder, drafter, capacity=capacity, speculation=speculation)
         self.stop = frozenset(target.config.eos_token_ids)
 
     def decode(self, prompt_ids: Sequence[int], *, max_new_tokens: int) -> Run:

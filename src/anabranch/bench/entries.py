@@ -1,4 +1,4 @@
-"""Who takes part: ``LABEL=SPEC`` read from the command line, checked before anything is loaded, and opened."""
+"""The contenders: ``LABEL=SPEC`` as read from the command line, checked before anything is loaded, and opened."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from anabranch.adapters.folder import LoadedAdapter
 from anabranch.bench.contenders import Contender, Ours
 from anabranch.bench.peers import open_peer, parse_peer
 from anabranch.bench.peers.environments import find_python
 from anabranch.errors import InputError
 from anabranch.files import without_folders
-from anabranch.methods import check_spec, make_drafter
-from anabranch.model.load import Target
+from anabranch.loading import Loaded
+from anabranch.methods import make_drafter, parse_spec, resolve_spec
 from anabranch.model.quantize import QUANTIZATIONS, Quantization, check_quantization
-from anabranch.profiles import resolve
+from anabranch.profiles import settle
 from anabranch.sampling import SamplingParams
+from anabranch.speculation import Speculation
 
 __all__ = [
     "PLAIN",
     "Entry",
-    "Loaded",
     "check_installed",
     "open_entry",
     "plain_of",
@@ -31,15 +30,13 @@ __all__ = [
 PLAIN = "none"
 
 
-# a target as it was loaded, or quantised, and its adapter
-Loaded = tuple[Target, LoadedAdapter | None]
-
-
 @dataclass(frozen=True)
 class Entry:
-    """One contender as asked for: ``name`` in tables, ``spec`` of a drafter of ours or of a peer.
+    """One contender as requested.
 
-    ``weights`` are the target's as loaded ("none"), or quantised: another target, with a plain decoding of its own.
+    name     its label in tables
+    spec     of a drafter of ours, or of a peer
+    weights  the target's as loaded ("none"), or quantised: another target, with a plain decoding of its own
     """
 
     name: str
@@ -49,17 +46,17 @@ class Entry:
 
 
 def read_entries(methods: Sequence[str], peers: Sequence[str]) -> list[Entry]:
-    """Entries of ``[LABEL=]SPEC[@int8|@int4]`` texts; plain decoding of each kind of weights is among them.
+    """Entries of ``[LABEL=]SPEC[@int8|@int4]`` texts, and of plain decoding with each kind of weights.
 
-    A label ends at the first "=" if no ":" comes before it: ``wide=streams:nodes=32``, but ``streams:nodes=32``.
-    All is compared with the plain decoding of the same weights, peers with that of the weights as they are.
-    Raises InputError for an unknown method, peer or setting, or for a name that two contenders would have.
+    A label ends at the first "=" if no ":" comes before it: ``wide=NAME:nodes=32``, but ``NAME:nodes=32``.
+    Everything is compared with plain decoding with the same weights; peers with the weights as loaded. Raises
+    InputError for an unknown method, peer or setting, or for a label that two contenders would share.
     """
     entries: list[Entry] = []
     for text in methods:
         name, whole = _label(text)
         spec, at, weights = whole.partition("@")
-        check_spec(spec)
+        parse_spec(spec)
         entries.append(Entry(name, spec, weights=check_quantization(weights) if at else "none"))
     for text in peers:
         name, spec = _label(text)
@@ -75,7 +72,7 @@ def read_entries(methods: Sequence[str], peers: Sequence[str]) -> list[Entry]:
         other = [entry for entry in twice if entry.name == name][-1]
         label = "again" if "again" not in names else f"{name}-2"
         spec = other.spec if other.weights == "none" else f"{other.spec}@{other.weights}"
-        raise InputError(f"two contenders are named {name!r}; name one of them otherwise, as in {label}={spec}")
+        raise InputError(f"two contenders are named {name!r}; label one of them, as in {label}={spec}")
     return entries
 
 
@@ -99,7 +96,7 @@ def _label(text: str) -> tuple[str, str]:
     if not equals or ":" in label:
         return without_folders(text.strip()), text.strip()
     if not label.strip() or not spec.strip():
-        raise InputError(f"{text!r} names nothing; write LABEL=SPEC, as in wide=streams:nodes=32")
+        raise InputError(f"{text!r} names nothing; write LABEL=SPEC, as in fast=auto")
     return label.strip(), spec.strip()
 
 
@@ -112,9 +109,20 @@ def open_entry(
     capacity: int,
 ) -> Contender:
     """Make the contender ready to decode; a peer starts its process and loads its weights here."""
-    target, adapter = loaded
-    if entry.kind == "ours":
-        spec = resolve(entry.spec, target, adapter)
-        drafter = make_drafter(spec, target.decoder, None if adapter is None else adapter.adapter)
-        return Ours(entry.name, target, drafter, capacity=capacity, sampling=sampling, spec=spec)
-    return open_peer(entry.spec, target, sampling=sampling, threads=threads, capacity=capacity)
+    if entry.kind == "peer":
+        return open_peer(entry.spec, loaded.target, sampling=sampling, threads=threads, capacity=capacity)
+    target = loaded.target
+    spec = resolve_spec(entry.spec, *loaded.modules)
+    drafter = make_drafter(spec, target.decoder, *loaded.modules)
+    speculation = None
+    if drafter.adaptive:
+        speculation = Speculation(settle(target, loaded.adapters).costs, ragged=target.decoder.ragged)
+    return Ours(
+        entry.name,
+        target,
+        drafter,
+        capacity=capacity,
+        sampling=sampling,
+        spec=str(spec),
+        speculation=speculation,
+    )

@@ -1,7 +1,7 @@
-"""Recordings of a benchmark's steps, a file a contender of ours, for ``anabranch simulate``: DIR/LABEL.jsonl.
+"""Recordings of a benchmark's steps for ``anabranch simulate``, one file a contender of ours: DIR/LABEL.jsonl.
 
-Every prompt is a row, numbered as in the result, with the steps of its first measured repeat. They are written when the
-prompt is through all contenders, while nothing is timed; what an interrupted prompt had done is forgotten.
+Every prompt is a row, numbered as in the result, with the steps of its first measured repeat. They are written when all
+contenders have decoded the prompt, outside all timing; an interrupted prompt is dropped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from anabranch.analysis.trace import Record, TraceWriter, read_trace
+from anabranch.analysis.trace import TraceRecord, TraceWriter, read_trace
 from anabranch.bench.contenders import Run
 from anabranch.bench.entries import Entry
 from anabranch.engine import Step
@@ -46,11 +46,11 @@ def _place(folder: Path, name: str) -> Path:
 
 
 class Recordings:
-    """Takes steps as prompts are decoded, and writes those of a prompt together; a context manager.
+    """Collects steps as prompts are decoded, and writes those of a prompt together; a context manager.
 
     places    as ``recorded_places`` returns them
     specs     the drafter of each contender, for the first line of its file
-    settings  goes into the first line of every file as well
+    settings  go into the first line of every file
     """
 
     def __init__(self, places: Mapping[str, Path], specs: Mapping[str, str], settings: Mapping[str, Any]) -> None:
@@ -69,7 +69,7 @@ class Recordings:
 
     @property
     def written(self) -> list[Path]:
-        """The files that were begun."""
+        """The files that have been started."""
         return [writer.path for writer in self._writers.values()]
 
     def take(self, name: str, run: Run) -> None:
@@ -106,12 +106,12 @@ class Recordings:
         return self._writers[name]
 
 
-def _kept(path: Path, done: int) -> list[Record]:
-    """The records of the first ``done`` prompts; one that was not complete when the run was stopped is left out."""
+def _kept(path: Path, done: int) -> list[TraceRecord]:
+    """The records of the first ``done`` prompts; one that was incomplete when the run stopped is left out."""
     records = []
     if path.exists():
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a line that was cut off belongs to a prompt that is decoded again
+            warnings.simplefilter("ignore")  # an incomplete line belongs to a prompt that is decoded again
             records = [record for record in read_trace(path) if record.row < done]
     if {record.row for record in records} != set(range(done)):
         raise FileError(
@@ -120,8 +120,8 @@ def _kept(path: Path, done: int) -> list[Record]:
     return records
 
 
-def _step(record: Record) -> Step:
-    """The step that was recorded, as far as it was."""
+def _step(record: TraceRecord) -> Step:
+    """The recorded step, without what recordings leave out."""
     sources = (*(record.tree.sources[node] for node in record.verdict.path[1:]), "target")[: record.kept]
     return Step(
         record.row,

@@ -1,8 +1,8 @@
 """Alternating measurement: every prompt goes through all contenders before the next prompt, in a rotating order.
 
-What is compared is the ratio to plain decoding on the same prompt, minutes apart at most, so that a machine that
-drifts drifts for all. Nothing is timed before every contender has decoded one prompt as a warm-up. One round is one
-prompt: what an interrupted round had done is forgotten, so that all contenders always have the same prompts.
+The compared figure is the ratio to plain decoding on the same prompt, measured minutes apart at most, so that drift of
+the machine affects all contenders alike. Nothing is timed before every contender has decoded one prompt as a warm-up.
+One round is one prompt; an interrupted round is dropped, so that all contenders always have the same prompts.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from anabranch.bench.contenders import Contender, Run
-from anabranch.bench.suites import Prompt
+from anabranch.bench.suites import SuitePrompt
 from anabranch.errors import AnabranchError
 from anabranch.stats import Stats
 
-__all__ = ["FAILURES", "Answer", "Measured", "Round", "describe", "gather", "rounds", "warm_up"]
+__all__ = ["FAILURES", "Answer", "ContenderAnswers", "Round", "describe", "gather", "rounds", "warm_up"]
 
-# what a contender may fail with: an error is an error and never a timed answer, and the others go on
+# failures of a contender: it is reported as failed and excluded from timings, and the others go on
 FAILURES = (AnabranchError, RuntimeError, ValueError, OSError, MemoryError)
 WARM_UP_TOKENS = 16
 
-Encoded = tuple[Prompt, Sequence[int]]
+Encoded = tuple[SuitePrompt, Sequence[int]]
 Report = Callable[[int, int, str], None]
 Take = Callable[[str, Run], None]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What is kept of one run: new token ids, seconds, and what our own steps did.
+    """What is kept of one run: new token ids, seconds, and statistics of our own steps.
 
-    first_token_seconds  from the call to the first token, where the contender tells it
-    first_tokens         tokens that came with the first one; more than 1 where the first step accepted a draft
+    first_token_seconds  from the call to the first token; None where the contender does not report it
+    first_tokens         tokens that arrived with the first one; more than 1 where the first step accepted a draft
     """
 
     token_ids: list[int]
@@ -59,7 +59,7 @@ class Answer:
 
     @property
     def token_seconds(self) -> float | None:
-        """Seconds per output token after the first ones; None where that is not known or nothing followed."""
+        """Seconds per output token after the first ones; None where that is unknown or nothing followed."""
         rest = len(self.token_ids) - self.first_tokens
         if self.first_token_seconds is None or rest < 1:
             return None
@@ -67,13 +67,13 @@ class Answer:
 
     @property
     def step_seconds(self) -> float | None:
-        """Seconds per step after the first; None for peers, whose steps nobody sees."""
+        """Seconds per step after the first; None for peers, whose steps are not reported."""
         if self.stats is None or self.first_token_seconds is None or self.stats.steps < 2:
             return None
         return (self.seconds - self.first_token_seconds) / (self.stats.steps - 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """For the file that a run can be resumed from."""
+        """For the journal that a run is resumed from."""
         return {
             "token_ids": self.token_ids,
             "seconds": self.seconds,
@@ -97,7 +97,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Round:
-    """One prompt through all contenders: their answers, one a repeat, and why any of them failed on the way."""
+    """One prompt through all contenders: their answers, one a repeat, and the errors of those that failed."""
 
     index: int
     answers: dict[str, list[Answer]]
@@ -105,8 +105,8 @@ class Round:
 
 
 @dataclass
-class Measured:
-    """All answers of one contender, by prompt; ``error`` says why it stopped, and then nothing of it is reported."""
+class ContenderAnswers:
+    """All answers of one contender, by prompt; with an ``error`` none of them is reported."""
 
     name: str
     answers: list[list[Answer]] = field(default_factory=list)
@@ -114,7 +114,7 @@ class Measured:
 
 
 def describe(error: BaseException) -> str:
-    """An error of ours as its sentence, another with its type; one line."""
+    """One line: an error of ours as its message, any other with its type."""
     text = " ".join(str(error).split())
     return text if isinstance(error, AnabranchError) else f"{type(error).__name__}: {text}"
 
@@ -147,8 +147,10 @@ def rounds(
 ) -> Iterator[Round]:
     """Decode every prompt from ``start`` on, ``repeats`` times with each contender; yields one round a prompt.
 
-    A contender that fails is left out from there on, and without any left the rounds end. ``report`` gets prompts
-    done, prompts in all, and what is next; ``take`` every run that counts, after its clock has stopped.
+    A contender that fails is left out from then on; when none is left, the rounds end.
+
+    report  called with prompts done, prompts in all, and what is next
+    take    called with every run that counts, outside its timing
     """
     names = list(contenders)
     failed: set[str] = set()
@@ -166,7 +168,7 @@ def rounds(
                 try:
                     run = contenders[name].decode(ids, max_new_tokens=max_new_tokens)
                     if not run.token_ids:
-                        raise RuntimeError("it answered without a single token")
+                        raise RuntimeError("it returned no tokens")
                 except FAILURES as error:
                     failed.add(name)
                     found.errors[name] = describe(error)
@@ -178,9 +180,9 @@ def rounds(
         report(index + 1, len(prompts), "")
 
 
-def gather(names: Sequence[str], done: Sequence[Round], errors: Mapping[str, str]) -> list[Measured]:
-    """The rounds by contender; ``errors`` are those from before the first round."""
-    found = [Measured(name, error=errors.get(name)) for name in names]
+def gather(names: Sequence[str], done: Sequence[Round], errors: Mapping[str, str]) -> list[ContenderAnswers]:
+    """Group the rounds by contender; ``errors`` are those from before the first round."""
+    found = [ContenderAnswers(name, error=errors.get(name)) for name in names]
     for one in done:
         for measured in found:
             measured.error = measured.error or one.errors.get(measured.name)

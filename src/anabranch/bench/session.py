@@ -1,6 +1,6 @@
-"""One benchmark: the machine measured, contenders opened and warmed up, prompts decoded, the result summed up.
+"""One benchmark: measure the machine, open and warm up the contenders, decode the prompts, and sum up the result.
 
-A session can be stopped at any point (KeyboardInterrupt) and asked for the result of what is complete.
+A session can be stopped at any point (KeyboardInterrupt) and still gives the result of what is complete.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from anabranch.bench.contenders import Contender
-from anabranch.bench.entries import Entry, Loaded, open_entry, plain_of
+from anabranch.bench.entries import Entry, open_entry, plain_of
 from anabranch.bench.journal import Journal
 from anabranch.bench.machine import forget_peak, measure_machine, peak_memory_mb, weight_bytes
 from anabranch.bench.recordings import Recordings
@@ -23,6 +23,7 @@ from anabranch.bench.report import SCHEMA, environment
 from anabranch.bench.run import FAILURES, Encoded, Report, Round, describe, gather, rounds, warm_up
 from anabranch.bench.summary import summarise
 from anabranch.files import without_folders
+from anabranch.loading import Loaded
 from anabranch.model.quantize import Quantization
 from anabranch.sampling import SamplingParams
 
@@ -32,7 +33,7 @@ Tell = Callable[[str], None]
 
 
 class Session:
-    """``run`` says what is measured and goes into the result as it is: see ``cli.bench``. A context manager."""
+    """A context manager. ``run`` describes what is measured and becomes part of the result (``cli.bench``)."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class Session:
     ) -> None:
         self.run, self.entries, self.prompts, self.tell = run, entries, prompts, tell
         self.recordings = Recordings({}, {}, {}) if recordings is None else recordings
-        self.loaded, self.target, self.sampling = loaded, loaded["none"][0], sampling
+        self.loaded, self.target, self.sampling = loaded, loaded["none"].target, sampling
         self.environment = environment(self.target.decoder.device)
         self.machine: dict[str, Any] = {}
         self.memory_mb: dict[str, float] = {}
@@ -70,7 +71,7 @@ class Session:
 
     @property
     def failed(self) -> dict[str, str]:
-        """Who failed, at whatever point, and why."""
+        """The contenders that failed, at any point, and why."""
         return self.errors | {name: why for one in self.done for name, why in one.errors.items()}
 
     @property
@@ -79,7 +80,7 @@ class Session:
         return len(self.done) == len(self.prompts)
 
     def prepare(self, out: Path | None, *, resume: bool) -> None:
-        """Measure the machine and begin the journal of ``out``; or read both from the journal of a stopped run."""
+        """Measure the machine and begin the journal of ``out``, or read both from the journal of a stopped run."""
         settings = {"schema": SCHEMA, **self.run, **self.environment}
         settings = {name: value for name, value in settings.items() if name not in ("date", "commit")}
         settings["--trace"] = "given" if self.recordings.places else "not given"
@@ -91,7 +92,7 @@ class Session:
             commits = dict.fromkeys([header["environment"]["commit"], self.environment["commit"]])
             self.environment = header["environment"] | {"commit": " then ".join(commits)}
             self.recordings.go_on(len(self.done), [e.name for e in self.entries if e.name not in self.failed])
-            self.tell(f"going on after {len(self.done)} of {len(self.prompts)} prompts")
+            self.tell(f"continuing after {len(self.done)} of {len(self.prompts)} prompts")
             return
         self.tell("measuring the machine: memory bandwidth and matrix rate")
         self.machine = measure_machine(self.target.decoder).to_dict()
@@ -104,7 +105,7 @@ class Session:
             self.journal = Journal(Journal.path_of(out), kept, self.done)
 
     def open(self) -> None:
-        """Open all contenders and let each decode a little; one that cannot is an error, and the others go on."""
+        """Open all contenders and let each decode a little; those that fail are reported, and the others go on."""
         ids = [list(ids) for _, ids in self.prompts]
         most = self.run["max_new_tokens"]
         for entry in self.entries:
@@ -157,31 +158,31 @@ class Session:
             ):
                 for name, why in one.errors.items():
                     self.tell(f"{name} is not measured: {why}")
-                # before the journal: a prompt that it has is recorded for sure
+                # before the journal, so that a prompt in the journal is certainly recorded
                 self.recordings.write(one.index, list(one.answers))
                 if self.journal is None:
                     self.done.append(one)
                 else:
-                    self.journal.add(one)  # its rounds are ours
+                    self.journal.add(one)  # ``self.done`` is its list of rounds
         finally:
             self.memory_mb = peak_memory_mb(self.target.decoder.device)
         if self.complete:
             self._measure_again()
 
     def _measure_again(self) -> None:
-        """A machine that is shared may have been slow or fast in the minute before: a floor is set by its best."""
+        """A shared machine may have been slow just before the run: the floor is set by the faster measurement."""
         self.tell("measuring the machine again")
         after = measure_machine(self.target.decoder).to_dict()
         self.machine["after"] = {name: after[name] for name in ("read_gb_s", "matrix_tflop_s")}
         self.machine["floor_ms"] = min(self.machine["floor_ms"], after["floor_ms"])
 
     def floor_ms(self, weights: Quantization) -> float:
-        """Milliseconds that reading these weights once takes."""
-        share = weight_bytes(self.loaded[weights][0].decoder) / 1e6 / float(self.machine["weight_mb"])
+        """Milliseconds to read these weights once."""
+        share = weight_bytes(self.loaded[weights].target.decoder) / 1e6 / float(self.machine["weight_mb"])
         return round(float(self.machine["floor_ms"]) * share, 4)
 
     def forget(self) -> None:
-        """Remove the journal: all is done and written, or there is nothing to go on from."""
+        """Remove the journal: everything is written, or there is nothing to resume."""
         if self.journal is not None:
             self.journal.remove()
 
@@ -195,7 +196,7 @@ class Session:
             decoded,
             baseline=plain.__getitem__,
             floor_ms={entry.name: self.floor_ms(entry.weights) for entry in self.entries},
-            # a peer draws with noise of its own
+            # a peer draws with its own random numbers
             comparable=lambda name: kinds[name] == "ours" or self.sampling.greedy,
         )
         for name, contender in self.contenders.items():

@@ -1,14 +1,14 @@
-"""How long a step takes in the shape of a larger model, whose weights mean nothing: by width, batch and context.
+"""How long a step takes in the shape of a larger model with random weights: by width, batch and context.
 
-Large models are seldom at hand where a machine is to be judged, and the time of a step does not depend on what the
-weights say. The cache is filled with noise in place of a prompt. Three kinds of steps, in turns:
+The time of a step does not depend on what the weights are, so a machine can be judged for models that are not at hand.
+The cache is filled with noise in place of a prompt. Three kinds of steps take turns:
 
     plain      one node a row
     verify n   a draft of n nodes, which costs nothing to write
-    streams    Speculative Streaming as in the paper: lossless, gamma 4, the top 4 layers, a best-first tree
+    METHOD     each default method with a trained module, of its usual shape and with random weights
 
-What such a model would accept cannot be measured with random weights: ``Shape.ratios`` says what the times would make
-of the paper's acceptance.
+What such a model would accept cannot be measured with random weights: ``Shape.ratios`` computes the speedup that the
+times would give with the acceptance that a method's paper reports.
 """
 
 from __future__ import annotations
@@ -26,20 +26,15 @@ from anabranch.analysis.cost import MODELS
 from anabranch.bench.machine import Machine, measure_machine
 from anabranch.engine import Engine, Request
 from anabranch.errors import DeviceError, InputError
-from anabranch.methods.base import Context, Drafter
+from anabranch.methods import Drafter, Observation, Row, Taps, methods
 from anabranch.methods.none import NoDrafter
-from anabranch.methods.streams.adapter import StreamAdapter
-from anabranch.methods.streams.config import StreamConfig
-from anabranch.methods.streams.draft import DraftOptions
-from anabranch.methods.streams.drafter import StreamDrafter
-from anabranch.model.decoder import Decoder
+from anabranch.model.decoder import Decoder, PassResult, Rider
 from anabranch.model.families import model_config
 from anabranch.model.pack import pack_decoder
 from anabranch.model.weights import random_decoder
 from anabranch.tree import DraftTree
 
 __all__ = [
-    "PAPER",
     "SHAPES",
     "WIDTHS",
     "Fixed",
@@ -48,48 +43,83 @@ __all__ = [
     "measure_shape",
     "shape_record",
     "shape_table",
+    "wrong_chain",
 ]
 
 SHAPES = {"135m": "SmolLM2-135M", "7b": "Llama-2-7B", "13b": "Llama-2-13B", "33b": "Vicuna-33B"}
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-# tokens a step and speedup of lossless Speculative Streaming on MT-Bench, Vicuna of these sizes (ACL tables 6 and 1)
-PAPER = {"Llama-2-7B": (3.52, 3.08), "Llama-2-13B": (3.63, 3.21), "Vicuna-33B": (3.75, 3.24)}
 ROUNDS = 6
 
 Report = Callable[[str, int, int], None]
 
 
+def wrong_chain(row: Row, nodes: int) -> DraftTree:
+    """A draft of so many nodes, no deeper than what is of use, that costs nothing: a token other than the root."""
+    token = row.root - 1 if row.root else 1
+    count = max(0, min(nodes - 1, row.max_depth))
+    return DraftTree.chain(row.root, [token] * count, source="fixed", log_probs=[0.0] * count)
+
+
 class Fixed(Drafter):
-    """Proposes a chain as wide as asked of a token that is not its root: for the cost of a pass, not for its tokens."""
+    """Proposes chains of a fixed number of nodes: for the cost of a pass, not for their tokens."""
 
     name = "fixed"
 
     def __init__(self, width: int) -> None:
         self.max_nodes = self.width = width
 
-    def draft(self, contexts: Sequence[Context]) -> list[DraftTree]:
-        """A chain a row."""
-        wrong = [c.root - 1 if c.root else 1 for c in contexts]
-        return [
-            DraftTree.chain(c.root, [token] * min(self.width - 1, c.room), source=self.name)
-            for c, token in zip(contexts, wrong, strict=True)
-        ]
+    def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
+        """One chain a row."""
+        return [wrong_chain(row, self.width) for row in rows]
 
 
-class _Filled(Engine):
-    """Noise in place of a prompt: a long context takes no time to read."""
+class _Turns(Drafter):
+    """Several drafters that take turns on the same rows: ``now`` is the one whose turn it is."""
 
-    def _read(self, tokens: list[int], slot: int, planned: int, on_prompt: object = None) -> None:
-        for half in (self.cache.keys, self.cache.values):
-            half[:, slot, :, : len(tokens)].normal_()
-        self.cache.lengths[slot] = len(tokens)
+    name = "turns"
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        self.drafters, self.now = tuple(drafters), drafters[0]
+
+    @property
+    def max_nodes(self) -> int:  # type: ignore[override]
+        return self.now.max_nodes
+
+    @property
+    def needs(self) -> Taps:  # type: ignore[override]
+        return self.now.needs
+
+    @property
+    def margin(self) -> int:
+        return max(drafter.margin for drafter in self.drafters)
+
+    @property
+    def rider(self) -> Rider | None:
+        return self.now.rider
+
+    def join(self, row: Row) -> None:
+        for drafter in self.drafters:
+            drafter.join(row)
+
+    def read(self, row: Row, result: PassResult, start: int) -> None:
+        self.now.read(row, result, start)
+
+    def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
+        return self.now.draft(rows, budget)
+
+    def observe(self, rows: Sequence[Row], seen: Observation) -> None:
+        self.now.observe(rows, seen)
+
+    def leave(self, row: Row) -> None:
+        for drafter in self.drafters:
+            drafter.leave(row)
 
 
 @dataclass(frozen=True)
 class Times:
     """Milliseconds of a step of one kind: lower quartile, median and upper quartile over ``steps`` steps.
 
-    ``nodes`` are verified a row; of streams the mean, since a tree may hold fewer than asked.
+    nodes  verified nodes a row, the mean over steps: a method's tree may have fewer than its budget
     """
 
     batch: int
@@ -115,22 +145,24 @@ class Shape:
         """The times of one kind."""
         return next((t for t in self.times if (t.batch, t.context, t.kind) == (batch, context, kind)), None)
 
-    def ratios(self) -> list[dict[str, float]]:
-        """By batch and context: plain steps over the floor of memory, steps with streams over plain ones, and the
-        speedup over plain decoding that follows if as many tokens are accepted a step as in the paper, beside the
-        paper's own.
+    def ratios(self) -> list[dict[str, Any]]:
+        """By batch, context and method: plain steps over the memory floor, steps with the method over plain ones, and
+        the speedup over plain decoding with as many accepted tokens a step as its paper reports, with the paper's own.
         """
-        found, paper = [], PAPER.get(self.model)
+        found = []
         for plain in (t for t in self.times if t.kind == "plain"):
-            streams = self.find(plain.batch, plain.context, "streams")
-            row = {"batch": plain.batch, "context": plain.context, "plain_ms": plain.ms[1]}
-            row["plain_over_floor"] = round(plain.ms[1] / self.machine.floor_ms, 3)
-            if streams is not None:
-                row["streams_over_plain"] = round(streams.ms[1] / plain.ms[1], 3)
-                if paper is not None:
+            for method in methods():
+                drafted = self.find(plain.batch, plain.context, method.name)
+                if drafted is None:
+                    continue
+                row: dict[str, Any] = {"batch": plain.batch, "context": plain.context, "method": method.name}
+                row["plain_ms"] = plain.ms[1]
+                row["plain_over_floor"] = round(plain.ms[1] / self.machine.floor_ms, 3)
+                row["over_plain"] = round(drafted.ms[1] / plain.ms[1], 3)
+                if (paper := method.published.get(self.model)) is not None:
                     row["tokens_a_step"], row["speedup_in_the_paper"] = paper
-                    row["speedup"] = round(paper[0] * plain.ms[1] / streams.ms[1], 3)
-            found.append(row)
+                    row["speedup"] = round(paper[0] * plain.ms[1] / drafted.ms[1], 3)
+                found.append(row)
         return found
 
 
@@ -148,27 +180,28 @@ def measure_shape(
 ) -> Shape:
     """Measure steps in the shape ``name`` (of ``SHAPES``, or a model of ``analysis.cost.MODELS``).
 
-    A batch and context that do not fit the memory are left out. Raises InputError for names and numbers that make no
-    sense, DeviceError where not even the weights fit.
+    nodes  node budget of the methods' drafts
+
+    Combinations of batch and context that do not fit in memory are left out. Raises InputError for unknown names and
+    numbers out of range, DeviceError where not even the weights fit.
     """
     model = SHAPES.get(name, name)
     if model not in MODELS:
         raise InputError(f"there is no shape {name!r}; shapes are {', '.join([*SHAPES, *MODELS])}")
     for what, values in (("width", widths), ("batch", batches), ("context", contexts), ("rounds", (rounds,))):
         if wrong := [value for value in values if value < 1]:
-            raise InputError(f"{what} must be at least 1, not {wrong[0]}")
+            raise InputError(f"{what} must be at least 1, got {wrong[0]}")
     config = model_config(MODELS[model])
-    config = replace(config, max_positions=2**30, eos_token_ids=())  # rotations go on as far as they are asked to
+    config = replace(config, max_positions=2**30, eos_token_ids=())  # any context is allowed
     report("weights", 0, 1)
     decoder = random_decoder(config, dtype=dtype, device=device).eval()
-    adapter = StreamAdapter(config, StreamConfig()).to(device, dtype).eval().requires_grad_(False)
     parameters = sum(p.numel() for p in decoder.parameters())
     pack_decoder(decoder)
     report("memory", 0, 1)
     machine = measure_machine(decoder)
     shape = Shape(model, parameters, str(dtype).removeprefix("torch."), machine)
     kinds: dict[str, Drafter] = {"plain": NoDrafter(), **{f"verify {n}": Fixed(n) for n in sorted(set(widths))}}
-    kinds["streams"] = StreamDrafter(decoder, adapter, DraftOptions(nodes=nodes))
+    kinds |= _trained_drafters(decoder, nodes)
     cells = [(batch, context) for context in contexts for batch in batches]
     for done, (batch, context) in enumerate(cells):
         report(f"batch {batch}, context {context:,}", done, len(cells))
@@ -182,20 +215,36 @@ def measure_shape(
     return shape
 
 
+def _trained_drafters(decoder: Decoder, nodes: int) -> dict[str, Drafter]:
+    """The default methods that train something, with random weights, drafting at most ``nodes`` nodes."""
+    found = {}
+    for method in methods():
+        if method.default and method.trained is not None:
+            module = method.trained.make(decoder.config, method.trained.config(), None)
+            module = module.to(decoder.device, decoder.dtype).eval().requires_grad_(False)
+            settings = max(method.candidates(nodes), key=lambda settings: settings.budget or 0)
+            found[method.name] = method.build(decoder, settings, module)
+    return found
+
+
 def _cell(decoder: Decoder, kinds: dict[str, Drafter], batch: int, context: int, rounds: int) -> list[Times]:
-    """All kinds in turns, so that a machine that drifts drifts for all. One more round goes before those that count."""
-    widest = max(kinds.values(), key=lambda drafter: drafter.room)
-    most = 2 * (rounds + 1) * len(kinds) * (StreamConfig().num_streams + 1) + widest.room  # tokens that steps may emit
-    engine = _Filled(decoder, widest, rows=batch, capacity=context + most)
-    words = torch.randint(decoder.config.vocab_size, (batch, context), generator=torch.Generator().manual_seed(0))
-    for row in words.tolist():
-        engine.add(Request(row, most))
+    """All kinds in turns, so that a machine that drifts drifts for all. One round before the counted ones is not."""
+    turns = _Turns(list(kinds.values()))
+    deepest = max(drafter.depth_of(drafter.max_nodes) for drafter in kinds.values() if not isinstance(drafter, Fixed))
+    most = 2 * (rounds + 1) * len(kinds) * (deepest + 1) + turns.margin  # tokens that steps may emit
+    engine = Engine(decoder, turns, rows=batch, capacity=context + most)
+    tokens = torch.randint(decoder.config.vocab_size, (batch, context), generator=torch.Generator().manual_seed(0))
+    for slot, row in enumerate(tokens.tolist()):
+        # noise in place of what reading the prompt would compute, which would take long
+        for half in (engine.cache.keys, engine.cache.values):
+            half[:, slot, :, : context - 1].normal_()
+        engine.join(Request(row, most), known=context - 1)
     found: dict[str, list[float]] = {kind: [] for kind in kinds}
     verified: dict[str, list[int]] = {kind: [] for kind in kinds}
     for counted in range(rounds + 1):
         for kind, drafter in kinds.items():
-            engine.drafter = drafter
-            engine.step()  # streams know no draft yet, and caches are another kind's
+            turns.now = drafter
+            engine.step()  # not timed: no draft is prepared yet, and processor caches hold another kind's data
             began = time.perf_counter()
             done = engine.step()
             ms = 1e3 * (time.perf_counter() - began)
@@ -226,17 +275,19 @@ def shape_record(shape: Shape) -> dict[str, Any]:
 
 
 def shape_table(shape: Shape) -> list[Table]:
-    """Milliseconds by kind, one row a batch and context; and what follows from them."""
+    """Two tables: milliseconds by kind, one line a batch and context; and the ratios that follow from them."""
     kinds = list(dict.fromkeys(times.kind for times in shape.times))
     floor = f"{shape.machine.weight_mb / 1e3:.2f} GB of weights at {shape.machine.read_gb_s[1]:.1f} GB/s"
     steps = Table("batch", "context", *kinds, title=f"{shape.model}, ms a step (median); floor {floor}")
-    ratios = Table("batch", "context", "plain / floor", "streams / plain", "tokens a step", "speedup", "the paper's")
-    for row in shape.ratios():
-        batch, context = int(row["batch"]), int(row["context"])
+    titles = ("plain / floor", "method / plain", "tokens a step", "speedup", "the paper's")
+    ratios = Table("batch", "context", "method", *titles)
+    for batch, context in dict.fromkeys((times.batch, times.context) for times in shape.times):
         cells = (shape.find(batch, context, kind) for kind in kinds)
         steps.add_row(str(batch), f"{context:,}", *("" if cell is None else f"{cell.ms[1]:.2f}" for cell in cells))
-        names = ("plain_over_floor", "streams_over_plain", "tokens_a_step", "speedup", "speedup_in_the_paper")
-        ratios.add_row(str(batch), f"{context:,}", *(f"{row[name]:.2f}" if name in row else "" for name in names))
+    for row in shape.ratios():
+        names = ("plain_over_floor", "over_plain", "tokens_a_step", "speedup", "speedup_in_the_paper")
+        numbers = (f"{row[name]:.2f}" if name in row else "" for name in names)
+        ratios.add_row(str(row["batch"]), f"{row['context']:,}", row["method"], *numbers)
     for batch, context, why in shape.left_out:
         steps.add_row(str(batch), f"{context:,}", f"left out: {why}")
     return [steps, ratios]

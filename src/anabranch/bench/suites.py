@@ -12,11 +12,11 @@ from anabranch.errors import FetchError, FileError, InputError
 from anabranch.files import LONE_SURROGATES
 from anabranch.jsonfiles import read_rows
 
-__all__ = ["SUITES", "Prompt", "Suite", "load_suite"]
+__all__ = ["SUITES", "Suite", "SuitePrompt", "load_suite"]
 
 
 @dataclass(frozen=True)
-class Prompt:
+class SuitePrompt:
     """One prompt and the task it belongs to."""
 
     name: str
@@ -26,9 +26,9 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Suite:
-    """Where a known suite lies in a data folder, and its fields there.
+    """Where a known suite is stored in a data folder, and its fields.
 
-    ``hub``: (data set, configuration, split, field that holds the prompt) on the hub, if it is there.
+    hub  (data set, configuration, split, field that holds the prompt) on the hub, if it is there
     """
 
     stem: str
@@ -64,15 +64,19 @@ def load_suite(
     limit: int | None = None,
     field: str = "prompt",
     tasks: Sequence[str] = (),
-) -> list[Prompt]:
+) -> list[SuitePrompt]:
     """The prompts of ``suite``: a name of ``SUITES`` (from ``data``, else from the hub), "own", or a JSONL file.
 
-    ``tasks`` keeps only those; ``limit`` takes that many, spread evenly over the tasks in file order. Of several turns
-    the first is used. Raises InputError for a bad request, FileError for a bad file, FetchError for a hub out of reach.
+    tasks  keep only the prompts of these
+    limit  keep that many, spread evenly over the tasks in file order
+
+    Of several turns the first is used. Raises InputError for a bad request, FileError for a bad file, FetchError for a
+    hub out of reach.
     """
     if limit is not None and limit < 1:
-        raise InputError(f"limit must be at least 1, not {limit}")
-    found = [Prompt(name, "own", text) for name, text in OWN] if suite == "own" else list(_read(suite, data, field))
+        raise InputError(f"limit must be at least 1, got {limit}")
+    own = [SuitePrompt(name, "own", text) for name, text in OWN]
+    found = own if suite == "own" else list(_read(suite, data, field))
     if not found:
         raise FileError(f"the suite {suite!r} has no prompts")
     if tasks:
@@ -83,7 +87,7 @@ def load_suite(
     return found if limit is None else _spread(found, limit)
 
 
-def _read(suite: str, data: Path | None, field: str) -> Iterator[Prompt]:
+def _read(suite: str, data: Path | None, field: str) -> Iterator[SuitePrompt]:
     known = SUITES.get(suite)
     if known is None:
         path = Path(suite)
@@ -96,7 +100,7 @@ def _read(suite: str, data: Path | None, field: str) -> Iterator[Prompt]:
         path = _in_folder(suite, known, data)
         yield from _prompts(read_rows(path), str(path), suite, known.field, known.task_field)
         return
-    by_hand = f"the suite {suite!r} is not part of the package; say where it lies with --data FOLDER"
+    by_hand = f"the suite {suite!r} is not part of the package; give its folder with --data FOLDER"
     if known.hub is None:
         raise InputError(by_hand)
     rows = _hub(known.hub, by_hand)
@@ -113,7 +117,7 @@ def _in_folder(suite: str, known: Suite, data: Path) -> Path:
 
 def _prompts(
     rows: Iterator[tuple[int, Mapping[str, Any]]], where: str, task: str, field: str, task_field: str
-) -> Iterator[Prompt]:
+) -> Iterator[SuitePrompt]:
     for number, row in rows:
         text = row.get(field)
         if isinstance(text, list) and text:
@@ -130,12 +134,12 @@ def _prompts(
                 f"line {number} of {where}: the field {field!r} is {what}; write a prompt there, or leave the line out"
             )
         name = next((row[key] for key in NAMES if key in row), number)
-        prompt = Prompt(str(name), str(row.get(task_field, task)), text)
+        prompt = SuitePrompt(str(name), str(row.get(task_field, task)), text)
         _check_characters(prompt, number, where)
         yield prompt
 
 
-def _check_characters(prompt: Prompt, number: int, where: str) -> None:
+def _check_characters(prompt: SuitePrompt, number: int, where: str) -> None:
     for what, text in (("name", prompt.name), ("task", prompt.task), ("text", prompt.text)):
         if half := LONE_SURROGATES.search(text):
             raise InputError(
@@ -157,8 +161,8 @@ def _hub(where: tuple[str, str | None, str, str], by_hand: str) -> Iterator[tupl
     yield from enumerate(table, 1)
 
 
-def _spread(prompts: list[Prompt], limit: int) -> list[Prompt]:
-    tasks: dict[str, list[Prompt]] = {}
+def _spread(prompts: list[SuitePrompt], limit: int) -> list[SuitePrompt]:
+    tasks: dict[str, list[SuitePrompt]] = {}
     for prompt in prompts:
         tasks.setdefault(prompt.task, []).append(prompt)
     turns = max(len(group) for group in tasks.values())

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from anabranch.bench.run import Answer, Encoded, Measured
+from anabranch.bench.run import Answer, ContenderAnswers, Encoded
 from anabranch.stats import Stats
 
 __all__ = ["quartiles", "summarise"]
@@ -24,7 +24,7 @@ def quartiles(values: Sequence[float | None], digits: int = 4) -> list[float] | 
 
 
 def summarise(
-    found: Sequence[Measured],
+    found: Sequence[ContenderAnswers],
     prompts: Sequence[Encoded],
     *,
     baseline: Callable[[str], str] = lambda name: "none",
@@ -118,7 +118,7 @@ def _speculation(many: Sequence[Sequence[Answer]]) -> dict[str, Any]:
     }
 
 
-def _ratios(measured: Measured, reference: Measured, where: Sequence[int]) -> dict[str, Any]:
+def _ratios(measured: ContenderAnswers, reference: ContenderAnswers, where: Sequence[int]) -> dict[str, Any]:
     """Speedups over the baseline: of the prompts, and of all their tokens and seconds."""
     mine, base = [measured.answers[i] for i in where], [reference.answers[i] for i in where]
     ratios = [_rate(a) / _rate(b) for a, b in zip(mine, base, strict=True)]
@@ -126,14 +126,14 @@ def _ratios(measured: Measured, reference: Measured, where: Sequence[int]) -> di
     return {"speedup_quartiles": quartiles(ratios), "speedup_total": round(whole, 4)}
 
 
-def _equality(measured: Measured, reference: Measured) -> dict[str, Any]:
+def _equality(measured: ContenderAnswers, reference: ContenderAnswers) -> dict[str, Any]:
     """Whose tokens equal the baseline's, and how long they do; the first repeat stands for all."""
     pairs = [(a[0].token_ids, b[0].token_ids) for a, b in zip(measured.answers, reference.answers, strict=True)]
     prefixes = [sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(a, b, strict=False))) for a, b in pairs]
     return {"equal_outputs": sum(a == b for a, b in pairs), "common_prefix_median": statistics.median(prefixes)}
 
 
-def _task(measured: Measured, reference: Measured | None, where: Sequence[int]) -> dict[str, Any]:
+def _task(measured: ContenderAnswers, reference: ContenderAnswers | None, where: Sequence[int]) -> dict[str, Any]:
     many = [measured.answers[i] for i in where]
     stats = Stats.merged(a.stats for a in _flat(many) if a.stats is not None)
     record: dict[str, Any] = {"prompts": len(where), "tokens_per_second": _rates(many)["tokens_per_second"]}

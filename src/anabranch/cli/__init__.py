@@ -14,7 +14,7 @@ from anabranch.cli.analysis import analyze, simulate
 from anabranch.cli.certify import certify
 from anabranch.cli.chat import chat
 from anabranch.cli.generate import generate
-from anabranch.cli.help import HELP, Verbs
+from anabranch.cli.help import HELP, Verb, Verbs
 from anabranch.cli.models import info, pull
 from anabranch.cli.tune import tune
 from anabranch.errors import AnabranchError, AnabranchWarning
@@ -32,9 +32,9 @@ app = typer.Typer(
     **HELP,
 )
 for verb in (pull, generate, chat, info, certify, tune, simulate, analyze):
-    app.command()(verb)
+    app.command(cls=Verb)(verb)
 app.add_typer(bench.app, name="bench", cls=Verbs)
-app.add_typer(train.app, name="train", cls=Verbs)
+app.add_typer(train.app, name="train", cls=train.Methods)
 
 
 def _version(wanted: bool) -> None:
@@ -60,11 +60,11 @@ def _root(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a verb and exit.
 
-    Exit statuses: 1 for a user's situation, after one sentence; 2 for wrong usage; 130 for Ctrl-C, 143 for SIGTERM.
+    Exit statuses: 1 for an error, after one sentence; 2 for wrong usage; 130 for Ctrl-C, 143 for SIGTERM.
     Both signals raise KeyboardInterrupt in the verb, which keeps what is done.
     """
     for stream in (sys.stdout, sys.stderr):
-        # a terminal that lacks a character is no reason to stop
+        # a character that the terminal lacks is replaced, not an error
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="replace")
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any) -> None:
-    """Warnings of the package as one line on standard error; those of other packages are for developers."""
+    """Print warnings of the package as one line on standard error; those of other packages are for developers."""
     if issubclass(category, AnabranchWarning):
         _say("warning: ", "bold yellow", str(message))
 
@@ -92,7 +92,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except Exception as error:
-        # typer brings a click of its own, or uses the installed one: its usage errors are known by what they can do
+        # typer vendors click or uses the installed one, so usage errors are recognised by their method
         if not hasattr(error, "format_message"):
             raise
         return _misused(error)
@@ -117,5 +117,5 @@ def _say(label: str, style: str, sentence: str) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(stderr=True)  # a terminal gets whole words, a pipe one line
+    console = Console(stderr=True)  # wrapped at words on a terminal, one line in a pipe
     console.print(Text(label, style=style) + Text(sentence, style="default"), soft_wrap=not console.is_terminal)

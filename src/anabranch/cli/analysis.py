@@ -1,40 +1,68 @@
-"""``anabranch simulate`` and ``anabranch analyze``: other drafts without the model, and the theory's figures."""
+"""``anabranch simulate`` and ``anabranch analyze``: replay recorded drafts, and draw the theory's figures."""
 
 from __future__ import annotations
 
 import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from anabranch.cli import options
+from anabranch.cli.configured import configured
 from anabranch.errors import InputError
 
 if TYPE_CHECKING:
     from anabranch.analysis.simulate import Cut, Prediction
 
-__all__ = ["analyze", "simulate"]
+__all__ = ["AnalyzeConfig", "SimulateConfig", "analyze", "simulate"]
 
 
-def simulate(
-    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="a recording, from --trace of 'generate' or 'bench'")],
-    nodes: Annotated[str | None, typer.Option(help="nodes of a draft, root included, for example 8,16,32")] = None,
-    depth: Annotated[str | None, typer.Option(help="greatest depth of a draft (gamma), for example 1,2,3")] = None,
-    k: Annotated[str | None, typer.Option(help="most children of a node, for example 1,4")] = None,
+@dataclass(frozen=True, kw_only=True)
+class SimulateConfig:
+    """The options of ``anabranch simulate``."""
+
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="a recording, from --trace of 'generate' or 'bench'")]
+    nodes: Annotated[str | None, typer.Option(help="try these nodes of a draft, root included, such as 8,16,32")] = None
+    depth: Annotated[str | None, typer.Option(help="try these greatest depths of a draft (gamma), such as 1,2,3")] = (
+        None
+    )
+    k: Annotated[str | None, typer.Option(help="try these greatest numbers of children of a node, such as 1,4")] = None
     threshold: Annotated[
-        str | None, typer.Option(help="least joint probability of a node, for example 0.01,0.1")
-    ] = None,
+        str | None, typer.Option(help="try these least joint probabilities of a node, such as 0.01,0.1")
+    ] = None
     drop_source: Annotated[
-        list[str] | None,
-        typer.Option(help="leave out the drafts of this source: prompt_lookup, stream 3, or stream; repeatable"),
-    ] = None,
+        tuple[str, ...],
+        typer.Option(help="leave out the drafts of this source ('stream 3') or group ('stream'); repeatable"),
+    ] = ()
     latency: Annotated[
-        Path | None, typer.Option(help="step times: a file of lines 'nodes,ms', or JSON such as {\"1\": 10.2}")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
-) -> None:
+        Path | None,
+        typer.Option(metavar="FILE", help="read step times: lines 'nodes,ms', or JSON such as {\"1\": 10.2}"),
+    ] = None
+    as_json: options.AsJson = False
+
+    def cuts(self) -> list[Cut]:
+        """The drafts as recorded, then every combination of the settings. Raises InputError."""
+        from anabranch.analysis.simulate import Cut
+
+        axes: dict[str, list[Any]] = {
+            "nodes": _numbers("--nodes", self.nodes),
+            "depth": _numbers("--depth", self.depth),
+            "k": _numbers("--k", self.k),
+            "threshold": _numbers("--threshold", self.threshold, whole=False),
+        }
+        asked = {name: values for name, values in axes.items() if values}
+        if not asked and not self.drop_source:
+            return [Cut()]
+        combinations = itertools.product(*asked.values())
+        return [Cut(), *(Cut(**dict(zip(asked, c, strict=True)), drop=self.drop_source) for c in combinations)]
+
+
+@configured
+def simulate(config: SimulateConfig) -> None:
     """Predict acceptance and speed of smaller drafts from a recording, without the model.
 
     The first row shows the drafts as they were recorded; a row for every combination of the given settings follows.
@@ -46,31 +74,19 @@ def simulate(
 
     Tokens/s are computed from --latency, or from the recorded step times where these cover the drafts.
     """
-    from anabranch.analysis.simulate import Cut, Latency, overlap
+    from anabranch.analysis.simulate import Latency, overlap
     from anabranch.analysis.simulate import simulate as replay
     from anabranch.analysis.trace import read_trace
 
-    axes: dict[str, list[Any]] = {
-        "nodes": _numbers("--nodes", nodes),
-        "depth": _numbers("--depth", depth),
-        "k": _numbers("--k", k),
-        "threshold": _numbers("--threshold", threshold, whole=False),
-    }
-    drop = tuple(drop_source or ())
-    asked = {name: values for name, values in axes.items() if values}
-    cuts = [Cut()]
-    if asked or drop:
-        cuts += [
-            Cut(**dict(zip(asked, values, strict=True)), drop=drop) for values in itertools.product(*asked.values())
-        ]
-    recording = read_trace(trace)
-    _check_sources(trace, drop, recording.sources() if drop else [])
-    table = Latency.of(recording) if latency is None else Latency.read(latency)
+    cuts = config.cuts()
+    recording = read_trace(config.trace)
+    _check_sources(config, recording.sources() if config.drop_source else [])
+    table = Latency.of(recording) if config.latency is None else Latency.read(config.latency)
     found = [replay(recording, cut, latency=table) for cut in cuts]
     if found[0].steps == 0:
-        raise InputError(f"{trace} has no steps; record a decoding first")
+        raise InputError(f"{config.trace} has no steps; record a decoding first")
     alpha = overlap(recording)
-    if as_json:
+    if config.as_json:
         record = {
             "schema": 1,
             "trace": {
@@ -86,14 +102,20 @@ def simulate(
     _show(found, alpha)
 
 
-def analyze(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="folder for the figures and their tables")],
+@dataclass(frozen=True, kw_only=True)
+class AnalyzeConfig:
+    """The options of ``anabranch analyze``."""
+
+    out: Annotated[Path, typer.Option(metavar="DIR", help="write the figures and their tables to this folder")]
     model: Annotated[
-        str, typer.Option(help="model of the cost figures, such as Llama-2-7B, Mistral-7B, Phi-3 or OPT-1.3b")
-    ] = "Llama-2-13B",
-    force: Annotated[bool, typer.Option("--force", help="replace files that exist already")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print the written files as JSON")] = False,
-) -> None:
+        str, typer.Option(help="draw the cost figures for this model: Llama-2-7B, Mistral-7B, Phi-3, OPT-1.3b, ...")
+    ] = "Llama-2-13B"
+    force: options.Force = False
+    as_json: options.AsJson = False
+
+
+@configured
+def analyze(config: AnalyzeConfig) -> None:
     """Draw the theory's figures (PNG and SVG), with their numbers (CSV).
 
     They show the speedup of Speculative Streaming over a draft model (v1 figure 4, ACL figure 20), Leviathan et al.'s
@@ -102,8 +124,8 @@ def analyze(
     """
     from anabranch.analysis.figures import write_figures
 
-    written = write_figures(out, model=model, force=force)
-    if as_json:
+    written = write_figures(config.out, model=config.model, force=config.force)
+    if config.as_json:
         print(json.dumps([str(path) for path in written]))
         return
     for path in written:
@@ -116,15 +138,15 @@ def _numbers(option: str, text: str | None, *, whole: bool = True) -> list[int] 
         return [int(word) for word in words] if whole else [float(word) for word in words]
     except ValueError as error:
         kind = "whole numbers" if whole else "numbers"
-        raise InputError(f"{option} takes {kind} with commas between them, not {text!r}") from error
+        raise InputError(f"{option} must be {kind} separated by commas, got {text!r}") from error
 
 
-def _check_sources(trace: Path, drop: Sequence[str], known: Sequence[str]) -> None:
-    """Refuse to leave out what nothing in the recording comes from; "stream" stands for "stream 1" and all others."""
+def _check_sources(config: SimulateConfig, known: Sequence[str]) -> None:
+    """Refuse to leave out a source that drafted nothing; "stream" stands for "stream 1" and all others."""
     groups = {name.partition(" ")[0] for name in known}
-    if unknown := [name for name in drop if name not in known and name not in groups]:
+    if unknown := [name for name in config.drop_source if name not in known and name not in groups]:
         named = f"its drafts are of {', '.join(known)}" if known else "it has no drafts, so leave out --drop-source"
-        raise InputError(f"nothing in {trace} was drafted by {unknown[0]!r}; {named}")
+        raise InputError(f"nothing in {config.trace} was drafted by {unknown[0]!r}; {named}")
 
 
 def _show(found: list[Prediction], alpha: float | None) -> None:

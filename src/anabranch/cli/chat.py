@@ -9,12 +9,14 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from anabranch.cli import options, show
+from anabranch.cli.configured import configured
 from anabranch.cli.keyboard import Reader, reader
 from anabranch.cli.show import note
 from anabranch.errors import AnabranchError, FileError, InputError
@@ -22,11 +24,12 @@ from anabranch.files import cache_home, check_writable, write_atomically
 from anabranch.interrupt import Terminated
 
 if TYPE_CHECKING:
-    from anabranch.api import Keywords, Model
+    from anabranch.api import Model
     from anabranch.generation import Generation
+    from anabranch.options import Keywords
     from anabranch.stats import Stats
 
-__all__ = ["chat"]
+__all__ = ["ChatConfig", "chat"]
 
 COMMAND = re.compile(r"/([a-z]*!?)(?:\s+(.*))?", re.DOTALL)
 COMMANDS = {
@@ -48,47 +51,31 @@ KEYS = {
 }
 
 
-def chat(
-    model: options.Model = "default",
-    max_new_tokens: options.NewTokens = 512,
-    system: options.System = None,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 1.0,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
-    seed: options.Seed = 0,
-    drafter: options.Drafter = "auto",
-    adapter: options.Adapter = None,
-    dtype: options.Dtype = "auto",
-    quantize: options.Quantize = "none",
-    device: options.Device = "auto",
-    threads: options.Threads = None,
-    show_drafts: options.ShowDrafts = False,
-    stats: Annotated[bool, typer.Option("--stats", help="show speed and acceptance after each answer")] = False,
-    no_history: Annotated[bool, typer.Option("--no-history", help="keep no file of what was typed")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ChatConfig:
+    """The options of ``anabranch chat``."""
+
+    loading: options.Loading = field(default=options.Loading())
+    drafter: options.Drafter = "auto"
+    system: options.System = None
+    decoding: options.Decoding = field(default=options.Decoding(max_new_tokens=512))
+    show_drafts: options.ShowDrafts = False
+    stats: Annotated[bool, typer.Option("--stats", help="show speed and acceptance after each answer")] = False
+    no_history: Annotated[bool, typer.Option("--no-history", help="keep no history file of what was typed")] = False
+
+
+@configured
+def chat(config: ChatConfig) -> None:
     """Talk with a model. Type /help for the commands; Ctrl-D leaves, Ctrl-C stops an answer.
 
-    An answer that was stopped stays in the conversation as far as it got. From a pipe, every line is a message.
+    A stopped answer stays in the conversation as far as it got. From a pipe, every line is a message.
     """
-    call = options.keywords(max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed)
     with show.Wait() as wait:
-        loaded = options.load_model(
-            model,
-            adapter,
-            drafter,
-            dtype=dtype,
-            quantize=quantize,
-            device=device,
-            threads=threads,
-            options=call,
-            wait=wait,
-        )
-        talk = Conversation(loaded, call, system, stats=stats, show_drafts=show_drafts)
+        loaded = show.load_model(config.loading, config.drafter, config.decoding, wait)
+        talk = Conversation(loaded, config)
         talk.prompt_ids([{"role": "user", "content": "hello"}])  # a model that cannot chat is refused at once
         words = [command.split()[0] for command in COMMANDS]
-        source = reader(None if no_history else cache_home() / "chat_history", words)
+        source = reader(None if config.no_history else cache_home() / "chat_history", words)
     if source.interactive:
         show.sentences([loaded.target.name, f"drafter {loaded.drafter}", *show.lesser_kernels(loaded)])
         note("/help lists the commands, Ctrl-D leaves")
@@ -125,18 +112,16 @@ def _converse(talk: Conversation, source: Reader) -> None:
 
 
 class Conversation:
-    """Messages, and what their answers cost. A message that cannot be answered leaves everything as it was."""
+    """Messages, and the statistics of their answers. A message that cannot be answered changes nothing."""
 
-    def __init__(
-        self, model: Model, call: Keywords, system: str | None, *, stats: bool = False, show_drafts: bool = False
-    ) -> None:
-        self.model, self.call, self.system = model, call, system
-        self.shows_stats, self.show_drafts = stats, show_drafts
+    def __init__(self, model: Model, config: ChatConfig) -> None:
+        self.model, self.call, self.system = model, config.decoding.keywords(), config.system
+        self.shows_stats, self.show_drafts = config.stats, config.show_drafts
         self.messages: list[dict[str, Any]] = []
-        self.drafter = model.drafter
+        self.drafter = str(model.drafter)
         self.answered: list[Stats] = []
         self._question: str | None = None  # the last one, whether answered or not
-        self._seed = call["seed"]
+        self._seed = config.decoding.sampling.seed
         self._last: list[str] = []  # facts of the last complete answer
         self._full: list[int] | None = None  # the prompt of the last answer, if that is complete
 
@@ -160,7 +145,7 @@ class Conversation:
 
     # -- questions and answers --------------------------------------------------------------------------
     def prompt_ids(self, messages: list[dict[str, Any]]) -> list[int]:
-        """The token ids of messages behind the system prompt."""
+        """The token ids of the messages, after the system prompt."""
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
         spoken = [{"role": message["role"], "content": message["content"]} for message in messages]
         return self.model.chat_ids(first + spoken)
@@ -175,7 +160,7 @@ class Conversation:
         if len(ids) >= limit:
             raise InputError(
                 f"the conversation would have {len(ids):,} tokens with this message, and the model's limit is "
-                f"{limit:,}; /save FILE keeps it, /reset begins a new one, and /retry then sends the message again"
+                f"{limit:,}; /save FILE saves it, /reset begins a new one, and /retry then sends the message again"
             )
         marker = show.Marker(self.model.tokenizer) if self.show_drafts else None
         with _stoppable() as stopped, show.Wait() as wait:
@@ -186,7 +171,12 @@ class Conversation:
                     raise KeyboardInterrupt
                 progress(done, total)
 
-            call: Keywords = {**self.call, "seed": self._seed, "drafter": self.drafter, "on_prompt": on_prompt}
+            call: Keywords = {
+                **self.call,
+                "seed": self._seed,
+                "drafter": self.drafter,
+                "on_prompt": on_prompt,
+            }
             text, found = show.show(self.model.stream(ids, **call), wait=wait, marker=marker, stopped=stopped)
         if found is None and not text:
             note("stopped before the answer began; /retry sends the message again")
@@ -235,7 +225,7 @@ class Conversation:
 
     def _retry(self, _: str) -> None:
         if self._question is None:
-            raise InputError("there is no message to answer again")
+            raise InputError("there is no message to answer again; send one first")
         messages = self.messages
         if len(messages) >= 2 and messages[-2]["content"] == self._question:
             messages = messages[:-2]
@@ -246,12 +236,10 @@ class Conversation:
         self._answer(messages)
 
     def _drafter(self, spec: str) -> None:
-        from anabranch.methods import check_spec
-        from anabranch.profiles import resolve
+        from anabranch.methods import resolve_spec
 
         if spec:
-            check_spec(spec)
-            spec = resolve(spec, self.model.target, self.model.adapter)
+            spec = str(resolve_spec(spec, *(loaded.module for loaded in self.model.adapters)))
             call: Keywords = {**self.call, "drafter": spec}
             self.model.stream(self.prompt_ids([{"role": "user", "content": "hello"}]), **call).close()  # can it work?
             self.drafter = spec
@@ -259,7 +247,7 @@ class Conversation:
 
     def _stats(self, _: str) -> None:
         if not self._last:
-            raise InputError("there is no complete answer to tell of yet")
+            raise InputError("there is no complete answer yet; send a message first")
         show.sentences(self._last)
         if len(self.answered) > 1:
             show.sentences(self._all())
@@ -287,7 +275,7 @@ class Conversation:
         return [f"{many} answers together", *show.rates(Stats.merged(self.answered), prompts=many)]
 
     def farewell(self) -> None:
-        """The last line: what all answers together cost."""
+        """Print the last line: the statistics of all answers together."""
         if len(self.answered) == 1:
             show.sentences(self._last)
         elif self.answered:
@@ -302,7 +290,8 @@ def _names() -> list[str]:
 def _stoppable() -> Iterator[Callable[[], bool]]:
     """While an answer is written, Ctrl-C asks it to end after the current step; a second one ends it at once.
 
-    So what is shown is what is kept, and the engine is never left in the middle of a step. Yields whether to stop.
+    So what is shown is what is kept, and the engine never stops within a step. Yields a function that says whether to
+    stop.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False

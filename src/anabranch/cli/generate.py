@@ -4,55 +4,54 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Generator
 from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from anabranch.cli import options, show
-from anabranch.errors import CapabilityError, InputError
+from anabranch.cli.configured import configured
+from anabranch.errors import InputError
 from anabranch.files import check_output
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
-
-    from anabranch.api import Keywords, Model
+    from anabranch.api import Model
     from anabranch.generation import Chunk, Generation
+    from anabranch.options import Keywords
 
-__all__ = ["generate"]
+__all__ = ["GenerateConfig", "generate"]
 
 COMPARED_RUNS = 3
 
 
-def generate(
-    prompt: Annotated[str, typer.Argument(help="the prompt, or - to read it from standard input")],
-    model: options.Model = "default",
-    max_new_tokens: options.NewTokens = 256,
-    system: options.System = None,
-    raw: Annotated[bool, typer.Option("--raw", help="continue the text as it stands, without a chat template")] = False,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 1.0,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
-    seed: options.Seed = 0,
-    stop: Annotated[list[str] | None, typer.Option(help="end the text before this string; repeatable")] = None,
-    drafter: options.Drafter = "auto",
-    adapter: options.Adapter = None,
-    dtype: options.Dtype = "auto",
-    quantize: options.Quantize = "none",
-    device: options.Device = "auto",
-    threads: options.Threads = None,
-    show_drafts: options.ShowDrafts = False,
-    compare: Annotated[bool, typer.Option("--compare", help="measure the speedup over plain decoding too")] = False,
-    trace: Annotated[Path | None, typer.Option(help="record every step in this file, for 'simulate'")] = None,
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig:
+    """The options of ``anabranch generate``."""
+
+    prompt: Annotated[str, typer.Argument(help="the prompt, or - to read it from standard input")]
+    loading: options.Loading = field(default=options.Loading())
+    drafter: options.Drafter = "auto"
+    system: options.System = None
+    raw: options.Raw = False
+    decoding: options.Decoding = field(default=options.Decoding())
+    stop: Annotated[tuple[str, ...], typer.Option(help="end the text before this string; repeatable")] = ()
+    show_drafts: options.ShowDrafts = False
+    compare: Annotated[bool, typer.Option("--compare", help="also measure the speedup over plain decoding")] = False
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="record every step in this file, for 'simulate'")
+    ] = None
     every_position: Annotated[
         bool, typer.Option("--every-position", help="with --trace: record a draft at every token, verify none")
-    ] = False,
-    force: Annotated[bool, typer.Option("--force", help="replace the file of --trace if it exists")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
-) -> None:
+    ] = False
+    force: options.Force = False
+    as_json: options.AsJson = False
+
+
+@configured
+def generate(config: GenerateConfig) -> None:
     """Answer a prompt, or with --raw continue it.
 
     A model with a chat template is asked through it. The text goes to standard output. The summary goes to standard
@@ -60,120 +59,101 @@ def generate(
     became, and why the text ended. --compare adds the measured speedup over plain decoding. --trace records token
     ids, drafts and times, but no text.
     """
-    if compare and drafter == "none":
-        raise InputError("--compare measures a drafter against plain decoding; choose another drafter than none")
-    if every_position and trace is None:
-        raise InputError("--every-position says how to record; give a file with --trace")
-    if system is not None and raw:
-        raise InputError("--system needs the chat template, which --raw leaves out; give one of the two")
-    if trace is not None:
-        check_output(trace, force=force, what="the trace", option="--trace")
-    text = options.standard_input() if prompt == "-" else prompt
+    _check(config)
+    text = options.standard_input() if config.prompt == "-" else config.prompt
     if not text.strip():
         raise InputError("the prompt is empty; give some text")
-    call = options.keywords(max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop)
     with show.Wait() as wait:
-        loaded = options.load_model(
-            model,
-            adapter,
-            drafter,
-            dtype=dtype,
-            quantize=quantize,
-            device=device,
-            threads=threads,
-            options=call,
-            wait=wait,
-        )
-        asked = _asked(loaded, text, system, raw=raw)
-        streamed: Keywords = {**call, "on_prompt": show.prompt_progress(wait)}
-        chunks = loaded.stream(asked, **streamed)
-        if trace is not None:
-            trace.unlink(missing_ok=True)
-            chunks = _recorded(chunks, loaded, asked, streamed, trace, every_position=every_position)
+        loaded = show.load_model(config.loading, config.drafter, config.decoding, wait)
+        asked = _asked(loaded, text, config)
+        call = config.decoding.keywords(config.stop)
+        chunks = loaded.stream(asked, on_prompt=show.prompt_progress(wait), **call)
+        if config.trace is not None:
+            config.trace.unlink(missing_ok=True)
+            chunks = _recorded(chunks, loaded, asked, call, config)
         wait.clear()
-        marker = show.Marker(loaded.tokenizer, stop or ()) if show_drafts and not as_json else None
-        _, found = show.show(chunks, wait=wait, visible=not as_json, marker=marker)
+        marker = show.Marker(loaded.tokenizer, config.stop) if config.show_drafts and not config.as_json else None
+        _, found = show.show(chunks, wait=wait, visible=not config.as_json, marker=marker)
     assert found is not None, "the last chunk has the result"
     if marker is not None:
         typer.echo(marker.legend(found.stats), err=True)
-    comparison = _compare(loaded, asked, call, loaded.drafter) if compare else None
-    if as_json:
-        print(json.dumps(_record(loaded, found, call, comparison, sources=show_drafts)))
+    comparison = _compare(loaded, asked, call) if config.compare else None
+    if config.as_json:
+        print(json.dumps(_record(loaded, found, config, comparison)))
         return
-    facts = show.rates(found.stats, loaded.drafter)
-    ended = show.ending(found, loaded, max_new_tokens)
+    facts = show.rates(found.stats, str(loaded.drafter))
+    ended = show.ending(found, loaded, config.decoding.max_new_tokens)
     facts += [*show.lesser_kernels(loaded), show.explained(ended, found, loaded, more="--max-new-tokens")]
     show.sentences(facts + (_compared(comparison) if comparison else []))
 
 
-def _asked(loaded: Model, text: str, system: str | None, *, raw: bool) -> str | list[int]:
-    """The prompt as ``stream`` takes it: through the chat template where there is one."""
-    if raw or not getattr(loaded.tokenizer, "chat_template", None):
-        if system is not None:
-            raise CapabilityError(f"{loaded.target.name} has no chat template, so it takes no --system; leave it out")
-        return text
-    messages = [] if system is None else [{"role": "system", "content": system}]
-    return loaded.chat_ids([*messages, {"role": "user", "content": text}])
+def _check(config: GenerateConfig) -> None:
+    """Refuse what contradicts itself. Raises InputError or FileError."""
+    if config.compare and config.drafter == "none":
+        raise InputError("--compare measures a drafter against plain decoding; choose another drafter than none")
+    if config.every_position and config.trace is None:
+        raise InputError("--every-position says how to record; give a file with --trace")
+    if config.system is not None and config.raw:
+        raise InputError("--system needs the chat template, which --raw leaves out; give one of the two")
+    if config.trace is not None:
+        check_output(config.trace, force=config.force, what="the trace", option="--trace")
+
+
+def _asked(loaded: Model, text: str, config: GenerateConfig) -> list[int]:
+    """The prompt's token ids: through the chat template where there is one."""
+    from anabranch.prompts import chat_ids
+
+    return chat_ids(loaded.tokenizer, text, raw=config.raw, system=config.system, model=loaded.target.name)
 
 
 def _record(
-    loaded: Model, found: Generation, call: Keywords, comparison: dict[str, Any] | None, *, sources: bool
+    loaded: Model, found: Generation, config: GenerateConfig, comparison: dict[str, Any] | None
 ) -> dict[str, Any]:
     """The result as JSON."""
     record: dict[str, Any] = {
         "text": found.text,
         "token_ids": found.token_ids,
         "finish_reason": found.finish_reason,
-        "ended": show.ending(found, loaded, call["max_new_tokens"]),
+        "ended": show.ending(found, loaded, config.decoding.max_new_tokens),
         "prompt_tokens": len(found.prompt_ids),
-        "drafter": loaded.drafter,
+        "drafter": str(loaded.drafter),
         "kernels": show.kernels(loaded),
     }
-    if sources:
+    if config.show_drafts:
         record["sources"] = found.sources
     record["stats"] = found.stats.to_dict()
     return record if comparison is None else record | {"compare": comparison}
 
 
 def _recorded(
-    chunks: Generator[Chunk, None, None],
-    loaded: Model,
-    asked: str | list[int],
-    call: Keywords,
-    path: Path,
-    *,
-    every_position: bool,
+    chunks: Generator[Chunk, None, None], loaded: Model, asked: list[int], call: Keywords, config: GenerateConfig
 ) -> Generator[Chunk, None, None]:
     """Hand ``chunks`` on and record their steps; to record every position, decode plainly in their place."""
     from anabranch.analysis.trace import TraceWriter
     from anabranch.api import Options
-    from anabranch.engine import Engine
     from anabranch.generation import stream
     from anabranch.methods import make_drafter
+    from anabranch.scheduler import Scheduler
 
-    settings = {name: value for name, value in call.items() if name != "on_prompt"}
-    settings |= {"drafter": loaded.drafter, "model": loaded.target.name}
-    with TraceWriter(path, settings=settings, every_position=every_position) as writer:
-        if every_position:
+    assert config.trace is not None
+    settings = {**call, "drafter": str(loaded.drafter), "model": loaded.target.name}
+    with TraceWriter(config.trace, settings=settings, every_position=config.every_position) as writer:
+        if config.every_position:
             settled = Options.of(call)
-            ids = loaded.tokenizer.encode(asked) if isinstance(asked, str) else asked
-            request = settled.request(list(ids), loaded.target)
-            adapter = None if loaded.adapter is None else loaded.adapter.adapter
             decoder = loaded.target.decoder
-            engine = Engine(
-                decoder,
-                writer.watch(make_drafter(loaded.drafter, decoder, adapter)),
-                capacity=len(request.prompt_ids) + request.max_new_tokens,
-            )
-            chunks = stream(engine, request, loaded.tokenizer, stop=settled.stops)
+            drafter = make_drafter(loaded.spec, decoder, *(found.module for found in loaded.adapters))
+            request = settled.request(asked, loaded.target)
+            watched = writer.watch(drafter, decoder)
+            chunks = stream(Scheduler(decoder, rows=1), request, watched, loaded.tokenizer, stop=settled.stops)
         with closing(chunks):
             for chunk in chunks:
                 writer.add(chunk.step, len(chunk.token_ids))
                 yield chunk
 
 
-def _compare(loaded: Model, asked: str | list[int], call: Keywords, drafter: str) -> dict[str, Any]:
+def _compare(loaded: Model, asked: list[int], call: Keywords) -> dict[str, Any]:
     """Alternate plain decoding and the drafter on the same prompt; rates are medians, the speedup that of the pairs."""
+    drafter = str(loaded.drafter)
     rates: dict[str, list[float]] = {"none": [], drafter: []}
     tokens: dict[str, list[int]] = {}
     warm_up: Keywords = {**call, "max_new_tokens": 8, "drafter": "none"}
@@ -196,7 +176,7 @@ def _compare(loaded: Model, asked: str | list[int], call: Keywords, drafter: str
 def _compared(comparison: dict[str, Any]) -> list[str]:
     """The comparison as facts for the summary. Its rates include the prompt."""
     mine, plain = comparison["tokens_per_second"], comparison["plain_tokens_per_second"]
-    same = "same tokens" if comparison["equal"] else "other tokens than plain decoding (see 'anabranch certify')"
+    same = "same tokens" if comparison["equal"] else "different tokens than plain decoding (see 'anabranch certify')"
     return [
         f"speedup {comparison['speedup']:.2f}x over plain decoding ({mine:.1f} against {plain:.1f} tokens/s, "
         "prompt included)",

@@ -1,16 +1,31 @@
 """Help texts that fit any terminal, for the program and every verb.
 
-Typer's panels cut the names of options off in narrow terminals, and click's list of commands cuts sentences off.
-``typer.Typer(**HELP)`` shows plain paragraphs instead: names are whole at any width, and texts are wrapped.
+Typer's panels truncate option names in narrow terminals, and click's list of commands truncates sentences.
+``typer.Typer(**HELP)`` shows plain paragraphs instead: names stay whole at any width, and text is wrapped. A verb that
+takes a drafter (``cls=Verb``, or a group of ``cls=Verbs``) lists the methods below its options.
 """
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-__all__ = ["HELP", "Verbs"]
+__all__ = ["HELP", "Verb", "Verbs", "methods", "trainable_methods"]
+
+DRAFTERS = ("drafter", "method")  # parameters that take a specification
+
+
+class Verb(TyperCommand):
+    """Lists the methods where one of them can be chosen."""
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write the methods, then the epilog."""
+        _write_methods(self, formatter)
+        super().format_epilog(ctx, formatter)
 
 
 class Verbs(TyperGroup):
@@ -22,6 +37,44 @@ class Verbs(TyperGroup):
         rows = [(name, _first_sentence(verb.help or "")) for name, verb in verbs if verb is not None]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write the methods, then the epilog."""
+        _write_methods(self, formatter)
+        super().format_epilog(ctx, formatter)
+
+
+def _write_methods(command: Any, formatter: Any) -> None:
+    if any(parameter.name in DRAFTERS for parameter in command.params) and (found := list(methods())):
+        with formatter.section("Drafters, combined with +"):
+            formatter.write_dl(found)
+
+
+def methods() -> Iterator[tuple[str, str]]:
+    """The name and summary of each method of the library, sorted by name."""
+    for name, entry in _entries():
+        yield name, ast.literal_eval(entry["summary"])
+
+
+def trainable_methods() -> Iterator[str]:
+    """The names of the methods that have trained weights, sorted."""
+    return (name for name, entry in _entries() if "trained" in entry)
+
+
+def _entries() -> list[tuple[str, dict[str | None, ast.expr]]]:
+    """What the ``METHOD = Method(...)`` of each method says, by name.
+
+    Read from the syntax trees of ``methods/``: importing the registry would import torch, which takes seconds.
+    """
+    folder = Path(__file__).parents[1] / "methods"
+    found = {}
+    for path in [*folder.glob("*.py"), *folder.glob("*/__init__.py")]:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            named = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "METHOD"
+            if named and isinstance(node.value, ast.Call):
+                entry = {word.arg: word.value for word in node.value.keywords}
+                found[str(ast.literal_eval(entry["name"]))] = entry
+    return sorted(found.items())
 
 
 def _first_sentence(text: str) -> str:

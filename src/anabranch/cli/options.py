@@ -1,116 +1,186 @@
-"""The options that ``generate`` and ``chat`` share, and loading the model that they name."""
+"""The options that verbs share: each is declared once, with one help text, one unit and one default.
+
+``configured`` turns them into options of the command line. The groups mirror ``loading.LoadConfig`` and
+``options.Options``; a test compares their defaults.
+"""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from anabranch.errors import InputError
+from anabranch.loading import LoadConfig, Loaded
 
 if TYPE_CHECKING:
-    from anabranch.api import Keywords
-    from anabranch.api import Model as LoadedModel
-    from anabranch.cli.show import Wait
+    from anabranch.bench.suites import Prompt
+    from anabranch.options import Keywords
+    from anabranch.sampling import SamplingParams
 
 __all__ = [
-    "Adapter",
-    "Device",
+    "AsJson",
+    "Decoding",
     "Drafter",
-    "Dtype",
-    "MinP",
-    "Model",
+    "Figure",
+    "Force",
+    "Loading",
     "NewTokens",
-    "Quantize",
-    "RepetitionPenalty",
+    "Prompts",
+    "Raw",
+    "Sampling",
     "Seed",
     "ShowDrafts",
     "System",
-    "Temperature",
-    "Threads",
-    "TopK",
-    "TopP",
+    "check_at_least",
     "decoded",
-    "keywords",
-    "load_model",
+    "load",
     "standard_input",
 ]
 
-Model = Annotated[str, typer.Option(help="default, a folder, a .gguf file or a hub id")]
-Adapter = Annotated[Path | None, typer.Option(help="adapter folder (default: the one that ships for the model)")]
 Drafter = Annotated[
-    str,
-    typer.Option(help="auto, none, streams, prompt_lookup, streams+prompt_lookup; settings as streams:nodes=8"),
+    str, typer.Option(help="draft with this method: auto, or one below; with settings: NAME:SETTING=VALUE,...")
 ]
 NewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", help="stop after this many new tokens")]
-Temperature = Annotated[float, typer.Option(help="divide the logits by this; 0: greedy")]
-TopK = Annotated[int, typer.Option(help="keep the k most probable tokens; 0: all")]
-TopP = Annotated[float, typer.Option(help="keep the most probable tokens that make up this probability; 1: all")]
-MinP = Annotated[float, typer.Option(help="keep tokens of at least this share of the best one's probability; 0: all")]
-RepetitionPenalty = Annotated[float, typer.Option(help="divide the scores of tokens seen before by this; 1: off")]
-Seed = Annotated[int, typer.Option(help="seed of the random draws")]
+Seed = Annotated[int, typer.Option(help="seed the random draws with this number")]
 System = Annotated[str | None, typer.Option(help="put this system message first")]
-Dtype = Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads (default: all that this process may use)")]
-Quantize = Annotated[str, typer.Option(help="none, int8 or int4 weights; the quantised model is then the target")]
+Raw = Annotated[bool, typer.Option("--raw", help="use no chat template: continue the text as it stands")]
 ShowDrafts = Annotated[bool, typer.Option("--show-drafts", help="mark who proposed each token")]
+AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
+Force = Annotated[bool, typer.Option("--force", help="replace files that exist")]
+Figure = Annotated[Path | None, typer.Option(metavar="FILE", help="draw a figure (FILE.png or FILE.svg)")]
 
 
-def keywords(
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    repetition_penalty: float,
-    seed: int,
-    stop: list[str] | None = None,
-) -> Keywords:
-    """The options of a call."""
-    return {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "seed": seed,
-        "stop": tuple(stop or ()),
-    }
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """What to load, and how: the fields of ``LoadConfig``."""
+
+    model: Annotated[str, typer.Option(help="load this model: default, a folder, a .gguf file or a hub id")] = "default"
+    adapter: Annotated[
+        tuple[Path, ...],
+        typer.Option(metavar="FOLDER", help="load this adapter instead of the one that ships; repeatable"),
+    ] = ()
+    dtype: Annotated[str, typer.Option(help="compute in auto (as stored), float32, bfloat16 or float16")] = "auto"
+    device: Annotated[str, typer.Option(help="run on auto, cpu, cuda or cuda:N")] = "auto"
+    quantize: Annotated[
+        str, typer.Option(help="quantise the weights: none, int8 or int4; the result is the target")
+    ] = "none"
+    revision: Annotated[str | None, typer.Option(help="take this branch, tag or commit of a hub id")] = None
+    threads: Annotated[int | None, typer.Option(help="use this many CPU threads (default: all allowed)")] = None
+
+    @property
+    def config(self) -> LoadConfig:
+        """As the loader takes it."""
+        return LoadConfig(self.model, self.adapter, self.dtype, self.device, self.quantize, self.revision, self.threads)
 
 
-def load_model(
-    model: str,
-    adapter: Path | None,
-    drafter: str,
-    *,
-    dtype: str,
-    quantize: str,
-    device: str,
-    threads: int | None,
-    options: Keywords,
-    wait: Wait,
-) -> LoadedModel:
-    """Check what can be checked without a model, then fetch (with a progress bar) and load it.
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """The next-token distribution: the fields of ``SamplingParams``."""
 
-    ``wait`` says so on a terminal, from before the first slow import on.
-    """
-    wait.tell(f"loading {model} ...")
-    from anabranch.api import Options, load
-    from anabranch.methods import check_spec
+    temperature: Annotated[float, typer.Option(help="divide the logits by this; 0: greedy")] = 0.0
+    top_k: Annotated[int, typer.Option(help="keep the k most probable tokens; 0: all")] = 0
+    top_p: Annotated[float, typer.Option(help="keep the most probable tokens up to this total probability; 1: all")] = (
+        1.0
+    )
+    min_p: Annotated[
+        float, typer.Option(help="keep tokens of at least this share of the highest probability; 0: all")
+    ] = 0.0
+    repetition_penalty: Annotated[float, typer.Option(help="divide the scores of tokens seen by this; 1: off")] = 1.0
+    seed: Seed = 0
 
-    check_spec(drafter)
-    Options.of(options)
-    if model == "default":
-        from anabranch.cli.models import fetch_default
+    @property
+    def params(self) -> SamplingParams:
+        """As the engine takes it. Raises InputError for a value out of range."""
+        from anabranch.sampling import SamplingParams
 
-        wait.clear()  # a download has a progress bar of its own
-        fetch_default()
-        wait.tell(f"loading {model} ...")
-    return load(model, drafter=drafter, adapter=adapter, dtype=dtype, quantize=quantize, device=device, threads=threads)
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            seed=self.seed,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """One call of ``generate``, ``stream`` or ``chat``: fields of ``options.Options``."""
+
+    max_new_tokens: NewTokens = 256
+    sampling: Sampling = field(default=Sampling())
+    rule: Annotated[str, typer.Option(help="verify drafts by this rule: match or rejection")] = "match"
+
+    def keywords(self, stop: tuple[str, ...] = ()) -> Keywords:
+        """As ``Model.generate`` takes them. Raises InputError for a value out of range."""
+        from anabranch.options import Options
+
+        if self.rule not in ("match", "rejection"):
+            raise InputError(f"--rule must be match or rejection, got {self.rule!r}")
+        found: Keywords = {
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": self.sampling.temperature,
+            "top_k": self.sampling.top_k,
+            "top_p": self.sampling.top_p,
+            "min_p": self.sampling.min_p,
+            "repetition_penalty": self.sampling.repetition_penalty,
+            "seed": self.sampling.seed,
+            "rule": "match" if self.rule == "match" else "rejection",
+            "stop": stop,
+        }
+        Options.of(found)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """Which prompts to decode, and how they become token ids."""
+
+    suite: Annotated[
+        str,
+        typer.Option(
+            "--suite", "--prompts", help="decode own (a few that ship), a suite such as spec_bench, or a JSONL file"
+        ),
+    ] = "own"
+    data: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="read suites here, as SUITE/test.jsonl.gz (default: the hub)"),
+    ] = None
+    field: Annotated[str, typer.Option(help="take prompts from this field of a JSONL file")] = "prompt"
+    task: Annotated[
+        tuple[str, ...], typer.Option(metavar="TASK", help="use only this task of the suite; repeatable")
+    ] = ()
+    limit: Annotated[int | None, typer.Option(help="use this many prompts, spread over the tasks")] = None
+    raw: Raw = False
+
+    def read(self) -> list[Prompt]:
+        """The prompts. Raises InputError, FileError or FetchError."""
+        from anabranch.bench.suites import load_suite
+
+        return load_suite(self.suite, data=self.data, limit=self.limit, field=self.field, tasks=self.task)
+
+
+def load(loading: Loading, *, pack: bool = True, adapters: bool = True) -> Loaded:
+    """Load what the options name; the default model is fetched first, with a progress bar."""
+    from anabranch.cli import models
+    from anabranch.loading import check
+    from anabranch.loading import load as load_config
+
+    check(loading.config)
+    if loading.model == "default":
+        models.fetch_default()
+    return load_config(loading.config, pack=pack, adapters=adapters)
+
+
+def check_at_least(least: int, **values: int | None) -> None:
+    """Raise InputError for a value below ``least``; keywords are option names with underscores."""
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise InputError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
 
 
 def standard_input() -> str:
@@ -119,7 +189,7 @@ def standard_input() -> str:
 
 
 def decoded(data: bytes, start: int = 0) -> str:
-    """Text from standard input, which ``start`` bytes came before. Raises InputError where it is not UTF-8."""
+    """Text from standard input, ``start`` bytes into it. Raises InputError where it is not UTF-8."""
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""What ``generate`` and ``chat`` show: text that is safe for a terminal, who drafted it, progress, summary lines."""
+"""What ``generate`` and ``chat`` share: loading with progress, text that is safe for a terminal, marks, summaries."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     from anabranch.api import Model
+    from anabranch.cli.options import Decoding, Loading
     from anabranch.generation import Chunk, Generation
     from anabranch.stats import Stats
 
@@ -31,6 +32,7 @@ __all__ = [
     "explained",
     "kernels",
     "lesser_kernels",
+    "load_model",
     "note",
     "prompt_progress",
     "rates",
@@ -41,7 +43,8 @@ __all__ = [
 # the target's own tokens are plain; drafted ones are coloured, or marked where there is no colour
 COLOURS = ("green", "cyan", "magenta", "yellow", "bright_green", "bright_cyan", "bright_magenta", "bright_yellow")
 OTHER_COLOUR = "red"
-SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹"
+TARGET = "target"  # the source of the target's own tokens
+SUPERSCRIPTS = dict(zip("0123456789abcdefghijklmnoprstuvwxyz", "⁰¹²³⁴⁵⁶⁷⁸⁹ᵃᵇᶜᵈᵉᶠᵍʰⁱʲᵏˡᵐⁿᵒᵖʳˢᵗᵘᵛʷˣʸᶻ", strict=True))
 
 # C0 without tab and newline, DEL, C1, and the embeddings, overrides and isolates that reorder text
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -85,9 +88,9 @@ def sentences(parts: Iterable[str]) -> None:
 
 
 class Wait:
-    """A line on standard error that tells what is being waited for and goes away afterwards; only on a terminal.
+    """A line on standard error that says what the program is waiting for, erased afterwards; only on a terminal.
 
-    Warnings that come meanwhile are printed above it.
+    Warnings raised meanwhile are printed above it.
     """
 
     def __init__(self, text: str = "") -> None:
@@ -109,7 +112,7 @@ class Wait:
         self.clear()
 
     def tell(self, text: str) -> None:
-        """Show ``text`` in place of what was shown; a terminal that cannot erase gets the first one only."""
+        """Replace the line by ``text``; a terminal that cannot erase gets the first one only."""
         if not self._terminal or not text or (self._shown and not self._erases):
             return
         self.clear()
@@ -119,7 +122,7 @@ class Wait:
         sys.stderr.flush()
 
     def clear(self) -> None:
-        """Take the line away."""
+        """Erase the line."""
         if self._shown and self._erases:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
@@ -133,7 +136,7 @@ class Wait:
 
 
 def prompt_progress(wait: Wait) -> Callable[[int, int], None]:
-    """What ``on_prompt`` calls: shows how far a prompt is read once that has taken a second."""
+    """A callback for ``on_prompt``: shows how much of a prompt has been read once that has taken a second."""
     began = time.monotonic()
 
     def tell(done: int, total: int) -> None:
@@ -151,10 +154,10 @@ def show(
     marker: Marker | None = None,
     stopped: Callable[[], bool] | None = None,
 ) -> tuple[str, Generation | None]:
-    """Decode, showing text as it comes. Returns the text shown, and the result unless it was stopped before.
+    """Decode, showing text as it arrives. Returns the text shown, and the result unless decoding was stopped.
 
-    wait     cleared when the first chunk is there
-    stopped  asked after each chunk whether to end there; where it is given, Ctrl-C ends the text too
+    wait     cleared when the first chunk arrives
+    stopped  called after each chunk: whether to end there; where it is given, Ctrl-C ends the text too
     """
     text, result = "", None
     try:
@@ -182,12 +185,12 @@ def show(
 
 
 def rates(stats: Stats, drafter: str | None = None, *, prompts: int = 1) -> list[str]:
-    """Tokens, the rates of decoding and of reading the prompt apart, mean acceptance length, drafter."""
+    """Tokens, the rates of decoding and of reading the prompt, mean acceptance length, drafter."""
     facts = [f"{stats.tokens:,} tokens, {stats.decode_tokens_per_second:.1f} tokens/s"]
     if stats.prefill_tokens:
         read = stats.prefill_tokens + prompts
         facts.append(f"prompt {read:,} tokens, {stats.prompt_tokens_per_second:,.0f} tokens/s")
-    facts.append(f"mean acceptance length {stats.mean_acceptance_length:.2f}, {stats.steps:,} forwards")
+    facts.append(f"mean acceptance length {stats.mean_acceptance_length:.2f}, {stats.steps:,} forward passes")
     return facts if drafter is None else [*facts, f"drafter {drafter}"]
 
 
@@ -240,7 +243,7 @@ class Marker:
         self._detokenizer = Detokenizer(tokenizer, stop)
         self._colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         try:
-            SUPERSCRIPTS.encode(sys.stdout.encoding or "ascii")
+            "".join(SUPERSCRIPTS.values()).encode(sys.stdout.encoding or "ascii")
             self._superscripts = True
         except UnicodeEncodeError:
             self._superscripts = False
@@ -258,24 +261,65 @@ class Marker:
         return text
 
     def legend(self, stats: Stats) -> str:
-        """Who proposed how many tokens, in the order target, streams, others."""
-        sources = sorted(stats.sources.items(), key=lambda item: (_rank(item[0]), item[0]))
+        """Who proposed how many tokens: the target, numbered sources, then the others, as their methods order them."""
+        sources = sorted(stats.sources.items(), key=lambda item: _place(item[0]))
         words = [self._style(source, source) + f" {count}" for source, count in sources]
         return "proposed by: " + ", ".join(words)
 
     def _style(self, piece: str, source: str) -> str:
-        rank = _rank(source)
-        if rank == 0 or not piece:
+        if source == TARGET or not piece:
             return piece
+        mark = _mark(source)
         if self._colour:
-            return typer.style(piece, fg=COLOURS[(rank - 1) % len(COLOURS)] if rank < 100 else OTHER_COLOUR)
-        if not self._superscripts:
-            return piece + (f"[{rank}]" if rank < 100 else "[p]")
-        return piece + ("".join(SUPERSCRIPTS[int(digit)] for digit in str(rank)) if rank < 100 else "ᵖ")
+            return typer.style(piece, fg=COLOURS[(int(mark) - 1) % len(COLOURS)] if mark.isdigit() else OTHER_COLOUR)
+        superscripts = [SUPERSCRIPTS.get(character, "") for character in mark]
+        return piece + ("".join(superscripts) if self._superscripts and all(superscripts) else f"[{mark}]")
 
 
-def _rank(source: str) -> int:
-    """0: the target; j: stream j; 100: other drafters."""
-    if source == "target":
-        return 0
-    return int(source.rsplit(" ", 1)[1]) if source.startswith("stream ") else 100
+def _mark(source: str) -> str:
+    """The number that a source ends in ("stream 3" -> "3"), or else its first letter ("echo" -> "e")."""
+    number = source.rpartition(" ")[2]
+    return number if number.isdigit() else source[:1]
+
+
+def _place(source: str) -> tuple[bool, bool, int, str]:
+    """Where a source stands in the legend: the key to sort by."""
+    from anabranch.methods import methods
+
+    ranks = [rank for method in methods() if (rank := method.order(source)) is not None]
+    return source != TARGET, not _mark(source).isdigit(), min(ranks, default=sys.maxsize), source
+
+
+# --- loading ------------------------------------------------------------------------------------------------------
+
+
+def load_model(loading: Loading, drafter: str, decoding: Decoding, wait: Wait) -> Model:
+    """Check what can be checked without a model, then fetch it (with a progress bar) and load it.
+
+    ``wait`` says so on a terminal, before the first slow import.
+    """
+    wait.tell(f"loading {loading.model} ...")
+    from anabranch.api import load
+    from anabranch.loading import check
+    from anabranch.methods import parse_spec
+
+    parse_spec(drafter)
+    decoding.keywords()
+    config = loading.config
+    check(config)
+    if loading.model == "default":
+        from anabranch.cli.models import fetch_default
+
+        wait.clear()  # a download has a progress bar of its own
+        fetch_default()
+        wait.tell(f"loading {loading.model} ...")
+    return load(
+        config.model,
+        drafter=drafter,
+        adapter=config.adapters or None,
+        dtype=config.dtype,
+        device=config.device,
+        quantize=config.quantize,
+        revision=config.revision,
+        threads=config.threads,
+    )

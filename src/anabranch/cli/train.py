@@ -1,225 +1,264 @@
-"""``anabranch train``: let a target write answers, and train stream adapters on them."""
+"""``anabranch train``: let a target write completions, and train a method's adapter on them.
+
+``train answers`` writes the completions. ``train METHOD`` trains: there is one verb for each method that has trained
+weights, and its options are the training's and those that the method's recipes have (``Trained.options``).
+"""
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.main import get_command
 
-from anabranch.cli.help import HELP
+from anabranch.cli import options
+from anabranch.cli.configured import build, configured, parameters
+from anabranch.cli.help import HELP, Verb, Verbs, trainable_methods
 
 if TYPE_CHECKING:
     from anabranch.cli.screen import Screen
+    from anabranch.methods import Method
     from anabranch.train import Progress
     from anabranch.train.advice import Curve
 
-__all__ = ["app"]
+__all__ = ["AnswersConfig", "Methods", "TrainConfig", "app"]
+
+
+class Methods(Verbs):
+    """The verbs of ``train``, those of methods made when they are asked for: their options are the methods' own."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The verbs by name."""
+        return [*super().list_commands(ctx), *trainable_methods()]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The verb of a name; None where there is none."""
+        found = super().get_command(ctx, cmd_name)
+        if found is not None:
+            return found
+        from anabranch.methods import methods
+
+        for method in methods():
+            if method.name == cmd_name and method.trained is not None:
+                return _verb(method)
+        return None
+
 
 app = typer.Typer(
-    no_args_is_help=True, help="Train a stream adapter for a model of yours: first answers, then streams.", **HELP
+    no_args_is_help=True,
+    help="Train an adapter for a model of yours: first answers, then a method.",
+    **{**HELP, "cls": Methods},
 )
 
-Model = Annotated[str, typer.Option(help="default, a folder, a .gguf file or a hub id")]
-Dtype = Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads (default: all that this process may use)")]
-AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
+
+@app.callback()
+def _group() -> None:
+    pass
 
 
-@app.command()
-def answers(
-    prompts: Annotated[Path, typer.Option(help="JSONL: a field 'prompt' or 'messages' a line; 'chat', 'id', 'source'")],
-    out: Annotated[Path, typer.Option(help="JSONL to write; prompts that it answers already are skipped")],
-    model: Model = "default",
-    rows: Annotated[int, typer.Option(help="sequences decoded at a time")] = 32,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="tokens of an answer at most")] = 256,
-    longest_prompt: Annotated[int, typer.Option(help="leave out prompts of more tokens")] = 1024,
-    limit: Annotated[int | None, typer.Option(help="read only that many prompts, the first ones")] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="sample from that many tokens; 0: all")] = 0,
-    top_p: Annotated[float, typer.Option(help="sample from the most probable tokens of that mass; 1: all")] = 1.0,
-    seed: Annotated[int, typer.Option(help="seed of sampling")] = 0,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    threads: Threads = None,
-    as_json: AsJson = False,
-) -> None:
-    """Let the model answer prompts by plain decoding: what a stream adapter learns from.
+@dataclass(frozen=True, kw_only=True)
+class AnswersConfig:
+    """The options of ``anabranch train answers``."""
 
-    Each answer is written when it is finished. Stop with Ctrl-C or SIGTERM at any time; the same command goes on.
+    prompts: Annotated[
+        Path,
+        typer.Option(metavar="FILE", help="read JSONL: 'prompt' or 'messages' a line; also 'chat', 'id', 'source'"),
+    ]
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", help="write JSONL; prompts that it completes already are skipped")
+    ]
+    loading: options.Loading = field(default=options.Loading())
+    rows: Annotated[int, typer.Option(help="decode this many prompts at a time")] = 32
+    max_new_tokens: options.NewTokens = 256
+    longest_prompt: Annotated[int, typer.Option(help="leave out prompts of more tokens than this")] = 1024
+    limit: Annotated[int | None, typer.Option(help="read only this many prompts, the first ones")] = None
+    sampling: options.Sampling = field(default=options.Sampling())
+    as_json: options.AsJson = False
+
+
+@app.command(cls=Verb)
+@configured
+def answers(config: AnswersConfig) -> None:
+    """Let the model complete prompts by plain decoding: what adapters learn from.
+
+    Each completion is written when it is finished. Stop with Ctrl-C or SIGTERM at any time; the same command continues.
     """
     from anabranch.cli.screen import clock, screen
     from anabranch.errors import FileError
-    from anabranch.model.load import load_target
-    from anabranch.model.pack import pack_decoder
-    from anabranch.processor import set_threads
-    from anabranch.sampling import SamplingParams
     from anabranch.train import AnswerProgress, read_prompts, write_answers
     from anabranch.train.answers import check_out
 
-    sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    if not prompts.is_file():
-        raise FileError(f"there is no file {prompts}; give a JSONL file with a field 'prompt' or 'messages' a line")
-    check_out(out, prompts)
-    set_threads(threads)
+    sampling = config.sampling.params
+    if not config.prompts.is_file():
+        raise FileError(
+            f"there is no file {config.prompts}; give a JSONL file with a field 'prompt' or 'messages' a line"
+        )
+    check_out(config.out, config.prompts)
     with screen() as shown, _resumable():
-        shown.show(f"loading {model}", "", plain=f"loading {model}")
-        target = load_target(model, dtype=dtype, device=device)
-        asked = read_prompts(prompts, target.tokenizer, limit=limit)
-        pack_decoder(target.decoder)
+        shown.show(f"loading {config.loading.model}", "", plain=f"loading {config.loading.model}")
+        target = options.load(config.loading, adapters=False).target
+        asked = read_prompts(config.prompts, target.tokenizer, limit=config.limit)
 
         def report(now: AnswerProgress) -> None:
             left = f", {clock(now.seconds_left)} left" if now.seconds_left else ""
             rate = f", {now.tokens_per_second:,.0f} tokens/s{left}" if now.tokens else ""
             first = f"answer {now.answers:,}/{now.wanted:,} {now.answers / now.wanted:.0%}{rate}"
-            second = f"{now.tokens:,} tokens written in {out.name}"
+            second = f"{now.tokens:,} tokens written in {config.out.name}"
             shown.show(first, second, plain=first, now=now.answers == now.wanted)
 
         done = write_answers(
             target,
             asked,
-            out,
-            rows=rows,
-            max_new_tokens=max_new_tokens,
-            longest_prompt=longest_prompt,
+            config.out,
+            rows=config.rows,
+            max_new_tokens=config.max_new_tokens,
+            longest_prompt=config.longest_prompt,
             sampling=sampling,
             report=report,
         )
     left_out = len(asked) - done.wanted
-    if as_json:
+    if config.as_json:
         result = {"answers": done.answers, "left_out": left_out, "tokens": done.tokens}
         print(json.dumps({**result, "tokens_per_second": done.tokens_per_second}))
-    else:
-        print(f"{done.answers:,} answers in {out}, {done.tokens:,} tokens by this run")
-        if left_out:
-            print(f"left out: {left_out:,} prompts longer than {longest_prompt:,} tokens")
-        print(f"Next: anabranch train streams --answers {out} --out FOLDER")
+        return
+    print(f"{done.answers:,} answers in {config.out}, {done.tokens:,} tokens by this run")
+    if left_out:
+        print(f"left out: {left_out:,} prompts longer than {config.longest_prompt:,} tokens")
+    print(f"Next: anabranch train {next(trainable_methods())} --answers {config.out} --out FOLDER")
 
 
-@app.command()
-def streams(
-    out: Annotated[Path, typer.Option(help="adapter folder to write; holds the run's checkpoint too")],
-    answers: Annotated[Path | None, typer.Option(help="JSONL that 'train answers' wrote")] = None,
-    text: Annotated[Path | None, typer.Option(help="instead: a text file, or JSONL with a field 'text'")] = None,
-    model: Model = "default",
-    recipe: Annotated[str, typer.Option(help="paper-lossless, small or default-adapter")] = "default-adapter",
-    init: Annotated[Path | None, typer.Option(help="adapter folder to begin with instead of fresh weights")] = None,
-    epochs: Annotated[float | None, typer.Option(help="passes over the data")] = None,
-    lr: Annotated[float | None, typer.Option(help="peak learning rate")] = None,
-    batch_tokens: Annotated[int | None, typer.Option(help="padded tokens a step")] = None,
-    schedule: Annotated[str | None, typer.Option(help="cosine or linear")] = None,
-    warmup: Annotated[int | None, typer.Option(help="steps until the peak learning rate")] = None,
-    segment: Annotated[int | None, typer.Option(help="positions whose streams are in memory at a time")] = None,
-    keep_states: Annotated[
-        bool | None,
-        typer.Option(
-            "--keep-states/--no-keep-states",
-            help="keep the target's states: on a CPU in a nameless file in the run's folder, on a GPU in its memory",
-        ),
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="order of the batches and initial weights")] = None,
-    num_streams: Annotated[int | None, typer.Option(help="tokens drafted beyond the next one (gamma)")] = None,
-    stream_layers: Annotated[int | None, typer.Option(help="top layers that streams run through (N_s)")] = None,
-    stream_mlp: Annotated[str | None, typer.Option(help="adapter (the paper) or mlp+adapter")] = None,
-    adapter_rank: Annotated[int | None, typer.Option(help="rank of the stream adapters (R_s)")] = None,
-    attention_rank: Annotated[int | None, typer.Option(help="rank of deltas on q, k, v and o; 0: none")] = None,
-    conditioning: Annotated[str | None, typer.Option(help="none, parent or path")] = None,
-    conditioning_rank: Annotated[int | None, typer.Option(help="width of that term")] = None,
-    root_width: Annotated[
-        int | None, typer.Option(help="width of the term that tells streams the root; 0: none")
-    ] = None,
-    pruning_rank: Annotated[int | None, typer.Option(help="rank of the early-exit pruning layer; 0: none")] = None,
-    draft_vocabulary: Annotated[int | None, typer.Option(help="drafts are made of that many tokens; 0: all")] = None,
-    soft: Annotated[float | None, typer.Option(help="share of the target's distribution in the loss")] = None,
-    unconditioned: Annotated[float | None, typer.Option(help="weight of the loss without conditioning")] = None,
-    decay: Annotated[float | None, typer.Option(help="stream j weighs decay ** (j - 1)")] = None,
-    held_out: Annotated[int | None, typer.Option(help="examples to evaluate on instead")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="longer examples are cut there")] = None,
-    evaluate_every: Annotated[int | None, typer.Option(help="steps between evaluations")] = None,
-    checkpoint_every: Annotated[int | None, typer.Option(help="steps between checkpoints")] = None,
-    licence: Annotated[list[str] | None, typer.Option(help="SOURCE=LICENCE of data, for the card; repeatable")] = None,
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The options of ``anabranch train METHOD``, less those of the method's recipes."""
+
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="write the adapter, and the run's checkpoint, here")]
+    answers: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="learn from the JSONL that 'train answers' wrote")
+    ] = None
+    text: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="learn from a text file, or JSONL with a field 'text', instead")
+    ] = None
+    loading: options.Loading = field(default=options.Loading())
+    recipe: Annotated[str | None, typer.Option(help="begin with the values of this recipe (default: the first above)")] = None
+    init: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="begin with this adapter instead of fresh weights")
+    ] = None
+    licence: Annotated[
+        tuple[str, ...],
+        typer.Option(metavar="SOURCE=LICENCE", help="note the licence of data in the card; repeatable"),
+    ] = ()
     resume: Annotated[
-        bool, typer.Option("--resume/--no-resume", help="go on with an unfinished run in --out, or begin anew")
-    ] = True,
-    force: Annotated[bool, typer.Option("--force", help="replace a finished adapter in --out, and the figure")] = False,
-    figure: Annotated[Path | None, typer.Option(help="draw the learning curve (FILE.png or FILE.svg)")] = None,
+        bool, typer.Option("--resume/--no-resume", help="continue an unfinished run in --out, or start over")
+    ] = True
+    force: Annotated[bool, typer.Option("--force", help="replace a finished adapter in --out, and the figure")] = False
+    figure: options.Figure = None
     timing: Annotated[
         bool | None,
         typer.Option(
             "--timing/--no-timing",
             help="time decoding steps at the end, to predict tokens/s (default: below 500M parameters, or on a GPU)",
         ),
-    ] = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    threads: Threads = None,
-    as_json: AsJson = False,
-) -> None:
-    """Train a stream adapter on the model's own answers (or on plain text) and write its folder.
+    ] = None
+    as_json: options.AsJson = False
 
-    Options override the recipe's. Stop with Ctrl-C or SIGTERM at any time; the same command goes on exactly there.
+
+def _verb(method: Method) -> Any:
+    """The command that trains a method."""
+    trained = method.trained
+    assert trained is not None
+
+    def train(**values: Any) -> None:
+        recipe = {name: values.pop(name) for name in trained.options}
+        given = {name: value for name, value in recipe.items() if value is not None}
+        _train(method, build(TrainConfig, values), given)
+
+    found = list(parameters(TrainConfig))
+    for name, option in trained.options.items():
+        hint = Annotated[option.kind | None, typer.Option(help=option.help)]
+        found.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint))
+    train.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
+    train.__annotations__ = {parameter.name: parameter.annotation for parameter in found}
+    train.__doc__ = f"""Train an adapter for {trained.title} and write its folder.
+
+    Learns from the model's own completions, or from plain text. Options override the recipe's values; recipes are
+    {", ".join(trained.recipes)}. Stop with Ctrl-C or SIGTERM at any time; the same command continues exactly there.
     """
-    given = {name: value for name, value in locals().items() if value is not None}
+    single = typer.Typer(add_completion=False, **HELP)
+    single.command(method.name, cls=Verb)(train)
+    return get_command(single)
+
+
+def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
+    """Train; ``given`` are the values of the recipe that the command line overrides."""
     from anabranch.cli import train_result
     from anabranch.cli.screen import screen
-    from anabranch.files import check_output, shown_command
-    from anabranch.model.load import load_target
-    from anabranch.processor import set_threads
-    from anabranch.train import recipe_with
+    from anabranch.files import shown_command
     from anabranch.train.advice import curve_of
     from anabranch.train.checkpoint import read_log
     from anabranch.train.figure import draw_curves
-    from anabranch.train.job import check_data, check_folder_is_free, read_data, train_streams
-    from anabranch.tune.figure import check_figure
+    from anabranch.train.job import read_data, train_adapter
 
-    plan = recipe_with(recipe, given)
-    licences = _licences(licence or [])
-    check_data(answers, text, init)
-    if figure is not None:
-        check_figure(figure)
-        check_output(figure, force=force, what="the figure", option="--figure")
-    check_folder_is_free(out, force=force)
-    set_threads(threads)
-    run = out / "training"
+    assert method.trained is not None
+    plan = method.trained.recipe(config.recipe, given)
+    licences = _licences(config.licence)
+    _check(config)
+    run = config.out / "training"
     with screen() as shown, _resumable():
-        shown.show(f"loading {model}", "", plain=f"loading {model}")
-        target = load_target(model, dtype=dtype, device=device)
-        examples = read_data(target, plan, answers=answers, text=text)
-        timed = train_result.timing_pays(target) if timing is None else timing
+        shown.show(f"loading {config.loading.model}", "", plain=f"loading {config.loading.model}")
+        target = options.load(config.loading, pack=False, adapters=False).target
+        examples = read_data(target, plan, answers=config.answers, text=config.text)
         tokens = sum(len(example.answer_ids) for example in examples)
         shown.say(f"{len(examples):,} examples, {tokens:,} answer tokens, {plan.held_out:,} examples held out")
-        record = train_streams(
+        curve = curve_of(read_log(run)) if config.resume else []
+        record = train_adapter(
             target,
+            method,
             plan,
             examples,
-            out,
-            report=_Report(shown, curve_of(read_log(run)) if resume else [], held_out=plan.held_out),
-            init=init,
-            resume=resume,
+            config.out,
+            report=_Report(shown, curve, held_out=plan.held_out),
+            init=config.init,
+            resume=config.resume,
             command=shown_command("anabranch", *sys.argv[1:]),
             licences=licences,
         )
         shown.keep()
+        timed = train_result.timing_pays(target) if config.timing is None else config.timing
         speeds = {}
         if timed and plan.held_out:
-            speeds = train_result.predicted_speeds(target, record, out, examples, shown)
+            speeds = train_result.predicted_speeds(target, record, config.out, examples, shown)
     log = read_log(run)
-    found = train_result.summary(record, log, speeds, model=model, out=out)
-    if as_json:
+    found = train_result.summary(record, log, speeds, model=config.loading.model, out=config.out)
+    if config.as_json:
         print(json.dumps({**record, "run": found}))
     else:
-        train_result.show(record, found, out)
-    if figure is not None:  # last: the result is printed by now, whatever happens to the figure
-        draw_curves(log, found["curve"], figure)
+        train_result.show(record, found, config.out)
+    if config.figure is not None:  # last: by now the result is printed, whatever happens to the figure
+        draw_curves(log, found["curve"], config.figure)
+
+
+def _check(config: TrainConfig) -> None:
+    """Refuse files that cannot be read or written, before a model is loaded. Raises InputError or FileError."""
+    from anabranch.files import check_output
+    from anabranch.train.job import check_data, check_folder_is_free
+    from anabranch.tune.figure import check_figure
+
+    check_data(config.answers, config.text, config.init)
+    if config.figure is not None:
+        check_figure(config.figure)
+        check_output(config.figure, force=config.force, what="the figure", option="--figure")
+    check_folder_is_free(config.out, force=config.force)
 
 
 class _Report:
-    """Shows each step of a training; ``curve`` is the held-out acceptance of the steps before."""
+    """Shows each step of a training; ``curve`` is the held-out acceptance of earlier steps."""
 
     def __init__(self, shown: Screen, curve: Curve, *, held_out: int) -> None:
         self.shown, self.curve, self.held_out = shown, curve, held_out
@@ -249,11 +288,11 @@ class _Report:
         return f"held-out {latest:.2f} tokens/pass ({change:+.2f})"
 
 
-def _licences(given: list[str]) -> dict[str, str]:
+def _licences(given: tuple[str, ...]) -> dict[str, str]:
     from anabranch.errors import InputError
 
     if wrong := [item for item in given if "=" not in item]:
-        raise InputError(f"--licence is SOURCE=LICENCE, got {wrong[0]!r}")
+        raise InputError(f"--licence must be SOURCE=LICENCE, got {wrong[0]!r}")
     return dict(item.split("=", 1) for item in given)
 
 
@@ -264,5 +303,5 @@ def _resumable() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        typer.echo("stopped; the same command goes on from here", err=True)
+        typer.echo("stopped; the same command continues from here", err=True)
         raise typer.Exit(INTERRUPTED) from None

@@ -1,4 +1,4 @@
-"""What a finished training is worth and what to do with it: the end of ``anabranch train streams``."""
+"""What a finished training achieved and how to use it: the end of ``anabranch train METHOD``."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ __all__ = ["predicted_speeds", "show", "sparkline", "summary", "timing_pays"]
 
 BARS = "▁▂▃▄▅▆▇█"
 CONTEXT = 128  # prompt tokens in the cache while steps are timed
+PLAIN = "none"  # plain decoding
 ROUNDS, STEPS = 2, 2  # of timing: some seconds for the default model
 TIMED = 500e6  # parameters; larger models are not timed on a CPU unless asked to
 
@@ -33,13 +34,14 @@ def timing_pays(target: Target) -> bool:
 def summary(
     record: Mapping[str, Any], log: Sequence[Mapping[str, Any]], speeds: Mapping[str, float], *, model: str, out: Path
 ) -> dict[str, Any]:
-    """What ``show`` shows and --json carries: the curve, the table, what to try next, the command to use it."""
+    """The result as ``show`` prints it and --json has it: curve, table, what to try next, and the command to use it."""
     from anabranch.train.advice import curve_of, next_steps
 
     measured = record["measured"]
     lengths = measured.get("predicted mean acceptance length", {})
     curve = curve_of(log, lengths, record["training"]["steps"])
-    top = measured.get("accuracy by stream", {}).get("best token", [None])[0]
+    shares = next((found for name, found in measured.items() if name.startswith("accuracy by ")), {})
+    top = shares.get("best token", [None])[0]
     trained = log[-1].get("accuracy", [None])[0] if log else None
     rows: Rows = {}
     for spec, length in tokens_a_pass(record).items():
@@ -54,40 +56,44 @@ def summary(
 
 
 def tokens_a_pass(record: Mapping[str, Any]) -> dict[str, float]:
-    """Predicted mean acceptance length by drafter, plain decoding first; empty where nothing was held out."""
+    """Predicted mean acceptance length by draft, plain decoding first; empty where nothing was held out."""
     lengths = record["measured"].get("predicted mean acceptance length", {})
-    names = {"streams:tree=chain": "chain", "streams:tree=4": "4 nodes", "streams:tree=8": "8 nodes"}
-    names["streams:tree=16"] = "tree"
-    found = {spec: lengths[name] for spec, name in names.items() if name in lengths}
-    return {"none": 1.0, **found} if found else {}
+    found = {name: float(value) for name, value in lengths.items() if isinstance(value, int | float)}
+    return {PLAIN: 1.0, **dict(sorted(found.items(), key=lambda item: item[1]))} if found else {}
 
 
 def predicted_speeds(
     target: Target, record: Mapping[str, Any], out: Path, examples: Sequence[Example], screen: Screen
 ) -> dict[str, float]:
-    """Tokens/s while decoding by drafter: tokens a pass over the time of a step, which is measured here."""
+    """Tokens/s while decoding by draft, for drafts of known size: tokens a pass over step times measured here."""
     from anabranch.adapters.folder import load_adapter
+    from anabranch.methods import make_drafter
     from anabranch.model.pack import pack_decoder
-    from anabranch.tune.latency import measure_steps
+    from anabranch.tune.timing import measure_times
 
-    adapter = load_adapter(out, target).adapter
+    adapter = load_adapter(out, target)
     pack_decoder(target.decoder)
     prompts = sorted((example.prompt_ids for example in examples), key=len)
     prompt = prompts[len(prompts) // 2][-CONTEXT:]
+    drafter = make_drafter(adapter.method.name, target.decoder, adapter.module)
+    drafters = {PLAIN: make_drafter(PLAIN, target.decoder), "drafted": drafter}
 
     def report(what: str, done: int, total: int) -> None:
         line = f"timing steps for the predicted tokens/s, round {done + 1} of {total}"
         screen.show(line, "(--no-timing skips this)", plain=line)
 
-    measured = measure_steps(target, adapter, prompt, rounds=ROUNDS, steps=STEPS, report=report)
+    measured = measure_times(target.decoder, drafters, prompt, rounds=ROUNDS, steps=STEPS, report=report)
     speeds = {}
-    for spec, length in tokens_a_pass(record).items():
-        tree = spec.rpartition("=")[2]
-        nodes = int(tree) if tree.isdigit() else adapter.config.num_streams + 1  # a chain: the root and its streams
-        streams = spec != "none"
-        ms = measured.table("streams" if streams else "none", nodes if streams else None)(nodes if streams else 1)
-        if ms is not None:
-            speeds[spec] = round(1e3 * length / ms, 1)
+    for name, length in tokens_a_pass(record).items():
+        words = name.split()
+        nodes = drafter.max_nodes if name == "tree" else int(words[0]) if words[0].isdigit() else None
+        if name == PLAIN:
+            ms = measured.groups[PLAIN].step_ms(1, 0, 0)
+        elif nodes is not None:
+            ms = measured.groups["drafted"].step_ms(nodes, nodes, drafter.depth_of(nodes))
+        else:
+            continue
+        speeds[name] = round(1e3 * length / ms, 1)
     return speeds
 
 
@@ -119,7 +125,7 @@ def _table(rows: Rows) -> Any:
 
     timed = any("tokens_per_second" in row for row in rows.values())
     best = max(rows, key=lambda spec: rows[spec].get("tokens_per_second", 0.0)) if timed else None
-    table = Table("drafter", box=None, pad_edge=False)
+    table = Table("draft", box=None, pad_edge=False)
     table.add_column("tokens/pass", justify="right")
     if timed:
         table.add_column("tokens/s here", justify="right")

@@ -1,19 +1,20 @@
 """What every method gives, and what it is given: ``Method`` is an entry of the registry, ``Drafter`` does the work.
 
 A drafter sees rows join, sees their prompts if it asks to, proposes a draft tree for each row at every step, sees the
-outcome, and sees rows leave. What it keeps for a row lies in ``Row.state``, keyed by the drafter, and goes with the row.
+outcome, and sees rows leave. What it keeps for a row lies in ``Row.state``, keyed by the drafter.
 """
 
 from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from anabranch.errors import CapabilityError
 from anabranch.methods.beliefs import Beliefs
+from anabranch.methods.counting import DraftCost, DraftShape
 from anabranch.methods.settings import Settings
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder, PassResult, Rider
@@ -202,10 +203,13 @@ class Method:
     build       (target, settings, module) -> Drafter; ``module`` is the trained one, for the target, or None.
                 Raises CapabilityError for what cannot be had there
     trained     its trained module, adapter format and training objective; None: nothing is trained
-    candidates  settings that the tuner may try for drafts of at most so many nodes
+    candidates  settings that the tuner may try for drafts of at most so many nodes. They differ in size alone: the best
+                nodes of what the largest drafts, no deeper than ``Drafter.depth_of``, are what a smaller one drafts
     default     whether "auto" drafts with it, wherever its module (if any) is there
     combines    whether its trees may be merged with another method's
     order       of its sources among those of others, for marks: source -> rank from 1 on, or None if not its own
+    counts      what its drafts cost by shape, for figures of cost: label -> (target on the meta device, shape) -> cost
+    published   tokens a step and speedup that its paper reports, by target
     """
 
     name: str
@@ -217,3 +221,5 @@ class Method:
     default: bool = False
     combines: bool = True
     order: Callable[[str], int | None] = lambda source: None
+    counts: Mapping[str, Callable[[Decoder, DraftShape], DraftCost]] = field(default_factory=dict)
+    published: Mapping[str, tuple[float, float]] = field(default_factory=dict)

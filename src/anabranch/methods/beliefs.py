@@ -1,8 +1,8 @@
 """What a row's drafts are believed to be worth, corrected by what was accepted.
 
 A drafter states for each node the probability that it is accepted (``DraftTree.log_probs``). For each source of nodes,
-the stated probabilities are compared with what the target accepted, and multiplied by the ratio of the two. The corrected
-probabilities depend only on the row's own drafts and text: decoding the same row again gives the same.
+the stated probabilities are compared with what the target accepted, and multiplied by the ratio of the two. The
+corrected probabilities depend only on the row's own drafts and text: decoding the same row again gives the same.
 
 N nodes of a tree.
 """

@@ -1,27 +1,87 @@
-"""What a method with trained weights says of them: how they are stored, built, described and learned."""
+"""What a method with trained weights says of them: how they are made, stored, described and learned."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from anabranch.errors import InputError
+from anabranch.learning.objective import Objective
+from anabranch.learning.recipe import Option, Recipe
 from anabranch.model.config import ModelConfig
+from anabranch.model.decoder import Decoder
 
-__all__ = ["Trained"]
+__all__ = ["Config", "Learn", "Trained", "TrainedModule"]
+
+
+class Config(Protocol):
+    """The shape of a trained module: a frozen dataclass that can be stored."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+
+    @staticmethod
+    def from_dict(record: dict[str, Any]) -> Config:
+        """From JSON values. Raises AdapterError for unknown or malformed fields."""
+
+
+class TrainedModule(nn.Module):
+    """The base of trained modules.
+
+    config      its shape
+    vocabulary  a buffer: the token ids that drafts are made of [Vd], int64, rising
+    """
+
+    config: Any
+    vocabulary: Tensor
+
+    def num_parameters(self) -> int:
+        """Number of trained parameters; works on the meta device."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+
+class Learn(Protocol):
+    """Makes a training objective; ``frozen`` is a copy of the target for passes without gradients."""
+
+    def __call__(self, target: Decoder, module: Any, recipe: Recipe, *, frozen: Decoder) -> Objective[Any]:
+        """The objective of a module under a recipe. Raises CapabilityError for what cannot be trained."""
 
 
 @dataclass(frozen=True)
 class Trained:
     """The trained part of a method.
 
-    module      the class of its module
-    config      frozen dataclass of its shape, with ``to_dict`` and ``from_dict``; stored in the adapter's folder
-    make        (target's config, config, draft vocabulary [Vd] or None) -> module with fresh weights
+    title      the method's name for readers of an adapter's card
+    module     the class of its module
+    config     the class of the module's config
+    make       (target's config, module's config, draft vocabulary [Vd] or None: all) -> module with fresh weights.
+               Raises InputError where they do not fit
+    objective  how it learns
+    recipes    by name, the default first
+    options    single values of a recipe that users may override, by name
+    change     (recipe, values by name) -> the recipe with these values. Raises InputError
+    describe   a module's config -> its size in a few words, for the card
+    begin      (module with fresh weights, trained module): copy the trained weights into the fresh module, which may be
+               larger. Raises InputError that names what does not fit
     """
 
-    module: type[nn.Module]
-    config: type[Any]
-    make: Callable[[ModelConfig, Any, Tensor | None], nn.Module]
+    title: str
+    module: type[TrainedModule]
+    config: type[Config]
+    make: Callable[[ModelConfig, Any, Tensor | None], TrainedModule]
+    objective: Learn
+    recipes: Mapping[str, Callable[[], Recipe]]
+    options: Mapping[str, Option]
+    change: Callable[[Recipe, Mapping[str, Any]], Recipe]
+    describe: Callable[[Any], str]
+    begin: Callable[[Any, Any], None]
+
+    def recipe(self, name: str | None = None, given: Mapping[str, Any] | None = None) -> Recipe:
+        """The recipe of a name (default: the first) with the ``given`` values. Raises InputError."""
+        chosen = next(iter(self.recipes)) if name is None else name
+        if chosen not in self.recipes:
+            raise InputError(f"there is no recipe {chosen!r}; recipes are {', '.join(self.recipes)}")
+        return self.change(self.recipes[chosen](), given or {})

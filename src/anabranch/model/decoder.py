@@ -612,11 +612,12 @@ class Decoder(nn.Module):
         if self.stack is not None and rider is None:
             result = self._at_once(self.stack, inputs, cache, slots, planned, taps, choose=need == "tokens")
         else:
-            result = self._recorded(inputs, cache, slots, planned, taps, rider)
-            if result is None:
+            captured = self._recorded(inputs, cache, slots, planned, taps, rider)
+            if captured is None:
                 nodes = Nodes.of(inputs, cache.lengths[slots])
                 run = Pass(self.config, nodes, cache, slots, planned, self.rope())
-                result = self._through(run, inputs.counts_B, taps, rider)
+                captured = self._through(run, inputs.counts_B, taps, rider)
+            result = captured
         if need == "logits":
             return replace(result, logits_MV=self.logits(result.hidden_MD))
         if need == "tokens" and result.tokens_M is None:

@@ -1,36 +1,33 @@
-"""Training stream adapters: answers, examples, the loss, the loop, and what it will be worth in decoding."""
+"""Training: completions, examples, the loop, checkpoints, and what the result will be worth in decoding.
 
+The same for every method; what a method's training needs of its own is in its entry (``Method.trained``).
+"""
+
+from anabranch.learning.examples import Batch, Example
+from anabranch.learning.recipe import Recipe, TrainOptions
 from anabranch.memory import keep_memory
-from anabranch.train.answers import AnswerProgress, Prompt, read_prompts, write_answers
-from anabranch.train.data import Batch, Example, frequent_tokens, read_examples, read_texts, split
-from anabranch.train.objective import LossOptions, StreamObjective
-from anabranch.train.recipes import OPTIONS, RECIPES, Recipe, recipe, recipe_with
-from anabranch.train.replay import Replay, evaluate, replay
-from anabranch.train.trainer import Progress, Trainer, TrainOptions
+from anabranch.train.answers import AnswerProgress, EncodedPrompt, read_prompts, write_answers
+from anabranch.train.data import frequent_tokens, read_examples, read_texts, split
+from anabranch.train.job import read_data, train_adapter, trainable
+from anabranch.train.trainer import Progress, Trainer
 
 __all__ = [
-    "OPTIONS",
-    "RECIPES",
     "AnswerProgress",
     "Batch",
+    "EncodedPrompt",
     "Example",
-    "LossOptions",
     "Progress",
-    "Prompt",
     "Recipe",
-    "Replay",
-    "StreamObjective",
     "TrainOptions",
     "Trainer",
-    "evaluate",
     "frequent_tokens",
     "keep_memory",
+    "read_data",
     "read_examples",
     "read_prompts",
     "read_texts",
-    "recipe",
-    "recipe_with",
-    "replay",
     "split",
+    "train_adapter",
+    "trainable",
     "write_answers",
 ]

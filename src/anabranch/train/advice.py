@@ -1,4 +1,4 @@
-"""What a training's data and its own curves say: warnings before and while it runs, and what to try next.
+"""What the data and the curves of a training show: warnings before and during the run, and what to try next.
 
 The thresholds come from the runs of docs/log.md; docs/training.md states them with their reasons.
 """
@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from anabranch.train.data import Example
-from anabranch.train.trainer import Progress, TrainOptions
+from anabranch.learning.examples import Example
+from anabranch.learning.recipe import TrainOptions
+from anabranch.train.trainer import Progress
 
 __all__ = ["Watch", "before", "curve_of", "next_steps"]
 
@@ -20,43 +21,43 @@ Log = Sequence[Mapping[str, Any]]
 Curve = list[tuple[int, float]]
 
 WARMUP = 0.2  # of all steps; the runs of docs/log.md warmed up for 4 to 10 %
-PER_TOKEN = 12  # parameters an answer token: 88 k tokens for 1.06 M parameters is the leanest training known to work
-LATEST = 5  # log lines (50 steps) at least that a loss is averaged over
+PER_TOKEN = 12  # parameters per completion token: 88 k tokens for 1.06 M parameters are the fewest known to work
+LATEST = 5  # fewest log lines (50 steps) that a loss is averaged over
 CHANGE = 0.01  # of the acceptance length: less is noise
-FALL = 0.02  # below its best, and held-out acceptance falls
-AHEAD = 0.05  # training accuracy above held-out accuracy: new answers help more than more epochs do
+FALL = 0.02  # this share below its best, held-out acceptance counts as falling
+AHEAD = 0.05  # training accuracy above held-out accuracy: new completions help more than more epochs
 
 
 def before(
     examples: Sequence[Example], options: TrainOptions, steps: int, parameters: int, *, max_tokens: int
 ) -> list[str]:
-    """Warnings that need no training: too few data for the warmup or the parameters, most examples cut."""
+    """Warnings before a training: too little data for the warmup or for the parameters, most examples cut."""
     found = []
     if options.warmup > WARMUP * steps:
         found.append(
             f"the warmup of {options.warmup} steps is more than {WARMUP:.0%} of the {steps} steps of this training; "
-            f"give more answers or --epochs, or --warmup {steps // 10}"
+            f"give more completions or --epochs, or --warmup {steps // 10}"
         )
     tokens = sum(len(example.answer_ids) for example in examples)
     if tokens * PER_TOKEN < parameters:
         found.append(
-            f"{tokens:,} answer tokens are few for {parameters:,} parameters: the leanest training known to work had "
-            f"one token for {PER_TOKEN}, here {math.ceil(parameters / PER_TOKEN):,}; give more answers, or a smaller "
-            "adapter (--adapter-rank, --attention-rank, --conditioning-rank, --root-width)"
+            f"{tokens:,} completion tokens are few for {parameters:,} parameters: the least known to work is one token "
+            f"per {PER_TOKEN}, here {math.ceil(parameters / PER_TOKEN):,}; give more completions, or train a smaller "
+            "adapter (see the options for its ranks and widths)"
         )
     cut = sum(len(example) >= max_tokens for example in examples)
     if 2 * cut > len(examples) and any(example.id != "" for example in examples):  # texts are cut into pieces anyway
         found.append(
-            f"{cut:,} of {len(examples):,} examples are cut at {max_tokens} tokens, so the ends of answers are not "
+            f"{cut:,} of {len(examples):,} examples are cut at {max_tokens} tokens, so the ends of completions are not "
             "learned; raise --max-tokens"
         )
     return found
 
 
 def curve_of(log: Log, last: Mapping[str, Any] | None = None, step: int = 0) -> Curve:
-    """Held-out acceptance length (tree of 16 nodes) by step; ``last`` is the evaluation after ``step``, the last.
+    """Held-out acceptance length (the evaluation's "tree") by step; ``last`` is the final one, after ``step``.
 
-    It is left out where the log has one of that step, which is of the same examples as those before it.
+    It is skipped where the log has one of that step, which is of the same examples as those before it.
     """
     curve = [(int(line["step"]), float(line["evaluation"]["tree"])) for line in log if line["evaluation"]]
     if last and "tree" in last and not (curve and curve[-1][0] >= step):
@@ -66,10 +67,10 @@ def curve_of(log: Log, last: Mapping[str, Any] | None = None, step: int = 0) -> 
 
 @dataclass
 class Watch:
-    """Warns once of a loss that does not fall, and once of held-out acceptance that does.
+    """Warns once if the loss does not fall, and once if held-out acceptance falls.
 
-    ``held_out`` says whether there are evaluations to wait for: batches differ by more than the loss of an adapter that
-    is nearly trained still falls, so a rising acceptance length counts for more.
+    ``held_out`` says whether there are evaluations to wait for: the loss of a nearly trained adapter falls by less than
+    batches differ, so a rising acceptance length counts for more.
     """
 
     held_out: bool = True
@@ -94,12 +95,12 @@ def _falls(curve: Curve) -> str:
         return ""
     return (
         f"held-out acceptance fell from {best:.2f} tokens a pass at step {step} to {curve[-1][1]:.2f} at step "
-        f"{curve[-1][0]}: the adapter overfits; stop, and give more answers, fewer --epochs or a lower --lr"
+        f"{curve[-1][0]}: the adapter overfits; stop, and give more completions, fewer --epochs or a lower --lr"
     )
 
 
 def _stalls(log: Log, steps: int, curve: Curve) -> str:
-    count = max(LATEST, math.ceil(steps / 100))  # a line is 10 steps: a tenth of the run
+    count = max(LATEST, math.ceil(steps / 100))  # one line is 10 steps: a tenth of the run
     if len(log) < 2 * count:
         return ""
     if len(curve) >= 2 and curve[-1][1] > (1 + CHANGE) * curve[0][1]:
@@ -110,7 +111,7 @@ def _stalls(log: Log, steps: int, curve: Curve) -> str:
         return ""
     return (
         f"the loss does not fall: {first:.2f} in the first {10 * count} steps, {latest:.2f} in the last {10 * count}; "
-        "try a lower --lr, or look at the answers"
+        "try a lower --lr, or inspect the completions"
     )
 
 
@@ -123,12 +124,12 @@ def next_steps(
 ) -> list[str]:
     """What to try next, one sentence each, from the curve of held-out acceptance.
 
-    accuracy, held_out_accuracy  of stream 1 on the training text (the last steps) and on held-out answers
+    accuracy, held_out_accuracy  of the first predictor on the training text (the last steps) and on held-out examples
     speeds                       predicted tokens/s by drafter, plain decoding as "none"
     """
     found = []
     if len(curve) < 3:
-        found.append("fewer than three evaluations: no trend to go by; hold answers out and train longer")
+        found.append("fewer than three evaluations show no trend; hold examples out and train longer")
     else:
         last_step, last = curve[-1]
         best_step, best = max(curve, key=lambda point: point[1])
@@ -136,13 +137,13 @@ def next_steps(
         ahead = None not in (accuracy, held_out_accuracy) and float(accuracy or 0) - float(held_out_accuracy or 0)
         if last < (1 - FALL) * best:
             found.append(
-                f"falling since step {best_step} (best {best:.2f}): fewer epochs, more answers, or a lower --lr"
+                f"falling since step {best_step} (best {best:.2f}): fewer epochs, more completions, or a lower --lr"
             )
         elif last > (1 + CHANGE) * earlier:
-            more = "new answers" if ahead and ahead > AHEAD else "more epochs or more answers"
+            more = "new completions" if ahead and ahead > AHEAD else "more epochs or more completions"
             found.append(f"still rising ({last - earlier:+.2f} in the last third): {more}")
         else:
-            found.append("flat in the last third: more --stream-layers first, then higher ranks")
+            found.append("flat in the last third: a larger adapter; more layers first, then higher ranks")
     if speeds and max(speeds, key=lambda name: speeds[name]) == "none":
         found.append("plain decoding is predicted to be faster here: more tokens a pass are needed first")
     return found

@@ -1,12 +1,12 @@
-"""Answers written by the target itself: what a stream adapter learns from and is measured on.
+"""Completions written by the target itself: what a method learns from and is measured on.
 
-Plain decoding through the engine, many rows at a time: a row enters as another leaves. Each answer is one line of a
-JSONL file, written when it is finished, so a run may stop at any time and the same command goes on where it stopped.
+Plain decoding through the scheduler, many rows at a time. Each completion is one line of a JSONL file, written when it
+is finished, so a run may stop at any time and the same command resumes it.
 
     prompts   {"prompt": "...", "chat": true, "id": 7, "source": "gsm8k"}  or  {"messages": [{"role", "content"}, ...]}
-    answers   {"id": 7, "source": "gsm8k", "prompt_ids": [...], "answer_ids": [...]}
+    out       {"id": 7, "source": "gsm8k", "prompt_ids": [...], "answer_ids": [...]}
 
-``chat``, ``id`` and ``source`` may be missing: chat is on where the tokenizer has a template, ids count lines from 0.
+``chat``, ``id`` and ``source`` are optional: chat is on where the tokenizer has a template, ids count lines from 0.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from anabranch.engine import Engine, Request
+from anabranch.engine import Request
 from anabranch.errors import FileError, InputError
 from anabranch.files import check_writable, write_atomically
 from anabranch.interrupt import shielded
@@ -31,19 +31,28 @@ from anabranch.methods.none import NoDrafter
 from anabranch.model.load import Target
 from anabranch.model.text import encode, render_chat
 from anabranch.sampling import SamplingParams
+from anabranch.scheduler import Scheduler, Ticket
 from anabranch.train.data import lone_surrogate
 
-__all__ = ["AnswerProgress", "Prompt", "check_out", "encode_chat", "read_prompts", "settings_path", "write_answers"]
+__all__ = [
+    "AnswerProgress",
+    "EncodedPrompt",
+    "check_out",
+    "encode_chat",
+    "read_prompts",
+    "settings_path",
+    "write_answers",
+]
 
-# chunks of that many prompts a row are shuffled among each other and sorted within: enough to find company of one's
-# length, few enough that a file of some chunks is a fair sample of all
+# prompts per row of a chunk; chunks are shuffled and each is sorted by length: long enough that neighbours are alike,
+# short enough that the first few chunks are a fair sample of all prompts
 CHUNK = 8
-# what a line of answers begins with
+# what every line begins with
 _BEGINNING = b'{"id": '
 
 
 @dataclass(frozen=True)
-class Prompt:
+class EncodedPrompt:
     """A prompt as token ids; ``id`` is unique in its file."""
 
     id: int | str
@@ -53,7 +62,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class AnswerProgress:
-    """Answers in the file out of those wanted, and this run's tokens, tokens/s and estimated seconds left."""
+    """Completions in the file out of those wanted, and this run's tokens, tokens/s and estimated seconds left."""
 
     answers: int
     wanted: int
@@ -63,39 +72,39 @@ class AnswerProgress:
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
-    """A conversation in the model's chat template, up to where the answer begins."""
+    """A conversation in the model's chat template, up to where the completion starts."""
     return encode(tokenizer, render_chat(tokenizer, messages), add_special_tokens=False)
 
 
-def read_prompts(path: Path, tokenizer: Any, *, limit: int | None = None) -> list[Prompt]:
+def read_prompts(path: Path, tokenizer: Any, *, limit: int | None = None) -> list[EncodedPrompt]:
     """Read a JSONL file of prompts and encode them, the first ``limit`` lines if given.
 
-    Raises FileError that names the line which is not as it should be, InputError for a limit below 1.
+    Raises FileError that names the malformed line, InputError for a limit below 1.
     """
     if limit is not None and limit < 1:
-        raise InputError(f"limit must be at least 1, not {limit}")
+        raise InputError(f"limit must be at least 1, got {limit}")
     if not path.is_file():
-        raise FileError(f"there is no file {path}; give a JSONL file with a field 'prompt' or 'messages' a line")
-    prompts: dict[int | str, Prompt] = {}
+        raise FileError(f"there is no file {path}; give a JSONL file with a field 'prompt' or 'messages' per line")
+    prompts: dict[int | str, EncodedPrompt] = {}
     for number, record in read_rows(path):
         if limit is not None and len(prompts) >= limit:
             break
         prompt = _prompt(record, f"line {number} of {path}", number - 1, tokenizer)
         if prompt.id in prompts:
-            raise FileError(f"line {number} of {path} has the id {prompt.id!r} of an earlier line; ids are unique")
+            raise FileError(f"line {number} of {path} has the id {prompt.id!r} of an earlier line; ids must be unique")
         prompts[prompt.id] = prompt
     if not prompts:
         raise FileError(f"{path} has no prompts")
     return list(prompts.values())
 
 
-def _prompt(record: dict[str, Any], where: str, number: int, tokenizer: Any) -> Prompt:
+def _prompt(record: dict[str, Any], where: str, number: int, tokenizer: Any) -> EncodedPrompt:
     messages: Any = record.get("messages")
     text: Any = record.get("prompt")
     template = bool(getattr(tokenizer, "chat_template", None))
     chat = record.get("chat", template or messages is not None)
     if (text is None) == (messages is None) or not isinstance(chat, bool):
-        raise FileError(f"{where} needs a field 'prompt' or 'messages' (not both), and 'chat' is true or false")
+        raise FileError(f"{where} needs a field 'prompt' or 'messages' (not both), and 'chat' must be true or false")
     if chat and not template:
         raise FileError(f"{where} asks for a chat, but the tokenizer has no chat template; use prompts with chat false")
     _check_text(record, where)
@@ -111,16 +120,15 @@ def _prompt(record: dict[str, Any], where: str, number: int, tokenizer: Any) -> 
     name = record.get("id", number)
     if not (isinstance(name, str) or is_whole(name)) or not ids:
         raise FileError(f"{where} is empty or has an id that is neither a number nor a text")
-    return Prompt(name, str(record.get("source", "")), tuple(ids))
+    return EncodedPrompt(name, str(record.get("source", "")), tuple(ids))
 
 
 def _check_text(record: dict[str, Any], where: str) -> None:
-    """Refuse what is no text, has nothing in it, or cannot be written as UTF-8."""
+    """Refuse a record without text, with an empty text, or with text that UTF-8 cannot hold."""
     for field in ("prompt", "messages", "id", "source"):
         if half := lone_surrogate(record.get(field)):
             raise FileError(
-                f"{where} has no valid text in the field {field!r}: {half} is half of a character; correct or delete "
-                "the line"
+                f"{where} contains the unpaired surrogate {half} in the field {field!r}; correct or delete the line"
             )
     messages = record.get("messages")
     if messages is None:
@@ -134,24 +142,24 @@ def _check_text(record: dict[str, Any], where: str) -> None:
 
 
 def settings_path(out: Path) -> Path:
-    """The small file beside the answers that says which target wrote them and how."""
+    """The small file beside the completions that says which target wrote them and how."""
     return out.with_name(f"{out.name}.settings.json")
 
 
 def check_out(out: Path, prompts: Path) -> None:
-    """Refuse a file that answers to ``prompts`` cannot be appended to, before a model is loaded for it.
+    """Refuse a file that completions of ``prompts`` cannot be appended to, before a model is loaded.
 
     Makes the folder of ``out`` and nothing else. Raises FileError.
     """
-    check_writable(out, "answers")
+    check_writable(out, "completions")
     if out.resolve() == prompts.resolve() or (out.exists() and prompts.exists() and out.samefile(prompts)):
-        raise FileError(f"{out} holds the prompts, so answers cannot be written to it; give --out another file")
+        raise FileError(f"{out} holds the prompts, so completions cannot be written to it; give --out another file")
     _answered(out)
 
 
 def write_answers(
     target: Target,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[EncodedPrompt],
     out: Path,
     *,
     rows: int = 32,
@@ -160,19 +168,20 @@ def write_answers(
     sampling: SamplingParams | None = None,
     report: Callable[[AnswerProgress], None] | None = None,
 ) -> AnswerProgress:
-    """Answer the prompts that ``out`` does not answer yet and append to it; returns the last progress.
+    """Complete the prompts that ``out`` does not hold yet and append to it; returns the last progress.
 
     rows            sequences decoded at a time
-    max_new_tokens  an answer is cut there
-    longest_prompt  prompts of more tokens are left out
-    sampling        greedy if not given; each prompt draws from a seed of its own
+    max_new_tokens  completions are cut there
+    longest_prompt  prompts of more tokens are skipped
+    sampling        greedy if not given; each prompt has its own seed
 
     Raises FileError if ``out`` cannot be written, is malformed or was written by another target, with other settings
-    or to other prompts.
+    or for other prompts.
     """
     sampling = sampling or SamplingParams()
-    if rows < 1 or max_new_tokens < 1:
-        raise InputError(f"rows and max_new_tokens must be at least 1, not {rows} and {max_new_tokens}")
+    for name, value in (("rows", rows), ("max_new_tokens", max_new_tokens)):
+        if value < 1:
+            raise InputError(f"{name} must be at least 1, got {value}")
     longest = min(longest_prompt, target.config.max_positions - 1)
     wanted = [prompt for prompt in prompts if len(prompt.ids) <= longest]
     if not wanted:
@@ -180,44 +189,45 @@ def write_answers(
     described = asdict(replace(sampling, processors=()))
     described.pop("processors")
     settings = {"fingerprint": target.fingerprint, "max_new_tokens": max_new_tokens, **described}
-    check_writable(out, "answers")
+    check_writable(out, "completions")
     _agree(out, settings)
     known = _answered(out)
     for prompt in prompts:
         if known.get(prompt.id, prompt.ids) != prompt.ids:
             raise FileError(
-                f"{out} answers another prompt under the id {prompt.id!r} than the one that is given now; write to "
-                "another file, or give prompts ids of their own (those that have none are counted by line)"
+                f"{out} holds another prompt under the id {prompt.id!r} than the one given now; write to another file, "
+                "or give each prompt an id (by default, ids are line numbers)"
             )
     _begin(out, settings)
     work = deque(_ordered([prompt for prompt in wanted if prompt.id not in known], rows * CHUNK))
     clock = _Clock(len(wanted), len(wanted) - len(work), time.monotonic())
     if report is not None:
         report(clock.progress())
-    if not work:
-        return clock.progress()
-    capacity = max(len(prompt.ids) for prompt in work) + max_new_tokens
-    engine = Engine(target.decoder, NoDrafter(), rows=min(rows, len(work)), capacity=capacity)
+    scheduler, drafter = Scheduler(target.decoder, rows=rows), NoDrafter()
     stop = frozenset(target.config.eos_token_ids)
-    growing: dict[int, tuple[Prompt, list[int]]] = {}
+    growing: dict[Ticket, tuple[EncodedPrompt, list[int]]] = {}
     with out.open("a", encoding="utf-8") as file:
-        while work or engine.active:
-            while work and engine.active < engine.cache.rows:
+        while work or growing:
+            while work and len(growing) < 2 * rows:
                 prompt = work.popleft()
                 own = replace(sampling, seed=_seed(sampling.seed, prompt.id))
-                growing[engine.add(Request(prompt.ids, max_new_tokens, own, stop))] = (prompt, [])
-            for step in engine.step():
-                prompt, answer = growing[step.row]
+                ticket = scheduler.submit(Request(prompt.ids, max_new_tokens, own, stop), drafter)
+                growing[ticket] = (prompt, [])
+            for ticket, step in scheduler.tick():
+                prompt, answer = growing[ticket]
                 answer.extend(step.tokens)
                 clock.tokens += len(step.tokens)
                 if step.finish is not None:
-                    del growing[step.row]
+                    del growing[ticket]
                     with shielded():  # whole lines only
                         file.write(_line(prompt, answer))
                         file.flush()
                     clock.answers += 1
                     if report is not None:
                         report(clock.progress())
+            for error in (ticket.error for ticket in growing):
+                if error is not None:
+                    raise error
     return clock.progress()
 
 
@@ -238,18 +248,18 @@ class _Clock:
         return AnswerProgress(self.answers, self.wanted, self.tokens, self.tokens / taken, left)
 
 
-def _line(prompt: Prompt, answer: list[int]) -> str:
+def _line(prompt: EncodedPrompt, answer: list[int]) -> str:
     record = {"id": prompt.id, "source": prompt.source, "prompt_ids": list(prompt.ids), "answer_ids": answer}
     return json.dumps(record) + "\n"
 
 
 def _seed(seed: int, name: int | str) -> int:
-    """A seed of each prompt's own: noise belongs to positions, so rows of one seed would draw alike."""
+    """A prompt's own seed: draws depend on seed and position only, so rows of one seed would draw the same numbers."""
     return (seed << 32) + zlib.crc32(repr(name).encode())
 
 
-def _ordered(prompts: Sequence[Prompt], chunk: int) -> Iterator[Prompt]:
-    """Random chunks, each sorted by length, up and down in turn so that neighbours stay alike."""
+def _ordered(prompts: Sequence[EncodedPrompt], chunk: int) -> Iterator[EncodedPrompt]:
+    """Random chunks, each sorted by length, alternately up and down so that neighbours are of similar length."""
     order = list(prompts)
     random.Random(0).shuffle(order)
     for number, first in enumerate(range(0, len(order), chunk)):
@@ -257,21 +267,21 @@ def _ordered(prompts: Sequence[Prompt], chunk: int) -> Iterator[Prompt]:
 
 
 def _agree(out: Path, settings: dict[str, Any]) -> None:
-    """Check that the file goes on as it began."""
+    """Check that the file was begun with the same settings."""
     path = settings_path(out)
     if _is_new(out) or not path.is_file():
-        return  # a part of a file of answers, say: nothing is known about how it was written
+        return  # part of another file, say: nothing is known about how it was written
     stored = read_json(path, f"delete it and {out} to start anew")
     if stored != settings:
         name = next(key for key in {**settings, **stored} if stored.get(key) != settings.get(key))
         raise FileError(
-            f"{out} was begun with {name} {stored.get(name)!r}, not {settings.get(name)!r}; go on with that, or write "
-            "to another file"
+            f"{out} was begun with {name} {stored.get(name)!r}, got {settings.get(name)!r}; use that, or write to "
+            "another file"
         )
 
 
 def _answered(out: Path) -> dict[int | str, tuple[int, ...]]:
-    """The prompts that a file answers, by id. Raises FileError for a file of anything else; changes nothing."""
+    """The prompts that a file holds completions of, by id. Raises FileError for any other file; changes nothing."""
     if _is_new(out):
         return {}
     whole, torn = _torn(out.read_bytes())
@@ -290,19 +300,21 @@ def _answered(out: Path) -> dict[int | str, tuple[int, ...]]:
         except (ValueError, KeyError, TypeError) as error:
             raise _no_answer(out, number) from error
         known[name] = tuple(prompt)
-    # only a run of ours leaves half a line, behind answers or behind the settings that it begins with
+    # only a run of ours leaves half a line, after whole lines or after the settings file, which it writes first
     if torn.strip() and not (torn.startswith(_BEGINNING[: len(torn)]) and (known or settings_path(out).is_file())):
         raise _no_answer(out, len(lines))
     return known
 
 
 def _begin(out: Path, settings: dict[str, Any]) -> None:
-    """Note how a new file begins; make another one, which has been checked, end with a whole line."""
+    """Write the settings of a new file; make an existing one, which has been checked, end with a whole line."""
     if _is_new(out):
         try:
             write_atomically(settings_path(out), json.dumps(settings, indent=2) + "\n")
         except OSError as error:
-            raise FileError(f"answers cannot be written to {out} ({error.strerror}); choose another --out") from error
+            raise FileError(
+                f"completions cannot be written to {out} ({error.strerror}); choose another --out"
+            ) from error
         return
     whole, torn = _torn(out.read_bytes())
     if torn:
@@ -317,7 +329,7 @@ def _is_new(out: Path) -> bool:
 
 
 def _torn(data: bytes) -> tuple[bytes, bytes]:
-    """A file's whole lines, the last one with or without its end, and half a line, which a killed run leaves behind."""
+    """A file's whole lines, the last with or without its line end, and the half line that a killed run leaves."""
     end = data.rfind(b"\n") + 1
     try:
         parse_json(data[end:])
@@ -328,6 +340,6 @@ def _torn(data: bytes) -> tuple[bytes, bytes]:
 
 def _no_answer(out: Path, number: int) -> FileError:
     return FileError(
-        f"line {number} of {out} is not an answer with id, prompt_ids and answer_ids; if the others are, delete that "
-        "line, else give --out another file"
+        f"line {number} of {out} is not a completion with id, prompt_ids and answer_ids; if the others are, delete "
+        "that line, else give --out another file"
     )

@@ -1,7 +1,7 @@
 """Training state on disk: one safetensors file and one JSON file, written beside and moved into place.
 
-RUN/checkpoint.safetensors    adapter weights, AdamW moments and, as metadata, the record
-RUN/checkpoint.json           the record once more, for people: step, options, streams, digest of the data
+RUN/checkpoint.safetensors    weights, AdamW moments and, as metadata, the record
+RUN/checkpoint.json           the record once more, for people: step, options, config, digest of the data
 RUN/log.jsonl                 a line of progress every few steps
 """
 

@@ -1,7 +1,7 @@
-"""Training text: prompts with answers, as token ids, one JSON object a line.
+"""Training text: prompts with completions, as token ids, one JSON object per line.
 
-A line is {"prompt_ids": [...], "answer_ids": [...]} with any other fields beside them (``anabranch train answers``
-writes id and source).
+A line is {"prompt_ids": [...], "answer_ids": [...]}; other fields are allowed (``anabranch train answers`` writes id
+and source).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,10 @@ from torch import Tensor
 from anabranch.errors import FileError, InputError
 from anabranch.files import LONE_SURROGATES
 from anabranch.jsonfiles import is_whole, read_rows, read_text
+from anabranch.learning.examples import Batch, Example
 from anabranch.model.text import encode
 
 __all__ = [
-    "Batch",
-    "Example",
     "batches",
     "digest",
     "frequent_tokens",
@@ -37,28 +35,10 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Example:
-    """A prompt and its answer; ``id`` is unique in its file, or empty."""
-
-    prompt_ids: tuple[int, ...]
-    answer_ids: tuple[int, ...]
-    source: str = ""
-    id: int | str = field(default="", compare=False)
-
-    def __len__(self) -> int:
-        return len(self.prompt_ids) + len(self.answer_ids)
-
-    @property
-    def name(self) -> str:
-        """Source and id, for messages."""
-        return " ".join(filter(None, (self.source, str(self.id)))) or "unnamed"
-
-
 def read_examples(path: Path, *, vocab_size: int, max_tokens: int) -> list[Example]:
-    """Read an answers file; examples longer than ``max_tokens`` are cut at the end.
+    """Read a file of completions; examples longer than ``max_tokens`` are cut at the end.
 
-    Raises FileError that names the line which is not as it should be.
+    Raises FileError that names the malformed line.
     """
     if not path.is_file():
         raise FileError(f"there is no file {path}; write one with 'anabranch train answers'")
@@ -79,15 +59,15 @@ def read_examples(path: Path, *, vocab_size: int, max_tokens: int) -> list[Examp
                 Example(tuple(prompt), tuple(answer), str(record.get("source", "")), str(record.get("id", number)))
             )
     if not examples:
-        raise FileError(f"{path} has no prompt with an answer of at least 2 tokens")
+        raise FileError(f"{path} has no prompt with a completion of at least 2 tokens")
     return examples
 
 
 def read_texts(path: Path, tokenizer: Any, *, max_tokens: int, prompt_tokens: int = 8) -> list[Example]:
-    """Read plain text: a JSONL file with a field ``text`` a line, or any other file as one text.
+    """Read plain text: a JSONL file with a field ``text`` per line, or any other file as one text.
 
-    Texts are cut into stretches of ``max_tokens``, of which the first ``prompt_tokens`` carry no streams. Raises
-    FileError that names the line which is not as it should be.
+    Texts are cut into stretches of ``max_tokens``; the first ``prompt_tokens`` of each count as its prompt. Raises
+    FileError that names the malformed line.
     """
     if not path.is_file():
         raise FileError(f"there is no file {path}; give a text file or a JSONL file with a field 'text'")
@@ -98,8 +78,7 @@ def read_texts(path: Path, tokenizer: Any, *, max_tokens: int, prompt_tokens: in
                 raise FileError(f"line {number} of {path} is not a JSON object with a field 'text'")
             if half := lone_surrogate([record["text"], record.get("source")]):
                 raise FileError(
-                    f"line {number} of {path} is no valid text: {half} is half of a character; correct or delete the "
-                    "line"
+                    f"line {number} of {path} contains the unpaired surrogate {half}; correct or delete the line"
                 )
             texts.append((record["text"], str(record.get("source", path.stem))))
     else:
@@ -117,7 +96,7 @@ def read_texts(path: Path, tokenizer: Any, *, max_tokens: int, prompt_tokens: in
 
 
 def lone_surrogate(value: Any) -> str:
-    """The first lone surrogate of a JSON value, escaped: half of a character, which UTF-8 cannot hold. Else nothing."""
+    """The first unpaired surrogate of a JSON value, escaped, or "" if there is none; UTF-8 cannot hold one."""
     found = LONE_SURROGATES.search(json.dumps(value, ensure_ascii=False))
     return "" if found is None else ascii(found[0][0])[1:-1]
 
@@ -133,12 +112,12 @@ def digest(examples: Iterable[Example]) -> str:
 def split(examples: Sequence[Example], held_out: int, seed: int = 0) -> tuple[list[Example], list[Example]]:
     """Training and held-out examples; no prompt is in both.
 
-    Prompts are drawn by lots of their own: what was trained on is not held out when more data comes.
+    A hash of each prompt decides, so most of what was trained on stays in training when data are added.
     """
     if held_out < 0:
-        raise InputError(f"the number of held-out examples must be at least 0, not {held_out}")
+        raise InputError(f"held_out must be at least 0, got {held_out}")
     if held_out >= len(examples):
-        raise InputError(f"{held_out} held-out examples were asked for, but there are only {len(examples)} in all")
+        raise InputError(f"held_out must be less than the {len(examples)} examples there are, got {held_out}")
     order = sorted(examples, key=lambda example: _lot(example.prompt_ids, seed))
     evaluation = order[:held_out]
     prompts = {example.prompt_ids for example in evaluation}
@@ -150,14 +129,14 @@ def _lot(prompt_ids: tuple[int, ...], seed: int) -> bytes:
 
 
 def frequent_tokens(examples: Iterable[Example], size: int, vocab_size: int, always: Iterable[int] = ()) -> Tensor:
-    """The ``size`` most frequent answer tokens, sorted, ``always`` among them: the draft vocabulary."""
+    """The ``size`` most frequent completion tokens, sorted, ``always`` among them: the draft vocabulary."""
     counts = Counter(token for example in examples for token in example.answer_ids)
     chosen = {token for token in always if 0 <= token < vocab_size}
     for token, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
         if len(chosen) >= size:
             break
         chosen.add(token)
-    # low ids are the tokenizer's first merges, so they are the best guess for what the sample lacks
+    # low ids are the tokenizer's first merges: the best guess for what the sample lacks
     for token in range(vocab_size):
         if len(chosen) >= size:
             break
@@ -165,40 +144,8 @@ def frequent_tokens(examples: Iterable[Example], size: int, vocab_size: int, alw
     return torch.tensor(sorted(chosen))
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Padded examples: tokens [B, T], lengths [B], first position that carries streams [B] (the last prompt token).
-
-    ``names`` are the examples' sources and ids, for messages.
-    """
-
-    tokens_BT: Tensor
-    lengths_B: Tensor
-    starts_B: Tensor
-    names: tuple[str, ...] = ()
-
-    @staticmethod
-    def of(examples: Sequence[Example]) -> Batch:
-        """Right-padded with 0; padding is never attended to."""
-        width = max(len(example) for example in examples)
-        tokens = torch.zeros(len(examples), width, dtype=torch.long)
-        for b, example in enumerate(examples):
-            tokens[b, : len(example)] = torch.tensor((*example.prompt_ids, *example.answer_ids))
-        return Batch(
-            tokens,
-            torch.tensor([len(example) for example in examples]),
-            torch.tensor([len(example.prompt_ids) - 1 for example in examples]),
-            tuple(example.name for example in examples),
-        )
-
-    @property
-    def size(self) -> int:
-        """Rows."""
-        return len(self.lengths_B)
-
-
 def batches(examples: Sequence[Example], tokens: int, *, seed: int) -> Iterator[Batch]:
-    """One epoch of batches of about ``tokens`` padded tokens, alike in length, in a random order fixed by ``seed``."""
+    """One epoch of batches of about ``tokens`` padded tokens; each has examples of similar length, the order is random."""
     rng = random.Random(seed)
     order = list(examples)
     rng.shuffle(order)

@@ -23,7 +23,7 @@ def draw_curves(log: Sequence[Mapping[str, Any]], curve: Curve, path: Path) -> N
             above.plot(steps, lengths, color=BLUE, marker="o")
         above.axhline(1.0, color=GREY, linestyle=":", label="plain decoding")
         above.set(ylabel="tokens per pass")
-        above.set_title("Held-out answers, trees of 16 nodes (predicted)")
+        above.set_title("Held-out completions (predicted)")
         above.legend()
         below.plot([line["step"] for line in log], [line["loss"] for line in log], color=RED)
         below.set(xlabel="step", ylabel="loss")

@@ -1,4 +1,4 @@
-"""From a target, a recipe and examples to an adapter folder: what ``anabranch train streams`` does.
+"""From a target, a recipe and examples to an adapter folder: what ``anabranch train METHOD`` does.
 
 FOLDER/adapter_config.json, adapter.safetensors, README.md    the adapter, written at the end
 FOLDER/training/                                              checkpoint and log; may be deleted afterwards
@@ -15,29 +15,42 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from anabranch.adapters.folder import TargetIdentity, load_adapter, save_adapter
-from anabranch.errors import FileError, InputError, TrainingWarning
+from anabranch.errors import CapabilityError, FileError, InputError, TrainingWarning
 from anabranch.files import check_folder
 from anabranch.jsonfiles import read_json
+from anabranch.learning.examples import Example
+from anabranch.learning.recipe import Recipe
 from anabranch.memory import keep_memory
-from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.methods import Method, methods
+from anabranch.methods.trained import Trained, TrainedModule
+from anabranch.model.decoder import Decoder
 from anabranch.model.load import Target
 from anabranch.model.pack import pack_decoder
 from anabranch.train.advice import Watch, before
 from anabranch.train.answers import settings_path
 from anabranch.train.checkpoint import read_log
-from anabranch.train.data import Example, frequent_tokens, read_examples, read_texts, split
-from anabranch.train.recipes import Recipe
+from anabranch.train.data import frequent_tokens, read_examples, read_texts, split
 from anabranch.train.trainer import TREES, Progress, Trainer
 
-__all__ = ["check_data", "check_folder_is_free", "read_data", "train_streams"]
+__all__ = ["check_data", "check_folder_is_free", "read_data", "train_adapter", "trainable"]
+
+
+def trainable(name: str | None = None) -> Method:
+    """The method of a name whose weights can be trained here; without a name, the first. Raises InputError."""
+    known = [method for method in methods() if method.trained is not None]
+    for method in known:
+        if name in (None, method.name):
+            return method
+    raise InputError(f"the method {name!r} cannot be trained; give one of {', '.join(method.name for method in known)}")
 
 
 def check_data(answers: Path | None, text: Path | None, init: Path | None = None) -> None:
-    """Check that what a training reads is there, before a model is loaded for it. Raises InputError or FileError."""
+    """Check that the files a training reads exist, before a model is loaded. Raises InputError or FileError."""
     if (answers is None) == (text is None):
-        raise InputError("give either an answers file (--answers) or plain text (--text)")
+        raise InputError("give either a file of completions (--answers) or plain text (--text)")
     path = answers or text
     if path is not None and not path.is_file():
         hint = (
@@ -49,9 +62,9 @@ def check_data(answers: Path | None, text: Path | None, init: Path | None = None
 
 
 def check_folder_is_free(folder: Path, *, force: bool) -> None:
-    """Check that an adapter can be written to ``folder`` and that no finished one is replaced unless ``force`` says so.
+    """Check that an adapter can be written to ``folder``, and that a finished one is replaced only with ``force``.
 
-    An unfinished run in it is no obstacle: a training goes on with it. Raises FileError.
+    An unfinished run in it is fine: the training resumes it. Raises FileError.
     """
     if folder.exists() and not folder.is_dir():
         raise FileError(f"{folder} is a file; give --out a folder")
@@ -63,9 +76,9 @@ def check_folder_is_free(folder: Path, *, force: bool) -> None:
 def read_data(
     target: Target, recipe: Recipe, *, answers: Path | None = None, text: Path | None = None
 ) -> list[Example]:
-    """The examples of an answers file or of plain text; exactly one of them is given.
+    """The examples of a file of completions or of plain text; give exactly one of them.
 
-    Raises FileError where the answers are known to be another target's: streams learn what their target says.
+    Raises FileError where the completions are known to be another target's: a method learns what its target says.
     """
     check_data(answers, text)
     max_tokens = min(recipe.max_tokens, target.config.max_positions)
@@ -74,17 +87,18 @@ def read_data(
     assert answers is not None
     settings = settings_path(answers)
     if settings.is_file():
-        written = read_json(settings, "delete it if the answers are this target's").get("fingerprint")
+        written = read_json(settings, "delete it if the completions are this target's").get("fingerprint")
         if written != target.fingerprint:
             raise FileError(
                 f"{answers} was written by another target (fingerprint {str(written)[:12]}) than {target.name} "
-                f"(fingerprint {target.fingerprint[:12]}); write answers with this one"
+                f"(fingerprint {target.fingerprint[:12]}); write completions with this one"
             )
     return read_examples(answers, vocab_size=target.config.vocab_size, max_tokens=max_tokens)
 
 
-def train_streams(
+def train_adapter(
     target: Target,
+    method: Method,
     recipe: Recipe,
     examples: list[Example],
     folder: Path,
@@ -95,33 +109,27 @@ def train_streams(
     command: str = "",
     licences: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Train an adapter and write its folder; returns its record (``adapter_config.json``).
+    """Train an adapter for ``method`` and write its folder; returns its record (``adapter_config.json``).
 
-    init      adapter folder whose weights to begin with, of the same target and the same streams (it may lack the root
-              term and have fewer streams: new ones begin as its last one; and fewer layers: new ones, below its own,
-              begin at zero); the draft vocabulary is drawn anew
+    init      adapter folder of the same target and method to begin with; the draft vocabulary is chosen anew
     command   how to repeat this, for the card
     licences  of the data by source, for the card
     """
+    if method.trained is None:
+        raise CapabilityError(f"the method {method.name!r} has nothing to train; see 'anabranch train --help'")
     keep_memory()
     training, held_out = split(examples, recipe.held_out, recipe.options.seed)
-    size, vocabulary = recipe.draft_vocabulary, None
-    if 0 < size < target.config.vocab_size:
-        always = [token for token in (*target.config.eos_token_ids, target.config.bos_token_id) if token is not None]
-        vocabulary = frequent_tokens(training, size, target.config.vocab_size, always)
     torch.manual_seed(recipe.options.seed)  # initial weights; nothing else of a training is random but its order
-    adapter = StreamAdapter(target.config, recipe.streams, vocabulary).to(target.decoder.device)
-    begun = None if init is None else _begin_with(adapter, init, target)
-    frozen = target.decoder
-    if target.decoder.device.type == "cpu" or target.quantize != "none":  # else there is nothing to pack
-        copied = copy.deepcopy(target.decoder)
-        frozen = copied if pack_decoder(copied) else frozen
-    plan = {name: getattr(recipe, name) for name in ("draft_vocabulary", "held_out", "max_tokens")}
+    vocabulary = _vocabulary(target, recipe, training)
+    module = method.trained.make(target.config, recipe.config, vocabulary).to(target.decoder.device)
+    begun = None if init is None else _begin(method, method.trained, module, init, target)
     check_folder(folder, "the adapter", "folder (--out)")
+    objective = method.trained.objective(target.decoder, module, recipe, frozen=_frozen(target))
+    plan = {"method": method.name, **_made_with(recipe)}
     run = folder / "training"
-    trainer = Trainer(target.decoder, adapter, training, held_out, recipe.options, run, frozen=frozen, plan=plan)
+    trainer = Trainer(target.decoder, module, objective, training, held_out, recipe.options, run, plan=plan)
     longest = min(recipe.max_tokens, target.config.max_positions)
-    _warn(before(training, recipe.options, trainer.steps, adapter.num_parameters(), max_tokens=longest))
+    _warn(before(training, recipe.options, trainer.steps, module.num_parameters(), max_tokens=longest))
     watch = Watch(bool(held_out))
 
     def watched(progress: Progress) -> None:
@@ -130,23 +138,64 @@ def train_streams(
             _warn(watch.see(read_log(run), progress))
 
     evaluation = trainer.run(watched, resume=resume)
-    measured = _measured(evaluation, len(held_out)) if held_out else {}
-    sources = Counter(example.source for example in training)
+    measured = _measured(evaluation, len(held_out), objective.predictor) if held_out else {}
     record = {
         "command": command,
         **({} if begun is None else {"init": begun}),
-        "data": [
-            {"source": source, "examples": count, "licence": (licences or {}).get(source, "")}
-            for source, count in sorted(sources.items())
-        ],
+        "data": _sources(training, licences or {}),
         "examples": len(training),
         "answer_tokens": sum(len(example.answer_ids) for example in training),
         "steps": trainer.done,
-        "options": asdict(recipe.options),
+        "options": {**asdict(recipe.options), "loss": asdict(recipe.loss)},
         "held_out": recipe.held_out,
         "max_tokens": recipe.max_tokens,
     }
-    return save_adapter(folder, adapter, target=TargetIdentity.of(target), training=record, measured=measured)
+    identity = TargetIdentity.of(target)
+    return save_adapter(folder, module, method=method, target=identity, training=record, measured=measured)
+
+
+def _vocabulary(target: Target, recipe: Recipe, training: list[Example]) -> Tensor | None:
+    size = recipe.draft_vocabulary
+    if not 0 < size < target.config.vocab_size:
+        return None
+    always = [token for token in (*target.config.eos_token_ids, target.config.bos_token_id) if token is not None]
+    return frequent_tokens(training, size, target.config.vocab_size, always)
+
+
+def _frozen(target: Target) -> Decoder:
+    """What runs the passes without gradients: a packed copy of the target, where packing is possible."""
+    if target.decoder.device.type != "cpu" and target.quantize == "none":
+        return target.decoder
+    copied = copy.deepcopy(target.decoder)
+    return copied if pack_decoder(copied) else target.decoder
+
+
+def _made_with(recipe: Recipe) -> dict[str, Any]:
+    """What decides about examples and vocabulary."""
+    return {name: getattr(recipe, name) for name in ("draft_vocabulary", "held_out", "max_tokens")}
+
+
+def _begin(method: Method, trained: Trained, module: TrainedModule, init: Path, target: Target) -> str:
+    """Copy the weights of an adapter folder into ``module``; returns the SHA-256 that the folder's record states."""
+    loaded = load_adapter(init, target)
+    if loaded.method.name != method.name:
+        raise InputError(
+            f"the adapter in {init} is for the method {loaded.method.name!r}, got {method.name!r} to train; begin with "
+            "an adapter of that method"
+        )
+    try:
+        trained.begin(module, loaded.module)
+    except InputError as error:
+        raise InputError(f"the adapter in {init} cannot be begun with: {error}") from error
+    return str(loaded.record["sha256"])
+
+
+def _sources(training: Iterable[Example], licences: Mapping[str, str]) -> list[dict[str, Any]]:
+    counts = Counter(example.source for example in training)
+    return [
+        {"source": source, "examples": count, "licence": licences.get(source, "")}
+        for source, count in sorted(counts.items())
+    ]
 
 
 def _warn(sentences: Iterable[str]) -> None:
@@ -154,42 +203,19 @@ def _warn(sentences: Iterable[str]) -> None:
         warnings.warn(sentence, TrainingWarning, stacklevel=3)
 
 
-def _measured(evaluation: Mapping[str, Any], held_out: int) -> dict[str, Any]:
+def _measured(evaluation: Mapping[str, Any], held_out: int, predictor: str) -> dict[str, Any]:
     """An evaluation under names that say what each value is, for the record and its card."""
-    lengths = ("tree", *(f"{nodes} nodes" for nodes in TREES), "chain", "tree without conditioning", "by source")
     tops = {name.removeprefix("top "): shares for name, shares in evaluation.items() if name.startswith("top ")}
     accuracy = {"best token" if top == "1" else f"one of the {top} best": shares for top, shares in tops.items()}
+    trees = ("tree", *(f"{nodes} nodes" for nodes in TREES))
+    lengths = {name: value for name, value in evaluation.items() if isinstance(value, float)}
+    order = [name for name in (*trees, *lengths) if name in lengths]
     return {
         "held-out answers": held_out,
-        "predicted mean acceptance length": {name: evaluation[name] for name in lengths if name in evaluation},
-        "accuracy by stream": accuracy,
+        "predicted mean acceptance length": {
+            **{name: lengths[name] for name in order},
+            "by source": evaluation["by source"],
+        },
+        f"accuracy by {predictor}": accuracy,
         "share of drafted steps that accept at least 1, 2, ... tokens": evaluation["at least"],
     }
-
-
-def _begin_with(adapter: StreamAdapter, init: Path, target: Target) -> str:
-    """Copy the weights of an adapter folder into ``adapter``; returns the SHA-256 that the folder's record states."""
-    loaded = load_adapter(init, target)
-    mine, theirs = adapter.config.to_dict(), loaded.adapter.config.to_dict()
-    if not theirs["root_width"]:
-        theirs["root_width"] = mine["root_width"]  # a root term begins at zero: it changes nothing yet
-    more = mine["num_streams"] - theirs["num_streams"]
-    lower = mine["num_stream_layers"] - theirs["num_stream_layers"]
-    for name, grows in (("num_streams", more), ("num_stream_layers", lower)):
-        theirs[name] = mine[name] if grows > 0 else theirs[name]
-    if mine != theirs:
-        name = next(name for name in mine if mine[name] != theirs[name])
-        raise InputError(
-            f"the adapter in {init} has {name} {theirs[name]!r}, and this training asks for {mine[name]!r}; "
-            "begin with another adapter or give the same option"
-        )
-    weights = {name: value for name, value in loaded.adapter.state_dict().items() if name != "vocabulary"}
-    for name in ("embeddings", "root.streams"):  # what each stream has of its own
-        if more > 0 and name in weights:
-            weights[name] = torch.cat((weights[name], weights[name][-1:].expand(more, -1)))
-    moved = {}  # the layers stay at the top of the target
-    for name in [name for name in weights if name.startswith("layers.") and lower > 0]:
-        _, index, rest = name.split(".", 2)
-        moved[f"layers.{int(index) + lower}.{rest}"] = weights.pop(name)
-    adapter.load_state_dict(weights | moved, strict=False)
-    return str(loaded.record["sha256"])

@@ -1,1 +1,1 @@
-"""Drafts fitted to the machine: measure what a pass costs and what drafts would have given, and choose."""
+"""Fit speculation to a machine: measure what steps cost, replay what drafts would have given, choose and check."""

@@ -1,9 +1,10 @@
 """Choose the drafter that a machine decodes fastest with.
 
-1. *Latency*: what a step costs by the nodes it verifies and by the nodes it drafts, with the real drafters in place.
+1. *Times*: what a step costs by the nodes it verifies, the nodes it drafts and the depth it prepares, with the real
+   drafters in place. These costs are what the controller of speculation starts from afterwards.
 2. *Acceptance*: plain decoding of the prompts, with the drafts that would have been made at every position recorded.
-3. *Prediction*: every candidate is replayed from the recording (``analysis.simulate``), and its steps are priced.
-4. *Check*: the best candidate and plain decoding decode the prompts in turns; both numbers go into the profile.
+3. *Prediction*: every candidate is replayed from the recordings (``analysis.simulate``), and its steps are priced.
+4. *Check*: the best candidate, "auto" and plain decoding decode the prompts in turns; the fastest is chosen.
 """
 
 from __future__ import annotations
@@ -11,188 +12,172 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from torch import nn
 
-from anabranch.analysis.simulate import Cut, Latency, Prediction, simulate
-from anabranch.analysis.trace import Trace, TraceWriter, read_trace
+from anabranch.analysis.simulate import Prediction
+from anabranch.analysis.trace import TraceRow, TraceWriter, read_trace
 from anabranch.engine import Engine, Request
 from anabranch.errors import InputError
-from anabranch.methods import Context, Drafter, Observation, StepCosts, make_drafter, with_costs
-from anabranch.methods.base import Wrapped
-from anabranch.methods.beliefs import Width
-from anabranch.methods.combined import CombinedDrafter
-from anabranch.methods.none import NoDrafter
-from anabranch.methods.streams.adapter import StreamAdapter
-from anabranch.methods.streams.draft import DraftOptions
-from anabranch.model.decoder import Rider
+from anabranch.methods import Drafter, Observation, Row, Spec, Taps, make_drafter
+from anabranch.model.decoder import PassResult, Rider
 from anabranch.model.load import Target
 from anabranch.tree import DraftTree
-from anabranch.tune.latency import Measured, measure_steps
+from anabranch.tune.candidates import PLAIN, Candidate, Candidates, find_candidates
+from anabranch.tune.timing import MeasuredTimes, measure_times
 
-__all__ = ["Candidate", "Fit", "candidates", "fit"]
+__all__ = ["Fit", "Tried", "fit"]
 
-BUDGETS = (3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
-THRESHOLDS = (0.02, 0.05, 0.1)
-BOUNDS = (8, 16, 32)
-LOOKUPS = (2, 3, 6, 10)
 DRIFT = 0.1  # of plain decoding's speed between the timed steps and the check, above which the choice is doubtful
 Report = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A drafter, and how it is replayed from the recording of its method's widest one.
+class Tried:
+    """A candidate with its prediction over all prompts, in tokens/s while decoding."""
 
-    cut    what is drafted
-    most   nodes that are verified at most, where trees are merged or fitted
-    auto   the nodes that are verified are chosen at every step
-    """
-
-    spec: str
-    method: str
-    cut: Cut = field(default_factory=Cut)
-    most: int | None = None
-    auto: bool = False
-
-    @property
-    def nodes(self) -> int | None:
-        """The node budget, if there is one."""
-        return self.cut.nodes if self.most is None else self.most
-
-    def full_spec(self, latency: Measured) -> str:
-        """With the costs that trees are fitted to, as measured."""
-        return with_costs(self.spec, self.costs(latency)) if self.auto else self.spec
-
-    def costs(self, latency: Measured) -> StepCosts:
-        """What steps cost by the nodes they verify, as ``tree=auto`` reads them again."""
-        table = self._table(latency)
-        return StepCosts.parse(str(StepCosts(table.widths, table.ms)))
-
-    def replay(self, traces: Sequence[Trace], latency: Measured) -> list[Prediction]:
-        """One prediction a recording."""
-        width = None if self.most is None else Width(self.most, self.costs(latency) if self.auto else None)
-        return [simulate(trace, self.cut, latency=self._table(latency), width=width) for trace in traces]
-
-    def _table(self, latency: Measured) -> Latency:
-        return latency.table(self.method, self.nodes, merged=self.most is not None)
+    candidate: Candidate
+    prediction: Prediction
+    rate: float
 
 
 @dataclass
 class Fit:
-    """What was found. Tokens a second of decoding, prompts not counted; ``interval`` is 90 % over prompts.
+    """What was found. All rates are tokens/s while decoding; the time to read prompts is not counted.
 
-    spec              the chosen drafter in full
-    measured, plain   over all prompts, of the chosen drafter and of plain decoding in turns
-    costs             of steps by width, a method that can fit its trees to them
+    predicted                  the candidate with the best prediction
+    prediction, interval       its rate, and a 90 % interval over prompts
+    predicted_plain            plain decoding's predicted rate
+    measured, auto, plain      rates over all prompts, in turns: of ``predicted``, of "auto" and of plain decoding
+    auto_spec                  what "auto" stands for
+    times                      what steps cost
+    tried                      every candidate
     """
 
-    chosen: Candidate
-    spec: str
+    predicted: Candidate
     prediction: float
     interval: tuple[float, float]
     predicted_plain: float
     measured: float
+    auto: float
     plain: float
-    latency: Measured
-    costs: dict[str, StepCosts] = field(default_factory=dict)
-    tried: list[tuple[Candidate, Prediction, float]] = field(default_factory=list)
+    auto_spec: Spec
+    times: MeasuredTimes
+    tried: list[Tried] = field(default_factory=list)
+
+    @property
+    def spec(self) -> Spec:
+        """The drafter that was measured to be fastest; of equals, the predicted one."""
+        plain = self.tried[0].candidate.spec
+        found = [(self.measured, self.predicted.spec), (self.auto, self.auto_spec), (self.plain, plain)]
+        return max(found, key=lambda pair: pair[0])[1]
 
     @property
     def speedup(self) -> float:
-        """Measured, over plain decoding."""
-        return self.measured / self.plain
+        """The fastest measured rate over plain decoding's."""
+        return max(self.measured, self.auto, self.plain) / self.plain
+
+    @property
+    def costs(self) -> dict[str, str]:
+        """What the parts of a step cost with the drafter that "auto" stands for, as profiles keep it."""
+        return self.times.groups[self._auto_group].to_dict()
+
+    @property
+    def _auto_group(self) -> str:
+        return next(one.candidate.group for one in self.tried if one.candidate.spec == self.auto_spec)
 
     @property
     def drift(self) -> float:
-        """How fast plain decoding was in the check, over how fast the timed steps said: 1 on a machine at rest."""
+        """Plain decoding's rate in the check over the rate predicted from timed steps: 1 on a machine at rest."""
         return self.plain / self.predicted_plain if self.predicted_plain else 1.0
 
     @property
     def doubtful(self) -> bool:
         """Whether other jobs disturbed the measurement so much that the choice may be wrong."""
-        return self.latency.busy or abs(self.drift - 1) > DRIFT
+        return self.times.busy or abs(self.drift - 1) > DRIFT
 
-
-def candidates(*, streams: bool) -> list[Candidate]:
-    """What is tried: plain decoding, prompt lookup, and with an adapter streams alone and merged with prompt lookup."""
-    found = [Candidate("none", "none")]
-    found += [Candidate(f"prompt_lookup:tokens={n}", "prompt_lookup", Cut(depth=n)) for n in LOOKUPS]
-    if not streams:
-        return found
-    alone, merged = "streams", "streams+prompt_lookup"
-    for n in BUDGETS:
-        cut = Cut(nodes=n, depth=DraftOptions(nodes=n).streams(n))
-        found.append(Candidate(f"streams:tree={n}", alone, cut))
-        found += [Candidate(f"streams:tree={n},threshold={t}", alone, replace(cut, threshold=t)) for t in THRESHOLDS]
-        found.append(Candidate(f"streams:tree={n}+prompt_lookup", merged, most=n))
-    for n in BOUNDS:
-        found.append(Candidate(f"streams:tree=auto,nodes={n}", alone, Cut(nodes=n), most=n, auto=True))
-        found.append(Candidate(f"streams:tree=auto,nodes={n}+prompt_lookup", merged, most=n, auto=True))
-    return found
+    def record(self, *, prompts: int, max_new_tokens: int) -> dict[str, Any]:
+        """For profiles and --json: what was measured and predicted, beside the drafter and its costs."""
+        return {
+            "prompts": prompts,
+            "max_new_tokens": max_new_tokens,
+            "predicted_drafter": str(self.predicted.spec),
+            "predicted_tokens_per_second": round(self.prediction, 2),
+            "interval_90": [round(value, 2) for value in self.interval],
+            "measured_tokens_per_second": round(self.measured, 2),
+            "auto_drafter": str(self.auto_spec),
+            "auto_tokens_per_second": round(self.auto, 2),
+            "plain_tokens_per_second": round(self.plain, 2),
+            "predicted_plain_tokens_per_second": round(self.predicted_plain, 2),
+            "speedup": round(self.speedup, 3),
+            "drift": round(self.drift, 3),
+            "doubtful": self.doubtful,
+            "date": date.today().isoformat(),
+            "times": {group: times.to_dict() for group, times in self.times.groups.items()},
+            "candidates": [
+                {
+                    "drafter": str(one.candidate.spec),
+                    "tokens_per_second": round(one.rate, 2),
+                    "tokens_a_step": round(one.prediction.mean_acceptance_length, 3),
+                }
+                for one in self.tried
+            ],
+        }
 
 
 def fit(
     target: Target,
-    adapter: StreamAdapter | None,
+    modules: Sequence[nn.Module | None],
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int = 96,
     seed: int = 0,
     report: Report = lambda what, done, total: None,
 ) -> Fit:
-    """Measure, replay, choose and check. ``report`` is told what is being done and how far it is."""
+    """Measure, replay, choose and check.
+
+    modules  what was trained for the target, as for ``make_drafter``
+    prompts  token ids of each prompt
+    report   called with what is being done, steps done and steps in all
+
+    Raises InputError without prompts.
+    """
     if not prompts:
         raise InputError("tuning needs at least one prompt")
-    tried = candidates(streams=adapter is not None)
-    # attention grows with the text, and time is a sum: so a prompt of the mean length
+    found = find_candidates(target.decoder, modules)
+    # attention grows with the context, and times are summed: so a prompt of the mean length
     usual = max(prompts, key=len)[: round(statistics.mean(map(len, prompts)))]
-    latency = measure_steps(target, adapter, usual, max_new_tokens=max_new_tokens, report=report)
-    results = []
-    with tempfile.TemporaryDirectory() as folder:
-        traces = _record(target, adapter, prompts, max_new_tokens, Path(folder), report)
-        for done, candidate in enumerate(tried):
-            report("replays", done, len(tried))
-            results.append((candidate, candidate.replay(traces[candidate.method], latency)))
-    totals = [(candidate, _sum(parts), _rate(parts)) for candidate, parts in results]
-    best = max(range(len(totals)), key=lambda i: totals[i][2])
-    chosen, _, prediction = totals[best]
-    spec = chosen.full_spec(latency)
-    measured = _check(target, adapter, spec, prompts, max_new_tokens, report)
+    times = measure_times(target.decoder, found.timed, usual, max_new_tokens=max_new_tokens, report=report)
+    recorded = _record(target, found, prompts, max_new_tokens, report)
+    tried: list[Tried] = []
+    parts: list[list[Prediction]] = []
+    for done, candidate in enumerate(found.tried):
+        report("replays", done, len(found.tried))
+        rows = [recorded[method] for method in candidate.methods] or [next(iter(recorded.values()))]
+        parts.append(candidate.replay(rows, times.groups[candidate.group]))
+        tried.append(Tried(candidate, _sum(parts[-1]), _rate(parts[-1])))
+    best = max(range(len(tried)), key=lambda i: tried[i].rate)
+    predicted, auto = tried[best].candidate, found.auto
+    measured = _check(target, modules, [tried[0].candidate, predicted, auto], prompts, max_new_tokens, report)
     return Fit(
-        chosen=chosen,
-        spec=spec,
-        prediction=prediction,
-        interval=_interval(results[best][1], seed),
-        predicted_plain=next(rate for candidate, _, rate in totals if candidate.spec == "none"),
-        measured=measured[spec],
-        plain=measured["none"],
-        latency=latency,
-        costs={candidate.method: candidate.costs(latency) for candidate in tried if candidate.auto},
-        tried=totals,
+        predicted=predicted,
+        prediction=tried[best].rate,
+        interval=_interval(parts[best], seed),
+        predicted_plain=tried[0].rate,
+        measured=measured[str(predicted.spec)],
+        auto=measured[str(auto.spec)],
+        plain=measured[PLAIN],
+        auto_spec=auto.spec,
+        times=times,
+        tried=tried,
     )
-
-
-class _Shared(Wrapped):
-    """A drafter that takes part in several recordings: it drafts and observes once a step."""
-
-    def __init__(self, drafter: Drafter) -> None:
-        super().__init__(drafter)
-        self._trees: list[DraftTree] | None = None
-
-    def draft(self, contexts: Sequence[Context]) -> list[DraftTree]:
-        if self._trees is None:
-            self._trees = self.drafter.draft(contexts)
-        return self._trees
-
-    def observe(self, contexts: Sequence[Context], seen: Observation) -> None:
-        if self._trees is not None:
-            self.drafter.observe(contexts, seen)
-            self._trees = None
 
 
 class _Beside(Drafter):
@@ -200,66 +185,80 @@ class _Beside(Drafter):
 
     def __init__(self, watched: Sequence[Drafter]) -> None:
         self.watched = watched
+        layers = {layer for drafter in watched for layer in drafter.needs.layers}
+        self.needs = Taps(tuple(sorted(layers)), any(drafter.needs.prompt for drafter in watched))
 
     @property
-    def room(self) -> int:
-        return max(drafter.room for drafter in self.watched)
+    def margin(self) -> int:
+        return max(drafter.margin for drafter in self.watched)
 
     @property
     def rider(self) -> Rider | None:
         return next((drafter.rider for drafter in self.watched if drafter.rider is not None), None)
 
-    def draft(self, contexts: Sequence[Context]) -> list[DraftTree]:
+    def join(self, row: Row) -> None:
         for drafter in self.watched:
-            drafter.draft(contexts)
-        return [DraftTree.root(context.root) for context in contexts]
+            drafter.join(row)
 
-    def observe(self, contexts: Sequence[Context], seen: Observation) -> None:
+    def read(self, row: Row, result: PassResult, start: int) -> None:
         for drafter in self.watched:
-            drafter.observe(contexts, seen)
+            if drafter.needs.prompt:
+                drafter.read(row, result, start)
 
-    def leave(self, context: Context) -> None:
+    def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
         for drafter in self.watched:
-            drafter.leave(context)
+            drafter.draft(rows, drafter.max_nodes)
+        return [DraftTree.root(row.root) for row in rows]
+
+    def observe(self, rows: Sequence[Row], seen: Observation) -> None:
+        for drafter in self.watched:
+            drafter.observe(rows, seen)
+
+    def leave(self, row: Row) -> None:
+        super().leave(row)
+        for drafter in self.watched:
+            drafter.leave(row)
 
 
 def _record(
-    target: Target,
-    adapter: StreamAdapter | None,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    folder: Path,
-    report: Report,
-) -> dict[str, list[Trace]]:
-    """By method, one recording a prompt of its widest drafts at every position; merged trees are not cut.
+    target: Target, found: Candidates, prompts: Sequence[Sequence[int]], max_new_tokens: int, report: Report
+) -> dict[str, list[TraceRow]]:
+    """By method, one recording a prompt of its largest drafts at every position.
 
-    The text does not depend on drafts, so each prompt is decoded once for all methods.
+    The text does not depend on drafts, so each prompt is decoded once for all methods that can ride together.
     """
-    lookup = _Shared(make_drafter("prompt_lookup", target.decoder))
-    drafters: dict[str, Drafter] = {"none": NoDrafter(), "prompt_lookup": lookup}
-    if adapter is not None:
-        streams = _Shared(make_drafter(f"streams:tree={BUDGETS[-1]}", target.decoder, adapter))
-        nodes = streams.max_nodes + lookup.max_nodes
-        drafters |= {"streams": streams, "streams+prompt_lookup": CombinedDrafter([streams, lookup], nodes=nodes)}
-    traces: dict[str, list[Trace]] = {method: [] for method in drafters}
     stop = frozenset(target.config.eos_token_ids)
-    for number, prompt in enumerate(prompts):
-        report("recording drafts", number, len(prompts))
-        paths = {method: folder / f"{number}-{method}.jsonl" for method in drafters}
-        with ExitStack() as stack:
-            writers = [
-                stack.enter_context(TraceWriter(path, settings={"drafter": method}, every_position=True))
-                for method, path in paths.items()
-            ]
-            watched = [writer.watch(drafter) for writer, drafter in zip(writers, drafters.values(), strict=True)]
-            engine = Engine(target.decoder, _Beside(watched), capacity=len(prompt) + max_new_tokens + 1)
-            engine.add(Request(prompt, max_new_tokens, stop_ids=stop))
-            for step in engine.run():
-                for writer in writers:
-                    writer.add(step)
-        for method, path in paths.items():
-            traces[method].append(read_trace(path))
-    return traces
+    rows: dict[str, list[TraceRow]] = {method: [] for method in found.recorded}
+    groups = _together(found.recorded)
+    with tempfile.TemporaryDirectory() as folder:
+        for number, prompt in enumerate(prompts):
+            report("recording drafts", number, len(prompts))
+            paths = {method: Path(folder) / f"{number}-{method}.jsonl" for method in found.recorded}
+            for group in groups:
+                with ExitStack() as stack:
+                    writers = {
+                        method: stack.enter_context(
+                            TraceWriter(paths[method], settings={"drafter": method}, every_position=True)
+                        )
+                        for method in group
+                    }
+                    watched = [writer.watch(found.recorded[method]) for method, writer in writers.items()]
+                    engine = Engine(target.decoder, _Beside(watched), capacity=len(prompt) + max_new_tokens + 1)
+                    engine.add(Request(prompt, max_new_tokens, stop_ids=stop))
+                    for step in engine.run():
+                        for writer in writers.values():
+                            writer.add(step)
+            for method, path in paths.items():
+                rows[method] += read_trace(path).rows()
+    return rows
+
+
+def _together(drafters: Mapping[str, Drafter]) -> list[list[str]]:
+    """Methods that can be recorded in one decoding: one pass has room for one rider."""
+    riding = [method for method, drafter in drafters.items() if drafter.rider is not None]
+    rest = [method for method in drafters if method not in riding]
+    groups = [[method] for method in riding] or [[]]
+    return [[*groups[0], *rest], *groups[1:]]
 
 
 def _sum(parts: Sequence[Prediction]) -> Prediction:
@@ -280,7 +279,7 @@ def _rate(parts: Sequence[Prediction]) -> float:
 
 
 def _interval(parts: Sequence[Prediction], seed: int) -> tuple[float, float]:
-    """5 % and 95 % of the prediction over prompts drawn again (bootstrap)."""
+    """5 % and 95 % quantiles of the predicted rate over resampled prompts (bootstrap)."""
     rng = np.random.default_rng(seed)
     drawn = [_rate([parts[i] for i in rng.integers(0, len(parts), len(parts))]) for _ in range(500)]
     low, high = np.quantile(drawn, (0.05, 0.95))
@@ -289,18 +288,18 @@ def _interval(parts: Sequence[Prediction], seed: int) -> tuple[float, float]:
 
 def _check(
     target: Target,
-    adapter: StreamAdapter | None,
-    spec: str,
+    modules: Sequence[nn.Module | None],
+    candidates: Sequence[Candidate],
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     report: Report,
 ) -> dict[str, float]:
-    """Tokens a second while decoding, over all prompts, of ``spec`` and plain decoding in turns."""
+    """Tokens/s while decoding over all prompts, of each candidate in turns, by specification."""
     stop = frozenset(target.config.eos_token_ids)
     capacity = max(map(len, prompts)) + max_new_tokens + 1
     engines = {
-        name: Engine(target.decoder, make_drafter(name, target.decoder, adapter), capacity=capacity)
-        for name in dict.fromkeys(("none", spec))
+        str(spec): Engine(target.decoder, make_drafter(spec, target.decoder, *modules), capacity=capacity)
+        for spec in dict.fromkeys(candidate.spec for candidate in candidates)
     }
     tokens, seconds = dict.fromkeys(engines, 0), dict.fromkeys(engines, 0.0)
     for number, prompt in enumerate(prompts):

@@ -34,6 +34,7 @@ class PeerSpec:
     fixed        what the server is told besides the options
     options      the options that the name may carry, and how each is read
     devices      where the engine runs here
+    batches      whether its server decodes several prompts at a time, for ``bench --rows``
     """
 
     name: str
@@ -44,6 +45,7 @@ class PeerSpec:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Reader] = field(default_factory=dict)
     devices: tuple[str, ...] = ("cpu",)
+    batches: bool = False
 
     @property
     def requirements(self) -> tuple[str, ...]:
@@ -186,7 +188,15 @@ PEERS: Mapping[str, PeerSpec] = MappingProxyType(
         spec.name: spec
         for spec in (
             PeerSpec(
-                "transformers", "plain generate", "transformers", None, "folder", {"method": "plain"}, {}, _EVERYWHERE
+                "transformers",
+                "plain generate",
+                "transformers",
+                None,
+                "folder",
+                {"method": "plain"},
+                {},
+                _EVERYWHERE,
+                batches=True,
             ),
             PeerSpec(
                 "transformers-lookup",

@@ -3,6 +3,8 @@
     {"op": "load", ...}                               -> {"ok": true, "info": {...}}
     {"op": "decode", "ids": [...], "max_new_tokens": N, ...}
                                     -> {"ok": true, "ids": [...], "seconds": s, "first_token_seconds": s or null}
+    {"op": "batch", "prompts": [[...], ...], "max_new_tokens": N, ...}
+                                    -> {"ok": true, "ids": [[...], ...], "seconds": s, "step_seconds": [...]}
     {"op": "quit"}
     whatever the engine refuses                       -> {"ok": false, "error": "..."}
 
@@ -23,13 +25,14 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import IO, Any, NoReturn, TypeGuard
 
 from anabranch.bench.contenders import Run
 from anabranch.errors import AnabranchError, InputError
 from anabranch.sampling import SamplingParams
 
-__all__ = ["Peer", "PeerError"]
+__all__ = ["Batch", "Peer", "PeerError"]
 
 _QUIT_SECONDS = 5.0
 _TAIL_LINES, _TAIL_BYTES = 3, 4000
@@ -37,6 +40,18 @@ _TAIL_LINES, _TAIL_BYTES = 3, 4000
 
 class PeerError(AnabranchError):
     """A peer that could not be started, or did not answer as it should."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Several prompts decoded together: new token ids by prompt, seconds of the call, and seconds to each token.
+
+    ``step_seconds[i]`` is when the i-th new token of every row was there.
+    """
+
+    token_ids: list[list[int]]
+    seconds: float
+    step_seconds: list[float]
 
 
 class Peer:
@@ -105,20 +120,45 @@ class Peer:
             raise InputError("a peer needs at least one prompt token and max_new_tokens of at least 1")
         ids = [int(token) for token in prompt_ids]
         reply = self._ask({"op": "decode", "ids": ids, "max_new_tokens": max_new_tokens, **self._law})
-        tokens, seconds, first = reply.get("ids"), reply.get("seconds"), reply.get("first_token_seconds")
-        if not isinstance(tokens, list) or not all(type(t) is int and 0 <= t < self._vocabulary for t in tokens):
-            self._fail(f"printed rubbish: its answer is no list of token ids below {self._vocabulary}")
+        seconds, first = reply.get("seconds"), reply.get("first_token_seconds")
+        tokens = self._checked(reply.get("ids"), max_new_tokens)
         if not _duration(seconds) or not (first is None or (_duration(first) and first <= seconds)):
             self._fail(f"printed rubbish: its times are {seconds!r} s, and {first!r} s to the first token")
+        self._remember_peak(reply)
+        return Run(tokens, seconds, first_token_seconds=first)
+
+    def batch(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> Batch:
+        """Decode several prompts together. Raises PeerError for a peer that cannot, or anything but whole answers."""
+        if not prompts or not all(map(len, prompts)) or max_new_tokens < 1:
+            raise InputError("a peer needs at least one prompt token and max_new_tokens of at least 1")
+        ids = [[int(token) for token in prompt] for prompt in prompts]
+        reply = self._ask({"op": "batch", "prompts": ids, "max_new_tokens": max_new_tokens, **self._law})
+        answers, seconds, steps = reply.get("ids"), reply.get("seconds"), reply.get("step_seconds")
+        if not isinstance(answers, list) or len(answers) != len(ids):
+            self._fail(f"printed rubbish: its answer is not one list of token ids for each of {len(ids)} prompts")
+        found = [self._checked(answer, max_new_tokens) for answer in answers]
+        if not _duration(seconds) or not isinstance(steps, list) or not all(map(_duration, steps)):
+            self._fail(f"printed rubbish: its times are {seconds!r} s in total and {steps!r} s by step")
+        if len(steps) < max(map(len, found)) or any(a > b for a, b in zip(steps, [*steps[1:], seconds], strict=True)):
+            self._fail(f"printed rubbish: the times of its {len(steps)} steps do not fit its answers")
+        self._remember_peak(reply)
+        return Batch(found, seconds, steps)
+
+    def _checked(self, tokens: Any, max_new_tokens: int) -> list[int]:
+        """The new tokens of one prompt, whole and plausible."""
+        if not isinstance(tokens, list) or not all(type(t) is int and 0 <= t < self._vocabulary for t in tokens):
+            self._fail(f"printed rubbish: its answer is no list of token ids below {self._vocabulary}")
         if len(tokens) > max_new_tokens:
             self._fail(f"printed rubbish: {len(tokens)} tokens where at most {max_new_tokens} were asked for")
         if any(token in self._eos for token in tokens[:-1]):
             self._fail("went on after the end token")
         if len(tokens) < max_new_tokens and (not tokens or tokens[-1] not in self._eos):
             self._fail(f"stopped after {len(tokens)} of {max_new_tokens} tokens without an end token")
+        return tokens
+
+    def _remember_peak(self, reply: Mapping[str, Any]) -> None:
         if type(peak := reply.get("peak_memory_bytes")) is int:
             self.info["peak_memory_bytes"] = peak
-        return Run(tokens, seconds, first_token_seconds=first)
 
     def close(self) -> None:
         """End the peer and every process that it started; a second time is no harm."""

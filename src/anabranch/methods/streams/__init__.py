@@ -12,10 +12,10 @@ from anabranch.errors import CapabilityError, InputError
 from anabranch.methods.base import Drafter, Method
 from anabranch.methods.settings import Settings
 from anabranch.methods.streams.adapter import StreamAdapter
-from anabranch.methods.streams.config import StreamConfig
+from anabranch.methods.streams.counting import COUNTS
 from anabranch.methods.streams.draft import DraftOptions
 from anabranch.methods.streams.drafter import StreamDrafter
-from anabranch.methods.trained import Trained
+from anabranch.methods.streams.recipes import TRAINED
 from anabranch.model.decoder import Decoder
 
 __all__ = ["METHOD", "StreamSettings"]
@@ -23,7 +23,8 @@ __all__ = ["METHOD", "StreamSettings"]
 TREES = ("best", "product", "chain", "auto")
 MOST = 24  # nodes of a tree whose size the load decides, unless ``nodes`` says otherwise
 BUDGETS = (3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
-THRESHOLDS = (0.02, 0.05, 0.1)
+# tokens a step and speedup of lossless Speculative Streaming on MT-Bench, Vicuna of these sizes (ACL tables 6 and 1)
+PUBLISHED = {"Llama-2-7B": (3.52, 3.08), "Llama-2-13B": (3.63, 3.21), "Vicuna-33B": (3.75, 3.24)}
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,7 @@ def _build(target: Decoder, settings: StreamSettings, module: nn.Module | None) 
 
 
 def _candidates(nodes: int) -> Iterator[StreamSettings]:
-    for budget in (budget for budget in BUDGETS if budget <= nodes):
-        yield StreamSettings(nodes=budget)
-        yield from (StreamSettings(nodes=budget, threshold=threshold) for threshold in THRESHOLDS)
+    return (StreamSettings(nodes=budget) for budget in BUDGETS if budget <= nodes)
 
 
 def _order(source: str) -> int | None:
@@ -119,8 +118,10 @@ METHOD = Method(
     summary="Speculative Streaming: the model's own streams draft; needs a trained adapter",
     settings=StreamSettings,
     build=_build,
-    trained=Trained(StreamAdapter, StreamConfig, StreamAdapter),
+    trained=TRAINED,
     candidates=_candidates,
     default=True,
     order=_order,
+    counts=COUNTS,
+    published=PUBLISHED,
 )

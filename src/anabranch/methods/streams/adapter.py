@@ -17,6 +17,7 @@ from anabranch.errors import InputError
 from anabranch.memory import give_back
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.scorer import Conditioner
+from anabranch.methods.trained import TrainedModule
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import MLP, Block, Decoder
 from anabranch.model.pack import Packable, PackedLinear, PackedWeight, packed_like
@@ -152,7 +153,7 @@ class RootTerm(Packable):
         return self.linear(F.silu(z[:, :, None] + self.streams), "up")
 
 
-class StreamAdapter(nn.Module):
+class StreamAdapter(TrainedModule):
     """Everything that Speculative Streaming trains for one target.
 
     Parameters with the paper's configuration: gamma * h stream embeddings, 2 * 8 * h of the pruning adapter, and
@@ -162,7 +163,7 @@ class StreamAdapter(nn.Module):
     of frequent tokens costs less (the idea of FR-Spec, Zhao et al. 2025) and verification does not depend on it.
     """
 
-    vocabulary: Tensor
+    config: StreamConfig
 
     def __init__(self, model: ModelConfig, config: StreamConfig, vocabulary: Tensor | None = None) -> None:
         super().__init__()
@@ -189,10 +190,6 @@ class StreamAdapter(nn.Module):
         self.register_buffer("vocabulary", ids, persistent=True)
         # in a tuple, so that the head does not become a part of this module
         self._shared: tuple[nn.Module | None, dict[str, object]] = (None, {})
-
-    def num_parameters(self) -> int:
-        """Trained parameters; works on the meta device."""
-        return sum(p.numel() for p in self.parameters())
 
     def shared(self, target: Decoder, kind: type[T], make: Callable[[], T]) -> T:
         """The one object of a ``kind`` that all drafters of this adapter on ``target`` share; ``make`` builds it.

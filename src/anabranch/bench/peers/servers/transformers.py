@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from .wire import FirstToken, Request, serve, versions
+from .wire import Request, Times, serve, versions
 
 
 class Transformers:
@@ -38,13 +38,38 @@ class Transformers:
         ids = self.torch.tensor([request["ids"]], device=self.device)
         options = {**self.options, **law(request), "max_new_tokens": request["max_new_tokens"]}
         self.torch.manual_seed(request["seed"])
-        first = FirstToken()
+        times = Times()
         with self.torch.inference_mode():
             began = time.perf_counter()
-            out = self.model.generate(ids, attention_mask=self.torch.ones_like(ids), streamer=first, **options)
+            out = self.model.generate(ids, attention_mask=self.torch.ones_like(ids), streamer=times, **options)
             tokens = out[0, ids.shape[1] :].tolist()
             seconds = time.perf_counter() - began
-        return tokens, seconds, None if first.at is None else first.at - began
+        return tokens, seconds, times.at[0] - began if times.at else None
+
+    def batch(self, request: Request) -> tuple[list[list[int]], float, list[float]]:
+        """Decode several prompts together, padded on the left: new token ids, seconds, and seconds to each step."""
+        if self.options:
+            raise NotImplementedError("transformers drafts for one prompt at a time")
+        torch, prompts, options = self.torch, request["prompts"], law(request)
+        longest, padding = max(map(len, prompts)), options["pad_token_id"]
+        ids = torch.tensor([[padding] * (longest - len(p)) + p for p in prompts], device=self.device)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=self.device)
+        torch.manual_seed(request["seed"])
+        times = Times()
+        with torch.inference_mode():
+            began = time.perf_counter()
+            out = self.model.generate(
+                ids, attention_mask=mask, streamer=times, **options, max_new_tokens=request["max_new_tokens"]
+            )
+            rows = out[:, longest:].tolist()
+            seconds = time.perf_counter() - began
+        return [_ended(row, request["eos"]) for row in rows], seconds, [at - began for at in times.at]
+
+
+def _ended(row: list[int], eos: list[int]) -> list[int]:
+    """A row up to its end token; padding follows it."""
+    end = next((place for place, token in enumerate(row) if token in eos), len(row) - 1)
+    return row[: end + 1]
 
 
 def law(request: Request) -> dict[str, Any]:

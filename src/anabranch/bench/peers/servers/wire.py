@@ -11,7 +11,7 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
-__all__ = ["Engine", "FirstToken", "Request", "serve", "versions"]
+__all__ = ["Engine", "Request", "Times", "serve", "versions"]
 
 Request = dict[str, Any]
 
@@ -25,18 +25,18 @@ class Engine(Protocol):
         """New token ids, seconds of the engine's own call, and seconds to the first token where it can be told."""
 
 
-class FirstToken:
-    """A streamer in the manner of transformers that keeps one time: the prompt comes first, then tokens."""
+class Times:
+    """A streamer in the manner of transformers that keeps when tokens arrived: the prompt comes first, then tokens."""
 
     def __init__(self) -> None:
-        self.calls = 0
-        self.at: float | None = None
+        self.at: list[float] = []
+        self._begun = False
 
     def put(self, tokens: Any) -> None:
         """Called with the prompt, then with new tokens."""
-        self.calls += 1
-        if self.calls == 2:
-            self.at = time.perf_counter()
+        if self._begun:
+            self.at.append(time.perf_counter())
+        self._begun = True
 
     def end(self) -> None:
         """Called after the last token."""
@@ -77,6 +77,8 @@ def serve(load: Callable[[Request], Engine]) -> None:
                 reply = {"ok": True, "info": {**engine.info, **took, "peak_memory_bytes": _peak()}}
             elif engine is None:
                 raise RuntimeError("no model is loaded yet")
+            elif request["op"] == "batch":
+                reply = {"ok": True, **_batch(engine, request), "peak_memory_bytes": _peak()}
             else:
                 ids, seconds, first = engine.decode(request)
                 reply = {"ok": True, "ids": ids, "seconds": seconds, "first_token_seconds": first}
@@ -86,6 +88,14 @@ def serve(load: Callable[[Request], Engine]) -> None:
             sys.excepthook(type(error), error, error.__traceback__)
         answers.write(json.dumps(reply) + "\n")
         answers.flush()
+
+
+def _batch(engine: Any, request: Request) -> dict[str, Any]:
+    """Several prompts at a time, where the engine has ``batch``: new token ids, seconds, and seconds to each step."""
+    if not hasattr(engine, "batch"):
+        raise NotImplementedError("this server decodes one prompt at a time")
+    ids, seconds, steps = engine.batch(request)
+    return {"ids": ids, "seconds": seconds, "step_seconds": steps}
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,90 @@
+"""The record of an adapter folder (adapter_config.json): read, checked, and brought to the current version.
+
+Version 2 says which method the adapter is for and holds the config of the method's module:
+
+    {"format": "anabranch adapter", "version": 2, "method": NAME, "config": {...}, "target": {...}, "sha256": ..., ...}
+
+Version 1 named the method in the format and kept the config under that name:
+
+    {"format": "anabranch NAME", "version": 1, NAME: {...}, "target": {...}, "sha256": ..., ...}
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from anabranch.errors import AdapterError
+from anabranch.foreign import peft_advice
+from anabranch.jsonfiles import read_json, shown
+from anabranch.methods import Method, methods
+from anabranch.methods.trained import Trained
+
+__all__ = ["CONFIG", "FORMAT", "VERSION", "method_of", "read_record"]
+
+PACKAGE = "anabranch"
+FORMAT, VERSION = f"{PACKAGE} adapter", 2
+CONFIG = "adapter_config.json"
+# a record is of no use without these; the card and ``anabranch info`` read them too
+_FIELDS: dict[str, type] = {
+    "method": str,
+    "target": dict,
+    "config": dict,
+    "sha256": str,
+    "training": dict,
+    "measured": dict,
+}
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """The record of an adapter folder in the form of the current version, without the weights.
+
+    Raises AdapterError where the folder or its config is missing, malformed, or of a newer format.
+    """
+    path = folder / CONFIG
+    if not folder.is_dir():
+        raise AdapterError(f"there is no adapter folder {folder}; give a folder with {CONFIG} and adapter.safetensors")
+    if not path.is_file():
+        raise AdapterError(f"the folder {folder} has no {CONFIG}; it is no adapter, or its copy is incomplete")
+    record = read_json(path, "copy or train the adapter again", error=AdapterError)
+    if sentence := peft_advice(folder, record):
+        raise AdapterError(sentence)
+    written = record.get("format")
+    if not isinstance(written, str) or not written.startswith(f"{PACKAGE} "):
+        raise AdapterError(f"{path} does not describe an adapter of anabranch; give a folder that 'train' wrote")
+    version = record.get("version")
+    if version not in (1, VERSION) or isinstance(version, bool):
+        raise AdapterError(
+            f"{path} has the format version {shown(version)}, and this anabranch reads 1 and {VERSION}; update "
+            "anabranch or train the adapter again"
+        )
+    name = written.removeprefix(f"{PACKAGE} ")
+    if version == 1:
+        record = _converted(record, name)
+    elif written != FORMAT:
+        raise AdapterError(f"{path} does not describe an adapter of anabranch; give a folder that 'train' wrote")
+    for field, kind in _FIELDS.items():
+        if not isinstance(record.get(field), kind):
+            stored = name if version == 1 and field == "config" else field
+            raise AdapterError(f"{path} lacks {stored!r} or has it malformed; copy or train the adapter again")
+    named = [record["target"].get(key) for key in ("name", "fingerprint")]
+    if not all(isinstance(text, str) and text.isprintable() and len(text) < 500 for text in named):
+        raise AdapterError(f"{path} does not say which target it belongs to; copy or train the adapter again")
+    return record
+
+
+def _converted(record: dict[str, Any], name: str) -> dict[str, Any]:
+    """A record of version 1, for the method ``name``, in the form of version 2."""
+    rest = {field: value for field, value in record.items() if field != name}
+    return rest | {"format": FORMAT, "version": VERSION, "method": name, "config": record.get(name)}
+
+
+def method_of(record: dict[str, Any]) -> tuple[Method, Trained]:
+    """The method that a record is for, and its trained part. Raises AdapterError for one that is not known here."""
+    known = {method.name: (method, method.trained) for method in methods() if method.trained is not None}
+    if record["method"] not in known:
+        raise AdapterError(
+            f"the adapter is for the method {shown(record['method'])}, which is not known here; methods with adapters "
+            f"are {', '.join(known)}; update anabranch, or register the method first"
+        )
+    return known[record["method"]]

@@ -1,0 +1,206 @@
+"""The configuration of ``anabranch bench``, and what its three kinds of measurement share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from anabranch.cli import options
+from anabranch.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from anabranch.bench.entries import Entry
+    from anabranch.bench.run import Encoded
+    from anabranch.bench.suites import Prompt
+    from anabranch.loading import Loaded
+    from anabranch.model.quantize import Quantization
+
+__all__ = [
+    "BenchConfig",
+    "Weights",
+    "command",
+    "described",
+    "encode",
+    "entries_of",
+    "load",
+    "refuse_all_but",
+    "status_console",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """The options of ``anabranch bench``."""
+
+    loading: options.Loading = field(default=options.Loading())
+    prompts: options.Prompts = field(default=options.Prompts())
+    method: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            metavar="[LABEL=]DRAFTER[@KIND]",
+            help="measure this drafter, such as auto or wide=NAME:nodes=32; @int8 or @int4 quantises its weights; "
+            "repeatable",
+        ),
+    ] = ()
+    peer: Annotated[
+        tuple[str, ...],
+        typer.Option(metavar="[LABEL=]NAME", help="measure this engine too; see 'bench peers list'; repeatable"),
+    ] = ()
+    max_new_tokens: options.NewTokens = 128
+    sampling: options.Sampling = field(default=options.Sampling())
+    repeats: Annotated[int, typer.Option(help="repeat every measurement this many times")] = 1
+    rows: Annotated[
+        tuple[int, ...],
+        typer.Option(metavar="N", help="measure throughput and latency of N prompts at a time; repeatable"),
+    ] = ()
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write the result to FILE.json, FILE.csv and FILE.md")
+    ] = None
+    figures: Annotated[bool, typer.Option("--figures", help="also draw figures, as FILE.*.png and .svg")] = False
+    resume: Annotated[bool, typer.Option("--resume", help="continue the stopped run that was writing FILE")] = False
+    force: options.Force = False
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="record our contenders' steps as DIR/LABEL.jsonl, for 'simulate': first runs only"
+        ),
+    ] = None
+    shape: Annotated[
+        str | None,
+        typer.Option(help="time steps of a model of this size with random weights instead: 135m, 7b, 13b or 33b"),
+    ] = None
+    width: Annotated[
+        tuple[int, ...], typer.Option(metavar="N", help="with --shape: verify N nodes in a step; repeatable")
+    ] = ()
+    batch: Annotated[
+        tuple[int, ...], typer.Option(metavar="N", help="with --shape: decode N rows at a time; repeatable")
+    ] = ()
+    context_tokens: Annotated[
+        tuple[int, ...],
+        typer.Option("--context", metavar="N", help="with --shape: hold N tokens in the KV cache; repeatable"),
+    ] = ()
+    as_json: options.AsJson = False
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What is loaded by kind of weights; ``load_seconds`` are outside every measurement."""
+
+    loaded: dict[Quantization, Loaded]
+    load_seconds: dict[str, float]
+
+    @property
+    def first(self) -> Loaded:
+        """The least quantised."""
+        return next(iter(self.loaded.values()))
+
+
+def refuse_all_but(allowed: Sequence[str], given: Mapping[str, str], why: str) -> None:
+    """Raise InputError for an option that has no meaning here; ``why`` begins the message."""
+    if useless := [written for name, written in given.items() if name not in allowed]:
+        raise InputError(f"{why}, so {useless[0]} has no effect; leave one of them out")
+
+
+def entries_of(config: BenchConfig) -> list[Entry]:
+    """The contenders, checked; ``--quantize`` is the kind of weights of those that name none."""
+    from anabranch.bench.entries import PLAIN, check_installed, read_entries
+    from anabranch.methods import AUTO, methods
+
+    kind = config.loading.quantize
+    defaults = [AUTO] if config.rows else [method.name for method in methods() if method.default]
+    asked = config.method or (PLAIN, *defaults)
+    if kind != "none":
+        asked = tuple(text if "@" in text else f"{text}@{kind}" for text in asked)
+    sampling = config.sampling.params
+    if config.peer and (sampling.min_p or sampling.repetition_penalty != 1):
+        raise InputError("peers take no --min-p and no --repetition-penalty; leave these or --peer out")
+    entries = read_entries(asked, config.peer)
+    check_installed(entries)
+    return entries
+
+
+def load(config: BenchConfig, wanted: Sequence[Quantization]) -> Weights:
+    """Load the target once for each kind of weights."""
+    found: dict[Quantization, Loaded] = {}
+    seconds: dict[str, float] = {}
+    for kind in wanted:
+        loaded = found[kind] = options.load(replace(config.loading, quantize=kind))
+        suffix = "" if kind == "none" else f" {kind}"
+        seconds[f"load{suffix}"] = round(loaded.load_seconds, 3)
+        seconds[f"pack{suffix}"] = round(loaded.pack_seconds, 3)
+    return Weights(found, seconds)
+
+
+def encode(config: BenchConfig, prompts: Sequence[Prompt], loaded: Loaded) -> list[Encoded]:
+    """The prompts with their token ids. Raises InputError for one without tokens or too long for the model."""
+    from anabranch.prompts import chat_ids
+
+    longest, tokenizer = loaded.target.config.max_positions, loaded.target.tokenizer
+    encoded = [(prompt, chat_ids(tokenizer, prompt.text, raw=config.prompts.raw)) for prompt in prompts]
+    for prompt, ids in encoded:
+        if not ids:
+            raise InputError(f"the prompt {prompt.name} of the task {prompt.task} has no tokens; leave it out")
+        if len(ids) + config.max_new_tokens > longest:
+            raise InputError(
+                f"the prompt {prompt.name} of the task {prompt.task} has {len(ids)} tokens, which leaves no room for "
+                f"{config.max_new_tokens} more within the model's {longest}; shorten it, or lower --max-new-tokens"
+            )
+    return list(encoded)
+
+
+def described(
+    config: BenchConfig, entries: Sequence[Entry], encoded: Sequence[Encoded], loaded: Loaded
+) -> dict[str, Any]:
+    """What is measured, for the result file."""
+    from anabranch.files import without_folders
+
+    sampling = config.sampling
+    return {
+        "model": without_folders(config.loading.model),
+        "fingerprint": loaded.target.fingerprint,
+        "adapter": loaded.adapters[0].record.get("sha256") if loaded.adapters else None,
+        "suite": Path(config.prompts.suite).name,
+        "tasks": list(config.prompts.task),
+        "prompts": len(encoded),
+        "prompts_sha256": hashlib.sha256(json.dumps([list(ids) for _, ids in encoded]).encode()).hexdigest(),
+        "contenders": [[entry.name, without_folders(str(entry.spec)), entry.kind, entry.weights] for entry in entries],
+        "max_new_tokens": config.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "seed": sampling.seed,
+        "chat_template": not config.prompts.raw,
+        "dtype": str(loaded.target.decoder.dtype).removeprefix("torch."),
+        "repeats": config.repeats,
+    }
+
+
+def status_console() -> Console:
+    """Where progress and notes go: standard error, a line each."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+
+
+def command() -> str:
+    """The command as anyone could give it: the data folder is called DIR; --resume and --force change no result."""
+    from anabranch.files import shown_command
+
+    words = [word for word in sys.argv[1:] if word not in ("--resume", "--force")]
+    for place, word in enumerate(words):
+        if word.startswith("--data="):
+            words[place] = "--data=DIR"
+        elif word == "--data" and place + 1 < len(words):
+            words[place + 1] = "DIR"
+    return shown_command("anabranch", *words)

@@ -1,0 +1,94 @@
+"""Verbs that take one frozen configuration: its fields are the options of the command line.
+
+    @dataclass(frozen=True, kw_only=True)
+    class Sampling:
+        temperature: Annotated[float, typer.Option(help="divide the logits by this")] = 0.0
+
+    @dataclass(frozen=True, kw_only=True)
+    class GenerateConfig:
+        prompt: Annotated[str, typer.Argument(help="the prompt")]
+        sampling: Sampling = Sampling()
+
+    @configured
+    def generate(config: GenerateConfig) -> None: ...
+
+A field that is itself a configuration contributes its fields, with the defaults of the instance that is its default.
+``tuple[X, ...]`` is an option that may be repeated. Other parameters of the verb, such as a ``typer.Context``, are
+passed on.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+__all__ = ["build", "configured", "parameters"]
+
+C = TypeVar("C")
+
+
+def configured(verb: Callable[..., None]) -> Callable[..., None]:
+    """The verb as typer calls it: the fields of its ``config`` as keyword parameters."""
+    signature = inspect.signature(verb, eval_str=True)
+    kind: type[Any] = signature.parameters["config"].annotation
+    others = [parameter for name, parameter in signature.parameters.items() if name != "config"]
+    names = {parameter.name for parameter in others}
+
+    def called(**values: Any) -> None:
+        given = {name: value for name, value in values.items() if name not in names}
+        verb(**{name: values[name] for name in names}, config=build(kind, given))
+
+    found = [*(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in others), *parameters(kind)]
+    called.__name__, called.__doc__, called.__module__ = verb.__name__, verb.__doc__, verb.__module__
+    called.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
+    called.__annotations__ = {parameter.name: parameter.annotation for parameter in found}
+    return called
+
+
+def parameters(kind: type[Any], defaults: Any = None) -> Iterator[inspect.Parameter]:
+    """The options of a configuration as keyword parameters; ``defaults`` is an instance of it, or None."""
+    hints = get_type_hints(kind, include_extras=True)
+    for field in fields(kind):
+        default = _default(field, defaults)
+        if is_dataclass(hints[field.name]):
+            yield from parameters(hints[field.name], None if default is MISSING else default)
+            continue
+        hint, default = _repeatable(hints[field.name], default)
+        yield inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if default is MISSING else default,
+            annotation=hint,
+        )
+
+
+def build(kind: type[C], given: dict[str, Any]) -> C:
+    """A configuration from the values of its options, flat as typer gives them."""
+    hints = get_type_hints(kind)
+    values: dict[str, Any] = {}
+    for field in fields(kind):  # type: ignore[arg-type]
+        hint = hints[field.name]
+        if is_dataclass(hint):
+            values[field.name] = build(hint, given)  # type: ignore[arg-type]
+        elif get_origin(hint) is tuple:
+            values[field.name] = tuple(given[field.name] or ())
+        else:
+            values[field.name] = given[field.name]
+    return kind(**values)
+
+
+def _default(field: Any, defaults: Any) -> Any:
+    return field.default if defaults is None else getattr(defaults, field.name)
+
+
+def _repeatable(hint: Any, default: Any) -> tuple[Any, Any]:
+    """``tuple[X, ...]`` as typer spells it; other hints as they are."""
+    plain, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    if get_origin(plain) is not tuple:
+        return hint, default
+    item = get_args(plain)[0]
+    values = None if default is MISSING or not default else list(default)
+    spelled: Any = list[item] | None
+    return (Annotated[(spelled, *extras)] if extras else spelled), values

@@ -1,0 +1,115 @@
+"""Cross-entropy over a draft vocabulary, computed in chunks.
+
+M predictions, D model width, V draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from anabranch.model.decoder import Decoder
+
+__all__ = ["Vocabulary", "VocabularyLoss", "hits"]
+
+CHUNK = 256  # predictions scored at once: 256 x 8,192 float32 are 8 MiB
+RANKED = 1024  # predictions ranked at once
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a batch is scored over: rows of the head [V, D], their bias [V], and each token id's row in them (or -1)."""
+
+    head_VD: Tensor
+    bias_V: Tensor | None
+    place: Tensor
+
+    @staticmethod
+    def of(target: Decoder, *tokens: Tensor) -> Vocabulary:
+        """The rows of the target's head for all token ids that occur in ``tokens``."""
+        device = target.device
+        ids = torch.unique(torch.cat([part.to(device).flatten() for part in tokens]))
+        place = torch.full((target.config.vocab_size,), -1, device=device)
+        place[ids] = torch.arange(len(ids), device=device)
+        bias = None if target.head.bias is None else target.head.bias[ids]
+        return Vocabulary(target.head.weight[ids], bias, place)
+
+
+class VocabularyLoss(torch.autograd.Function):
+    """Cross-entropy over a draft vocabulary, in chunks that fit the processor's caches.
+
+    The gradient is computed together with the loss, so nothing of size M x V is kept: on a CPU this is several times
+    faster than autograd over the whole logits. Returns the weighted loss and which predictions are right [M].
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states_MD: Tensor,
+        head_VD: Tensor,
+        bias_V: Tensor | None,
+        tokens_M: Tensor,
+        weight_M: Tensor,
+        teacher_MD: Tensor | None,
+        soft: float,
+        cap: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Loss = sum of weight * ((1 - soft) * CE(token) + soft * CE(target's distribution)).
+
+        tokens_M    rows of ``head_VD``
+        teacher_MD  the target's states whose distributions are learned; None: tokens only
+        cap         soft cap of the logits
+        """
+        total = torch.zeros((), device=states_MD.device)
+        right = torch.empty(len(tokens_M), dtype=torch.bool, device=states_MD.device)
+        gradient = torch.empty_like(states_MD)
+        with torch.autocast(states_MD.device.type, enabled=False):
+            for first in range(0, len(tokens_M), CHUNK):
+                part = slice(first, first + CHUNK)
+                z = F.linear(states_MD[part].to(head_VD.dtype), head_VD, bias_V).float()
+                slope = None
+                if cap is not None:
+                    z = torch.tanh(z / cap)
+                    slope = 1 - z * z
+                    z = z * cap
+                tokens, weight = tokens_M[part, None], weight_M[part, None]
+                right[part] = z.argmax(-1) == tokens[:, 0]
+                loss = z.logsumexp(-1) - (1 - soft) * z.gather(1, tokens)[:, 0]
+                g = z.softmax(-1)
+                g.scatter_add_(1, tokens, torch.full_like(weight, soft - 1, dtype=g.dtype))
+                if soft and teacher_MD is not None:
+                    t = F.linear(teacher_MD[part], head_VD, bias_V).float()
+                    teacher = (t if cap is None else torch.tanh(t / cap) * cap).softmax(-1)
+                    loss = loss - soft * torch.linalg.vecdot(teacher, z)
+                    g.sub_(teacher, alpha=soft)
+                total += (loss * weight[:, 0]).sum()
+                g.mul_(weight)
+                if slope is not None:
+                    g.mul_(slope)
+                gradient[part] = (g.to(head_VD.dtype) @ head_VD).to(gradient.dtype)
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(right)
+        return total, right
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        """The gradient kept by ``forward``, scaled."""
+        (gradient,) = ctx.saved_tensors
+        return (gradient * upstream[0], None, None, None, None, None, None, None)
+
+
+def hits(words: Vocabulary, states_MD: Tensor, tokens_M: Tensor, top: int) -> tuple[int, int]:
+    """How many of the tokens (rows of ``words``) are the best-scored one, and how many among the ``top`` best."""
+    first = among = 0
+    for start in range(0, len(tokens_M), RANKED):
+        part = slice(start, start + RANKED)
+        # a soft cap on the logits keeps their order, so ranks need none
+        scores = F.linear(states_MD[part].to(words.head_VD.dtype), words.head_VD, words.bias_V)
+        hit = scores.topk(top, dim=-1).indices == tokens_M[part, None]
+        first += int(hit[:, 0].sum())
+        among += int(hit.any(-1).sum())
+    return first, among

@@ -1,0 +1,93 @@
+"""What the trainer needs from a method's training objective.
+
+One optimiser step is
+
+    frozen = objective.freeze(batch)                 the target's pass, without gradients
+    for segment in objective.segments(batch):
+        scores = objective.loss(batch, frozen, segment)
+        (scores.loss / objective.predictions(batch)).backward()
+
+B rows, P positions of a segment, S predictors of a position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from anabranch.learning.examples import Batch, Example
+
+__all__ = ["Objective", "Scores", "Segment", "segments"]
+
+F = TypeVar("F")
+
+
+class Segment(NamedTuple):
+    """Positions [B, P] that are trained together, and which of them are real and not padding [B, P]."""
+
+    positions_BP: Tensor
+    real_BP: Tensor
+
+
+@dataclass
+class Scores:
+    """A segment's loss, a sum over its predictions; and for each predictor its right predictions and their number."""
+
+    loss: Tensor
+    right_S: Tensor
+    count_S: Tensor
+
+
+class Objective(Protocol[F]):
+    """How a method's module learns from a frozen target; ``F`` is what the target's pass leaves behind.
+
+    predictor   what makes a position's predictions, for logs and cards ("stream")
+    predictors  how many predict at each position
+    options     the weights of the loss, a frozen dataclass
+    """
+
+    predictor: str
+    predictors: int
+    options: Any
+
+    def freeze(self, batch: Batch) -> F:
+        """Run the target over the batch, without gradients."""
+
+    def keep(self, frozen: F, keep: Callable[[Tensor], Tensor]) -> F:
+        """The same with every tensor replaced by ``keep(tensor)``: moved to where it may stay for many epochs."""
+
+    def segments(self, batch: Batch) -> Iterator[Segment]:
+        """The batch in parts, so that peak memory does not grow with the length of the text."""
+
+    def predictions(self, batch: Batch) -> float:
+        """What a batch's loss is divided by: the number of its predictions."""
+
+    def loss(self, batch: Batch, frozen: F, segment: Segment) -> Scores:
+        """The loss of one segment."""
+
+    def evaluate(self, examples: Sequence[Example], *, nodes: Sequence[int] = ()) -> dict[str, Any]:
+        """Predicted mean acceptance length and accuracy on held-out examples, as JSON values.
+
+        "tree"          the length that training is judged by
+        "N nodes"       the length of trees of N nodes, for each N of ``nodes``
+        "top 1", ...    share of right predictions by predictor: the best token, one of the N best
+        "at least"      share of drafted steps that accept at least 1, 2, ... tokens
+        "by source"     the length by the examples' source
+        Any other name is a length too, of a tree of another shape.
+        """
+
+
+def segments(batch: Batch, *, size: int, ahead: int, device: torch.device) -> Iterator[Segment]:
+    """Positions from the last prompt token on, ``size`` at a time, up to the last with a token ``ahead`` of it."""
+    last = (batch.lengths_B - 1 - ahead).to(device)
+    starts = batch.starts_B.to(device)
+    longest = int((last - starts).max()) + 1
+    for offset in range(0, longest, size):
+        steps = torch.arange(offset, min(offset + size, longest), device=device)
+        positions = starts[:, None] + steps
+        real = positions <= last[:, None]
+        yield Segment(torch.where(real, positions, starts[:, None]), real)

@@ -1,0 +1,110 @@
+"""The one place where a target, its adapters and its packed weights are loaded.
+
+Importing this module is cheap: torch and transformers are imported by ``check`` and ``load``.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from anabranch.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from anabranch.adapters.folder import LoadedAdapter
+    from anabranch.model.load import Target
+
+__all__ = ["LoadConfig", "Loaded", "check", "load"]
+
+
+@dataclass(frozen=True)
+class LoadConfig:
+    """What to load, and how.
+
+    model     "default" (SmolLM2-135M-Instruct, fetched once), a folder, a .gguf file, or a hub id
+    adapters  adapter folders; of every method that they leave out, the adapter that ships for this target is taken
+    dtype     "auto" (as stored), "float32", "bfloat16" or "float16"
+    device    "auto" (cuda where there is one), "cpu", "cuda" or "cuda:N"
+    quantize  "none", "int8" or "int4" weights; the quantised model is then the target
+    revision  branch, tag or commit of a hub id; None: its main branch
+    threads   CPU threads of this process; None: torch's choice, at most what the container's quota allows
+    """
+
+    model: str = "default"
+    adapters: tuple[Path, ...] = ()
+    dtype: str | torch.dtype = "auto"
+    device: str = "auto"
+    quantize: str = "none"
+    revision: str | None = None
+    threads: int | None = None
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A target ready to decode, and the adapters that were trained for it.
+
+    ``load_seconds`` and ``pack_seconds`` say how long reading and packing took.
+    """
+
+    target: Target
+    adapters: tuple[LoadedAdapter, ...]
+    load_seconds: float = 0.0
+    pack_seconds: float = 0.0
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The trained modules of the adapters, for ``methods.make_drafter``."""
+        return tuple(found.module for found in self.adapters)
+
+
+def check(config: LoadConfig) -> None:
+    """Refuse what can be refused before any weights are read.
+
+    Raises InputError for a value that does not exist, AdapterError for a folder that is not an adapter, DeviceError
+    for a device that is not there.
+    """
+    from anabranch.adapters.folder import read_record
+    from anabranch.model.load import resolve_device, resolve_dtype
+    from anabranch.model.quantize import check_quantization
+
+    if not isinstance(config.model, str):
+        raise InputError(f"model must be a string, got {type(config.model).__name__}")
+    if config.threads is not None and (not isinstance(config.threads, int) or config.threads < 1):
+        raise InputError(f"threads must be at least 1, got {config.threads!r}")
+    check_quantization(config.quantize)
+    resolve_dtype(config.dtype)
+    resolve_device(config.device)
+    for folder in config.adapters:
+        read_record(folder.expanduser())
+
+
+def load(config: LoadConfig, *, pack: bool = True, adapters: bool = True) -> Loaded:
+    """Set the threads, load the target, find its adapters, and pack its weights for the native kernels.
+
+    pack      off where the weights are still to be trained on, since packed ones have no gradient
+    adapters  off where only the target is used
+
+    Raises what ``check`` raises, and FetchError, FileError, ModelError and CapabilityError.
+    """
+    from anabranch.adapters.folder import find_adapters
+    from anabranch.model.load import load_target
+    from anabranch.model.pack import pack_decoder
+    from anabranch.processor import set_threads
+
+    check(config)
+    set_threads(config.threads)
+    began = time.perf_counter()
+    target = load_target(
+        config.model, dtype=config.dtype, device=config.device, quantize=config.quantize, revision=config.revision
+    )
+    folders = [folder.expanduser() for folder in config.adapters]
+    found = find_adapters(target, folders) if adapters else ()
+    read = time.perf_counter()
+    if pack:
+        pack_decoder(target.decoder)
+    return Loaded(target, found, read - began, time.perf_counter() - read)

@@ -1,0 +1,231 @@
+"""What the streams learn: ``sum_j alpha_j * CE(stream j)`` on completion tokens (ACL eq. 6 with alpha_0 = 0).
+
+The target is frozen: its forward pass runs once per batch, without gradients. The streams then trail it over all
+completion positions at once, segment by segment (ACL appendix I): no streams on prompt tokens, and peak memory grows
+with ``segment``, not with gamma times the length of the text.
+
+B rows, T text length, P positions of a segment, S streams, D width, M scored (position, stream) pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from anabranch.errors import CapabilityError, InputError
+from anabranch.learning.examples import Batch, Example
+from anabranch.learning.loss import Vocabulary, VocabularyLoss
+from anabranch.learning.objective import Scores, Segment, segments
+from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.methods.streams.prune import early_exit_logits
+from anabranch.methods.streams.replay import evaluate
+from anabranch.methods.streams.rider import trail
+from anabranch.model.cache import Cache
+from anabranch.model.decoder import Decoder, Inputs
+
+__all__ = ["Frozen", "LossOptions", "StreamObjective"]
+
+UNCONDITIONED_STRIDE = 5  # not a multiple of a usual number of streams, or one stream would get it all
+UNTOLD_STRIDE = 8
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """Weights of the loss.
+
+    decay           alpha_j = decay ** (j - 1)
+    soft            share of the target's own distribution in the training target (distillation); the rest is its token
+    unconditioned   weight of the loss of the streams without conditioning, where the adapter has one
+    pruning         weight of the early-exit adapter's next-token loss (ACL section 2.4)
+    pruning_stride  compute that loss at every n-th position only
+    """
+
+    decay: float = 0.8
+    soft: float = 0.5
+    unconditioned: float = 0.1
+    pruning: float = 1.0
+    pruning_stride: int = 8
+
+    def __post_init__(self) -> None:
+        if not 0 < self.decay <= 1:
+            raise InputError(f"decay must be greater than 0 and at most 1, got {self.decay}")
+        if not 0 <= self.soft <= 1:
+            raise InputError(f"soft must be from 0 to 1, got {self.soft}")
+        for name, low in (("unconditioned", 0), ("pruning", 0), ("pruning_stride", 1)):
+            if not getattr(self, name) >= low:
+                raise InputError(f"{name} must be at least {low}, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """The target's pass over a batch: main rows before layer N - N_s and after the last norm, the top layers' KV cache.
+
+    About (2 D + 2 K E N_s) values per token of text.
+    """
+
+    entry_BTD: Tensor
+    hidden_BTD: Tensor
+    keys_values: list[tuple[Tensor, Tensor]]
+
+
+class StreamObjective:
+    """How a stream adapter learns from its frozen target; an ``Objective``.
+
+    segment  positions whose streams are in memory at a time
+    frozen   runs the passes without gradients: a packed copy of the target where that is faster
+    """
+
+    predictor = "stream"
+
+    def __init__(
+        self,
+        target: Decoder,
+        adapter: StreamAdapter,
+        options: LossOptions | None = None,
+        *,
+        segment: int = 128,
+        frozen: Decoder | None = None,
+    ) -> None:
+        if adapter.config.context_top:
+            raise CapabilityError("context_top is for decoding; train with context_top 0 and set it afterwards")
+        self.target, self.adapter, self.segment = target, adapter, segment
+        self.options = options or LossOptions()
+        self.frozen = target if frozen is None else frozen
+        self.predictors = adapter.config.num_streams
+
+    def vocabulary(self, batch: Batch) -> Vocabulary:
+        """The draft vocabulary and the batch's own tokens, as decoding adds a row's own tokens to it."""
+        return Vocabulary.of(self.target, self.adapter.vocabulary, batch.tokens_BT)
+
+    @torch.no_grad()
+    def freeze(self, batch: Batch) -> Frozen:
+        """Run the target over the batch."""
+        rows, width = batch.tokens_BT.shape
+        cache = Cache(self.target.config, rows=rows, capacity=width, dtype=self.target.dtype, device=self.target.device)
+        for _ in range(rows):
+            cache.add_row()
+        start, inputs = self.adapter.start, Inputs.of_chains(batch.tokens_BT.numpy())
+        with self.frozen.decoding():
+            found = self.frozen(inputs, cache, taps=(start,), need="hidden", planned=width)
+        entry, hidden = (
+            torch.stack([x_MD[found.nodes(row)] for row in range(rows)])
+            for x_MD in (found.taps[start], found.hidden_MD)
+        )
+        # copies, so that the lower layers' cache is freed
+        keys, values = cache.keys[start:].clone(), cache.values[start:].clone()
+        return Frozen(entry.to(self.target.dtype), hidden, list(zip(keys, values, strict=True)))
+
+    def keep(self, frozen: Frozen, keep: Callable[[Tensor], Tensor]) -> Frozen:
+        """Every tensor replaced by ``keep(tensor)``."""
+        pairs = [(keep(keys), keep(values)) for keys, values in frozen.keys_values]
+        return Frozen(keep(frozen.entry_BTD), keep(frozen.hidden_BTD), pairs)
+
+    def segments(self, batch: Batch) -> Iterator[Segment]:
+        """The positions that carry streams; stream 1 of a position predicts the token two places further."""
+        return segments(batch, size=self.segment, ahead=2, device=self.target.device)
+
+    def predictions(self, batch: Batch) -> float:
+        """Predictions of all streams, those past the end of the text included."""
+        return float((batch.lengths_B - 2 - batch.starts_B).clamp(min=0).sum()) * self.predictors
+
+    def states(
+        self, frozen: Frozen, tokens_BT: Tensor, positions_BP: Tensor, untold_BP: Tensor | None = None
+    ) -> Tensor:
+        """Stream states after the last norm [B, P, S, D] of some positions, conditioned on the token after each.
+
+        ``untold_BP`` says where they are not conditioned on it, like streams that ride in the pass.
+        """
+        width, d = frozen.entry_BTD.shape[1:]
+        entry = frozen.entry_BTD.gather(1, positions_BP[:, :, None].expand(-1, -1, d))
+        keys = torch.arange(width, device=positions_BP.device)
+        seen = keys <= positions_BP[:, :, None]
+        near = seen
+        if self.target.config.sliding_window is not None:
+            near = seen & (positions_BP[:, :, None] - keys < self.target.config.sliding_window)
+        layers = range(self.adapter.start, self.target.config.num_layers)
+        visible = [near if self.target.config.is_sliding(layer) else seen for layer in layers]
+        emitted = None
+        if self.adapter.root is not None:
+            emitted = self.target.embedding(tokens_BT.gather(1, (positions_BP + 1).clamp(max=width - 1)))
+            if untold_BP is not None:
+                emitted = emitted.masked_fill(untold_BP[:, :, None], 0.0)
+        return trail(self.target, self.adapter, entry, emitted, positions_BP, frozen.keys_values, visible, width)
+
+    def conditioned(self, states_BPSD: Tensor, tokens_BT: Tensor, positions_BP: Tensor) -> Tensor:
+        """States conditioned on the true tokens on the path to each prediction (teacher forcing) [B, P, S, D]."""
+        conditioner = self.adapter.conditioner
+        if conditioner is None:
+            return states_BPSD
+        width = tokens_BT.shape[1]
+        carried: Tensor | None = None
+        told = []
+        for j in range(states_BPSD.shape[2]):
+            parents = tokens_BT.gather(1, (positions_BP + 1 + j).clamp(max=width - 1))
+            state, carried = conditioner(states_BPSD[:, :, j], self.target.embedding(parents), carried)
+            told.append(state)
+        return torch.stack(told, dim=2)
+
+    def _cross_entropy(
+        self, words: Vocabulary, states_MD: Tensor, tokens_M: Tensor, teacher_MD: Tensor | None, weight_M: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Weighted loss and right predictions; ``teacher_MD`` are the target's states that emit the tokens."""
+        soft = self.options.soft if teacher_MD is not None else 0.0
+        cap = self.target.config.logit_softcap
+        found: tuple[Tensor, Tensor] = VocabularyLoss.apply(  # type: ignore[no-untyped-call]
+            states_MD, words.head_VD, words.bias_V, tokens_M, weight_M, teacher_MD, soft, cap
+        )
+        return found
+
+    def loss(self, batch: Batch, frozen: Frozen, segment: Segment) -> Scores:
+        """The loss of one segment: a sum over its predictions."""
+        positions_BP, real_BP = segment
+        tokens = batch.tokens_BT.to(self.target.device)
+        lengths = batch.lengths_B.to(self.target.device)
+        streams = torch.arange(1, self.predictors + 1, device=tokens.device)
+        index_BPS = positions_BP[:, :, None] + 1 + streams
+        inside = (index_BPS < lengths[:, None, None]) & real_BP[:, :, None]
+        index = index_BPS.clamp(max=tokens.shape[1] - 1)
+        wanted_BPS = tokens[:, None, :].expand(-1, index.shape[1], -1).gather(2, index)
+        words = self.vocabulary(batch)
+        place_BPS = words.place[wanted_BPS]
+        rows = torch.arange(batch.size, device=tokens.device)[:, None, None].expand_as(index)
+        teacher = frozen.hidden_BTD[rows[inside], index[inside] - 1]
+        stream_M = (streams - 1).expand_as(index)[inside]
+        weight_M = self.options.decay ** stream_M.float()
+
+        # streams that ride are not conditioned on the emitted token: an eighth of the positions trains that case
+        states = self.states(frozen, tokens, positions_BP, positions_BP % UNTOLD_STRIDE == 0)
+        told = self.conditioned(states, tokens, positions_BP)
+        loss, right = self._cross_entropy(words, told[inside], place_BPS[inside], teacher, weight_M)
+        if self.adapter.conditioner is not None and self.options.unconditioned:
+            # a fifth of the predictions is enough to keep the streams useful without conditioning
+            some = slice(None, None, UNCONDITIONED_STRIDE)
+            plain, _ = self._cross_entropy(
+                words, states[inside][some], place_BPS[inside][some], None, weight_M[some] * UNCONDITIONED_STRIDE
+            )
+            loss = loss + self.options.unconditioned * plain
+        if self.adapter.prune is not None and self.options.pruning:
+            loss = loss + self.options.pruning * self._pruning_loss(frozen, tokens, positions_BP, real_BP)
+        right_S = torch.zeros(self.predictors, device=tokens.device).index_add_(0, stream_M, right.float())
+        return Scores(loss, right_S, inside.sum((0, 1)).float())
+
+    def _pruning_loss(self, frozen: Frozen, tokens_BT: Tensor, positions_BP: Tensor, real_BP: Tensor) -> Tensor:
+        """Next-token loss of the early-exit adapter at some of the positions, scaled up to all of them."""
+        stride = self.options.pruning_stride
+        positions, real = positions_BP[:, ::stride], real_BP[:, ::stride]
+        rows = torch.arange(len(tokens_BT), device=tokens_BT.device)[:, None].expand_as(positions)[real]
+        entry = frozen.entry_BTD[rows, positions[real]]
+        logits = early_exit_logits(self.target, self.adapter, entry[None])[0].float()
+        return stride * F.cross_entropy(logits, tokens_BT[rows, positions[real] + 1], reduction="sum")
+
+    def evaluate(self, examples: Sequence[Example], *, nodes: Sequence[int] = ()) -> dict[str, Any]:
+        """Predicted mean acceptance length and accuracy by stream; "tree" is the default tree of 16 nodes.
+
+        Also of a chain, and of the tree without conditioning where the adapter has one.
+        """
+        return evaluate(self, examples, nodes=nodes)

@@ -1,0 +1,120 @@
+"""Replay of completions through the tree builder that decoding uses: all stream states come from one pass.
+
+B rows of the batch, P positions from the last prompt token on, S streams, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from anabranch.learning.examples import Batch, Example
+from anabranch.learning.loss import hits
+from anabranch.learning.replay import Accuracy, Replay, evaluation, walk
+from anabranch.methods.streams.draft import DraftOptions, RowVocabulary, StreamDraft
+from anabranch.tree import DraftTree
+
+if TYPE_CHECKING:
+    from anabranch.methods.streams.objective import StreamObjective
+
+__all__ = ["evaluate", "replay", "replay_all"]
+
+TOP = 8  # accuracy counts a token among that many best, too
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """A group of completions with the stream states of all their positions."""
+
+    group: Sequence[Example]
+    batch: Batch
+    states_BPSD: Tensor
+    real_BP: Tensor
+
+
+def _record(objective: StreamObjective, examples: Sequence[Example], rows: int) -> Iterator[_Recorded]:
+    """``rows`` completions at a time, alike in length."""
+    order = sorted(examples, key=len)
+    for first in range(0, len(order), rows):
+        group = order[first : first + rows]
+        batch = Batch.of(group)
+        frozen, device = objective.freeze(batch), objective.target.device
+        segments = list(objective.segments(batch))
+        states = [objective.states(frozen, batch.tokens_BT.to(device), positions) for positions, _ in segments]
+        yield _Recorded(group, batch, torch.cat(states, dim=1), torch.cat([real for _, real in segments], dim=1))
+
+
+def _walk(total: Replay, recorded: _Recorded, draft: StreamDraft) -> None:
+    texts = [(*example.prompt_ids, *example.answer_ids) for example in recorded.group]
+    starts = recorded.batch.starts_B.tolist()
+    words = [RowVocabulary(draft) for _ in texts]
+
+    def propose(active: Sequence[int], at: Sequence[int]) -> list[DraftTree]:
+        offsets = torch.tensor([position - starts[b] for b, position in zip(active, at, strict=True)])
+        states = recorded.states_BPSD[torch.tensor(active), offsets]
+        seen = [texts[b][: position + 2] for b, position in zip(active, at, strict=True)]
+        own = [words[b].extend(text) for b, text in zip(active, seen, strict=True)]
+        return draft.build(states, [text[-1] for text in seen], own)
+
+    walk(total, recorded.group, propose)
+
+
+def _score(total: Accuracy, recorded: _Recorded, objective: StreamObjective) -> None:
+    """Add the ranks of the text's own tokens to ``total``, over the vocabulary that training scores them with."""
+    device = recorded.states_BPSD.device
+    batch, words = recorded.batch, objective.vocabulary(recorded.batch)
+    tokens_BT, lengths_B = batch.tokens_BT.to(device), batch.lengths_B.to(device)
+    steps = torch.arange(recorded.real_BP.shape[1], device=device)
+    positions_BP = torch.where(recorded.real_BP, batch.starts_B.to(device)[:, None] + steps, 0)
+    told_BPSD = objective.conditioned(recorded.states_BPSD, tokens_BT, positions_BP)
+    for j in range(told_BPSD.shape[2]):
+        index_BP = positions_BP + 2 + j
+        inside_BP = recorded.real_BP & (index_BP < lengths_B[:, None])
+        wanted_M = words.place[tokens_BT.gather(1, index_BP.clamp(max=tokens_BT.shape[1] - 1))[inside_BP]]
+        first, among = hits(words, told_BPSD[:, :, j][inside_BP], wanted_M, min(total.top, len(words.head_VD)))
+        total.first_S[j] += first
+        total.among_S[j] += among
+        total.count_S[j] += len(wanted_M)
+
+
+@torch.no_grad()
+def replay(objective: StreamObjective, draft: StreamDraft, examples: Sequence[Example], *, rows: int = 16) -> Replay:
+    """Replay ``examples`` with the trees that ``draft`` builds, ``rows`` completions at a time."""
+    total = Replay()
+    for recorded in _record(objective, examples, rows):
+        _walk(total, recorded, draft)
+    return total
+
+
+@torch.no_grad()
+def replay_all(
+    objective: StreamObjective,
+    drafts: Mapping[str, StreamDraft],
+    examples: Sequence[Example],
+    *,
+    top: int = TOP,
+    rows: int = 16,
+) -> tuple[dict[str, Replay], Accuracy]:
+    """Replay ``examples`` with each of ``drafts`` and count right predictions by stream, in one target pass for all."""
+    totals = {name: Replay() for name in drafts}
+    accuracy = Accuracy.empty(top, objective.predictors)
+    for recorded in _record(objective, examples, rows):
+        for name, draft in drafts.items():
+            _walk(totals[name], recorded, draft)
+        _score(accuracy, recorded, objective)
+    return totals, accuracy
+
+
+def evaluate(objective: StreamObjective, examples: Sequence[Example], *, nodes: Sequence[int] = ()) -> dict[str, Any]:
+    """See ``StreamObjective.evaluate``."""
+    settings = {"tree": DraftOptions(), "chain": DraftOptions(tree="chain")}
+    settings |= {f"{n} nodes": DraftOptions(nodes=n) for n in nodes}
+    if objective.adapter.conditioner is not None:
+        settings["tree without conditioning"] = DraftOptions(condition=False)
+    drafts = {name: StreamDraft(objective.target, objective.adapter, options) for name, options in settings.items()}
+    totals, accuracy = replay_all(objective, drafts, examples)
+    return evaluation(totals, accuracy, objective.predictors)

@@ -1,0 +1,145 @@
+"""The drafters that are tried, read from the registry, and how each is replayed from a few recordings.
+
+One recording is made of each method, with the largest drafts that any candidate asks of it. Smaller drafts are cut from
+it, and drafts of several methods are merged from their recordings (``analysis.simulate``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import nn
+
+from anabranch.analysis.simulate import Cut, Prediction, Ranking, merged, replay
+from anabranch.analysis.trace import TraceRow
+from anabranch.errors import CapabilityError
+from anabranch.methods import AUTO, Drafter, Method, make_drafter, methods, parse_spec, resolve_spec
+from anabranch.methods.spec import Part, Spec
+from anabranch.model.decoder import Decoder
+from anabranch.tune.timing import DraftTimes
+
+__all__ = ["MOST", "PLAIN", "Candidate", "Candidates", "find_candidates"]
+
+MOST = 32  # nodes of a draft
+PLAIN = "none"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One drafter, and how it is replayed.
+
+    spec      its specification
+    cuts      for each method of it, how its drafts are cut from the recorded ones
+    nodes     the most nodes of a verified tree, root included
+    depth     of the deepest draft
+    adaptive  whether the nodes that are verified are chosen at every step
+    """
+
+    spec: Spec
+    cuts: tuple[Cut, ...] = ()
+    nodes: int = 1
+    depth: int = 0
+    adaptive: bool = False
+
+    @cached_property
+    def methods(self) -> tuple[str, ...]:
+        """Names of the methods that draft; none in plain decoding."""
+        return () if self.spec.plain else tuple(part.method.name for part in self.spec.parts)
+
+    @property
+    def group(self) -> str:
+        """What it has in common with candidates of other sizes."""
+        return "+".join(self.methods) or PLAIN
+
+    def replay(self, recorded: Sequence[Sequence[TraceRow]], times: DraftTimes) -> list[Prediction]:
+        """One prediction a prompt from the recordings of its methods, prompt by prompt.
+
+        recorded  for each method of the candidate, one row a prompt; for plain decoding any method's
+        """
+
+        def price(verified: int) -> float:
+            return times.step_ms(verified, self.nodes, self.depth)
+
+        ranking = None
+        if self.adaptive:
+            ranking = Ranking(self.nodes, [price(n) for n in range(1, self.nodes + 1)])
+        elif len(self.cuts) > 1:
+            ranking = Ranking(self.nodes)
+        found = []
+        for rows in zip(*recorded, strict=True):
+            if len(self.cuts) > 1:
+                found.append(replay([merged(rows, self.cuts)], latency=price, ranking=ranking))
+            else:
+                cut = self.cuts[0] if self.cuts else Cut(nodes=1)
+                found.append(replay(rows, cut, latency=price, ranking=ranking))
+        return found
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """All candidates; the last one is what "auto" stands for.
+
+    recorded  by method, the drafter that is recorded
+    timed     by group, the largest drafter of it, which is timed
+    """
+
+    tried: list[Candidate]
+    recorded: dict[str, Drafter]
+    timed: dict[str, Drafter]
+
+    @property
+    def auto(self) -> Candidate:
+        """The drafter whose size follows the load."""
+        return self.tried[-1]
+
+
+def find_candidates(target: Decoder, modules: Sequence[nn.Module | None]) -> Candidates:
+    """Plain decoding, each method that can be had alone, all default ones merged, and "auto"."""
+    plain = parse_spec(PLAIN)
+    tried, timed, recorded = [Candidate(plain)], {PLAIN: make_drafter(plain, target)}, dict[str, Drafter]()
+
+    def add(spec: Spec, parts: Sequence[Drafter], drafter: Drafter) -> None:
+        nodes = drafter.max_nodes
+        sizes = [min(nodes, part.max_nodes) for part in parts]
+        cuts = tuple(Cut(nodes=n, depth=part.depth_of(n)) for n, part in zip(sizes, parts, strict=True))
+        tried.append(Candidate(spec, cuts, nodes, drafter.depth_of(nodes), drafter.adaptive))
+        group = tried[-1].group
+        if group not in timed or timed[group].max_nodes < nodes:
+            timed[group] = drafter
+        for part, each in zip(spec.parts, parts, strict=True):
+            name = part.method.name
+            if name not in recorded or recorded[name].max_nodes < each.max_nodes:
+                recorded[name] = each
+
+    for method in methods():
+        for settings in method.candidates(MOST):
+            spec = Spec((Part(method, settings),))
+            try:
+                drafter = make_drafter(spec, target, *modules)
+            except CapabilityError:
+                break
+            add(spec, [drafter], drafter)
+    auto = resolve_spec(AUTO, *modules)
+    if len(auto.parts) > 1:
+        for spec in _mergers([part.method for part in auto.parts]):
+            add(spec, _alone(spec, target, modules), make_drafter(spec, target, *modules))
+    add(auto, _alone(auto, target, modules), make_drafter(auto, target, *modules))
+    return Candidates(tried, recorded, timed)
+
+
+def _mergers(together: Sequence[Method]) -> Iterator[Spec]:
+    """The methods merged under every node budget that one of them can be given."""
+    usual = [Part(method, method.settings()) for method in together]
+    for place, method in enumerate(together):
+        sized = [settings for settings in method.candidates(MOST) if settings.budget is not None]
+        if sized:
+            for settings in sized:
+                yield Spec((*usual[:place], Part(method, settings), *usual[place + 1 :]))
+            return
+    yield Spec(tuple(usual))
+
+
+def _alone(spec: Spec, target: Decoder, modules: Sequence[nn.Module | None]) -> list[Drafter]:
+    return [make_drafter(Spec((part,)), target, *modules) for part in spec.parts]

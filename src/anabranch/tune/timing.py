@@ -1,0 +1,204 @@
+"""What the parts of a step cost, measured as the engine steps.
+
+A step is timed from its call until it returns, so whatever the engine does in it counts: draft, pass, verification,
+commit, what a drafter prepares after it, and Python between them. The real drafters take part, since what they do to
+threads and caches is part of a step too.
+
+    a step that drafts m nodes of depth d and verifies n  =  pass(n) + draft(m) + prepare(d)
+
+``pass`` is measured with chains of n nodes that cost nothing to draft, ``draft`` and ``prepare`` with drafts of several
+sizes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from anabranch.bench.shapes import wrong_chain
+from anabranch.costs import StepCosts, disturbed
+from anabranch.engine import Engine, Request
+from anabranch.errors import InputError
+from anabranch.methods.base import Drafter, Row, Wrapped
+from anabranch.model.decoder import Decoder
+from anabranch.tree import DraftTree
+
+__all__ = ["DRAFTS", "WIDTHS", "DraftTimes", "MeasuredTimes", "measure_times"]
+
+WIDTHS = (1, 2, 4, 6, 8, 9, 12, 16, 17, 20, 24, 25, 32)  # both sides of where a read of the weights ends
+DRAFTS = (2, 4, 8, 16, 32)  # nodes drafted
+LEAST = 1e-3  # milliseconds: what measures as less is noise
+Report = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class DraftTimes:
+    """Milliseconds of the parts of one row's steps with one way of drafting.
+
+    passes   of a step without its draft by nodes verified
+    draft    of a draft by nodes drafted; None: nothing is drafted
+    prepare  of what follows the pass by the depth of the next draft; None: nothing is prepared
+    """
+
+    passes: StepCosts
+    draft: StepCosts | None = None
+    prepare: StepCosts | None = None
+
+    def step_ms(self, verified: int, drafted: int, depth: int) -> float:
+        """Of a whole step."""
+        whole = float(self.passes(np.array(verified)))
+        for table, size in ((self.draft, drafted), (self.prepare, depth)):
+            if table is not None:
+                whole += float(np.interp(size, table.widths, table.ms))
+        return whole
+
+    def to_dict(self) -> dict[str, str]:
+        """As profiles keep it: ``{"pass": "1:7.1/8:7.6", "draft": "2:0.4/8:0.5", "prepare": "1:0.9/5:1.3"}``."""
+        tables = {"pass": self.passes, "draft": self.draft, "prepare": self.prepare}
+        return {name: str(table) for name, table in tables.items() if table is not None}
+
+
+@dataclass(frozen=True)
+class MeasuredTimes:
+    """Times by group of candidates.
+
+    busy  other jobs disturbed the measurement
+    """
+
+    groups: Mapping[str, DraftTimes]
+    busy: bool = False
+
+
+class _Chains(Wrapped):
+    """A drafter in whose place chains of ``nodes`` nodes are verified; it sees and prepares what it always does."""
+
+    def __init__(self, drafter: Drafter, nodes: int) -> None:
+        super().__init__(drafter)
+        self.nodes, self.adaptive, self.max_nodes = nodes, False, nodes
+
+    @property
+    def margin(self) -> int:
+        return max(self.nodes, self.drafter.margin)
+
+    def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
+        return [wrong_chain(row, self.nodes) for row in rows]
+
+
+class _Sized(Wrapped):
+    """A drafter whose drafts have at most ``nodes`` nodes, all of which are verified."""
+
+    def __init__(self, drafter: Drafter, nodes: int) -> None:
+        super().__init__(drafter)
+        self.adaptive, self.max_nodes = False, nodes
+
+    def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
+        return self.drafter.draft(rows, min(budget, self.max_nodes))
+
+
+@dataclass
+class _Timed:
+    """An engine under measurement.
+
+    nodes                  those that a step must verify to count; None: any
+    passes, draft, commit  milliseconds of the counted steps; ``commit`` includes what drafters prepare
+    """
+
+    engine: Engine
+    nodes: int | None
+    passes: list[float] = field(default_factory=list)
+    draft: list[float] = field(default_factory=list)
+    commit: list[float] = field(default_factory=list)
+
+    def run(self, request: Request, steps: int) -> None:
+        """Take ``steps`` counted steps; the first one after others have decoded is not counted."""
+        counted = -1
+        while counted < steps:
+            if not self.engine.active:
+                self.engine.add(request)
+                self.engine.step()  # the first step of a sequence has no draft
+            began = time.perf_counter()
+            (step,) = self.engine.step()
+            whole = 1e3 * (time.perf_counter() - began)
+            counted += 1
+            # near the end of the text drafts are cut
+            if counted and (self.nodes is None or step.tree.size == self.nodes):
+                draft, commit = 1e3 * step.timings.draft, 1e3 * step.timings.commit
+                self.passes.append(whole - draft - commit)
+                self.draft.append(draft)
+                self.commit.append(commit)
+
+    def clear(self) -> None:
+        """Forget what was counted."""
+        for values in (self.passes, self.draft, self.commit):
+            values.clear()
+
+
+def measure_times(
+    target: Decoder,
+    drafters: Mapping[str, Drafter],
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int = 96,
+    rounds: int = 6,
+    steps: int = 4,
+    report: Report = lambda what, done, total: None,
+) -> MeasuredTimes:
+    """Time steps after ``prompt`` with each of some drafters, the first of which drafts nothing.
+
+    All kinds of steps take turns, so that a machine that drifts drifts for all of them. One round before the counted
+    ones is not counted. A figure is the median of its steps times the mean of all steps over their median: sums of
+    steps are to be predicted, and those contain the slow ones too.
+    """
+    if rounds < 2 or steps < 1:
+        raise InputError(f"measuring steps takes at least 2 rounds and 1 step a round, got {rounds} and {steps}")
+    request = Request(prompt, min(max(max_new_tokens, 2 * WIDTHS[-1]), target.config.max_positions - len(prompt)))
+    capacity = len(prompt) + request.max_new_tokens
+
+    def timed(drafter: Drafter, nodes: int | None) -> _Timed:
+        return _Timed(Engine(target, drafter, capacity=capacity), nodes)
+
+    kind = {group: (drafter.needs.layers, drafter.rider is not None) for group, drafter in drafters.items()}
+    first = {kind[group]: drafter for group, drafter in reversed(list(drafters.items()))}
+    passes = {(k, n): timed(_Chains(drafter, n), n) for k, drafter in first.items() for n in WIDTHS}
+    sizes = {group: _sizes(drafter) for group, drafter in drafters.items() if drafter.max_nodes > 1}
+    drafts = {(group, n): timed(_Sized(drafters[group], n), None) for group, ns in sizes.items() for n in ns}
+    for done in range(rounds + 1):
+        report("step times", done, rounds + 1)
+        for one in (*passes.values(), *drafts.values()):
+            if done == 0:
+                one.engine.rehearse(request)
+            one.run(request, steps)
+            if done == 0:  # memory is touched for the first time
+                one.clear()
+    plain = passes[kind[next(iter(drafters))], 1]
+    samples = [one.passes for one in passes.values() if one.passes]  # of one width each, alike but for noise
+    slow = sum(map(sum, samples)) / sum(len(found) * statistics.median(found) for found in samples)
+    base = statistics.median(plain.commit)
+    groups = {}
+    for group, drafter in drafters.items():
+        found = {n: one.passes for (k, n), one in passes.items() if k == kind[group]}
+        times = DraftTimes(_table(found, slow, base))
+        if group in sizes:
+            depths: dict[int, list[float]] = {}
+            for n in sizes[group]:
+                depths.setdefault(drafter.depth_of(n), []).extend(drafts[group, n].commit)
+            drafted = {n: drafts[group, n].draft for n in sizes[group]}
+            times = DraftTimes(times.passes, _table(drafted, slow, 0.0), _table(depths, slow, -base))
+        groups[group] = times
+    return MeasuredTimes(groups, busy=disturbed(plain.passes))
+
+
+def _sizes(drafter: Drafter) -> list[int]:
+    """The drafts that are timed."""
+    return [*(n for n in DRAFTS if n < drafter.max_nodes), drafter.max_nodes]
+
+
+def _table(samples: Mapping[int, Sequence[float]], slow: float, more: float) -> StepCosts:
+    """Medians by size, ``more`` added, times ``slow``; a larger size costs no less, whatever noise says."""
+    sizes = [n for n in sorted(samples) if samples[n]]
+    ms = np.maximum.accumulate([max(LEAST, slow * (statistics.median(samples[n]) + more)) for n in sizes])
+    return StepCosts(tuple(sizes), tuple(map(float, ms)))
