@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from anabranch.train.objective import LossOptions, StreamObjective
 from typer.testing import CliRunner
 
 import anabranch
@@ -17,7 +18,6 @@ from anabranch.bench.shapes import measure_shape
 from anabranch.cli import app
 from anabranch.errors import DeviceError
 from anabranch.train.data import Batch, Example
-from anabranch.train.objective import LossOptions, StreamObjective
 from anabranch.tune.fit import fit
 from pretended import CUDA, there
 from small import as_target, prompt, small, small_adapter

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from anabranch.tune.latency import Measured, measure_steps
 from click.testing import Result
 from typer.testing import CliRunner
 
@@ -25,7 +26,6 @@ from anabranch.model import load
 from anabranch.model.load import Target
 from anabranch.profiles import Situation, find_profile, resolve, save_profile
 from anabranch.tune.fit import BUDGETS, Candidate, Fit, candidates, fit
-from anabranch.tune.latency import Measured, measure_steps
 from small import as_target, decode, prompt, small, small_adapter
 
 
