@@ -93,7 +93,8 @@ def test_certify_finds_a_bug(
         return type(verdict)(verdict.path, (verdict.next_token + 40) % 200)
 
     monkeypatch.setattr(Engine, "_verify", wrong)
-    done = anabranch(*certify_arguments(toys, tmp_path / "prompts.jsonl"), "--temperature", temperature)
+    options = ("--temperature", temperature, "--drafter", "streams:nodes=8")
+    done = anabranch(*certify_arguments(toys, tmp_path / "prompts.jsonl"), *options)
     assert done.code == 1
     assert "3 bugs" in done.out
 
