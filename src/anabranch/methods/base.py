@@ -193,7 +193,7 @@ class Wrapped(Drafter):
         return self.drafter.depth_of(budget)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Method:
     """One entry of the registry: all that the rest of the library needs to know of a method.
 
