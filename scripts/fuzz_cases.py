@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import anabranch
-from anabranch.adapters.folder import find_adapter
+from anabranch.adapters.folder import find_adapters
 from anabranch.analysis.simulate import Cut, Latency, simulate
 from anabranch.analysis.trace import TraceWriter, read_trace
 from anabranch.api import Model
@@ -245,18 +245,18 @@ def toy_target() -> Target:
 
 def use_adapter(folder: Path) -> None:
     target = toy_target()
-    loaded = find_adapter(target, folder / "adapter")
+    loaded = find_adapters(target, [folder / "adapter"])
     decode(Model(target, loaded, "streams:tree=best,nodes=8"))
 
 
 def use_profile(folder: Path) -> None:
     os.environ["ANABRANCH_HOME"] = str(folder)
     target = toy_target()
-    path = Situation.of(target, None).path()
+    path = Situation.of(target).path()
     path.parent.mkdir(exist_ok=True)
     shutil.copy(folder / "profile.json", path)
-    decode(Model(target, None, "auto"))
-    Model(target, None, "auto").generate(TEXT, max_new_tokens=NEW, drafter="prompt_lookup")
+    decode(Model(target, drafter="auto"))
+    Model(target, drafter="auto").generate(TEXT, max_new_tokens=NEW, drafter="prompt_lookup")
 
 
 def use_trace(folder: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerFast  # noqa: F401 - what loading would import: a library, not the model
 
-from anabranch.adapters.folder import find_adapter
+from anabranch.adapters.folder import find_adapters
 from anabranch.bench.machine import peak_memory_mb
 from anabranch.bench.report import environment
 from anabranch.engine import Engine, Request
@@ -47,9 +47,9 @@ def main() -> None:
     weights = {p.data_ptr(): p.numel() * p.element_size() for p in target.decoder.parameters()}
     weights |= {b.data_ptr(): b.numel() * b.element_size() for b in target.decoder.buffers()}
     loaded = resident()
-    found = find_adapter(target)
+    modules = [found.module for found in find_adapters(target)]
     pack_decoder(target.decoder)
-    drafter = make_drafter(args.drafter, target.decoder, None if found is None else found.adapter)
+    drafter = make_drafter(args.drafter, target.decoder, *modules)
     engine = Engine(target.decoder, drafter, capacity=args.capacity)
     cache = engine.cache.keys.nbytes + engine.cache.values.nbytes
     engine.add(Request(target.tokenizer.encode(TEXT), args.new))

@@ -1,7 +1,7 @@
 """Mean acceptance length as predicted by replay, beside the one that decoding reaches, on the same prompts.
 
-The prompts are decoded with the shipped adapter; the answers are then replayed through the tree builder, without
-decoding (``anabranch.train.replay``). Training reports the replayed figure, so the two must agree.
+The prompts are decoded with the shipped adapter; the completions are then replayed through the tree builder, without
+decoding (``anabranch.methods.streams.replay``). Training reports the replayed figure, so the two must agree.
 
     python scripts/predicted.py --data DIR --limit 30 --out benchmarks/NAME.json
 """
@@ -16,33 +16,35 @@ from pathlib import Path
 
 from exactness import read_prompts
 
-from anabranch.adapters.folder import find_adapter
+from anabranch.adapters.folder import find_adapters
 from anabranch.bench.report import environment
 from anabranch.engine import Engine, Request
 from anabranch.files import write_atomically
+from anabranch.learning.examples import Example
+from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.draft import DraftOptions, StreamDraft
 from anabranch.methods.streams.drafter import StreamDrafter
+from anabranch.methods.streams.objective import StreamObjective
+from anabranch.methods.streams.replay import replay
 from anabranch.model.load import load_target
-from anabranch.train.data import Example
-from anabranch.train.objective import LossOptions, StreamObjective
-from anabranch.train.replay import replay
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--data", type=Path, required=True, help="folder with the data sets")
     parser.add_argument("--limit", type=int, default=30, help="prompts, spread over the tasks")
-    parser.add_argument("--new", type=int, default=128, help="new tokens a prompt")
+    parser.add_argument("--new", type=int, default=128, help="new tokens per prompt")
     parser.add_argument("--nodes", type=int, default=32)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     target = load_target("default", dtype=args.dtype)
-    loaded = find_adapter(target)
-    assert loaded is not None, "the package ships an adapter for the default model"
+    (loaded,) = find_adapters(target)  # the package ships one for the default model
+    adapter = loaded.module
+    assert isinstance(adapter, StreamAdapter)
     prompts = read_prompts(target, args.data, args.limit)
     options = DraftOptions(nodes=args.nodes)
-    drafter = StreamDrafter(target.decoder, loaded.adapter, options)
+    drafter = StreamDrafter(target.decoder, adapter, options)
     engine = Engine(target.decoder, drafter, capacity=max(map(len, prompts)) + args.new)
     stop = frozenset(target.config.eos_token_ids)
     examples, tokens, steps = [], 0, 0
@@ -52,8 +54,8 @@ def main() -> None:
         answer = [token for step in done for token in step.tokens]
         tokens, steps = tokens + len(answer), steps + len(done)
         examples.append(Example(tuple(prompt), tuple(answer)))
-    objective = StreamObjective(target.decoder, loaded.adapter, LossOptions())
-    found = replay(objective, StreamDraft(target.decoder, loaded.adapter, options), examples, rows=4)
+    objective = StreamObjective(target.decoder, adapter)
+    found = replay(objective, StreamDraft(target.decoder, adapter, options), examples, rows=4)
     decoded = tokens / steps
     result = {
         "command": shlex.join("DIR" if word == str(args.data) else word for word in ("python", *sys.argv)),

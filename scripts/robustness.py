@@ -91,7 +91,7 @@ def adapter(
         folder.mkdir()
         tensors = load_file(SHIPPED / "adapter.safetensors")
         record = json.loads((SHIPPED / "adapter_config.json").read_text(encoding="utf-8"))
-        change(tensors, record["streams"])
+        change(tensors, record["config"])
         save_file(tensors, folder / "adapter.safetensors", metadata={"format": "pt"})
         record["sha256"] = hashlib.sha256((folder / "adapter.safetensors").read_bytes()).hexdigest()
         (folder / "adapter_config.json").write_text(json.dumps(record), encoding="utf-8")

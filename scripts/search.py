@@ -1,7 +1,7 @@
-"""Short trainings from fresh weights that differ in one option each, evaluated on the same held-out answers.
+"""Short trainings from fresh weights that differ in one option each, evaluated on the same held-out completions.
 
-Shows what limits an adapter early on, with little data; a long run may order near neighbours otherwise. Finished
-variants are kept in --out, so the same command goes on where it was stopped.
+Shows what limits an adapter early on, with little data; a long run may rank similar variants differently. Finished
+variants are kept in --out, so the same command resumes where it was stopped.
 
     python scripts/search.py --answers answers.jsonl --examples 700 --out benchmarks/NAME.json
     python scripts/search.py --answers answers.jsonl --variant stream_layers=8,soft=1 --out benchmarks/NAME.json
@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from anabranch.bench.report import environment
+from anabranch.errors import InputError
 from anabranch.files import shown_command, write_atomically
 from anabranch.model.load import load_target
-from anabranch.train import OPTIONS, recipe_with
-from anabranch.train.job import read_data, train_streams
+from anabranch.train import Recipe, read_data, train_adapter, trainable
 
 VARIANTS = (
     "base",
@@ -39,28 +39,31 @@ VARIANTS = (
     "lr=0.003",
 )
 BASE = {"epochs": 1.0, "warmup": 10, "keep_states": False}
+METHOD = trainable("streams")
 
 
-def options(variant: str) -> dict[str, Any]:
-    """Those that ``variant`` changes: NAME=VALUE,... as 'anabranch train streams' calls them, or base."""
+def plan(variant: str, base: dict[str, Any]) -> Recipe:
+    """The recipe of a variant: "base", or NAME=VALUE,... with the options of 'anabranch train streams'."""
+    assert METHOD.trained is not None
     pairs = [] if variant == "base" else [change.partition("=") for change in variant.split(",")]
-    if wrong := [name for name, _, _ in pairs if name not in OPTIONS]:
-        sys.exit(f"there is no option {wrong[0]!r}; options are {', '.join(OPTIONS)}")
-    return {name: json.loads(value) for name, _, value in pairs}
+    return METHOD.trained.recipe("default-adapter", base | {name: json.loads(value) for name, _, value in pairs})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--answers", type=Path, required=True, help="JSONL that 'anabranch train answers' wrote")
-    parser.add_argument("--examples", type=int, default=700, help="answers to train on, held-out ones besides")
+    parser.add_argument("--examples", type=int, default=700, help="completions to train on, besides the held-out ones")
     parser.add_argument("--held-out", type=int, default=48)
     parser.add_argument("--variant", action="append", help="NAME=VALUE,...; repeatable (default: a list)")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     target = load_target("default")
     base = {**BASE, "held_out": args.held_out}
-    plans = {variant: recipe_with("default-adapter", base | options(variant)) for variant in args.variant or VARIANTS}
-    examples = read_data(target, recipe_with("default-adapter", base), answers=args.answers)
+    try:
+        plans = {variant: plan(variant, base) for variant in args.variant or VARIANTS}
+    except (InputError, ValueError) as error:
+        sys.exit(f"--variant: {error}")
+    examples = read_data(target, plan("base", base), answers=args.answers)
     random.Random(0).shuffle(examples)
     examples = examples[: args.examples + args.held_out]
     result: dict[str, Any] = {
@@ -71,14 +74,14 @@ def main() -> None:
     if args.out.is_file():
         before = json.loads(args.out.read_text(encoding="utf-8"))
         if before["answer_tokens"] != result["answer_tokens"]:
-            sys.exit(f"{args.out} was written with other answers; give those, or another --out")
+            sys.exit(f"{args.out} was written with other completions; give those, or another --out")
         result["variants"] = before["variants"]
-    for variant, plan in plans.items():
+    for variant, recipe in plans.items():
         if variant in result["variants"]:
             continue
         began = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            record = train_streams(target, plan, examples, Path(folder), report=lambda now: None)
+            record = train_adapter(target, METHOD, recipe, examples, Path(folder), report=lambda now: None)
         measured = record["measured"]
         lengths = measured["predicted mean acceptance length"]
         result["variants"][variant] = {

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from anabranch.train.objective import LossOptions, StreamObjective
 from typer.testing import CliRunner
 
 import anabranch
@@ -17,7 +16,8 @@ import pretended
 from anabranch.bench.shapes import measure_shape
 from anabranch.cli import app
 from anabranch.errors import DeviceError
-from anabranch.train.data import Batch, Example
+from anabranch.learning.examples import Batch, Example
+from anabranch.methods.streams.objective import LossOptions, StreamObjective
 from anabranch.tune.fit import fit
 from pretended import CUDA, there
 from small import as_target, prompt, small, small_adapter
@@ -100,8 +100,8 @@ def test_loss_and_evaluation() -> None:
     for target in (small(), there(small())):
         objective = StreamObjective(target, small_adapter(target), LossOptions(soft=0.5), segment=6)
         frozen, losses_here = objective.freeze(batch), []
-        for positions, real in objective.segments(batch):
-            losses_here.append(objective.segment_loss(batch, frozen, positions, real).loss.item())
+        for segment in objective.segments(batch):
+            losses_here.append(objective.loss(batch, frozen, segment).loss.item())
         losses.append(losses_here)
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 

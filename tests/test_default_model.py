@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from anabranch.adapters.folder import SHIPPED, find_adapter
+from anabranch.adapters.folder import SHIPPED, find_adapters
 from anabranch.engine import Engine, Request
 from anabranch.methods import make_drafter
 from anabranch.methods.streams.adapter import StreamAdapter
@@ -37,9 +37,8 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def adapter(target: Target) -> StreamAdapter:
-    loaded = find_adapter(target)
-    assert loaded is not None
-    return loaded.adapter
+    (loaded,) = find_adapters(target)
+    return loaded.module
 
 
 def _decode(
@@ -72,9 +71,8 @@ def test_every_method_emits_the_tokens_of_plain_decoding(
 def test_every_method_in_the_types_that_users_load(quantize: str) -> None:
     target = load_target("default", dtype="bfloat16", quantize=quantize)
     assert pack_decoder(target.decoder)
-    loaded = find_adapter(target)
-    assert loaded is not None
-    plain = _decode(target, loaded.adapter, "none", rows=1, sampling=SamplingParams())
+    (loaded,) = find_adapters(target)
+    plain = _decode(target, loaded.module, "none", rows=1, sampling=SamplingParams())
     for spec in (
         "none",
         "prompt_lookup",
@@ -85,7 +83,7 @@ def test_every_method_in_the_types_that_users_load(quantize: str) -> None:
         "streams:tree=24,prune=12,placement=ride",
     ):
         for rows in (1, 3):
-            assert _decode(target, loaded.adapter, spec, rows=rows, sampling=SamplingParams()) == plain, (spec, rows)
+            assert _decode(target, loaded.module, spec, rows=rows, sampling=SamplingParams()) == plain, (spec, rows)
 
 
 def test_the_compiler_stays_out() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from anabranch.adapters.folder import LoadedAdapter, TargetIdentity, save_adapter
 from anabranch.api import Model
+from anabranch.methods.streams import METHOD
 from anabranch.model.load import Target, load_target
 from anabranch.model.weights import build_decoder, fingerprint
 from small import LLAMA, RICH, randomise, small_adapter
@@ -47,7 +48,7 @@ def toy_model(drafter: str = "streams", *, template: bool = True, eos: tuple[int
     randomise(decoder, seed=1)
     config = replace(CONFIG, eos_token_ids=eos)
     target = Target(decoder, byte_tokenizer(template=template), config, "toy", None, fingerprint(decoder))
-    return Model(target, (LoadedAdapter(small_adapter(decoder), {"sha256": "0" * 64}),), drafter)
+    return Model(target, (LoadedAdapter(small_adapter(decoder), {"sha256": "0" * 64}, METHOD),), drafter)
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def save_toys(where: Path, *, native: bool = False) -> ToyFolders:
     target = load_target(str(folders.model))
     identity = TargetIdentity.of(target, "toy")
     adapter = small_adapter(target.decoder, replace(RICH, conditioning_rank=32) if native else RICH)
-    save_adapter(folders.adapter, adapter, target=identity, training={}, measured={}, dtype=torch.float32)
     stranger = replace(identity, name="another", fingerprint="0" * 64)
-    save_adapter(folders.other, adapter, target=stranger, training={}, measured={}, dtype=torch.float32)
+    for folder, owner in ((folders.adapter, identity), (folders.other, stranger)):
+        save_adapter(folder, adapter, method=METHOD, target=owner, training={}, measured={}, dtype=torch.float32)
     return folders

@@ -1,4 +1,4 @@
-"""What anabranch finds on this machine: versions, processor, kernels, caches, profiles. For bug reports."""
+"""What anabranch finds on this machine, for bug reports: versions, processor, kernels, caches, profiles."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import platform
 import shlex
 import subprocess
 from contextlib import suppress
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -20,16 +21,17 @@ from anabranch.model.fetch import DEFAULT_MODEL
 from anabranch.native import build
 from anabranch.native import library as native
 from anabranch.processor import cgroup_quota, processor_flags, processor_name, set_threads, usable_cpus
+from anabranch.profiles import Situation
 
 __all__ = ["describe_installation"]
 
 PACKAGES = ("anabranch", "torch", "transformers", "tokenizers", "safetensors", "numpy")
-# what changes where anabranch keeps things, what it compiles, and how it runs
+# variables that change where anabranch stores files, what it compiles, and how it runs
 VARIABLES = (
     *("ANABRANCH_HOME", "ANABRANCH_NATIVE", "CXX", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "KMP_AFFINITY"),
     *("CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE", "XDG_CACHE_HOME"),
 )
-# what the kernels' forms need, and what the compiler makes use of besides
+# processor features that the kernels' forms need, and others that the compiler uses
 FEATURES = frozenset(("amx_int8", "avx512_bf16", "avx512_vnni", "avx_vnni")).union(
     *(features for features, _ in build.FORMS.values())
 )
@@ -72,7 +74,7 @@ def _version(package: str) -> str | None:
 
 
 def _kernels() -> dict[str, Any]:
-    """The form that runs, why no better one and what to do about it, and the compiler."""
+    """The form in use, why it is not a better one and what to do about it, and the compiler."""
     found, shortfall = native.library(), native.shortfall()
     return {
         "form": "torch" if found is None else found.form,
@@ -84,7 +86,7 @@ def _kernels() -> dict[str, Any]:
 
 
 def _compiler() -> str | None:
-    """The compiler's command, and the first line of what it says about itself; None where there is none."""
+    """The compiler's command and the first line of its version; None without a compiler."""
     command = build.compiler()
     if command is None:
         return None
@@ -107,18 +109,20 @@ def _caches() -> dict[str, Any]:
 
 
 def _size(folder: Path) -> int:
-    """Bytes of the files below."""
+    """Bytes of the files in a folder and below."""
     total = 0
     for inside, _, names in os.walk(folder):
         for name in names:
-            with suppress(OSError):  # removed meanwhile, or a link to nowhere
+            with suppress(OSError):  # removed in the meantime, or a broken link
                 total += os.stat(os.path.join(inside, name)).st_size
     return total
 
 
 def _auto(kernels: str) -> dict[str, Any]:
-    """What ``drafter="auto"`` means on this machine, by model: from profiles of ``anabranch tune``, and from costs that
-    were measured when a model was loaded. Those of other machines, threads or versions are counted.
+    """What ``drafter="auto"`` knows of the costs of steps on this machine, by model.
+
+    Profiles are written by ``anabranch tune``, costs of forward passes when a model is loaded. Profiles of other
+    machines, numbers of threads or versions are counted.
     """
     here = {
         "processor": processor_name(),
@@ -131,21 +135,24 @@ def _auto(kernels: str) -> dict[str, Any]:
     others = 0
     for path in [path for kind in found for path in sorted((cache_home() / kind).glob("*.json"))]:
         kind = path.parent.name
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-            situation = record["situation"]
-            fits = {**here, "kernels": situation["kernels"]}.items() <= situation.items()
-            used = {name: situation[name] for name in ("fingerprint", "dtype", "device", "kernels")}
-            facts = {
-                "drafter": str(record["drafter"]),
-                "speedup": record.get("speedup"),
-                "date": record.get("date"),
-                **used,
-            }
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            fits = False
-        if fits and situation["kernels"] in (kernels, "torch"):
-            found[kind].append({"model": names.get(str(used["fingerprint"])), **facts, "path": str(path)})
+        fact = _measured(path, kind, here, {kernels, "torch"})
+        if fact is not None:
+            found[kind].append({"model": names.get(fact["fingerprint"]), **fact})
         else:
             others += kind == "profiles"
     return {"folder": str(cache_home() / "profiles"), **found, "other_profiles": others}
+
+
+def _measured(path: Path, kind: str, here: dict[str, Any], kernels: set[str]) -> dict[str, Any] | None:
+    """What a file of costs says, as JSON values; None if it is damaged or was measured elsewhere."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        situation = Situation(**record["situation"])
+        costs = record["costs"]["pass"] if kind == "profiles" else record["costs"]
+        used = {name: str(getattr(situation, name)) for name in ("fingerprint", "dtype", "device", "kernels")}
+        fact = {"pass_ms": str(costs), "date": record.get("date"), **used, "path": str(path)}
+        if kind == "profiles":
+            fact |= {"drafter": str(record["drafter"]), "speedup": record.get("speedup")}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return fact if here.items() <= asdict(situation).items() and situation.kernels in kernels else None

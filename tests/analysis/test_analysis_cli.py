@@ -73,7 +73,7 @@ def test_what_cannot_be_replayed_is_said(
     assert run(capsys, *generate, "--trace", path)[0] == 0
     for arguments, message in (
         (("simulate", tmp_path / "missing"), "cannot be read"),
-        (("simulate", path, "--nodes", "eight"), "--nodes takes whole numbers"),
+        (("simulate", path, "--nodes", "eight"), "--nodes must be whole numbers"),
         (("simulate", path, "--threshold", "2"), "threshold must be"),
         (("simulate", path, "--drop-source", "foo"), "was drafted by 'foo'; its drafts are of stream 1"),
         (("simulate", path, "--drop-source", "stream", "--drop-source", "stream 9"), "was drafted by 'stream 9'"),

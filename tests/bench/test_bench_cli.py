@@ -18,8 +18,8 @@ from anabranch.analysis.trace import read_trace
 from anabranch.bench.contenders import Ours, Run
 from anabranch.bench.machine import measure_machine
 from anabranch.cli import main
-from anabranch.cli.bench import encode
 from anabranch.errors import InputError
+from anabranch.prompts import chat_ids
 from toy_text import ToyFolders, byte_tokenizer
 
 INTERRUPTED = 130
@@ -218,7 +218,9 @@ def test_recordings_of_a_run_that_was_stopped(bench: Bench, tmp_path: Path, stop
     assert "lacks some of the 1 prompts that are done" in elsewhere.err
     assert bench(*command, "--resume").code == 0
     for name in ("none.jsonl", "streams.jsonl"):
-        found = [[(r.row, r.at, r.said, r.tree.sources) for r in read_trace(where / name)] for where in (whole, parts)]
+        found = [
+            [(r.row, r.at, r.decided, r.tree.sources) for r in read_trace(where / name)] for where in (whole, parts)
+        ]
         assert found[0] == found[1]
     assert len(list(parts.iterdir())) == 2
 
@@ -288,7 +290,7 @@ def test_a_signal_keeps_what_is_done_and_resume_goes_on(
 
     done = bench(*command, "--resume")
     assert done.code == 0, done.err
-    assert "going on after 2 of 3 prompts" in done.err
+    assert "continuing after 2 of 3 prompts" in done.err
     whole = read(tmp_path / "result.json")
     assert whole["complete"]
     assert "--resume" not in whole["run"]["command"]
@@ -341,11 +343,11 @@ def test_broken_journals(bench: Bench, tmp_path: Path) -> None:
         (["--task", "c"], "has no task 'c'; its tasks are a, b"),
         (["--field", "text"], "no text in the field 'text'; its fields are prompt, task"),
         (["--repeats", "0"], "--repeats must be at least 1, got 0"),
-        (["--threads", "0"], "--threads must be at least 1, got 0"),
+        (["--threads", "0"], "threads must be at least 1, got 0"),
         (["--figures"], "--figures needs --out"),
         (["--method", "none@int3"], "none, int8, int4"),
         (["--resume"], "--resume needs --out"),
-        (["--method", "a=streams", "--method", "a=none"], "named 'a'; name one of them otherwise, as in again=none"),
+        (["--method", "a=streams", "--method", "a=none"], "named 'a'; label one of them, as in again=none"),
         (["--method", "again=none@int8", "--method", "again=streams@int8"], "as in again-2=streams@int8"),
         (["--max-new-tokens", "95"], "leaves no room for 95 more"),
     ],
@@ -522,9 +524,9 @@ def test_compare_refuses_what_is_no_result(bench: Bench, tmp_path: Path) -> None
 
 
 def test_a_chat_template_that_fails_is_one_sentence() -> None:
-    """As ``generate`` and ``train answers`` have it: bench, certify and tune encode their prompts here."""
+    """All verbs turn their prompts into ids here."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{{ 1 / 0 }}"
     with pytest.raises(InputError, match=r"the chat template of this model refuses this conversation: .*zero"):
-        encode(tokenizer, "the", raw=False)
-    assert encode(tokenizer, "the", raw=True) == tokenizer.encode("the")
+        chat_ids(tokenizer, "the", raw=False)
+    assert chat_ids(tokenizer, "the", raw=True) == tokenizer.encode("the")

@@ -32,7 +32,9 @@ def profile(home: Path, name: str, **changes: Any) -> None:
     fingerprint = json.loads((SHIPPED / NAME / "adapter_config.json").read_text())["target"]["fingerprint"]
     situation = {"fingerprint": fingerprint, "adapter": "", "dtype": "bfloat16", "device": "cpu", "kernels": "torch"}
     situation |= {"processor": processor_name(), "threads": torch.get_num_threads(), "torch": torch.__version__}
-    record = {"drafter": "streams:tree=9", "speedup": 1.5, "situation": situation | {"anabranch": _own()} | changes}
+    situation |= {"anabranch": _own()} | changes
+    record = {"costs": {"pass": "1:7"}, "drafter": "streams:nodes=9", "speedup": 1.5, "situation": situation}
+    record["date"] = "2026-01-02"
     (home / "profiles").mkdir(parents=True, exist_ok=True)
     (home / "profiles" / name).write_text(json.dumps(record))
 
@@ -61,7 +63,7 @@ def test_a_machine(anabranch: Anabranch, home: Path, monkeypatch: pytest.MonkeyP
     shown = anabranch("info").out
     for words in ("Versions\n", f"torch            {version('torch')}\n", "2.5 MB\n", "'anabranch pull' fetches it"):
         assert words in shown
-    assert "chosen by a short timing" in shown
+    assert "costs are timed when a model is loaded" in shown
 
 
 def test_what_auto_means_here(anabranch: Anabranch, home: Path) -> None:
@@ -71,20 +73,22 @@ def test_what_auto_means_here(anabranch: Anabranch, home: Path) -> None:
     (home / "profiles" / "broken.json").write_text("[]")
     (home / "profiles" / "not-a-dict.json").write_text('{"situation": 3, "drafter": "none"}')
     auto = json.loads(anabranch("info", "--json").out)["auto"]
-    assert [(p["model"], p["drafter"], p["speedup"]) for p in auto["profiles"]] == [("default", "streams:tree=9", 1.5)]
+    assert [(p["model"], p["drafter"], p["speedup"]) for p in auto["profiles"]] == [("default", "streams:nodes=9", 1.5)]
     assert auto["other_profiles"] == 4
-    assert "streams:tree=9 (from a profile, 1.50 times plain decoding when tuned)" in " ".join(
-        anabranch("info").out.split()
-    )
+    said = "costs tuned on 2026-01-02; fastest was streams:nodes=9, 1.50 times plain decoding"
+    assert said in " ".join(anabranch("info").out.split())
 
 
-def test_what_auto_became_at_load(anabranch: Anabranch, home: Path, toys: ToyFolders) -> None:
-    model = load(toys.model, adapter=toys.adapter)
-    assert model.choice.origin == "measured when loaded"
+def test_costs_that_were_measured_at_load(anabranch: Anabranch, home: Path, toys: ToyFolders) -> None:
+    known = load(toys.model, adapter=toys.adapter).known
+    assert known is not None
+    assert known.origin == "measured when loaded"
     (found,) = json.loads(anabranch("info", "--json").out)["auto"]["costs"]
-    assert found["drafter"] == model.drafter
-    assert f"{model.drafter} (from passes timed at load on {found['date']})" in " ".join(anabranch("info").out.split())
-    assert load(toys.model, adapter=toys.adapter).choice.origin == "remembered"
+    assert found["pass_ms"].startswith("1:")
+    assert f"costs of passes timed at load on {found['date']}" in " ".join(anabranch("info").out.split())
+    again = load(toys.model, adapter=toys.adapter).known
+    assert again is not None
+    assert again.origin == "remembered"
 
 
 def test_a_machine_without_kernels(anabranch: Anabranch, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +122,7 @@ def test_an_adapter_by_name(anabranch: Anabranch) -> None:
     record = json.loads(anabranch("info", NAME, "--json").out)
     assert record["target"]["name"] == "default"
     shown = anabranch("info", NAME).out
-    assert shown.startswith("# Stream adapter for default\n")
+    assert shown.startswith("# Speculative Streaming for default\n")
     assert "library_name" not in shown
 
 

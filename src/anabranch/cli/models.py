@@ -137,11 +137,12 @@ def _auto(auto: dict[str, Any]) -> dict[str, str]:
     facts = {}
     for kind in ("costs", "profiles"):  # a profile goes before what was measured at load
         for found in auto[kind]:
-            gain = "" if found["speedup"] is None else f", {found['speedup']:.2f} times plain decoding when tuned"
-            why = f"from a profile{gain}" if kind == "profiles" else f"from passes timed at load on {found['date']}"
-            name = found["model"] or f"model {found['fingerprint'][:12]}"
-            facts[f"{name}, {found['dtype']}"] = f"{found['drafter']} ({why})"
-    facts["otherwise"] = "chosen by a short timing when a model is loaded; 'anabranch tune' measures and remembers it"
+            name = f"{found['model'] or 'model ' + found['fingerprint'][:12]}, {found['dtype']}"
+            facts[name] = f"costs of passes timed at load on {found['date']}"
+            if kind == "profiles":
+                gain = "" if found["speedup"] is None else f", {found['speedup']:.2f} times plain decoding"
+                facts[name] = f"costs tuned on {found['date']}; fastest was {found['drafter']}{gain}"
+    facts["otherwise"] = "costs are timed when a model is loaded; 'anabranch tune' measures and remembers them"
     facts["profiles"] = f"{auto['folder']}: {len(auto['profiles'])} for this machine, {auto['other_profiles']} other"
     return facts
 
