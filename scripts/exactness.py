@@ -14,32 +14,32 @@ import json
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from anabranch.adapters.folder import find_adapters
 from anabranch.bench.report import environment
 from anabranch.bench.suites import load_suite
-from anabranch.cli.bench import encode
 from anabranch.engine import Engine, Request
 from anabranch.files import write_atomically
+from anabranch.loading import LoadConfig, load
 from anabranch.methods import make_drafter
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Inputs
 from anabranch.model.load import Target, load_target
-from anabranch.model.pack import pack_decoder
+from anabranch.prompts import chat_ids
 from anabranch.sampling import SamplingParams
 
 METHODS = ("none", "prompt_lookup", "streams", "streams:nodes=32,prune=12")
 
 
 def decode(
-    target: Target, spec: str, adapter: Any, prompts: list[list[int]], *, rows: int, new: int
+    target: Target, spec: str, modules: Sequence[Any], prompts: list[list[int]], *, rows: int, new: int
 ) -> list[list[int]]:
-    drafter = make_drafter(spec, target.decoder, adapter)
+    drafter = make_drafter(spec, target.decoder, *modules)
     engine = Engine(target.decoder, drafter, rows=rows, capacity=max(map(len, prompts)) + new)
     stop = frozenset(target.config.eos_token_ids)
     waiting = list(enumerate(prompts))
@@ -110,7 +110,7 @@ def differences(
 
 def read_prompts(target: Target, data: Path, limit: int) -> list[list[int]]:
     suite = load_suite("spec_bench", data=data, limit=limit)
-    return [encode(target.tokenizer, prompt.text, raw=False) for prompt in suite]
+    return [chat_ids(target.tokenizer, prompt.text) for prompt in suite]
 
 
 def main() -> None:
@@ -124,11 +124,10 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    target = load_target("default", dtype=args.dtype)
-    (loaded,) = find_adapters(target)  # the package ships one for the default model
+    loaded = load(LoadConfig(dtype=args.dtype))
+    target = loaded.target
     exact = None if args.dtype == "float32" else load_target("default", dtype="float32")
     prompts = read_prompts(target, args.data, args.limit)
-    pack_decoder(target.decoder)
     records: dict[str, dict[str, Any]] = {}
     began = time.time()
     for first in range(0, len(prompts), args.chunk):
@@ -136,7 +135,7 @@ def main() -> None:
         outputs = {"transformers generate": oracle(target, part, new=args.new)}
         for rows in args.batches:
             for spec in args.methods:
-                outputs[f"{spec}, batch {rows}"] = decode(target, spec, loaded.module, part, rows=rows, new=args.new)
+                outputs[f"{spec}, batch {rows}"] = decode(target, spec, loaded.modules, part, rows=rows, new=args.new)
         plain = outputs[f"none, batch {args.batches[0]}"]
         for name, out in outputs.items():
             record = records.setdefault(name, {"prompts": 0, "equal": 0, "differences": []})
@@ -150,7 +149,7 @@ def main() -> None:
             "prompts": first + len(part),
             "new_tokens": args.new,
             "dtype": args.dtype,
-            "adapter": loaded.record.get("sha256"),
+            "adapter": loaded.adapters[0].record.get("sha256"),
             "environment": environment(target.decoder.device),
             "methods": records,
         }

@@ -17,14 +17,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from anabranch.adapters.folder import find_adapters
 from anabranch.bench.report import environment
 from anabranch.engine import Engine, Request
 from anabranch.files import shown_command, write_atomically
 from anabranch.jsonfiles import read_rows
+from anabranch.loading import LoadConfig, load
 from anabranch.methods import make_drafter
-from anabranch.model.load import Target, load_target
-from anabranch.model.pack import pack_decoder
+from anabranch.model.load import Target
+from anabranch.prompts import chat_ids
 
 SLACK = 8  # tokens that a passage may gain where it is cut and put together again
 ASK = "Sum up the following passage in a few sentences.\n\n"
@@ -48,9 +48,7 @@ def passages(target: Target, text: str, length: int, count: int) -> list[list[in
 
 
 def _asked(target: Target, passage: str) -> list[int]:
-    message = [{"role": "user", "content": ASK + passage}]
-    chat = target.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-    return list(target.tokenizer.encode(chat, add_special_tokens=False))
+    return chat_ids(target.tokenizer, ASK + passage)
 
 
 def decode(engine: Engine, prompt: list[int], new: int) -> dict[str, Any]:
@@ -80,9 +78,8 @@ def main() -> None:
     args = parser.parse_args()
     if not args.text.is_file():
         parser.error(f"there is no file {args.text}; give a plain text or a .jsonl.gz with a field text")
-    target = load_target(args.model, dtype=args.dtype, quantize=args.quantize)
-    modules = [loaded.module for loaded in find_adapters(target)]
-    pack_decoder(target.decoder)
+    loaded = load(LoadConfig(args.model, dtype=args.dtype, quantize=args.quantize))
+    target = loaded.target
     longest = target.config.max_positions - args.new
     if over := [length for length in args.lengths if length > longest]:
         raise SystemExit(
@@ -91,7 +88,7 @@ def main() -> None:
     text = read(args.text)
     capacity = max(args.lengths) + args.new
     engines = {
-        name: Engine(target.decoder, make_drafter(name, target.decoder, *modules), capacity=capacity)
+        name: Engine(target.decoder, make_drafter(name, target.decoder, *loaded.modules), capacity=capacity)
         for name in args.method
     }
     rows = []

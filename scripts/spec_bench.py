@@ -41,6 +41,7 @@ from anabranch.bench.summary import quartiles
 from anabranch.errors import AnabranchError, CapabilityError, FileError, InputError
 from anabranch.files import write_atomically
 from anabranch.jsonfiles import read_rows
+from anabranch.model.text import render_chat
 
 Answers = list[dict[str, Any]]
 
@@ -114,7 +115,7 @@ class Conversation:
 
     def get_prompt(self) -> str:
         said = [{"role": role, "content": text} for role, text in self.messages if text is not None]
-        return str(self.tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False))
+        return render_chat(self.tokenizer, said)
 
 
 # -- Spec-Bench ------------------------------------------------------------------------------------------------------

@@ -57,7 +57,8 @@ def main() -> None:
     args = parser.parse_args()
     rate = args.training_rate or training_rate()
     print(
-        f"Completions at {args.answer_rate:.0f} tokens/s, training at {rate:.0f} positions/s, {args.epochs:g} epoch(s).\n"
+        f"Completions at {args.answer_rate:.0f} tokens/s, training at {rate:.0f} positions/s, "
+        f"{args.epochs:g} epoch(s).\n"
     )
     heads = [f"{tokens / 1e3:,.0f}k tokens: {what}" for tokens in TOKENS for what in ("completions", "training")]
     print("| parameters | " + " | ".join(heads) + " |")

@@ -25,7 +25,7 @@ FLOORS = [
     {"speculation"},
     {"engine"},
     {"scheduler"},
-    {"generation", "options", "prompts", "stats", "profiles"},
+    {"generation", "loading", "options", "prompts", "stats", "profiles"},
     {"api", "certify", "installation", "train", "bench", "analysis"},
     {"tune"},
     {"cli", "__main__"},

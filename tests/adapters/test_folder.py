@@ -14,9 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from anabranch import methods as registry
 from anabranch.adapters import folder as folders
-from anabranch.adapters.folder import TargetIdentity, find_adapter, load_adapter, read_record, save_adapter
+from anabranch.adapters.card import card
+from anabranch.adapters.folder import TargetIdentity, find_adapters, load_adapter, read_record, save_adapter
 from anabranch.errors import AdapterError, FileError, InputError
+from anabranch.methods.streams import METHOD
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.config import MOST_STREAMS, StreamConfig
 from anabranch.methods.streams.drafter import StreamDrafter
@@ -39,46 +42,58 @@ def target() -> Target:
     return as_target(small())
 
 
+def save(folder: Path, adapter: StreamAdapter, identity: TargetIdentity, **options: Any) -> dict[str, Any]:
+    return save_adapter(folder, adapter, method=METHOD, target=identity, **{"training": {}, "measured": {}, **options})
+
+
+def first_version(folder: Path) -> None:
+    """Rewrite a folder's record as version 1 of the format had it."""
+    path = folder / "adapter_config.json"
+    record = json.loads(path.read_text(encoding="utf-8"))
+    name, config = record.pop("method"), record.pop("config")
+    path.write_text(json.dumps(record | {"format": f"anabranch {name}", "version": 1, name: config}), encoding="utf-8")
+
+
 @pytest.fixture
 def saved(target: Target, tmp_path: Path) -> Path:
     adapter = small_adapter(target.decoder, RICH, WORDS)
     identity = TargetIdentity.of(target)
-    save_adapter(tmp_path / "a", adapter, target=identity, training=TRAINING, measured=MEASURED, dtype=torch.float32)
+    save(tmp_path / "a", adapter, identity, training=TRAINING, measured=MEASURED, dtype=torch.float32)
     return tmp_path / "a"
 
 
 def test_what_was_saved_comes_back(target: Target, saved: Path) -> None:
     loaded = load_adapter(saved, target)
     original = small_adapter(target.decoder, RICH, WORDS)
-    assert loaded.adapter.config == RICH
-    assert loaded.adapter.vocabulary.dtype == torch.int64
+    assert loaded.module.config == RICH
+    assert loaded.module.vocabulary.dtype == torch.int64
     for name, value in original.state_dict().items():
-        assert torch.equal(loaded.adapter.state_dict()[name], value)
-    assert not loaded.adapter.training
-    assert not any(parameter.requires_grad for parameter in loaded.adapter.parameters())
+        assert torch.equal(loaded.module.state_dict()[name], value)
+    assert not loaded.module.training
+    assert not any(parameter.requires_grad for parameter in loaded.module.parameters())
     assert loaded.record == read_record(saved)
     assert loaded.record["measured"] == MEASURED
     assert load_file(saved / "adapter.safetensors")["vocabulary"].dtype == torch.int32
     asked = [request(6, 1, 12)]
-    drafter = StreamDrafter(target.decoder, loaded.adapter)
+    drafter = StreamDrafter(target.decoder, loaded.module)
     assert decode(target.decoder, asked, drafter)[0] == decode(target.decoder, asked)[0]
 
 
 def test_the_type_and_place_are_the_targets(target: Target, saved: Path) -> None:
     cast = replace(target, decoder=build_decoder(target.config, device="cpu", dtype=torch.bfloat16))
-    adapter = load_adapter(saved, cast).adapter
+    adapter = load_adapter(saved, cast).module
     assert {parameter.dtype for parameter in adapter.parameters()} == {torch.bfloat16}
     assert adapter.vocabulary.dtype == torch.int64
 
 
 def test_bfloat16_halves_the_file_and_a_whole_vocabulary_takes_no_space(target: Target, tmp_path: Path) -> None:
     adapter = small_adapter(target.decoder)
-    record = save_adapter(tmp_path, adapter, target=TargetIdentity.of(target), training={}, measured={})
+    record = save(tmp_path, adapter, TargetIdentity.of(target))
     stored = load_file(tmp_path / "adapter.safetensors")
     assert "vocabulary" not in stored
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
     assert record["bytes"] == (tmp_path / "adapter.safetensors").stat().st_size
-    loaded = load_adapter(tmp_path, target).adapter
+    loaded = load_adapter(tmp_path, target).module
     assert loaded.vocabulary.tolist() == list(range(target.config.vocab_size))
     assert "Not measured." in (tmp_path / "README.md").read_text(encoding="utf-8")
 
@@ -92,9 +107,7 @@ def test_bfloat16_halves_the_file_and_a_whole_vocabulary_takes_no_space(target: 
     ],
 )
 def test_a_card_shows_every_value_under_a_name(measured: dict[str, Any], target: Target, tmp_path: Path) -> None:
-    save_adapter(
-        tmp_path, small_adapter(target.decoder), target=TargetIdentity.of(target), training={}, measured=measured
-    )
+    save(tmp_path, small_adapter(target.decoder), TargetIdentity.of(target), measured=measured)
     text = (tmp_path / "README.md").read_text(encoding="utf-8")
     rows = [row.strip("| ").split(" | ") for row in text.split("## Measured")[1].splitlines() if row.startswith("| ")]
 
@@ -106,11 +119,13 @@ def test_a_card_shows_every_value_under_a_name(measured: dict[str, Any], target:
 
 
 def test_the_card_says_what_one_must_know(target: Target, saved: Path) -> None:
-    card = (saved / "README.md").read_text(encoding="utf-8")
+    text = (saved / "README.md").read_text(encoding="utf-8")
     record = read_record(saved)
     for part in ("poems", "1,200", "CC0-1.0", TRAINING["command"], "2.5", record["sha256"], target.fingerprint):
-        assert str(part) in card
-    assert 'anabranch.load("toy", drafter="streams"' in card
+        assert str(part) in text
+    assert 'anabranch.load("toy", drafter="streams"' in text
+    assert "# Speculative Streaming for toy" in text
+    assert "- 3 streams through the top 2 layers, " in text
 
 
 def test_a_path_of_this_machine_is_not_stored(tmp_path: Path, target: Target) -> None:
@@ -124,7 +139,7 @@ def test_a_path_of_this_machine_is_not_stored(tmp_path: Path, target: Target) ->
 def test_a_second_save_replaces_the_first_and_leaves_nothing_else(target: Target, saved: Path) -> None:
     before = read_record(saved)["sha256"]
     adapter = small_adapter(target.decoder, StreamConfig(num_stream_layers=1, pruning_rank=0))
-    save_adapter(saved, adapter, target=TargetIdentity.of(target), training={}, measured={})
+    save(saved, adapter, TargetIdentity.of(target))
     assert read_record(saved)["sha256"] != before
     assert sorted(path.name for path in saved.iterdir()) == ["README.md", "adapter.safetensors", "adapter_config.json"]
 
@@ -144,7 +159,7 @@ def test_a_crash_between_the_files_is_refused_later(
         patch.setattr(os, "replace", crash)
         adapter = small_adapter(target.decoder, StreamConfig(num_stream_layers=1))
         with pytest.raises(KeyboardInterrupt):
-            save_adapter(saved, adapter, target=TargetIdentity.of(target), training={}, measured={})
+            save(saved, adapter, TargetIdentity.of(target))
     with pytest.raises(AdapterError, match="SHA-256"):
         load_adapter(saved, target)
     assert len(list(saved.iterdir())) == 3
@@ -153,17 +168,18 @@ def test_a_crash_between_the_files_is_refused_later(
 def test_a_folder_that_cannot_be_written(target: Target, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(FileError, match="cannot be written"):
-        save_adapter(
-            tmp_path / "file", small_adapter(small()), target=TargetIdentity.of(target), training={}, measured={}
-        )
+        save(tmp_path / "file", small_adapter(small()), TargetIdentity.of(target))
 
 
 # -- bad folders -------------------------------------------------------------------------------------------------
 def edit(**changes: Any) -> Callable[[Path], None]:
+    """Change fields of a record of either version, whose config version 1 keeps by another name; None removes one."""
+
     def apply(folder: Path) -> None:
         path = folder / "adapter_config.json"
         record = json.loads(path.read_text(encoding="utf-8"))
-        for name, value in changes.items():
+        for field, value in changes.items():
+            name = "streams" if field == "config" and "streams" in record else field
             record.update({name: value}) if value is not None else record.pop(name)
         path.write_text(json.dumps(record), encoding="utf-8")
 
@@ -207,15 +223,16 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "not UTF-8": (lambda f: (f / "adapter_config.json").write_bytes(b"\xff\xfe\x00"), "cannot be read as UTF-8"),
     "a list": (lambda f: (f / "adapter_config.json").write_text("[]"), "is not a JSON object"),
     "another format": (edit(format="peft"), "does not describe an adapter"),
-    "a newer version": (edit(version=2), "format version 2"),
+    "a newer version": (edit(version=3), "format version 3, and this anabranch reads 1 and 2"),
+    "a version that is no number": (edit(version=True), "format version True"),
     "no digest": (edit(sha256=None), "lacks 'sha256'"),
-    "malformed streams": (edit(streams=[]), "lacks 'streams'"),
+    "a malformed config": (edit(config=[]), "lacks '(config|streams)'"),
     "no fingerprint": (edit(target={"name": "toy"}), "which target"),
-    "an unknown option": (edit(streams={**RICH.to_dict(), "later": 1}), "'later'"),
-    "a bad option": (edit(streams={**RICH.to_dict(), "num_streams": -1}), "num_streams"),
-    "too many layers": (edit(streams={**RICH.to_dict(), "num_stream_layers": 9}), "only 3 layers"),
+    "an unknown option": (edit(config={**RICH.to_dict(), "later": 1}), "'later'"),
+    "a bad option": (edit(config={**RICH.to_dict(), "num_streams": -1}), "num_streams"),
+    "too many layers": (edit(config={**RICH.to_dict(), "num_stream_layers": 9}), "only 3 layers"),
     "other shapes": (
-        edit(streams={**RICH.to_dict(), "adapter_rank": 4}),
+        edit(config={**RICH.to_dict(), "adapter_rank": 4}),
         r"mlp.down with the shape \(3, 32\)",
     ),
     "another target": (edit(target={"name": "elsewhere", "fingerprint": "f" * 64}), "elsewhere.*ffffffffffff.*toy"),
@@ -248,23 +265,56 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
         "embeddings that are not finite numbers",
     ),
     "infinity": (reseal(lambda t: t["root.up"][0].fill_(-float("inf"))), r"root\.up that are not finite numbers"),
-    "too many streams": (edit(streams={**RICH.to_dict(), "num_streams": 2000}), "num_streams must be .* 1 to 256"),
-    "a huge rank": (edit(streams={**RICH.to_dict(), "adapter_rank": 10**15}), "adapter_rank must be"),
-    "an angle as text": (edit(streams={**RICH.to_dict(), "rotation_step": "wide"}), "rotation_step must be an angle"),
-    "a choice as a list": (edit(streams={**RICH.to_dict(), "position": ["embedding"]}), "position must be one of"),
+    "too many streams": (edit(config={**RICH.to_dict(), "num_streams": 2000}), "num_streams must be .* 1 to 256"),
+    "a huge rank": (edit(config={**RICH.to_dict(), "adapter_rank": 10**15}), "adapter_rank must be"),
+    "an angle as text": (edit(config={**RICH.to_dict(), "rotation_step": "wide"}), "rotation_step must be an angle"),
+    "a choice as a list": (edit(config={**RICH.to_dict(), "position": ["embedding"]}), "position must be one of"),
     "a number that is none": (lambda f: (f / "adapter_config.json").write_text('{"version": NaN}'), "the value NaN"),
     "nested too deeply": (lambda f: (f / "adapter_config.json").write_text("[" * 100_000), "nested too deeply"),
     "ids beyond the target": (reseal(lambda t: t.update(vocabulary=WORDS.int() + 9)), "below 19"),
 }
 
 
+@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("name", BAD)
-def test_bad_folders(name: str, saved: Path, target: Target) -> None:
+def test_bad_folders(name: str, version: int, saved: Path, target: Target) -> None:
     spoil, message = BAD[name]
+    if version == 1:
+        first_version(saved)
     spoil(saved)
     with pytest.raises(AdapterError, match=message) as caught:
         load_adapter(saved, target)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            edit(method="grafting"),
+            "for the method 'grafting', which is not known here; methods with adapters are streams",
+        ),
+        (edit(method="none"), "for the method 'none', which is not known here"),
+        (edit(method=None), "lacks 'method'"),
+        (edit(method=["streams"]), "lacks 'method'"),
+        (edit(config=None), "lacks 'config'"),
+        (edit(format="anabranch streams"), "does not describe an adapter"),
+        (edit(format=7), "does not describe an adapter"),
+    ],
+)
+def test_methods_that_cannot_be(spoil: Callable[[Path], None], message: str, saved: Path, target: Target) -> None:
+    spoil(saved)
+    with pytest.raises(AdapterError, match=message):
+        load_adapter(saved, target)
+
+
+def test_version_1_is_read_as_version_2(saved: Path, target: Target) -> None:
+    before, weights = read_record(saved), load_adapter(saved, target).module.state_dict()
+    first_version(saved)
+    assert read_record(saved) == before
+    loaded = load_adapter(saved, target)
+    assert loaded.method.name == "streams"
+    assert all(torch.equal(value, weights[name]) for name, value in loaded.module.state_dict().items())
 
 
 def test_values_that_the_targets_type_cannot_hold(saved: Path, target: Target) -> None:
@@ -291,15 +341,39 @@ def test_the_adapter_that_ships_is_found_by_fingerprint(
     saved: Path, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folders, "SHIPPED", saved.parent)
-    found = find_adapter(target)
-    assert found is not None
-    assert isinstance(found.adapter, StreamAdapter)
-    assert find_adapter(as_target(small("gpt2"))) is None
+    (found,) = find_adapters(target)
+    assert isinstance(found.module, StreamAdapter)
+    assert found.method.name == "streams"
+    assert find_adapters(as_target(small("gpt2"))) == ()
     with pytest.raises(AdapterError, match="was trained for"):
-        find_adapter(as_target(small("gpt2")), saved)
-    explicit = find_adapter(target, saved)
-    assert explicit is not None
-    assert explicit.record == found.record
+        find_adapters(as_target(small("gpt2")), [saved])
+
+
+def test_an_adapter_that_is_given_goes_before_the_shipped_one_of_its_method(
+    saved: Path, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folders, "SHIPPED", saved.parent)
+    given = tmp_path / "elsewhere" / "b"
+    save(given, small_adapter(target.decoder), TargetIdentity.of(target))
+    (found,) = find_adapters(target, [given])
+    assert found.record == read_record(given) != read_record(saved)
+
+
+def test_one_target_has_adapters_of_several_methods(
+    saved: Path, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = replace(METHOD, name="brooks")
+    monkeypatch.setattr(registry, "_registry", (*registry.methods(), other))
+    brooks = tmp_path / "b"
+    save_adapter(
+        brooks, small_adapter(target.decoder), method=other, target=TargetIdentity.of(target), training={}, measured={}
+    )
+    found = find_adapters(target, [brooks, saved])
+    assert [loaded.method.name for loaded in found] == ["brooks", "streams"]
+    monkeypatch.setattr(folders, "SHIPPED", saved.parent)  # both lie in this folder
+    assert [loaded.method.name for loaded in find_adapters(target, [brooks])] == ["brooks", "streams"]
+    with pytest.raises(InputError, match=r"both hold an adapter for the method 'brooks'; give one per method"):
+        find_adapters(target, [brooks, saved, brooks])
 
 
 @pytest.mark.parametrize("path", sorted(folders.SHIPPED.glob("*/adapter_config.json")), ids=lambda p: p.parent.name)
@@ -308,6 +382,6 @@ def test_what_ships_is_whole_and_small(path: Path) -> None:
     weights = path.with_name("adapter.safetensors").read_bytes()
     assert hashlib.sha256(weights).hexdigest() == record["sha256"]
     assert len(weights) <= 8 * 10**6
-    assert StreamConfig.from_dict(record["streams"]).to_dict() == {**StreamConfig().to_dict(), **record["streams"]}
-    card = path.with_name("README.md").read_text(encoding="utf-8")
-    assert record["sha256"] in card
+    assert StreamConfig.from_dict(record["config"]).to_dict() == {**StreamConfig().to_dict(), **record["config"]}
+    assert json.loads(path.read_text(encoding="utf-8")) == record, "written in the current version"
+    assert path.with_name("README.md").read_text(encoding="utf-8") == card(record)

@@ -14,16 +14,17 @@ import pytest
 from rich.console import Console
 
 from anabranch.bench.report import plain_table
-from anabranch.cli import app
+from anabranch.cli import app, help
 from anabranch.cli.layout import fact_lines, print_tables
+from anabranch.methods import methods
 from verbs import Anabranch
 
 
 def commands(group: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
     """Every verb and group below, with the words that call it."""
     found = [(path, group)]
-    for name, command in getattr(group, "commands", {}).items():
-        found += commands(command, (*path, name))
+    for name in group.list_commands(None) if hasattr(group, "list_commands") else ():
+        found += commands(group.get_command(None, name), (*path, name))
     return found
 
 
@@ -48,6 +49,17 @@ def test_help_fits_and_names_are_whole(
             assert re.search(rf"(?m)^  .*{re.escape(name)}\b", done.out), name
     assert "..." not in done.out.partition("Commands:")[2]
     assert anabranch(*words, "--help").out == done.out
+
+
+def test_help_lists_the_methods_of_the_registry_without_torch() -> None:
+    assert dict(help.methods()) == {method.name: method.summary for method in methods()}
+    assert set(help.trainable_methods()) == {method.name for method in methods() if method.trained is not None}
+    code = "import sys; from anabranch.cli import app; app(['generate', '-h'], standalone_mode=False)"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; assert 'torch' not in sys.modules"], capture_output=True, text=True, check=True
+    )
+    shown = " ".join(done.stdout.split())
+    assert all(f"{name} {summary}" in shown for name, summary in help.methods())
 
 
 def test_completion_installs_for_bash_and_completes(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ RECORD: dict[str, Any] = {
 LOG = [
     {"step": n, "loss": 2.0, "accuracy": [0.7], "evaluation": {"tree": 1 + n / 10_000}} for n in (4_000, 8_000, 12_000)
 ]
-SPEEDS = {"none": 101.1, "streams:tree=chain": 140.2, "streams:tree=4": 150.3, "streams:tree=8": 160.4}
+SPEEDS = {"none": 101.1, "4 nodes": 150.3, "8 nodes": 160.4, "tree": 155.5}
 
 
 @pytest.mark.parametrize("columns", [60, 80])
@@ -93,9 +93,9 @@ def test_the_end_fits_the_terminal(
     show(RECORD, found, Path("d"))
     said = capsys.readouterr().out
     assert all(cell_len(line) <= columns for line in said.splitlines()[:-1])
-    assert "streams:tree=8             2.10          160.4  fastest" in said
+    assert "8 nodes         2.10          160.4  fastest" in said
     assert "▁▅█  1.40 at step 4,000, 2.20 at step 12,000" in said
-    assert "still rising (+0.40 in the last third): new answers" in " ".join(said.split())
+    assert "still rising (+0.40 in the last third): new completions" in " ".join(said.split())
     assert said.endswith("Use it: anabranch generate \"...\" --model 'a model' --adapter d\n")
 
 

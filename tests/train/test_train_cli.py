@@ -15,9 +15,9 @@ from anabranch.adapters.folder import load_adapter
 from anabranch.cli.train import app
 from anabranch.errors import AnabranchError, FileError, InputError, TrainingWarning
 from anabranch.methods.streams.drafter import StreamDrafter
+from anabranch.methods.streams.recipes import RECIPES, TRAINED
 from anabranch.model import load
-from anabranch.train import RECIPES, answers, recipe
-from anabranch.train.job import train_streams
+from anabranch.train import answers
 from anabranch.train.trainer import Trainer
 from small import as_target, decode, prompt, request, small
 from toy_text import ToyFolders
@@ -62,17 +62,18 @@ def test_from_prompts_to_an_adapter_that_decodes(written: Path, tmp_path: Path) 
     record = json.loads(result.stdout)
     run = record.pop("run")
     assert run["command"] == f'anabranch generate "..." --adapter {folder}'
-    assert list(run["predicted"]) == ["none", "streams:tree=chain", *(f"streams:tree={n}" for n in (4, 8, 16))]
-    assert run["predicted"]["streams:tree=16"] == {"tokens_per_pass": record["measured"][LENGTH]["tree"]}
+    assert set(run["predicted"]) == {"none", "chain", "4 nodes", "8 nodes", "tree", "tree without conditioning"}
+    assert run["predicted"]["none"] == {"tokens_per_pass": 1.0}
+    assert run["predicted"]["tree"] == {"tokens_per_pass": record["measured"][LENGTH]["tree"]}
     steps, lengths = zip(*run["curve"], strict=True)
     assert steps[-1] == record["training"]["steps"]
-    assert lengths[-1] == run["predicted"]["streams:tree=16"]["tokens_per_pass"]
+    assert lengths[-1] == run["predicted"]["tree"]["tokens_per_pass"]
     assert run["next"]
     loaded = load_adapter(folder, TARGET)
     assert loaded.record == record
     assert record["draft_vocabulary"] == 9
-    assert record["streams"]["num_stream_layers"] == 2
-    assert record["streams"]["conditioning"] == "path"
+    assert record["config"]["num_stream_layers"] == 2
+    assert record["config"]["conditioning"] == "path"
     assert record["training"]["data"][0]["licence"] == "CC0-1.0"
     measured = record["measured"]
     lengths = measured["predicted mean acceptance length"]
@@ -87,7 +88,7 @@ def test_from_prompts_to_an_adapter_that_decodes(written: Path, tmp_path: Path) 
     # a card goes to other machines
     assert str(tmp_path) not in (folder / "README.md").read_text(encoding="utf-8")
     asked = [request(5, 1, 12)]
-    drafter = StreamDrafter(TARGET.decoder, loaded.adapter)
+    drafter = StreamDrafter(TARGET.decoder, loaded.module)
     assert decode(TARGET.decoder, asked, drafter)[0] == decode(TARGET.decoder, asked)[0]
     before = (folder / "adapter.safetensors").read_bytes()
     refused = call(*arguments)
@@ -105,7 +106,7 @@ def test_the_end_of_a_training_with_speeds_and_a_figure(written: Path, tmp_path:
     result = call(*arguments, "--evaluate-every", 1)
     assert result.exit_code == 0, result.output
     assert "tokens/s here" in result.stdout
-    assert result.stdout.count("streams:tree=") == 4
+    assert result.stdout.count(" nodes  ") == 2
     assert result.stdout.count("fastest") == 1
     assert "Held-out tokens per pass (16 nodes) by step:" in result.stdout
     assert "{" not in result.output, "no JSON for people"
@@ -121,7 +122,7 @@ def test_too_few_data_are_warned_of(written: Path, tmp_path: Path) -> None:
         call("streams", "--answers", written, "--out", tmp_path / "d", *SMALL)
     said = [str(one.message) for one in caught]
     assert any("the warmup of 50 steps" in sentence for sentence in said)
-    assert any("answer tokens are few for" in sentence for sentence in said)
+    assert any("completion tokens are few for" in sentence for sentence in said)
 
 
 def test_plain_text_and_nothing_held_out(tmp_path: Path) -> None:
@@ -141,7 +142,7 @@ def test_beginning_with_another_adapter(written: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["training"]["init"] == json.loads(begun.stdout)["sha256"]
     # a rate of nothing leaves the weights that it began with
-    old, new = load_adapter(first, TARGET).adapter, load_adapter(second, TARGET).adapter
+    old, new = load_adapter(first, TARGET).module, load_adapter(second, TARGET).module
     for name, value in old.state_dict().items():
         torch.testing.assert_close(new.state_dict()[name], value, atol=1e-5, rtol=1e-2)
     other = call(*further, *gentle, "--adapter-rank", 3, "--force")
@@ -159,7 +160,7 @@ def test_beginning_with_fewer_streams_and_layers(written: Path, tmp_path: Path) 
     still = ("--epochs", 1, "--lr", 1e-9, "--warmup", 0, "--num-streams", 6)
     result = call("streams", "--answers", written, "--out", second, "--init", first, *SMALL, *still)
     assert result.exit_code == 0, result.output
-    old, new = load_adapter(first, TARGET).adapter, load_adapter(second, TARGET).adapter
+    old, new = load_adapter(first, TARGET).module, load_adapter(second, TARGET).module
     close = partial(torch.testing.assert_close, atol=1e-5, rtol=1e-2)
     for name, value in old.layers[-1].state_dict().items():
         close(new.layers[-1].state_dict()[name], value)  # what it has is at the top
@@ -223,11 +224,11 @@ def test_a_training_that_cannot_be_is_refused_before_a_model_is_loaded(
     for arguments, message in (
         (("streams", "--answers", tmp_path / "none", "--out", tmp_path / "new"), "there is no file"),
         (("streams", "--text", tmp_path / "none", "--out", tmp_path / "new"), "there is no file"),
-        (("streams", "--out", tmp_path / "new"), "give either an answers file"),
+        (("streams", "--out", tmp_path / "new"), "give either a file of completions"),
         ((*fine, "--init", tmp_path), "holds no adapter (no adapter_config.json)"),
-        ((*fine, "--figure", tmp_path / "f.jpg"), "is a .png or .svg file"),
+        ((*fine, "--figure", tmp_path / "f.jpg"), "must be a .png or .svg file"),
         ((*fine, "--figure", written.with_suffix(".png") / "f.png"), "--figure"),
-        ((*fine, "--licence", "CC0"), "--licence is SOURCE=LICENCE, got 'CC0'"),
+        ((*fine, "--licence", "CC0"), "--licence must be SOURCE=LICENCE, got 'CC0'"),
         ((*fine, "--threads", 0), "threads"),
         (("streams", "--answers", written, "--out", toys.adapter), "holds a finished adapter"),
         (("answers", "--prompts", tmp_path / "none", "--out", tmp_path / "new.jsonl"), "there is no file"),
@@ -245,7 +246,7 @@ def test_an_adapter_folder_that_cannot_be_made(written: Path, tmp_path: Path) ->
 
 
 def test_help_says_where_kept_states_lie() -> None:
-    assert "in a nameless file in the run's folder" in " ".join(call("streams", "--help").stdout.split())
+    assert "in an unnamed file in the run's folder" in " ".join(call("streams", "--help").stdout.split())
 
 
 def test_ctrl_c_says_how_to_go_on(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,16 +255,16 @@ def test_ctrl_c_says_how_to_go_on(written: Path, tmp_path: Path, monkeypatch: py
         patch.setattr(Trainer, "run", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         stopped = call(*arguments)
     assert stopped.exit_code == 130
-    assert "the same command goes on" in stopped.stderr
+    assert "the same command continues" in stopped.stderr
     assert not (tmp_path / "c" / "adapter_config.json").exists()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("streams", "--out", "x"), "either an answers file"),
+        (("streams", "--out", "x"), "either a file of completions"),
         (("streams", "--out", "x", "--answers", "nowhere"), "no file nowhere"),
-        (("streams", "--out", "x", "--answers", "a", "--recipe", "grand"), "paper-lossless, small, default-adapter"),
+        (("streams", "--out", "x", "--answers", "a", "--recipe", "grand"), "default-adapter, small, paper-lossless"),
         (("streams", "--out", "x", "--answers", "a", "--num-streams", 0), "num_streams"),
         (("streams", "--out", "x", "--answers", "a", "--soft", 2), "soft"),
         (("streams", "--out", "x", "--answers", "a", "--schedule", "flat"), "schedule"),
@@ -295,10 +296,9 @@ def test_answers_of_another_target(written: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_name_what_they_are(name: str) -> None:
-    plan = recipe(name)
-    assert plan.streams.num_streams == (5 if name == "default-adapter" else 4)
+    plan = TRAINED.recipe(name)
+    assert plan.config.num_streams == (5 if name == "default-adapter" else 4)
     if name == "paper-lossless":
-        assert plan.streams.stream_mlp == "adapter"
-        assert plan.streams.conditioning == "none"
-        assert (plan.options.loss.decay, plan.options.loss.soft) == (1.0, 0.0)
-    assert callable(train_streams)
+        assert plan.config.stream_mlp == "adapter"
+        assert plan.config.conditioning == "none"
+        assert (plan.loss.decay, plan.loss.soft) == (1.0, 0.0)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from anabranch.bench.entries import Entry
     from anabranch.bench.run import Encoded
-    from anabranch.bench.suites import Prompt
+    from anabranch.bench.suites import SuitePrompt
     from anabranch.loading import Loaded
     from anabranch.model.quantize import Quantization
 
@@ -140,7 +140,7 @@ def load(config: BenchConfig, wanted: Sequence[Quantization]) -> Weights:
     return Weights(found, seconds)
 
 
-def encode(config: BenchConfig, prompts: Sequence[Prompt], loaded: Loaded) -> list[Encoded]:
+def encode(config: BenchConfig, prompts: Sequence[SuitePrompt], loaded: Loaded) -> list[Encoded]:
     """The prompts with their token ids. Raises InputError for one without tokens or too long for the model."""
     from anabranch.prompts import chat_ids
 

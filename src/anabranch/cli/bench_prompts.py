@@ -56,7 +56,9 @@ def run(config: BenchConfig, given: Mapping[str, str]) -> None:
     recorded = {name: value for name, value in told.items() if name not in ("contenders", "repeats")}
     recordings = Recordings(places, {entry.name: entry.spec for entry in entries}, recorded)
     console = status_console()
-    with Session(described_run, entries, encoded, weights.loaded, config.sampling.params, console.print, recordings) as session:
+    with Session(
+        described_run, entries, encoded, weights.loaded, config.sampling.params, console.print, recordings
+    ) as session:
         interrupted = _measure(session, config, entries, console)
         result = session.result(command()) | {"load_seconds": weights.load_seconds}
     written = [] if config.out is None else _write(result, config.out, figures=config.figures)

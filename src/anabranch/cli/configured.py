@@ -22,7 +22,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Optional, TypeVar, get_args, get_origin, get_type_hints
 
 __all__ = ["build", "configured", "parameters"]
 
@@ -88,7 +88,8 @@ def _repeatable(hint: Any, default: Any) -> tuple[Any, Any]:
     plain, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
     if get_origin(plain) is not tuple:
         return hint, default
-    item = get_args(plain)[0]
     values = None if default is MISSING or not default else list(default)
-    spelled: Any = list[item] | None
-    return (Annotated[(spelled, *extras)] if extras else spelled), values
+    spelled: Any = Optional[list[get_args(plain)[0]]]  # type: ignore[misc]  # noqa: UP045 - an annotation made here
+    for extra in extras:
+        spelled = Annotated[spelled, extra]
+    return spelled, values

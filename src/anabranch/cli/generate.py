@@ -67,7 +67,8 @@ def generate(config: GenerateConfig) -> None:
         loaded = show.load_model(config.loading, config.drafter, config.decoding, wait)
         asked = _asked(loaded, text, config)
         call = config.decoding.keywords(config.stop)
-        chunks = loaded.stream(asked, on_prompt=show.prompt_progress(wait), **call)
+        streamed: Keywords = {**call, "on_prompt": show.prompt_progress(wait)}
+        chunks = loaded.stream(asked, **streamed)
         if config.trace is not None:
             config.trace.unlink(missing_ok=True)
             chunks = _recorded(chunks, loaded, asked, call, config)

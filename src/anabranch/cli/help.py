@@ -70,8 +70,9 @@ def _entries() -> list[tuple[str, dict[str | None, ast.expr]]]:
     found = {}
     for path in [*folder.glob("*.py"), *folder.glob("*/__init__.py")]:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            named = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "METHOD"
-            if named and isinstance(node.value, ast.Call):
+            if not isinstance(node, ast.Assign) or ast.unparse(node.targets[0]) != "METHOD":
+                continue
+            if isinstance(node.value, ast.Call):
                 entry = {word.arg: word.value for word in node.value.keywords}
                 found[str(ast.literal_eval(entry["name"]))] = entry
     return sorted(found.items())

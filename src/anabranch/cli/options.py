@@ -17,7 +17,7 @@ from anabranch.errors import InputError
 from anabranch.loading import LoadConfig, Loaded
 
 if TYPE_CHECKING:
-    from anabranch.bench.suites import Prompt
+    from anabranch.bench.suites import SuitePrompt
     from anabranch.options import Keywords
     from anabranch.sampling import SamplingParams
 
@@ -157,7 +157,7 @@ class Prompts:
     limit: Annotated[int | None, typer.Option(help="use this many prompts, spread over the tasks")] = None
     raw: Raw = False
 
-    def read(self) -> list[Prompt]:
+    def read(self) -> list[SuitePrompt]:
         """The prompts. Raises InputError, FileError or FetchError."""
         from anabranch.bench.suites import load_suite
 

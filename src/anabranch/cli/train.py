@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 from typer.main import get_command
@@ -146,7 +146,7 @@ class TrainConfig:
         Path | None, typer.Option(metavar="FILE", help="learn from a text file, or JSONL with a field 'text', instead")
     ] = None
     loading: options.Loading = field(default=options.Loading())
-    recipe: Annotated[str | None, typer.Option(help="begin with the values of this recipe (default: the first above)")] = None
+    recipe: Annotated[str | None, typer.Option(help="begin with the values of this recipe (default: the first)")] = None
     init: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="begin with this adapter instead of fresh weights")
     ] = None
@@ -181,7 +181,7 @@ def _verb(method: Method) -> Any:
 
     found = list(parameters(TrainConfig))
     for name, option in trained.options.items():
-        hint = Annotated[option.kind | None, typer.Option(help=option.help)]
+        hint: Any = Annotated[Optional[option.kind], typer.Option(help=option.help)]  # noqa: UP045
         found.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint))
     train.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
     train.__annotations__ = {parameter.name: parameter.annotation for parameter in found}

@@ -40,7 +40,7 @@ def summary(
     measured = record["measured"]
     lengths = measured.get("predicted mean acceptance length", {})
     curve = curve_of(log, lengths, record["training"]["steps"])
-    shares = next((found for name, found in measured.items() if name.startswith("accuracy by ")), {})
+    shares: Mapping[str, Any] = next((found for name, found in measured.items() if name.startswith("accuracy by ")), {})
     top = shares.get("best token", [None])[0]
     trained = log[-1].get("accuracy", [None])[0] if log else None
     rows: Rows = {}

@@ -1,0 +1,88 @@
+"""Verbs that take one frozen configuration, and the options that verbs share."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from anabranch import api
+from anabranch.cli import options
+from anabranch.cli.configured import build, configured, parameters
+from anabranch.errors import AnabranchError, InputError
+from anabranch.loading import LoadConfig, check
+from anabranch.options import Options
+from anabranch.sampling import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    size: Annotated[int, typer.Option(help="set the size")] = 3
+    names: Annotated[tuple[str, ...], typer.Option("--name", help="add a name; repeatable")] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    where: Annotated[Path, typer.Argument(help="the place")]
+    inner: Inner = field(default=Inner(size=5))
+    flag: Annotated[bool, typer.Option("--flag", help="set the flag")] = False
+
+
+def called(*words: str) -> tuple[bool, Outer]:
+    seen: list[tuple[bool, Outer]] = []
+    app = typer.Typer()
+
+    @app.command()
+    @configured
+    def verb(context: typer.Context, config: Outer) -> None:
+        """Do it."""
+        seen.append((context.get_parameter_source("size") is not None, config))
+
+    result = CliRunner().invoke(app, list(words), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return seen[0]
+
+
+def test_a_verb_gets_one_configuration() -> None:
+    assert called("here") == (True, Outer(where=Path("here"), inner=Inner(size=5)))
+    _, config = called("here", "--size", "7", "--name", "a", "--name", "b", "--flag")
+    assert config == Outer(where=Path("here"), inner=Inner(size=7, names=("a", "b")), flag=True)
+
+
+def test_parameters_and_build_are_inverse() -> None:
+    found = {parameter.name: parameter.default for parameter in parameters(Outer)}
+    assert found == {"where": inspect.Parameter.empty, "size": 5, "names": None, "flag": False}
+    assert build(Outer, {**found, "where": Path("x")}) == Outer(where=Path("x"), inner=Inner(size=5))
+
+
+def test_shared_options_have_pythons_defaults() -> None:
+    assert options.Loading().config == LoadConfig()
+    signature = inspect.signature(api.load).parameters
+    assert signature["name"].default == LoadConfig().model
+    for name in ("dtype", "device", "quantize", "revision", "threads"):
+        assert signature[name].default == getattr(LoadConfig(), name), name
+    assert options.Sampling().params == SamplingParams()
+    assert Options.of(options.Decoding().keywords()) == Options()
+    named = {found.name for found in fields(options.Sampling)}
+    assert named == {found.name for found in fields(SamplingParams)} - {"processors"}
+
+
+def test_values_out_of_range_are_refused() -> None:
+    with pytest.raises(InputError, match=r"--rule must be match or rejection, got 'follow'"):
+        options.Decoding(rule="follow").keywords()
+    with pytest.raises(InputError, match=r"--max-new-tokens must be at least 1, got 0"):
+        options.check_at_least(1, repeats=2, limit=None, max_new_tokens=0)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [LoadConfig(dtype="int3"), LoadConfig(device="tpu"), LoadConfig(quantize="int2"), LoadConfig(threads=0)],
+)
+def test_what_can_be_refused_before_loading_is(config: LoadConfig) -> None:
+    with pytest.raises(AnabranchError, match=r"int3|tpu|int2|got 0"):
+        check(config)
