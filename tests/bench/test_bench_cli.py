@@ -298,7 +298,7 @@ def test_a_signal_keeps_what_is_done_and_resume_goes_on(
     assert "after" not in first["machine"]
     after = whole["machine"]["weight_mb"] / whole["machine"]["after"]["read_gb_s"][1]
     assert whole["machine"]["floor_ms"] == pytest.approx(min(first["machine"]["floor_ms"], after), abs=1e-4)
-    assert "behind it" in (tmp_path / "result.md").read_text(encoding="utf-8")
+    assert "after it" in (tmp_path / "result.md").read_text(encoding="utf-8")
     rates = [record["contenders"][1]["tokens_per_second_by_prompt"] for record in (first, whole)]
     assert rates[1][:2] == pytest.approx(rates[0], rel=1e-3)
     assert len(rates[1]) == 3

@@ -40,7 +40,7 @@ class Journal:
 
     @staticmethod
     def check(out: Path, *, resume: bool, force: bool) -> None:
-        """Raise InputError if a stopped run's work would be lost without ``force``, or if there is nothing to resume."""
+        """Raise InputError if a stopped run would be lost without ``force``, or if there is nothing to resume."""
         path, result = Journal.path_of(out), beside(out, ".json")
         if resume and force:
             raise InputError("--resume continues a run and --force replaces it; give one of them")
@@ -61,7 +61,7 @@ class Journal:
 
     @staticmethod
     def resume(out: Path, settings: Mapping[str, Any]) -> Journal:
-        """Continue the existing file. Raises InputError if it was made with other settings, FileError if it is damaged."""
+        """Continue the existing file. Raises InputError for one made with other settings, FileError for a damaged one."""
         path = Journal.path_of(out)
         lines = read_text(path, "delete it and start again").splitlines()
         records = []
@@ -113,7 +113,7 @@ class Journal:
 
 
 def _round(record: Any) -> Round:
-    """The round that ``Journal.add`` wrote. Raises AttributeError, KeyError, TypeError or ValueError for other records."""
+    """The round that ``Journal.add`` wrote. Other records raise AttributeError, KeyError, TypeError or ValueError."""
     answers = {str(name): [Answer.from_dict(one) for one in many] for name, many in dict(record["answers"]).items()}
     if not is_whole(record["prompt"], 0) or not all(isinstance(why, str) for why in dict(record["errors"]).values()):
         raise TypeError("prompt or errors")
