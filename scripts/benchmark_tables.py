@@ -132,7 +132,14 @@ def _own_evaluation(result: Result) -> list[str]:
 
 
 def _tune(result: Result) -> list[str]:
-    widths = list(result["step_ms"]["none"])
+    if "step_ms" in result:  # written before times were kept as text
+        passes = result["step_ms"]
+    else:
+        passes = {
+            name: {nodes: float(ms) for nodes, ms in (pair.split(":") for pair in times["pass"].split("/"))}
+            for name, times in result["times"].items()
+        }
+    widths = list(passes["none"])
     low, high = result["interval_90"]
     return [
         f"Chosen: `{result['drafter']}`, {result['speedup']:.2f} times plain decoding; predicted "
@@ -141,7 +148,7 @@ def _tune(result: Result) -> list[str]:
         "",
         *table(
             ("ms a pass by nodes", *widths),
-            [(name, *(f"{times[w]:.1f}" for w in widths)) for name, times in result["step_ms"].items()],
+            [(name, *(f"{times[w]:.1f}" if w in times else "" for w in widths)) for name, times in passes.items()],
         ),
     ]
 
@@ -204,7 +211,7 @@ KINDS: tuple[tuple[str, tuple[str, ...], Callable[[Result], list[str]]], ...] = 
     ("Spec-Bench: drafters and other engines", ("contenders", "prompts_done"), comparison),
     ("Long context", ("passages", "rows"), _long_context),
     ("Exactness", ("methods", "what"), _exactness),
-    ("Tuning", ("step_ms", "interval_90"), _tune),
+    ("Tuning", ("interval_90", "candidates"), _tune),
     ("Predicted acceptance", ("predicted_over_decoded",), _predicted),
     ("Spec-Bench's own evaluation", ("spec_bench", "ours"), _own_evaluation),
     ("Step times in the shape of larger models", ("steps", "parameters", "left_out"), _shape),

@@ -61,7 +61,7 @@ class Journal:
 
     @staticmethod
     def resume(out: Path, settings: Mapping[str, Any]) -> Journal:
-        """Continue the existing file. Raises InputError for one made with other settings, FileError for a damaged one."""
+        """Continue the existing file. Raises InputError for other settings, FileError for a damaged file."""
         path = Journal.path_of(out)
         lines = read_text(path, "delete it and start again").splitlines()
         records = []
