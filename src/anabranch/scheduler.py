@@ -198,6 +198,9 @@ class Scheduler:
                 steps = [(self._running[step.row], step) for step in self.engine.step()]
             except BaseException as error:
                 self._fail(error)
+                told = _told(error, self.target.device)
+                if told is not error:
+                    raise told from error
                 raise
         seconds = time.perf_counter() - began
         for ticket in {*self._running.values()}:
