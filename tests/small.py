@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from anabranch.engine import Engine, Request, Step
 from anabranch.methods.base import Drafter
@@ -20,7 +21,7 @@ from anabranch.methods.none import NoDrafter
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.model.config import ModelConfig, RopeConfig
-from anabranch.model.decoder import Decoder
+from anabranch.model.decoder import Decoder, PassResult
 from anabranch.model.load import Target
 from anabranch.model.weights import build_decoder, fingerprint
 from anabranch.sampling import SamplingParams
@@ -114,6 +115,17 @@ def small_adapter(target: Decoder, config: StreamConfig = RICH, vocabulary: Tens
     adapter = StreamAdapter(target.config, config, vocabulary)
     randomise(adapter, seed=2)
     return adapter.to(target.device).eval().requires_grad_(False)
+
+
+def rows_of(values_M: Tensor, result: PassResult) -> Tensor:
+    """What a pass gives for each node [M, ...], by rows [B, N, ...], padded with zeros."""
+    return pad_sequence([values_M[result.nodes(b)] for b in range(len(result.counts_B))], batch_first=True)
+
+
+def logits_of(result: PassResult) -> Tensor:
+    """The logits of a pass by rows [B, N, V]."""
+    assert result.logits_MV is not None
+    return rows_of(result.logits_MV, result)
 
 
 class Words:

@@ -1,4 +1,4 @@
-"""``load`` and ``Model``: what goes in, what comes out, and which engine serves it."""
+"""``load`` and ``Model``: what goes in and what comes out."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import anabranch
+from anabranch.adapters import folder
 from anabranch.api import Model
 from anabranch.errors import AdapterError, CapabilityError, FileError, InputError
-from anabranch.methods import DRAFTERS, PLANNED, make_drafter
-from anabranch.methods.streams import folder
+from anabranch.methods import make_drafter
 from toy_text import VOCABULARY, ToyFolders, byte_tokenizer, toy_model
 
 PROMPTS = ["the thing", "a", "another prompt, longer than both"]
@@ -80,13 +80,13 @@ def test_streams_side_by_side_do_not_disturb_each_other(model: Model) -> None:
 def test_a_closed_stream_leaves_the_engine_for_the_next_call(model: Model) -> None:
     chunks = model.stream("the thing", max_new_tokens=30)
     next(chunks)
-    engine = model._pool.last
+    engine = model._scheduler.engine
     assert engine is not None
     assert engine.active == 1
     chunks.close()
     assert engine.active == 0
     model.generate("the thing", max_new_tokens=4)
-    assert model._pool.last is engine
+    assert model._scheduler.engine is engine
 
 
 def test_a_text_ends_at_the_models_limit(model: Model) -> None:
@@ -142,7 +142,7 @@ def test_a_stream_takes_one_prompt(model: Model) -> None:
         ({"rule": "guess"}, "match"),
         ({"stop": ""}, "stop"),
         ({"stop": [3]}, "stop"),
-        ({"drafter": "telepathy"}, "none, prompt_lookup, streams"),
+        ({"drafter": "telepathy"}, "none, streams, prompt_lookup"),
         ({"max_tokens": 3}, "max_new_tokens"),
     ],
 )
@@ -159,7 +159,7 @@ def test_ids_that_the_model_cannot_read(model: Model, prompt: list[int], words: 
         model.generate([[5], prompt])
     with pytest.raises(InputError, match=words):
         model.stream(prompt)  # at once, not with the first chunk
-    assert model._pool.last is None or model._pool.last.active == 0
+    assert not model._scheduler.busy
 
 
 def test_a_seed_fixes_the_text(model: Model) -> None:
@@ -179,7 +179,7 @@ def test_processors_hold_under_speculation(model: Model) -> None:
     assert model.generate("the", max_new_tokens=12, processors=[forbid]).token_ids == plain.token_ids
 
 
-def test_the_rule_reject_needs_sampled_drafts(model: Model) -> None:
+def test_rejection_needs_sampled_drafts(model: Model) -> None:
     with pytest.raises(CapabilityError, match="rejection"):
         model.generate("the", temperature=1.0, rule="rejection")
     found = model.generate("the", temperature=1.0, rule="rejection", drafter="streams:tree=chain", max_new_tokens=8)
@@ -199,9 +199,11 @@ def test_settings_reach_the_drafter(model: Model) -> None:
     options = best.tree.options
     assert (options.tree, options.nodes, options.k, options.depth) == ("best", 20, 3, 2)
     assert (options.frontier, options.shortlist, options.condition) == (5, 64, False)
-    assert (best.prune, best._rider.ride, best.max_nodes) == (8, True, 20)
+    assert (best.prune, best.max_nodes) == (8, 20)
     assert build("streams:tree=chain").max_nodes == 4
     assert build("prompt_lookup:tokens=4,ngram=2").max_nodes == 5
+    assert build("streams:placement=ride").rider is not None
+    assert build("streams:placement=trail").rider is None
     both = build("streams:nodes=12 + prompt_lookup:tokens=4")
     assert (both.name, both.max_nodes) == ("streams+prompt_lookup", 12)
     assert build("none").max_nodes == 1
@@ -211,14 +213,14 @@ def test_settings_reach_the_drafter(model: Model) -> None:
     ("spec", "words"),
     [
         ("", "there is no drafter"),
-        ("speculate", "none, prompt_lookup, streams"),
+        ("speculate", "none, streams, prompt_lookup"),
         ("streams:width=3", "settings are tree, nodes"),
         ("streams:k", "name=value"),
         ("streams:k=many", "a whole number"),
         ("streams:k=0", "at least 1"),
         ("streams:depth=9", "only 3 streams"),
         ("streams:nodes=1", "at least 2"),
-        ("streams:tree=oak", "best, product or chain"),
+        ("streams:tree=oak", "best, product, chain, auto"),
         ("streams:condition=perhaps", "yes or no"),
         ("streams:placement=sit", "auto, ride or trail"),
         ("streams:prune=1", "prune"),
@@ -235,13 +237,7 @@ def test_words_that_name_no_drafter(model: Model, spec: str, words: str) -> None
         model.generate("the", drafter=spec)
 
 
-@pytest.mark.parametrize("name", PLANNED)
-def test_methods_of_later_versions_say_so(model: Model, name: str) -> None:
-    with pytest.raises(CapabilityError, match=f"{name}' is not in this version; use one of {', '.join(DRAFTERS)}"):
-        model.generate("the", drafter=name)
-
-
-def test_threads_wait_for_each_other(toys: ToyFolders) -> None:
+def test_threads_decode_together(toys: ToyFolders) -> None:
     model = anabranch.load(toys.model, adapter=toys.adapter, dtype="float32", device="cpu")
     prompts = ["the thing", "the", "other", "that", "a thing", "th"]
     wanted = [model.generate(prompt, max_new_tokens=20).token_ids for prompt in prompts]

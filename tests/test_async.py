@@ -84,17 +84,16 @@ def test_errors_reach_whoever_awaits(model: Model) -> None:
         assert (await model.agenerate("the", max_new_tokens=3)).stats.tokens == 3
 
     asyncio.run(run())
-    assert model._pool.last is None or model._pool.last.active == 0
+    assert not model._scheduler.busy
 
 
 def test_a_closed_stream_frees_its_row(model: Model) -> None:
     async def run() -> None:
         chunks = model.astream("the thing", max_new_tokens=40)
         await anext(chunks)
-        assert model._pool.last is not None
-        assert model._pool.last.active == 1
+        assert model._scheduler.busy
         await chunks.aclose()
-        assert model._pool.last is None or model._pool.last.active == 0
+        assert not model._scheduler.busy
 
     asyncio.run(run())
 
@@ -135,10 +134,10 @@ def test_a_cancelled_call_stops_and_frees_its_row(model: Model, method: str) -> 
     assert asyncio.run(run()) == 3, "who waited has its turn"
     assert len(calls) < 10
     asyncio.run(model.agenerate("a", max_new_tokens=1))  # the row is freed in its turn, so before this
-    assert model._pool.last is None or model._pool.last.active == 0
+    assert not model._scheduler.busy
 
 
-def test_a_call_cancelled_while_it_waits_never_runs(model: Model) -> None:
+def test_a_call_cancelled_while_it_waits_for_a_step_of_others_ends_after_it(model: Model) -> None:
     ran: list[int] = []
 
     async def run() -> None:
@@ -155,7 +154,7 @@ def test_a_call_cancelled_while_it_waits_never_runs(model: Model) -> None:
 
         first = asyncio.create_task(model.agenerate("the", max_new_tokens=1, processors=[hold]))
         await begun.wait()
-        second = asyncio.create_task(model.agenerate("the", max_new_tokens=1, processors=[note]))
+        second = asyncio.create_task(model.agenerate("the", max_new_tokens=30, processors=[note]))
         await asyncio.sleep(0)
         second.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -164,7 +163,7 @@ def test_a_call_cancelled_while_it_waits_never_runs(model: Model) -> None:
         await first
 
     asyncio.run(run())
-    assert ran == []
+    assert len(ran) < 5
 
 
 def test_the_worker_decodes_with_the_threads_of_its_caller() -> None:

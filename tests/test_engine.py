@@ -1,4 +1,4 @@
-"""The laws of the loop, for every drafter: drafts decide how fast, never what. Float32, toy size."""
+"""What the loop promises for every drafter: drafts decide how fast, never what. Float32, toy size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from anabranch.engine import Engine, Request
 from anabranch.errors import AnabranchError, CapabilityError, InputError, NumericsError
-from anabranch.methods.base import Context, Drafter, Observation
+from anabranch.methods.base import Drafter, Row, Wrapped
 from anabranch.methods.combined import CombinedDrafter
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.prompt_lookup import PromptLookupDrafter
@@ -21,11 +21,10 @@ from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.draft import DraftOptions
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Decoder, Inputs, Rider
+from anabranch.model.decoder import Decoder, Inputs
 from anabranch.model.weights import build_decoder
 from anabranch.sampling import SamplingParams, log_probs
 from anabranch.tree import DraftTree
-from anabranch.verify import Rule
 from small import CASES, LLAMA, RICH, VOCABULARY, decode, prompt, randomise, request, small, small_adapter
 
 BEST = DraftOptions(nodes=10, k=4)
@@ -70,7 +69,7 @@ def test_greedy_output_is_plain_decodings(case: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_follow_with_a_seed_is_plain_sampling_with_it(name: str) -> None:
+def test_matching_with_a_seed_is_plain_sampling_with_it(name: str) -> None:
     target = small()
     sampling = SamplingParams(temperature=0.8, top_k=9, top_p=0.95, min_p=0.01)
     requests = [replace(r, sampling=replace(sampling, seed=i)) for i, r in enumerate(RAGGED)]
@@ -112,14 +111,14 @@ class Noise(Drafter):
     def __init__(self) -> None:
         self.rng = np.random.default_rng(0)
 
-    def draft(self, contexts: Sequence[Context]) -> list[DraftTree]:
+    def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
         found = []
-        for context in contexts:
+        for row in rows:
             size = int(self.rng.integers(1, self.max_nodes + 1))
             parents = [-1, *(int(self.rng.integers(0, i)) for i in range(1, size))]
-            tokens = [context.root, *self.rng.integers(0, VOCABULARY, size - 1)]
+            tokens = [row.root, *self.rng.integers(0, VOCABULARY, size - 1)]
             tree = DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64))
-            found.append(tree.select((tree.depths <= context.room).nonzero()[0]))
+            found.append(tree.select((tree.depths <= row.max_depth).nonzero()[0]))
         return found
 
 
@@ -131,12 +130,12 @@ class Oracle(Drafter):
     def __init__(self, texts: Sequence[Sequence[int]], depth: int) -> None:
         self.texts, self.depth, self.max_nodes = texts, depth, depth + 1
 
-    def draft(self, contexts: Sequence[Context]) -> list[DraftTree]:
+    def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
         chains = []
-        for context in contexts:
-            (text,) = [t for t in self.texts if list(t[: len(context.tokens)]) == context.tokens]
-            behind = text[len(context.tokens) :][: min(self.depth, context.room)]
-            chains.append(DraftTree.chain(context.root, behind))
+        for row in rows:
+            (text,) = [t for t in self.texts if list(t[: len(row.tokens)]) == row.tokens]
+            behind = text[len(row.tokens) :][: min(self.depth, row.max_depth)]
+            chains.append(DraftTree.chain(row.root, behind))
         return chains
 
 
@@ -179,33 +178,19 @@ def test_the_length_limit_and_end_tokens_cut_inside_an_accepted_path(cut: int) -
     assert [step.finish for step in steps[:-1]] == [None] * (len(steps) - 1)
 
 
-class Watched(Drafter):
-    """Another drafter, and whether it kept to its room and its budget."""
+class Watched(Wrapped):
+    """Another drafter, and whether it kept to its depth and its budget."""
 
-    def __init__(self, inner: Drafter) -> None:
-        self.inner, self.name, self.max_nodes, self.drafts = inner, inner.name, inner.max_nodes, 0
+    drafts = 0
 
-    @property
-    def rider(self) -> Rider | None:
-        return self.inner.rider
-
-    def check(self, sampling: SamplingParams, rule: Rule) -> None:
-        self.inner.check(sampling, rule)
-
-    def draft(self, contexts: Sequence[Context]) -> list[DraftTree]:
-        trees = self.inner.draft(contexts)
-        for context, tree in zip(contexts, trees, strict=True):
-            assert tree.tokens[0] == context.tokens[-1]
-            assert tree.max_depth <= context.room
-            assert tree.size <= self.max_nodes
+    def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
+        trees = self.drafter.draft(rows, budget)
+        for row, tree in zip(rows, trees, strict=True):
+            assert tree.tokens[0] == row.root
+            assert tree.max_depth <= row.max_depth
+            assert tree.size <= min(budget, self.max_nodes)
             self.drafts += tree.size - 1
         return trees
-
-    def observe(self, contexts: Sequence[Context], seen: Observation) -> None:
-        self.inner.observe(contexts, seen)
-
-    def leave(self, context: Context) -> None:
-        self.inner.leave(context)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -252,8 +237,7 @@ def forward(target: Decoder, text: Sequence[int]) -> tuple[Tensor, Cache]:
     with torch.no_grad():
         output = target(Inputs.of_prompt(text), cache)
     cache.commit([range(len(text))])
-    assert output.logits_BNV is not None
-    return output.logits_BNV[0], cache
+    return target.logits(output.hidden_MD), cache
 
 
 @pytest.mark.parametrize("case", sorted(CASES))
@@ -265,9 +249,9 @@ def test_the_cache_is_a_fresh_prefill_after_every_step(case: str, name: str) -> 
     while engine.active:
         for step in engine.step():
             texts[step.row] += step.tokens
-        for slot, row in enumerate(engine._rows):
-            text = texts[row.context.key]
-            assert row.context.tokens == text
+        for slot, member in enumerate(engine._members):
+            text = texts[member.row.id]
+            assert member.row.tokens == text
             assert engine.cache.lengths[slot] == len(text) - 1
             _, fresh = forward(target, text[:-1])
             n = len(text) - 1
@@ -288,9 +272,9 @@ def test_log_probs_are_the_targets_own(name: str) -> None:
         assert told == pytest.approx(wanted.tolist(), abs=1e-4)
 
 
-# -- reject ---------------------------------------------------------------------------------------------------------
+# -- rejection ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("tree", ["chain", "product"])
-def test_reject_keeps_the_joint_law_of_two_tokens(tree: str) -> None:
+def test_rejection_keeps_the_joint_distribution_of_two_tokens(tree: str) -> None:
     """Second and third new token of 1,600 samples; the first step drafts nothing, the second two tokens deep."""
     words, count = 5, 1600
     target = build_decoder(replace(LLAMA, vocab_size=words, num_layers=2), device="cpu")
@@ -298,20 +282,20 @@ def test_reject_keeps_the_joint_law_of_two_tokens(tree: str) -> None:
     adapter = small_adapter(target, StreamConfig(num_streams=2, num_stream_layers=1, adapter_rank=2))
     drafter = StreamDrafter(target, adapter, DraftOptions(tree=tree, k=2))  # type: ignore[arg-type]
     text = [1, 4, 2]
-    law = torch.zeros(words, words)
+    joint = torch.zeros(words, words)
     for first in range(words):
         one = forward(target, text)[0][-1].softmax(-1)[first]
         second = forward(target, [*text, first])[0][-1].softmax(-1)
         for token in range(words):
             third = forward(target, [*text, first, token])[0][-1].softmax(-1)
-            law[token] += one * second[token] * third
+            joint[token] += one * second[token] * third
     asked = [Request(text, 4, SamplingParams(temperature=1.0, seed=seed), rule="rejection") for seed in range(count)]
     found, steps = decode(target, asked, drafter, rows=64)
     seen = torch.zeros(words, words)
     for _, second, third, _ in found:
         seen[second, third] += 1
-    wanted = law * count
-    assert float(law.sum()) == pytest.approx(1.0, abs=1e-5)
+    wanted = joint * count
+    assert float(joint.sum()) == pytest.approx(1.0, abs=1e-5)
     assert float(wanted.min()) > 4
     # 24 degrees of freedom: 51.2 is passed once in a thousand
     assert float(((seen - wanted) ** 2 / wanted).sum()) < 51.2
@@ -383,7 +367,7 @@ def test_engines_of_no_size(rows: int, capacity: int) -> None:
 def test_combining() -> None:
     target = small()
     with pytest.raises(CapabilityError, match="at most one"):
-        CombinedDrafter([streams(target), streams(target)])
+        CombinedDrafter([streams(target, placement="ride"), streams(target, placement="ride")])
     with pytest.raises(InputError, match="nodes"):
         CombinedDrafter([streams(target)], nodes=1)
 

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from anabranch import generation
 from anabranch.api import Model
 from anabranch.engine import Engine, Request
-from anabranch.errors import CapabilityError, InputError
+from anabranch.errors import CapabilityError, DeviceError, InputError
 from anabranch.generation import Detokenizer
-from anabranch.methods.base import Context, Drafter
+from anabranch.methods.base import Drafter, Row
 from anabranch.sampling import SamplingParams
+from anabranch.scheduler import Scheduler
 from anabranch.stats import Stats
 from anabranch.tree import DraftTree
 from toy_text import VOCABULARY, byte_tokenizer, toy_model
@@ -34,13 +35,12 @@ class Oracle(Drafter):
     def __init__(self, answer: Sequence[int]) -> None:
         self.answer = list(answer)
 
-    def draft(self, contexts: Sequence[Context]) -> list[DraftTree]:
+    def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
         trees = []
-        for context in contexts:
-            done = len(context.tokens) - context.prompt_length
-            trees.append(
-                DraftTree.chain(context.root, self.answer[done : done + min(8, context.room)], source="oracle")
-            )
+        for row in rows:
+            done = len(row.tokens) - row.prompt_length
+            chain = self.answer[done : done + min(8, row.max_depth)]
+            trees.append(DraftTree.chain(row.root, chain, source="oracle"))
         return trees
 
 
@@ -118,20 +118,20 @@ def test_special_tokens_have_no_text() -> None:
 
 
 def run(model: Model, drafter: Drafter, request: Request, stop: Sequence[str] = ()) -> generation.Generation:
-    engine = Engine(model.target.decoder, drafter, capacity=96)
-    chunks = list(generation.stream(engine, request, model.tokenizer, stop=stop))
+    scheduler = Scheduler(model.target.decoder)
+    chunks = list(generation.stream(scheduler, request, drafter, model.tokenizer, stop=stop))
     result = chunks[-1].result
     assert result is not None
     assert all(chunk.result is None for chunk in chunks[:-1])
     assert "".join(chunk.text for chunk in chunks) == result.text
     assert [token for chunk in chunks for token in chunk.token_ids] == result.token_ids
     assert [source for chunk in chunks for source in chunk.sources] == result.sources
-    assert engine.active == 0
+    assert not scheduler.busy
     return result
 
 
 def plain(model: Model, new: int = 40, **options: Any) -> generation.Generation:
-    return model.generate("the", max_new_tokens=new, ignore_eos=True, drafter="none", **options)
+    return model.generate("the river that", max_new_tokens=new, ignore_eos=True, drafter="none", **options)
 
 
 def test_a_stop_string_cuts_inside_an_accepted_path(model: Model) -> None:
@@ -193,7 +193,7 @@ def test_statistics_of_an_oracle(model: Model) -> None:
 
 
 def test_reading_a_prompt_tells_how_far_it_is(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anabranch.engine.PREFILL_CHUNK", 4)
+    monkeypatch.setattr("anabranch.scheduler.CHUNK", 4)
     seen: list[tuple[int, int]] = []
     model.generate(list(range(1, 12)), max_new_tokens=1, on_prompt=lambda *at: seen.append(at))
     assert seen == [(4, 10), (8, 10), (10, 10)]
@@ -205,14 +205,14 @@ def test_what_a_listener_raises_cancels_the_request(model: Model) -> None:
     def stop(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
-    engine = Engine(model.target.decoder, Oracle([1, 2, 3]), capacity=64)
+    scheduler = Scheduler(model.target.decoder)
     with pytest.raises(KeyboardInterrupt):
-        engine.add(Request([1, 2, 3], 4, on_prompt=stop))
-    assert engine.active == 0
+        next(generation.stream(scheduler, Request([1, 2, 3], 4, on_prompt=stop), Oracle([]), model.tokenizer))
+    assert not scheduler.busy
     assert run(model, Oracle([]), Request([1, 2, 3], 4)).token_ids
 
 
-def test_log_probs_are_the_raw_law(model: Model) -> None:
+def test_log_probs_are_those_of_the_raw_distribution(model: Model) -> None:
     result = model.generate("the", max_new_tokens=12, temperature=1.0, top_k=3, seed=4, log_probs=True)
     again = model.generate("the", max_new_tokens=12, temperature=1.0, top_k=3, seed=4, log_probs=True, drafter="none")
     assert result.token_ids == again.token_ids
@@ -223,23 +223,30 @@ def test_log_probs_are_the_raw_law(model: Model) -> None:
 
 
 def test_closing_a_stream_frees_its_row(model: Model) -> None:
-    engine = Engine(model.target.decoder, Oracle([]), capacity=96)
-    chunks = generation.stream(engine, Request([1, 2, 3], 40), model.tokenizer)
+    scheduler = Scheduler(model.target.decoder)
+    chunks = generation.stream(scheduler, Request([1, 2, 3], 40), Oracle([]), model.tokenizer)
     next(chunks)
-    assert engine.active == 1
+    assert scheduler.engine is not None
+    assert scheduler.engine.active == 1
     chunks.close()
-    assert engine.active == 0
-    never_started = generation.stream(engine, Request([1, 2, 3], 40), model.tokenizer)
-    never_started.close()
-    assert engine.active == 0
+    assert not scheduler.busy
+    assert scheduler.engine.active == 0
+
+
+def test_a_stream_that_never_started_holds_up_nobody(model: Model) -> None:
+    scheduler = Scheduler(model.target.decoder, rows=1)
+    chunks = generation.stream(scheduler, Request([1, 2, 3], 40), Oracle([]), model.tokenizer)
+    del chunks  # a generator that never ran has nothing to close
+    (found,) = generation.generate(scheduler, [Request([4, 5], 3)], Oracle([]), model.tokenizer)
+    assert len(found.token_ids) == 3
 
 
 def test_the_clock_stops_while_nobody_listens(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(10_000))
-    monkeypatch.setattr(generation.time, "perf_counter", lambda: float(next(clock)))
-    engine = Engine(model.target.decoder, Oracle([]), capacity=96)
+    clock = iter(range(100_000))
+    monkeypatch.setattr("anabranch.scheduler.time.perf_counter", lambda: float(next(clock)))
     chunks = []
-    for chunk in generation.stream(engine, Request([1, 2, 3], 4), model.tokenizer):
+    scheduler = Scheduler(model.target.decoder)
+    for chunk in generation.stream(scheduler, Request([1, 2, 3], 4), Oracle([]), model.tokenizer):
         chunks.append(chunk)
         for _ in range(1000):
             next(clock)
@@ -250,30 +257,27 @@ def test_the_clock_stops_while_nobody_listens(model: Model, monkeypatch: pytest.
 def test_many_prompts_through_few_rows(model: Model) -> None:
     requests = [Request([i + 1, 5, 7 + i], 5 + 3 * i, SamplingParams(temperature=0.9, seed=i)) for i in range(5)]
     alone = [run(model, Oracle([]), request) for request in requests]
-    engine = Engine(model.target.decoder, Oracle([]), rows=2, capacity=96)
-    together = generation.generate(engine, requests, model.tokenizer)
+    scheduler = Scheduler(model.target.decoder)
+    together = generation.generate(scheduler, requests, Oracle([]), model.tokenizer, rows=2)
     assert [result.token_ids for result in together] == [result.token_ids for result in alone]
     assert [result.text for result in together] == [result.text for result in alone]
 
 
 def test_a_request_that_cannot_be_served_is_refused_before_any_is(model: Model) -> None:
-    engine = Engine(model.target.decoder, Oracle([]), rows=2, capacity=96)
+    scheduler = Scheduler(model.target.decoder)
     with pytest.raises(InputError, match="empty"):
-        generation.generate(engine, [Request([1], 5), Request([], 5)], model.tokenizer)
+        generation.generate(scheduler, [Request([1], 5), Request([], 5)], Oracle([]), model.tokenizer)
     with pytest.raises(CapabilityError, match="rejection"):
-        generation.stream(engine, Request([1], 5, rule="rejection"), model.tokenizer)
-    assert engine.active == 0
+        generation.stream(scheduler, Request([1], 5, rule="rejection"), Oracle([]), model.tokenizer)
+    assert not scheduler.busy
 
 
 def test_no_memory_is_told_in_a_sentence(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    from anabranch.errors import DeviceError
-
-    engine = Engine(model.target.decoder, Oracle([]), capacity=96)
-
-    def full() -> list[Any]:
+    def full(engine: Engine) -> list[Any]:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(engine, "step", full)
+    scheduler = Scheduler(model.target.decoder)
+    monkeypatch.setattr(Engine, "step", full)
     with pytest.raises(DeviceError, match="no memory left"):
-        list(generation.stream(engine, Request([1, 2], 5), model.tokenizer))
-    assert engine.active == 0
+        list(generation.stream(scheduler, Request([1, 2], 5), Oracle([]), model.tokenizer))
+    assert not scheduler.busy

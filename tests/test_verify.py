@@ -15,10 +15,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from anabranch.errors import CapabilityError, InputError
+from anabranch.errors import CapabilityError
 from anabranch.sampling import SamplingParams, generator, position_keys, target_probs, target_tokens
 from anabranch.tree import DraftTree
-from anabranch.verify import Verdict, choose_rule, match, reject, trials
+from anabranch.verify import Verdict, match, reject, trials
 
 VOCABULARY = 4
 LENGTH = 3  # tokens whose joint law is compared
@@ -177,11 +177,11 @@ def test_follow_drawing() -> None:
     [[-1], [-1, 0], [-1, 0, 1, 2], [-1, 0, 0], [-1, 0, 0, 0, 0], [-1, 0, 0, 1, 2, 2], [-1, 0, 1, 1, 0]],
     ids=["root", "one", "chain", "two", "four", "tree", "interleaved"],
 )
-def test_reject_is_exact_for_sampled_trees(parents: list[int], replacement: bool) -> None:
+def test_rejection_is_exact_for_sampled_trees(parents: list[int], replacement: bool) -> None:
     np.testing.assert_allclose(reject_law(parents, replacement), plain_law(), rtol=0, atol=1e-12)
 
 
-def test_reject_drawing() -> None:
+def test_rejection_drawing() -> None:
     p, q = np.array([0.2, 0.6, 0.2, 0.0]), np.array([0.1, 0.8, 0.1, 0.0])
     steps = list(trials(p, q, [1, 0], True))
     np.testing.assert_allclose([odds for odds, _ in steps], [0.75, 1.0, 1.0])
@@ -204,7 +204,7 @@ def test_a_drafter_that_agrees_is_always_accepted() -> None:
         assert reject(tree, torch.stack([p_V, p_V]), generator(0, step)).path == (0, 1)
 
 
-def test_reject_at_temperature_zero_is_the_target_argmax() -> None:
+def test_rejection_at_temperature_zero_is_the_target_argmax() -> None:
     one_hot = torch.eye(4)[[2, 1, 3]]
     hit = DraftTree(np.array([0, 1, 2]), np.array([-1, 0, 0]), draft_probs=torch.full((1, 4), 0.25))
     assert reject(hit, one_hot, generator(0, 0)) == Verdict((0, 2), 3)
@@ -242,7 +242,7 @@ def test_the_wrong_replacement_errs() -> None:
 
 
 @pytest.mark.parametrize("replacement", [True, False])
-def test_reject_draws_from_the_target_law(replacement: bool) -> None:
+def test_rejection_draws_from_the_target_law(replacement: bool) -> None:
     runs, parents = 4000, [-1, 0, 0, 1, 2]
     outcomes = list(drafts(parents, replacement))
     weights = np.array([weight for _, weight in outcomes])
@@ -278,7 +278,7 @@ def decode(drafter: Drafter, params: SamplingParams, count: int) -> tuple[list[i
         tree, start = drafter(tokens), len(tokens)
         paths = [[int(tree.tokens[i]) for i in tree.path_to(node)[1:]] for node in range(tree.size)]
         logits_NV = torch.stack([logits_after(tokens + path) for path in paths])
-        if choose_rule(tree, "auto") == "match":
+        if tree.draft_probs is None:
             drawn = target_tokens(logits_NV, params, position_keys(params.seed, start + tree.depths))
             verdict = match(tree, drawn.numpy())
         else:
@@ -294,7 +294,7 @@ def nothing(tokens: list[int]) -> DraftTree:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("seed", [0, 7])
-def test_no_drafter_changes_what_follow_says(temperature: float, seed: int) -> None:
+def test_no_drafter_changes_what_matching_says(temperature: float, seed: int) -> None:
     params = SamplingParams(temperature=temperature, top_p=0.95, seed=seed)
     plain, steps = decode(nothing, params, 60)
     assert steps == [0] * 60
@@ -329,7 +329,7 @@ def test_an_oracle_is_accepted_to_the_end(temperature: float) -> None:
     assert accepted == [4] * 12
 
 
-def test_reject_at_temperature_zero_says_what_plain_decoding_says() -> None:
+def test_rejection_at_temperature_zero_says_what_plain_decoding_says() -> None:
     rng = np.random.default_rng(0)
     q = torch.full((3, WORDS), 1 / WORDS)
 
@@ -342,7 +342,7 @@ def test_reject_at_temperature_zero_says_what_plain_decoding_says() -> None:
 # --- misuse ---------------------------------------------------------------------------------------------------------
 
 
-def test_reject_refuses_trees_without_draft_probs() -> None:
+def test_rejection_refuses_trees_without_draft_probs() -> None:
     probs = torch.full((3, 4), 0.25)
     sampled = DraftTree.chain(0, [1, 2], draft_probs=probs[:2])
     for tree in (DraftTree.chain(0, [1, 2]), sampled.select([0, 1, 2]), DraftTree.product(0, [[1, 2]])):
@@ -350,7 +350,7 @@ def test_reject_refuses_trees_without_draft_probs() -> None:
             reject(tree, probs, generator(0, 0))
 
 
-def test_reject_takes_a_step_without_drafts() -> None:
+def test_rejection_takes_a_step_without_drafts() -> None:
     assert reject(DraftTree.root(0), torch.eye(4)[[2]], generator(0, 0)) == Verdict((0,), 2)
 
 
@@ -360,20 +360,6 @@ def test_impossible_drafts_are_noticed() -> None:
         reject(impossible, torch.full((2, 2), 0.5), generator(0, 0))
 
 
-def test_follow_wants_a_token_for_each_node() -> None:
+def test_matching_wants_a_token_for_each_node() -> None:
     with pytest.raises(AssertionError, match="each node"):
         match(DraftTree.chain(0, [1, 2]), [1, 2])
-
-
-def test_choose_rule() -> None:
-    sampled = DraftTree.chain(0, [1], draft_probs=torch.full((1, 4), 0.25))
-    assert choose_rule(sampled, "auto") == "rejection"
-    assert choose_rule(sampled, "match") == "match"
-    assert choose_rule(sampled, "rejection") == "rejection"
-    assert choose_rule(DraftTree.root(0), "auto") == "match"
-    assert choose_rule(DraftTree.root(0), "match") == "match"
-    assert choose_rule(DraftTree.root(0), "rejection") == "rejection"
-    with pytest.raises(CapabilityError):
-        choose_rule(DraftTree.chain(0, [1]), "rejection")
-    with pytest.raises(InputError, match="must be 'auto'"):
-        choose_rule(sampled, "typical")

@@ -142,6 +142,7 @@ class Engine:
         self._speculation, self._on_leave = speculation, on_leave
         self._members: list[_Member] = []  # of the cache's slots, in order; those still reading their prompt are last
         self._budgets: dict[Drafter, int] = {}
+        self.at_fault: int | None = None  # the row whose own functions or numbers ended the last read or step
 
     def _new_cache(self, rows: int, positions: int) -> Cache:
         target = self.target
@@ -222,6 +223,7 @@ class Engine:
             return True
         member, slot = self._members[-1], len(self._members) - 1
         row, start, total = member.row, member.read, member.row.prompt_length - 1
+        self.at_fault = None
         tokens = row.tokens[start : min(start + chunk, total)]
         try:
             with self.target.decoding():
@@ -234,7 +236,9 @@ class Engine:
             if member.drafter.needs.prompt:
                 member.drafter.read(row, result, start)
             if member.request.on_prompt is not None:
+                self.at_fault = row.id
                 member.request.on_prompt(member.read, total)
+                self.at_fault = None
         except BaseException:
             self._drop(slot, failed=True)
             raise
@@ -277,8 +281,8 @@ class Engine:
                 best, slot = count, place
         return best, slot
 
-    def fits(self, request: Request, drafter: Drafter | None = None) -> bool:
-        """Whether a request can share a pass with the rows in use, now.
+    def fits(self, request: Request, drafter: Drafter | None = None, *, capacity: int = 0) -> bool:
+        """Whether a request can share a pass with the rows in use, now; ``capacity`` will be reserved for it.
 
         Rotations that depend on a text's length take one length a pass, and a drafter's rows that travel in the pass
         are those of one drafter.
@@ -292,7 +296,7 @@ class Engine:
         kind = (rope.scaling or {}).get("rope_type", (rope.scaling or {}).get("type"))
         if kind not in ("dynamic", "longrope"):
             return True
-        limit = min(len(request.prompt_ids) + request.max_new_tokens, self.capacity)
+        limit = min(len(request.prompt_ids) + request.max_new_tokens, max(capacity, self.capacity))
         original = rope.original_max_positions or rope.max_positions
         return first.limit == limit or max(first.limit, limit) <= original
 
@@ -348,6 +352,7 @@ class Engine:
 
         Raises NumericsError where the target's scores are not finite numbers; all rows leave then.
         """
+        self.at_fault = None
         members = self._members[: len(self._members) - (self.reading is not None)]
         if not members:
             return []
@@ -369,7 +374,9 @@ class Engine:
             for b, (member, tree) in enumerate(zip(members, trees, strict=True))
         ]
         after_verify = time.perf_counter()
-        if any(verdict.next_token < 0 for verdict in verdicts):
+        wrong = [member.row.id for member, verdict in zip(members, verdicts, strict=True) if verdict.next_token < 0]
+        if wrong:
+            self.at_fault = wrong[0] if len(wrong) < len(members) else None
             self._refuse_numbers()
 
         self.cache.commit([verdict.path for verdict in verdicts])
@@ -472,6 +479,12 @@ class Engine:
         if tokens_N is not None:
             return match(tree, tokens_N)
         assert logits_NV is not None
+        self.at_fault = member.row.id  # processors are the caller's own functions
+        verdict = self._verify_logits(member, tree, logits_NV)
+        self.at_fault = None
+        return verdict
+
+    def _verify_logits(self, member: _Member, tree: DraftTree, logits_NV: Tensor) -> Verdict:
         sampling, text = member.request.sampling, member.row.tokens
         histories = None
         if sampling.needs_history:

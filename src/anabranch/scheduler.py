@@ -17,14 +17,14 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from anabranch.costs import Costs
 from anabranch.engine import CHUNK, Engine, Request, Step
-from anabranch.errors import DeviceError
+from anabranch.errors import DeviceError, InputError
 from anabranch.memory import give_back
 from anabranch.methods.base import Drafter, Row
 from anabranch.model.decoder import Decoder
@@ -48,6 +48,7 @@ class Ticket:
     prefill_seconds  of these, until its prompt was read
     reused           prompt tokens whose keys and values were copied from an earlier text
     error            why it ended early
+    emitted          tokens of its steps so far
     """
 
     request: Request
@@ -60,9 +61,22 @@ class Ticket:
     prefill_seconds: float = 0.0
     reused: int = 0
     steps: deque[Step] = field(default_factory=deque)
+    emitted: list[int] = field(default_factory=list)
+
+    @property
+    def remaining(self) -> Request:
+        """What is left of the request; differs from it only where an error of others took its row away."""
+        if not self.emitted:
+            return self.request
+        return replace(
+            self.request,
+            prompt_ids=[*self.request.prompt_ids, *self.emitted],
+            max_new_tokens=self.request.max_new_tokens - len(self.emitted),
+            on_prompt=None,
+        )
 
 
-@dataclass
+@dataclass(eq=False)
 class _Prefix:
     """Keys and values [layers, K, n, E] of a text of n tokens."""
 
@@ -105,7 +119,7 @@ class Scheduler:
         self._prefixes: list[_Prefix] = []  # the most recently used one last
         self._mutex = threading.Lock()
         self._ticked = threading.Condition(self._mutex)
-        self._ticking = False
+        self._ticking = self._closed = False
 
     def speculate(self, costs: Costs) -> None:
         """Size adaptive drafts by these costs."""
@@ -124,6 +138,8 @@ class Scheduler:
         Engine.refuse(self.target, request, drafter)
         ticket = Ticket(request, drafter)
         with self._mutex:
+            if self._closed:
+                raise InputError("this model is closed; load it again")
             self._waiting.append(ticket)
         return ticket
 
@@ -179,6 +195,8 @@ class Scheduler:
             finally:
                 with self._mutex:
                     self._ticking = False
+                    if self._closed:
+                        self._shut()
                     self._ticked.notify_all()
 
     def tick(self) -> list[tuple[Ticket, Step]]:
@@ -198,10 +216,8 @@ class Scheduler:
                 steps = [(self._running[step.row], step) for step in self.engine.step()]
             except BaseException as error:
                 self._fail(error)
-                told = _told(error, self.target.device)
-                if told is not error:
-                    raise told from error
-                raise
+                if not isinstance(error, Exception):
+                    raise
         seconds = time.perf_counter() - began
         for ticket in {*self._running.values()}:
             ticket.seconds += seconds
@@ -210,6 +226,7 @@ class Scheduler:
         with self._mutex:
             for ticket, step in steps:
                 ticket.steps.append(step)
+                ticket.emitted += step.tokens
                 if step.finish is not None:
                     ticket.done = True
                     del self._running[step.row]
@@ -228,8 +245,12 @@ class Scheduler:
         try:
             engine.read(CHUNK if alone else SHARED_CHUNK)
         except BaseException as error:
-            del self._running[ticket.row or 0]
-            self._end(ticket, error)
+            assert ticket.row is not None
+            del self._running[ticket.row]
+            if engine.at_fault is None and not isinstance(error, Exception):
+                self._again([ticket])
+            else:
+                self._end(ticket, error)
             if not isinstance(error, Exception):
                 raise
             return None
@@ -246,13 +267,14 @@ class Scheduler:
                 if engine is None:
                     return
                 reused = self._reuse(engine, ticket)
-                ticket.row = engine.join(ticket.request, ticket.drafter, known=reused)
+                ticket.row = engine.join(ticket.remaining, ticket.drafter, known=reused)
             except Exception as error:
                 with self._mutex:
                     self._waiting.popleft()
                 self._end(ticket, error)
                 continue
-            ticket.reused = reused
+            if not ticket.emitted:
+                ticket.reused = reused
             with self._mutex:
                 self._waiting.popleft()
                 self._running[ticket.row] = ticket
@@ -277,7 +299,7 @@ class Scheduler:
                 on_leave=self._keep,
             )
         engine = self.engine
-        if engine.active >= self.rows or not engine.fits(request, ticket.drafter):
+        if engine.active >= self.rows or not engine.fits(request, ticket.drafter, capacity=capacity):
             return None
         if not engine.active and (rows > engine.rows or capacity > engine.capacity):
             self._drop_cache()  # a cache that is too small goes before the larger one comes
@@ -314,7 +336,7 @@ class Scheduler:
         """Copy the longest beginning that a kept text, or a row in use, shares with a prompt; returns its length."""
         if ticket.drafter.needs.prompt or not self.prefix_bytes:
             return 0
-        prompt = list(ticket.request.prompt_ids)
+        prompt = list(ticket.remaining.prompt_ids)
         slot, most = engine.cache.count, len(prompt) - 1
         best, source = 0, None
         for prefix in self._prefixes:
@@ -345,14 +367,21 @@ class Scheduler:
                 give_back()
 
     def close(self) -> None:
-        """Cancel everything and let go of the cache and of kept texts."""
+        """End all requests with InputError and free the cache and kept texts, after the tick that is running."""
         with self._mutex:
-            for ticket in (*self._waiting, *self._running.values()):
-                ticket.cancelled = True
+            self._closed = True
             if not self._ticking:
-                self._sweep()
-            self.engine = None
-            self._prefixes.clear()
+                self._shut()
+
+    def _shut(self) -> None:
+        """What ``close`` promises, with the mutex held and nobody ticking."""
+        for ticket in (*self._waiting, *self._running.values()):
+            ticket.error = InputError("the model was closed while it decoded; load it again")
+            ticket.done = True
+        self._waiting.clear()
+        self._running.clear()
+        self._prefixes.clear()
+        self.engine = None
 
     # -- errors ------------------------------------------------------------------------------------------
     def _end(self, ticket: Ticket, error: BaseException) -> None:
@@ -360,13 +389,30 @@ class Scheduler:
             ticket.error, ticket.done = _told(error, self.target.device), True
 
     def _fail(self, error: BaseException) -> None:
-        """A step failed: nothing that was decoding can go on."""
+        """A step failed, so no row's cache is to be trusted.
+
+        Where one row's own functions or numbers are at fault, or decoding was interrupted, the others begin again from
+        what they have emitted.
+        """
         assert self.engine is not None
+        culprit = self.engine.at_fault
         self.engine.clear()
-        failed = list(self._running.values())
+        running = dict(self._running)
         self._running.clear()
-        for ticket in failed:
-            self._end(ticket, error if isinstance(error, Exception) else DeviceError("decoding was interrupted"))
+        if culprit is None and isinstance(error, Exception):
+            for ticket in running.values():
+                self._end(ticket, error)
+            return
+        if culprit is not None:
+            self._end(running.pop(culprit), error)
+        self._again(list(running.values()))
+
+    def _again(self, tickets: list[Ticket]) -> None:
+        """Queue tickets that lost their rows before all others, in their order."""
+        with self._mutex:
+            for ticket in tickets:
+                ticket.row = None
+            self._waiting.extendleft(reversed(tickets))
 
 
 def _told(error: BaseException, device: torch.device) -> BaseException:

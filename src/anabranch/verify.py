@@ -22,19 +22,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anabranch.errors import CapabilityError, InputError
+from anabranch.errors import CapabilityError
 from anabranch.sampling import inverse_cdf
 from anabranch.tree import DraftTree
 
-__all__ = ["Rule", "Verdict", "choose_rule", "match", "reject", "trials"]
+__all__ = ["Rule", "Verdict", "match", "reject", "trials"]
 
 Rule = Literal["match", "rejection"]
 
 TINY = float(np.finfo(np.float64).tiny)
 
 NO_DRAFT_PROBS = (
-    "The rule 'rejection' needs the law that every drafted token was sampled from, and trees that were pruned, merged "
-    "or built by top-k carry none: use the rule 'match'."
+    "the rule 'rejection' needs the distribution that each drafted token was sampled from, and trees that were "
+    "pruned, merged or built by top-k carry none; use the rule 'match'"
 )
 
 
@@ -125,21 +125,6 @@ def trials(
         total = remains_V.sum()
         p_V = remains_V / total if total > 0 else p_V  # p = q: the odds were 1 and nobody comes here
     yield 1.0, p_V
-
-
-def choose_rule(tree: DraftTree, rule: str) -> Rule:
-    """Return the rule to verify a tree with; "auto" is *rejection* where the tree carries draft_probs, else *matching*.
-
-    Whether a drafter attaches draft_probs must not depend on the tokens it sampled, or "auto" would bias the law.
-    """
-    if rule == "auto":
-        return "match" if tree.draft_probs is None else "rejection"
-    if rule == "match":
-        return "match"
-    if rule != "rejection":
-        raise InputError(f"The rule must be 'auto', 'match' or 'rejection', not {rule!r}.")
-    _require_draft_probs(tree)
-    return "rejection"
 
 
 def _require_draft_probs(tree: DraftTree) -> None:

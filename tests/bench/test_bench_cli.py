@@ -218,7 +218,9 @@ def test_recordings_of_a_run_that_was_stopped(bench: Bench, tmp_path: Path, stop
     assert "lacks some of the 1 prompts that are done" in elsewhere.err
     assert bench(*command, "--resume").code == 0
     for name in ("none.jsonl", "streams.jsonl"):
-        found = [[(r.row, r.at, r.decided, r.tree.sources) for r in read_trace(where / name)] for where in (whole, parts)]
+        found = [
+            [(r.row, r.at, r.decided, r.tree.sources) for r in read_trace(where / name)] for where in (whole, parts)
+        ]
         assert found[0] == found[1]
     assert len(list(parts.iterdir())) == 2
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from anabranch.bench.contenders import Run
-from anabranch.bench.run import Answer, Encoded, ContenderAnswers, Round, gather, rounds, warm_up
+from anabranch.bench.run import Answer, ContenderAnswers, Encoded, Round, gather, rounds, warm_up
 from anabranch.bench.suites import SuitePrompt
 from anabranch.bench.summary import quartiles, summarise
 from anabranch.stats import Stats

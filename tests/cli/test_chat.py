@@ -240,21 +240,21 @@ def test_ctrl_c_keeps_what_was_said(talk: Conversation, monkeypatch: pytest.Monk
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     talk.take("so")
     assert len(talk.messages) == 4
-    assert talk.model._pool.last is None or talk.model._pool.last.active == 0
+    assert not talk.model._scheduler.busy
 
 
 def test_ctrl_c_while_a_prompt_is_read_leaves_the_message_out(
     talk: Conversation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("anabranch.engine.PREFILL_CHUNK", 2)
-    honest = Engine._read
+    monkeypatch.setattr("anabranch.scheduler.CHUNK", 2)
+    honest = Engine.read
 
-    def pressed(self: Engine, *arguments: Any) -> None:
+    def pressed(self: Engine, chunk: int) -> bool:
         signal.raise_signal(signal.SIGINT)
-        honest(self, *arguments)
+        return honest(self, chunk)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Engine, "_read", pressed)
+        patched.setattr(Engine, "read", pressed)
         talk.take("the")
     assert talk.messages == []
     assert "stopped before the answer began; /retry sends the message again" in capsys.readouterr().err

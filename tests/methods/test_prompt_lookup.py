@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from anabranch.methods.base import Context
+from anabranch.methods.base import Row
 from anabranch.methods.prompt_lookup import PRIOR, WEIGHT, PromptLookupDrafter
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
@@ -13,7 +13,13 @@ from anabranch.tree import DraftTree
 
 def draft(tokens: list[int], prompt_length: int, drafter: PromptLookupDrafter | None = None) -> DraftTree:
     drafter = drafter or PromptLookupDrafter(tokens=3)
-    (tree,) = drafter.draft([Context(tokens, prompt_length, SamplingParams(), room=9, key=0)])
+    return of_row(Row(tokens, prompt_length, SamplingParams(), max_depth=9), drafter)
+
+
+def of_row(row: Row, drafter: PromptLookupDrafter, budget: int = 10) -> DraftTree:
+    if drafter not in row.state:
+        drafter.join(row)
+    (tree,) = drafter.draft([row], budget)
     return tree
 
 
@@ -48,7 +54,25 @@ def test_the_answer_teaches_and_the_prompt_does_not() -> None:
 
 def test_the_belief_depends_on_the_text_alone() -> None:
     text = [5, 6, 5, 6, 5, 6, 7, 5, 6]
-    step_by_step, drafter = [], PromptLookupDrafter(tokens=3)
-    for length in range(4, len(text) + 1):
-        step_by_step.append(believed(draft(text[:length], 3, drafter)))
-    assert step_by_step[-1] == believed(draft(text, 3))
+    drafter = PromptLookupDrafter(tokens=3)
+    row = Row(text[:4], 3, SamplingParams(), max_depth=9)
+    for token in (None, *text[4:]):
+        if token is not None:
+            row.tokens.append(token)
+        last = believed(of_row(row, drafter))
+    assert last == believed(draft(text, 3))
+
+
+def test_drafts_keep_to_their_budget_and_depth() -> None:
+    text = [1, 2, 3, 4, 7, 3, 9, 2, 3]
+    for budget, depth, size in ((10, 9, 4), (3, 9, 3), (1, 9, 1), (10, 1, 2), (10, 0, 1)):
+        row = Row(list(text), 9, SamplingParams(), max_depth=depth)
+        assert of_row(row, PromptLookupDrafter(tokens=3), budget).size == size
+
+
+def test_a_row_that_leaves_takes_its_index_along() -> None:
+    drafter = PromptLookupDrafter()
+    row = Row([1, 2, 1], 3, SamplingParams(), max_depth=9)
+    of_row(row, drafter)
+    drafter.leave(row)
+    assert row.state == {}

@@ -11,10 +11,11 @@ from toys import Oracle, tokens
 from anabranch.errors import InputError
 from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig
-from anabranch.model.decoder import Block, Decoder, Inputs, Pass
+from anabranch.model.decoder import Block, Decoder, Entry, Inputs, Pass
 from anabranch.model.load import Target
 from anabranch.tree import DraftTree
 from conftest import ToyMaker
+from small import logits_of
 
 #   0 - 1 - 3
 #   |   +-- 4 - 6
@@ -31,9 +32,7 @@ def new_cache(config: ModelConfig, rows: int = 1) -> Cache:
 
 
 def run(decoder: Decoder, feed: Inputs, cache: Cache, **options: object) -> Tensor:
-    logits = decoder(feed, cache, **options).logits_BNV
-    assert isinstance(logits, Tensor)
-    return logits
+    return logits_of(decoder(feed, cache, **options))
 
 
 def advance(decoder: Decoder, ids: list[int], cache: Cache, slot: int = 0, **options: object) -> Tensor:
@@ -64,22 +63,23 @@ class Pruner:
 
     def __init__(self, start: int, kept_Bn: list[list[int]], then: tuple[int, list[list[int]]] | None = None) -> None:
         self.start, self.kept_Bn, self.then = start, torch.tensor(kept_Bn), then
-        self.ride = True  # layer by layer: it prunes on the way
+        self.rides, self.fixed = True, False  # layer by layer: it prunes on the way
 
-    def enter(self, x_BND: Tensor, run: Pass) -> Tensor:
-        return self._prune(self.start, self.kept_Bn, x_BND, run)
+    def enter(self, x_BND: Tensor, run: Pass) -> tuple[Tensor, Entry]:
+        last = self.kept_Bn if self.then is None else self.kept_Bn.gather(1, torch.tensor(self.then[1]))
+        return self._prune(self.start, self.kept_Bn, x_BND, run), Entry(list(last.numpy()))
 
     def _prune(self, layer: int, kept_Bn: Tensor, x_BND: Tensor, run: Pass) -> Tensor:
         run.select(layer, kept_Bn)
         return x_BND.gather(1, kept_Bn[:, :, None].expand(-1, -1, x_BND.shape[2]))
 
-    def layer(self, index: int, block: Block, x_BRD: Tensor, run: Pass) -> Tensor:
+    def layer(self, index: int, block: Block, x_BRD: Tensor, run: Pass, entry: Entry) -> Tensor:
         if self.then is not None and self.then[0] == index:
             x_BRD = self._prune(index, torch.tensor(self.then[1]), x_BRD, run)
         return block(x_BRD, run.cos, run.sin, lambda q, k, v: run.attend(index, q, k, v))
 
-    def leave(self, x_BRD: Tensor, run: Pass) -> Tensor:
-        return x_BRD
+    def leave(self, x_BRD: Tensor, run: Pass) -> tuple[Tensor, Tensor]:
+        return x_BRD, x_BRD.flatten(0, 1)[:, None]
 
 
 def test_one_forward(toy: tuple[Target, Oracle]) -> None:
@@ -189,7 +189,7 @@ def test_trees_of_different_sizes_and_a_row_that_leaves(make_toy: ToyMaker) -> N
     for slot, prompt in enumerate(prompts):
         advance(target.decoder, prompt, cache, slot)
     drawn = [tree(5), DraftTree.root(40), DraftTree.chain(41, [42, 43])]
-    logits = run(target.decoder, Inputs.of_trees(drawn).padded(8), cache)
+    logits = run(target.decoder, Inputs.of_trees(drawn).widened(8), cache)
     assert logits.isfinite().all(), "padding sees itself, so that no row of the softmax is empty"
     close(logits[0, 6], oracle.logits(prompts[0] + along(drawn[0], PATHS[6]))[-1])
     close(logits[1, 0], oracle.logits([*prompts[1], 40])[-1])
@@ -228,7 +228,7 @@ def test_learned_positions_end(make_toy: ToyMaker) -> None:
     target, _ = make_toy("gpt2")
     cache = Cache(target.config, rows=1, capacity=256, dtype=torch.float32, device=torch.device("cpu"))
     cache.add_row()
-    with pytest.raises(InputError, match="129 tokens, drafts included, are more than the 128 positions"):
+    with pytest.raises(InputError, match="needs 129 positions, but the target has 128"):
         target.decoder(Inputs.of_prompt(tokens(129)), cache)
 
 

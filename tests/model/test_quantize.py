@@ -18,7 +18,7 @@ from anabranch.model.decoder import Decoder, Inputs
 from anabranch.model.load import load_target
 from anabranch.model.pack import WIDE, PackedQuantized
 from anabranch.model.quantize import GROUP, QuantizedLinear, QuantizedWeight, check_quantization, quantize_decoder
-from small import decode, request, small, small_adapter
+from small import decode, logits_of, request, small, small_adapter
 
 Kind = Literal["int8", "int4"]
 
@@ -26,9 +26,7 @@ Kind = Literal["int8", "int4"]
 def logits(model: Decoder) -> torch.Tensor:
     cache = Cache(model.config, rows=1, capacity=32, dtype=model.dtype, device=model.device)
     cache.add_row()
-    found = model(Inputs.of_prompt([3, 5, 7]), cache).logits_BNV
-    assert found is not None
-    return found
+    return logits_of(model(Inputs.of_prompt([3, 5, 7]), cache))
 
 
 @pytest.mark.parametrize(("kind", "levels"), [("int8", 254), ("int4", 15)])

@@ -143,7 +143,9 @@ class RepeatDrafter(Drafter):
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
         counts = [max(0, min(budget - 1, self.max_nodes - 1, row.max_depth)) for row in rows]
         return [
-            DraftTree.chain(row.root, [row.root] * n, source="repeat", log_probs=list(np.log(0.5) * np.arange(1, n + 1)))
+            DraftTree.chain(
+                row.root, [row.root] * n, source="repeat", log_probs=list(np.log(0.5) * np.arange(1, n + 1))
+            )
             for row, n in zip(rows, counts, strict=True)
         ]
 

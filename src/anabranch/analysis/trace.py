@@ -124,7 +124,7 @@ class Trace:
     every_position: bool
 
     def __iter__(self) -> Iterator[TraceRecord]:
-        """Records in the order of writing. Drops an incomplete last line with a warning; FileError for other bad lines."""
+        """Records as written. Drops an incomplete last line with a warning; FileError for other bad lines."""
         sources = ["target"]
         for number, line in read_lines(self.path):
             if number == 1:

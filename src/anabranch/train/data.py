@@ -145,7 +145,7 @@ def frequent_tokens(examples: Iterable[Example], size: int, vocab_size: int, alw
 
 
 def batches(examples: Sequence[Example], tokens: int, *, seed: int) -> Iterator[Batch]:
-    """One epoch of batches of about ``tokens`` padded tokens; each has examples of similar length, the order is random."""
+    """One epoch of batches of about ``tokens`` padded tokens, of examples of similar length, in random order."""
     rng = random.Random(seed)
     order = list(examples)
     rng.shuffle(order)

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from anabranch.methods.base import Context, Observation
+from anabranch.methods.base import Observation, Row
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.methods.streams.rider import StreamRider
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Decoder, Inputs, PassResult
+from anabranch.model.decoder import Decoder, Inputs, PassResult, Rider
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
 from anabranch.verify import Verdict
-from small import CASES, RICH, prompt, small, small_adapter
+from small import CASES, RICH, logits_of, prompt, small, small_adapter
 
 PAPER = StreamConfig(num_streams=4, num_stream_layers=2, adapter_rank=3, pruning_rank=2)
 CONFIGS = {
@@ -50,9 +51,9 @@ def filled(target: Decoder) -> Cache:
 
 
 @torch.no_grad()
-def run(target: Decoder, rider: StreamRider | None) -> tuple[PassResult, Cache]:
+def run(target: Decoder, rider: Rider | None, taps: Sequence[int] = ()) -> tuple[PassResult, Cache]:
     cache = filled(target)
-    return target(Inputs.of_trees(trees()), cache, rider=rider), cache
+    return target(Inputs.of_trees(trees()), cache, rider=rider, taps=taps), cache
 
 
 @pytest.mark.parametrize("case", sorted(CASES))
@@ -61,11 +62,9 @@ def test_main_rows_do_not_notice(case: str, name: str) -> None:
     target = small(case)
     plain, bare = run(target, None)
     output, cache = run(target, StreamRider(target, small_adapter(target, CONFIGS[name]), ride=True))
-    assert plain.logits_BNV is not None
-    assert output.logits_BNV is not None
     for b, tree in enumerate(trees()):
         n = tree.size
-        assert torch.allclose(output.logits_BNV[b, :n], plain.logits_BNV[b, :n], atol=1e-5)
+        assert torch.allclose(logits_of(output)[b, :n], logits_of(plain)[b, :n], atol=1e-5)
     for mine, other in ((cache.keys, bare.keys), (cache.values, bare.values)):
         for b, length in enumerate(LENGTHS):
             assert torch.allclose(mine[:, b, :, :length], other[:, b, :, :length], atol=1e-5)
@@ -74,12 +73,16 @@ def test_main_rows_do_not_notice(case: str, name: str) -> None:
 def states(target: Decoder, adapter: StreamAdapter, placement: str) -> list[torch.Tensor]:
     """The streams [S, D] that a drafter keeps of each row's accepted node."""
     drafter = StreamDrafter(target, adapter, placement=placement)  # type: ignore[arg-type]
-    output, cache = run(target, drafter.rider)  # type: ignore[arg-type]
+    output, cache = run(target, drafter.rider, drafter.needs.layers)
     cache.commit(PATHS)
-    contexts = [Context([EMITTED], 1, SamplingParams()) for _ in PATHS]
+    rows = [Row([EMITTED], 1, SamplingParams()) for _ in PATHS]
+    for row in rows:
+        drafter.join(row)
     verdicts = [Verdict(path, 0) for path in PATHS]
-    drafter.observe(contexts, Observation(output, cache, trees(), verdicts, [True] * 3, 96))
-    return [drafter._states[context.key] for context in contexts]
+    seen = Observation(output, cache, range(3), trees(), verdicts, [True] * 3, 96, drafter.max_nodes)
+    drafter.observe(rows, seen)
+    found = [drafter._states(row) for row in rows]
+    return [states_SD for states_SD in found if states_SD is not None]
 
 
 @pytest.mark.parametrize("case", sorted(CASES))
@@ -126,23 +129,18 @@ def test_pruning_changes_nothing_for_the_nodes_that_stay(case: str, ride: bool) 
     whole, pruned = StreamRider(target, adapter, ride=ride), StreamRider(target, adapter, ride=ride, prune=keep)
     full, _ = run(target, whole)
     part, cache = run(target, pruned)
-    assert pruned.kept is not None
-    assert part.logits_BNV is not None
-    assert full.logits_BNV is not None
-    assert pruned.kept.shape == (3, keep)
-    for b, tree in enumerate(trees()):
-        for place, node in enumerate(pruned.kept[b].tolist()):
-            if node >= tree.size:
-                continue
-            assert torch.allclose(part.logits_BNV[b, place], full.logits_BNV[b, node], atol=1e-5)
+    assert part.kept is not None
+    assert [len(kept) for kept in part.kept] == [min(keep, tree.size) for tree in trees()]
+    for b, kept_n in enumerate(part.kept):
+        for place, node in enumerate(kept_n.tolist()):
+            assert torch.allclose(logits_of(part)[b, place], logits_of(full)[b, node], atol=1e-5)
             if ride:
-                assert pruned.streams_BNSD is not None
-                assert whole.streams_BNSD is not None
-                assert torch.allclose(pruned.streams_BNSD[b, place], whole.streams_BNSD[b, node], atol=2e-5)
+                assert part.streams_MSD is not None
+                assert full.streams_MSD is not None
+                mine, whole_S = part.streams_MSD[part.nodes(b)][place], full.streams_MSD[full.nodes(b)][node]
+                assert torch.allclose(mine, whole_S, atol=2e-5)
     # committing the kept tree's path leaves the cache of a plain prefill of the same tokens
-    kept = [
-        tree.select([n for n in row if n < tree.size]) for tree, row in zip(trees(), pruned.kept.tolist(), strict=True)
-    ]
+    kept = [tree.select(kept_n) for tree, kept_n in zip(trees(), part.kept, strict=True)]
     paths = [tree.path_to(tree.size - 1) for tree in kept]
     cache.commit(paths)
     for b, (tree, path) in enumerate(zip(kept, paths, strict=True)):

@@ -1,0 +1,238 @@
+"""How much is speculated: hand-made beliefs and costs, loads that come and go, and the same text throughout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from anabranch.costs import Costs, PassCosts, StepCosts
+from anabranch.engine import Engine, Request
+from anabranch.methods import Drafter, make_drafter
+from anabranch.methods.base import Row
+from anabranch.methods.none import NoDrafter
+from anabranch.sampling import SamplingParams
+from anabranch.scheduler import Scheduler
+from anabranch.speculation import EXPLORE, Speculation, best_count
+from anabranch.tree import DraftTree
+from small import decode, prompt, request, small, small_adapter
+
+FREE = "1:10/512:10"
+LINEAR = "1:10/512:5120"  # every node costs as much as the first row
+CLIFF = "1:10/8:10/9:60/512:3000"  # eight nodes fit a pass
+
+
+class Adaptive(NoDrafter):
+    name, max_nodes, adaptive = "adaptive", 16, True
+
+
+def controller(table: str, *, ragged: bool = True, draft: float = 0.0) -> Speculation:
+    return Speculation(Costs(PassCosts(StepCosts.parse(table)), draft), ragged=ragged)
+
+
+def star(*beliefs: float) -> DraftTree:
+    """Children of the root 9, with these probabilities; their tokens are 0, 1, ..."""
+    logs = np.log(np.array([1.0, *beliefs])).astype(np.float32)
+    parents = np.array([-1, *[0] * len(beliefs)])
+    return DraftTree(np.array([9, *range(len(beliefs))]), parents, log_probs=logs)
+
+
+def chosen(made: Speculation, trees: Sequence[DraftTree], drafters: Sequence[Drafter] | None = None) -> list[list[int]]:
+    drafter = Adaptive()
+    drafters = drafters or [drafter] * len(trees)
+    rows = [Row([9], 1, SamplingParams()) for _ in trees]
+    found = made.choose(rows, drafters, trees, {each: each.max_nodes for each in drafters})
+    return [tree.tokens[1:].tolist() for tree in found]
+
+
+# -- one tree ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("beliefs", "ms", "count"),
+    [
+        ([0.9, 0.1], [10.0, 11.0, 12.0], 2),
+        ([], [10.0], 1),
+        ([0.5, 0.4], [10.0, 10.0, 10.0], 3),
+        ([0.5, 0.4], [10.0, 20.0, 30.0], 1),
+        ([0.5, 0.5], [10.0, 15.0, 16.0], 3),  # the first node pays only with the second
+        ([0.5], [10.0, 15.0], 1),  # no gain, no node
+    ],
+)
+def test_best_count(beliefs: list[float], ms: list[float], count: int) -> None:
+    assert best_count(beliefs, ms) == count
+
+
+# -- what is verified -------------------------------------------------------------------------------------------------
+def test_the_best_nodes_of_all_rows_share_a_ragged_pass() -> None:
+    # two roots and two nodes are free, a third node costs three times the pass
+    made = controller("1:10/4:10/5:30/512:3000")
+    assert chosen(made, [star(0.9, 0.8, 0.2), star(0.3)]) == [[0, 1], []]
+    assert chosen(made, [star(0.9, 0.2), star(0.5, 0.4)]) == [[0], [0]]
+
+
+def test_a_padded_pass_has_one_width() -> None:
+    made = controller("1:10/4:10/5:30/512:3000", ragged=False)
+    assert chosen(made, [star(0.9, 0.8, 0.2), star(0.3)]) == [[0], [0]]
+    assert chosen(made, [star(0.9, 0.8, 0.2)]) == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("ragged", [True, False])
+def test_flat_costs_take_all_and_steep_costs_none(ragged: bool) -> None:
+    trees = [star(0.9, 0.1), star(0.05)]
+    assert chosen(controller(FREE, ragged=ragged), trees) == [[0, 1], [0]]
+    assert chosen(controller(LINEAR, ragged=ragged), trees) == [[], []]
+    assert chosen(controller(FREE, ragged=ragged), [star(), star()]) == [[], []]
+
+
+def test_ties_go_to_the_earlier_row_and_only_as_many_as_pay() -> None:
+    made = controller("1:10/5:10/6:60/512:3000")
+    assert chosen(made, [star(0.5, 0.5), star(0.5, 0.5)]) == [[0, 1], [0]]
+
+
+@pytest.mark.parametrize("ragged", [True, False])
+def test_trees_of_other_drafters_stay_whole_and_are_paid_for(ragged: bool) -> None:
+    fixed = NoDrafter()
+    trees = [star(0.9, 0.8), star(0.1, 0.1, 0.1)]
+    assert chosen(controller(CLIFF, ragged=ragged), trees, [Adaptive(), fixed]) == [[0, 1], [0, 1, 2]]
+    # beside seven nodes only one more fits
+    many = [star(0.9, 0.8), star(*[0.1] * 5)]
+    assert chosen(controller(CLIFF), many, [Adaptive(), fixed]) == [[0], [0, 1, 2, 3, 4]]
+
+
+def test_a_parent_is_never_cut_before_its_child() -> None:
+    chain = DraftTree.chain(9, [1, 2, 3], log_probs=np.log([0.9, 0.9, 0.2]).tolist())
+    assert chosen(controller("1:10/3:10/4:30/512:3000"), [chain]) == [[1, 2]]
+
+
+# -- what is drafted --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("rows", [1, 2, 8, 32])
+def test_where_every_node_costs_a_row_nothing_is_drafted(rows: int) -> None:
+    drafter = Adaptive()
+    assert controller(LINEAR).plan({drafter: rows}, 100.0) == {drafter: 1}
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_where_nodes_cost_nothing_the_widest_draft_is_made(rows: int) -> None:
+    drafter = Adaptive()
+    assert controller(FREE).plan({drafter: rows}, 100.0) == {drafter: 16}
+
+
+def test_a_draft_that_costs_more_than_it_brings_is_not_made() -> None:
+    drafter = Adaptive()
+    assert controller(FREE, draft=100.0).plan({drafter: 1}, 0.0) == {drafter: 1}
+
+
+def test_drafts_end_under_load_and_are_back_one_step_after_it() -> None:
+    made, drafter = controller(CLIFF), Adaptive()
+    budgets = [made.plan({drafter: rows}, 100.0)[drafter] for rows in (1, 2, 8, 8, 8, 2, 1)]
+    assert budgets[0] == budgets[6] == 8
+    assert budgets[1] == budgets[5] == 4
+    assert budgets[2:5] == [1, 1, 1]
+
+
+def test_rows_of_other_drafters_are_load_too() -> None:
+    made, drafter, plain = controller(CLIFF), Adaptive(), NoDrafter()
+    assert made.plan({drafter: 1, plain: 7}, 100.0) == {drafter: 1, plain: 1}
+    assert made.plan({drafter: 1, plain: 4}, 100.0) == {drafter: 4, plain: 1}
+
+
+def test_a_draft_is_tried_now_and_then_where_it_might_pay() -> None:
+    # three quarters of the rate without a draft: worth a try after a hundred steps
+    made, drafter = controller("1:10/2:20/512:5120"), Adaptive()
+    budgets = [made.plan({drafter: 1}, 0.0)[drafter] for _ in range(2 * EXPLORE)]
+    assert [step for step, budget in enumerate(budgets) if budget > 1] == [EXPLORE - 1, 2 * EXPLORE - 1]
+    hopeless = controller("1:10/2:100/512:9000")
+    assert {hopeless.plan({drafter: 1}, 0.0)[drafter] for _ in range(3 * EXPLORE)} == {1}
+
+
+# -- learning ---------------------------------------------------------------------------------------------------------
+def test_what_drafts_were_worth_decides_about_the_next_ones() -> None:
+    made, drafter = controller("1:10/2:12/16:30/512:900"), Adaptive()
+    row = Row([9], 1, SamplingParams())
+
+    def see(tree: DraftTree, times: int) -> None:
+        for _ in range(times):
+            made.choose([row], [drafter], [tree], {drafter: 16})
+
+    assert made.plan({drafter: 1}, 0.0)[drafter] > 1
+    before = made.lately(drafter).worth.copy()
+    see(star(0.01, 0.01), 100)
+    assert (made.lately(drafter).worth <= before).all()
+    assert made.lately(drafter).worth[0] < 0.02
+    assert made.plan({drafter: 1}, 0.0) == {drafter: 1}
+    see(star(*[0.95] * 15), 100)
+    assert made.lately(drafter).worth[14] == pytest.approx(0.95, rel=0.01)
+    assert made.plan({drafter: 1}, 0.0) == {drafter: 16}
+    other = Adaptive()
+    assert made.lately(other) is made.lately(drafter), "drafters of one name share what they were worth"
+
+
+def test_a_small_draft_says_nothing_good_of_what_it_left_out() -> None:
+    made, drafter = controller(FREE), Adaptive()
+    for _ in range(100):
+        made.choose([Row([9], 1, SamplingParams())], [drafter], [star(0.2)], {drafter: 2})
+    worth = made.lately(drafter).worth
+    assert worth[0] == pytest.approx(0.2, rel=0.01)
+    assert (worth[1:] <= worth[0]).all()
+
+
+def test_costs_that_turn_out_higher_end_the_drafts() -> None:
+    made, drafter = controller("1:10/16:11/512:20"), Adaptive()
+    assert made.plan({drafter: 1}, 0.0) == {drafter: 16}
+    for _ in range(50):
+        made.costs.saw_pass(10.0, 1, 1, 0.0)
+        for nodes in (2, 3, 4, 5, 6, 8, 10, 12, 16):
+            made.costs.saw_pass(10.0 * nodes, nodes, 1, 0.0)
+    assert made.plan({drafter: 1}, 0.0) == {drafter: 1}
+
+
+def test_the_engine_times_its_steps() -> None:
+    target = small()
+    drafter = make_drafter("streams:tree=auto,nodes=8", target, small_adapter(target))
+    made = Speculation(Costs(PassCosts(StepCosts.parse(FREE)), 1e-3), ragged=target.ragged)
+    engine = Engine(target, drafter, rows=2, capacity=96, speculation=made)
+    for seed in range(2):
+        engine.add(request(5, seed, 30))
+    steps = list(engine.run())
+    assert max(step.tree.size for step in steps) > 1
+    took = 1e3 * np.median([step.timings.forward for step in steps])
+    (known,) = made.costs.pass_ms(np.array([8]), 2, 0.0)
+    assert 0.1 * took < known < 10 * took, "the table said 10 ms, and follows what passes take"
+
+
+# -- the text --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("spec", ["streams:tree=auto,nodes=12", "streams:tree=auto+prompt_lookup", "auto"])
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("table", [FREE, CLIFF, LINEAR])
+def test_the_text_is_plain_decodings_at_every_load(spec: str, rows: int, table: str) -> None:
+    target = small()
+    drafter = make_drafter(spec, target, small_adapter(target))
+    asked = [
+        request(5 + seed, seed, 10 + 3 * seed, sampling=SamplingParams(temperature=0.9 * (seed % 2), seed=seed))
+        for seed in range(9)
+    ]
+    wanted, _ = decode(target, asked)
+    scheduler = Scheduler(target, rows=rows, speculation=controller(table, ragged=target.ragged), prefix_bytes=0)
+    tickets = [scheduler.submit(each, drafter) for each in asked]
+    while scheduler.busy:
+        scheduler.tick()
+    assert [ticket.emitted for ticket in tickets] == wanted
+
+
+def test_a_row_that_joins_and_leaves_changes_nothing_for_the_one_that_stays() -> None:
+    target = small()
+    drafter = make_drafter("streams:tree=auto", target, small_adapter(target))
+    scheduler = Scheduler(target, speculation=controller(CLIFF, ragged=target.ragged), prefix_bytes=0)
+    stays = scheduler.submit(Request(prompt(6), 60), drafter)
+    drafted: list[list[int]] = [[], [], []]
+    for phase, others in enumerate((0, 9, 0)):
+        tickets = [scheduler.submit(Request(prompt(5, 20 + n), 50), drafter) for n in range(others)]
+        while any(ticket.row is None for ticket in tickets):
+            scheduler.tick()
+        for _ in range(6):
+            drafted[phase] += [step.drafted for ticket, step in scheduler.tick() if ticket is stays]
+        for ticket in tickets:
+            scheduler.cancel(ticket)
+    while scheduler.busy:
+        scheduler.tick()
+    assert stays.emitted == decode(target, [Request(prompt(6), 60)])[0][0]
