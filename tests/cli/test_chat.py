@@ -255,7 +255,7 @@ def test_ctrl_c_while_a_prompt_is_read_leaves_the_message_out(
 
     with monkeypatch.context() as patched:
         patched.setattr(Engine, "read", pressed)
-        talk.take("the")
+        talk.take("words that no other test reads")  # a known beginning would not be read again
     assert talk.messages == []
     assert "stopped before the answer began; /retry sends the message again" in capsys.readouterr().err
     talk.take("/retry")
