@@ -1,7 +1,7 @@
 """Decode the same prompts by every method, in batches of 1 and 4, and compare the tokens with plain decoding's.
 
 In float32 every method must give plain decoding's tokens, and plain decoding those of transformers' ``generate``. In
-bf16 a wide pass rounds otherwise than a narrow one; each difference is listed with the margin between the two largest
+bf16 wide and narrow passes may round differently; each difference is listed with the margin between the two largest
 logits, recomputed in float32, at the first token that differs.
 
     python scripts/exactness.py --data DIR --limit 100 --dtype float32 --out benchmarks/NAME.json
@@ -85,7 +85,7 @@ def margin(exact: Target, text: list[int], first: int, second: int) -> dict[str,
     """Float32 logits after ``text``: how far the two tokens are apart, and how far the best two are."""
     cache = Cache(exact.config, rows=1, capacity=len(text), dtype=torch.float32, device=exact.decoder.device)
     cache.add_row()
-    logits = exact.decoder(Inputs.of_prompt(text), cache).logits_BNV[0, -1]
+    logits = exact.decoder.logits(exact.decoder(Inputs.of_prompt(text), cache, need="hidden").hidden_MD[-1:])[0]
     top = logits.topk(2).values
     return {
         "top2": round(float(top[0] - top[1]), 4),

@@ -43,7 +43,7 @@ def test_info(anabranch: Anabranch, toys: ToyFolders) -> None:
     assert facts["fingerprint"] in anabranch("info", toys.model).out.replace("\n", "").replace(" ", "")
     record = json.loads(anabranch("info", toys.adapter, "--json").out)
     assert record["target"]["fingerprint"] == facts["fingerprint"]
-    assert "Stream adapter for toy" in anabranch("info", toys.adapter).out
+    assert "Speculative Streaming for toy" in anabranch("info", toys.adapter).out
 
 
 def certify_arguments(toys: ToyFolders, prompts: Path) -> list[object]:

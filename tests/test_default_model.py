@@ -17,6 +17,8 @@ from anabranch.engine import Engine, Request
 from anabranch.methods import make_drafter
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.draft import DraftOptions, StreamDraft
+from anabranch.model.cache import Cache
+from anabranch.model.decoder import Inputs
 from anabranch.model.load import Target, load_target
 from anabranch.model.pack import pack_decoder
 from anabranch.native import library as native
@@ -110,44 +112,40 @@ def test_the_shipped_adapter_is_small() -> None:
 
 @pytest.mark.thorough
 @torch.inference_mode()
-def test_first_token_law_at_temperature_one(target: Target, adapter: StreamAdapter) -> None:
-    """Chi-square of both rules against the target's own law (T = 1, top-k 50), drafts sampled from streams."""
+def test_the_distribution_of_the_first_token_at_temperature_one(target: Target, adapter: StreamAdapter) -> None:
+    """Chi-square of both rules against the target's own distribution (T = 1, top-k 50), drafts sampled from streams."""
     sampling = SamplingParams(temperature=1.0, top_k=50)
     drafter = make_drafter("streams:tree=chain", target.decoder, adapter)
     engine = Engine(target.decoder, drafter, capacity=128)
     engine.add(Request(target.tokenizer.encode("The weather was"), 8, sampling))
     engine.step()
-    context, states = next(iter((row.context, drafter._states[row.context.key]) for row in engine._rows))  # type: ignore[attr-defined]
-    engine.clear()
-    plain = Engine(target.decoder, make_drafter("none", target.decoder, None), capacity=128)
-    plain.add(Request(context.tokens, 1))
-    plain.cache.begin(1, slice(0, 1))
-    from anabranch.model.decoder import Inputs
-    from anabranch.tree import DraftTree
-
-    logits = target.decoder(Inputs.of_trees([DraftTree.root(context.root)]), plain.cache).logits_BNV[0]
-    law = target_probs(logits, sampling)[0].double().numpy()
+    row = engine._members[0].row
+    states = drafter._states(row)  # type: ignore[attr-defined]
+    cache = Cache(target.config, rows=1, capacity=128, dtype=torch.float32, device=target.decoder.device)
+    cache.add_row()
+    logits = target.decoder.logits(target.decoder(Inputs.of_prompt(row.tokens), cache).hidden_MD[-1:])
+    probs_V = target_probs(logits, sampling)[0].double().numpy()
     tree_of = StreamDraft(target.decoder, adapter, DraftOptions(tree="product", k=2, depth=1))
 
     draws = 4000
     emitted: dict[str, list[int]] = {"rejection": [], "match": []}
     for i in range(draws):
         noise = np.random.default_rng(i)
-        tree = tree_of.sample(states, context.root, sampling, noise, depth=1)
-        laws = torch.from_numpy(np.tile(law, (tree.size, 1)))
-        verdict = reject(tree, laws, generator(i, len(context.tokens)))
+        tree = tree_of.sample(states, row.root, sampling, noise, depth=1)
+        rows_NV = torch.from_numpy(np.tile(probs_V, (tree.size, 1)))
+        verdict = reject(tree, rows_NV, generator(i, len(row.tokens)))
         emitted["rejection"].append(int(tree.tokens[verdict.path[1]]) if verdict.accepted else verdict.next_token)
-        keys = position_keys(i, len(context.tokens) + tree.depths)
+        keys = position_keys(i, len(row.tokens) + tree.depths)
         own = target_tokens(logits.expand(tree.size, -1), sampling, keys).numpy()
         verdict = match(tree, own)
         emitted["match"].append(int(tree.tokens[verdict.path[1]]) if verdict.accepted else verdict.next_token)
     for rule, tokens in emitted.items():
-        counts = np.bincount(tokens, minlength=len(law))
-        assert counts[law == 0].sum() == 0, rule
+        counts = np.bincount(tokens, minlength=len(probs_V))
+        assert counts[probs_V == 0].sum() == 0, rule
         # pool what is expected fewer than 5 times
-        often = law * draws >= 5
+        often = probs_V * draws >= 5
         seen = np.append(counts[often], counts[~often].sum())
-        expected = np.append(law[often], law[~often].sum()) * draws
+        expected = np.append(probs_V[often], probs_V[~often].sum()) * draws
         kept = expected > 0
         statistic = float(((seen - expected)[kept] ** 2 / expected[kept]).sum())
         freedom = int(kept.sum()) - 1

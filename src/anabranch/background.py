@@ -20,7 +20,7 @@ THREADS = 32  # calls that decode together at most
 
 
 class Worker:
-    """A thread that starts with the first call and decodes with as many CPU threads as its maker."""
+    """Threads that start with the first calls; each decodes with as many CPU threads as the thread that made this."""
 
     def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
