@@ -56,7 +56,7 @@ def refused(read: Callable[[], Any]) -> str:
 )
 def test_profiles(record: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ANABRANCH_HOME", str(tmp_path))
-    situation = Situation.of(as_target(small()), None)
+    situation = Situation.of(as_target(small()))
     save_profile(situation, "none", {})
     assert find_profile(situation) is not None
     situation.path().write_text(json.dumps({"drafter": "none", **record}), encoding="utf-8")

@@ -43,7 +43,7 @@ def test_info(anabranch: Anabranch, toys: ToyFolders) -> None:
     assert facts["fingerprint"] in anabranch("info", toys.model).out.replace("\n", "").replace(" ", "")
     record = json.loads(anabranch("info", toys.adapter, "--json").out)
     assert record["target"]["fingerprint"] == facts["fingerprint"]
-    assert "Stream adapter for toy" in anabranch("info", toys.adapter).out
+    assert "Speculative Streaming for toy" in anabranch("info", toys.adapter).out
 
 
 def certify_arguments(toys: ToyFolders, prompts: Path) -> list[object]:
@@ -93,7 +93,8 @@ def test_certify_finds_a_bug(
         return type(verdict)(verdict.path, (verdict.next_token + 40) % 200)
 
     monkeypatch.setattr(Engine, "_verify", wrong)
-    done = anabranch(*certify_arguments(toys, tmp_path / "prompts.jsonl"), "--temperature", temperature)
+    options = ("--temperature", temperature, "--drafter", "streams:nodes=8")
+    done = anabranch(*certify_arguments(toys, tmp_path / "prompts.jsonl"), *options)
     assert done.code == 1
     assert "3 bugs" in done.out
 

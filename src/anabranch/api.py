@@ -50,8 +50,8 @@ def load(
     """Load a target and choose how it drafts.
 
     name     "default" (SmolLM2-135M-Instruct, fetched once), a folder, a .gguf file, or a hub id
-    drafter  a method and its settings, see ``anabranch.methods``; "none" is plain decoding; "auto" is what
-             ``anabranch tune`` found best here, or streams with prompt lookup where there is an adapter
+    drafter  a method and its settings, see ``anabranch.methods``; "none" is plain decoding; "auto" drafts with every
+             default method whose adapter (if it needs one) is there, as much as pays at the current load
     adapter  folder of an adapter, or several; None: those that ship for this target
     dtype    "auto" (bf16 where the weights are), "float32", "bfloat16", "float16"
     device   "auto" (cuda where there is one), "cpu", "cuda" or "cuda:N"
@@ -280,11 +280,11 @@ class Model:
     async def agenerate(
         self, prompt: str | list[int] | Sequence[str] | Sequence[Ids] | Arrays, **options: Unpack[Keywords]
     ) -> Generation | list[Generation]:
-        """Decode as ``generate`` does, without blocking the event loop. Several calls wait their turn."""
+        """Decode as ``generate`` does, without blocking the event loop. Several calls are decoded together."""
         return await self._later(lambda cancelled: self._generate(prompt, options, cancelled))
 
     def astream(self, prompt: str | list[int] | Arrays, **options: Unpack[Keywords]) -> AsyncGenerator[Chunk, None]:
-        """Yield chunks as ``stream`` does, without blocking the event loop. Several streams take turns.
+        """Yield chunks as ``stream`` does, without blocking the event loop. Several streams are decoded together.
 
         Errors, those in the arguments included, come with the first chunk. Closing or cancelling frees the row.
         """

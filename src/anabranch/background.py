@@ -1,7 +1,6 @@
-"""Decoding without blocking an event loop: one worker thread, to which coroutines hand their calls.
+"""Decoding without blocking an event loop: worker threads, to which coroutines hand their calls.
 
-One thread is enough, since a model decodes one call at a time; calls queue in the order in which they were made, and
-streams take turns chunk by chunk.
+Calls that run at the same time are decoded together: the scheduler batches what their threads submit.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ THREADS = 32  # calls that decode together at most
 
 
 class Worker:
-    """A thread that starts with the first call and decodes with as many CPU threads as its maker."""
+    """Threads that start with the first calls; each decodes with as many CPU threads as the thread that made this."""
 
     def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None

@@ -2,8 +2,8 @@
 
 In float32 speculative output equals plain output, greedy or with a seed. In bf16 and fp16 a wide pass rounds
 differently from a narrow one, so two nearly equal logits may change places. The first token that differs is a tie if
-the scores there, recomputed from the common text in passes of several widths, move at least as far between those passes as
-they would have to move for either token to be chosen.
+the scores there, recomputed from the common text in passes of several widths, move at least as far between those passes
+as they would have to move for either token to be chosen.
 
 The distance is measured from a token's logit to the largest one, and the movement between the logits of two passes. At
 a temperature above 0 the logits are those that are drawn from, with the position's noise added.

@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 from test_trace import SAMPLED, record
 
-from anabranch.analysis.simulate import Cut, Latency, overlap, simulate
+from anabranch.analysis.simulate import Cut, Latency, Ranking, merged, overlap, replay, simulate
 from anabranch.engine import Step
 from anabranch.errors import CapabilityError, FileError, InputError
+from anabranch.methods.beliefs import Beliefs
 from anabranch.stats import Stats
 from anabranch.tree import DraftTree
 from small import request
 
 WIDE = "streams:nodes=30,k=8,frontier=30"
+SPECS = ("streams:nodes=12", "prompt_lookup")
 REQUESTS = [request(9, seed=1, new=40), request(6, seed=2, new=33), request(12, seed=6, new=40, sampling=SAMPLED)]
 
 #     9 (0) +-- 1 (1: -0.1, stream 1) +-- 3 (3: -0.3, stream 2)
@@ -174,3 +176,25 @@ def test_drafts_without_beliefs_have_no_best_nodes() -> None:
     for cut in (Cut(nodes=3), Cut(threshold=0.1)):
         with pytest.raises(CapabilityError, match="no probabilities"):
             cut(tree)
+
+
+def test_ranked_nodes() -> None:
+    fresh = Beliefs()
+    assert Ranking(3)(TREE, fresh).tokens.tolist() == [9, 1, 3]
+    assert Ranking(9)(TREE, fresh) is TREE
+    # 0.90, 0.74, 0.33 and 0.14 tokens are expected of the draft nodes, so three of them pay where each costs 1 ms of 10
+    assert Ranking(5, [10.0, 11.0, 12.0, 13.0, 14.0])(TREE, fresh).tokens.tolist() == [9, 1, 3, 5]
+    assert Ranking(3, [10.0, 11.0, 12.0])(TREE, fresh).tokens.tolist() == [9, 1, 3]
+    assert Ranking(5, [10.0, 20.0, 30.0, 40.0, 50.0])(TREE, fresh).tokens.tolist() == [9]
+    # where streams have never been accepted, prompt lookup comes first
+    wrong = Beliefs(expected={"stream 1": 200.0, "stream 2": 200.0})
+    assert Ranking(2)(TREE, wrong).tokens.tolist() == [9, 2]
+
+
+def test_recordings_of_several_methods_are_merged(tmp_path: Path) -> None:
+    both = [record(tmp_path / f"{n}.jsonl", spec, REQUESTS, every_position=True)[0] for n, spec in enumerate(SPECS)]
+    _, steps = record(tmp_path / "real.jsonl", "+".join(SPECS), REQUESTS)
+    rows = [merged(parts, [Cut(nodes=12), Cut()]) for parts in zip(*(trace.rows() for trace in both), strict=True)]
+    found = replay(rows, ranking=Ranking(12))
+    assert (found.tokens, found.steps) == (Stats.of(steps).tokens, len(steps))
+    assert found.accepted == histogram(steps)

@@ -14,7 +14,8 @@ import torch
 from terminals import PROGRAM, Terminal
 
 from anabranch.api import Model
-from anabranch.cli.chat import Conversation
+from anabranch.cli import options
+from anabranch.cli.chat import ChatConfig, Conversation
 from anabranch.cli.show import cleaned
 from anabranch.engine import Engine
 from anabranch.errors import AnabranchError
@@ -31,10 +32,14 @@ main()
 """
 
 
+def conversation(model: Model, *, temperature: float = 0.0, seed: int = 0) -> Conversation:
+    sampling = options.Sampling(temperature=temperature, seed=seed)
+    return Conversation(model, ChatConfig(decoding=options.Decoding(max_new_tokens=6, sampling=sampling)))
+
+
 @pytest.fixture
 def talk(model: Model) -> Conversation:
-    call: Any = {"max_new_tokens": 6, "temperature": 0.0, "seed": 0}
-    return Conversation(model, call, None)
+    return conversation(model)
 
 
 def said(talk: Conversation) -> list[tuple[str, str]]:
@@ -72,7 +77,7 @@ def test_a_message_that_does_not_fit_loses_nothing(anabranch: Anabranch, where: 
     lines = ["the", "long " * 40, f"/save {out}", "/reset", "so", "/quit"]
     done = anabranch("chat", *where, "-n", 4, stdin="\n".join(lines))
     assert done.code == 0
-    assert "tokens with this message, and the model's limit is 96; /save FILE keeps it, /reset begins" in done.err
+    assert "tokens with this message, and the model's limit is 96; /save FILE saves it, /reset begins" in done.err
     assert [message["role"] for message in json.loads(out.read_text())] == ["user", "assistant"]
     assert len(done.out.splitlines()) >= 2
 
@@ -110,7 +115,7 @@ def test_system_prompts_can_be_set_and_removed(talk: Conversation, capsys: pytes
 
 
 def test_retry_replaces_the_last_answer(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
-    talk = Conversation(model, {"max_new_tokens": 6, "temperature": 2.0, "seed": 1}, None)
+    talk = conversation(model, temperature=2.0, seed=1)
     with pytest.raises(AnabranchError, match="there is no message to answer again"):
         talk.take("/retry")
     talk.take("the")
@@ -122,7 +127,7 @@ def test_retry_replaces_the_last_answer(model: Model, capsys: pytest.CaptureFixt
     assert said(talk)[3:] == [("assistant", expected)]
     assert expected != before[3][1]
     assert "the same at temperature 0" not in capsys.readouterr().err
-    greedy = Conversation(model, {"max_new_tokens": 6, "temperature": 0.0, "seed": 1}, None)
+    greedy = conversation(model, seed=1)
     greedy.take("the")
     greedy.take("/retry")
     assert "the answer is the same at temperature 0" in capsys.readouterr().err
@@ -235,22 +240,22 @@ def test_ctrl_c_keeps_what_was_said(talk: Conversation, monkeypatch: pytest.Monk
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     talk.take("so")
     assert len(talk.messages) == 4
-    assert talk.model._pool.last is None or talk.model._pool.last.active == 0
+    assert not talk.model._scheduler.busy
 
 
 def test_ctrl_c_while_a_prompt_is_read_leaves_the_message_out(
     talk: Conversation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("anabranch.engine.PREFILL_CHUNK", 2)
-    honest = Engine._read
+    monkeypatch.setattr("anabranch.scheduler.CHUNK", 2)
+    honest = Engine.read
 
-    def pressed(self: Engine, *arguments: Any) -> None:
+    def pressed(self: Engine, chunk: int) -> bool:
         signal.raise_signal(signal.SIGINT)
-        honest(self, *arguments)
+        return honest(self, chunk)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Engine, "_read", pressed)
-        talk.take("the")
+        patched.setattr(Engine, "read", pressed)
+        talk.take("words that no other test reads")  # a known beginning would not be read again
     assert talk.messages == []
     assert "stopped before the answer began; /retry sends the message again" in capsys.readouterr().err
     talk.take("/retry")

@@ -1,4 +1,4 @@
-"""Two result files beside each other: ratios by contender, and what else differs between the runs."""
+"""Compare two result files: ratios by contender, and what else differs between the runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["compare", "comparison_table", "read_result"]
 
 SHOWN = 8  # files that an error lists
 
-# what a fair comparison keeps equal, and what is said where it is not
+# what a fair comparison keeps equal, and the warning where it differs
 RUN = {
     "fingerprint": "the model differs",
     "dtype": "the dtype differs",
@@ -37,7 +37,7 @@ PLACE = {
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """A result file of this version's schema, named in full or as ``bench --out`` was given it.
+    """Read a result file of this version's schema; ``path`` is its full name, or what ``bench --out`` was given.
 
     Raises FileError for anything else.
     """
@@ -54,7 +54,7 @@ def read_result(path: Path) -> dict[str, Any]:
 
 
 def _malformed(result: Mapping[str, Any]) -> str:
-    """What a comparison reads and this result lacks, or nothing."""
+    """The first field that a comparison needs and this result lacks; empty if it has them all."""
     for name in ("run", "environment"):
         if not isinstance(result.get(name), dict):
             return repr(name)
@@ -88,12 +88,14 @@ def _malformed(result: Mapping[str, Any]) -> str:
 
 
 def _found(path: Path) -> Path:
-    """The JSON file that ``path`` names: itself, beside its .csv or .md, or with .json behind its stem."""
+    """The JSON file that ``path`` names: itself, next to its .csv or .md, or with .json after its stem."""
     result = beside(path, ".json")
     if result.is_file() or (path.is_file() and path.suffix not in FORMATS):
         return result if result.is_file() else path
     if Journal.path_of(path).is_file():
-        raise FileError(f"the run that writes {result} is not finished; go on with 'anabranch bench ... --resume'")
+        raise FileError(
+            f"the run that writes {result} is not finished; continue it with 'anabranch bench ... --resume'"
+        )
     folder = path if path.is_dir() else path.parent
     there = sorted(other.name for other in folder.glob("*.json")) if folder.is_dir() else []
     more = f" and {len(there) - SHOWN} more" if len(there) > SHOWN else ""
@@ -102,7 +104,7 @@ def _found(path: Path) -> Path:
 
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
-    """B over A for each contender of either: tokens/s prompt by prompt (quartiles), and what each gained over plain.
+    """B over A for each contender of either: tokens/s prompt by prompt (quartiles), and speedup over plain decoding.
 
     Where the runs have other prompts, only the ratio of the totals is given.
     """

@@ -1,4 +1,4 @@
-"""Figures of a result: speedup by task, acceptance by depth, time by part, tokens/s against the floor.
+"""Figures of a result: speedup by task, acceptance by depth, time by part, tokens/s against the memory floor.
 
 A figure shows at most ten contenders (``leading``) and says so; the tables of the result have all of them.
 """
@@ -42,7 +42,7 @@ def leading(records: Records, limit: int = MOST) -> Records:
 
 
 def draw(result: Mapping[str, Any]) -> dict[str, Figure]:
-    """Draw the figures of a result, by name; those that would be empty (no task, no draft, no clock) are left out."""
+    """Draw the figures of a result, by name; those that would be empty are left out."""
     records = [record for record in result["contenders"] if "error" not in record]
     with plots.styled():
         drawn = {name: make(result, records) for name, make in FIGURES.items()}

@@ -1,6 +1,6 @@
-"""What a run has done so far, a line a prompt, so that a stopped run can go on: FILE.partial.jsonl.
+"""The progress of a run, one line a prompt, from which a stopped run is resumed: FILE.partial.jsonl.
 
-The first line says what is measured and on what; a run goes on only if nothing of that has changed.
+The first line says what is measured and on what; a run is resumed only if none of that has changed.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ FORMATS = (".json", ".csv", ".md")
 
 
 def beside(out: Path, suffix: str) -> Path:
-    """``out`` with ``suffix`` behind it, in place of a suffix that a result has: results/a.json -> results/a.csv."""
+    """``out`` with ``suffix``, which replaces that of a result file: results/a.json -> results/a.csv."""
     stem = out.name.removesuffix(out.suffix) if out.suffix in FORMATS else out.name
     return out.with_name(stem + suffix)
 
 
 class Journal:
-    """The file beside ``out``. ``header`` holds what must be equal to go on, under "settings", and what is kept."""
+    """The file next to ``out``. ``header`` holds the settings, which must be the same to resume, and what is kept."""
 
     def __init__(self, path: Path, header: dict[str, Any], rounds: list[Round]) -> None:
         self.path, self.header, self.rounds = path, header, rounds
 
     @staticmethod
     def path_of(out: Path) -> Path:
-        """Where the journal of ``out`` lies."""
+        """The path of the journal of ``out``."""
         return beside(out, ".partial.jsonl")
 
     @staticmethod
     def check(out: Path, *, resume: bool, force: bool) -> None:
-        """Refuse to drop what a stopped run has done unless ``force`` says so, and to resume where nothing is left."""
+        """Raise InputError if a stopped run would be lost without ``force``, or if there is nothing to resume."""
         path, result = Journal.path_of(out), beside(out, ".json")
         if resume and force:
-            raise InputError("--resume goes on with a run and --force replaces it; give one of them")
+            raise InputError("--resume continues a run and --force replaces it; give one of them")
         if resume and not path.is_file():
             if _is_complete(result):
                 raise InputError(f"the run is complete, and its result is {result}; begin a new one with another --out")
@@ -51,7 +51,7 @@ class Journal:
             raise InputError(f"there is nothing to resume: {path} does not exist; run without --resume{replaced}")
         if path.is_file() and not (resume or force):
             raise InputError(
-                f"{path} is left from a run that was stopped; give --resume to go on, or --force to replace it"
+                f"{path} is left from a run that was stopped; give --resume to continue it, or --force to replace it"
             )
 
     def begin(self, errors: Mapping[str, str]) -> None:
@@ -61,7 +61,7 @@ class Journal:
 
     @staticmethod
     def resume(out: Path, settings: Mapping[str, Any]) -> Journal:
-        """Go on with the file that is there. Raises InputError if it was made with other settings than these."""
+        """Continue the existing file. Raises InputError for one made with other settings, FileError for a damaged one."""
         path = Journal.path_of(out)
         lines = read_text(path, "delete it and start again").splitlines()
         records = []
@@ -69,7 +69,7 @@ class Journal:
             try:
                 records.append(parse_json(line))
             except ValueError as error:
-                if number == len(lines) and number > 1:  # the line that was being written when the machine stopped
+                if number == len(lines) and number > 1:  # the line that was being written when the run was killed
                     break
                 raise FileError(f"line {number} of {path} is not JSON; delete the file and start again") from error
         if not (records and isinstance(records[0], dict) and isinstance(records[0].get("settings"), dict)):
@@ -88,12 +88,14 @@ class Journal:
             try:
                 rounds.append(_round(record))
             except (AttributeError, KeyError, TypeError, ValueError) as error:
-                raise FileError(f"line {number} of {path} is no round of a run; delete it and start again") from error
+                raise FileError(
+                    f"line {number} of {path} is not a round of a run; delete the file and start again"
+                ) from error
         write_atomically(path, "".join(json.dumps(record) + "\n" for record in records))
         return Journal(path, header, rounds)
 
     def add(self, one: Round) -> None:
-        """Keep a round, on disk when this returns."""
+        """Append a round; it is on disk when this returns."""
         record = {
             "prompt": one.index,
             "answers": {name: [answer.to_dict() for answer in many] for name, many in one.answers.items()},
@@ -106,12 +108,12 @@ class Journal:
         self.rounds.append(one)
 
     def remove(self) -> None:
-        """The run is complete and written."""
+        """Delete the file: the run is complete and written."""
         self.path.unlink(missing_ok=True)
 
 
 def _round(record: Any) -> Round:
-    """What ``Journal.add`` wrote. Raises what a record of another kind leads to."""
+    """The round that ``Journal.add`` wrote. Other records raise AttributeError, KeyError, TypeError or ValueError."""
     answers = {str(name): [Answer.from_dict(one) for one in many] for name, many in dict(record["answers"]).items()}
     if not is_whole(record["prompt"], 0) or not all(isinstance(why, str) for why in dict(record["errors"]).values()):
         raise TypeError("prompt or errors")
@@ -119,7 +121,7 @@ def _round(record: Any) -> Round:
 
 
 def _is_complete(result: Path) -> bool:
-    """Whether a result file tells of a run that was not stopped."""
+    """Whether a result file is of a run that was not stopped."""
     try:
         return read_json(result, "measure again").get("complete") is True
     except FileError:

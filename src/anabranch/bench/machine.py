@@ -1,4 +1,4 @@
-"""The physics: how fast this machine reads memory and multiplies, and the floor that this sets for decoding.
+"""The physics: how fast this machine reads memory and multiplies, and the lower bound that this sets for decoding.
 
 A token of plain decoding at batch 1 reads every weight once, so it cannot take less than
 
@@ -31,17 +31,17 @@ __all__ = ["Machine", "forget_peak", "last_level_cache", "measure_machine", "pea
 
 REPEATS = 9
 SIDE = {"cpu": 1536, "cuda": 8192}  # of the square matrices: 7 and 1,100 GFLOP a product
-LEAST = {"cpu": 2**29, "cuda": 2**32}  # bytes that are read: what starting a kernel takes is to be small beside it
+LEAST = {"cpu": 2**29, "cuda": 2**32}  # bytes that are read, so many that launching a kernel is negligible
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What was measured, each with its quartiles over repeats.
+    """Measured rates, each with its quartiles over repeats.
 
     read_gb_s       10^9 bytes a second read from ``buffer_mb`` MB by all threads, the faster of two kernels
     matrix_tflop_s  10^12 operations a second in square products of ``dtype``; a multiplication and an addition are two
     weight_mb       10^6 bytes of weights that a pass over one token reads
-    floor_ms        milliseconds a token of plain decoding takes at least: weight_mb / read_gb_s
+    floor_ms        the least milliseconds that a token of plain decoding can take: weight_mb / read_gb_s
     """
 
     threads: int
@@ -53,7 +53,7 @@ class Machine:
 
     @property
     def floor_ms(self) -> float:
-        """By the median of the read bandwidth."""
+        """From the median read bandwidth."""
         return self.weight_mb / self.read_gb_s[1]
 
     def to_dict(self) -> dict[str, Any]:
@@ -62,10 +62,10 @@ class Machine:
 
 
 def measure_machine(decoder: Decoder, *, buffer_bytes: int | None = None, repeats: int = REPEATS) -> Machine:
-    """Measure the machine that ``decoder`` lies on, with torch's threads and the decoder's type.
+    """Measure the device of ``decoder``, with torch's threads and the decoder's dtype.
 
     ``buffer_bytes`` is eight times the last-level cache by default, and at least 512 MiB (on a GPU 4 GiB); in large
-    pages where the native kernels, which put weights there, are to be had.
+    pages where the native kernels are available, which store weights there.
     """
     device = decoder.device
     kind = "cuda" if device.type == "cuda" else "cpu"
@@ -93,7 +93,7 @@ def measure_machine(decoder: Decoder, *, buffer_bytes: int | None = None, repeat
 
 
 def _rates(work: Callable[[], Any], amount: int, device: torch.device, repeats: int) -> list[float]:
-    """``amount`` over the seconds of each repeat, after one that does not count."""
+    """``amount`` over the seconds of each repeat, after an uncounted one."""
 
     def once() -> float:
         began = time.perf_counter()
@@ -112,7 +112,7 @@ def _quartiles(values: list[float], unit: float) -> tuple[float, float, float]:
 
 
 def last_level_cache(device: torch.device) -> int:
-    """Bytes of the largest cache; 0 where the system does not tell."""
+    """Bytes of the largest cache; 0 if unknown."""
     if device.type == "cuda":
         return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0))
     units = {"K": 2**10, "M": 2**20, "G": 2**30}
@@ -121,7 +121,7 @@ def last_level_cache(device: torch.device) -> int:
 
 
 def weight_bytes(decoder: Decoder) -> int:
-    """Bytes of weights that a pass over one token reads: blocks, last norm and head; of the embedding only a row."""
+    """Bytes of weights that a pass over one token reads: blocks, last norm and head; of the embedding only one row."""
     total = 0
     for part in (decoder.blocks, decoder.norm, decoder.head):
         for module in part.modules():
@@ -131,7 +131,7 @@ def weight_bytes(decoder: Decoder) -> int:
                 total += module.out_features * module.in_features * decoder.dtype.itemsize
             elif isinstance(module, QuantizedLinear | PackedQuantized):
                 total += sum(buffer.nbytes for buffer in module.buffers(recurse=False))
-            # a weight beside, that drafters read
+            # a weight kept in addition, which drafters read
             kept = isinstance(module, NativeLinear | PackedLinear | PackedQuantized | QuantizedLinear)
             parameters = module.named_parameters(recurse=False)
             total += sum(value.nbytes for name, value in parameters if not (kept and name == "weight"))
@@ -139,7 +139,7 @@ def weight_bytes(decoder: Decoder) -> int:
 
 
 def forget_peak(device: torch.device) -> None:
-    """Let ``peak_memory_mb`` begin anew, where the system can: what was loaded and measured before is not decoding."""
+    """Reset ``peak_memory_mb``, where the system can: loading and measuring are not decoding."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     if device.type == "cuda":
@@ -147,7 +147,7 @@ def forget_peak(device: torch.device) -> None:
 
 
 def peak_memory_mb(device: torch.device) -> dict[str, float]:
-    """The most memory this process held, in 10^6 bytes, by kind; what the system does not tell is left out."""
+    """The most memory this process held, in 10^6 bytes, by kind; unknown kinds are left out."""
     found: dict[str, float] = {}
     if sys.platform != "win32":
         import resource

@@ -1,4 +1,4 @@
-"""The result record: on what it was measured, and how it is shown on a terminal, as a page and as a sheet."""
+"""A result: the environment of the run, and the result as terminal tables, as a Markdown page and as CSV."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def _instructions() -> list[str]:
 
 
 def _kernels(device: torch.device) -> str:
-    """What the native kernels multiply bf16 by; torch where there are none."""
+    """The form of the native kernels; torch where there are none."""
     kernels = library() if device.type == "cpu" else None
     return "torch" if kernels is None else kernels.form
 
 
 def _commit(package: Path = PACKAGE) -> str:
-    """Of the checkout that holds ``package`` as src/anabranch, "-dirty" where its src was changed since.
+    """The commit of the checkout that holds ``package`` as src/anabranch, with "-dirty" if its src was changed since.
 
-    Installed, the package may lie in a repository of somebody else's, whose commit says nothing.
+    An installed package may be inside somebody else's repository, whose commit means nothing here.
     """
     found = _git(package, "rev-parse", "--show-toplevel", "--short", "HEAD")
     if found is None or len(found) != 2 or Path(found[0], "src", "anabranch").resolve() != package.resolve():
@@ -56,7 +56,7 @@ def _commit(package: Path = PACKAGE) -> str:
 
 
 def _git(folder: Path, *words: str) -> list[str] | None:
-    """The lines that git says; None where it fails, or there is none."""
+    """The lines that git prints; None if it fails or is not installed."""
     command = ["git", "-C", str(folder), *words]
     try:
         out = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=5, check=False)
@@ -68,7 +68,7 @@ def _git(folder: Path, *words: str) -> list[str] | None:
 def _version() -> str:
     try:
         return version("anabranch")
-    except PackageNotFoundError:  # run from a checkout that was never installed
+    except PackageNotFoundError:  # run from a checkout that is not installed
         return "unreleased"
 
 
@@ -95,7 +95,7 @@ def _number(value: float | None, digits: int = 1) -> str:
 
 
 def _spread(values: Sequence[float] | None, digits: int = 2) -> str:
-    """Median, and quartiles behind it."""
+    """The median, followed by the quartiles."""
     if values is None:
         return "-"
     low, middle, high = (f"{value:.{digits}f}" for value in values)
@@ -103,7 +103,7 @@ def _spread(values: Sequence[float] | None, digits: int = 2) -> str:
 
 
 def _digits(machine: Mapping[str, Any]) -> int:
-    """Of its matrix rate: without instructions for bf16 some processors reach next to none."""
+    """Decimals of the matrix rate, which is tiny on processors without bf16 instructions."""
     return 2 if min(machine["matrix_tflop_s"]) >= 0.1 else 4
 
 
@@ -112,23 +112,23 @@ def _share(value: float | None) -> str:
 
 
 def _physics(machine: Mapping[str, Any]) -> str:
-    """What the machine did before the run, and behind it if it got that far; the floor is by the faster of both."""
+    """The machine's rates before the run and, if it was completed, after it."""
     rates = [
         f"{_spread(part['read_gb_s'], 1)} GB/s and computes {_spread(part['matrix_tflop_s'], _digits(part))} TFLOP/s"
         for part in (machine, machine.get("after"))
         if part is not None
     ]
-    return f"The machine reads {' before the run, and behind it '.join(rates)} in {machine['dtype']}"
+    return f"The machine reads {' before the run, and after it '.join(rates)} in {machine['dtype']}"
 
 
 def heading(result: Mapping[str, Any]) -> list[str]:
-    """What was measured and on what, a sentence a line: run, machine, physics."""
+    """What was measured and on what, one sentence a line: run, machine, physics."""
     run, where, machine = result["run"], result["environment"], result["machine"]
     of = f"{result['prompts_done']} of {run['prompts']}" if not result["complete"] else f"{run['prompts']}"
-    law = "greedy" if run["temperature"] == 0 else f"temperature {run['temperature']:g}, seed {run['seed']}"
+    sampling = "greedy" if run["temperature"] == 0 else f"temperature {run['temperature']:g}, seed {run['seed']}"
     instructions = f" ({', '.join(where['instructions'])})" if where["instructions"] else ""
     lines = [
-        f"{run['suite']}: {of} prompts, {run['max_new_tokens']} new tokens, {law}, {run['dtype']}, batch 1, "
+        f"{run['suite']}: {of} prompts, {run['max_new_tokens']} new tokens, {sampling}, {run['dtype']}, batch 1, "
         f"{run['repeats']} repeat{'s' if run['repeats'] > 1 else ''}; model {run['model']}.",
         f"{where['date']}, {where['device']}, {where['processor']}{instructions}, {where['threads']} threads"
         f"{', kernels in ' + where['kernels'] if 'kernels' in where else ''}; "
@@ -139,8 +139,8 @@ def heading(result: Mapping[str, Any]) -> list[str]:
     ]
     if run["temperature"] > 0:
         lines.append(
-            "Sampled: by one seed every method of ours draws the same noise at the same position, so its tokens should "
-            "be plain decoding's. A peer draws noise of its own: its law is the same, its tokens are not comparable."
+            "Sampled: with one seed all our methods draw the same random numbers at the same position, so their tokens "
+            "should equal plain decoding's. Peers draw their own: same distribution, but tokens are not comparable."
         )
     if memory := result["memory_mb"]:
         held = ", ".join(f"{value:.0f} MB {kind}" for kind, value in memory.items())
@@ -162,7 +162,7 @@ def _middle(values: Sequence[float] | None) -> float | None:
 
 
 def _fact(key: str, value: Any) -> str:
-    """What a peer tells of itself, in words."""
+    """A fact that a peer reports, in words."""
     if key.endswith("_bytes") and isinstance(value, (int, float)):
         return f"{value / 1e6:.0f} MB"
     if isinstance(value, float):
@@ -170,7 +170,7 @@ def _fact(key: str, value: Any) -> str:
     return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
 
 
-# title and how a cell is written: of the main table, and of the one of what speculation did
+# column titles and how cells are written, of the two main tables
 Column = tuple[str, Callable[[Mapping[str, Any]], str]]
 SPEED: tuple[Column, ...] = (
     ("tokens/s", lambda r: _number(r["tokens_per_second"])),
@@ -201,7 +201,7 @@ def blocks(result: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[st
     ours = [record for record in good if "steps" in record]
     found = []
     for caption, columns, records in (
-        ("Speed, beside our plain decoding of the same prompts", SPEED, good),
+        ("Speed, compared with our plain decoding of the same prompts", SPEED, good),
         ("What speculation did", STEPS, ours),
     ):
         rows = [[record["name"], *(cell(record) for _, cell in columns)] for record in records]
@@ -229,7 +229,7 @@ def blocks(result: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[st
 
 
 def plain_table(caption: str | None = None) -> Table:
-    """A table of the one look that results have."""
+    """An empty table in the style of results."""
     return Table(
         title=caption,
         title_justify="left",
@@ -242,7 +242,7 @@ def plain_table(caption: str | None = None) -> Table:
 
 
 def wide_console(shown: Sequence[Table]) -> Console:
-    """A console on stdout as wide as the tables: on a narrow terminal a line then breaks, but no digit is cut off."""
+    """A console on stdout as wide as the tables: narrow terminals wrap lines instead of cutting off digits."""
     console = Console(highlight=False, markup=False)
     needed = [Console(width=500).measure(table).maximum for table in shown]
     return Console(highlight=False, markup=False, width=max([console.width, *needed]))
@@ -257,13 +257,13 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
             words = place == 0 or column == "error"
             table.add_column(column, justify="left" if words else "right", max_width=100 if column == "error" else None)
         for row in rows:
-            table.add_row(*map(Text, row))  # errors may hold brackets, which are no markup
+            table.add_row(*map(Text, row))  # as text: brackets in errors are not markup
         found.append(table)
     return found
 
 
 def markdown(result: Mapping[str, Any], figures: Sequence[str] = ()) -> str:
-    """The result as a page: the command, the machine, the tables, and ``figures`` that lie beside it."""
+    """The result as a Markdown page: the command, the machine, the tables, and ``figures`` in the same folder."""
     run = result["run"]
     lines = [f"# {run['suite']}, {result['prompts_done']} prompts, {run['max_new_tokens']} new tokens, {run['dtype']}"]
     lines += ["", f"`{run['command']}`", ""]
@@ -299,7 +299,7 @@ SPREADS = ("speedup", "tokens_per_second", "first_token_ms", "token_ms", "step_m
 
 
 def sheet(result: Mapping[str, Any]) -> str:
-    """The result as CSV: a line a contender for all prompts (task "all"), then one a task."""
+    """The result as CSV: for each contender one line for all prompts (task "all"), then one a task."""
     spreads = [f"{name}_{end}" for name in SPREADS for end in ("q1", "median", "q3")]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

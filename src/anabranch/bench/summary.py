@@ -14,7 +14,7 @@ __all__ = ["quartiles", "summarise"]
 
 
 def quartiles(values: Sequence[float | None], digits: int = 4) -> list[float] | None:
-    """[lower quartile, median, upper quartile] of what is known; None if nothing is."""
+    """[lower quartile, median, upper quartile] of the known values; None if there are none."""
     known = [value for value in values if value is not None]
     if not known:
         return None
@@ -31,10 +31,11 @@ def summarise(
     floor_ms: Mapping[str, float] | None = None,
     comparable: Callable[[str], bool] = lambda name: True,
 ) -> list[dict[str, Any]]:
-    """One record a contender. Ratios and equality are to its ``baseline`` on the same prompt.
+    """One record a contender. Ratios and equality are relative to its ``baseline`` on the same prompt.
 
-    ``floor_ms`` are milliseconds that reading a contender's weights takes, by name. ``prompts`` are those that were
-    decoded; ``comparable`` says whose tokens ought to equal the baseline's.
+    prompts     those that were decoded
+    floor_ms    milliseconds to read a contender's weights once, by name
+    comparable  whether a contender's tokens ought to equal the baseline's
     """
     good = {measured.name: measured for measured in found if measured.error is None}
     records: list[dict[str, Any]] = []
@@ -70,7 +71,7 @@ def _rate(answers: Sequence[Answer]) -> float:
 
 
 def _middle(answers: Sequence[Answer], value: Callable[[Answer], float | None]) -> float | None:
-    """Milliseconds of a prompt: the median over repeats of what is known."""
+    """Milliseconds of a prompt: the median over repeats where they are known."""
     known = [seconds for seconds in map(value, answers) if seconds is not None]
     return 1e3 * statistics.median(known) if known else None
 
@@ -80,7 +81,7 @@ def _flat(many: Sequence[Sequence[Answer]]) -> list[Answer]:
 
 
 def _rates(many: Sequence[Sequence[Answer]]) -> dict[str, Any]:
-    """Tokens and clocks, over prompts."""
+    """Rates and latencies over prompts."""
     flat = _flat(many)
     tokens, rates = sum(len(a.token_ids) for a in flat), [_rate(answers) for answers in many]
     return {
@@ -96,7 +97,7 @@ def _rates(many: Sequence[Sequence[Answer]]) -> dict[str, Any]:
 
 
 def _speculation(many: Sequence[Sequence[Answer]]) -> dict[str, Any]:
-    """What our own steps did; nothing for a peer."""
+    """Statistics of our own steps; none for a peer."""
     by_prompt = [[a.stats for a in answers if a.stats is not None] for answers in many]
     stats = Stats.merged(one for some in by_prompt for one in some)
     if not stats.steps:
@@ -119,7 +120,7 @@ def _speculation(many: Sequence[Sequence[Answer]]) -> dict[str, Any]:
 
 
 def _ratios(measured: ContenderAnswers, reference: ContenderAnswers, where: Sequence[int]) -> dict[str, Any]:
-    """Speedups over the baseline: of the prompts, and of all their tokens and seconds."""
+    """Speedups over the baseline, by prompt and in total."""
     mine, base = [measured.answers[i] for i in where], [reference.answers[i] for i in where]
     ratios = [_rate(a) / _rate(b) for a, b in zip(mine, base, strict=True)]
     whole = _rates(mine)["tokens_per_second"] / _rates(base)["tokens_per_second"]
@@ -127,7 +128,7 @@ def _ratios(measured: ContenderAnswers, reference: ContenderAnswers, where: Sequ
 
 
 def _equality(measured: ContenderAnswers, reference: ContenderAnswers) -> dict[str, Any]:
-    """Whose tokens equal the baseline's, and how long they do; the first repeat stands for all."""
+    """How many outputs equal the baseline's, and the length of common prefixes; of the first repeat."""
     pairs = [(a[0].token_ids, b[0].token_ids) for a, b in zip(measured.answers, reference.answers, strict=True)]
     prefixes = [sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(a, b, strict=False))) for a, b in pairs]
     return {"equal_outputs": sum(a == b for a, b in pairs), "common_prefix_median": statistics.median(prefixes)}
