@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -80,6 +81,11 @@ CASES: dict[str, ModelConfig] = {
         rope=RopeConfig(dim=4, max_positions=96),
     ),
 }
+# families for every run; the others take long and add little above the decoder
+SOME_CASES = [
+    case if case in ("gemma2", "gpt2", "llama") else pytest.param(case, marks=pytest.mark.thorough)
+    for case in sorted(CASES)
+]
 RICH = StreamConfig(
     num_streams=3,
     num_stream_layers=2,

@@ -190,7 +190,7 @@ def test_rejection_needs_sampled_drafts(model: Model) -> None:
 
 
 def test_settings_reach_the_drafter(model: Model) -> None:
-    adapter = model.adapter.adapter if model.adapter is not None else None
+    adapter = model.adapters[0].module
 
     def build(spec: str) -> Any:
         return make_drafter(spec, model.target.decoder, adapter)

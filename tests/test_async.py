@@ -186,7 +186,7 @@ def test_the_worker_decodes_with_the_threads_of_its_caller() -> None:
 def test_a_model_is_closed_once_and_for_all() -> None:
     with toy_model() as model:
         asyncio.run(model.agenerate("the", max_new_tokens=2))
-        assert repr(model).startswith("Model('toy', adapter='3 streams, ")
+        assert repr(model).startswith("Model('toy', adapter='3 streams through the top 2 layers, ")
     assert repr(model) == "Model(closed)"
     for call in (lambda: model.generate("the"), lambda: model.stream("the"), lambda: model.chat(MESSAGES)):
         with pytest.raises(InputError, match="this model is closed; load it again"):

@@ -1,5 +1,7 @@
 """On a real CUDA GPU: logits, captured graphs, certification, a training step. ``pytest -m cuda`` runs these.
 
+These tests have not yet been run on a GPU; on the CPU their code passes without captured graphs.
+
 What can be tested without a GPU is in ``test_cuda.py`` and ``model/test_graphs.py``, on a pretended device.
 """
 

@@ -202,7 +202,7 @@ def test_the_engine_times_its_steps() -> None:
 
 # -- the text --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("spec", ["streams:tree=auto,nodes=12", "streams:tree=auto+prompt_lookup", "auto"])
-@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.thorough), 8])
 @pytest.mark.parametrize("table", [FREE, CLIFF, LINEAR])
 def test_the_text_is_plain_decodings_at_every_load(spec: str, rows: int, table: str) -> None:
     target = small()
