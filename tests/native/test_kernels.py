@@ -30,6 +30,7 @@ from anabranch.model.stack import NativeLinear
 from anabranch.native import library as native
 from anabranch.sampling import argmax, gumbels, position_keys
 from anabranch.tree import DraftTree
+from small import logits_of
 
 needs_kernels = pytest.mark.skipif(native.library() is None, reason=f"no native kernels here: {native.why_not()}")
 
@@ -118,9 +119,9 @@ def test_layers_agree_with_float32(name: str) -> None:
     outputs = []
     for model in (exact, plain, packed):
         memory = cache(model)
-        first = model(Inputs.of_prompt(tokens(40)), memory).logits_BNV
+        first = logits_of(model(Inputs.of_prompt(tokens(40)), memory))
         memory.commit([range(40)])
-        second = model(Inputs.of_trees([tree]), memory).logits_BNV
+        second = logits_of(model(Inputs.of_trees([tree]), memory))
         outputs.append(torch.cat((first, second), dim=1).float())
     truth, eager, ours = outputs
     scale = truth.std()
@@ -139,9 +140,9 @@ def test_float32_agrees_with_pytorch(name: str) -> None:
     outputs = []
     for model in (plain, packed):
         memory = cache(model)
-        first = model(Inputs.of_prompt(tokens(40)), memory).logits_BNV
+        first = logits_of(model(Inputs.of_prompt(tokens(40)), memory))
         memory.commit([range(40)])
-        outputs.append(torch.cat((first, model(Inputs.of_trees([tree]), memory).logits_BNV), dim=1))
+        outputs.append(torch.cat((first, logits_of(model(Inputs.of_trees([tree]), memory))), dim=1))
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
 
 
@@ -163,12 +164,10 @@ def test_a_tree_is_its_paths_to_the_bit(name: str, form: str, data: st.DataObjec
     memory = cache(model)
     model(Inputs.of_prompt(prompt), memory)
     memory.commit([range(len(prompt))])
-    wide = model(Inputs.of_trees([tree]), memory).logits_BNV
-    assert wide is not None
+    wide = logits_of(model(Inputs.of_trees([tree]), memory))
     node = data.draw(st.integers(0, size - 1))
     for step in [*tree.path_to(node)]:
-        alone = model(Inputs.of_prompt([int(tree.tokens[step])]), memory).logits_BNV
-        assert alone is not None
+        alone = logits_of(model(Inputs.of_prompt([int(tree.tokens[step])]), memory))
         memory.commit([[0]])
         assert torch.equal(alone[0, 0], wide[0, step])
 
@@ -188,14 +187,12 @@ def test_rows_of_a_batch_are_alone(name: str) -> None:
     for slot, prompt in enumerate(prompts):
         model(Inputs.of_prompt(prompt), together, slots=slice(slot, slot + 1))
         together.commit([range(len(prompt))])
-    batch = model(Inputs.of_trees(trees), together).logits_BNV
-    assert batch is not None
+    batch = logits_of(model(Inputs.of_trees(trees), together))
     for b, (prompt, tree) in enumerate(zip(prompts, trees, strict=True)):
         memory = cache(model)
         model(Inputs.of_prompt(prompt), memory)
         memory.commit([range(len(prompt))])
-        alone = model(Inputs.of_trees([tree]), memory).logits_BNV
-        assert alone is not None
+        alone = logits_of(model(Inputs.of_trees([tree]), memory))
         assert torch.equal(alone[0], batch[b, : tree.size])
 
 
@@ -260,7 +257,7 @@ def test_streams_of_some_rows_trail_to_the_bit(shape: dict[str, object], form: s
         store.copy_(torch.randn(store.shape, generator=source))
     memory.lengths[:] = [30, 7, 55, 1]
     nodes, emitted = [1, 2, 4, 6], [5, 6, 7, 8]
-    whole = trail(main[:8].view(4, 2, -1), [1, 0, 0, 0], emitted, memory, 200)
+    whole = trail.run(main, nodes, emitted, [3] * 4, memory, 200).view(4, 3, -1)
     for counts in ([3, 0, 3, 3], [0, 3, 0, 0], [0, 0, 0, 3]):
         some = trail.run(main, nodes, emitted, counts, memory, 200).view(-1, 3, whole.shape[2])
         assert torch.equal(some, whole[torch.tensor(counts) > 0])
@@ -414,7 +411,7 @@ def test_quantized_layers_agree_with_dense_ones(kind: Literal["int8", "int4"]) -
     quantize_decoder(exact, kind)
     ours = packed(BASE, kind)
     assert (ours.dtype, exact.dtype) == (torch.bfloat16, torch.float32)
-    outputs = [model(Inputs.of_prompt(tokens(40)), cache(model)).logits_BNV for model in (exact, ours)]
+    outputs = [logits_of(model(Inputs.of_prompt(tokens(40)), cache(model))) for model in (exact, ours)]
     found = F.cosine_similarity(outputs[0], outputs[1].float(), dim=-1).mean()
     assert found > 0.98, found
 
