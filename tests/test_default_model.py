@@ -18,7 +18,7 @@ from anabranch.methods import make_drafter
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.draft import DraftOptions, StreamDraft
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Inputs
+from anabranch.model.inputs import Inputs
 from anabranch.model.load import Target, load_target
 from anabranch.model.pack import pack_decoder
 from anabranch.native import library as native

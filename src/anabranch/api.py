@@ -21,8 +21,8 @@ from anabranch.generation import Chunk, Generation
 from anabranch.loading import LoadConfig
 from anabranch.memory import give_back
 from anabranch.methods import AUTO, Drafter, Spec, make_drafter, parse_spec, resolve_spec
+from anabranch.model.kernel_use import kernels_of
 from anabranch.model.load import Target
-from anabranch.model.stack import kernels_of
 from anabranch.options import Keywords, Options
 from anabranch.profiles import Known, settle
 from anabranch.prompts import Arrays, Ids, conversation_ids, read_prompts

@@ -23,7 +23,7 @@ from anabranch.engine import Engine, Request
 from anabranch.errors import InputError
 from anabranch.methods import Spec, make_drafter
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Inputs
+from anabranch.model.inputs import Inputs
 from anabranch.model.load import Target
 from anabranch.sampling import COLDEST, SamplingParams, gumbels, position_keys, process_logits
 

@@ -21,7 +21,9 @@ from numpy.typing import NDArray
 
 from anabranch.errors import InputError
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Decoder, Inputs
+from anabranch.model.decoder import Decoder
+from anabranch.model.inputs import Inputs
+from anabranch.model.stack import stack_of
 
 try:
     import resource
@@ -304,18 +306,19 @@ def measure_passes(target: Decoder) -> PassCosts:
 
 
 def _typical(target: Decoder) -> StepCosts:
-    if target.stack is None:
+    stack = stack_of(target.backend)
+    if stack is None:
         name = ("torch", "float32" if target.dtype == torch.float32 else "bfloat16")
-    elif target.stack.kind == "bfloat16":
-        name = ("avx2" if target.stack.kernels.form == "avx2" else "avx512", "bfloat16")
+    elif stack.kind == "bfloat16":
+        name = ("avx2" if stack.kernels.form == "avx2" else "avx512", "bfloat16")
     else:
-        name = ("native", "float32" if target.stack.kind == "float32" else "quantised")
+        name = ("native", "float32" if stack.kind == "float32" else "quantised")
     return StepCosts.parse(TYPICAL[name])
 
 
 @torch.inference_mode()
 def _time_passes(target: Decoder) -> PassTimes:
-    kernels = None if target.stack is None else target.stack.kernels
+    kernels = target.backend.kernels
     context = max(0, min(CONTEXT, target.config.max_positions - ROWS[-1]))
     widest = min(ROWS[-1], target.config.max_positions)
     cache = Cache(
@@ -371,5 +374,5 @@ def costs_of(target: Decoder) -> Costs:
     """What steps of a target are taken to cost when decoding begins: its passes as known, drafts as they usually do."""
     if target.device.type != "cpu":
         return Costs(PassCosts(StepCosts((1, 129), (1.0, 2.0))), 0.3)
-    known = known_costs(target)
-    return Costs(known, known.costs.ms[0] * (UNPACKED if target.stack is None else DRAFT[target.stack.kind]))
+    known, stack = known_costs(target), stack_of(target.backend)
+    return Costs(known, known.costs.ms[0] * (UNPACKED if stack is None else DRAFT[stack.kind]))

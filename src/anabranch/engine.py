@@ -29,7 +29,9 @@ from anabranch.errors import InputError, NumericsError
 from anabranch.methods.base import Drafter, Observation, Row
 from anabranch.methods.none import NoDrafter
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Decoder, Inputs, PassResult
+from anabranch.model.decoder import Decoder
+from anabranch.model.inputs import Inputs
+from anabranch.model.passes import PassResult
 from anabranch.sampling import SamplingParams, argmax, generator, log_probs, position_keys, target_probs
 from anabranch.speculation import Speculation
 from anabranch.tree import DraftTree
@@ -146,7 +148,7 @@ class Engine:
 
     def _new_cache(self, rows: int, positions: int) -> Cache:
         target = self.target
-        kernels = None if target.stack is None else target.stack.kernels
+        kernels = target.backend.kernels
         return Cache(
             *(target.config,), rows=rows, capacity=positions, dtype=target.dtype, device=target.device, kernels=kernels
         )
@@ -335,7 +337,7 @@ class Engine:
 
     def rehearse(self, request: Request) -> None:
         """Decode ``request`` as often as its shapes must occur to be captured as graphs, before it is timed."""
-        for _ in range(0 if self.target.recorder is None else 2):
+        for _ in range(0 if self.target.backend.capture is None else 2):
             self.add(request)
             for _ in self.run():
                 pass

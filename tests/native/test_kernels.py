@@ -23,10 +23,12 @@ from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.methods.streams.native import NativeTrail
 from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig, RopeConfig
-from anabranch.model.decoder import Decoder, Inputs
+from anabranch.model.decoder import Decoder
+from anabranch.model.inputs import Inputs
+from anabranch.model.native_linear import NativeLinear
 from anabranch.model.pack import pack_decoder
 from anabranch.model.quantize import QuantizedWeight, quantize_decoder
-from anabranch.model.stack import NativeLinear
+from anabranch.model.stack import NativeBackend, Stack, stack_of
 from anabranch.native import library as native
 from anabranch.sampling import argmax, gumbels, position_keys
 from anabranch.tree import DraftTree
@@ -77,8 +79,15 @@ def packed(config: ModelConfig, form: str) -> Decoder:
     if form in ("int8", "int4"):
         quantize_decoder(model, form)  # type: ignore[arg-type]
     assert pack_decoder(model)
-    assert model.stack is not None
+    assert isinstance(model.backend, NativeBackend)
     return model
+
+
+def stack_in(model: Decoder) -> Stack:
+    """All layers of a packed decoder."""
+    found = stack_of(model.backend)
+    assert found is not None
+    return found
 
 
 def decoder(config: ModelConfig, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Decoder:
@@ -114,7 +123,7 @@ def test_layers_agree_with_float32(name: str) -> None:
     plain = decoder(CASES[name])
     exact, packed = copy.deepcopy(plain).float(), copy.deepcopy(plain)
     assert pack_decoder(packed)
-    assert packed.stack is not None
+    assert isinstance(packed.backend, NativeBackend)
     tree = DraftTree(np.array([5, 7, 9, 11, 13]), np.array([-1, 0, 0, 1, 3]))
     outputs = []
     for model in (exact, plain, packed):
@@ -209,8 +218,7 @@ def test_a_ragged_pass_is_its_rows_to_the_bit(name: str, form: str, data: st.Dat
     if (name, form) not in MODELS:
         MODELS[name, form] = packed(CASES[name], form)
     model = MODELS[name, form]
-    assert model.stack is not None
-    stack = model.stack
+    stack = stack_in(model)
     counts = data.draw(st.lists(st.sampled_from([0, 1, 2, 5, 9, 20]), min_size=1, max_size=9).filter(any))
     source = np.random.default_rng(data.draw(st.integers(0, 2**31)))
     lengths = [int(source.integers(1, 60)) if count else 7 for count in counts]

@@ -26,7 +26,8 @@ from anabranch.methods.counting import (
     matrix_weights,
     parameters,
 )
-from anabranch.model.decoder import Block, Decoder
+from anabranch.model.blocks import Block
+from anabranch.model.decoder import Decoder
 from anabranch.model.families import model_config
 from anabranch.model.weights import build_decoder
 

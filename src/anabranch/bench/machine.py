@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from anabranch.model.decoder import Decoder
+from anabranch.model.native_linear import NativeLinear
 from anabranch.model.pack import PackedLinear, PackedQuantized
 from anabranch.model.quantize import QuantizedLinear
-from anabranch.model.stack import NativeLinear
 from anabranch.native.library import library
 
 __all__ = ["Machine", "forget_peak", "last_level_cache", "measure_machine", "peak_memory_mb", "weight_bytes"]

@@ -28,9 +28,10 @@ from anabranch.engine import Engine, Request
 from anabranch.errors import DeviceError, InputError
 from anabranch.methods import Drafter, Observation, Row, Taps, methods
 from anabranch.methods.none import NoDrafter
-from anabranch.model.decoder import Decoder, PassResult, Rider
+from anabranch.model.decoder import Decoder
 from anabranch.model.families import model_config
 from anabranch.model.pack import pack_decoder
+from anabranch.model.passes import PassResult, Rider
 from anabranch.model.weights import random_decoder
 from anabranch.tree import DraftTree
 

@@ -216,7 +216,7 @@ def kernels(model: Model) -> dict[str, str]:
     """Which kernels decode, and why no better ones: name, why, advice."""
     from dataclasses import asdict
 
-    from anabranch.model.stack import kernels_of
+    from anabranch.model.kernel_use import kernels_of
 
     return asdict(kernels_of(model.target.decoder))
 

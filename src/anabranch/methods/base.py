@@ -17,7 +17,8 @@ from anabranch.methods.beliefs import Beliefs
 from anabranch.methods.counting import DraftCost, DraftShape
 from anabranch.methods.settings import Settings
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Decoder, PassResult, Rider
+from anabranch.model.decoder import Decoder
+from anabranch.model.passes import PassResult, Rider
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule, Verdict

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods.base import Drafter, Observation, Row, Taps
 from anabranch.methods.beliefs import best_nodes
-from anabranch.model.decoder import PassResult, Rider
+from anabranch.model.passes import PassResult, Rider
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule

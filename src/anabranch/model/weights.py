@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from anabranch.errors import DeviceError, FileError, ModelError, NumericsError, one_line
 from anabranch.jsonfiles import read_json
 from anabranch.memory import free_memory
+from anabranch.model.backends import backend_for
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import FAMILIES, Source, model_config, weight_source
-from anabranch.model.graphs import recorder_for
 
 __all__ = [
     "build_decoder",
@@ -149,7 +149,7 @@ def fill_decoder(
         value = _room(stored.shape, dtype, device).copy_(stored)
         _check_finite(config, name, stored, value)
         _put(decoder, name, value)
-    decoder.recorder = recorder_for(device)
+    decoder.backend = backend_for(device)
     return decoder, digest.hexdigest()
 
 
@@ -187,7 +187,7 @@ def random_decoder(config: ModelConfig, *, dtype: torch.dtype, device: torch.dev
         for part in torch.split(value.view(-1), len(noise)):
             part.copy_(noise[: len(part)])
         _put(decoder, name, value)
-    decoder.recorder = recorder_for(device)
+    decoder.backend = backend_for(device)
     return decoder
 
 

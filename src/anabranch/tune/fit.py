@@ -27,8 +27,8 @@ from anabranch.analysis.trace import TraceRow, TraceWriter, read_trace
 from anabranch.engine import Engine, Request
 from anabranch.errors import InputError
 from anabranch.methods import Drafter, Observation, Row, Spec, Taps, make_drafter
-from anabranch.model.decoder import PassResult, Rider
 from anabranch.model.load import Target
+from anabranch.model.passes import PassResult, Rider
 from anabranch.tree import DraftTree
 from anabranch.tune.candidates import PLAIN, Candidate, Candidates, find_candidates
 from anabranch.tune.timing import MeasuredTimes, measure_times

@@ -13,7 +13,9 @@ from anabranch.methods.streams import prune
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.prune import early_exit_logits, prune_nodes
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Decoder, Inputs, Nodes, Pass
+from anabranch.model.decoder import Decoder
+from anabranch.model.inputs import Inputs
+from anabranch.model.passes import Nodes, Pass
 from anabranch.tree import DraftTree
 from small import prompt, small, small_adapter
 

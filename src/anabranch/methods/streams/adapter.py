@@ -18,10 +18,11 @@ from anabranch.memory import give_back
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.scorer import Conditioner
 from anabranch.methods.trained import TrainedModule
+from anabranch.model.blocks import MLP, Block
 from anabranch.model.config import ModelConfig
-from anabranch.model.decoder import MLP, Block, Decoder
+from anabranch.model.decoder import Decoder
+from anabranch.model.native_linear import NativeLinear
 from anabranch.model.pack import Packable, PackedLinear, PackedWeight, packed_like
-from anabranch.model.stack import NativeLinear
 
 __all__ = ["StreamAdapter", "StreamLayer"]
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from anabranch.methods.streams.config import StreamConfig
+from anabranch.model.blocks import attention
 from anabranch.model.config import ModelConfig
-from anabranch.model.decoder import attention
 
 __all__ = ["stream_attention", "stream_bias", "stream_positions"]
 

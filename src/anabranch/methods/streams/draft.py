@@ -28,8 +28,8 @@ from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.kernels import DraftConfig, StreamKernels
 from anabranch.model.decoder import Decoder
 from anabranch.model.graphs import Graphs
+from anabranch.model.native_linear import NativeLinear, table_of
 from anabranch.model.pack import packed_like
-from anabranch.model.stack import NativeLinear, table_of
 from anabranch.native import library as native
 from anabranch.sampling import SamplingParams, gumbels_of, halves, inverse_cdf, target_probs
 from anabranch.tree import DraftTree
@@ -187,7 +187,7 @@ class _DraftHead:
         self.bias: Tensor | None = target.head.bias
         # a copy of the frequent tokens' head rows: reading them is what a draft costs
         whole = len(self.vocabulary) == target.config.vocab_size
-        rows = target.head.weight if whole and target.stack is None else target.head_rows(self.vocabulary)
+        rows = target.head.weight if whole and target.backend.kernels is None else target.head_rows(self.vocabulary)
         bias = None if self.bias is None else self.bias[self.vocabulary]
         packed = packed_like(target.head, rows, bias, SCORES)
         self.scores: Callable[[Tensor], Tensor] = packed or partial(F.linear, weight=rows, bias=bias)
@@ -226,7 +226,7 @@ class StreamDraft:
     def _vocabulary(self, rows: Sequence[RowVocabulary] | None, count: int) -> _Vocabulary:
         ids = self.vocabulary.expand(count, -1)
         widest = max((len(row.ids) for row in rows or ()), default=0)
-        if self.target.recorder is not None:
+        if self.target.backend.capture is not None:
             widest = -(-max(widest, 1) // OWN) * OWN  # few shapes
         if rows is None or widest == 0:
             return _Vocabulary(ids)
@@ -299,7 +299,7 @@ class StreamDraft:
         options = self.options
         budget = options.nodes if options.tree == "best" else None
         floor = math.log(options.threshold) if options.threshold else -math.inf
-        levels = self._recorded(states_BSD, torch.tensor(roots), self._vocabulary(rows, len(roots)), self._drawn(noise))
+        levels = self._captured(states_BSD, torch.tensor(roots), self._vocabulary(rows, len(roots)), self._drawn(noise))
         host = _to_host(levels)
         return [_collect(root, [(t[b], j[b], p[b]) for t, j, p in host], budget, floor) for b, root in enumerate(roots)]
 
@@ -311,10 +311,10 @@ class StreamDraft:
         temperatures_B = torch.tensor([1.0 if n is None else n.temperature for n in noise])
         return *halves(keys_BD), temperatures_B, torch.tensor([n is not None for n in noise])
 
-    def _recorded(
+    def _captured(
         self, states_BSD: Tensor, roots_B: Tensor, words: _Vocabulary, drawn: tuple[Tensor, ...]
     ) -> list[_Level]:
-        """``_grow``, recorded where that pays."""
+        """``_grow``, captured as a graph where the backend captures them."""
         own = () if words.own_BXD is None or words.offset_B1X is None else (words.own_BXD, words.offset_B1X)
 
         def compute(states_BSD: Tensor, roots_B: Tensor, ids_BV: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
@@ -325,7 +325,7 @@ class StreamDraft:
             return tuple(part for level in levels for part in (level.tokens, level.joint, level.parents))
 
         key, inputs = (words.ids_BV.shape, len(drawn)), (states_BSD, roots_B, words.ids_BV, *own, *drawn)
-        found = self.graphs.run(self.target.recorder, key, compute, inputs, states_BSD.device)
+        found = self.graphs.run(self.target.backend.capture, key, compute, inputs, states_BSD.device)
         return [_Level(*found[i : i + 3]) for i in range(0, len(found), 3)]
 
     def _grow(self, states_BSD: Tensor, roots_B: Tensor, words: _Vocabulary, drawn: tuple[Tensor, ...]) -> list[_Level]:
@@ -358,7 +358,7 @@ class StreamDraft:
                 joint_falling, order = level.joint.topk(keep, dim=-1)
                 level = _Level(level.tokens.gather(1, order), joint_falling, level.parents.gather(1, order))
                 width = min(options.frontier, keep)
-                if states.device.type == "cpu" and self.target.recorder is None:
+                if states.device.type == "cpu" and self.target.backend.capture is None:
                     width = self._worth_expanding([*levels, level], width)
             levels.append(level)
             if width == 0:

@@ -16,8 +16,10 @@ from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.draft import DraftOptions, DrawNoise, RowVocabulary, StreamDraft
 from anabranch.methods.streams.native import NativeTrail
 from anabranch.methods.streams.rider import StreamRider, trail
-from anabranch.model.decoder import Block, Decoder, Rider
+from anabranch.model.blocks import Block
+from anabranch.model.decoder import Decoder
 from anabranch.model.graphs import span_bucket
+from anabranch.model.passes import Rider
 from anabranch.sampling import COLDEST, SamplingParams, generator, position_keys
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule
@@ -187,9 +189,9 @@ class StreamDrafter(Drafter):
         if seen.budget < 2 or not any(seen.live):
             return
         if self._rider is not None and self._rider.rides:
-            assert result.streams_MSD is not None
+            assert result.riding_MSD is not None
             for row, at in zip(rows, last, strict=True):
-                row.state[self].states_SD = result.streams_MSD[at].clone()
+                row.state[self].states_SD = result.riding_MSD[at].clone()
             return
         going = [i for i, live in enumerate(seen.live) if live]
         main_MD, emitted = result.taps[self.adapter.start], [row.root for row in rows]
@@ -215,7 +217,7 @@ class StreamDrafter(Drafter):
         lengths = [cache.lengths[slot] for slot in slots]
         together = list(slots) == list(range(len(slots)))
         span, table = max(lengths), target.rope().table(planned)
-        span = span if target.recorder is None else span_bucket(span, cache.capacity)
+        span = span if target.backend.capture is None else span_bucket(span, cache.capacity)
         layers = range(self.adapter.start, target.config.num_layers)
 
         def compute(entry_BD: Tensor, emitted_B: Tensor, lengths_B: Tensor, slots_B: Tensor) -> tuple[Tensor]:
@@ -238,5 +240,5 @@ class StreamDrafter(Drafter):
 
         key = ("trail", id(self), len(slots), together, span, table.data_ptr())
         inputs = (entry_BD, emitted_B, torch.tensor(lengths), torch.tensor(slots))
-        (states,) = cache.graphs.run(target.recorder, key, compute, inputs, target.device, held=(table, self))
+        (states,) = cache.graphs.run(target.backend.capture, key, compute, inputs, target.device, held=(table, self))
         return states.clone()

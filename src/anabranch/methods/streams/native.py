@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from anabranch.memory import give_back
 from anabranch.methods.streams.adapter import LowRank, StreamAdapter, StreamLayer
 from anabranch.methods.streams.kernels import StreamKernels, TrailEntry
+from anabranch.model.blocks import Block
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Block, Decoder
+from anabranch.model.decoder import Decoder
+from anabranch.model.native_linear import NativeLinear, table_of
 from anabranch.model.pack import packed_like
 from anabranch.model.quantize import QuantizedWeight
-from anabranch.model.stack import LayerWeights, NativeLinear, Stack, norm_weight, table_of
+from anabranch.model.stack import LayerWeights, Stack, norm_weight
 from anabranch.native.library import BLOCK, MAX_EMBEDDING_WIDTH
 
 __all__ = ["NativeTrail"]
@@ -95,7 +97,7 @@ class NativeTrail:
     @staticmethod
     def fits(target: Decoder, adapter: StreamAdapter) -> bool:
         """Whether the kernels run this target and know this adapter's attention."""
-        return target.stack is not None and adapter.config.position == "embedding"
+        return target.backend.kernels is not None and adapter.config.position == "embedding"
 
     def run(
         self,

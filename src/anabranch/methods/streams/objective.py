@@ -26,7 +26,8 @@ from anabranch.methods.streams.prune import early_exit_logits
 from anabranch.methods.streams.replay import evaluate
 from anabranch.methods.streams.rider import trail
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Decoder, Inputs
+from anabranch.model.decoder import Decoder
+from anabranch.model.inputs import Inputs
 
 __all__ = ["Frozen", "LossOptions", "StreamObjective"]
 

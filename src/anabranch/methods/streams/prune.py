@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from anabranch.methods.streams.adapter import StreamAdapter
-from anabranch.model.decoder import Decoder, Pass
+from anabranch.model.decoder import Decoder
+from anabranch.model.passes import Pass
 
 __all__ = ["early_exit_logits", "prune_nodes"]
 

@@ -19,7 +19,9 @@ from torch import Tensor
 from anabranch.methods.streams.adapter import StreamAdapter, StreamSide
 from anabranch.methods.streams.attention import stream_attention, stream_bias, stream_positions
 from anabranch.methods.streams.prune import prune_nodes
-from anabranch.model.decoder import Block, Decoder, Entry, Pass
+from anabranch.model.blocks import Block
+from anabranch.model.decoder import Decoder
+from anabranch.model.passes import Entry, Pass
 
 __all__ = ["StreamRider", "trail"]
 
@@ -80,7 +82,7 @@ class StreamRider:
             main = run.attend(index, q[:, :n], k[:, :n], v[:, :n])
             return torch.cat((main, look(q[:, n:], k[:, n:], v[:, n:], q[:, :n])), dim=1)
 
-        if self.target.stack is None:
+        if self.target.backend.kernels is None:
             return block(x_BRD, *own.all_rotations, attend, StreamSide(weights, n))  # type: ignore[no-any-return]
         narrow = x_BRD.to(self.target.dtype)
         main_q = None
