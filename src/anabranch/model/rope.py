@@ -18,7 +18,7 @@ from anabranch.model.config import RopeConfig
 
 __all__ = ["MARGIN", "ROPE_VARIANTS", "Rope", "check_rope", "rope_frequencies", "rotate"]
 
-# Positions beyond the planned length that a table still holds: draft nodes and streams reach past the last token.
+# Positions that a table holds beyond the planned length: draft nodes and a rider's rows reach past the last token.
 MARGIN = 1024
 # Tables kept: the variant "dynamic" has one for each planned length, and a server sees many.
 _KEPT_TABLES = 4

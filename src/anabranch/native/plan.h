@@ -30,7 +30,7 @@ struct Shape {
 struct RaggedBatch {
   int32_t batch, nodes;  // B, M
   int32_t window;        // a node sees that many positions, its own included (0: all)
-  int32_t trailing;      // whether these are streams, whose window is that of the newest committed token
+  int32_t trailing;      // whether the nodes share the window of the newest committed token instead of one each
   int32_t positions;     // positions that cos and sin have
   float* x;                // [M, D], in and out
   const float *cos, *sin;  // [positions, rope_dim]
