@@ -173,7 +173,7 @@ def test_an_unknown_variant_is_named() -> None:
         ({"rope_type": "linear"}, "'linear' needs 'factor'"),
         (
             {"rope_type": "longrope", "factor": 2.0, "short_factor": _FACTORS, "long_factor": [1.0]},
-            r"does not compute \(1 factors for 8",
+            r"cannot be computed \(1 factors for 8",
         ),
         ({"rope_type": "linear", "factor": "two"}, "factor .* must be a number"),
     ],
