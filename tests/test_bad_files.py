@@ -207,7 +207,7 @@ def test_checkpoints(name: str, tmp_path: Path) -> None:
     tensors = load_file(path)
     CHECKPOINTS[name](tensors)
     save_file(tensors, path, metadata)
-    assert "delete the folder to start anew" in refused(lambda: load_checkpoint(tmp_path, module, optimizer))
+    assert "delete the folder to start over" in refused(lambda: load_checkpoint(tmp_path, module, optimizer))
     for record in ("[]", '{"step": "3"}', '{"step": -1}', LONG):
         save_file(tensors, path, {"record": record})
         assert "damaged" in refused(lambda: load_checkpoint(tmp_path, module, optimizer))

@@ -392,7 +392,7 @@ def test_leftover_tensors_are_named(folder: Path) -> None:
 @pytest.mark.parametrize("shape", [(64, 63), (63, 64), (64,)])
 def test_unexpected_shapes_are_named(folder: Path, shape: tuple[int, ...]) -> None:
     edit_tensors(folder, lambda t: t.update({"model.layers.0.self_attn.q_proj.weight": torch.zeros(shape)}))
-    with pytest.raises(ModelError, match=r"q_proj\.weight \+ .*config asks for \(128, 64\)"):
+    with pytest.raises(ModelError, match=r"q_proj\.weight \+ .*config requires \(128, 64\)"):
         load_target(str(folder))
 
 

@@ -1,8 +1,8 @@
-"""What a row's drafts are believed to be worth, corrected by what was accepted.
+"""Acceptance probabilities of a row's drafts, corrected by what was accepted.
 
-A drafter states for each node the probability that it is accepted (``DraftTree.log_probs``). For each source of nodes,
-the stated probabilities are compared with what the target accepted, and multiplied by the ratio of the two. The
-corrected probabilities depend only on the row's own drafts and text: decoding the same row again gives the same.
+A drafter estimates for each node the probability that it is accepted (``DraftTree.log_probs``). For each source of
+nodes, the estimates are multiplied by the ratio of accepted to expected tokens. The corrected probabilities depend only
+on the row's own drafts and text, so decoding a row again gives the same ones.
 
 N nodes of a tree.
 """
@@ -18,7 +18,7 @@ from anabranch.tree import DraftTree
 __all__ = ["Beliefs", "best_nodes"]
 
 MEMORY = 0.99  # weight of a step relative to the one after it
-PRIOR = 10.0  # accepted tokens that a drafter's statement is worth before anything was observed
+PRIOR = 10.0  # weight of the drafter's own estimate, in accepted tokens
 
 
 @dataclass
@@ -29,12 +29,12 @@ class Beliefs:
     accepted: dict[str, float] = field(default_factory=dict)
 
     def factor(self, source: str) -> float:
-        """The correction for a source: accepted over expected, both with the prior added."""
+        """The correction for a source: accepted divided by expected tokens, each with the prior added."""
         return (PRIOR + self.accepted.get(source, 0.0)) / (PRIOR + self.expected.get(source, 0.0))
 
     def __call__(self, tree: DraftTree) -> list[float]:
         """[N] corrected acceptance probabilities; the root's is 1, and no node's exceeds its parent's."""
-        assert tree.log_probs is not None, "a drafter whose trees are ranked states probabilities"
+        assert tree.log_probs is not None, "trees to be ranked have log_probs"
         factors = {source: self.factor(source) for source in set(tree.sources)}
         found = list(map(math.exp, tree.log_probs.tolist()))
         for node, (parent, source) in enumerate(zip(tree.parents.tolist(), tree.sources, strict=True)):
@@ -43,7 +43,7 @@ class Beliefs:
         return found
 
     def learn(self, tree: DraftTree, path: Sequence[int]) -> None:
-        """Take in a verified tree, of which the target accepted ``path``."""
+        """Update with a verified tree, of which the target accepted ``path``."""
         assert tree.log_probs is not None
         for counts in (self.expected, self.accepted):
             for source in counts:
@@ -56,7 +56,7 @@ class Beliefs:
 
 
 def best_nodes(tree: DraftTree, beliefs: Sequence[float], count: int) -> DraftTree:
-    """The ``count`` most probable nodes of a tree; between equals the earlier one, hence the parent."""
+    """The ``count`` most probable nodes of a tree; among equals the earlier one, and so the parent, comes first."""
     if tree.size <= count:
         return tree
     best = sorted(range(tree.size), key=beliefs.__getitem__, reverse=True)[:count]

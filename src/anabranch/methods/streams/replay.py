@@ -1,4 +1,4 @@
-"""Replay of completions through the tree builder that decoding uses: all stream states come from one pass.
+"""Replay completions through the tree builder of decoding, with all stream states from one pass.
 
 B rows of the batch, P positions from the last prompt token on, S streams, D model width.
 """
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 __all__ = ["evaluate", "replay", "replay_all"]
 
-TOP = 8  # accuracy counts a token among that many best, too
+TOP = 8  # accuracy is also counted for this many best tokens
 
 
 @dataclass(frozen=True)
 class _Recorded:
-    """A group of completions with the stream states of all their positions."""
+    """A group of completions with the stream states of all positions."""
 
     group: Sequence[Example]
     batch: Batch
@@ -37,7 +37,7 @@ class _Recorded:
 
 
 def _record(objective: StreamObjective, examples: Sequence[Example], rows: int) -> Iterator[_Recorded]:
-    """``rows`` completions at a time, alike in length."""
+    """Groups of ``rows`` completions of similar length."""
     order = sorted(examples, key=len)
     for first in range(0, len(order), rows):
         group = order[first : first + rows]
@@ -64,7 +64,7 @@ def _walk(total: Replay, recorded: _Recorded, draft: StreamDraft) -> None:
 
 
 def _score(total: Accuracy, recorded: _Recorded, objective: StreamObjective) -> None:
-    """Add the ranks of the text's own tokens to ``total``, over the vocabulary that training scores them with."""
+    """Add the ranks of the text's own tokens to ``total``, over the vocabulary used in training."""
     device = recorded.states_BPSD.device
     batch, words = recorded.batch, objective.vocabulary(recorded.batch)
     tokens_BT, lengths_B = batch.tokens_BT.to(device), batch.lengths_B.to(device)
@@ -99,7 +99,7 @@ def replay_all(
     top: int = TOP,
     rows: int = 16,
 ) -> tuple[dict[str, Replay], Accuracy]:
-    """Replay ``examples`` with each of ``drafts`` and count right predictions by stream, in one target pass for all."""
+    """Replay ``examples`` with each of ``drafts`` and count correct predictions by stream, with one target pass."""
     totals = {name: Replay() for name in drafts}
     accuracy = Accuracy.empty(top, objective.predictors)
     for recorded in _record(objective, examples, rows):
