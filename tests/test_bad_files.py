@@ -179,7 +179,7 @@ def test_journals(line: str, tmp_path: Path) -> None:
     path.write_text('{"settings": {}}\n' + line + "\n{}\n", encoding="utf-8")
     assert "line 2 of" in refused(lambda: Journal.resume(tmp_path / "r.json", {}))
     path.write_text("[1]\n", encoding="utf-8")
-    assert "does not begin with a run's settings" in refused(lambda: Journal.resume(tmp_path / "r.json", {}))
+    assert "does not start with the settings of a run" in refused(lambda: Journal.resume(tmp_path / "r.json", {}))
 
 
 CHECKPOINTS: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {

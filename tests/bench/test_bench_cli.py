@@ -160,7 +160,7 @@ def test_a_peer_is_measured_beside_ours(bench: Bench, monkeypatch: pytest.Monkey
     assert done.code == 0, done.err
     row = next(line for line in done.out.splitlines() if line.startswith("theirs ") and "3/3" in line)
     assert row.split()[-1] == "6", "the common prefix"
-    assert "theirs, in a process of its own" in done.out
+    assert "theirs, in its own process" in done.out
     assert "Tokens/s over" in done.out
 
 
@@ -328,7 +328,7 @@ def test_ctrl_c_before_anything_is_done_leaves_nothing(
 def test_broken_journals(bench: Bench, tmp_path: Path) -> None:
     partial, command = tmp_path / "result.partial.jsonl", ("--out", tmp_path / "result", "--resume")
     partial.write_text("")
-    assert "does not begin with a run's settings" in bench(*command).err
+    assert "does not start with the settings of a run" in bench(*command).err
     partial.write_text('{"settings": {}}\nrubbish\n{}\n')
     assert "line 2" in bench(*command).err
 
@@ -477,7 +477,7 @@ def test_results_are_replaced_by_force_alone(
             refused = bench(*command)
             assert f"{out}{suffix} exists already; give another --out, or --force to replace it" in refused.err
             (tmp_path / f"result{suffix}").unlink()
-        assert "give one of them" in bench(*command, "--resume", "--force").err
+        assert "give only one of them" in bench(*command, "--resume", "--force").err
     (tmp_path / "result.json").write_text(first)
     assert bench(*command, "--force").code == 0
     again = read(tmp_path / "result.json")

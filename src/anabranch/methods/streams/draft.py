@@ -40,8 +40,8 @@ __all__ = ["DraftOptions", "DrawNoise", "RowVocabulary", "StreamDraft"]
 # Measured with the default model at temperature 1 (docs/log.md).
 TRUST = 0.85
 SCORES: Literal["int8"] = "int8"  # quantisation of the draft head, finer than that of other weights of drafts
-# Number of blocks of 32 draft tokens for which the kernels compute conditioned scores: those with a stream's best tokens
-# without conditioning; at least four times the nodes of a tree (docs/log.md).
+# Number of blocks of 32 draft tokens for which the kernels compute conditioned scores: those with a stream's best
+# tokens without conditioning; at least four times the nodes of a tree (docs/log.md).
 BLOCKS = 64
 OWN = 64  # in CUDA graphs the rows' own tokens are padded to a multiple of this, for few distinct shapes
 MOST_NODES = 1024  # limit of a product tree, which grows with k ** depth
