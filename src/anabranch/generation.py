@@ -28,7 +28,7 @@ class Generation:
     """A finished sequence. ``token_ids`` are the new tokens, including an end token; ``text`` excludes it.
 
     finish_reason  "stop": an end token or a stop string; "length": max_new_tokens or the model's context length
-    sources        what proposed each token: "target", or a label of the drafter such as "prompt_lookup"
+    sources        what proposed each token: "target", or a label of the drafter
     log_probs      the target's raw log probability of each token, if requested
     """
 

@@ -1,7 +1,7 @@
 """Traces of decoding: one JSON line per step, written during decoding and readable after a crash.
 
     {"trace": 2, "rule": "match", "every_position": false, "settings": {...}}  the first line
-    {"source": "prompt_lookup"}                                                  names source 1; 0 is "target"
+    {"source": "head 1"}                                                         names source 1; 0 is "target"
     {"row": 0, "at": 3, "tokens": [7, 9], "parents": [-1, 0], "sources": [0, 1], "log_probs": [0.0, -0.2],
      "path": [0, 1], "next": 5, "kept": 2, "drafted": 1, "ms": [0.4, 9.1, 0.1, 0.6]}                    a step
 
