@@ -24,8 +24,8 @@ def install(
 ) -> None:
     """Install engines with pip, each in a virtual environment of its own.
 
-    anabranch's own packages are not touched. Some engines are large: vLLM and OpenVINO take 1 to 2 GB with torch. What
-    is installed already is left as it is.
+    anabranch's own packages are not changed. Some engines are large: vLLM and OpenVINO take 1 to 2 GB with torch.
+    Engines that are installed already are skipped.
     """
     from rich.console import Console
 
@@ -33,7 +33,7 @@ def install(
     from anabranch.bench.peers.environments import install as build
 
     console = Console(stderr=True, highlight=False)
-    wanted = {name: environment_of(name) for name in names}  # a wrong name is told before anything is installed
+    wanted = {name: environment_of(name) for name in names}  # check all names before anything is installed
     for name, environment in wanted.items():
         if environment is None:
             print(f"{name} needs nothing: it runs on anabranch's own interpreter")

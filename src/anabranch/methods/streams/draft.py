@@ -408,7 +408,7 @@ class StreamDraft:
         k = self.options.children
         vocabulary = self.target.config.vocab_size
         words = self._vocabulary(None if row is None else [row], 1)
-        tokens, parents, laws = [root], [-1], []
+        tokens, parents, probs = [root], [-1], []
         carried: Tensor | None = None
         frontier = [0]
         for d in range(min(self.depth, depth)):
@@ -417,7 +417,7 @@ class StreamDraft:
             scores = torch.full((len(frontier), vocabulary), float("-inf"), device=states_SD.device)
             scores[:, words.ids_BV[0]] = self.logits(states, words)[0].expand(len(frontier), -1)
             q = target_probs(scores, params)
-            laws.append(q)
+            probs.append(q)
             uniforms = noise.random((k, len(frontier)))
             drawn = np.stack([inverse_cdf(q, row).cpu().numpy() for row in uniforms], axis=1)
             slots = np.repeat(np.arange(len(frontier)), k)
@@ -433,7 +433,7 @@ class StreamDraft:
         return DraftTree(
             np.asarray(tokens, np.int64),
             np.asarray(parents, np.int64),
-            draft_probs=torch.cat((*laws, leaves)),
+            draft_probs=torch.cat((*probs, leaves)),
             replacement=True,
             sources=_sources(depths),
         )
