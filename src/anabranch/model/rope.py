@@ -18,7 +18,7 @@ from anabranch.model.config import RopeConfig
 
 __all__ = ["MARGIN", "ROPE_VARIANTS", "Rope", "check_rope", "rope_frequencies", "rotate"]
 
-# Table entries beyond the planned length: draft nodes and whatever drafts inside a pass reach past the last token.
+# Positions that a table holds beyond the planned length: draft nodes and a rider's rows reach past the last token.
 MARGIN = 1024
 # Cached tables: the variant "dynamic" needs one for each planned length, of which a server sees many.
 _KEPT_TABLES = 4

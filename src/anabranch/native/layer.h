@@ -95,7 +95,7 @@ class LayerPart {
     });
   }
 
-  // inner = silu(gate) * up, with interleaved blocks; low = silu(h low'), an adapter that may replace the MLP.
+  // inner = silu(gate) * up, whose blocks alternate; low = silu(h low'). The low-rank term may replace the MLP.
   void mlp_up() {
     norm(l_.norm_mlp);
     Sums gate, up;

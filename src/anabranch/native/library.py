@@ -49,8 +49,8 @@ __all__ = [
     "why_not",
 ]
 
-MAX_EMBEDDING_WIDTH = 8192  # of the rows that drafts and trailing streams read embeddings into
-STATUSES = {"memory": -1, "threads": -2}  # returned by C functions; other negative ones are for invalid arguments
+MAX_EMBEDDING_WIDTH = 8192  # of rows that kernels read embeddings into
+STATUSES = {"memory": -1, "threads": -2}  # of the C functions; others below 0 refuse an argument
 MAX_THREADS = 1024
 PAGE = 2**21  # bytes of a large page
 ARENA = 2**26  # bytes that packed weights share

@@ -28,9 +28,9 @@ struct Shape {
 // the nodes of a pass
 struct RaggedBatch {
   int32_t batch, nodes;  // B, M
-  int32_t window;        // size of the sliding window in positions, including the node's own (0: no window)
-  int32_t trailing;      // whether all nodes use the window of the newest committed token
-  int32_t positions;     // number of positions in cos and sin
+  int32_t window;        // a node sees that many positions, its own included (0: all)
+  int32_t trailing;      // whether the nodes share the window of the newest committed token instead of one each
+  int32_t positions;     // positions that cos and sin have
   float* x;                // [M, D], in and out
   const float *cos, *sin;  // [positions, rope_dim]
   const int64_t* starts;   // [B + 1]: batch row b has the nodes starts[b] to starts[b + 1] - 1, possibly none
