@@ -161,7 +161,7 @@ def test_a_peer_is_measured_beside_ours(bench: Bench, monkeypatch: pytest.Monkey
     row = next(line for line in done.out.splitlines() if line.startswith("theirs ") and "3/3" in line)
     assert row.split()[-1] == "6", "the common prefix"
     assert "theirs, in its own process" in done.out
-    assert "Tokens/s over" in done.out
+    assert "Tokens/s relative to peers" in done.out
 
 
 @pytest.mark.thorough
@@ -339,7 +339,7 @@ def test_broken_journals(bench: Bench, tmp_path: Path) -> None:
         (["--method", "magic"], "there is no drafter 'magic'"),
         (["--peer", "magic"], "there is no peer 'magic'"),
         (["--method", "none", "--method", "none"], "two contenders are named 'none'"),
-        (["--method", "=none"], "write LABEL=SPEC"),
+        (["--method", "=none"], "must be SPEC or LABEL=SPEC"),
         (["--task", "c"], "has no task 'c'; its tasks are a, b"),
         (["--field", "text"], "no text in the field 'text'; its fields are prompt, task"),
         (["--repeats", "0"], "--repeats must be at least 1, got 0"),

@@ -143,8 +143,8 @@ def test_an_answer_may_end_early_only_at_the_end_token(fake: Any) -> None:
         ("many", "sent an invalid answer: 5 tokens, but at most 4"),
         ("few", "stopped after 3 of 4 tokens without an end token"),
         ("goes on", "continued after the end token"),
-        ("outside", "no list of token ids below 50"),
-        ("words", "no list of token ids below 50"),
+        ("outside", "not a list of token ids below 50"),
+        ("words", "not a list of token ids below 50"),
         ("no time", "its times are 0 s"),
         ("late", "0.125 s to the first token"),
     ],
@@ -232,8 +232,8 @@ def test_names_carry_options() -> None:
         ("transformers-lookup:tokens", "has no option 'tokens'"),
         ("transformers-lookup:tokens=0", "must be a whole number from 1, got '0'"),
         ("transformers-lookup:tokens=3,tokens=4", "twice"),
-        ("openvino:format=int3", "takes fp16, int8 or int4"),
-        ("vllm:compile=maybe", "takes yes or no"),
+        ("openvino:format=int3", "must be fp16, int8 or int4"),
+        ("vllm:compile=maybe", "must be yes or no"),
     ],
 )
 def test_names_that_mean_nothing(name: str, message: str) -> None:
@@ -245,7 +245,7 @@ def test_names_that_mean_nothing(name: str, message: str) -> None:
     ("name", "message"),
     [
         ("transformers-assisted", "assistant=FOLDER"),
-        ("transformers-assisted:assistant=nowhere", "no model folder"),
+        ("transformers-assisted:assistant=nowhere", "not a model folder"),
         ("economize", "peers install economize"),
         ("llama.cpp", "peers install llama.cpp"),
         ("openvino", "peers install openvino"),
