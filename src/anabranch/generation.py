@@ -186,7 +186,7 @@ def _chunks(scheduler: Scheduler, ticket: Ticket, tokenizer: Any, stop: Sequence
         for step in scheduler.steps(ticket):
             chunk = output.add(step)
             if chunk.result is not None:
-                scheduler.cancel(ticket)  # at a stop string the target would go on
+                scheduler.cancel(ticket)  # at a stop string the target would continue
             yield chunk
             if chunk.result is not None:
                 return

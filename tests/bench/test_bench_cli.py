@@ -349,7 +349,7 @@ def test_broken_journals(bench: Bench, tmp_path: Path) -> None:
         (["--resume"], "--resume needs --out"),
         (["--method", "a=streams", "--method", "a=none"], "named 'a'; label one of them, as in again=none"),
         (["--method", "again=none@int8", "--method", "again=streams@int8"], "as in again-2=streams@int8"),
-        (["--max-new-tokens", "95"], "leaves no room for 95 more"),
+        (["--max-new-tokens", "95"], "too many for 95 more"),
     ],
 )
 def test_what_is_refused_before_anything_runs(bench: Bench, arguments: list[str], words: str) -> None:

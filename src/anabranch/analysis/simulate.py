@@ -254,17 +254,17 @@ def simulate(trace: Trace, cut: Cut | None = None, *, latency: Price | None = No
         )
     if trace.every_position:
         return replay(trace.rows(), cut, latency=latency)
-    told, floor = Prediction(cut, ms=None if latency is None else 0.0), Prediction(cut)
+    found, floor = Prediction(cut, ms=None if latency is None else 0.0), Prediction(cut)
     between = False
     for row in trace.rows():
         for tree, path, emitted in _each(row, cut):
-            told.add(tree, path, emitted, latency)
+            found.add(tree, path, emitted, latency)
         for record, tree, path, emitted in _walk(row, cut, None):
             floor.add(tree, path, emitted, None)
             between = between or record is None
     if between:
-        told.floor = floor.mean_acceptance_length
-    return told
+        found.floor = floor.mean_acceptance_length
+    return found
 
 
 def replay(

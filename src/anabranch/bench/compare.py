@@ -113,8 +113,8 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
         for key, words in facts.items():
             was, now = a[group].get(key), b[group].get(key)
             if was != now:
-                told = f": {was} and {now}" if len(f"{was}{now}") < 80 else ""
-                warnings.append(f"{words}{told}")
+                detail = f": {was} and {now}" if len(f"{was}{now}") < 80 else ""
+                warnings.append(f"{words}{detail}")
     warnings += [f"{name} is incomplete" for name, result in (("A", a), ("B", b)) if not result["complete"]]
     # a stopped run has the first prompts of the list
     same = a["run"]["prompts_sha256"] == b["run"]["prompts_sha256"]

@@ -135,7 +135,7 @@ def heading(result: Mapping[str, Any]) -> list[str]:
         f"anabranch {where['anabranch']} (commit {where['commit']}), torch {where['torch']}, "
         f"transformers {where['transformers']}, Python {where['python']}.",
         f"{_physics(machine)}. A token reads {machine['weight_mb']:.1f} MB of weights: plain decoding "
-        f"cannot take less than {machine['floor_ms']:.2f} ms a token.",
+        f"cannot take less than {machine['floor_ms']:.2f} ms per token.",
     ]
     if run["temperature"] > 0:
         lines.append(
@@ -150,10 +150,10 @@ def heading(result: Mapping[str, Any]) -> list[str]:
         lines.append("; ".join(f"{name} is {drafter} here" for name, drafter in became) + ".")
     for record in result["contenders"]:
         if info := record.get("info"):
-            told = ", ".join(
+            facts = ", ".join(
                 f"{key.removesuffix('_bytes').replace('_', ' ')} {_fact(key, value)}" for key, value in info.items()
             )
-            lines.append(f"{record['name']}, in its own process: {told}.")
+            lines.append(f"{record['name']}, in its own process: {facts}.")
     return lines
 
 

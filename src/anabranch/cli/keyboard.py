@@ -119,7 +119,7 @@ def _kept_history(path: Path) -> FileHistory:
     from prompt_toolkit.history import FileHistory
 
     class Kept(FileHistory):
-        told = False
+        warned = False
 
         def load_history_strings(self) -> Iterable[str]:
             try:
@@ -140,8 +140,8 @@ def _kept_history(path: Path) -> FileHistory:
                 self._tell(error)
 
         def _tell(self, error: OSError) -> None:
-            if not self.told:
-                self.told = True
+            if not self.warned:
+                self.warned = True
                 note(f"the history cannot be kept in {path} ({error.strerror}); use --no-history to turn it off")
 
     return Kept(str(path))

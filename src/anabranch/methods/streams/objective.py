@@ -31,7 +31,7 @@ from anabranch.model.decoder import Decoder, Inputs
 __all__ = ["Frozen", "LossOptions", "StreamObjective"]
 
 UNCONDITIONED_STRIDE = 5  # every n-th prediction; in multiples of the number of streams it would always be one stream
-UNTOLD_STRIDE = 8
+RIDING_STRIDE = 8
 
 
 @dataclass(frozen=True)
@@ -163,12 +163,12 @@ class StreamObjective:
             return states_BPSD
         width = tokens_BT.shape[1]
         carried: Tensor | None = None
-        told = []
+        conditioned = []
         for j in range(states_BPSD.shape[2]):
             parents = tokens_BT.gather(1, (positions_BP + 1 + j).clamp(max=width - 1))
             state, carried = conditioner(states_BPSD[:, :, j], self.target.embedding(parents), carried)
-            told.append(state)
-        return torch.stack(told, dim=2)
+            conditioned.append(state)
+        return torch.stack(conditioned, dim=2)
 
     def _cross_entropy(
         self, words: Vocabulary, states_MD: Tensor, tokens_M: Tensor, teacher_MD: Tensor | None, weight_M: Tensor
@@ -199,9 +199,9 @@ class StreamObjective:
         weight_M = self.options.decay ** stream_M.float()
 
         # streams that ride are not conditioned on the emitted token: an eighth of the positions trains that case
-        states = self.states(frozen, tokens, positions_BP, positions_BP % UNTOLD_STRIDE == 0)
-        told = self.conditioned(states, tokens, positions_BP)
-        loss, right = self._cross_entropy(words, told[inside], place_BPS[inside], teacher, weight_M)
+        states = self.states(frozen, tokens, positions_BP, positions_BP % RIDING_STRIDE == 0)
+        conditioned = self.conditioned(states, tokens, positions_BP)
+        loss, right = self._cross_entropy(words, conditioned[inside], place_BPS[inside], teacher, weight_M)
         if self.adapter.conditioner is not None and self.options.unconditioned:
             # a fifth of the predictions is enough to keep the streams useful without conditioning
             some = slice(None, None, UNCONDITIONED_STRIDE)
