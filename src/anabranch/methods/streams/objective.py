@@ -134,11 +134,11 @@ class StreamObjective:
         return float((batch.lengths_B - 2 - batch.starts_B).clamp(min=0).sum()) * self.predictors
 
     def states(
-        self, frozen: Frozen, tokens_BT: Tensor, positions_BP: Tensor, unconditioned_BP: Tensor | None = None
+        self, frozen: Frozen, tokens_BT: Tensor, positions_BP: Tensor, riding_BP: Tensor | None = None
     ) -> Tensor:
         """Stream states after the last norm [B, P, S, D] of some positions, conditioned on the token after each.
 
-        ``unconditioned_BP`` marks positions that are not conditioned on it, like streams that ride in the pass.
+        ``riding_BP`` marks positions that are not conditioned on it, as when streams ride in the pass.
         """
         width, d = frozen.entry_BTD.shape[1:]
         entry = frozen.entry_BTD.gather(1, positions_BP[:, :, None].expand(-1, -1, d))
@@ -152,8 +152,8 @@ class StreamObjective:
         emitted = None
         if self.adapter.root is not None:
             emitted = self.target.embedding(tokens_BT.gather(1, (positions_BP + 1).clamp(max=width - 1)))
-            if unconditioned_BP is not None:
-                emitted = emitted.masked_fill(unconditioned_BP[:, :, None], 0.0)
+            if riding_BP is not None:
+                emitted = emitted.masked_fill(riding_BP[:, :, None], 0.0)
         return trail(self.target, self.adapter, entry, emitted, positions_BP, frozen.keys_values, visible, width)
 
     def conditioned(self, states_BPSD: Tensor, tokens_BT: Tensor, positions_BP: Tensor) -> Tensor:
