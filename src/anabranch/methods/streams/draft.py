@@ -227,7 +227,7 @@ class StreamDraft:
         ids = self.vocabulary.expand(count, -1)
         widest = max((len(row.ids) for row in rows or ()), default=0)
         if self.target.recorder is not None:
-            widest = -(-max(widest, 1) // OWN) * OWN  # few distinct shapes
+            widest = -(-max(widest, 1) // OWN) * OWN  # few shapes
         if rows is None or widest == 0:
             return _Vocabulary(ids)
         if count == 1 and rows[0].head is not None:
@@ -313,7 +313,7 @@ class StreamDraft:
     def _recorded(
         self, states_BSD: Tensor, roots_B: Tensor, words: _Vocabulary, drawn: tuple[Tensor, ...]
     ) -> list[_Level]:
-        """``_grow``, as a CUDA graph if that is faster."""
+        """``_grow``, recorded where that pays."""
         own = () if words.own_BXD is None or words.offset_B1X is None else (words.own_BXD, words.offset_B1X)
 
         def compute(states_BSD: Tensor, roots_B: Tensor, ids_BV: Tensor, *more: Tensor) -> tuple[Tensor, ...]:

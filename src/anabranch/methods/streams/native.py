@@ -94,7 +94,7 @@ class NativeTrail:
 
     @staticmethod
     def fits(target: Decoder, adapter: StreamAdapter) -> bool:
-        """Whether the target runs on the kernels and they support this adapter's attention."""
+        """Whether the kernels run this target and know this adapter's attention."""
         return target.stack is not None and adapter.config.position == "embedding"
 
     def run(

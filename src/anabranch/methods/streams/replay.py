@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["evaluate", "replay", "replay_all"]
 
-TOP = 8  # accuracy is also counted for this many best tokens
+TOP = 8  # accuracy counts a token among that many best, too
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class _Recorded:
 
 
 def _record(objective: StreamObjective, examples: Sequence[Example], rows: int) -> Iterator[_Recorded]:
-    """Groups of ``rows`` completions of similar length."""
+    """``rows`` completions at a time, alike in length."""
     order = sorted(examples, key=len)
     for first in range(0, len(order), rows):
         group = order[first : first + rows]
@@ -64,7 +64,7 @@ def _walk(total: Replay, recorded: _Recorded, draft: StreamDraft) -> None:
 
 
 def _score(total: Accuracy, recorded: _Recorded, objective: StreamObjective) -> None:
-    """Add the ranks of the text's own tokens to ``total``, over the vocabulary used in training."""
+    """Add the ranks of the text's own tokens to ``total``, over the vocabulary that training scores them with."""
     device = recorded.states_BPSD.device
     batch, words = recorded.batch, objective.vocabulary(recorded.batch)
     tokens_BT, lengths_B = batch.tokens_BT.to(device), batch.lengths_B.to(device)
