@@ -263,8 +263,8 @@ def test_what_many_clients_send(toys: ToyFolders) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"stop": 5}, "stop must be one or more strings"),
-        ({"stop": [5]}, "stop must be one or more strings"),
+        ({"stop": 5}, "stop takes strings"),
+        ({"stop": [5]}, "stop takes strings"),
         ({"processors": len}, "processors must be a list of functions"),
         ({"processors": [3]}, "processors must be a list of functions"),
         ({"processors": [lambda tokens, logits: None]}, "must return a tensor of logits, got NoneType"),

@@ -59,7 +59,7 @@ def copied(toys: ToyFolders, tmp_path: Path) -> ToyFolders:
         (["--top-p", "0"], "top_p must be greater than 0 and at most 1"),
         (["--top-p", "1.5"], "top_p must be greater than 0 and at most 1"),
         (["--top-k", "-1"], "top_k must be 0 (off) or a positive integer"),
-        (["--stop", ""], "strings of at least one character"),
+        (["--stop", ""], "stop takes strings of at least one character"),
         (["--drafter", "streams:k=0"], "k must be a whole number of at least 1"),
         (["--drafter", "streams:depth=-1"], "depth must be a whole number of at least 0"),
         (["--drafter", "streams:gamma=0"], "has no setting 'gamma=0'; settings are tree, nodes, costs, k, depth"),

@@ -71,7 +71,7 @@ class Options:
         if not isinstance(self.stop, str | Sequence | None) or any(
             not isinstance(text, str) or not text for text in self.stops
         ):
-            raise InputError(f"stop must be one or more strings of at least one character, got {self.stop!r}")
+            raise InputError(f"stop takes strings of at least one character, got {self.stop!r}")
         if not isinstance(self.processors, Sequence) or not all(map(callable, self.processors)):
             raise InputError(f"processors must be a list of functions, got {self.processors!r}")
         _ = self.sampling

@@ -144,8 +144,8 @@ def _auto(auto: dict[str, Any]) -> dict[str, str]:
             name = f"{found['model'] or 'model ' + found['fingerprint'][:12]}, {found['dtype']}"
             facts[name] = f"costs of forward passes measured at load on {found['date']}"
             if kind == "profiles":
-                gain = "" if found["speedup"] is None else f", {found['speedup']:.2f} times plain decoding"
-                facts[name] = f"costs tuned on {found['date']}; fastest was {found['drafter']}{gain}"
+                gain = f"{found['speedup']:.2f} times plain decoding"
+                facts[name] = f"costs tuned on {found['date']}; fastest was {found['drafter']}, {gain}"
     facts["other models"] = "costs are measured when the model is loaded, or by 'anabranch tune'"
     facts["profiles"] = (
         f"{len(auto['profiles'])} for this machine, {auto['other_profiles']} for other situations, in {auto['folder']}"
