@@ -61,7 +61,7 @@ def test_a_machine(anabranch: Anabranch, home: Path, monkeypatch: pytest.MonkeyP
     assert found["caches"]["default_model"] is False
     assert found["environment"]["OMP_NUM_THREADS"] == "1"
     shown = anabranch("info").out
-    for words in ("Versions\n", f"torch            {version('torch')}\n", "2.5 MB\n", "'anabranch pull' fetches it"):
+    for words in ("Versions\n", f"torch            {version('torch')}\n", "2.5 MB\n", "'anabranch pull' downloads it"):
         assert words in shown
     assert "costs are timed when a model is loaded" in shown
 

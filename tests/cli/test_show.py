@@ -117,4 +117,4 @@ def test_progress_of_a_prompt_is_shown_after_a_second(
         tell(7000, 7000)
         assert capsys.readouterr().err == ""
         tell(1024, 7000)
-        assert capsys.readouterr().err == "processing the prompt: 1,024 of 7,000 tokens"
+        assert capsys.readouterr().err == "reading prompt: 1,024 of 7,000 tokens"

@@ -138,7 +138,7 @@ def prompt_progress(wait: Wait) -> Callable[[int, int], None]:
 
     def tell(done: int, total: int) -> None:
         if done < total and time.monotonic() - began > PATIENCE:
-            wait.tell(f"processing the prompt: {done:,} of {total:,} tokens")
+            wait.tell(f"reading prompt: {done:,} of {total:,} tokens")
 
     return tell
 
