@@ -77,7 +77,7 @@ def test_a_message_that_does_not_fit_loses_nothing(anabranch: Anabranch, where: 
     lines = ["the", "long " * 40, f"/save {out}", "/reset", "so", "/quit"]
     done = anabranch("chat", *where, "-n", 4, stdin="\n".join(lines))
     assert done.code == 0
-    assert "tokens with this message, and the model's limit is 96; /save FILE saves it, /reset begins" in done.err
+    assert "tokens, and the model's limit is 96; /save FILE saves it, /reset starts" in done.err
     assert [message["role"] for message in json.loads(out.read_text())] == ["user", "assistant"]
     assert len(done.out.splitlines()) >= 2
 
