@@ -63,7 +63,7 @@ def test_a_machine(anabranch: Anabranch, home: Path, monkeypatch: pytest.MonkeyP
     shown = anabranch("info").out
     for words in ("Versions\n", f"torch            {version('torch')}\n", "2.5 MB\n", "'anabranch pull' downloads it"):
         assert words in shown
-    assert "costs are timed when a model is loaded" in shown
+    assert "costs are measured when the model is loaded" in shown
 
 
 def test_what_auto_means_here(anabranch: Anabranch, home: Path) -> None:
