@@ -19,7 +19,8 @@ class CombinedDrafter(Drafter):
     """Merges the trees of its parts (``FIRST+SECOND``) and truncates the union to its most probable nodes.
 
     nodes     maximum number of verified nodes, counting the root
-    adaptive  whether the number of nodes follows the load, up to ``nodes``
+    adaptive  whether the number of nodes follows the load, up to ``nodes``; under a load that leaves no time for
+              drafting, the parts that are free still propose
 
     The nodes of a merged tree are not samples from one distribution, so *matching* is the only exact rule.
     """
@@ -34,6 +35,7 @@ class CombinedDrafter(Drafter):
             names = " and ".join(repr(part.name) for part in riders)
             raise CapabilityError(f"{names} both add rows to the target's pass; combine at most one of them")
         self.parts, self.adaptive = tuple(parts), adaptive
+        self.free = all(part.free for part in parts)
         self.name = "+".join(part.name for part in parts)
         self.max_nodes = nodes
         layers = {layer for part in parts for layer in part.needs.layers}
@@ -68,8 +70,13 @@ class CombinedDrafter(Drafter):
 
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
         """The merged trees, truncated to the most probable nodes."""
+        parts = self.parts
+        if budget < 2:
+            parts, budget = tuple(part for part in parts if part.free), self.max_nodes
+        if not parts:
+            return [DraftTree.root(row.root) for row in rows]
         budget = min(budget, self.max_nodes)
-        proposals = [part.draft(rows, min(budget, part.max_nodes)) for part in self.parts]
+        proposals = [part.draft(rows, min(budget, part.max_nodes)) for part in parts]
         found = []
         for row, trees in zip(rows, zip(*proposals, strict=True), strict=True):
             tree = DraftTree.merge(trees)
@@ -88,5 +95,5 @@ class CombinedDrafter(Drafter):
             part.leave(row)
 
     def depth_of(self, budget: int) -> int:
-        """The maximum over the parts."""
-        return max(part.depth_of(budget) for part in self.parts)
+        """The maximum over the parts; free parts prepare nothing."""
+        return max((part.depth_of(budget) for part in self.parts if not part.free), default=0)
