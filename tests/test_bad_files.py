@@ -179,7 +179,7 @@ def test_journals(line: str, tmp_path: Path) -> None:
     path.write_text('{"settings": {}}\n' + line + "\n{}\n", encoding="utf-8")
     assert "line 2 of" in refused(lambda: Journal.resume(tmp_path / "r.json", {}))
     path.write_text("[1]\n", encoding="utf-8")
-    assert "does not begin with a run's settings" in refused(lambda: Journal.resume(tmp_path / "r.json", {}))
+    assert "does not start with the settings of a run" in refused(lambda: Journal.resume(tmp_path / "r.json", {}))
 
 
 CHECKPOINTS: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
@@ -207,7 +207,7 @@ def test_checkpoints(name: str, tmp_path: Path) -> None:
     tensors = load_file(path)
     CHECKPOINTS[name](tensors)
     save_file(tensors, path, metadata)
-    assert "delete the folder to start anew" in refused(lambda: load_checkpoint(tmp_path, module, optimizer))
+    assert "delete the folder to start over" in refused(lambda: load_checkpoint(tmp_path, module, optimizer))
     for record in ("[]", '{"step": "3"}', '{"step": -1}', LONG):
         save_file(tensors, path, {"record": record})
         assert "damaged" in refused(lambda: load_checkpoint(tmp_path, module, optimizer))

@@ -1,4 +1,4 @@
-"""Replay of completions through the tree builder that decoding uses: all stream states come from one pass.
+"""Replay completions through the tree builder of decoding, with all stream states from one pass.
 
 B rows of the batch, P positions from the last prompt token on, S streams, D model width.
 """
@@ -45,7 +45,7 @@ class StreamPredictions(Objective[F], Protocol[F]):
 
 @dataclass(frozen=True)
 class _Recorded:
-    """A group of completions with the stream states of all their positions."""
+    """A group of completions with the stream states of all positions."""
 
     group: Sequence[Example]
     batch: Batch
@@ -118,7 +118,7 @@ def replay_all(
     top: int = TOP,
     rows: int = 16,
 ) -> tuple[dict[str, Replay], Accuracy]:
-    """Replay ``examples`` with each of ``drafts`` and count right predictions by stream, in one target pass for all."""
+    """Replay ``examples`` with each of ``drafts`` and count correct predictions by stream, with one target pass."""
     totals = {name: Replay() for name in drafts}
     accuracy = Accuracy.empty(top, objective.predictors)
     for recorded in _record(objective, examples, rows):
