@@ -152,7 +152,7 @@ def _measured(path: Path, kind: str, here: dict[str, Any], kernels: set[str]) ->
         used = {name: str(getattr(situation, name)) for name in ("fingerprint", "dtype", "device", "kernels")}
         fact = {"pass_ms": str(costs), "date": record.get("date"), **used, "path": str(path)}
         if kind == "profiles":
-            fact |= {"drafter": str(record["drafter"]), "speedup": record.get("speedup")}
+            fact |= {"drafter": str(record["drafter"]), "speedup": float(record["speedup"])}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return fact if here.items() <= asdict(situation).items() and situation.kernels in kernels else None
