@@ -140,8 +140,8 @@ def _auto(auto: dict[str, Any]) -> dict[str, str]:
             name = f"{found['model'] or 'model ' + found['fingerprint'][:12]}, {found['dtype']}"
             facts[name] = f"costs of passes timed at load on {found['date']}"
             if kind == "profiles":
-                gain = "" if found["speedup"] is None else f", {found['speedup']:.2f} times plain decoding"
-                facts[name] = f"costs tuned on {found['date']}; fastest was {found['drafter']}{gain}"
+                gain = f"{found['speedup']:.2f} times plain decoding"
+                facts[name] = f"costs tuned on {found['date']}; fastest was {found['drafter']}, {gain}"
     facts["otherwise"] = "costs are timed when a model is loaded; 'anabranch tune' measures and remembers them"
     facts["profiles"] = f"{auto['folder']}: {len(auto['profiles'])} for this machine, {auto['other_profiles']} other"
     return facts
