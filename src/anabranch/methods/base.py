@@ -96,6 +96,8 @@ class Drafter(ABC):
     max_nodes  the most nodes that one of its trees has, the root included
     adaptive   whether the load decides how many of them are drafted and verified (``anabranch.speculation``); its trees
                then carry ``log_probs``
+    free       whether its drafts cost next to nothing beside a pass and need no preparation: it drafts at every step,
+               and the load only decides what is verified
     needs      what it has to see of the target's passes
     """
 
@@ -103,6 +105,7 @@ class Drafter(ABC):
     rules: tuple[Rule, ...] = ("match",)
     max_nodes: int = 1
     adaptive: bool = False
+    free: bool = False
     needs: Taps = Taps()
 
     @property
@@ -151,7 +154,7 @@ class Wrapped(Drafter):
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.name, self.rules, self.max_nodes = drafter.name, drafter.rules, drafter.max_nodes
-        self.adaptive, self.needs = drafter.adaptive, drafter.needs
+        self.adaptive, self.free, self.needs = drafter.adaptive, drafter.free, drafter.needs
 
     @property
     def margin(self) -> int:

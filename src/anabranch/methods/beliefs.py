@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 
 from anabranch.tree import DraftTree
 
-__all__ = ["Beliefs", "best_nodes"]
+__all__ = ["Beliefs", "Calibration", "best_nodes"]
 
 MEMORY = 0.99  # weight of a step relative to the one after it
+VERIFIED = 5.0  # the same, of a tenth of probability, over all rows
+FADING = 0.995  # weight of a verified node relative to the next one
 PRIOR = 10.0  # accepted tokens that a drafter's statement is worth before anything was observed
 
 
@@ -53,6 +55,37 @@ class Beliefs:
         for node in path[1:]:
             source = tree.sources[node]
             self.accepted[source] = self.accepted.get(source, 0.0) + 1.0
+
+
+class Calibration:
+    """Corrects acceptance probabilities by what was accepted of the nodes that were verified, over all rows.
+
+    Of many nodes those are verified that look best, and what looks best tends to be overrated. So for each source and
+    tenth of probability, the probabilities of verified nodes are compared with how many of them were accepted.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[str, tuple[list[float], list[float]]] = {}  # by source: expected and accepted, by tenths
+
+    def __call__(self, tree: DraftTree, beliefs: Sequence[float]) -> list[float]:
+        """[N] corrected probabilities; no node's exceeds its parent's."""
+        found = list(beliefs)
+        for node, (parent, source) in enumerate(zip(tree.parents.tolist(), tree.sources, strict=True)):
+            if node:
+                counts, place = self._counts.get(source), min(9, int(10 * found[node]))
+                ratio = 1.0 if counts is None else (VERIFIED + counts[1][place]) / (VERIFIED + counts[0][place])
+                found[node] = min(found[parent], found[node] * ratio)
+        return found
+
+    def learn(self, tree: DraftTree, beliefs: Sequence[float], path: Sequence[int]) -> None:
+        """Take in a verified tree with its uncorrected probabilities, of which the target accepted ``path``."""
+        accepted = set(path)
+        for node, source in enumerate(tree.sources):
+            if node:
+                counts = self._counts.setdefault(source, ([0.0] * 10, [0.0] * 10))
+                place = min(9, int(10 * beliefs[node]))
+                counts[0][place] = FADING * counts[0][place] + beliefs[node]
+                counts[1][place] = FADING * counts[1][place] + (node in accepted)
 
 
 def best_nodes(tree: DraftTree, beliefs: Sequence[float], count: int) -> DraftTree:

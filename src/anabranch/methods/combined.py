@@ -19,7 +19,8 @@ class CombinedDrafter(Drafter):
     """Each part proposes; the most probable nodes of the union are verified (``streams+prompt_lookup``).
 
     nodes     verified at most, the root included
-    adaptive  whether the load decides how many, up to ``nodes``
+    adaptive  whether the load decides how many, up to ``nodes``; under a load that leaves no time for drafting, the
+              parts that are free still propose
 
     A merged or cut tree is no sample of any one distribution, so *matching* is the only exact rule.
     """
@@ -34,6 +35,7 @@ class CombinedDrafter(Drafter):
             names = " and ".join(repr(part.name) for part in riders)
             raise CapabilityError(f"{names} both add rows to the target's pass; combine at most one of them")
         self.parts, self.adaptive = tuple(parts), adaptive
+        self.free = all(part.free for part in parts)
         self.name = "+".join(part.name for part in parts)
         self.max_nodes = nodes
         layers = {layer for part in parts for layer in part.needs.layers}
@@ -68,8 +70,13 @@ class CombinedDrafter(Drafter):
 
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
         """Merged trees, cut to the most probable nodes."""
+        parts = self.parts
+        if budget < 2:
+            parts, budget = tuple(part for part in parts if part.free), self.max_nodes
+        if not parts:
+            return [DraftTree.root(row.root) for row in rows]
         budget = min(budget, self.max_nodes)
-        proposals = [part.draft(rows, min(budget, part.max_nodes)) for part in self.parts]
+        proposals = [part.draft(rows, min(budget, part.max_nodes)) for part in parts]
         found = []
         for row, trees in zip(rows, zip(*proposals, strict=True), strict=True):
             tree = DraftTree.merge(trees)
@@ -88,5 +95,5 @@ class CombinedDrafter(Drafter):
             part.leave(row)
 
     def depth_of(self, budget: int) -> int:
-        """The deepest part's."""
-        return max(part.depth_of(budget) for part in self.parts)
+        """The deepest part's; free parts prepare nothing."""
+        return max((part.depth_of(budget) for part in self.parts if not part.free), default=0)

@@ -73,6 +73,7 @@ class PromptLookupDrafter(Drafter):
     """Chains of up to ``tokens`` tokens that continue the longest match of at most ``ngram`` tokens."""
 
     name = "prompt_lookup"
+    free = True
 
     def __init__(self, *, tokens: int = 10, ngram: int = 3, adaptive: bool = False) -> None:
         if tokens < 1 or ngram < 1:
