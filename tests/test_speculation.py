@@ -248,10 +248,27 @@ def test_the_text_is_plain_decodings_at_every_load(spec: str, rows: int, table: 
     assert [ticket.emitted for ticket in tickets] == wanted
 
 
-def test_a_row_that_joins_and_leaves_changes_nothing_for_the_one_that_stays() -> None:
+class Unchanging(Costs):
+    """Costs that do not follow the time that steps take here."""
+
+    def saw_pass(self, ms: float, nodes: int, rows: int, context: float) -> None:
+        pass
+
+    def saw_draft(self, ms: float, budget: int, rows: int) -> None:
+        pass
+
+    def saw_prepare(self, ms: float, streams: int) -> None:
+        pass
+
+    def saw_rest(self, ms: float, rows: int) -> None:
+        pass
+
+
+def test_a_row_stops_drafting_while_others_fill_the_pass_and_its_text_stays_the_same() -> None:
     target = small()
     drafter = make_drafter("streams:tree=auto", target, small_adapter(target))
-    scheduler = Scheduler(target, speculation=controller(CLIFF, ragged=target.ragged), prefix_bytes=0)
+    made = Speculation(Unchanging(PassCosts(StepCosts.parse(CLIFF)), 0.0), ragged=target.ragged)
+    scheduler = Scheduler(target, speculation=made, prefix_bytes=0)
     stays = scheduler.submit(Request(prompt(6), 60), drafter)
     drafted: list[list[int]] = [[], [], []]
     for phase, others in enumerate((0, 9, 0)):
@@ -264,4 +281,8 @@ def test_a_row_that_joins_and_leaves_changes_nothing_for_the_one_that_stays() ->
             scheduler.cancel(ticket)
     while scheduler.busy:
         scheduler.tick()
+    alone, beside_nine, alone_again = drafted
+    assert min(alone[1:]) > 0
+    assert beside_nine == [0] * 6
+    assert min(alone_again[1:]) > 0, "drafts are back one step after the load has gone"
     assert stays.emitted == decode(target, [Request(prompt(6), 60)])[0][0]

@@ -162,7 +162,7 @@ def test_a_tree_without_beliefs_counts_as_coin_tosses() -> None:
 
 
 def test_truncate_keeps_parents_of_overrated_children() -> None:
-    rising = DraftTree.chain(9, [1, 2, 3], log_probs=[-5, -1, -0.5])  # rounding can do this; a law cannot
+    rising = DraftTree.chain(9, [1, 2, 3], log_probs=[-5, -1, -0.5])  # rounding can do this; a distribution cannot
     assert rising.truncate(2).tokens.tolist() == [9, 1]
     assert DraftTree.from_paths(9, [[1, 2], [3]]).truncate(3).tokens.tolist() == [9, 1, 3]
 

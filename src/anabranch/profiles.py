@@ -24,7 +24,7 @@ from anabranch.adapters.folder import LoadedAdapter
 from anabranch.costs import Costs, PassCosts, StepCosts, costs_of, known_costs
 from anabranch.errors import FileError, InputError, PerformanceWarning, one_line
 from anabranch.files import cache_home, write_atomically
-from anabranch.jsonfiles import read_json
+from anabranch.jsonfiles import read_json, shown
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import Target
 from anabranch.processor import processor_name
@@ -112,7 +112,8 @@ def find_profile(situation: Situation) -> dict[str, Any] | None:
     advice = "delete it, or run 'anabranch tune' again"
     found = read_json(path, advice)
     try:
-        _ = str(found["drafter"])
+        if not isinstance(found["drafter"], str):
+            raise TypeError(f"the drafter is {shown(found['drafter'])}")
         for costs in dict(found["costs"]).values():
             StepCosts.parse(costs)
         _ = found["costs"]["pass"]
