@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import nn
 
 from anabranch.errors import InputError
-from anabranch.methods import none, prompt_lookup, spec, streams
+from anabranch.methods import none, prompt_lookup, spec, streams, suffix
 from anabranch.methods.base import Drafter, Method, Observation, Row, Taps
 from anabranch.methods.spec import AUTO, Spec
 from anabranch.model.decoder import Decoder
@@ -28,7 +28,7 @@ __all__ = [
     "resolve_spec",
 ]
 
-_registry: tuple[Method, ...] = (none.METHOD, streams.METHOD, prompt_lookup.METHOD)
+_registry: tuple[Method, ...] = (none.METHOD, streams.METHOD, prompt_lookup.METHOD, suffix.METHOD)
 
 
 def methods() -> tuple[Method, ...]:
