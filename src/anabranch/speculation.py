@@ -92,7 +92,9 @@ class Speculation:
         rows = sum(groups.values())
         for drafter, count in groups.items():
             if drafter.adaptive:
-                others = sum(n * budgets[d] for d, n in groups.items() if d is not drafter and not d.adaptive)
+                others = sum(
+                    n * (budgets[d] + d.probes) for d, n in groups.items() if d is not drafter and not d.adaptive
+                )
                 others += sum(n for d, n in groups.items() if d is not drafter and d.adaptive)
                 budgets[drafter] = self._budget(drafter, count, rows, others, context)
         return budgets
@@ -103,7 +105,8 @@ class Speculation:
         tried.append(min(drafter.max_nodes, BUDGETS[-1]))
         gains = np.concatenate(([0.0], np.cumsum(lately.worth)))
         nodes = np.array([1, *tried])
-        ms = costs.pass_ms(others + count * nodes, rows, context) + costs.rest_ms(rows)
+        beside = np.where(nodes > 1, drafter.probes, 0)
+        ms = costs.pass_ms(others + count * (nodes + beside), rows, context) + costs.rest_ms(rows)
         ms[1:] += [costs.draft_ms(n, count) + costs.prepare_ms(drafter.depth_of(n) * count) for n in tried]
         rates = (rows + count * gains[nodes - 1]) / ms
         best = int(np.argmax(rates))
@@ -142,6 +145,7 @@ class Speculation:
             return found
         context = sum(len(row.tokens) for row in rows) / len(rows)
         fixed = [tree.size for b, tree in enumerate(trees) if b not in beliefs]
+        beside = [drafter.probes if budgets[drafter] > 1 else 0 for drafter in drafters]
         rest = self.costs.rest_ms(len(rows)) + sum(
             self.costs.draft_ms(budgets[d], n) + self.costs.prepare_ms(d.depth_of(budgets[d]) * n)
             for d, n in _counts(drafters).items()
@@ -149,7 +153,7 @@ class Speculation:
         )
         if self.ragged:
             tokens = len(rows) + np.concatenate(([0.0], -np.cumsum(every)))
-            nodes = sum(fixed) + len(open_rows) + np.arange(len(tokens))
+            nodes = sum(fixed) + sum(beside) + len(open_rows) + np.arange(len(tokens))
             best = int(np.argmax(tokens / (self.costs.pass_ms(nodes, len(rows), context) + rest)))
             least = -every[best - 1] if best else 2.0
             room = best - sum(p > least for b in open_rows for p in beliefs[b][1:])  # ties at the threshold
@@ -164,7 +168,7 @@ class Speculation:
         for i, b in enumerate(open_rows):
             falling[i, : len(beliefs[b])] = sorted(beliefs[b], reverse=True)
         widths = np.arange(1, widest + 1)
-        nodes = len(rows) * np.maximum(widths, max(fixed, default=1))
+        nodes = len(rows) * (np.maximum(widths, max(fixed, default=1)) + max(beside))
         tokens = falling.sum(axis=0).cumsum() + len(fixed)
         width = 1 + int(np.argmax(tokens / (self.costs.pass_ms(nodes, len(rows), context) + rest)))
         for b in open_rows:

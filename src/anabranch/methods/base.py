@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from anabranch.errors import CapabilityError
 from anabranch.methods.beliefs import Beliefs
 from anabranch.methods.counting import DraftCost, DraftShape
@@ -76,6 +79,7 @@ class Observation:
     live      whether the row continues
     planned   the length that the longest row will reach
     budget    the most nodes that the next draft may have; 1: nothing will be drafted, so nothing need be prepared
+    probed    for each row, the target's own token after each node of its probe (``Drafter.probe``), the root left out
     """
 
     result: PassResult
@@ -86,6 +90,7 @@ class Observation:
     live: Sequence[bool]
     planned: int
     budget: int
+    probed: Sequence[NDArray[np.int64]] = ()
 
 
 class Drafter(ABC):
@@ -97,6 +102,7 @@ class Drafter(ABC):
     adaptive   whether the load decides how many of them are drafted and verified (``anabranch.speculation``); its trees
                then carry ``log_probs``
     needs      what it has to see of the target's passes
+    probes     the most nodes of a row's probe, the root not counted
     """
 
     name: str = "drafter"
@@ -104,11 +110,12 @@ class Drafter(ABC):
     max_nodes: int = 1
     adaptive: bool = False
     needs: Taps = Taps()
+    probes: int = 0
 
     @property
     def margin(self) -> int:
         """Cache positions that a step needs behind a row's committed tokens."""
-        return self.max_nodes
+        return self.max_nodes + self.probes
 
     @property
     def rider(self) -> Rider | None:
@@ -133,6 +140,14 @@ class Drafter(ABC):
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
         """One tree a row, of at most ``budget`` nodes (root included) and ``row.max_depth`` deep."""
 
+    def probe(self, rows: Sequence[Row]) -> list[DraftTree]:
+        """What travels in the pass beside each row's draft, to be looked at and never emitted, if ``probes``.
+
+        A tree below the row's root, no deeper than ``row.max_depth``. Asked for after ``draft``, unless nothing was to
+        be drafted; ``observe`` gets the target's own token after each of its nodes (``Observation.probed``).
+        """
+        return [DraftTree.root(row.root) for row in rows]
+
     def observe(self, rows: Sequence[Row], seen: Observation) -> None:  # noqa: B027 - most need nothing
         """See what a step did, and prepare the next draft."""
 
@@ -151,7 +166,7 @@ class Wrapped(Drafter):
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.name, self.rules, self.max_nodes = drafter.name, drafter.rules, drafter.max_nodes
-        self.adaptive, self.needs = drafter.adaptive, drafter.needs
+        self.adaptive, self.needs, self.probes = drafter.adaptive, drafter.needs, drafter.probes
 
     @property
     def margin(self) -> int:
@@ -178,6 +193,10 @@ class Wrapped(Drafter):
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
         """The drafter's trees."""
         return self.drafter.draft(rows, budget)
+
+    def probe(self, rows: Sequence[Row]) -> list[DraftTree]:
+        """The drafter's probes."""
+        return self.drafter.probe(rows)
 
     def observe(self, rows: Sequence[Row], seen: Observation) -> None:
         """Pass on what a step did."""

@@ -33,6 +33,15 @@ class CombinedDrafter(Drafter):
         if len(riders) > 1:
             names = " and ".join(repr(part.name) for part in riders)
             raise CapabilityError(f"{names} both add rows to the target's pass; combine at most one of them")
+        probing = [part for part in parts if part.probes]
+        if len(probing) + len(riders) > 1:
+            names = " and ".join(repr(part.name) for part in (*riders, *probing))
+            raise CapabilityError(
+                f"{names} cannot share the target's pass: probes leave no room for rows that ride in it or prune it; "
+                "combine one of them, or let streams trail without pruning"
+            )
+        self._probing = probing[0] if probing else None
+        self.probes = sum(part.probes for part in probing)
         self.parts, self.adaptive = tuple(parts), adaptive
         self.name = "+".join(part.name for part in parts)
         self.max_nodes = nodes
@@ -42,7 +51,7 @@ class CombinedDrafter(Drafter):
     @property
     def margin(self) -> int:
         """What the neediest part needs, and the merged tree."""
-        return max(self.max_nodes, *(part.margin for part in self.parts))
+        return max(self.max_nodes + self.probes, *(part.margin for part in self.parts))
 
     @property
     def rider(self) -> Rider | None:
@@ -75,6 +84,10 @@ class CombinedDrafter(Drafter):
             tree = DraftTree.merge(trees)
             found.append(best_nodes(tree, row.beliefs(tree), budget) if tree.size > budget else tree)
         return found
+
+    def probe(self, rows: Sequence[Row]) -> list[DraftTree]:
+        """The probes of the one part that has some."""
+        return super().probe(rows) if self._probing is None else self._probing.probe(rows)
 
     def observe(self, rows: Sequence[Row], seen: Observation) -> None:
         """Every part sees the merged verdict."""

@@ -17,13 +17,13 @@ own token is believed with what the siblings before it leave over, times its own
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from anabranch.errors import InputError
 from anabranch.methods.base import Drafter, Method, Row
+from anabranch.methods.beliefs import joint_beliefs
 from anabranch.methods.settings import Settings
 from anabranch.tree import DraftTree
 
@@ -89,7 +89,7 @@ class Index:
 
 
 class PromptLookupDrafter(Drafter):
-    """Up to ``tokens`` tokens that continue the longest match of at most ``ngram`` tokens, or the best of ``matches``."""
+    """Up to ``tokens`` tokens that continue the longest match of at most ``ngram`` tokens, or ``matches`` of them."""
 
     name = "prompt_lookup"
 
@@ -122,32 +122,9 @@ class PromptLookupDrafter(Drafter):
         ]
         if not found:
             return DraftTree.root(row.root)
-        paths, beliefs = [path for path, _ in found], _beliefs(found)
+        paths, beliefs = [path for path, _ in found], joint_beliefs(found)
         tree = DraftTree.from_paths(row.root, paths, source=self.name, log_probs=beliefs)
         return tree.truncate(1 + min(self.tokens, budget - 1))
-
-
-def _beliefs(found: Sequence[tuple[Sequence[int], Sequence[float]]]) -> list[list[float]]:
-    """The joint log probabilities along some continuations, each with its own beliefs; earlier ones come first.
-
-    >>> [[round(math.exp(joint), 2) for joint in path] for path in _beliefs([([1, 2], [0.5, 0.5]), ([1, 3], [0.4, 0.4])])]
-    [[0.5, 0.25], [0.5, 0.1]]
-    """
-    joints: dict[tuple[int, ...], float] = {}
-    left: dict[tuple[int, ...], float] = {}  # of each node, what its children so far leave over
-    whole = []
-    for path, shares in found:
-        above, along = 0.0, []
-        for depth, (_, share) in enumerate(zip(path, shares, strict=False)):
-            parent, node = tuple(path[:depth]), tuple(path[: depth + 1])
-            if node not in joints:
-                over = left.get(parent, 1.0)
-                joints[node] = above + math.log(over * share)
-                left[parent] = over * (1.0 - share)
-            above = joints[node]
-            along.append(above)
-        whole.append(along)
-    return whole
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Suffix decoding (Oliaro et al. 2024, "SuffixDecoding"): proposes what followed the end of this text before, by frequency.
+"""Suffix decoding (Oliaro et al. 2024): proposes what followed the end of this text before, by frequency.
 
 Looked up are the row's own text, prompt included, and the outputs of earlier and of the other current rows. All places
 where the last tokens occurred vote for the token that followed them there; the tree grows from the root by the most
