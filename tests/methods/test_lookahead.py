@@ -255,9 +255,7 @@ def test_settings_that_cannot_be(text: str, words: str) -> None:
 
 
 def test_a_window_larger_than_the_cache_is_refused() -> None:
-    with pytest.raises(
-        CapabilityError, match="window=40, ngram=5 and guesses=10 take 200 cache positions a step, but .* 96"
-    ):
+    with pytest.raises(CapabilityError, match=r"window=40, .* take 200 cache positions a step, but the target has 96"):
         make_drafter("lookahead:window=40", small())
     assert make_drafter("lookahead:window=8,ngram=4", small()).probes == 23
 

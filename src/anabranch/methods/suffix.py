@@ -9,9 +9,9 @@ learns while it serves.
                                                                                                +-- sofa
 
 The votes are weighted by the length of the match. With a(n) the share of matches of n tokens whose continuation was
-right, a place weighs a(n) / (1 - a(n)), and a token has the probability of its weight over that of all places plus 1
-for each token that they propose: the more they disagree, the likelier is a token that none of them has seen. One place
-alone gives a(n), as in prompt lookup. a(n) is counted for each row from its own drafts.
+right, a place weighs a(n) / (1 - a(n)), and a token has the probability of its weight over that of all places and 1, which
+stands for the tokens that none of them has seen. One place alone gives a(n), as in prompt lookup, and places that agree
+make it surer. a(n) is counted for each row from its own drafts.
 
 The structure is not a suffix tree but gives the same counts (docs/methods/suffix.md): see ``Occurrences``.
 """
@@ -39,6 +39,7 @@ OWN, SHARED = "suffix", "suffix shared"  # sources of nodes: this row's text, ot
 # shown its own, and how many matches that is worth
 PRIOR = (0.2, 0.45, 0.6, 0.7, 0.75, 0.8, 0.8, 0.9)
 WEIGHT = 8.0
+UNSEEN = 1.0  # the weight of tokens that no place proposes
 ORDERS = (8, 4, 2, 1)  # lengths of the n-grams that are indexed
 CONTEXT = 16  # tokens that a match is compared over
 PLACES = 48  # that vote, of each of the two indexes
@@ -202,7 +203,7 @@ class SuffixDrafter(Drafter):
         *,
         nodes: int = 16,
         depth: int = 16,
-        threshold: float = 0.05,
+        threshold: float = 0.03,
         store: int = 2**18,
         adaptive: bool = False,
     ) -> None:
@@ -287,7 +288,7 @@ def _grow(
             if at < len(vote.place.tokens):
                 following.setdefault(vote.place.tokens[at], []).append(vote)
         weights = {token: sum(odds[min(v.length, len(odds) - 1)] for v in those) for token, those in following.items()}
-        total = sum(weights.values()) + len(following)
+        total = sum(weights.values()) + UNSEEN
         for token, those in following.items():
             joint = joints[node] + math.log(weights[token] / total)
             if joint >= least:
@@ -326,7 +327,7 @@ class SuffixSettings(Settings):
 
     nodes: str = "16"
     depth: int = 16
-    threshold: float = 0.05
+    threshold: float = 0.03
     store: int = 2**18
 
     def __post_init__(self) -> None:
