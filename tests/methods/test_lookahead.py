@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from anabranch.costs import Costs, PassCosts, StepCosts
 from anabranch.engine import Engine
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods import Row, make_drafter, parse_spec
@@ -18,6 +19,7 @@ from anabranch.methods.lookahead import FIRST, WEIGHT, LookaheadDrafter, Pool, W
 from anabranch.methods.prompt_lookup import PromptLookupDrafter
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.sampling import SamplingParams
+from anabranch.speculation import Speculation
 from anabranch.stats import Stats
 from anabranch.tree import DraftTree
 from small import decode, request, small, small_adapter
@@ -234,9 +236,24 @@ def test_windows_join_other_drafts_under_one_budget() -> None:
     assert found == wanted
     assert max(step.tree.size for row in steps for step in row) <= 6
     for options in ({"placement": "ride"}, {"placement": "trail", "prune": 4}):
-        rides = StreamDrafter(target, small_adapter(target), **options)  # type: ignore[arg-type]
+        rides = StreamDrafter(target, small_adapter(target), **options)
         with pytest.raises(CapabilityError, match="'streams' and 'lookahead' cannot share the target's pass"):
             CombinedDrafter([rides, LookaheadDrafter()])
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_window_that_does_not_pay_is_left_out_and_its_nodes_are_part_of_the_cost(ragged: bool) -> None:
+    costs = Costs(PassCosts(StepCosts((1, 101), (1.0, 3.0))), 0.0)  # 2 % of a plain pass a node
+    row = Row([1, 2, 3], 3, SamplingParams(), max_depth=9)
+    tree = DraftTree.chain(3, [4, 5], log_probs=np.log([0.6, 0.025]))
+    for probes, budget, kept in ((0, 10, 2), (40, 10, 3), (400, 1, 1)):
+        drafter = LookaheadDrafter(window=3, ngram=4)
+        drafter.name, drafter.adaptive, drafter.max_nodes, drafter.probes = str(probes), True, 10, probes
+        speculation = Speculation(costs, ragged=ragged)
+        planned = speculation.plan({drafter: 1}, 10)
+        assert (planned[drafter] > 1) == (budget > 1)
+        (chosen,) = speculation.choose([row], [drafter], [tree.truncate(budget)], planned)
+        assert chosen.size == kept, "a node is dear beside a root alone and cheap beside a window"
 
 
 @pytest.mark.parametrize(

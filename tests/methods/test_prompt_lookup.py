@@ -98,11 +98,11 @@ def test_all_matches_are_what_a_search_finds(text: list[int], ngram: int) -> Non
 def test_matches_are_merged_into_a_tree() -> None:
     text = [1, 2, 3, 8, 1, 2, 3, 9, 4, 1, 2]
     assert draft(text, 11).tokens.tolist() == [2, 3, 9, 4]
-    tree = draft(text, 11, PromptLookupDrafter(tokens=4, matches=2))
-    assert tree.tokens.tolist() == [2, 3, 9, 4, 8]
-    assert tree.parents.tolist() == [-1, 0, 1, 2, 1]
-    two, three, four = PRIOR[1:4]
-    assert believed(tree) == pytest.approx([two, two * three, two * three * four, two * (1 - three) * three], rel=1e-5)
+    tree = draft(text, 11, PromptLookupDrafter(tokens=6, matches=2))
+    assert tree.tokens.tolist() == [2, 3, 9, 4, 1, 2, 8]
+    assert tree.parents.tolist() == [-1, 0, 1, 2, 3, 4, 1]
+    chain = np.cumprod(PRIOR[1:6])
+    assert believed(tree) == pytest.approx([*chain, PRIOR[1] * (1 - PRIOR[2]) * PRIOR[2]], rel=1e-5)
     best = draft(text, 11, PromptLookupDrafter(tokens=3, matches=2))
     assert best.tokens.tolist() == [2, 3, 9, 4], "the most probable nodes of both"
 

@@ -33,12 +33,12 @@ TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=12), min_size=1, max_size=
 CONTEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=20)
 
 
-def agreement(text: Sequence[int], end: int, context: Sequence[int]) -> int:
+def agreement(text: Sequence[int], end: int, context: list[int]) -> int:
     most = min(CONTEXT, end, len(context))
-    return max(n for n in range(most + 1) if text[end - n : end] == context[len(context) - n :])
+    return max(n for n in range(most + 1) if list(text[end - n : end]) == context[len(context) - n :])
 
 
-def searched(texts: Sequence[Sequence[int]], context: Sequence[int]) -> Iterator[tuple[tuple[int, ...], int, int]]:
+def searched(texts: Sequence[Sequence[int]], context: list[int]) -> Iterator[tuple[tuple[int, ...], int, int]]:
     """Every place with a token behind it before which the end of ``context`` stands."""
     for text in texts:
         for end in range(1, len(text)):
@@ -120,8 +120,9 @@ def enumerated(votes: Sequence[_Vote], odds: Sequence[float], depth: int) -> dic
         total = sum(weight(v, ahead) for v in going) + UNSEEN
         for token in said if ahead < depth else ():
             saying = [v for v in going if v.place.tokens[v.place.end + ahead] == token]
-            found[(*path, token)] = joint * sum(weight(v, ahead) for v in saying) / total
-            walk((*path, token), found[(*path, token)], saying)
+            longer = (*path, token)
+            found[longer] = joint * sum(weight(v, ahead) for v in saying) / total
+            walk(longer, found[longer], saying)
 
     walk((), 1.0, votes)
     return found

@@ -9,9 +9,9 @@ learns while it serves.
                                                                                                +-- sofa
 
 The votes are weighted by the length of the match. With a(n) the share of matches of n tokens whose continuation was
-right, a place weighs a(n) / (1 - a(n)), and a token has the probability of its weight over that of all places and 1, which
-stands for the tokens that none of them has seen. One place alone gives a(n), as in prompt lookup, and places that agree
-make it surer. a(n) is counted for each row from its own drafts.
+right, a place weighs a(n) / (1 - a(n)), and a token has the probability of its weight over that of all places and 1,
+which stands for the tokens that none of them has seen. One place alone gives a(n), as in prompt lookup, and places that
+agree make it surer. a(n) is counted for each row from its own drafts.
 
 The structure is not a suffix tree but gives the same counts (docs/methods/suffix.md): see ``Occurrences``.
 """
