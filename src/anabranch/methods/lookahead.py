@@ -14,6 +14,10 @@ The target's tokens after the last level complete an n-gram a column: the token 
 new one. They go to a pool by their first token, and every level moves up by one. Where the pool has n-grams that begin
 with the root, they are the draft: up to G of them, the newest first, merged as a trie and verified in the same pass.
 
+The authors' implementation files the n-gram of column 0 under the root, although its second token was guessed after
+what level 1 had guessed in the root's place. Here it is filed under that guess, so that every n-gram is a chain of
+tokens that the target said one after another; more guesses are right.
+
 Window nodes are probes (``Drafter.probe``): none of them is ever accepted, so they do not count as drafts.
 """
 
@@ -64,9 +68,9 @@ class Pool:
 
 
 class Window:
-    """The guessed tokens: ``levels[0]`` in columns 1, 2, ..., the later levels in columns 0, 1, ...
+    """The guessed tokens by level and column; ``levels[0][0]`` is what was guessed where the root now stands.
 
-    It starts with level 0 alone, W + N - 3 tokens, and gains a level and loses a column a step until it has N - 1
+    It starts with level 0 alone, W + N - 2 tokens, and gains a level and loses a column a step until it has N - 1
     levels of W columns.
     """
 
@@ -76,37 +80,39 @@ class Window:
 
     def cut(self, depth: int) -> None:
         """Drop the columns that reach deeper than ``depth`` below the root: the text ends before them."""
-        deepest = len(self.levels) - 1
-        columns = max(0, depth - deepest + 1)
-        kept = [self.levels[0][: max(0, columns - 1)], *(level[:columns] for level in self.levels[1:])]
-        self.levels = kept if kept[-1] else [[]]
+        columns = max(0, depth - len(self.levels) + 2)
+        self.levels = [level[:columns] for level in self.levels] if columns else [[]]
 
     def tree(self, root: int) -> DraftTree:
         """The window below a root, level by level."""
         tokens, parents = [root], [-1]
         above = [0]  # nodes of the level above by column
-        for token in self.levels[0]:
+        for token in self.levels[0][1:]:
+            parents.append(above[-1])
             above.append(len(tokens))
-            parents.append(above[-2])
             tokens.append(token)
         for level in self.levels[1:]:
-            nodes = list(range(len(tokens), len(tokens) + len(level)))
-            parents += above[: len(level)]
+            parents += above
+            above = list(range(len(tokens), len(tokens) + len(level)))
             tokens += level
-            above = nodes
         return DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64))
 
-    def advance(self, root: int, said: Sequence[int]) -> list[tuple[int, ...]]:
-        """Move on by a step, given the target's tokens after the last level; returns the n-grams completed by them."""
-        levels, new = self.levels, list(said)
+    def advance(self, said: Sequence[int]) -> list[tuple[int, ...]]:
+        """Move on by a step, given the target's tokens after each node; returns the n-grams completed by them.
+
+        The n-gram of column 0 begins with the token that its second one was guessed after, which is the root only where
+        that token was right.
+        """
+        levels = self.levels
         if len(levels) == 1:
-            self.levels = [levels[0][1:], new] if new else [[]]
+            self.levels = [levels[0][1:], list(said)] if said else [[]]
             return []
-        if len(levels) < self.ngram - 1:
-            self.levels = [level[1:] for level in levels] + [new[1:]] if new[1:] else [[]]
-            return []
-        self.levels = [levels[1][1:], *levels[2:], new]
-        return list(zip((root, *levels[0]), *levels[1:], new, strict=True))
+        new = list(said[-len(levels[-1]) :])
+        if len(levels) == self.ngram - 1:
+            self.levels = [*levels[1:], new]
+            return list(zip(*levels, new, strict=True))
+        self.levels = [*(level[1:] for level in levels), new[1:]] if new[1:] else [[]]
+        return []
 
 
 @dataclass
@@ -154,12 +160,12 @@ class LookaheadDrafter(Drafter):
     def __init__(self, *, window: int = 10, ngram: int = 5, guesses: int = 10, prompt: bool = True) -> None:
         self.window, self.ngram, self.guesses, self.prompt = window, ngram, guesses, prompt
         self.max_nodes = 1 + guesses * (ngram - 1)
-        # level 0 has a token less than the others have; while it fills, the window is wider than W
+        # column 0 of level 0 is the root; while it fills, the window is wider than W
         self.probes = max((window + ngram - 2 - level) * (level + 1) - 1 for level in range(ngram - 1))
 
     def join(self, row: Row) -> None:
         """Fill level 0 with tokens of the prompt, the same for the same prompt."""
-        guessed = random.Random(0).choices(row.tokens, k=self.window + self.ngram - 3)
+        guessed = [row.root, *random.Random(0).choices(row.tokens, k=self.window + self.ngram - 3)]
         lengths = self.ngram - 1
         row.state[self] = _Ahead(
             Window(guessed, self.ngram),
@@ -204,13 +210,11 @@ class LookaheadDrafter(Drafter):
 
     def observe(self, rows: Sequence[Row], seen: Observation) -> None:
         """Collect the n-grams that the pass completed, and move the windows on."""
-        for row, tree, said in zip(rows, seen.trees, seen.probed, strict=True):
+        for row, said in zip(rows, seen.probed, strict=True):
             ahead: _Ahead = row.state[self]
-            last = len(ahead.window.levels[-1])
-            if not last or not len(said):
-                continue
-            for first, *rest in ahead.window.advance(int(tree.tokens[0]), said[-last:].tolist()):
-                ahead.pool.add(first, tuple(rest))
+            if len(said):
+                for first, *rest in ahead.window.advance(said.tolist()):
+                    ahead.pool.add(first, tuple(rest))
 
 
 @dataclass(frozen=True)
