@@ -1,14 +1,14 @@
 """Prompt lookup (Saxena 2023): proposes the continuation of the most recent earlier match of the current n-gram.
 
-The longest n-gram that ends the text and occurred in it before is looked up; the tokens after its most recent
-occurrence are the draft. It needs no model.
+The draft is what followed the most recent earlier occurrence of the longest n-gram at the end of the text. It needs no
+model.
 
     ... the cat sat on the mat . the cat        "the cat" occurred before: the draft is "sat on the mat ..."
 
-The acceptance probability depends above all on the length of the match. A confirmed token makes the match longer, so
-that of a draft is a(n) a(n + 1) a(n + 2) ..., where a(n) is the share of matches of n tokens whose continuation was
-right. It is counted at every position of the completion, whether or not a draft was verified there, so it depends on
-the text alone and a replay reproduces it.
+The acceptance probability depends mainly on the length of the match. An accepted token makes the match longer, so the
+probability of a draft is a(n) a(n + 1) a(n + 2) ..., where a(n) is the fraction of matches of n tokens whose next token
+was right. It is estimated at every position of the completion, whether or not a draft was verified there, so it depends
+only on the text and a replay reproduces it.
 
 With ``matches`` above 1 the continuations of several matches are merged into a tree: the longest match first, among
 equals the most recent. A continuation that leaves an earlier one is right only where that one is wrong, so its first
@@ -29,8 +29,8 @@ from anabranch.tree import DraftTree
 
 __all__ = ["METHOD", "LookupSettings", "PromptLookupDrafter"]
 
-# Of matches of 1, 2, ... tokens (the last: that many or more) those that the text went on with, on prompts of many
-# kinds: what is believed before a text has shown its own, and how many matches that is worth.
+# The prior of a(n), measured on prompts of many kinds, for matches of 1, 2, ... tokens (the last: that many or more),
+# and its weight in matches.
 PRIOR = (0.2, 0.45, 0.6, 0.7, 0.75, 0.8, 0.8, 0.9)
 WEIGHT = 4.0
 
@@ -69,7 +69,7 @@ class Index:
         return min(known, len(PRIOR))
 
     def extend(self, text: Sequence[int], prompt_length: int) -> None:
-        """Take in what ``text``, which only grows, has gained."""
+        """Index the new tokens of ``text``, which only grows."""
         for at in range(self.read, len(text)):
             if at >= prompt_length and (found := self.match(text, at)) is not None:
                 end, length = found
@@ -92,6 +92,7 @@ class PromptLookupDrafter(Drafter):
     """Up to ``tokens`` tokens that continue the longest match of at most ``ngram`` tokens, or ``matches`` of them."""
 
     name = "prompt_lookup"
+    free = True
 
     def __init__(self, *, tokens: int = 10, ngram: int = 3, matches: int = 1, adaptive: bool = False) -> None:
         if tokens < 1 or ngram < 1 or matches < 1:
@@ -131,9 +132,9 @@ class PromptLookupDrafter(Drafter):
 class LookupSettings(Settings):
     """Settings of ``prompt_lookup:...``.
 
-    tokens   drafted at most, or auto: up to 10, as the load decides
-    ngram    tokens that a match has at most
-    matches  whose continuations are merged into a tree; 1: the most recent of the longest alone, a chain
+    tokens   maximum number of drafted tokens, or auto: up to 10, depending on the load
+    ngram    maximum length of a match
+    matches  maximum number of matches whose continuations are merged into a tree; 1: the most recent of the longest
     """
 
     tokens: str = "10"
@@ -168,7 +169,7 @@ def _build(target: object, settings: LookupSettings, module: object) -> Drafter:
 
 METHOD = Method(
     name="prompt_lookup",
-    summary="the continuation of the most recent earlier match of the current n-gram; needs nothing",
+    summary="the continuation of the most recent earlier match of the current n-gram; needs no model",
     settings=LookupSettings,
     build=_build,
     candidates=lambda nodes: (LookupSettings(tokens=str(n)) for n in (2, 3, 6, 10) if n < nodes),

@@ -197,6 +197,7 @@ class SuffixDrafter(Drafter):
     """
 
     name = "suffix"
+    free = True
 
     def __init__(
         self,
