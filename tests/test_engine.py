@@ -15,11 +15,13 @@ from anabranch.engine import CHUNK, Engine, Request
 from anabranch.errors import AnabranchError, CapabilityError, InputError, NumericsError
 from anabranch.methods.base import Drafter, Row, Wrapped
 from anabranch.methods.combined import CombinedDrafter
+from anabranch.methods.lookahead import LookaheadDrafter
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.prompt_lookup import PromptLookupDrafter
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.draft import DraftOptions
 from anabranch.methods.streams.drafter import StreamDrafter
+from anabranch.methods.suffix import SuffixDrafter
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
@@ -39,6 +41,9 @@ def streams(target: Decoder, **options: object) -> StreamDrafter:
 
 DRAFTERS: dict[str, Callable[[Decoder], Drafter]] = {
     "prompt_lookup": lambda target: PromptLookupDrafter(tokens=5),
+    "matches": lambda target: PromptLookupDrafter(tokens=5, matches=3),
+    "suffix": lambda target: SuffixDrafter(threshold=0.0),
+    "lookahead": lambda target: LookaheadDrafter(window=4, ngram=4, guesses=4),
     "ride": lambda target: streams(target, placement="ride"),
     "trail": lambda target: streams(target, placement="trail"),
     "pruned-ride": lambda target: streams(target, placement="ride", prune=5),
@@ -47,6 +52,10 @@ DRAFTERS: dict[str, Callable[[Decoder], Drafter]] = {
     "chain": lambda target: streams(target, tree=DraftOptions(tree="chain")),
     "frequent": lambda target: StreamDrafter(target, small_adapter(target, RICH, FREQUENT), BEST),
     "combined": lambda target: CombinedDrafter([streams(target), PromptLookupDrafter()], nodes=10),
+    "streams+suffix": lambda target: CombinedDrafter([streams(target), SuffixDrafter()], nodes=10),
+    "streams+lookahead": lambda target: CombinedDrafter(
+        [streams(target, placement="trail"), LookaheadDrafter(window=3, ngram=3)], nodes=10
+    ),
     "combined-pruned": lambda target: CombinedDrafter([streams(target, prune=5), PromptLookupDrafter()], nodes=10),
 }
 # ragged prompts, one of a single token; a short answer leaves in the middle of the others
@@ -88,7 +97,7 @@ def forbid_evens(history: Sequence[int], logits_V: Tensor) -> Tensor:
     return logits_V
 
 
-@pytest.mark.parametrize("name", ["prompt_lookup", "ride", "pruned-trail", "combined"])
+@pytest.mark.parametrize("name", ["prompt_lookup", "suffix", "lookahead", "ride", "pruned-trail", "combined"])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_penalties_and_processors_look_at_each_nodes_own_history(name: str, temperature: float) -> None:
     target = small()
@@ -263,7 +272,7 @@ def forward(target: Decoder, text: Sequence[int]) -> tuple[Tensor, Cache]:
 
 
 @pytest.mark.parametrize("case", SOME_CASES)
-@pytest.mark.parametrize("name", ["ride", "pruned-trail", "combined-pruned"])
+@pytest.mark.parametrize("name", ["ride", "pruned-trail", "combined-pruned", "lookahead", "streams+lookahead"])
 def test_the_cache_is_a_fresh_prefill_after_every_step(case: str, name: str) -> None:
     target = small(case)
     engine = Engine(target, DRAFTERS[name](target), rows=3, capacity=96)

@@ -46,6 +46,10 @@ SPECS = (
     "streams:tree=auto",
     "streams:tree=6+prompt_lookup",
     "streams:tree=auto+prompt_lookup",
+    "prompt_lookup:tokens=auto,matches=3",
+    "suffix:nodes=auto,threshold=0.0",
+    "lookahead:window=4,ngram=4",
+    "streams:tree=auto,placement=trail+lookahead:window=3,ngram=3",
     "streams:tree=8,prune=5",
 )
 
@@ -148,6 +152,10 @@ def mixed() -> list[Request]:
         request(20, 5, 9),
         request(7, 6, 11, sampling=sampled),
         request(30, 7, 6),
+        request(6, 9, 12, sampling=sampled, log_probs=True),
+        request(8, 10, 16),
+        request(11, 11, 14, sampling=sampled),
+        request(4, 12, 13, sampling=replace(sampled, repetition_penalty=1.3)),
         request(2, 8, 20, sampling=sampled),
     ]
 

@@ -365,9 +365,10 @@ class Engine:
     def _step(self, members: list[_Member]) -> list[Step]:
         began = time.perf_counter()
         trees, drafted = self._draft(members)
+        probes = self._probes(members)
         after_draft = time.perf_counter()
         planned = max(member.limit for member in members)
-        result = self._forward(members, trees, planned)
+        result = self._forward(members, trees, probes, planned)
         if result.kept is not None:
             trees = [tree.select(kept) for tree, kept in zip(trees, result.kept, strict=True)]
         tokens, logits = self._scores(members, result)
@@ -375,6 +376,10 @@ class Engine:
         verdicts = [
             self._verify(member, tree, tokens.get(b), logits.get(b))
             for b, (member, tree) in enumerate(zip(members, trees, strict=True))
+        ]
+        probed = [
+            self._probed(members[b], trees[b].size, probe, tokens.get(b), logits.get(b))
+            for b, probe in enumerate(probes)
         ]
         after_verify = time.perf_counter()
         wrong = [member.row.id for member, verdict in zip(members, verdicts, strict=True) if verdict.next_token < 0]
@@ -388,14 +393,14 @@ class Engine:
         yielded = sum(len(said) for said, _ in emitted)
         if any(member.drafter.adaptive for member in members):
             self.speculation.saw_step(len(members), yielded, 1e3 * (after_commit - began + prepared))
-        self._observe(members, result, trees, verdicts, planned)
+        self._observe(members, result, trees, verdicts, probed, planned)
         done = time.perf_counter()
         self._prepared = done - after_commit
         timings = Timings(
             after_draft - began, after_forward - after_draft, after_verify - after_forward, done - after_verify
         )
         if any(member.drafter.adaptive for member in members):
-            self._learn(members, trees, budgets, timings)
+            self._learn(members, result.counts_B, budgets, timings)
         steps = []
         for b, (member, (said, sources)) in enumerate(zip(members, emitted, strict=True)):
             logs = self._log_probs(logits[b], verdicts[b], said) if member.request.log_probs else None
@@ -444,9 +449,24 @@ class Engine:
             return {drafter: drafter.max_nodes for drafter in groups}
         return self.speculation.plan(groups, _context(members))
 
-    def _forward(self, members: list[_Member], trees: list[DraftTree], planned: int) -> PassResult:
+    def _probes(self, members: Sequence[_Member]) -> list[DraftTree]:
+        """What travels beside each row's draft; nothing at all where no drafter has probes."""
+        if not any(member.drafter.probes for member in members):
+            return []
+        probes = [DraftTree.root(member.row.root) for member in members]
+        for drafter, places in _by_drafter(members).items():
+            if drafter.probes and self._budgets[drafter] > 1:
+                for b, probe in zip(places, drafter.probe([members[b].row for b in places]), strict=True):
+                    probes[b] = probe
+        return probes
+
+    def _forward(
+        self, members: list[_Member], trees: Sequence[DraftTree], probes: Sequence[DraftTree], planned: int
+    ) -> PassResult:
         """The pass over all rows' trees; tokens come with it where every row takes the most probable ones."""
         taps = {layer for member in members for layer in member.drafter.needs.layers}
+        if probes:
+            trees = [tree.beside(probe) for tree, probe in zip(trees, probes, strict=True)]
         result: PassResult = self.target(
             Inputs.of_trees(trees),
             self.cache,
@@ -487,12 +507,34 @@ class Engine:
         self, member: _Member, tree: DraftTree, tokens_N: NDArray[np.int64] | None, logits_NV: Tensor | None
     ) -> Verdict:
         if tokens_N is not None:
-            return match(tree, tokens_N)
+            return match(tree, tokens_N[: tree.size])
         assert logits_NV is not None
         self.at_fault = member.row.id  # processors are the caller's own functions
-        verdict = self._verify_logits(member, tree, logits_NV)
+        verdict = self._verify_logits(member, tree, logits_NV[: tree.size])
         self.at_fault = None
         return verdict
+
+    def _probed(
+        self,
+        member: _Member,
+        behind: int,
+        probe: DraftTree,
+        tokens_N: NDArray[np.int64] | None,
+        logits_NV: Tensor | None,
+    ) -> NDArray[np.int64]:
+        """The target's own tokens after a row's probe, which follows ``behind`` other nodes.
+
+        Drawn as the row's tokens at those positions will be, so that guesses agree with them. Penalties and processors
+        are left out: they cost much, and are not to see what nobody wrote.
+        """
+        if tokens_N is not None:
+            return tokens_N[behind:]
+        assert logits_NV is not None
+        sampling, logits_NV = member.request.sampling, logits_NV[behind:]
+        if sampling.greedy or sampling.needs_history or probe.size == 1:
+            return argmax(logits_NV).cpu().numpy()
+        keys = position_keys(sampling.seed, len(member.row.tokens) + probe.depths[1:])
+        return self.target.draw(logits_NV, sampling, keys).cpu().numpy()
 
     def _verify_logits(self, member: _Member, tree: DraftTree, logits_NV: Tensor) -> Verdict:
         sampling, text = member.request.sampling, member.row.tokens
@@ -524,7 +566,13 @@ class Engine:
         return tuple(tokens), tuple(sources)
 
     def _observe(
-        self, members: list[_Member], result: PassResult, trees: list[DraftTree], verdicts: list[Verdict], planned: int
+        self,
+        members: list[_Member],
+        result: PassResult,
+        trees: list[DraftTree],
+        verdicts: list[Verdict],
+        probed: Sequence[NDArray[np.int64]],
+        planned: int,
     ) -> None:
         """Show every drafter what became of its rows, and how large a draft to prepare."""
         going = [member for member in members if member.finish is None]
@@ -539,6 +587,7 @@ class Engine:
                 [members[b].finish is None for b in places],
                 planned,
                 self._budgets.get(drafter, 1),
+                [probed[b] for b in places] if probed else (),
             )
             drafter.observe([members[b].row for b in places], seen)
         for member, tree, verdict in zip(members, trees, verdicts, strict=True):
@@ -550,13 +599,12 @@ class Engine:
     def _learn(
         self,
         members: list[_Member],
-        trees: list[DraftTree],
+        sizes: Sequence[int],
         budgets: dict[Drafter, int],
         timings: Timings,
     ) -> None:
-        """Take the step's times into the costs; ``budgets`` are those that were drafted with."""
+        """Take the step's times into the costs; ``sizes``: nodes of each row, ``budgets``: those drafted with."""
         costs, rows, prepare = self.speculation.costs, len(members), self._prepared
-        sizes = [tree.size for tree in trees]
         nodes = sum(sizes) if self.speculation.ragged else rows * max(sizes)
         costs.saw_pass(1e3 * timings.forward, nodes, rows, _context(members))
         costs.saw_rest(1e3 * (timings.verify + timings.commit - prepare), rows)

@@ -164,7 +164,9 @@ class Speculation:
             if drafter.adaptive and drafter.free:
                 budgets[drafter] = drafter.max_nodes if self._ask(drafter, rows) else 0
             elif drafter.adaptive:
-                others = sum(n * budgets[d] for d, n in groups.items() if d is not drafter and not d.adaptive)
+                others = sum(
+                    n * (budgets[d] + d.probes) for d, n in groups.items() if d is not drafter and not d.adaptive
+                )
                 others += sum(n for d, n in groups.items() if d is not drafter and d.adaptive)
                 budgets[drafter] = self._budget(drafter, count, rows, others, context)
         if len(groups) > 1:
@@ -179,6 +181,7 @@ class Speculation:
         tokens = rows + count * gains[nodes - 1]
         tokens[0] += count * lately.free_tokens
         verified = others + count * nodes
+        verified[1:] += count * drafter.probes
         verified[0] += round(count * lately.free_nodes)
         ms = costs.pass_ms(verified, rows, context) + costs.rest_ms(rows)
         ms[1:] += costs.draft_ms(tried, count) + costs.prepare_ms(lately.depths[: len(tried)] * count)
@@ -240,11 +243,12 @@ class Speculation:
         if not beliefs:
             return list(trees)
         rest = self.costs.rest_ms(len(rows))
+        beside = [drafter.probes if budgets[drafter] > 1 else 0 for drafter in drafters]
         for drafter, count in _counts(drafters).items():
             if drafter.adaptive and not drafter.free and budgets[drafter] > 1:
                 rest += float(self.costs.draft_ms(budgets[drafter], count))
                 rest += float(self.costs.prepare_ms(drafter.depth_of(budgets[drafter]) * count))
-        sizes, gain = self._sizes(rows, trees, beliefs, rest)
+        sizes, gain = self._sizes(rows, trees, beliefs, beside, rest)
         found = [best_nodes(tree, beliefs[b], sizes[b]) if b in beliefs else tree for b, tree in enumerate(trees)]
         for drafter in {drafters[b] for b in beliefs}:
             members = [b for b in beliefs if drafters[b] is drafter]
@@ -256,11 +260,17 @@ class Speculation:
         return found
 
     def _sizes(
-        self, rows: Sequence[Row], trees: Sequence[DraftTree], beliefs: Mapping[int, Sequence[float]], rest: float
+        self,
+        rows: Sequence[Row],
+        trees: Sequence[DraftTree],
+        beliefs: Mapping[int, Sequence[float]],
+        beside: Sequence[int],
+        rest: float,
     ) -> tuple[dict[int, int], float]:
         """How many nodes of each tree in ``beliefs`` to verify, for the most expected tokens a millisecond.
 
-        rest  milliseconds of the step beside its pass
+        beside  nodes of each row's probe
+        rest    milliseconds of the step beside its pass
 
         Returned with them are the milliseconds that this saves over verifying no draft.
         """
@@ -271,7 +281,7 @@ class Speculation:
             for i, known in enumerate(beliefs.values()):
                 falling[i, : len(known)] = sorted(known, reverse=True)
             widths = np.arange(1, falling.shape[1] + 1)
-            nodes = len(rows) * np.maximum(widths, max(others, default=1))
+            nodes = len(rows) * (np.maximum(widths, max(others, default=1)) + max(beside))
             tokens = falling.sum(axis=0).cumsum() + len(others)
             ms = self.costs.pass_ms(nodes, len(rows), context) + rest
             best = int(np.argmax(tokens / ms))
@@ -280,7 +290,7 @@ class Speculation:
         drafted = np.concatenate([np.asarray(known[1:]) for known in beliefs.values()])
         order = np.argsort(-drafted, kind="stable")
         tokens = len(rows) + np.concatenate(([0.0], np.cumsum(drafted[order])))
-        nodes = sum(others) + len(beliefs) + np.arange(len(tokens))
+        nodes = sum(others) + sum(beside) + len(beliefs) + np.arange(len(tokens))
         ms = self.costs.pass_ms(nodes, len(rows), context) + rest
         best = int(np.argmax(tokens / ms))
         counts = np.bincount(owners[order[:best]], minlength=len(trees))

@@ -267,6 +267,19 @@ class DraftTree:
         best = sorted(range(self.size), key=rank.__getitem__, reverse=True)[:budget]
         return self.select(sorted(best))
 
+    def beside(self, other: DraftTree) -> DraftTree:
+        """Return both trees below their one root: the nodes of ``other`` follow this tree's, and nothing is merged.
+
+        9 +-- 1 beside 9 +-- 1 -- 2 is 9 (0) +-- 1 (1), 9 (0) +-- 1 (2) -- 2 (3): parents -1 0 0 2.
+        """
+        assert other.tokens[0] == self.tokens[0], "trees beside each other share their root"
+        below = other.parents[1:]
+        return DraftTree(
+            np.concatenate((self.tokens, other.tokens[1:])),
+            np.concatenate((self.parents, np.where(below == 0, 0, below + self.size - 1))),
+            sources=self.sources + other.sources[1:],
+        )
+
     @staticmethod
     def merge(trees: Sequence[DraftTree], budget: int | None = None) -> DraftTree:
         """Return the union of trees that share a root, truncated to ``budget`` nodes (None: all), counting the root.

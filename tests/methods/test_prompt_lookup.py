@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from anabranch.errors import InputError
+from anabranch.methods import parse_spec
 from anabranch.methods.base import Row
-from anabranch.methods.prompt_lookup import PRIOR, WEIGHT, PromptLookupDrafter
+from anabranch.methods.prompt_lookup import PRIOR, WEIGHT, Index, PromptLookupDrafter
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
 
@@ -76,3 +80,41 @@ def test_a_row_that_leaves_takes_its_index_along() -> None:
     of_row(row, drafter)
     drafter.leave(row)
     assert row.state == {}
+
+
+# -- several matches ---------------------------------------------------------------------------------------------
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=24), st.integers(1, 4))
+@settings(deadline=None)
+def test_all_matches_are_what_a_search_finds(text: list[int], ngram: int) -> None:
+    index = Index(ngram)
+    for length in range(1, len(text) + 1):
+        index.extend(text[:length], len(text))
+    agree = [max(n for n in range(end + 1) if text[end - n : end] == text[len(text) - n :]) for end in range(len(text))]
+    wanted = [(end, min(n, len(PRIOR)) if n >= ngram else n) for end, n in enumerate(agree) if n]
+    wanted.sort(key=lambda match: (-min(match[1], ngram), -match[0]))
+    assert list(index.matches(text, len(text))) == wanted
+
+
+def test_matches_are_merged_into_a_tree() -> None:
+    text = [1, 2, 3, 8, 1, 2, 3, 9, 4, 1, 2]
+    assert draft(text, 11).tokens.tolist() == [2, 3, 9, 4]
+    tree = draft(text, 11, PromptLookupDrafter(tokens=6, matches=2))
+    assert tree.tokens.tolist() == [2, 3, 9, 4, 1, 2, 8]
+    assert tree.parents.tolist() == [-1, 0, 1, 2, 3, 4, 1]
+    chain = np.cumprod(PRIOR[1:6])
+    assert believed(tree) == pytest.approx([*chain, PRIOR[1] * (1 - PRIOR[2]) * PRIOR[2]], rel=1e-5)
+    best = draft(text, 11, PromptLookupDrafter(tokens=3, matches=2))
+    assert best.tokens.tolist() == [2, 3, 9, 4], "the most probable nodes of both"
+
+
+def test_shorter_matches_follow_longer_ones() -> None:
+    tree = draft([7, 2, 5, 1, 2, 6, 1, 2], 8, PromptLookupDrafter(tokens=2, matches=2))
+    assert set(tree.tokens.tolist()[1:]) <= {6, 1, 5}
+    assert tree.tokens.tolist()[1] == 6
+
+
+def test_no_matches_cannot_be_asked_for() -> None:
+    with pytest.raises(InputError, match="matches must be at least 1, got 0"):
+        parse_spec("prompt_lookup:matches=0")
+    with pytest.raises(InputError, match="of at least 1, got 5, 3 and 0"):
+        PromptLookupDrafter(tokens=5, matches=0)

@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from anabranch.errors import CapabilityError
 from anabranch.methods.beliefs import Beliefs
 from anabranch.methods.counting import DraftCost, DraftShape
@@ -77,6 +80,7 @@ class Observation:
     live      whether each row continues
     planned   the planned length of the longest row
     budget    maximum number of nodes of the next draft; 1: nothing will be drafted, so nothing needs to be prepared
+    probed    for each row, the target's own token after each node of its probe (``Drafter.probe``), without the root
     """
 
     result: PassResult
@@ -87,6 +91,7 @@ class Observation:
     live: Sequence[bool]
     planned: int
     budget: int
+    probed: Sequence[NDArray[np.int64]] = ()
 
 
 class Drafter(ABC):
@@ -100,6 +105,7 @@ class Drafter(ABC):
     free       whether its drafts take almost no time and need no preparation: it drafts at every step, and the load
                only decides what is verified
     needs      the hidden states that it needs
+    probes     maximum number of nodes of a row's probe, not counting the root
     """
 
     name: str = "drafter"
@@ -108,11 +114,12 @@ class Drafter(ABC):
     adaptive: bool = False
     free: bool = False
     needs: Taps = Taps()
+    probes: int = 0
 
     @property
     def margin(self) -> int:
         """Cache positions that a step needs beyond a row's committed tokens."""
-        return self.max_nodes
+        return self.max_nodes + self.probes
 
     @property
     def rider(self) -> Rider | None:
@@ -137,6 +144,14 @@ class Drafter(ABC):
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
         """One tree per row: at most ``budget`` nodes (counting the root), no deeper than ``row.max_depth``."""
 
+    def probe(self, rows: Sequence[Row]) -> list[DraftTree]:
+        """What travels in the pass beside each row's draft, to be looked at and never emitted, if ``probes``.
+
+        A tree below the row's root, no deeper than ``row.max_depth``. Asked for after ``draft``, unless nothing was to
+        be drafted; ``observe`` gets the target's own token after each of its nodes (``Observation.probed``).
+        """
+        return [DraftTree.root(row.root) for row in rows]
+
     def observe(self, rows: Sequence[Row], seen: Observation) -> None:  # noqa: B027 - most need nothing
         """Observe the outcome of a step, and prepare the next draft."""
 
@@ -156,6 +171,7 @@ class Wrapped(Drafter):
         self.drafter = drafter
         self.name, self.rules, self.max_nodes = drafter.name, drafter.rules, drafter.max_nodes
         self.adaptive, self.free, self.needs = drafter.adaptive, drafter.free, drafter.needs
+        self.probes = drafter.probes
 
     @property
     def margin(self) -> int:
@@ -182,6 +198,10 @@ class Wrapped(Drafter):
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
         """The drafter's trees."""
         return self.drafter.draft(rows, budget)
+
+    def probe(self, rows: Sequence[Row]) -> list[DraftTree]:
+        """The drafter's probes."""
+        return self.drafter.probe(rows)
 
     def observe(self, rows: Sequence[Row], seen: Observation) -> None:
         """Pass the outcome on."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from anabranch.tree import DraftTree
 
-__all__ = ["Beliefs", "Calibration", "best_nodes"]
+__all__ = ["Beliefs", "Calibration", "best_nodes", "joint_beliefs"]
 
 MEMORY = 0.99  # weight of a step relative to the one after it
 VERIFIED = 5.0  # weight of the uncorrected probabilities of a source and tenth, in accepted nodes of all rows
@@ -94,3 +94,31 @@ def best_nodes(tree: DraftTree, beliefs: Sequence[float], count: int) -> DraftTr
         return tree
     best = sorted(range(tree.size), key=beliefs.__getitem__, reverse=True)[:count]
     return tree.select(sorted(best))
+
+
+def joint_beliefs(found: Sequence[tuple[Sequence[int], Sequence[float]]]) -> list[list[float]]:
+    """The joint log probabilities along some continuations of a root, for ``DraftTree.from_paths``.
+
+    found  continuations, the best first, each with the probability of its tokens, those before given. One that leaves
+           an earlier one is right only where that one is wrong: its token has its probability times what is left over
+
+    >>> for path in joint_beliefs([([1, 2], [0.5, 0.5]), ([1, 3], [0.4, 0.4])]):
+    ...     [round(math.exp(joint), 2) for joint in path]
+    [0.5, 0.25]
+    [0.5, 0.1]
+    """
+    joints: dict[tuple[int, ...], float] = {}
+    left: dict[tuple[int, ...], float] = {}  # of each node, what its children so far leave over
+    whole = []
+    for path, shares in found:
+        above, along = 0.0, []
+        for depth, (_, share) in enumerate(zip(path, shares, strict=False)):
+            parent, node = tuple(path[:depth]), tuple(path[: depth + 1])
+            if node not in joints:
+                over = left.get(parent, 1.0)
+                joints[node] = above + math.log(over * share)
+                left[parent] = over * (1.0 - share)
+            above = joints[node]
+            along.append(above)
+        whole.append(along)
+    return whole

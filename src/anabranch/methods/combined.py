@@ -34,6 +34,15 @@ class CombinedDrafter(Drafter):
         if len(riders) > 1:
             names = " and ".join(repr(part.name) for part in riders)
             raise CapabilityError(f"{names} both add rows to the target's pass; combine at most one of them")
+        probing = [part for part in parts if part.probes]
+        if len(probing) + len(riders) > 1:
+            names = " and ".join(repr(part.name) for part in (*riders, *probing))
+            raise CapabilityError(
+                f"{names} cannot share the target's pass: probes leave no room for rows that ride in it or prune it; "
+                "combine one of them, or let streams trail without pruning"
+            )
+        self._probing = probing[0] if probing else None
+        self.probes = sum(part.probes for part in probing)
         self.parts, self.adaptive = tuple(parts), adaptive
         self.free = all(part.free for part in parts)
         self.name = "+".join(part.name for part in parts)
@@ -44,7 +53,7 @@ class CombinedDrafter(Drafter):
     @property
     def margin(self) -> int:
         """The largest margin of a part, and at least the merged tree's nodes."""
-        return max(self.max_nodes, *(part.margin for part in self.parts))
+        return max(self.max_nodes + self.probes, *(part.margin for part in self.parts))
 
     @property
     def rider(self) -> Rider | None:
@@ -82,6 +91,10 @@ class CombinedDrafter(Drafter):
             tree = DraftTree.merge(trees)
             found.append(best_nodes(tree, row.beliefs(tree), budget) if tree.size > budget else tree)
         return found
+
+    def probe(self, rows: Sequence[Row]) -> list[DraftTree]:
+        """The probes of the one part that has some."""
+        return super().probe(rows) if self._probing is None else self._probing.probe(rows)
 
     def observe(self, rows: Sequence[Row], seen: Observation) -> None:
         """Every part observes the outcome of the merged tree."""

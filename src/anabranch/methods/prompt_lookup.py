@@ -9,17 +9,21 @@ The acceptance probability depends mainly on the length of the match. An accepte
 probability of a draft is a(n) a(n + 1) a(n + 2) ..., where a(n) is the fraction of matches of n tokens whose next token
 was right. It is estimated at every position of the completion, whether or not a draft was verified there, so it depends
 only on the text and a replay reproduces it.
+
+With ``matches`` above 1 the continuations of several matches are merged into a tree: the longest match first, among
+equals the most recent. A continuation that leaves an earlier one is right only where that one is wrong, so its first
+own token is believed with what the siblings before it leave over, times its own a(n).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import islice
 
 from anabranch.errors import InputError
 from anabranch.methods.base import Drafter, Method, Row
+from anabranch.methods.beliefs import joint_beliefs
 from anabranch.methods.settings import Settings
 from anabranch.tree import DraftTree
 
@@ -32,25 +36,37 @@ WEIGHT = 4.0
 
 
 class Index:
-    """Where each n-gram of a text last ended, and how often matches of each length predicted the next token."""
+    """Where each n-gram of a text last ended, where before that, and how often a match of each length went on."""
 
     def __init__(self, ngram: int) -> None:
         self.ngram = ngram
         self.read = 1
         self.last: list[dict[tuple[int, ...], int]] = [{} for _ in range(ngram + 1)]
+        self.before: list[list[int | None]] = [[None] for _ in range(ngram + 1)]
         self.right = [WEIGHT * share for share in PRIOR]
         self.all = [WEIGHT] * len(PRIOR)
 
     def match(self, text: Sequence[int], at: int) -> tuple[int, int] | None:
-        """The end and the length of the longest earlier match of the text before ``at``, up to the longest counted."""
+        """Where the longest match of what stands before ``at`` ends, and how long it is, up to the longest counted."""
+        return next(self.matches(text, at), None)
+
+    def matches(self, text: Sequence[int], at: int) -> Iterator[tuple[int, int]]:
+        """All matches as ``match`` gives them: those of ``ngram`` tokens first, the most recent first."""
+        seen: set[int] = set()
         for n in range(min(self.ngram, at), 0, -1):
             end = self.last[n].get(tuple(text[at - n : at]))
-            if end is not None:
-                if n == self.ngram:
-                    while n < min(len(PRIOR), end) and text[end - n - 1] == text[at - n - 1]:
-                        n += 1
-                return end, min(n, len(PRIOR))
-        return None
+            while end is not None:
+                if end not in seen:
+                    seen.add(end)
+                    yield end, self._length(text, at, end, n)
+                end = self.before[n][end]
+
+    def _length(self, text: Sequence[int], at: int, end: int, known: int) -> int:
+        """How many tokens before ``end`` and ``at`` agree, up to the most that are counted; ``known`` of them do."""
+        if known == self.ngram:
+            while known < min(len(PRIOR), end) and text[end - known - 1] == text[at - known - 1]:
+                known += 1
+        return min(known, len(PRIOR))
 
     def extend(self, text: Sequence[int], prompt_length: int) -> None:
         """Index the new tokens of ``text``, which only grows."""
@@ -59,26 +75,31 @@ class Index:
                 end, length = found
                 self.right[length - 1] += text[end] == text[at]
                 self.all[length - 1] += 1
-            for n in range(1, min(self.ngram, at) + 1):
-                self.last[n][tuple(text[at - n : at])] = at
+            for n in range(1, self.ngram + 1):
+                ngram = tuple(text[at - n : at]) if n <= at else None
+                self.before[n].append(None if ngram is None else self.last[n].get(ngram))
+                if ngram is not None:
+                    self.last[n][ngram] = at
         self.read = max(self.read, len(text))
 
-    def log_probs(self, length: int, tokens: int) -> list[float]:
-        """Joint log probabilities of ``tokens`` tokens drafted after a match of ``length``."""
+    def shares(self, length: int, tokens: int) -> list[float]:
+        """a(length), a(length + 1), ...: the belief in each of ``tokens`` behind a match, the ones before it given."""
         places = [min(length - 1 + i, len(PRIOR) - 1) for i in range(tokens)]
-        return list(accumulate(math.log(self.right[place] / self.all[place]) for place in places))
+        return [self.right[place] / self.all[place] for place in places]
 
 
 class PromptLookupDrafter(Drafter):
-    """Chains of up to ``tokens`` tokens that continue the longest match of at most ``ngram`` tokens."""
+    """Up to ``tokens`` tokens that continue the longest match of at most ``ngram`` tokens, or ``matches`` of them."""
 
     name = "prompt_lookup"
     free = True
 
-    def __init__(self, *, tokens: int = 10, ngram: int = 3, adaptive: bool = False) -> None:
-        if tokens < 1 or ngram < 1:
-            raise InputError(f"prompt_lookup needs tokens and ngram of at least 1, got {tokens} and {ngram}")
-        self.tokens, self.ngram, self.adaptive = tokens, ngram, adaptive
+    def __init__(self, *, tokens: int = 10, ngram: int = 3, matches: int = 1, adaptive: bool = False) -> None:
+        if tokens < 1 or ngram < 1 or matches < 1:
+            raise InputError(
+                f"prompt_lookup needs tokens, ngram and matches of at least 1, got {tokens}, {ngram} and {matches}"
+            )
+        self.tokens, self.ngram, self.matches, self.adaptive = tokens, ngram, matches, adaptive
         self.max_nodes = tokens + 1
 
     def join(self, row: Row) -> None:
@@ -86,38 +107,47 @@ class PromptLookupDrafter(Drafter):
         row.state[self] = Index(self.ngram)
 
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
-        """One chain per row, or only the root if nothing matches."""
+        """One chain or tree a row, or the root alone where nothing matches."""
         return [self._draft(row, budget) for row in rows]
 
     def _draft(self, row: Row, budget: int) -> DraftTree:
         index: Index = row.state[self]
         text = row.tokens
         index.extend(text, row.prompt_length)
-        found = index.match(text, len(text))
         count = min(self.tokens, row.max_depth, budget - 1)
-        if found is None or count < 1:
+        if count < 1:
             return DraftTree.root(row.root)
-        end, length = found
-        chain = text[end : end + count]
-        return DraftTree.chain(row.root, chain, source=self.name, log_probs=index.log_probs(length, len(chain)))
+        found = [
+            (text[end : end + count], index.shares(length, count))
+            for end, length in islice(index.matches(text, len(text)), self.matches)
+        ]
+        if not found:
+            return DraftTree.root(row.root)
+        paths, beliefs = [path for path, _ in found], joint_beliefs(found)
+        tree = DraftTree.from_paths(row.root, paths, source=self.name, log_probs=beliefs)
+        return tree.truncate(1 + min(self.tokens, budget - 1))
 
 
 @dataclass(frozen=True)
 class LookupSettings(Settings):
     """Settings of ``prompt_lookup:...``.
 
-    tokens  maximum number of drafted tokens, or auto: up to 10, depending on the load
-    ngram   maximum length of a match
+    tokens   maximum number of drafted tokens, or auto: up to 10, depending on the load
+    ngram    maximum length of a match
+    matches  maximum number of matches whose continuations are merged into a tree; 1: the most recent of the longest
     """
 
     tokens: str = "10"
     ngram: int = 3
+    matches: int = 1
 
     def __post_init__(self) -> None:
         if self.tokens != "auto" and not (self.tokens.isdigit() and int(self.tokens) >= 1):
             raise InputError(f"tokens must be a whole number of at least 1, or auto, got {self.tokens!r}")
         if self.ngram < 1:
             raise InputError(f"ngram must be at least 1, got {self.ngram}")
+        if self.matches < 1:
+            raise InputError(f"matches must be at least 1, got {self.matches}")
 
     @classmethod
     def under_load(cls) -> LookupSettings:
@@ -132,7 +162,9 @@ class LookupSettings(Settings):
 
 def _build(target: object, settings: LookupSettings, module: object) -> Drafter:
     tokens = 10 if settings.adaptive else int(settings.tokens)
-    return PromptLookupDrafter(tokens=tokens, ngram=settings.ngram, adaptive=settings.adaptive)
+    return PromptLookupDrafter(
+        tokens=tokens, ngram=settings.ngram, matches=settings.matches, adaptive=settings.adaptive
+    )
 
 
 METHOD = Method(

@@ -1,0 +1,378 @@
+"""Suffix decoding (Oliaro et al. 2024): proposes what followed the end of this text before, by frequency.
+
+Looked up are the row's own text, prompt included, and the outputs of earlier and of the other current rows. All places
+where the last tokens occurred vote for the token that followed them there; the tree grows from the root by the most
+probable node of all, so it is a chain where the places agree and branches where they do not. It needs no model and
+learns while it serves.
+
+    ... the cat sat on the mat ... the cat sat on the sofa ... the cat          sat - on - the +-- mat
+                                                                                               +-- sofa
+
+The votes are weighted by the length of the match. With a(n) the share of matches of n tokens whose continuation was
+right, a place weighs a(n) / (1 - a(n)), and a token has the probability of its weight over that of all places and 1,
+which stands for the tokens that none of them has seen. One place alone gives a(n), as in prompt lookup, and places that
+agree make it surer. a(n) is counted for each row from its own drafts.
+
+The structure is not a suffix tree but gives the same counts (docs/methods/suffix.md): see ``Occurrences``.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from anabranch.errors import InputError
+from anabranch.methods.base import Drafter, Method, Row
+from anabranch.methods.settings import Settings
+from anabranch.tree import DraftTree
+
+__all__ = ["METHOD", "Occurrences", "Place", "SuffixDrafter", "SuffixSettings"]
+
+OWN, SHARED = "suffix", "suffix shared"  # sources of nodes: this row's text, other rows' outputs
+
+# shares of matches of 1, 2, ... tokens (the last: that many or more) whose continuation was right, before a row has
+# shown its own, and how many matches that is worth
+PRIOR = (0.2, 0.45, 0.6, 0.7, 0.75, 0.8, 0.8, 0.9)
+WEIGHT = 8.0
+UNSEEN = 1.0  # the weight of tokens that no place proposes
+ORDERS = (8, 4, 2, 1)  # lengths of the n-grams that are indexed
+CONTEXT = 16  # tokens that a match is compared over
+PLACES = 48  # that vote, of each of the two indexes
+WALK = 96  # entries of one chain that are looked at
+OVERHEAD = 16  # tokens that a text of its own is worth in memory
+SMALLEST = 64
+OWN_BUCKETS = 1024
+
+
+@dataclass(frozen=True, eq=False)
+class _Text:
+    """Tokens that grow at the end, and for each indexed order and end the code of the previous entry of its bucket."""
+
+    key: int
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    previous: tuple[array[int], ...] = field(default_factory=lambda: tuple(array("q") for _ in ORDERS))
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place where the last ``length`` tokens occurred; ``tokens[end]`` is what followed."""
+
+    tokens: Sequence[int]
+    end: int
+    length: int
+
+
+class Occurrences:
+    """Where the n-grams of some texts occurred, with bounded memory: the oldest texts go first.
+
+    For each order n, a table has the newest place after an n-gram with a given hash, and each place has the one before
+    it: chains that are walked from the newest place on, as in a compressor of the LZ77 family. A place is compared
+    before it counts, so what hashes alike does no harm. Per token that is 4 bytes, and 16 bytes an order.
+
+    tokens   held at most (a text counts ``OVERHEAD`` more); None: no bound
+    buckets  of each table
+    """
+
+    def __init__(self, *, tokens: int | None, buckets: int) -> None:
+        self.bound, self.held = tokens, 0
+        self._mask = (1 << (max(buckets, 2) - 1).bit_length()) - 1
+        self._newest = [np.zeros(self._mask + 1, np.int64) for _ in ORDERS]
+        self._texts: dict[int, _Text] = {}
+        self._keys = 0
+
+    def begin(self) -> int:
+        """Start a text; returns its key."""
+        self._keys += 1
+        self._texts[self._keys] = _Text(self._keys)
+        self.held += OVERHEAD
+        self._evict()
+        return self._keys
+
+    def extend(self, key: int, tokens: Sequence[int]) -> None:
+        """Append to a text. One that was evicted takes nothing in."""
+        for token in tokens:
+            text = self._texts.get(key)
+            if text is None:
+                return
+            end = len(text.tokens)
+            code = key << 32 | end
+            for previous, newest, order in zip(text.previous, self._newest, ORDERS, strict=True):
+                if order > end:
+                    previous.append(0)
+                    continue
+                bucket = hash(tuple(text.tokens[end - order :])) & self._mask
+                previous.append(int(newest[bucket]))
+                newest[bucket] = code
+            text.tokens.append(token)
+            self.held += 1
+            self._evict()
+
+    def drop(self, key: int) -> None:
+        """Forget a text."""
+        if (text := self._texts.pop(key, None)) is not None:
+            self.held -= len(text.tokens) + OVERHEAD
+
+    def _evict(self) -> None:
+        while self.bound is not None and self.held > self.bound:
+            self.drop(next(iter(self._texts)))
+
+    def find(self, context: Sequence[int], most: int = PLACES, *, but: int | None = None) -> list[Place]:
+        """The places where the end of ``context`` occurred: longer n-grams first, then the newest; at most ``most``.
+
+        but  the key of a text that is left out
+        """
+        found: list[Place] = []
+        seen: set[int] = set()
+        for level, order in enumerate(ORDERS):
+            if order > len(context):
+                continue
+            code = int(self._newest[level][hash(tuple(context[-order:])) & self._mask])
+            for _ in range(WALK):
+                text = self._texts.get(code >> 32)
+                if text is None or len(found) == most:
+                    break  # a text that was evicted: so are nearly all places before this one
+                end = code & 0xFFFFFFFF
+                if code not in seen and text.key != but:
+                    length = _agreement(text.tokens, end, context)
+                    if length >= order:
+                        seen.add(code)
+                        found.append(Place(text.tokens, end, length))
+                code = text.previous[level][end]
+        return found
+
+
+def _agreement(tokens: Sequence[int], end: int, context: Sequence[int]) -> int:
+    """How many of the last tokens of ``context`` stand before ``end`` too, up to ``CONTEXT``."""
+    most = min(CONTEXT, end, len(context))
+    length = 0
+    while length < most and tokens[end - 1 - length] == context[-1 - length]:
+        length += 1
+    return length
+
+
+@dataclass
+class _Seen:
+    """What is kept for a row.
+
+    own          its text; ``key`` in there, and ``shared`` the key of its output in the shared texts
+    taken        its tokens that were taken in
+    bet          of its last draft: where it stood, the length of its longest match, the most probable token
+    right, all   matches by length whose most probable token was right, and all of them
+    """
+
+    own: Occurrences
+    key: int
+    shared: int | None
+    taken: int = 0
+    bet: tuple[int, int, int] | None = None
+    right: list[float] = field(default_factory=lambda: [WEIGHT * share for share in PRIOR])
+    all: list[float] = field(default_factory=lambda: [WEIGHT] * len(PRIOR))
+
+    def settle(self, text: Sequence[int]) -> None:
+        """Count whether the last draft's most probable token came."""
+        if self.bet is not None and self.bet[0] < len(text):
+            at, length, token = self.bet
+            self.right[length - 1] += text[at] == token
+            self.all[length - 1] += 1
+        self.bet = None
+
+    def odds(self) -> list[float]:
+        """The weight of a place by the length of its match, from 0 (none) on."""
+        shares = [right / total for right, total in zip(self.right, self.all, strict=True)]
+        return [0.0, *(share / (1.0 - share) for share in shares)]
+
+
+class SuffixDrafter(Drafter):
+    """Trees of up to ``nodes`` nodes, root included, by the frequency of continuations.
+
+    store      tokens of other rows' outputs that are kept at most; 0: a row's own text alone
+    depth      of a tree at most
+    threshold  nodes that are less probable are not drafted
+    adaptive   whether the load decides how many nodes are verified
+    """
+
+    name = "suffix"
+    free = True
+
+    def __init__(
+        self,
+        *,
+        nodes: int = 16,
+        depth: int = 16,
+        threshold: float = 0.03,
+        store: int = 2**18,
+        adaptive: bool = False,
+    ) -> None:
+        self.max_nodes, self.depth, self.threshold, self.adaptive = nodes, depth, threshold, adaptive
+        self.shared = Occurrences(tokens=store, buckets=store) if store else None
+
+    def join(self, row: Row) -> None:
+        """Index the row's prompt when it is first drafted for."""
+        own = Occurrences(tokens=None, buckets=OWN_BUCKETS)
+        shared = None if self.shared is None else self.shared.begin()
+        row.state[self] = _Seen(own, own.begin(), shared)
+
+    def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
+        """One tree a row, or the root alone where nothing matches."""
+        return [self._draft(row, budget) for row in rows]
+
+    def depth_of(self, budget: int) -> int:
+        """No deeper than ``depth``."""
+        return min(budget - 1, self.depth)
+
+    def leave(self, row: Row) -> None:
+        """Take in the end of the row's output; it stays for others."""
+        seen: _Seen | None = row.state.get(self)
+        if seen is not None:
+            self._take(row, seen)
+        super().leave(row)
+
+    def _take(self, row: Row, seen: _Seen) -> None:
+        """Take in what the row's text has gained."""
+        new = row.tokens[seen.taken :]
+        seen.own.extend(seen.key, new)
+        if self.shared is not None and seen.shared is not None:
+            self.shared.extend(seen.shared, new[max(0, row.prompt_length - seen.taken) :])
+        seen.taken = len(row.tokens)
+
+    def _draft(self, row: Row, budget: int) -> DraftTree:
+        seen: _Seen = row.state[self]
+        seen.settle(row.tokens)
+        self._take(row, seen)
+        depth, count = min(self.depth, row.max_depth), min(self.max_nodes, budget)
+        if depth < 1 or count < 2:
+            return DraftTree.root(row.root)
+        context = row.tokens[-CONTEXT:]
+        found = seen.own.find(context)
+        mine = len(found)
+        if self.shared is not None:
+            found += self.shared.find(context, but=seen.shared)
+        if not found:
+            return DraftTree.root(row.root)
+        votes = [_Vote(place, place.length, OWN if n < mine else SHARED) for n, place in enumerate(found)]
+        tree = _grow(row.root, votes, seen.odds(), count, depth, self.threshold)
+        if tree.size > 1:
+            longest = min(len(PRIOR), max(place.length for place in found))
+            seen.bet = (len(row.tokens), longest, int(tree.tokens[1]))
+        return tree
+
+
+@dataclass(frozen=True)
+class _Vote:
+    """A place that has been followed ``ahead`` tokens; ``source`` says whose text it is in."""
+
+    place: Place
+    length: int
+    source: str
+    ahead: int = 0
+
+
+def _grow(
+    root: int, votes: Sequence[_Vote], odds: Sequence[float], count: int, depth: int, threshold: float
+) -> DraftTree:
+    """The ``count`` most probable nodes, root included, of the tree of all continuations."""
+    least = math.log(threshold) if threshold > 0 else -math.inf
+    tokens, parents, sources, joints, depths = [root], [-1], ["target"], [0.0], [0]
+    waiting: list[tuple[float, int, int, int, list[_Vote]]] = []  # -log p, number, parent, token, votes
+    number = 0
+
+    def expand(node: int, votes: Sequence[_Vote]) -> None:
+        nonlocal number
+        following: dict[int, list[_Vote]] = {}
+        for vote in votes:
+            at = vote.place.end + vote.ahead
+            if at < len(vote.place.tokens):
+                following.setdefault(vote.place.tokens[at], []).append(vote)
+        weights = {token: sum(odds[min(v.length, len(odds) - 1)] for v in those) for token, those in following.items()}
+        total = sum(weights.values()) + UNSEEN
+        for token, those in following.items():
+            joint = joints[node] + math.log(weights[token] / total)
+            if joint >= least:
+                number += 1
+                heapq.heappush(waiting, (-joint, number, node, token, those))
+
+    expand(0, votes)
+    while waiting and len(tokens) < count:
+        unlikely, _, parent, token, those = heapq.heappop(waiting)
+        node = len(tokens)
+        tokens.append(token)
+        parents.append(parent)
+        joints.append(-unlikely)
+        depths.append(depths[parent] + 1)
+        own = sum(odds[min(v.length, len(odds) - 1)] * (1 if v.source == OWN else -1) for v in those)
+        sources.append(OWN if own >= 0 else SHARED)
+        if depths[node] < depth:
+            expand(node, [_Vote(v.place, v.length + 1, v.source, v.ahead + 1) for v in those])
+    return DraftTree(
+        np.array(tokens, np.int64),
+        np.array(parents, np.int64),
+        sources=tuple(sources),
+        log_probs=np.array(joints, np.float32),
+    )
+
+
+@dataclass(frozen=True)
+class SuffixSettings(Settings):
+    """Settings of ``suffix:...``.
+
+    nodes      verified at most, root included, or auto: up to 24, as the load decides
+    depth      of a draft at most
+    threshold  joint probability below which a node is not drafted
+    store      tokens of earlier outputs that are kept, the oldest texts going first; 0: each text learns from itself
+    """
+
+    nodes: str = "16"
+    depth: int = 16
+    threshold: float = 0.03
+    store: int = 2**18
+
+    def __post_init__(self) -> None:
+        if self.nodes != "auto" and not (self.nodes.isdigit() and int(self.nodes) >= 2):
+            raise InputError(f"nodes must be at least 2 (the root and one draft), or auto, got {self.nodes!r}")
+        if self.depth < 1:
+            raise InputError(f"depth must be at least 1, got {self.depth}")
+        if not 0.0 <= self.threshold < 1.0:
+            raise InputError(f"threshold must be at least 0 and less than 1, got {self.threshold}")
+        if self.store and not SMALLEST <= self.store <= 2**30:
+            raise InputError(f"store must be {SMALLEST} to {2**30} tokens, or 0 to keep no outputs, got {self.store}")
+
+    @classmethod
+    def under_load(cls) -> SuffixSettings:
+        """``nodes=auto``."""
+        return cls(nodes="auto")
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether ``nodes=auto``."""
+        return self.nodes == "auto"
+
+    @property
+    def budget(self) -> int:
+        """Also the nodes of a tree that is merged from this one and others."""
+        return 24 if self.adaptive else int(self.nodes)
+
+
+def _build(target: object, settings: SuffixSettings, module: object) -> Drafter:
+    return SuffixDrafter(
+        nodes=settings.budget,
+        depth=settings.depth,
+        threshold=settings.threshold,
+        store=settings.store,
+        adaptive=settings.adaptive,
+    )
+
+
+METHOD = Method(
+    name="suffix",
+    summary="continuations of the text's end by frequency, in this text and in earlier outputs; needs nothing",
+    settings=SuffixSettings,
+    build=_build,
+    # without a store: the tuner decodes the same prompts again and again, and would measure how well it remembers them
+    candidates=lambda nodes: (SuffixSettings(nodes=str(n), store=0) for n in (3, 5, 8, 16, 24) if n <= nodes),
+    order=lambda source: {OWN: 1, SHARED: 2}.get(source),
+)
