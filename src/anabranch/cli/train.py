@@ -1,7 +1,8 @@
 """``anabranch train``: let a target write completions, and train a method's adapter on them.
 
 ``train answers`` writes the completions. ``train METHOD`` trains: there is one verb for each method that has trained
-weights, and its options are the training's and those that the method's recipes have (``Trained.options``).
+weights, and its options are the training's and those that the method's recipes have (``Trained.options``). Methods that
+look tables up in place of learning weights have a verb that builds them (``cli.train_tables``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typer.main import get_command
 
 from anabranch.cli import options
 from anabranch.cli.configured import build, configured, parameters
-from anabranch.cli.help import HELP, Verb, Verbs, trainable_methods
+from anabranch.cli.help import HELP, Verb, Verbs, table_verbs, trainable_methods
 
 if TYPE_CHECKING:
     from anabranch.cli.screen import Screen
@@ -36,7 +37,7 @@ class Methods(Verbs):
 
     def list_commands(self, ctx: Any) -> list[str]:
         """The verbs by name."""
-        return [*super().list_commands(ctx), *trainable_methods()]
+        return [*super().list_commands(ctx), *sorted({*trainable_methods(), *table_verbs()})]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The verb of a name; None where there is none."""
@@ -48,6 +49,10 @@ class Methods(Verbs):
         for method in methods():
             if method.name == cmd_name and method.trained is not None:
                 return _verb(method)
+            if method.tables is not None and method.tables.verb == cmd_name:
+                from anabranch.cli.train_tables import table_verb
+
+                return table_verb(method)
         return None
 
 

@@ -23,6 +23,7 @@ from anabranch.tree import DraftTree
 from anabranch.verify import Rule, Verdict
 
 if TYPE_CHECKING:
+    from anabranch.methods.tables import Tables
     from anabranch.methods.trained import Trained
 
 __all__ = ["Drafter", "Method", "Observation", "Row", "Taps", "Wrapped"]
@@ -203,6 +204,7 @@ class Method:
     build       (target, settings, module) -> Drafter; ``module`` is the trained one, for the target, or None.
                 Raises CapabilityError for what cannot be had there
     trained     its trained module, adapter format and training objective; None: nothing is trained
+    tables      what it looks up in memory-mapped arrays that are built from text; None: nothing
     candidates  settings that the tuner may try for drafts of at most so many nodes. They differ in size alone: the best
                 nodes of what the largest drafts, no deeper than ``Drafter.depth_of``, are what a smaller one drafts
     default     whether "auto" drafts with it, wherever its module (if any) is there
@@ -217,6 +219,7 @@ class Method:
     settings: type[Settings]
     build: Callable[[Decoder, Any, Any], Drafter]
     trained: Trained | None = None
+    tables: Tables | None = None
     candidates: Callable[[int], Iterable[Settings]] = lambda nodes: ()
     default: bool = False
     combines: bool = True

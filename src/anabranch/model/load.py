@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import model_config
 from anabranch.model.quantize import Quantization, check_quantization, quantize_decoder
-from anabranch.model.text import foreign_errors
+from anabranch.model.text import fingerprint, foreign_errors
 from anabranch.model.weights import build_decoder, fill_decoder, load_safetensors_dir, stored_dtype
 from anabranch.processor import set_threads
 
@@ -94,6 +95,7 @@ def load_target(
     tokenizer.model_max_length = sys.maxsize  # what is too long is said by whoever decodes it, in its own words
     config = replace(config, eos_token_ids=_eos(ends, tokenizer))
     decoder.config = config
+    decoder.tokenizer_fingerprint = cache(lambda: fingerprint(tokenizer))
     give_back()
     return Target(decoder, tokenizer, config, name, path, identity, kind)
 

@@ -1,0 +1,79 @@
+"""An n-gram model as a drafter: the most probable continuations as a tree, or one sampled continuation as a chain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from anabranch.errors import CapabilityError
+from anabranch.methods.base import Drafter, Row
+from anabranch.methods.best_first import best_first
+from anabranch.methods.ngram.model import Context, NGramModel, Successor
+from anabranch.sampling import SamplingParams, generator, inverse_cdf, target_probs
+from anabranch.tree import DraftTree
+from anabranch.verify import Rule
+
+__all__ = ["NGramDrafter"]
+
+# the lane of the counter-based noise that drafts are sampled with; the target's own draws use lane 0, rejection lane 1
+DRAFT_LANE = 2
+CHILDREN = 16  # that are looked at below one node
+
+
+class NGramDrafter(Drafter):
+    """Drafts from an n-gram model.
+
+    nodes     node budget, root included
+    chain     one continuation instead of a tree: the most probable one under *matching*; under *rejection* it is
+              sampled, and the tree carries the distributions that it was sampled from
+    adaptive  whether the load decides how many nodes are drafted, up to ``nodes``
+    """
+
+    name = "ngram"
+    rules = ("match", "rejection")
+
+    def __init__(self, model: NGramModel, *, nodes: int = 16, chain: bool = False, adaptive: bool = False) -> None:
+        self.model, self.chain, self.adaptive = model, chain, adaptive
+        self.max_nodes = nodes
+
+    def check(self, sampling: SamplingParams, rule: Rule) -> None:
+        """*Rejection* needs a chain that is sampled."""
+        super().check(sampling, rule)
+        if rule == "rejection" and not self.chain:
+            raise CapabilityError(
+                "best-first trees hold the most probable nodes, not sampled ones, so rule='rejection' is not exact; "
+                "use rule='match', or ngram:tree=chain"
+            )
+        if rule == "rejection" and (sampling.greedy or sampling.needs_history):
+            raise CapabilityError(
+                "rule='rejection' samples its drafts from the n-gram model's own distribution and needs temperature "
+                "> 0 without repetition penalty or logits processors; use rule='match'"
+            )
+
+    def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
+        """One tree a row."""
+        return [self._draft(row, min(budget, self.max_nodes)) for row in rows]
+
+    def _draft(self, row: Row, nodes: int) -> DraftTree:
+        if nodes < 2 or row.max_depth < 1:
+            return DraftTree.root(row.root)
+        if row.rule == "rejection":
+            return self._sampled(row, min(nodes - 1, row.max_depth))
+        count = 1 if self.chain else min(CHILDREN, nodes - 1)
+
+        def children(context: Context) -> Sequence[Successor]:
+            return self.model.best(context, count)
+
+        context = self.model.context(row.tokens)
+        return best_first(row.root, context, children, nodes=nodes, depth=row.max_depth, source=self.name)
+
+    def _sampled(self, row: Row, length: int) -> DraftTree:
+        noise = generator(row.sampling.seed, len(row.tokens), lane=DRAFT_LANE)
+        text, drawn, probs = list(row.tokens[-2:]), [], []
+        for _ in range(length):
+            q_1V = target_probs(self.model.probs([text]).log(), row.sampling)
+            drawn.append(int(inverse_cdf(q_1V, [noise.random()])))
+            text.append(drawn[-1])
+            probs.append(q_1V)
+        return DraftTree.chain(row.root, drawn, source=self.name, draft_probs=torch.cat(probs))
