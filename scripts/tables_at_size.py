@@ -1,7 +1,8 @@
 """Builds the tables of a method from a made-up text of many tokens, and looks things up in them.
 
-The text has a Zipf vocabulary, and is made of stretches of 1 to 40 tokens of a text of 4 million, so that n-grams of all
-lengths occur again. Memory is the process's own: pages of mapped files, which the system may take back, are not counted.
+The text has a Zipf vocabulary, and is made of stretches of 1 to 40 tokens of a text of 4 million, so that n-grams of
+all lengths occur again. Memory is the process's own: pages of mapped files, which the system may take back, are not
+counted.
 
     python scripts/tables_at_size.py datastore --tokens 100000000 --folder /tmp/store --out benchmarks/NAME.json
 """
@@ -118,7 +119,7 @@ def vars_of(args: argparse.Namespace) -> list[object]:
 
 
 def lookups(method: Any, folder: Path) -> dict[str, Any]:
-    """Milliseconds to open the tables and to draft, and nodes of a draft, after texts made like the one that is stored."""
+    """Milliseconds to open the tables and to draft, and nodes of a draft, for a text made like the stored one."""
     config = ModelConfig("llama", VOCABULARY, 8, 1, 1, 1, 8, 8, 4096)
     target = build_decoder(config, device="cpu")
     began = time.perf_counter()

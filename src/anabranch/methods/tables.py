@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,8 @@ from anabranch.jsonfiles import is_whole, read_json, shown
 from anabranch.learning.recipe import Option
 from anabranch.methods.settings import Settings
 from anabranch.model.decoder import Decoder
+from anabranch.model.load import tokenizer_of
+from anabranch.model.text import fingerprint as fingerprint_of
 
 __all__ = [
     "ArrayWriter",
@@ -53,6 +56,7 @@ FORMAT, VERSION = "anabranch tables", 1
 HEADER = 128  # bytes of an .npy file before its data; numpy pads headers of arrays of one dimension to this
 SAMPLES, SAMPLE = 64, 4096  # blocks of a file that its checksum covers, and their bytes
 TREES = ("best", "auto")
+_identities: WeakKeyDictionary[Decoder, str] = WeakKeyDictionary()  # by target: listing a vocabulary takes a while
 
 Documents = Iterable[NDArray[np.int64]]
 """Texts as token ids [n]; nothing is learned across the border of two. Each fits in memory."""
@@ -276,7 +280,7 @@ def find_tables(tables: Tables, method: str, target: Decoder, data: str) -> Open
 
     Raises CapabilityError where none were built, FileError as ``open_tables`` does.
     """
-    identity = None if target.tokenizer_fingerprint is None else target.tokenizer_fingerprint()
+    identity = _identity(target)
     if data:
         folder = Path(data).expanduser()
     elif identity is not None and (default_folder(tables.verb, identity) / RECORD).is_file():
@@ -287,6 +291,13 @@ def find_tables(tables: Tables, method: str, target: Decoder, data: str) -> Open
             f"with 'anabranch train {tables.verb} --text FILE', or give data=FOLDER"
         )
     return open_tables(tables, method, folder, identity, target.config.vocab_size)
+
+
+def _identity(target: Decoder) -> str | None:
+    """The fingerprint of a target's tokenizer; None where the target was not loaded from files."""
+    if target not in _identities and (tokenizer := tokenizer_of(target)) is not None:
+        _identities[target] = fingerprint_of(tokenizer)
+    return _identities.get(target)
 
 
 def open_tables(tables: Tables, method: str, folder: Path, fingerprint: str | None, vocab_size: int) -> OpenTables:

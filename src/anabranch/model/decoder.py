@@ -483,7 +483,6 @@ class Decoder(nn.Module):
         self._rope: Rope | None = None
         self.stack: Stack | None = None  # all layers, where the native kernels run them (``pack_decoder``)
         self.recorder: Recorder | None = None  # how passes are recorded, where that pays
-        self.tokenizer_fingerprint: Callable[[], str] | None = None  # ``text.fingerprint`` of the model's tokenizer
 
     @property
     def device(self) -> torch.device:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from anabranch.errors import CapabilityError
 from anabranch.methods.base import Drafter, Row
 from anabranch.methods.best_first import best_first
-from anabranch.methods.ngram.model import Context, NGramModel, Successor
+from anabranch.methods.draws import Draws
+from anabranch.methods.ngram.model import Context, NGramModel
 from anabranch.sampling import SamplingParams, generator, inverse_cdf, target_probs
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule
@@ -19,6 +21,9 @@ __all__ = ["NGramDrafter"]
 # the lane of the counter-based noise that drafts are sampled with; the target's own draws use lane 0, rejection lane 1
 DRAFT_LANE = 2
 CHILDREN = 16  # that are looked at below one node
+DRAWN = 64  # the same where the target draws its tokens, which are less probable ones then
+
+State = tuple[Context, int]  # what is looked at of the text up to a node, and the node's depth
 
 
 class NGramDrafter(Drafter):
@@ -61,12 +66,22 @@ class NGramDrafter(Drafter):
         if row.rule == "rejection":
             return self._sampled(row, min(nodes - 1, row.max_depth))
         count = 1 if self.chain else min(CHILDREN, nodes - 1)
+        draws = None if row.sampling.greedy else Draws(row, min(row.max_depth, nodes))
 
-        def children(context: Context) -> Sequence[Successor]:
-            return self.model.best(context, count)
+        def children(state: State) -> list[tuple[int, float, State]]:
+            context, depth = state
+            if draws is None:
+                return [(w, p, (after, depth + 1)) for w, p, after in self.model.best(context, count)]
+            found = self.model.best(context, DRAWN)
+            if not found:
+                return []
+            words, probs, after = zip(*found, strict=True)
+            beliefs = draws(depth, words, probs)
+            best = np.argsort(-beliefs, kind="stable")[:count].tolist()
+            return [(words[i], float(beliefs[i]), (after[i], depth + 1)) for i in best]
 
-        context = self.model.context(row.tokens)
-        return best_first(row.root, context, children, nodes=nodes, depth=row.max_depth, source=self.name)
+        start = (self.model.context(row.tokens), 0)
+        return best_first(row.root, start, children, nodes=nodes, depth=row.max_depth, source=self.name)
 
     def _sampled(self, row: Row, length: int) -> DraftTree:
         noise = generator(row.sampling.seed, len(row.tokens), lane=DRAFT_LANE)

@@ -29,6 +29,7 @@ __all__ = ["NGramModel", "Successor"]
 
 ORDERS = (1, 2, 3)
 REMEMBERED = 1 << 15  # contexts whose best successors are kept
+FREQUENT = 256  # tokens that contexts back off to without a context of their own
 ENOUGH = 4  # times as many successors as are asked for: then nothing else is looked at
 ARRAYS = {
     **dict.fromkeys(("unigram", "norm2", "alpha2", "norm3", "alpha3"), "<f4"),
@@ -53,7 +54,7 @@ class NGramModel:
         self.order, self.vocab_size = order, tables.vocab_size
         self._t = _checked(tables)
         self._fall = _discounts(tables)
-        best = np.argsort(-self._t["unigram"], kind="stable")[: ENOUGH * 64]
+        best = np.argsort(-self._t["unigram"], kind="stable")[:FREQUENT]
         base = np.asarray(self._t["unigram"], np.float64)
         self._base = [(int(w), float(base[w])) for w in best if base[w] > 0]
         self.best = lru_cache(maxsize=REMEMBERED)(self._best)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from anabranch.errors import InputError
 from anabranch.learning.recipe import Option
 from anabranch.methods.base import Drafter, Method
-from anabranch.methods.rest.suffixes import WIDTH, build
 from anabranch.methods.rest.datastore import Datastore
 from anabranch.methods.rest.drafter import RestDrafter
+from anabranch.methods.rest.suffixes import WIDTH, build
 from anabranch.methods.tables import Tables, TableSettings, find_tables
 from anabranch.model.decoder import Decoder
 

@@ -15,6 +15,8 @@ from anabranch.methods.tables import OpenTables
 
 __all__ = ["Datastore"]
 
+USUAL = 4  # tokens of a match
+
 
 class Datastore:
     """The memory-mapped arrays of ``build``. Whatever they hold, lookups end in tokens of the vocabulary."""
@@ -50,14 +52,14 @@ class Datastore:
         low = bisect_left(range(high), token, low, high, key=key)
         return low, bisect_left(range(high), token + 1, low, high, key=key)
 
-    def longest(self, context: Sequence[int], most: int, guess: int = 0) -> tuple[int, int, int]:
+    def longest(self, context: Sequence[int], most: int) -> tuple[int, int, int]:
         """The longest suffix of a context, of at most ``most`` tokens, that occurs: its length and range; (0, 0, 0).
 
-        guess  a length that is tried first: what occurs, its suffixes do too, so lengths are searched by halves
+        Of what occurs, the suffixes do too, so lengths are searched by halves, a usual one first.
         """
         low, high = 0, min(most, len(context), WIDTH)
         found = (0, 0)
-        length = min(guess, high) or (high + 1) // 2
+        length = min(USUAL, high)
         while low < high:
             here = self.find(context[len(context) - length :])
             if here[0] < here[1]:

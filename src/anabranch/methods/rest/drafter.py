@@ -14,6 +14,7 @@ from functools import partial
 
 from anabranch.methods.base import Drafter, Row
 from anabranch.methods.best_first import best_first
+from anabranch.methods.draws import Draws
 from anabranch.methods.rest.datastore import Datastore
 from anabranch.tree import DraftTree
 
@@ -52,10 +53,6 @@ class RestDrafter(Drafter):
         self.store, self.ngram, self.depth, self.matches, self.adaptive = store, ngram, depth, matches, adaptive
         self.max_nodes = nodes
 
-    def join(self, row: Row) -> None:
-        """Keep the length of the text and of its longest match, as of the last draft."""
-        row.state[self] = (0, 0)
-
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
         """One tree a row, the root alone where nothing matches."""
         return [self._draft(row, min(budget, self.max_nodes)) for row in rows]
@@ -68,17 +65,14 @@ class RestDrafter(Drafter):
         depth = min(self.depth, row.max_depth, nodes - 1)
         if depth < 1:
             return DraftTree.root(row.root)
-        state = self._retrieve(row, depth)
-        children = partial(_children, first=state[1])
+        state = self._retrieve(row.tokens[-self.ngram :], depth)
+        draws = None if row.sampling.greedy else Draws(row, depth)
+        children = partial(_children, first=state[1], draws=draws)
         return best_first(row.root, state, children, nodes=nodes, depth=depth, source=self.name)
 
-    def _retrieve(self, row: Row, depth: int) -> State:
+    def _retrieve(self, context: Sequence[int], depth: int) -> State:
         """Weighted continuations of the longest match and of shorter ones."""
-        context = row.tokens[-self.ngram :]
-        size, matched = row.state[self]
-        guess = matched + len(row.tokens) - size if matched else 0
-        length, low, high = self.store.longest(context, self.ngram, guess)
-        row.state[self] = (len(row.tokens), length)
+        length, low, high = self.store.longest(context, self.ngram)
         found: list[tuple[float, list[int]]] = []
         left, here = 1.0, length
         for _ in range(LEVELS):
@@ -99,10 +93,11 @@ def _trust(count: int, distinct: int, matched: int) -> float:
     return count / (count + DOUBT * distinct / matched)
 
 
-def _children(state: State, first: int) -> list[tuple[int, float, State]]:
+def _children(state: State, first: int, draws: Draws | None) -> list[tuple[int, float, State]]:
     """The next tokens among the continuations, most probable first, and what follows each.
 
     first  tokens that match up to the root, whose continuations have weights that say what they are trusted
+    draws  of the row's next tokens, where it is not greedy
     """
     continuations, matched = state
     weights: dict[int, float] = {}
@@ -115,7 +110,8 @@ def _children(state: State, first: int) -> list[tuple[int, float, State]]:
     if matched > first:
         total = sum(weight for weight, _ in continuations)
         scale = _trust(len(continuations), len(rest), matched) / total
-    return [
-        (token, math.log(min(1.0, weight * scale)), (rest[token], matched + 1))
-        for token, weight in sorted(weights.items(), key=lambda item: (-item[1], item[0]))
-    ]
+    found = {token: math.log(min(1.0, weight * scale)) for token, weight in weights.items()}
+    if draws is not None and found:
+        found = dict(zip(found, draws(matched - first, list(found), list(found.values())).tolist(), strict=True))
+    order = sorted(found, key=lambda token: (-found[token], token))
+    return [(token, found[token], (rest[token], matched + 1)) for token in order]
