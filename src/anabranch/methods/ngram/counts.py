@@ -34,7 +34,7 @@ LARGEST = 1 << int(BITS)
 MASK = np.uint64(LARGEST - 1)
 KATZ = 5  # counts above this are not discounted (Katz 1987)
 MEMORY = 512  # MB
-BYTES_A_TOKEN, BYTES_AN_ENTRY = 64, 128  # that counting a token of a chunk and merging an entry of a run take
+BYTES_A_TOKEN, BYTES_AN_ENTRY = 96, 160  # that counting a token of a chunk and merging an entry of a run take
 MOST = 2**32 - 1
 NOTHING = 1e-6  # a probability that rounding may leave
 

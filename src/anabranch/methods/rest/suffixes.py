@@ -27,7 +27,7 @@ __all__ = ["WIDTH", "build", "text_type"]
 
 WIDTH = 32  # tokens by which suffixes are ordered
 MEMORY = 512  # MB
-BYTES_A_SUFFIX = 64  # that sorting takes
+BYTES_A_SUFFIX = 96  # that sorting takes
 READ = 1 << 20  # tokens of the text that are looked at at a time
 LARGEST = 2**32 - 1  # tokens of a text: places are uint32
 KEY_BITS = 63
