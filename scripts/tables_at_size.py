@@ -1,7 +1,7 @@
 """Builds the tables of a method from a made-up text of many tokens, and looks things up in them.
 
-The text has a Zipf vocabulary, and is made of stretches of 1 to 40 tokens of a text of 4 million, so that n-grams of
-all lengths occur again. Memory is the process's own: pages of mapped files, which the system may take back, are not
+The text has a Zipf vocabulary, and is made of stretches of 1 to 40 tokens of a text of 50 million, so that n-grams
+of all lengths occur again. Memory is the process's own: pages of mapped files, which the system may take back, are not
 counted.
 
     python scripts/tables_at_size.py datastore --tokens 100000000 --folder /tmp/store --out benchmarks/NAME.json
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from anabranch.bench.report import environment
@@ -29,7 +30,7 @@ from anabranch.model.weights import build_decoder
 from anabranch.sampling import SamplingParams
 
 VOCABULARY = 49_152
-BASE = 4_000_000
+BASE = 50_000_000
 DOCUMENT = 500_000
 DRAFTS = 2_000
 
@@ -37,14 +38,15 @@ DRAFTS = 2_000
 def made_up(tokens: int, seed: int) -> Iterator[NDArray[np.int64]]:
     """Documents of together so many tokens."""
     random = np.random.default_rng(seed)
-    base = np.random.default_rng(0).zipf(1.1, size=BASE) % VOCABULARY
+    base = np.concatenate([np.random.default_rng(i).zipf(1.1, size=BASE // 50) % VOCABULARY for i in range(50)])
+    base = base.astype(np.uint16)
     while tokens > 0:
         lengths = random.integers(1, 41, size=DOCUMENT // 10)
         lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), min(DOCUMENT, tokens)) + 1)]
         starts = random.integers(BASE - 41, size=len(lengths))
         ends = np.cumsum(lengths)
         places = np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
-        document = base[places[: min(DOCUMENT, tokens)]]
+        document = base[places[: min(DOCUMENT, tokens)]].astype(np.int64)
         tokens -= len(document)
         yield document
 
@@ -106,7 +108,7 @@ def main() -> None:
         "peak_own_memory_mb": round(own / 1e6),
         "folder_bytes": size,
         **lookups(method, args.folder),
-        "environment": environment(),
+        "environment": environment(torch.device("cpu")),
         "command": shown_command("python", "scripts/tables_at_size.py", *map(str, vars_of(args))),
     }
     print(json.dumps(result, indent=2))

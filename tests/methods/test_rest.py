@@ -137,8 +137,8 @@ def test_shorter_matches_use_what_a_rare_long_one_leaves() -> None:
     ("text", "words"),
     [
         ("tree=0", "nodes must be at least 2 .* got 0"),
-        ("ngram=0", "ngram must be from 1 to 32, got 0"),
-        ("ngram=33", "ngram must be from 1 to 32, got 33"),
+        ("ngram=0", "ngram must be from 1 to 16, got 0"),
+        ("ngram=17", "ngram must be from 1 to 16, got 17"),
         ("depth=0", "depth must be at least 1, got 0"),
         ("matches=0", "matches must be at least 1, got 0"),
         ("tree=chain", "tree must be a number of nodes or one of best, auto, got 'chain'"),

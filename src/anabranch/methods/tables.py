@@ -341,7 +341,7 @@ def _mapped(folder: Path, name: str, described: Any, again: str) -> NDArray[Any]
         raise FileError(f"{folder / RECORD} does not describe {shown(name)}; {again}")
     try:
         intact = checksum(path) == described.get("sample_sha256")
-        array = np.load(path, mmap_mode="r", allow_pickle=False) if intact else None
+        array: NDArray[Any] | None = np.load(path, mmap_mode="r", allow_pickle=False) if intact else None
     except FileNotFoundError as error:
         raise FileError(f"the folder {folder} has no {path.name}; its copy is incomplete, {again}") from error
     except (OSError, ValueError) as error:

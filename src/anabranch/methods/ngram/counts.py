@@ -131,7 +131,8 @@ def _packed(tokens: NDArray[np.int64], ends: NDArray[np.int64], n: int) -> Keys:
     for back in range(1, n):  # the n-grams that begin ``back`` tokens before the end of a document leave it
         crossing = ends - back
         inside[crossing[(crossing >= 0) & (crossing < size)]] = False
-    return keys[inside]
+    kept: Keys = keys[inside]
+    return kept
 
 
 def _distinct(keys: Keys, counts: Counts | None = None) -> tuple[Keys, Counts]:
@@ -223,7 +224,8 @@ def discounts(n: Sequence[int]) -> NDArray[np.float64]:
 
 
 def _discounted(counts: NDArray[Any], fall: NDArray[np.float64]) -> NDArray[np.float64]:
-    return counts * fall[np.minimum(counts, KATZ + 1)]
+    kept: NDArray[np.float64] = counts * fall[np.minimum(counts, KATZ + 1)]
+    return kept
 
 
 def _unigram(counts: Counts, fall: NDArray[np.float64]) -> NDArray[np.float32]:
@@ -232,7 +234,8 @@ def _unigram(counts: Counts, fall: NDArray[np.float64]) -> NDArray[np.float32]:
     if unseen.any():
         left = counts.sum() - values.sum()
         values[unseen] = max(left, 1.0) / unseen.sum()
-    return (values / values.sum()).astype(np.float32)
+    probs: NDArray[np.float32] = (values / values.sum()).astype(np.float32)
+    return probs
 
 
 def _backoff(
@@ -268,8 +271,9 @@ def _bigrams(folder: Path, merged2: Path, base: NDArray[np.float32], fall: NDArr
             out["counts2"].append(np.minimum(here, MOST))
             out["best2"].append(order - begins[owner])
             at = np.flatnonzero(lengths)
-            sums = [_sums(v, begins[at]) for v in (here, _discounted(here, fall), base[tokens].astype(np.float64))]
-            norm[low + at], alpha[low + at] = _backoff(*sums, lengths[at] == vocab_size)
+            parts = (here, _discounted(here, fall), base[tokens].astype(np.float64))
+            totals, kept, lower = (_sums(values, begins[at]) for values in parts)
+            norm[low + at], alpha[low + at] = _backoff(totals, kept, lower, lengths[at] == vocab_size)
     for name, values, kind in (("starts2", starts, "<i8"), ("norm2", norm, "<f4"), ("alpha2", alpha, "<f4")):
         with ArrayWriter(folder, name, kind) as one:
             one.append(values)
@@ -308,8 +312,9 @@ def _trigrams(
                 middle = (packed >> BITS & MASK).astype(np.int64)
                 lower = _discounted(counts2[place], falls[0]) / norm2[middle]
                 at = np.flatnonzero(lengths)
-                sums = [_sums(values, begins[at]) for values in (here, _discounted(here, falls[1]), lower)]
-                norm[low + at], alpha[low + at] = _backoff(*sums, lengths[at] == len(base))
+                parts = (here, _discounted(here, falls[1]), lower)
+                totals, kept, below = (_sums(values, begins[at]) for values in parts)
+                norm[low + at], alpha[low + at] = _backoff(totals, kept, below, lengths[at] == len(base))
             out["norm3"].append(norm)
             out["alpha3"].append(alpha)
             at3 = int(starts[-1])

@@ -30,7 +30,7 @@ class Datastore:
         if len(self._starts) != self.vocab_size + 1 or not len(self._text) > len(self._places) > 0:
             raise FileError("the arrays of the datastore do not fit together; build the tables again")
         # views whose items are Python integers: a binary search reads them one by one
-        self._token, self._place = memoryview(self._text), memoryview(self._places)
+        self._token, self._place = self._text.data, self._places.data
 
     def find(self, tokens: Sequence[int]) -> tuple[int, int]:
         """The range of the suffixes that begin with 1 to ``WIDTH`` tokens; empty where there are none."""

@@ -25,12 +25,12 @@ from anabranch.methods.tables import ArrayWriter, Documents, Report
 
 __all__ = ["WIDTH", "build", "text_type"]
 
-WIDTH = 32  # tokens by which suffixes are ordered
+WIDTH = 16  # tokens by which suffixes are ordered
 MEMORY = 512  # MB
 BYTES_A_SUFFIX = 96  # that sorting takes
 READ = 1 << 20  # tokens of the text that are looked at at a time
 LARGEST = 2**32 - 1  # tokens of a text: places are uint32
-KEY_BITS = 63
+KEY_BITS = 64
 
 Places = NDArray[np.int64]
 
@@ -62,7 +62,7 @@ def build(
             out.append(_sorted(text, places))
             report(f"{out.length:,} of {count:,} suffixes sorted")
     assert out.length == count, "every suffix is in one group"
-    return {"tokens": count, "documents": size - count, "width": WIDTH}
+    return {"tokens": count, "documents": size - count}
 
 
 def _write_text(
