@@ -179,6 +179,13 @@ def flipped(folder: Path) -> None:
     largest(folder).write_bytes(data)
 
 
+def emptied(folder: Path) -> None:
+    """One that the record's checksum is made to fit."""
+    path = largest(folder)
+    path.write_bytes(b"")
+    edit(lambda record: record["arrays"][path.stem].update(sample_sha256=checksum(path)))(folder)
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "record": (lambda f: (f / "tables.json").unlink(), "has no tables.json"),
     "json": (lambda f: (f / "tables.json").write_text("{"), "is not JSON"),
@@ -195,6 +202,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated": (truncated, "is truncated or was changed since it was built"),
     "flipped": (flipped, "is truncated or was changed since it was built"),
     "length": (edit(lambda r: [a.update(length=1) for a in r["arrays"].values()]), "truncated or was changed"),
+    "empty": (emptied, "cannot be read"),
     "described": (edit(lambda r: [a.update(length="x") for a in r["arrays"].values()]), "does not describe"),
     "array": (edit(lambda r: r["arrays"].popitem()), "lack an array"),
 }

@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.errors import CapabilityError, FileError, InputError
+from anabranch.errors import CapabilityError, FileError, InputError, one_line
 from anabranch.files import cache_home
 from anabranch.jsonfiles import is_whole, read_json, shown
 from anabranch.learning.recipe import Option
@@ -344,8 +344,8 @@ def _mapped(folder: Path, name: str, described: Any, again: str) -> NDArray[Any]
         array: NDArray[Any] | None = np.load(path, mmap_mode="r", allow_pickle=False) if intact else None
     except FileNotFoundError as error:
         raise FileError(f"the folder {folder} has no {path.name}; its copy is incomplete, {again}") from error
-    except (OSError, ValueError) as error:
-        raise FileError(f"{path} cannot be read ({error}); {again}") from error
+    except (OSError, ValueError, EOFError) as error:
+        raise FileError(f"{path} cannot be read ({one_line(error)}); {again}") from error
     if array is None or array.shape != (described["length"],) or array.dtype.str != described.get("dtype"):
         raise FileError(f"{path} is truncated or was changed since it was built; {again}")
     return array

@@ -78,8 +78,8 @@ class NGramModel:
         total = row.sum()
         if not (np.isfinite(total) and total > 0):
             return np.full(self.vocab_size, 1 / self.vocab_size, np.float32)
-        probs: NDArray[np.float32] = (row / total).astype(np.float32)
-        return probs
+        found: NDArray[np.float32] = (row / total).astype(np.float32)
+        return found
 
     def _best(self, context: Context, count: int) -> tuple[Successor, ...]:
         """The most probable successors of a context, at most ``count``, most probable first.
