@@ -81,13 +81,13 @@ class Peak:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("verb", help="what is built: datastore or ngram")
+    parser.add_argument("command", help="what is built: datastore or ngram")
     parser.add_argument("--tokens", type=int, default=100_000_000)
     parser.add_argument("--memory", type=int, default=512, help="MB")
     parser.add_argument("--folder", type=Path, required=True, help="build here; stays")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     args = parser.parse_args()
-    method = next(m for m in methods() if m.tables is not None and m.tables.verb == args.verb)
+    method = next(m for m in methods() if m.tables is not None and m.tables.command == args.command)
     assert method.tables is not None
     tokenizer = Tokenizer("made up", "0" * 64, VOCABULARY)
     base_text()
@@ -124,7 +124,7 @@ def main() -> None:
 
 
 def vars_of(args: argparse.Namespace) -> list[object]:
-    return [args.verb, "--tokens", args.tokens, "--memory", args.memory, "--folder", args.folder.name]
+    return [args.command, "--tokens", args.tokens, "--memory", args.memory, "--folder", args.folder.name]
 
 
 def lookups(method: Any, folder: Path) -> dict[str, Any]:

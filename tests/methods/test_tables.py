@@ -229,10 +229,10 @@ def test_a_folder_that_is_not_there(name: str, tmp_path: Path, monkeypatch: pyte
         make_drafter(f"{name}:data={tmp_path / 'no'}", small())
     entry = method(name)
     assert entry.tables is not None
-    with pytest.raises(CapabilityError, match=f"there is none; build it with 'anabranch train {entry.tables.verb}"):
+    with pytest.raises(CapabilityError, match=f"there is none; build it with 'anabranch train {entry.tables.command}"):
         make_drafter(name, small())
     # what was built without naming a folder is found by the tokenizer
-    write(name, [[1, 2, 3]], default_folder(entry.tables.verb, TOY.fingerprint))
+    write(name, [[1, 2, 3]], default_folder(entry.tables.command, TOY.fingerprint))
     monkeypatch.setattr(tables, "_identity", lambda target: TOY.fingerprint)
     assert find_tables(entry.tables, name, small(), "").facts["tokens"] == 3
     assert make_drafter(name, small()).name == name
@@ -366,7 +366,7 @@ def test_from_a_text_to_a_drafter(
     entry = method(name)
     assert entry.tables is not None
     (tmp_path / "t.txt").write_text("the thing that the other thing is\n" * 50, encoding="utf-8")
-    base = ("train", entry.tables.verb, "--model", toys.model, "--text", tmp_path / "t.txt")
+    base = ("train", entry.tables.command, "--model", toys.model, "--text", tmp_path / "t.txt")
     out = tmp_path / "out"
     done = anabranch(*base, "--out", out, "--memory", 1, "--licence", "CC0-1.0", "--json")
     assert done.code == 0, done.err
@@ -388,7 +388,7 @@ def test_from_a_text_to_a_drafter(
     # without a folder, the drafter finds them by itself
     missing = anabranch(*prompts, "--drafter", name)
     assert missing.code != 0
-    assert f"anabranch train {entry.tables.verb}" in missing.err
+    assert f"anabranch train {entry.tables.command}" in missing.err
     done = anabranch(*base)
     assert done.code == 0, done.err
     assert done.out.endswith(f"--drafter {name}\n")

@@ -14,7 +14,7 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
-__all__ = ["HELP", "Verb", "Verbs", "methods", "table_verbs", "trainable_methods"]
+__all__ = ["HELP", "Verb", "Verbs", "methods", "table_commands", "trainable_methods"]
 
 DRAFTERS = ("drafter", "method")  # parameters that take a drafter's specification
 
@@ -61,10 +61,10 @@ def trainable_methods() -> Iterator[str]:
     return (name for name, entry in _entries() if "trained" in entry)
 
 
-def table_verbs() -> Iterator[str]:
-    """The verbs that build the tables of methods (``Tables.verb``), sorted."""
+def table_commands() -> Iterator[str]:
+    """The commands that build the tables of methods (``Tables.command``), sorted."""
     calls = [entry["tables"] for _, entry in _entries() if "tables" in entry]
-    words = [word for call in calls if isinstance(call, ast.Call) for word in call.keywords if word.arg == "verb"]
+    words = [word for call in calls if isinstance(call, ast.Call) for word in call.keywords if word.arg == "command"]
     return iter(sorted(ast.literal_eval(word.value) for word in words))
 
 

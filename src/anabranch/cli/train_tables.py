@@ -1,4 +1,4 @@
-"""``anabranch train VERB`` for methods that draft from tables: builds them from text, and says how to use them."""
+"""``anabranch train COMMAND`` for methods that draft from tables: builds the tables and prints how to use them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from anabranch.cli.help import HELP, Verb
 if TYPE_CHECKING:
     from anabranch.methods import Method
 
-__all__ = ["TablesConfig", "table_verb"]
+__all__ = ["TablesConfig", "table_command"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TablesConfig:
-    """The options of a verb that builds tables, less those of the tables themselves."""
+    """The options of a command that builds tables, apart from those of the tables themselves."""
 
     answers: Annotated[
         Path | None, typer.Option(metavar="FILE", help="build from the JSONL that 'train answers' wrote")
@@ -42,7 +42,7 @@ class TablesConfig:
     as_json: options.AsJson = False
 
 
-def table_verb(method: Method) -> Any:
+def table_command(method: Method) -> Any:
     """The command that builds a method's tables."""
     tables = method.tables
     assert tables is not None
@@ -59,11 +59,10 @@ def table_verb(method: Method) -> Any:
     train.__annotations__ = {parameter.name: parameter.annotation for parameter in found}
     train.__doc__ = f"""Build {tables.title} from text, for the drafter '{method.name}'.
 
-    It belongs to the model's tokenizer and serves every model that has the same. Nothing is written until it is
-    complete.
+    It serves every model with the same tokenizer. A build that is interrupted leaves nothing behind.
     """
     single = typer.Typer(add_completion=False, **HELP)
-    single.command(tables.verb, cls=Verb)(train)
+    single.command(tables.command, cls=Verb)(train)
     return get_command(single)
 
 
@@ -88,7 +87,7 @@ def _build(method: Method, config: TablesConfig, given: dict[str, Any]) -> None:
         shown.show(f"loading {config.loading.model}", "", plain=f"loading {config.loading.model}")
         target = options.load(config.loading, pack=False, adapters=False).target
         identity = fingerprint(target.tokenizer)
-        folder = config.out or default_folder(tables.verb, identity)
+        folder = config.out or default_folder(tables.command, identity)
         check_free(folder, force=config.force)
         name = Path(target.name).name if Path(target.name).expanduser().exists() else target.name
         record = build_tables(

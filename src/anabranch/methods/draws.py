@@ -1,8 +1,8 @@
-"""Guessing what the target draws: the noise of a position is known before the token (``sampling.gumbels``).
+"""Predict the target's random draws: the noise at a position does not depend on the text (``sampling.gumbels``).
 
-Under *matching*, the target draws the token of the largest log p(w) / T + gumbel(position, w). A drafter that knows q
-instead of p asks the same of q, and is right more often than one that drafts the most probable token: always, if q
-were p.
+Under *matching*, the target draws the token with the largest log p(w) / T + gumbel(position, w). A drafter with a
+distribution q evaluates the same expression with q. If q equals p, it always predicts the draw; proposing the most
+probable token would not.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from anabranch.sampling import gumbels, position_keys
 
 __all__ = ["Draws"]
 
-TRUST = 0.85  # in q: scores times this are the logits of what is believed
-UNKNOWN = 0.5772  # the mean of the noise, for tokens that are not looked at one by one
-COLDEST = 0.01  # smaller temperatures are as good as greedy
+TRUST = 0.85  # scales the scores, since q is not p: their softmax is the probability of each draw
+UNKNOWN = 0.5772  # mean of the noise, for the tokens that are not evaluated one by one
+COLDEST = 0.01  # lower temperatures are treated as this one
 
 
 class Draws:
-    """The draws of the next tokens of one row that is not greedy, at most ``depth`` tokens ahead."""
+    """Predicts the draws of the next ``depth`` tokens of a sampled row."""
 
     def __init__(self, row: Row, depth: int) -> None:
         self.temperature = max(row.sampling.temperature, COLDEST)
         self.keys_D = position_keys(row.sampling.seed, len(row.tokens) + np.arange(depth))
 
     def __call__(self, depth: int, tokens: Sequence[int], log_probs: Sequence[float]) -> NDArray[np.float64]:
-        """Log probabilities [n] that the token ``depth`` places ahead, from 0 on, is each of n distinct ones.
+        """Log probabilities [n] that each of n distinct tokens is drawn ``depth`` positions ahead, counted from 0.
 
-        log_probs  [n] of the drafter's distribution; what they lack to a sum of 1 belongs to other tokens
+        log_probs  [n] of the drafter's distribution q; the remaining probability belongs to all other tokens
         """
         q_n = np.array(log_probs, np.float64)
         noise_n = gumbels(self.keys_D[depth : depth + 1], torch.tensor(list(tokens)))[0].double().numpy()

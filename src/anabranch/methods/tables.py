@@ -1,14 +1,14 @@
-"""Tables that a method drafts from: built from token ids once, kept in a folder, memory-mapped when decoding.
+"""Tables that a method drafts from: built once from token ids, stored in a folder, memory-mapped for decoding.
 
-    FOLDER/tables.json    method, tokenizer, what it was built from, and the type, length and checksum of each array
-    FOLDER/NAME.npy       one array each, in one dimension
+    FOLDER/tables.json    method, tokenizer, source of the data, and the dtype, length and checksum of each array
+    FOLDER/NAME.npy       one one-dimensional array per file
 
-An adapter holds weights of one target. Tables hold token ids: they serve every target with their tokenizer and may be
-larger than memory, so they are no adapter, and a drafter's setting ``data`` names their folder. Opening one costs the
-same at any size: the headers are checked, and of each file a sample (``checksum``). Lookups must survive arrays of any
-content, since the rest is not checked; wrong content costs acceptance, never exactness.
+Tables are not adapters. An adapter holds weights for one target and is read as a whole; tables hold token ids, serve
+every target with the same tokenizer and may be larger than memory. The drafter's setting ``data`` names the folder.
+Opening takes constant time: headers and a sample of each file are checked (``checksum``). Lookups must therefore
+tolerate any array content; wrong content lowers acceptance but never changes the text.
 
-The folder is written beside its place and moved there when it is complete.
+A folder is built next to its destination and renamed when complete.
 """
 
 from __future__ import annotations
@@ -59,23 +59,23 @@ TREES = ("best", "auto")
 _identities: WeakKeyDictionary[Decoder, str] = WeakKeyDictionary()  # by target: listing a vocabulary takes a while
 
 Documents = Iterable[NDArray[np.int64]]
-"""Texts as token ids [n]; nothing is learned across the border of two. Each fits in memory."""
+"""Texts as token ids [n], each small enough for memory. No n-gram or match crosses two documents."""
 Report = Callable[[str], None]
-"""Called now and then with what has been done so far, as a line to show."""
+"""Receives a progress line from time to time."""
 
 
 @dataclass(frozen=True)
 class Tables:
-    """The tables of a method, in its entry.
+    """The tables of a method, as part of its entry.
 
-    verb     ``anabranch train VERB`` builds them
+    command  ``anabranch train COMMAND`` builds them
     title    what they are, for help and messages
-    options  values that users may set when they build them, by name; None where they set nothing
-    build    (documents, vocabulary size, empty folder, options, report): write arrays (``ArrayWriter``) into the folder
-             and return facts about them for the record: JSON values, "tokens" among them. Raises InputError
+    options  build options by name; ``build`` receives None for those that the user did not set
+    build    (documents, vocabulary size, empty folder, options, report): writes arrays (``ArrayWriter``) into the
+             folder and returns facts for the record: JSON values, "tokens" among them. Raises InputError
     """
 
-    verb: str
+    command: str
     title: str
     options: Mapping[str, Option]
     build: Callable[[Documents, int, Path, Mapping[str, Any], Report], dict[str, Any]]
@@ -83,7 +83,7 @@ class Tables:
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """What token ids belong to: a model's name for messages, ``model.text.fingerprint``, the size of its vocabulary."""
+    """The model's name for messages, the tokenizer's ``model.text.fingerprint``, and the size of the vocabulary."""
 
     name: str
     fingerprint: str
@@ -101,10 +101,10 @@ class OpenTables:
 
 @dataclass(frozen=True)
 class TableSettings(Settings):
-    """Settings that drafters with tables share.
+    """Settings shared by drafters with tables.
 
-    data   folder of the tables; empty: those that were built for this tokenizer without naming a folder
-    tree   best (the most probable nodes), auto (the load decides how many), or a number: best with so many nodes
+    data   folder of the tables; empty: the default folder of this tokenizer
+    tree   best (the most probable nodes), auto (best, sized by the load), or a number: best with that many nodes
     nodes  node budget, root included
     """
 
@@ -146,7 +146,7 @@ class TableSettings(Settings):
 
 
 class ArrayWriter:
-    """Writes an .npy file of one dimension piece by piece; its length need not be known before."""
+    """Writes a one-dimensional .npy file piece by piece; the length need not be known in advance."""
 
     def __init__(self, folder: Path, name: str, dtype: str) -> None:
         self.dtype = np.dtype(dtype)
@@ -177,9 +177,9 @@ class ArrayWriter:
             self._file.close()
 
 
-def default_folder(verb: str, fingerprint: str) -> Path:
-    """Where tables are kept that were built without naming a folder: by verb and tokenizer."""
-    return cache_home() / "tables" / verb / fingerprint[:16]
+def default_folder(command: str, fingerprint: str) -> Path:
+    """Where tables built without ``--out`` are stored, by command and tokenizer."""
+    return cache_home() / "tables" / command / fingerprint[:16]
 
 
 def check_free(folder: Path, *, force: bool) -> None:
@@ -209,8 +209,8 @@ def build_tables(
 
     made  where they come from (command, files, licences), for the record
 
-    Nothing is left where building fails. Raises FileError where the folder cannot be written, and what ``build`` and
-    ``documents`` raise.
+    A build that fails leaves nothing behind. Raises FileError if the folder cannot be written, and whatever ``build``
+    and ``documents`` raise.
     """
     check_free(folder, force=True)
     work: Path | None = None
@@ -242,7 +242,7 @@ def build_tables(
 
 
 def _replace(folder: Path, new: Path, old: Path) -> None:
-    """Put ``new`` where ``folder`` may be; what was there comes back if that fails."""
+    """Rename ``new`` to ``folder``; an existing folder is moved to ``old`` and restored if that fails."""
     if folder.exists():
         folder.rename(old)
     try:
@@ -259,9 +259,9 @@ def _described(path: Path) -> dict[str, Any]:
 
 
 def checksum(path: Path) -> str:
-    """SHA-256 over a file's size and 64 blocks of 4 KiB spread evenly over it, first and last included.
+    """SHA-256 over a file's size and 64 evenly spaced blocks of 4 KiB, including the first and the last.
 
-    Reads all of a file of up to 256 KiB. It notices truncated, swapped and rewritten files, not every flipped bit.
+    Covers files of up to 256 KiB completely. Detects truncated, swapped and rewritten files, but not every flipped bit.
     """
     size = path.stat().st_size
     found = hashlib.sha256(str(size).encode())
@@ -276,19 +276,19 @@ def checksum(path: Path) -> str:
 
 
 def find_tables(tables: Tables, method: str, target: Decoder, data: str) -> OpenTables:
-    """The tables of a drafter's setting ``data`` for a target; see ``TableSettings``.
+    """The tables that the setting ``data`` selects for a target; see ``TableSettings``.
 
-    Raises CapabilityError where none were built, FileError as ``open_tables`` does.
+    Raises CapabilityError if there are none, and FileError as ``open_tables`` does.
     """
     identity = _identity(target)
     if data:
         folder = Path(data).expanduser()
-    elif identity is not None and (default_folder(tables.verb, identity) / RECORD).is_file():
-        folder = default_folder(tables.verb, identity)
+    elif identity is not None and (default_folder(tables.command, identity) / RECORD).is_file():
+        folder = default_folder(tables.command, identity)
     else:
         raise CapabilityError(
             f"the drafter {method!r} needs {tables.title} for this target's tokenizer, and there is none; build it "
-            f"with 'anabranch train {tables.verb} --text FILE', or give data=FOLDER"
+            f"with 'anabranch train {tables.command} --text FILE', or give data=FOLDER"
         )
     return open_tables(tables, method, folder, identity, target.config.vocab_size)
 
@@ -301,17 +301,19 @@ def _identity(target: Decoder) -> str | None:
 
 
 def open_tables(tables: Tables, method: str, folder: Path, fingerprint: str | None, vocab_size: int) -> OpenTables:
-    """Map the arrays of a folder.
+    """Memory-map the arrays of a folder.
 
-    fingerprint  of the target's tokenizer; None: not known, and the vocabulary's size alone is compared
+    fingerprint  of the target's tokenizer; None: unknown, so only the size of the vocabulary is compared
 
-    Raises FileError where the folder or a file is missing, truncated or changed, and where the tables are another
-    method's or another tokenizer's.
+    Raises FileError if the folder or a file is missing, truncated or changed, or belongs to another method or
+    tokenizer.
     """
-    again = f"copy it again, or build it with 'anabranch train {tables.verb}'"
+    again = f"copy it again, or build it with 'anabranch train {tables.command}'"
     if not (folder / RECORD).is_file():
         what = "has no tables.json" if folder.is_dir() else "does not exist"
-        raise FileError(f"the folder {folder} {what}; give data= {tables.title}, see 'anabranch train {tables.verb}'")
+        raise FileError(
+            f"the folder {folder} {what}; give data= {tables.title}, see 'anabranch train {tables.command}'"
+        )
     record = read_json(folder / RECORD, again)
     if record.get("format") != FORMAT or record.get("version") != VERSION:
         raise FileError(
@@ -330,7 +332,7 @@ def open_tables(tables: Tables, method: str, folder: Path, fingerprint: str | No
     if not same or (fingerprint is not None and tokenizer.get("fingerprint") != fingerprint):
         raise FileError(
             f"the tables in {folder} were built with the tokenizer of {shown(tokenizer.get('name'))}, which is not "
-            f"this target's; build them for this target with 'anabranch train {tables.verb}'"
+            f"this target's; build them for this target with 'anabranch train {tables.command}'"
         )
     return OpenTables({name: _mapped(folder, name, arrays[name], again) for name in arrays}, facts, vocab_size)
 

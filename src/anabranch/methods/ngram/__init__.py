@@ -27,8 +27,8 @@ BUDGETS = (3, 4, 5, 6, 8, 12, 16)
 class NGramSettings(TableSettings):
     """Settings of ``ngram:...``, besides those of ``TableSettings``.
 
-    tree   also chain: one continuation, which may be verified by rejection too
-    order  length of the n-grams that are looked at: 3, 2 or 1
+    tree   also chain: one continuation, which can be verified by rejection too
+    order  length of the n-grams: 3, 2 or 1
     """
 
     order: int = 3
@@ -57,11 +57,11 @@ def _candidates(nodes: int) -> Iterator[NGramSettings]:
 
 METHOD = Method(
     name="ngram",
-    summary="a trigram model of token ids; needs a table that was counted from text",
+    summary="a trigram model of token ids; needs a table of counts (anabranch train ngram)",
     settings=NGramSettings,
     build=_build,
     tables=Tables(
-        verb="ngram",
+        command="ngram",
         title="a table of n-grams",
         options={"memory": Option(int, "use at most this many MB (default: 512)")},
         build=build,

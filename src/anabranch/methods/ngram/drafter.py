@@ -18,12 +18,12 @@ from anabranch.verify import Rule
 
 __all__ = ["NGramDrafter"]
 
-# the lane of the counter-based noise that drafts are sampled with; the target's own draws use lane 0, rejection lane 1
+# lane of the counter-based noise for sampling drafts; the target's draws use lane 0, rejection lane 1
 DRAFT_LANE = 2
-CHILDREN = 16  # that are looked at below one node
-DRAWN = 64  # the same where the target draws its tokens, which are less probable ones then
+CHILDREN = 16  # candidates below one node
+DRAWN = 64  # the same for sampled rows, whose tokens are less probable
 
-State = tuple[Context, int]  # what is looked at of the text up to a node, and the node's depth
+State = tuple[Context, int]  # context and depth of a node
 
 
 class NGramDrafter(Drafter):

@@ -3,8 +3,8 @@
     P(w | u v) = d c(u v w) / norm(u v)      where u v w was seen, d being the discount of its count
                = alpha(u v) P(w | v)         elsewhere, and P(w | v) in the same way from P(w)
 
-Of contexts that were never seen the shorter one's distribution is taken. The arrays are ``counts``'s; whatever they
-hold, lookups end in tokens of the vocabulary.
+For a context that was never seen, the shorter context's distribution is used. ``counts`` writes the arrays; whatever
+their content, lookups return only tokens of the vocabulary.
 
 Legend: N contexts, V vocabulary.
 """
@@ -29,8 +29,8 @@ __all__ = ["NGramModel", "Successor"]
 
 ORDERS = (1, 2, 3)
 REMEMBERED = 1 << 15  # contexts whose best successors are kept
-FREQUENT = 256  # tokens that contexts back off to without a context of their own
-ENOUGH = 4  # times as many successors as are asked for: then nothing else is looked at
+FREQUENT = 256  # tokens kept of the unigram distribution
+ENOUGH = 4  # a context with this many times the requested successors is not backed off
 ARRAYS = {
     **dict.fromkeys(("unigram", "norm2", "alpha2", "norm3", "alpha3"), "<f4"),
     **dict.fromkeys(("tokens2", "counts2", "best2", "tokens3", "counts3"), "<u4"),
@@ -43,10 +43,10 @@ Successor = tuple[int, float, Context]
 
 
 class NGramModel:
-    """Next-token distributions given the last ``order - 1`` tokens. It serves as a draft model does.
+    """Next-token distributions given the last ``order - 1`` tokens; usable like a draft model.
 
     tables  opened arrays (``counts.build``)
-    order   1, 2 or 3: how long n-grams are that it looks at
+    order   1, 2 or 3: the length of the n-grams
     """
 
     def __init__(self, tables: OpenTables, order: int = 3) -> None:
@@ -60,7 +60,7 @@ class NGramModel:
         self.best = lru_cache(maxsize=REMEMBERED)(self._best)
 
     def context(self, tokens: Sequence[int]) -> Context:
-        """What is looked at of a text: its last two tokens, -1 where there are none."""
+        """The last two tokens of a text, -1 where there are none."""
         return (tokens[-2] if len(tokens) > 1 else -1, tokens[-1] if tokens else -1)
 
     def probs(self, contexts: Sequence[Sequence[int]]) -> Tensor:
@@ -84,7 +84,7 @@ class NGramModel:
     def _best(self, context: Context, count: int) -> tuple[Successor, ...]:
         """The most probable successors of a context, at most ``count``, most probable first.
 
-        A context that has many successors of its own is not asked for those that it backs off to.
+        A context with many successors of its own is not backed off.
         """
         u, v = context
         found: dict[int, float] = {}
@@ -106,9 +106,9 @@ class NGramModel:
         return tuple((-w, min(0.0, math.log(p)), (v, -w)) for p, w in order_of)
 
     def _seen2(self, v: int, count: int = 0) -> tuple[NDArray[np.int64], NDArray[np.float64], float] | None:
-        """Tokens seen after v with their probabilities, and the weight of those that were not; None: v was not seen.
+        """The tokens seen after v, their probabilities, and the back-off weight; None if v was never seen.
 
-        count  the most frequent 4 times so many suffice; 0: all
+        count  only the ``ENOUGH * count`` most frequent ones; 0: all
         """
         if v < 0:
             return None

@@ -54,11 +54,11 @@ def _candidates(nodes: int) -> Iterator[RestSettings]:
 
 METHOD = Method(
     name="rest",
-    summary="continuations of the longest match in a datastore of texts; needs a datastore",
+    summary="continuations of the longest match in a datastore of text; needs one (anabranch train datastore)",
     settings=RestSettings,
     build=_build,
     tables=Tables(
-        verb="datastore",
+        command="datastore",
         title="a datastore",
         options={"memory": Option(int, "use at most this many MB (default: 512)")},
         build=build,

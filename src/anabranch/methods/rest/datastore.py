@@ -19,7 +19,7 @@ USUAL = 4  # tokens of a match
 
 
 class Datastore:
-    """The memory-mapped arrays of ``build``. Whatever they hold, lookups end in tokens of the vocabulary."""
+    """The memory-mapped arrays of ``suffixes.build``; whatever they hold, lookups return tokens of the vocabulary."""
 
     def __init__(self, tables: OpenTables) -> None:
         arrays, self.vocab_size = tables.arrays, tables.vocab_size
@@ -55,7 +55,7 @@ class Datastore:
     def longest(self, context: Sequence[int], most: int) -> tuple[int, int, int]:
         """The longest suffix of a context, of at most ``most`` tokens, that occurs: its length and range; (0, 0, 0).
 
-        Of what occurs, the suffixes do too, so lengths are searched by halves, a usual one first.
+        If a sequence occurs, so do its suffixes: a binary search over lengths, beginning with a typical one.
         """
         low, high = 0, min(most, len(context), WIDTH)
         found = (0, 0)

@@ -4,10 +4,10 @@
     places [n - d]    where the suffixes begin that do not begin with a separator, in ascending order
     starts [V + 1]    where in ``places`` the suffixes with each first token begin
 
-V vocabulary, d documents. Suffixes are ordered by their first ``WIDTH`` tokens, beyond which no lookup looks; equal
-ones by their place. The text is read once and written to its file. Then suffixes are sorted in groups that fit in
-memory: those with first tokens of a range, and where one first token alone has too many, of a range of second tokens,
-and so on. Each group costs one reading of the text.
+V vocabulary, d documents. Suffixes are ordered by their first ``WIDTH`` tokens, the longest match of a lookup; equal
+ones by position. The text is first written to its file. Suffixes are then sorted in groups that fit in memory: those
+whose first token is in a range, and if one first token alone has too many, those whose second token is in a range, and
+so on. Each group takes one pass over the text.
 """
 
 from __future__ import annotations
