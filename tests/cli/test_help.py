@@ -54,6 +54,7 @@ def test_help_fits_and_names_are_whole(
 def test_help_lists_the_methods_of_the_registry_without_torch() -> None:
     assert dict(help.methods()) == {method.name: method.summary for method in methods()}
     assert set(help.trainable_methods()) == {method.name for method in methods() if method.trained is not None}
+    assert list(help.table_commands()) == sorted(m.tables.command for m in methods() if m.tables is not None)
     code = "import sys; from anabranch.cli import app; app(['generate', '-h'], standalone_mode=False)"
     done = subprocess.run(
         [sys.executable, "-c", f"{code}; assert 'torch' not in sys.modules"], capture_output=True, text=True, check=True

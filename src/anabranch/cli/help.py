@@ -14,7 +14,7 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
-__all__ = ["HELP", "Verb", "Verbs", "methods", "trainable_methods"]
+__all__ = ["HELP", "Verb", "Verbs", "methods", "table_commands", "trainable_methods"]
 
 DRAFTERS = ("drafter", "method")  # parameters that take a drafter's specification
 
@@ -59,6 +59,13 @@ def methods() -> Iterator[tuple[str, str]]:
 def trainable_methods() -> Iterator[str]:
     """The names of the methods that have trained weights, sorted."""
     return (name for name, entry in _entries() if "trained" in entry)
+
+
+def table_commands() -> Iterator[str]:
+    """The commands that build the tables of methods (``Tables.command``), sorted."""
+    calls = [entry["tables"] for _, entry in _entries() if "tables" in entry]
+    words = [word for call in calls if isinstance(call, ast.Call) for word in call.keywords if word.arg == "command"]
+    return iter(sorted(ast.literal_eval(word.value) for word in words))
 
 
 def _entries() -> list[tuple[str, dict[str | None, ast.expr]]]:

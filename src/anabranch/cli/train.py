@@ -2,6 +2,7 @@
 
 ``train answers`` writes the completions. ``train METHOD`` trains an adapter: there is one command for each method with
 trained weights, whose options are those of every training and those of the method's recipes (``Trained.options``).
+Methods that draft from tables have a command that builds them (``cli.train_tables``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typer.main import get_command
 
 from anabranch.cli import options
 from anabranch.cli.configured import build, configured, parameters
-from anabranch.cli.help import HELP, Verb, Verbs, trainable_methods
+from anabranch.cli.help import HELP, Verb, Verbs, table_commands, trainable_methods
 
 if TYPE_CHECKING:
     from anabranch.cli.screen import Screen
@@ -36,7 +37,7 @@ class Methods(Verbs):
 
     def list_commands(self, ctx: Any) -> list[str]:
         """The names of the commands."""
-        return [*super().list_commands(ctx), *trainable_methods()]
+        return [*super().list_commands(ctx), *sorted({*trainable_methods(), *table_commands()})]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command of this name, or None."""
@@ -48,6 +49,10 @@ class Methods(Verbs):
         for method in methods():
             if method.name == cmd_name and method.trained is not None:
                 return _verb(method)
+            if method.tables is not None and method.tables.command == cmd_name:
+                from anabranch.cli.train_tables import table_command
+
+                return table_command(method)
         return None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import nn
 
 from anabranch.errors import InputError
-from anabranch.methods import lookahead, none, prompt_lookup, spec, streams, suffix
+from anabranch.methods import lookahead, ngram, none, prompt_lookup, rest, spec, streams, suffix
 from anabranch.methods.base import Drafter, Method, Observation, Row, Taps
 from anabranch.methods.spec import AUTO, Spec
 from anabranch.model.decoder import Decoder
@@ -28,8 +28,16 @@ __all__ = [
     "resolve_spec",
 ]
 
-_registry: tuple[Method, ...] = (none.METHOD, streams.METHOD, prompt_lookup.METHOD, suffix.METHOD, lookahead.METHOD)
-_own = _registry
+_registry: tuple[Method, ...] = (
+    none.METHOD,
+    streams.METHOD,
+    prompt_lookup.METHOD,
+    suffix.METHOD,
+    lookahead.METHOD,
+    ngram.METHOD,
+    rest.METHOD,
+)
+_own = frozenset(method.name for method in _registry)
 
 
 def methods() -> tuple[Method, ...]:
@@ -45,7 +53,7 @@ def register(method: Method) -> None:
     global _registry
     if not method.name.isidentifier() or method.name == AUTO:
         raise InputError(f"a method's name must be an identifier other than {AUTO!r}, got {method.name!r}")
-    if method.name in {known.name for known in _own}:
+    if method.name in _own:
         raise InputError(f"the name {method.name!r} is taken by a method of the library; choose another")
     _registry = (*(known for known in _registry if known.name != method.name), method)
 

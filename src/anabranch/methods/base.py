@@ -27,6 +27,7 @@ from anabranch.tree import DraftTree
 from anabranch.verify import Rule, Verdict
 
 if TYPE_CHECKING:
+    from anabranch.methods.tables import Tables
     from anabranch.methods.trained import Trained
 
 __all__ = ["Drafter", "Method", "Observation", "Row", "Taps", "Wrapped"]
@@ -227,6 +228,7 @@ class Method:
     build       (target, settings, module) -> Drafter; ``module`` is the module trained for the target, or None.
                 Raises CapabilityError for unsupported combinations
     trained     its trained module, adapter format and training objective; None: nothing is trained
+    tables      the memory-mapped arrays that it drafts from, built from text; None: it has none
     candidates  settings for the tuner to try, for drafts of at most this many nodes. They must differ only in size: a
                 smaller draft is the best nodes of the largest one, up to ``Drafter.depth_of``
     default     whether "auto" uses it, if its module (if any) is available
@@ -241,6 +243,7 @@ class Method:
     settings: type[Settings]
     build: Callable[[Decoder, Any, Any], Drafter]
     trained: Trained | None = None
+    tables: Tables | None = None
     candidates: Callable[[int], Iterable[Settings]] = lambda nodes: ()
     default: bool = False
     combines: bool = True

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +13,7 @@ from typing import Any
 
 from anabranch.errors import AnabranchError, InputError, one_line
 
-__all__ = ["encode", "foreign_errors", "render_chat", "time_limit"]
+__all__ = ["encode", "fingerprint", "foreign_errors", "render_chat", "time_limit"]
 
 TEMPLATE_SECONDS = 10.0
 
@@ -71,6 +73,13 @@ def encode(tokenizer: Any, text: str, **options: Any) -> list[int]:
     """The token ids of a text. Raises InputError if the tokenizer rejects it."""
     with foreign_errors(lambda why: InputError(f"the tokenizer rejects this text ({why}); give another text")):
         return [int(token) for token in tokenizer.encode(text, **options)]
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """The identity of a tokenizer's vocabulary: SHA-256 in hex of its tokens with their ids. Raises InputError."""
+    with foreign_errors(lambda why: InputError(f"the tokenizer does not list its vocabulary ({why})")):
+        words = sorted((int(number), str(word)) for word, number in tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(words).encode()).hexdigest()
 
 
 def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]], name: str = "this model") -> str:

@@ -35,7 +35,7 @@ from anabranch.train.checkpoint import read_log
 from anabranch.train.data import frequent_tokens, read_examples, read_texts, split
 from anabranch.train.trainer import TREES, Progress, Trainer
 
-__all__ = ["check_data", "check_folder_is_free", "read_data", "train_adapter", "trainable"]
+__all__ = ["check_answers", "check_data", "check_folder_is_free", "read_data", "train_adapter", "trainable"]
 
 
 def trainable(name: str | None = None) -> Method:
@@ -73,6 +73,18 @@ def check_folder_is_free(folder: Path, *, force: bool) -> None:
         raise FileError(f"{folder} contains a finished adapter; give another --out, or --force to replace it")
 
 
+def check_answers(answers: Path, target: Target) -> None:
+    """Check that completions are not known to be another target's. Raises FileError."""
+    settings = settings_path(answers)
+    if settings.is_file():
+        written = read_json(settings, "delete it if the completions are this target's").get("fingerprint")
+        if written != target.fingerprint:
+            raise FileError(
+                f"{answers} was written by another target (fingerprint {str(written)[:12]}) than {target.name} "
+                f"(fingerprint {target.fingerprint[:12]}); write completions with this one"
+            )
+
+
 def read_data(
     target: Target, recipe: Recipe, *, answers: Path | None = None, text: Path | None = None
 ) -> list[Example]:
@@ -85,14 +97,7 @@ def read_data(
     if text is not None:
         return read_texts(text, target.tokenizer, max_tokens=max_tokens)
     assert answers is not None
-    settings = settings_path(answers)
-    if settings.is_file():
-        written = read_json(settings, "delete it if the completions are this target's").get("fingerprint")
-        if written != target.fingerprint:
-            raise FileError(
-                f"{answers} was written by another target (fingerprint {str(written)[:12]}) than {target.name} "
-                f"(fingerprint {target.fingerprint[:12]}); write completions with this one"
-            )
+    check_answers(answers, target)
     return read_examples(answers, vocab_size=target.config.vocab_size, max_tokens=max_tokens)
 
 

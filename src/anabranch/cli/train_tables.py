@@ -1,0 +1,114 @@
+"""``anabranch train COMMAND`` for methods that draft from tables: builds the tables and prints how to use them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+from typer.main import get_command
+
+from anabranch.cli import options
+from anabranch.cli.configured import build, parameters
+from anabranch.cli.help import HELP, Verb
+
+if TYPE_CHECKING:
+    from anabranch.methods import Method
+
+__all__ = ["TablesConfig", "table_command"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TablesConfig:
+    """The options of a command that builds tables, apart from those of the tables themselves."""
+
+    answers: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="build from the JSONL that 'train answers' wrote")
+    ] = None
+    text: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="build from a text file, or JSONL with a field 'text', instead")
+    ] = None
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="write here (default: where the drafter looks by itself)"),
+    ] = None
+    loading: options.Loading = field(default=options.Loading())
+    licence: Annotated[str, typer.Option(help="note the licence of the data")] = ""
+    force: Annotated[bool, typer.Option("--force", help="replace tables in --out")] = False
+    as_json: options.AsJson = False
+
+
+def table_command(method: Method) -> Any:
+    """The command that builds a method's tables."""
+    tables = method.tables
+    assert tables is not None
+
+    def train(**values: Any) -> None:
+        given = {name: values.pop(name) for name in tables.options}
+        _build(method, build(TablesConfig, values), given)
+
+    found = list(parameters(TablesConfig))
+    for name, option in tables.options.items():
+        hint: Any = Annotated[Optional[option.kind], typer.Option(help=option.help)]  # noqa: UP045
+        found.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint))
+    train.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
+    train.__annotations__ = {parameter.name: parameter.annotation for parameter in found}
+    train.__doc__ = f"""Build {tables.title} from text, for the drafter '{method.name}'.
+
+    It serves every model with the same tokenizer. A build that is interrupted leaves nothing behind.
+    """
+    single = typer.Typer(add_completion=False, **HELP)
+    single.command(tables.command, cls=Verb)(train)
+    return get_command(single)
+
+
+def _build(method: Method, config: TablesConfig, given: dict[str, Any]) -> None:
+    from anabranch.cli.screen import screen
+    from anabranch.errors import FileError
+    from anabranch.files import check_folder, shown_command
+    from anabranch.methods.tables import Tokenizer, build_tables, check_free, default_folder
+    from anabranch.model.text import fingerprint
+    from anabranch.train.documents import read_documents
+    from anabranch.train.job import check_data
+
+    tables = method.tables
+    assert tables is not None
+    check_data(config.answers, config.text)
+    if config.out is not None:
+        check_free(config.out, force=config.force)
+        if config.out.absolute().parent == config.out.absolute():
+            raise FileError(f"{config.out} is no folder for tables; give --out a new folder")
+        check_folder(config.out.absolute().parent, "the tables", "folder (--out)")
+    with screen() as shown:
+        shown.show(f"loading {config.loading.model}", "", plain=f"loading {config.loading.model}")
+        target = options.load(config.loading, pack=False, adapters=False).target
+        identity = fingerprint(target.tokenizer)
+        folder = config.out or default_folder(tables.command, identity)
+        check_free(folder, force=config.force)
+        name = Path(target.name).name if Path(target.name).expanduser().exists() else target.name
+        record = build_tables(
+            tables,
+            method.name,
+            read_documents(target, answers=config.answers, text=config.text),
+            folder,
+            tokenizer=Tokenizer(name, identity, target.config.vocab_size),
+            options=given,
+            made={
+                "command": shown_command("anabranch", *sys.argv[1:]),
+                "source": (config.answers or config.text or folder).name,
+                "licence": config.licence,
+            },
+            report=lambda line: shown.show(line, "", plain=line),
+        )
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    if config.as_json:
+        print(json.dumps({**record, "folder": str(folder), "bytes": size}))
+        return
+    facts = ", ".join(f"{value:,} {key}" for key, value in record["facts"].items() if isinstance(value, int))
+    print(f"{tables.title} in {folder}: {facts}, {size:,} bytes")
+    setting = method.name if config.out is None else f"{method.name}:data={config.out}"
+    print(f"Next: anabranch chat --model {config.loading.model} --drafter {setting}")

@@ -1,0 +1,117 @@
+"""Retrieval from a datastore (REST, He et al. 2024): the most frequent continuations of the longest match, as a tree.
+
+The paper's tree holds the prefixes that are most frequent among the continuations. Here a node's joint belief is that
+frequency, reduced where few continuations speak for it, as prediction by partial matching (PPM) does: of c
+continuations with t different next tokens, c / (c + t) are trusted, more behind a longer match. What is left goes to
+the continuations of the next shorter match, so that a long match which occurs once does not leave the budget unused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+from anabranch.methods.base import Drafter, Row
+from anabranch.methods.best_first import best_first
+from anabranch.methods.draws import Draws
+from anabranch.methods.rest.datastore import Datastore
+from anabranch.tree import DraftTree
+
+__all__ = ["RestDrafter"]
+
+LEVELS = 3  # matches of different lengths whose continuations are merged
+LEFT = 0.05  # trust that is left below which no shorter match is looked up
+DOUBT = 2.0  # a match of k tokens that occurs once is trusted to k / (k + DOUBT)
+
+Continuations = Sequence[tuple[float, list[int]]]  # weights and tokens
+State = tuple[Continuations, int]  # what follows a node, and how many tokens up to there match
+
+
+class RestDrafter(Drafter):
+    """Drafts from a datastore.
+
+    nodes     node budget, root included
+    ngram     tokens that a match has at most
+    depth     tokens of a continuation that are drafted at most
+    matches   continuations of a match that are read at most
+    adaptive  whether the load decides how many nodes are drafted, up to ``nodes``
+    """
+
+    name = "rest"
+
+    def __init__(
+        self,
+        store: Datastore,
+        *,
+        nodes: int = 16,
+        ngram: int = 16,
+        depth: int = 10,
+        matches: int = 128,
+        adaptive: bool = False,
+    ) -> None:
+        self.store, self.ngram, self.depth, self.matches, self.adaptive = store, ngram, depth, matches, adaptive
+        self.max_nodes = nodes
+
+    def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
+        """One tree a row, the root alone where nothing matches."""
+        return [self._draft(row, min(budget, self.max_nodes)) for row in rows]
+
+    def depth_of(self, budget: int) -> int:
+        """No deeper than continuations are."""
+        return min(self.depth, budget - 1)
+
+    def _draft(self, row: Row, nodes: int) -> DraftTree:
+        depth = min(self.depth, row.max_depth, nodes - 1)
+        if depth < 1:
+            return DraftTree.root(row.root)
+        state = self._retrieve(row.tokens[-self.ngram :], depth)
+        draws = None if row.sampling.greedy else Draws(row, depth)
+        children = partial(_children, first=state[1], draws=draws)
+        return best_first(row.root, state, children, nodes=nodes, depth=depth, source=self.name)
+
+    def _retrieve(self, context: Sequence[int], depth: int) -> State:
+        """Weighted continuations of the longest match and of shorter ones."""
+        length, low, high = self.store.longest(context, self.ngram)
+        found: list[tuple[float, list[int]]] = []
+        left, here = 1.0, length
+        for _ in range(LEVELS):
+            if not here or left < LEFT:
+                break
+            texts = [t for t in self.store.following(low, high, here, depth, self.matches) if t]
+            if texts:
+                trust = left * _trust(len(texts), len({text[0] for text in texts}), here)
+                found += [(trust / len(texts), text) for text in texts]
+                left -= trust
+            here = (here + 1) // 2 if here > 1 else 0
+            low, high = self.store.find(context[len(context) - here :]) if here else (0, 0)
+        return found, length
+
+
+def _trust(count: int, distinct: int, matched: int) -> float:
+    """The share of trust that ``count`` continuations earn together, given ``distinct`` next tokens among them."""
+    return count / (count + DOUBT * distinct / matched)
+
+
+def _children(state: State, first: int, draws: Draws | None) -> list[tuple[int, float, State]]:
+    """The next tokens among the continuations, most probable first, and what follows each.
+
+    first  tokens that match up to the root, whose continuations have weights that say what they are trusted
+    draws  of the row's next tokens, where it is not greedy
+    """
+    continuations, matched = state
+    weights: dict[int, float] = {}
+    rest: dict[int, list[tuple[float, list[int]]]] = {}
+    for weight, text in continuations:
+        if text:
+            weights[text[0]] = weights.get(text[0], 0.0) + weight
+            rest.setdefault(text[0], []).append((weight, text[1:]))
+    scale = 1.0
+    if matched > first:
+        total = sum(weight for weight, _ in continuations)
+        scale = _trust(len(continuations), len(rest), matched) / total
+    found = {token: math.log(min(1.0, weight * scale)) for token, weight in weights.items()}
+    if draws is not None and found:
+        found = dict(zip(found, draws(matched - first, list(found), list(found.values())).tolist(), strict=True))
+    order = sorted(found, key=lambda token: (-found[token], token))
+    return [(token, found[token], (rest[token], matched + 1)) for token in order]

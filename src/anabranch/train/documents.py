@@ -1,0 +1,109 @@
+"""Texts as token ids, one document at a time: what tables are built from (``methods.tables``).
+
+A file of any size is read in pieces, so memory does not grow with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anabranch.errors import FileError, InputError
+from anabranch.files import LONE_SURROGATES
+from anabranch.jsonfiles import is_whole, read_rows
+from anabranch.model.load import Target
+from anabranch.model.text import encode, foreign_errors
+from anabranch.train.job import check_answers, check_data
+
+__all__ = ["read_documents"]
+
+PIECE = 1 << 16  # characters of a text that are encoded at a time
+TOGETHER = 64  # pieces that a tokenizer is given at a time: a fast one uses all cores
+CONTEXT = 8  # tokens of a prompt that go before its completion
+
+
+def read_documents(
+    target: Target, *, answers: Path | None = None, text: Path | None = None
+) -> Iterator[NDArray[np.int64]]:
+    """The token ids [n] of the documents of a file; give exactly one of the two.
+
+    answers  completions (``anabranch train answers``), each with the end of its prompt before it
+    text     JSONL with a field ``text`` a line, gzip'd or not, or any other file as one text, which is cut at ends of
+             lines
+
+    Checks that the file exists at once; raises FileError for a malformed line or another target's completions as they
+    are met.
+    """
+    check_data(answers, text)
+    if answers is not None:
+        check_answers(answers, target)
+        return _completions(answers, target.config.vocab_size)
+    assert text is not None
+    jsonl = text.suffixes[-1:] == [".jsonl"] or text.suffixes[-2:] == [".jsonl", ".gz"]
+    return _encoded(target.tokenizer, _rows(text) if jsonl else _pieces(text))
+
+
+def _completions(path: Path, vocab_size: int) -> Iterator[NDArray[np.int64]]:
+    for number, record in read_rows(path):
+        prompt, answer = (record.get(name) for name in ("prompt_ids", "answer_ids"))
+        for ids in (prompt, answer):
+            if not isinstance(ids, list) or not all(is_whole(i, 0, vocab_size - 1) for i in ids):
+                raise FileError(
+                    f"line {number} of {path} is not a JSON object with lists prompt_ids and answer_ids of this "
+                    "target's token ids; correct or delete the line"
+                )
+        assert isinstance(prompt, list)
+        assert isinstance(answer, list)
+        yield np.array([*prompt[-CONTEXT:], *answer], np.int64)
+
+
+def _rows(path: Path) -> Iterator[str]:
+    for number, record in read_rows(path):
+        text = record.get("text")
+        if not isinstance(text, str):
+            raise FileError(f"line {number} of {path} is not a JSON object with a field 'text'; correct the line")
+        if LONE_SURROGATES.search(text):
+            raise FileError(f"line {number} of {path} contains an unpaired surrogate; correct or delete the line")
+        yield text
+
+
+def _pieces(path: Path) -> Iterator[str]:
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            while piece := file.read(PIECE):
+                yield piece + file.readline(PIECE)
+    except UnicodeDecodeError as error:
+        raise FileError(f"{path} cannot be read as UTF-8 text ({error.reason}); give a text file in UTF-8") from error
+    except OSError as error:
+        raise FileError(f"{path} cannot be read ({error.strerror}); copy it again") from error
+
+
+def _encoded(tokenizer: Any, texts: Iterator[str]) -> Iterator[NDArray[np.int64]]:
+    """Texts as token ids without the tokens that a tokenizer puts around a text."""
+    batch: list[str] = []
+    held = 0
+    for text in texts:
+        batch.append(text)
+        held += len(text)
+        if held >= TOGETHER * PIECE:
+            yield from _batch(tokenizer, batch)
+            batch, held = [], 0
+    yield from _batch(tokenizer, batch)
+
+
+def _batch(tokenizer: Any, texts: Sequence[str]) -> Iterator[NDArray[np.int64]]:
+    if not texts:
+        return
+    if not getattr(tokenizer, "is_fast", False):
+        found = [encode(tokenizer, text, add_special_tokens=False) for text in texts]
+    else:
+        with foreign_errors(lambda why: InputError(f"the tokenizer does not take this text ({why}); give another")):
+            found = tokenizer(
+                list(texts), add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False
+            )["input_ids"]
+    for ids in found:
+        yield np.array(ids, np.int64)
