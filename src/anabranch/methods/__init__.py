@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import nn
 
 from anabranch.errors import InputError
-from anabranch.methods import none, prompt_lookup, spec, streams
+from anabranch.methods import draft_model, none, prompt_lookup, spec, staged, streams
 from anabranch.methods.base import Drafter, Method, Observation, Row, Taps
 from anabranch.methods.spec import AUTO, Spec
 from anabranch.model.decoder import Decoder
@@ -28,7 +28,14 @@ __all__ = [
     "resolve_spec",
 ]
 
-_registry: tuple[Method, ...] = (none.METHOD, streams.METHOD, prompt_lookup.METHOD)
+_LIBRARY: tuple[Method, ...] = (
+    none.METHOD,
+    streams.METHOD,
+    prompt_lookup.METHOD,
+    draft_model.METHOD,
+    staged.METHOD,
+)
+_registry = _LIBRARY
 
 
 def methods() -> tuple[Method, ...]:
@@ -44,7 +51,7 @@ def register(method: Method) -> None:
     global _registry
     if not method.name.isidentifier() or method.name == AUTO:
         raise InputError(f"a method's name must be an identifier other than {AUTO!r}, got {method.name!r}")
-    if method.name in (none.METHOD.name, prompt_lookup.METHOD.name, streams.METHOD.name):
+    if method.name in {known.name for known in _LIBRARY}:
         raise InputError(f"the name {method.name!r} is taken by a method of the library; choose another")
     _registry = (*(known for known in _registry if known.name != method.name), method)
 

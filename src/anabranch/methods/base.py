@@ -35,7 +35,8 @@ class Taps:
     """What a drafter needs to see of the target's passes.
 
     layers  main rows before these layers, in ``PassResult.taps``
-    prompt  the passes over a row's prompt too, through ``Drafter.read``
+    prompt  the passes over the whole prompt of each row, with these layers, through ``Drafter.read``; otherwise that
+            is not called for the beginning of a prompt whose keys and values are known from an earlier text
     """
 
     layers: tuple[int, ...] = ()
@@ -127,7 +128,7 @@ class Drafter(ABC):
         """A row joins the batch; its prompt has not been read yet."""
 
     def read(self, row: Row, result: PassResult, start: int) -> None:  # noqa: B027 - most need nothing
-        """See a pass over part of the row's prompt, from token ``start`` on, if ``needs.prompt``."""
+        """See a pass over part of the row's prompt, from token ``start`` on."""
 
     @abstractmethod
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:

@@ -61,10 +61,9 @@ class CombinedDrafter(Drafter):
             part.join(row)
 
     def read(self, row: Row, result: PassResult, start: int) -> None:
-        """Those parts see the prompt that ask to."""
+        """Every part sees the prompt."""
         for part in self.parts:
-            if part.needs.prompt:
-                part.read(row, result, start)
+            part.read(row, result, start)
 
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
         """Merged trees, cut to the most probable nodes."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from anabranch.model.text import foreign_errors
 from anabranch.model.weights import build_decoder, fill_decoder, load_safetensors_dir, stored_dtype
 from anabranch.processor import set_threads
 
-__all__ = ["Target", "build_decoder", "load_target", "locate", "resolve_device", "resolve_dtype"]
+__all__ = ["Target", "build_decoder", "load_target", "locate", "resolve_device", "resolve_dtype", "tokenizer_of"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -34,6 +35,7 @@ _HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 _AGAIN = "fetch or copy it again"
 # Tokenizers that are read as they lie, whatever the model.
 _GENERAL = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_tokenizers: WeakKeyDictionary[Decoder, Any] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,14 @@ def load_target(
     tokenizer.model_max_length = sys.maxsize  # what is too long is said by whoever decodes it, in its own words
     config = replace(config, eos_token_ids=_eos(ends, tokenizer))
     decoder.config = config
+    _tokenizers[decoder] = tokenizer
     give_back()
     return Target(decoder, tokenizer, config, name, path, identity, kind)
+
+
+def tokenizer_of(decoder: Decoder) -> Any:
+    """The tokenizer that a decoder was loaded with; None where it was not loaded here."""
+    return _tokenizers.get(decoder)
 
 
 def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
