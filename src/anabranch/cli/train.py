@@ -36,7 +36,7 @@ class Methods(Verbs):
 
     def list_commands(self, ctx: Any) -> list[str]:
         """The verbs by name."""
-        return [*super().list_commands(ctx), *trainable_methods()]
+        return [*super().list_commands(ctx), *(name.replace("_", "-") for name in trainable_methods())]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The verb of a name; None where there is none."""
@@ -46,7 +46,7 @@ class Methods(Verbs):
         from anabranch.methods import methods
 
         for method in methods():
-            if method.name == cmd_name and method.trained is not None:
+            if method.name == cmd_name.replace("-", "_") and method.trained is not None:
                 return _verb(method)
         return None
 
@@ -94,6 +94,7 @@ def answers(config: AnswersConfig) -> None:
     from anabranch.errors import FileError
     from anabranch.train import AnswerProgress, read_prompts, write_answers
     from anabranch.train.answers import check_out
+    from anabranch.train.job import trainable
 
     sampling = config.sampling.params
     if not config.prompts.is_file():
@@ -131,7 +132,7 @@ def answers(config: AnswersConfig) -> None:
     print(f"{done.answers:,} answers in {config.out}, {done.tokens:,} tokens by this run")
     if left_out:
         print(f"left out: {left_out:,} prompts longer than {config.longest_prompt:,} tokens")
-    print(f"Next: anabranch train {next(trainable_methods())} --answers {config.out} --out FOLDER")
+    print(f"Next: anabranch train {trainable().name} --answers {config.out} --out FOLDER")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +192,7 @@ def _verb(method: Method) -> Any:
     {", ".join(trained.recipes)}. Stop with Ctrl-C or SIGTERM at any time; the same command continues exactly there.
     """
     single = typer.Typer(add_completion=False, **HELP)
-    single.command(method.name, cls=Verb)(train)
+    single.command(method.name.replace("_", "-"), cls=Verb)(train)
     return get_command(single)
 
 

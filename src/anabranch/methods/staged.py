@@ -31,12 +31,11 @@ class StagedDrafter(DraftModelDrafter):
 
 @dataclass(frozen=True)
 class StagedSettings(DraftModelSettings):
-    """Settings of ``staged:...``: those of ``draft_model``, whose tree is best-first here, and the inner drafter.
+    """Settings of ``staged:...``: those of ``draft_model``, and the inner drafter.
 
     inner  its specification, with ; between settings: inner=prompt_lookup:tokens=4;ngram=2
     """
 
-    tree: str = "best"
     inner: str = "prompt_lookup"
 
     def __post_init__(self) -> None:

@@ -12,13 +12,15 @@ from anabranch.errors import CapabilityError, InputError
 from anabranch.methods.base import Drafter, Method
 from anabranch.methods.draft_model.drafter import DraftModelDrafter, Shape
 from anabranch.methods.draft_model.load import load_draft
+from anabranch.methods.draft_model.module import DraftModule, decoder_of
+from anabranch.methods.draft_model.recipes import TRAINED
 from anabranch.methods.settings import Settings
 from anabranch.model.decoder import Decoder
 from anabranch.model.quantize import check_quantization
 
 __all__ = ["METHOD", "DraftModelSettings", "draft_of"]
 
-TREES = ("chain", "best", "iid", "without", "auto")
+TREES = ("best", "chain", "iid", "without", "auto")
 MOST = 24  # nodes of a tree whose size the load decides, unless ``nodes`` says otherwise
 LONGEST = 10  # tokens of a draft whose length the load decides
 BUDGETS = (3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
@@ -28,8 +30,8 @@ BUDGETS = (3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 class DraftModelSettings(Settings):
     """Settings of ``draft_model:...``; ``Shape`` says what each means.
 
-    model      folder, .gguf file or hub id of the draft model
-    tree       chain, best, iid, without, or auto (best, and the load decides how many nodes)
+    model      folder, .gguf file or hub id of the draft model; empty: the adapter that was trained for the target
+    tree       best, chain, iid, without, auto (best, and the load decides how many nodes), or a number: its nodes
     tokens     depth at most, or auto: up to 10, as the load decides
     nodes      node budget of a best-first tree, root included; 0: 16, or with tree=auto 24
     k          children of a node, or of nodes by depth: 3/2/1; empty: 2, in a best-first tree 16
@@ -37,7 +39,7 @@ class DraftModelSettings(Settings):
     """
 
     model: str = ""
-    tree: str = "chain"
+    tree: str = "best"
     tokens: str = "5"
     nodes: int = 0
     k: str = ""
@@ -60,7 +62,9 @@ class DraftModelSettings(Settings):
 
     @classmethod
     def alias(cls, key: str, value: str) -> tuple[str, str]:
-        """Refuse zeros that would stand for a default."""
+        """``tree=32`` is short for ``nodes=32``. Refuses a zero that would stand for the default."""
+        if key == "tree" and value.isdigit():
+            key = "nodes"
         if key == "nodes" and value.isdigit() and int(value) == 0:
             raise InputError(f"nodes must be at least 2 (the root and one draft), got {value}")
         return key, value
@@ -90,23 +94,25 @@ class DraftModelSettings(Settings):
         return Shape(tree, tokens, nodes, widths, self.threshold)
 
 
-def draft_of(target: Decoder, settings: DraftModelSettings, method: str) -> Decoder:
-    """The draft model that the settings of a method name. Raises CapabilityError where they name none."""
+def draft_of(target: Decoder, settings: DraftModelSettings, method: str, module: nn.Module | None = None) -> Decoder:
+    """The draft model that the settings of a method name, or the trained one. Raises CapabilityError without either."""
     if not settings.model:
+        if isinstance(module, DraftModule):
+            return decoder_of(module, target)
         raise CapabilityError(
             f"the drafter {method!r} needs a draft model with the target's vocabulary, and none is named; name one "
-            f"with {method}:model=FOLDER, or use drafter='prompt_lookup'"
+            f"with {method}:model=FOLDER, train one with 'anabranch train draft-model', or use drafter='prompt_lookup'"
         )
     return load_draft(settings.model, target, quantize=settings.quantize)
 
 
 def _build(target: Decoder, settings: DraftModelSettings, module: nn.Module | None) -> Drafter:
-    model = draft_of(target, settings, "draft_model")
+    model = draft_of(target, settings, "draft_model", module)
     return DraftModelDrafter(target, model, settings.shape, adaptive=settings.adaptive)
 
 
 def _candidates(nodes: int) -> Iterator[DraftModelSettings]:
-    return (DraftModelSettings(tree="best", nodes=budget) for budget in BUDGETS if budget <= nodes)
+    return (DraftModelSettings(nodes=budget) for budget in BUDGETS if budget <= nodes)
 
 
 def _order(source: str) -> int | None:
@@ -116,9 +122,10 @@ def _order(source: str) -> int | None:
 
 METHOD = Method(
     name="draft_model",
-    summary="a separate small model with the same vocabulary drafts; needs model=FOLDER",
+    summary="a separate small model with the same vocabulary drafts; needs model=FOLDER or a trained adapter",
     settings=DraftModelSettings,
     build=_build,
+    trained=TRAINED,
     candidates=_candidates,
     order=_order,
 )
