@@ -217,9 +217,9 @@ def test_rejection_keeps_the_joint_distribution_of_two_tokens(shape: Shape, word
     model = build_decoder(replace(LLAMA, vocab_size=words, num_layers=1), device="cpu")
     randomise(model, seed=8, scale=0.2)
     text = [1, 4, 2]
-    first = logits_after(target, text).softmax(-1)
-    joint = torch.stack([first[a] * logits_after(target, [*text, a]).softmax(-1) for a in range(5)])
-    asked = [Request(text, 3, SamplingParams(temperature=1.0, seed=seed), rule="rejection") for seed in range(count)]
+    first = (logits_after(target, text) / 3).softmax(-1)
+    joint = torch.stack([first[a] * (logits_after(target, [*text, a]) / 3).softmax(-1) for a in range(5)])
+    asked = [Request(text, 3, SamplingParams(temperature=3.0, seed=seed), rule="rejection") for seed in range(count)]
     found, steps = decode(target, asked, DraftModelDrafter(target, model, shape), rows=64)
     seen = torch.zeros(5, 5)
     for one, two, _ in found:
@@ -442,7 +442,7 @@ def test_staged_from_folders(toys: ToyFolders) -> None:
                 found.token_ids
                 == model.generate("the the the", drafter="none", temperature=temperature, **asked).token_ids
             )
-            assert found.stats.mean_acceptance_length > 2
+            assert found.stats.mean_acceptance_length > 1.5
 
 
 def test_combined_from_folders(toys: ToyFolders) -> None:

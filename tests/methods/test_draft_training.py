@@ -59,7 +59,7 @@ def test_the_loss_is_cross_entropy_to_tokens_and_teacher(soft: float, monkeypatc
         z, teacher, reduction="sum"
     )
     (3 * wanted).backward()
-    assert float(found) == pytest.approx(float(wanted), rel=1e-5)
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-5)
     assert right.tolist() == (z.argmax(-1) == tokens).tolist()
     torch.testing.assert_close(mine[0], states.grad)
     torch.testing.assert_close(mine[1], head.grad)
@@ -91,7 +91,7 @@ def test_the_loss_falls_and_acceptance_rises() -> None:
         optimizer.zero_grad()
         scores.loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        losses.append(float(scores.loss))
+        losses.append(scores.loss.item())
     after = learner.evaluate(texts, nodes=(4,))
     assert losses[-1] < 0.7 * losses[0]
     assert set(after) == {"tree", "chain", "4 nodes", "top 1", "top 8", "at least", "by source"}

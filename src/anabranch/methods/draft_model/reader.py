@@ -204,8 +204,12 @@ class Reader:
         for row in rows:
             place = self._seat(row)
             assert self.cache is not None
-            if len(row.tokens) - self.cache.lengths[place.slot] > TOGETHER:
-                self.read(row, len(row.tokens) - 1)
+            last = (
+                len(row.tokens) - 1
+            )  # the root is always read again: a text that has not grown was drafted for before
+            self.cache.rewind(place.slot, min(self.cache.lengths[place.slot], last))
+            if last - self.cache.lengths[place.slot] >= TOGETHER:
+                self.read(row, last)
         found = []
         for row in rows:
             place = self._places[row]
