@@ -204,9 +204,7 @@ class Reader:
         for row in rows:
             place = self._seat(row)
             assert self.cache is not None
-            last = (
-                len(row.tokens) - 1
-            )  # the root is always read again: a text that has not grown was drafted for before
+            last = len(row.tokens) - 1  # the root is read again where the text has not grown since its last draft
             self.cache.rewind(place.slot, min(self.cache.lengths[place.slot], last))
             if last - self.cache.lengths[place.slot] >= TOGETHER:
                 self.read(row, last)
