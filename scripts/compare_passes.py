@@ -61,15 +61,21 @@ def model_of(kind: str) -> Any:
     return model
 
 
+def stack_in(model: Any) -> Any:
+    """The native layers of a model; in older checkouts they are an attribute of the model itself."""
+    return model.stack if hasattr(model, "stack") else model.backend.stack
+
+
 def pass_of(model: Any, cache: Any, batch: int, nodes: int) -> Callable[[], tuple[Any, ...]]:
     """A pass of chains; older checkouts take rows of one width in place of each row's count."""
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, nodes))
-    ragged = "counts" in inspect.signature(model.stack.step).parameters
+    stack = stack_in(model)
+    ragged = "counts" in inspect.signature(stack.step).parameters
     lengths, feed = cache.lengths[:batch], tokens.reshape(-1) if ragged else tokens
 
     def run() -> tuple[Any, ...]:
-        step = model.stack.step(lengths, [nodes] * batch if ragged else nodes, None, 8192)
-        return model.stack.through(feed, step, cache, 0, choose=True)  # type: ignore[no-any-return]
+        step = stack.step(lengths, [nodes] * batch if ragged else nodes, None, 8192)
+        return stack.through(feed, step, cache, 0, choose=True)  # type: ignore[no-any-return]
 
     return run
 
@@ -89,7 +95,7 @@ def serve() -> None:
     for _ in range(rows):
         cache.lengths[cache.add_row()] = context
     passes = {name: pass_of(model, cache, *shape) for name, shape in shapes.items()}
-    print(json.dumps({"kernels": model.stack.kernels.form}), flush=True)
+    print(json.dumps({"kernels": stack_in(model).kernels.form}), flush=True)
     with torch.inference_mode(), model.decoding():
         for line in sys.stdin:
             run, times = passes[line.strip()], []

@@ -28,7 +28,7 @@ from anabranch.files import write_atomically
 from anabranch.loading import LoadConfig, load
 from anabranch.methods import make_drafter
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Inputs
+from anabranch.model.inputs import Inputs
 from anabranch.model.load import Target, load_target
 from anabranch.prompts import chat_ids
 from anabranch.sampling import SamplingParams

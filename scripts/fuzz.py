@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 HANG = 20.0  # seconds that a case may take
+FIRST = 300.0  # seconds that a case of unbroken files may take: the first one compiles the kernels
 MEMORY = 6 << 30  # bytes of address space beyond what a worker begins with
 ROOT = Path(__file__).resolve().parents[1]
 TOYS = (ROOT / "tests", ROOT / "tests" / "model")  # modules that write them
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace, place: Path) -> int:
     findings: list[dict[str, str]] = []
     worker, number = Worker(place), 0
     for name in names:
-        outcome, words = worker.case(name, UNTOUCHED)
+        outcome, words = worker.case(name, UNTOUCHED, FIRST)
         if outcome != "accepted":
             worker.stop()
             raise SystemExit(f"error: the {name} are not accepted before anything is broken: {words}")
@@ -126,8 +127,9 @@ class Worker:
         self.context = multiprocessing.get_context("fork")
         self.process: Any = None
 
-    def case(self, name: str, seed: str) -> tuple[str, str]:
+    def case(self, name: str, seed: str, limit: float | None = None) -> tuple[str, str]:
         """(outcome, words) of one case; its files are in ``folder`` until the next one."""
+        limit = HANG if limit is None else limit
         shutil.rmtree(self.folder, ignore_errors=True)
         shutil.copytree(self.seeds / name, self.folder)
         if self.process is None:
@@ -137,10 +139,10 @@ class Worker:
             theirs.close()
         self.pipe.send((name, seed, str(self.folder)))
         try:
-            if self.pipe.poll(HANG):
+            if self.pipe.poll(limit):
                 outcome, words = self.pipe.recv()
                 return str(outcome), str(words)
-            words = f"no end after {HANG:.0f} seconds"
+            words = f"no end after {limit:.0f} seconds"
         except (EOFError, ConnectionError):
             self.process.join(5)
             words = f"the process ended with status {self.process.exitcode}"

@@ -313,7 +313,8 @@ def make_gguf(folder: Path) -> None:
 
 
 def make_profile(folder: Path) -> None:
-    record = {"format": 2, "drafter": "prompt_lookup:tokens=3", "costs": {"streams": "1:8.7/8:9.4/16:11.2"}, "at": 1.5}
+    costs = {"pass": "1:8.7/8:9.4/16:11.2", "draft": "2:0.4/8:0.6", "prepare": "1:1.2/4:1.9"}
+    record = {"format": 3, "drafter": "prompt_lookup:tokens=3", "costs": costs, "date": "2026-01-02", "speedup": 1.5}
     (folder / "profile.json").write_text(json.dumps(record), encoding="utf-8")
 
 

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from anabranch.model.backends import backend_for
 from anabranch.model.decoder import Decoder
-from anabranch.model.graphs import recorder_for
 from anabranch.native import build
 
 aten = torch.ops.aten
@@ -153,8 +153,8 @@ def _moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return There(held) if device.type == "cuda" else held
 
 
-class Recorder:
-    """Stands for ``model.graphs.CudaRecorder``."""
+class Capture:
+    """Stands for ``model.graphs.CudaCapture``."""
 
     def __init__(self, device: torch.device) -> None:
         assert device == CUDA
@@ -260,7 +260,7 @@ def cuda() -> Iterator[torch.device]:
         with (
             mock.patch.multiple(torch.cuda, **about),
             mock.patch.multiple(torch, tensor=_there(torch.tensor), as_tensor=_there(torch.as_tensor)),
-            mock.patch("anabranch.model.graphs.CudaRecorder", Recorder),
+            mock.patch("anabranch.model.graphs.CudaCapture", Capture),
             _Mode(),
         ):
             yield CUDA
@@ -271,5 +271,5 @@ def cuda() -> Iterator[torch.device]:
 def there(target: Decoder) -> Decoder:
     """The same target on the device, as ``fill_decoder`` makes it."""
     moved = copy.deepcopy(target).to(CUDA)
-    moved.recorder = recorder_for(CUDA)
+    moved.backend = backend_for(CUDA)
     return moved

@@ -22,8 +22,9 @@ from anabranch.methods.none import NoDrafter
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.model.config import ModelConfig, RopeConfig
-from anabranch.model.decoder import Decoder, PassResult
+from anabranch.model.decoder import Decoder
 from anabranch.model.load import Target
+from anabranch.model.passes import PassResult
 from anabranch.model.weights import build_decoder, fingerprint
 from anabranch.sampling import SamplingParams
 

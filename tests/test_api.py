@@ -265,9 +265,9 @@ def test_what_many_clients_send(toys: ToyFolders) -> None:
     [
         ({"stop": 5}, "stop takes strings"),
         ({"stop": [5]}, "stop takes strings"),
-        ({"processors": len}, "processors are a list of functions"),
-        ({"processors": [3]}, "processors are a list of functions"),
-        ({"processors": [lambda tokens, logits: None]}, "returned NoneType, not a tensor"),
+        ({"processors": len}, "processors must be a list of functions"),
+        ({"processors": [3]}, "processors must be a list of functions"),
+        ({"processors": [lambda tokens, logits: None]}, "must return a tensor of logits, got NoneType"),
     ],
 )
 def test_values_of_other_types_are_refused(toys: ToyFolders, options: Any, words: str) -> None:
@@ -282,7 +282,7 @@ def test_half_a_character_is_no_text(toys: ToyFolders) -> None:
         model.generate("a\ud800b")
     with pytest.raises(InputError, match="unpaired surrogate"):
         model.chat([{"role": "user", "content": "\ud800"}])
-    with pytest.raises(InputError, match="content of a message is a text, got None"):
+    with pytest.raises(InputError, match="content of a message must be a string, got None"):
         model.chat([{"role": "user", "content": None}])  # type: ignore[dict-item]
 
 

@@ -41,28 +41,27 @@ def refused(read: Callable[[], Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    "record",
+    "changes",
     [
         {"drafter": 7},
-        {"drafter": "telepathy"},
-        {"drafter": "streams:nodes=many"},
         {"drafter": None},
-        {"drafter": "none", "costs": []},
-        {"drafter": "none", "costs": [1]},
-        {"drafter": "none", "costs": {"streams": 7}},
-        {"drafter": "none", "costs": {"streams": "1:nan/8:2"}},
-        {"drafter": "none", "costs": {"streams": "x"}},
+        {"costs": None},
+        {"costs": []},
+        {"costs": {}},
+        {"costs": {"draft": "1:1"}},
+        {"costs": {"pass": 7}},
+        {"costs": {"pass": "1:nan/8:2"}},
+        {"costs": {"pass": "1:1/8:2", "draft": "x"}},
+        {"costs": {"pass": "1:1/8:2", "prepare": [1]}},
     ],
 )
-def test_profiles(record: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profiles(changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ANABRANCH_HOME", str(tmp_path))
     situation = Situation.of(as_target(small()))
-    save_profile(situation, "none", {})
-    assert find_profile(situation) is not None
-    situation.path().write_text(json.dumps({"drafter": "none", **record}), encoding="utf-8")
-    if record == {"drafter": "none", "costs": []}:
-        assert find_profile(situation) is not None  # no costs were kept
-        return
+    save_profile(situation, costs={"pass": "1:8/8:9"}, drafter="none", record={})
+    whole = find_profile(situation)
+    assert whole is not None
+    situation.path().write_text(json.dumps({**whole, **changes}), encoding="utf-8")
     assert "run 'anabranch tune' again" in refused(lambda: find_profile(situation))
     situation.path().write_text(LONG, encoding="utf-8")
     assert "nested too deeply" in refused(lambda: find_profile(situation))
@@ -98,7 +97,8 @@ def trace(tmp_path: Path) -> Path:
         {"ms": [1.0, "2", 3.0, 4.0]},
         {"log_probs": ["a"]},
         {"finish": "tired"},
-        {"room": "much"},
+        {"max_depth": "much"},
+        {"max_depth": -1},
         {"p": [0.5], "q": [0.5], "overlap": "all"},
     ],
 )
@@ -110,10 +110,20 @@ def test_traces(changes: dict[str, Any], trace: Path) -> None:
     assert f"line {at + 1} of" in refused(lambda: read_trace(trace).rows())
 
 
-@pytest.mark.parametrize("header", [LONG, '{"trace": NaN}', '{"trace": 1, "rule": "toss", "every_position": false}'])
-def test_trace_headers(header: str, trace: Path) -> None:
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        (LONG, "is not a trace"),
+        ('{"trace": NaN}', "is not a trace"),
+        ('{"trace": 2, "settings": {}, "rule": "toss", "every_position": false}', "is not a trace"),
+        ('{"trace": 2, "settings": {}, "rule": "match", "every_position": 0}', "is not a trace"),
+        ('{"trace": 2, "rule": "match", "every_position": false}', "is not a trace"),
+        ('{"trace": 1, "settings": {}, "rule": "follow", "every_position": false}', "is a trace of version 1"),
+    ],
+)
+def test_trace_headers(header: str, words: str, trace: Path) -> None:
     trace.write_text(header + "\n", encoding="utf-8")
-    assert "is not a trace" in refused(lambda: read_trace(trace))
+    assert words in refused(lambda: read_trace(trace))
 
 
 @pytest.mark.parametrize(
@@ -179,7 +189,7 @@ def test_journals(line: str, tmp_path: Path) -> None:
     path.write_text('{"settings": {}}\n' + line + "\n{}\n", encoding="utf-8")
     assert "line 2 of" in refused(lambda: Journal.resume(tmp_path / "r.json", {}))
     path.write_text("[1]\n", encoding="utf-8")
-    assert "does not begin with a run's settings" in refused(lambda: Journal.resume(tmp_path / "r.json", {}))
+    assert "does not start with the settings of a run" in refused(lambda: Journal.resume(tmp_path / "r.json", {}))
 
 
 CHECKPOINTS: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
@@ -207,7 +217,7 @@ def test_checkpoints(name: str, tmp_path: Path) -> None:
     tensors = load_file(path)
     CHECKPOINTS[name](tensors)
     save_file(tensors, path, metadata)
-    assert "delete the folder to start anew" in refused(lambda: load_checkpoint(tmp_path, module, optimizer))
+    assert "delete the folder to start over" in refused(lambda: load_checkpoint(tmp_path, module, optimizer))
     for record in ("[]", '{"step": "3"}', '{"step": -1}', LONG):
         save_file(tensors, path, {"record": record})
         assert "damaged" in refused(lambda: load_checkpoint(tmp_path, module, optimizer))

@@ -18,6 +18,7 @@ from anabranch.cli import app
 from anabranch.errors import DeviceError
 from anabranch.learning.examples import Batch, Example
 from anabranch.methods.streams.objective import LossOptions, StreamObjective
+from anabranch.model.backends import TorchBackend
 from anabranch.tune.fit import fit
 from pretended import CUDA, there
 from small import as_target, prompt, small, small_adapter
@@ -31,7 +32,7 @@ def _cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("anabranch.bench.machine.SIDE", {"cuda": 64})
     monkeypatch.setattr("anabranch.bench.machine.LEAST", {"cuda": 2**20})
     with pretended.cuda(), warnings.catch_warnings():
-        warnings.filterwarnings("error", message="steps cannot be recorded")
+        warnings.filterwarnings("error", message="CUDA graphs are off")
         yield
 
 
@@ -84,11 +85,11 @@ def test_steps_of_a_shape() -> None:
 @pytest.mark.thorough
 @pytest.mark.usefixtures("_cuda")
 def test_tune(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anabranch.tune.fit.BUDGETS", (4, 8))
-    monkeypatch.setattr("anabranch.tune.latency.WIDTHS", (1, 4, 8))
+    monkeypatch.setattr("anabranch.tune.timing.WIDTHS", (1, 4, 8))
+    monkeypatch.setattr("anabranch.tune.timing.DRAFTS", (4, 8))
     target = there(small())
-    target.recorder = None  # recordings are ``model/test_graphs.py``'s business, and hundreds of steps slow here
-    found = fit(as_target(target), small_adapter(target), [prompt(5 + n, n) for n in range(2)], max_new_tokens=8)
+    target.backend = TorchBackend()  # ``model/test_graphs.py`` tests graphs, and they make hundreds of steps slow here
+    found = fit(as_target(target), [small_adapter(target)], [prompt(5 + n, n) for n in range(2)], max_new_tokens=8)
     assert found.measured > 0
 
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -44,9 +45,10 @@ def imports(block: str) -> str:
 @pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.name)
 def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # for files that an example writes
-    names: dict[str, object] = {"__name__": page.stem}
+    module = ModuleType(f"example_{page.stem}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # dataclasses look their module up there
     for number, block in enumerate(python_blocks(page), start=1):
-        exec(compile(block, f"{page.name}, block {number}", "exec"), names)
+        exec(compile(block, f"{page.name}, block {number}", "exec"), module.__dict__)
 
 
 def commands(line: str) -> Iterator[list[str]]:
@@ -104,10 +106,11 @@ def complaint(words: list[str]) -> str | None:
                 return f"anabranch {command.name} has no option {name}"
             if option is not None and not option.is_flag and not value:
                 next(left, None)  # its value
-        elif hasattr(command, "commands"):
-            if word not in command.commands:
+        elif hasattr(command, "get_command"):
+            verb = command.get_command(None, word)
+            if verb is None:
                 return f"anabranch {command.name} has no verb {word!r}"
-            command = command.commands[word]
+            command = verb
     return None
 
 
@@ -121,6 +124,8 @@ def test_commands_exist(page: Path) -> None:
     ("words", "why"),
     [
         (["anabranch", "generat", "x"], "has no verb 'generat'"),
+        (["anabranch", "train", "prompt_lookup"], "has no verb 'prompt_lookup'"),
+        (["anabranch", "train", "streams", "--no-such-option"], "has no option --no-such-option"),
         (["anabranch", "generate", "x", "--no-such-option"], "has no option --no-such-option"),
         (["python", "scripts/none.py"], "there is no scripts/none.py"),
         (["python", "scripts/fuzz.py", "--no-such-option"], "scripts/fuzz.py has no --no-such-option"),

@@ -21,7 +21,8 @@ from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.draft import DraftOptions
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Decoder, Inputs
+from anabranch.model.decoder import Decoder
+from anabranch.model.inputs import Inputs
 from anabranch.model.weights import build_decoder
 from anabranch.sampling import SamplingParams, log_probs
 from anabranch.tree import DraftTree

@@ -24,7 +24,7 @@ def peft(tmp_path: Path) -> Path:
 
 
 def test_a_peft_folder_is_named_as_such(peft: Path, toys: ToyFolders) -> None:
-    words = r"PEFT LORA folder.*its base model acme/tiny with peft's merge_and_unload.*anabranch train streams"
+    words = r"PEFT LORA folder.*its base model acme/tiny with peft's merge_and_unload.*anabranch train"
     with pytest.raises(AdapterError, match=words):
         anabranch.load(toys.model, adapter=peft)
     with pytest.raises(FileError, match=words):
@@ -32,7 +32,7 @@ def test_a_peft_folder_is_named_as_such(peft: Path, toys: ToyFolders) -> None:
 
 
 def test_a_stream_adapter_is_no_model(toys: ToyFolders) -> None:
-    with pytest.raises(FileError, match=r"is a stream adapter, not a model; .*\(toy\) as the model"):
+    with pytest.raises(FileError, match=r"is an adapter, not a model; .*\(toy\) as the model"):
         anabranch.load(toys.adapter)
 
 

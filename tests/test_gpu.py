@@ -18,9 +18,10 @@ from anabranch.engine import Engine
 from anabranch.learning.examples import Batch, Example
 from anabranch.methods import make_drafter
 from anabranch.methods.streams.objective import LossOptions, StreamObjective
+from anabranch.model.backends import TorchBackend, backend_for
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Decoder, Inputs
-from anabranch.model.graphs import recorder_for
+from anabranch.model.decoder import Decoder
+from anabranch.model.inputs import Inputs
 from anabranch.sampling import SamplingParams
 from anabranch.scheduler import Scheduler
 from anabranch.tree import DraftTree
@@ -36,7 +37,7 @@ SPECS = ("none", "prompt_lookup", "streams:tree=6", "streams:tree=6,placement=ri
 def on_gpu(case: str = "llama", dtype: torch.dtype = torch.float32, *, captured: bool = True) -> Decoder:
     """A copy of a small target on the GPU."""
     target = copy.deepcopy(small(case)).to("cuda", dtype)
-    target.recorder = recorder_for(target.device) if captured else None
+    target.backend = backend_for(target.device) if captured else TorchBackend()
     return target
 
 
@@ -75,7 +76,7 @@ def test_captured_graphs_change_nothing(spec: str, temperature: float) -> None:
         texts: dict[int, list[int]] = {engine.add(each): [] for each in asked}
         for step in engine.run():
             texts[step.row] += step.tokens
-        assert (engine.cache.graphs.recorded > 0) == captured
+        assert (engine.cache.graphs.captured > 0) == captured
         found.append(list(texts.values()))
     assert found[0] == found[1]
 

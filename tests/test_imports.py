@@ -1,87 +1,80 @@
-"""Imports point one way through the house (docs/architecture.md); read from syntax trees, so lazy ones count too."""
+"""Imports point one way through the package and form no circle (docs/architecture.md).
+
+They are read from syntax trees, so imports inside functions and those for type checkers only count as well.
+"""
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator
+import importlib.util
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-PACKAGE = "anabranch"
-SOURCE = Path(__file__).resolve().parents[1] / "src" / PACKAGE
 
-# From the ground up: a room may import from its own floor and from those below.
-FLOORS = [
-    {
-        *("background", "errors", "files", "foreign", "interrupt", "jsonfiles", "memory", "plots", "processor"),
-        *("tree", "sampling"),
-    },
-    {"verify", "native"},
-    {"model"},
-    {"costs", "learning"},
-    {"methods"},
-    {"adapters"},
-    {"speculation"},
-    {"engine"},
-    {"scheduler"},
-    {"generation", "loading", "options", "prompts", "stats", "profiles"},
-    {"api", "certify", "installation", "train", "bench", "analysis"},
-    {"tune"},
-    {"cli", "__main__"},
-]
-HEIGHT = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
+def _script() -> ModuleType:
+    path = Path(__file__).resolve().parents[1] / "scripts" / "count_imports.py"
+    spec = importlib.util.spec_from_file_location("count_imports", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def imported_modules(source: str, module: str, *, is_package: bool) -> Iterator[tuple[int, str]]:
-    """(line, dotted module) of every import, relative ones resolved; ``from a import b`` gives ``a.b``."""
-    package = module if is_package else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parents = package.split(".")
-                base = ".".join(parents[: len(parents) - node.level + 1] + ([base] if base else []))
-            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+count_imports = _script()
+
+# From the ground up: a room, which is a folder or a module in none, imports only from rooms that stand before it.
+ROOMS = (
+    *("errors", "files", "foreign", "background", "interrupt", "jsonfiles", "memory", "plots", "processor"),
+    *("tree", "sampling", "verify"),
+    "native",
+    "model",
+    *("costs", "learning"),
+    *("methods", "adapters"),
+    *("speculation", "engine", "scheduler"),
+    *("stats", "generation", "prompts", "options", "loading", "profiles"),
+    *("train", "analysis", "certify", "bench", "tune", "installation"),
+    "api",
+    *("cli", "__main__"),
+)
+HEIGHT = {room: height for height, room in enumerate(ROOMS)}
 
 
 def violations(source: str, module: str, *, is_package: bool = False) -> list[str]:
-    """One sentence for each import of ``module`` that points up the house."""
-    room = module.split(".")[1]
+    """One sentence for each import of ``module`` from a room that stands after its own."""
+    room = count_imports.room_of(module)
     if room not in HEIGHT:
-        return [f"{module} stands in no known room; give {room!r} a floor in tests/test_imports.py"]
+        return [f"{module} is in no known room; give {room!r} a place in tests/test_imports.py"]
     found = []
-    for line, target in imported_modules(source, module, is_package=is_package):
-        parts = target.split(".")
-        if parts[0] != PACKAGE:
+    for line, target in count_imports.imported_names(source, module, is_package=is_package):
+        if target.split(".")[0] != count_imports.PACKAGE:
             continue
-        target_room = parts[1] if len(parts) > 1 else ""
-        if target_room not in HEIGHT:
-            found.append(f"{module}:{line} imports {target}, which is the public face and not a room below")
-        elif HEIGHT[target_room] > HEIGHT[room]:
-            found.append(f"{module}:{line} imports {target}: {room} may not look up to {target_room}")
+        above = count_imports.room_of(target)
+        if above not in HEIGHT:
+            found.append(f"{module}:{line} imports {target}, which is the public face and not a room")
+        elif HEIGHT[above] > HEIGHT[room]:
+            found.append(f"{module}:{line} imports {target}, but {above} stands above {room}")
     return found
-
-
-def module_files() -> list[tuple[str, Path]]:
-    """Every module of the package but its face, ``anabranch/__init__.py``, which may import from anywhere."""
-    files = []
-    for path in sorted(SOURCE.rglob("*.py")):
-        parts = path.relative_to(SOURCE).with_suffix("").parts
-        if parts != ("__init__",):
-            files.append((".".join((PACKAGE, *(part for part in parts if part != "__init__"))), path))
-    return files
 
 
 def test_imports_point_one_way() -> None:
     found = [
         sentence
-        for module, path in module_files()
+        for module, path in count_imports.modules().items()
+        if module != count_imports.PACKAGE  # its face may import from anywhere
         for sentence in violations(path.read_text(encoding="utf-8"), module, is_package=path.name == "__init__.py")
     ]
     assert not found, "\n" + "\n".join(found)
+
+
+def test_modules_import_in_no_circle() -> None:
+    assert " -> ".join(count_imports.circle(count_imports.module_graph())) == ""
+
+
+def test_every_room_exists() -> None:
+    assert set(ROOMS) == set(count_imports.room_graph(count_imports.module_graph()))
 
 
 @pytest.mark.parametrize(
@@ -89,6 +82,7 @@ def test_imports_point_one_way() -> None:
     [
         ("anabranch.tree", "from anabranch.errors import InputError", 0),
         ("anabranch.tree", "from anabranch.verify import verify", 1),
+        ("anabranch.tree", "from anabranch.sampling import argmax", 1),
         ("anabranch.engine", "import anabranch.model.cache, torch", 0),
         ("anabranch.model.load", "def f():\n    import anabranch.engine", 1),
         ("anabranch.model.load", "from .cache import Cache", 0),
@@ -107,3 +101,27 @@ def test_the_check_itself(module: str, source: str, expected: int) -> None:
 def test_a_package_resolves_its_own_relative_imports() -> None:
     assert violations("from .load import load", "anabranch.model", is_package=True) == []
     assert len(violations("from ..cli import main", "anabranch.model", is_package=True)) == 1
+
+
+def test_circles_are_found_and_imports_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sources = {
+        "__init__": "from anabranch.a import one",
+        "a": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from anabranch.room.b import two",
+        "room/__init__": "",
+        "room/b": "def two():\n    from .c import three",
+        "room/c": "import anabranch.a",
+        "d": "from anabranch.a import one\nfrom anabranch import room",
+    }
+    for name, text in sources.items():
+        path = tmp_path / "src" / "anabranch" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["count_imports.py", str(tmp_path)])
+        count_imports.main()
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "  3 rooms, 4 arrows between them",
+        "  6 modules, 6 arrows between them",
+        "  circle of rooms: a -> room",
+        "  circle of modules: anabranch.a -> anabranch.room.b -> anabranch.room.c",
+    ]

@@ -1,4 +1,4 @@
-"""The distribution, its noise, and that the shortcuts draw from the same law."""
+"""The distribution, its noise, and that the shortcuts draw from the same distribution."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ NO_KEYS = np.zeros(0, np.uint64)  # greedy decoding reads none
 LOGITS = torch.tensor([[0.5, 0.2, 0.2, 0.1], [0.1, 0.6, 0.0, 0.3]]).log()  # [2, 4]
 
 
-def assert_law(params: SamplingParams, expected: list[list[float]]) -> None:
+def assert_distribution(params: SamplingParams, expected: list[list[float]]) -> None:
     torch.testing.assert_close(target_probs(LOGITS, params), torch.tensor(expected).float(), rtol=1e-5, atol=1e-6)
 
 
-# --- the law --------------------------------------------------------------------------------------------------------
+# --- the distribution -----------------------------------------------------------------------------------------------
 
 
 def test_temperature_one_is_softmax() -> None:
-    assert_law(SamplingParams(temperature=1.0), [[0.5, 0.2, 0.2, 0.1], [0.1, 0.6, 0.0, 0.3]])
+    assert_distribution(SamplingParams(temperature=1.0), [[0.5, 0.2, 0.2, 0.1], [0.1, 0.6, 0.0, 0.3]])
 
 
 def test_temperature_half_squares() -> None:
     first = [p * p / 0.34 for p in (0.5, 0.2, 0.2, 0.1)]
-    assert_law(SamplingParams(temperature=0.5), [first, [0.01 / 0.46, 0.36 / 0.46, 0.0, 0.09 / 0.46]])
+    assert_distribution(SamplingParams(temperature=0.5), [first, [0.01 / 0.46, 0.36 / 0.46, 0.0, 0.09 / 0.46]])
 
 
 def test_greedy_is_one_hot_at_the_first_of_ties() -> None:
-    assert_law(SamplingParams(), [[1, 0, 0, 0], [0, 1, 0, 0]])
+    assert_distribution(SamplingParams(), [[1, 0, 0, 0], [0, 1, 0, 0]])
     ties = torch.tensor([[1.0, 3.0, 3.0, 3.0]])
     assert target_probs(ties, SamplingParams()).tolist() == [[0, 1, 0, 0]]
     wide = torch.zeros(1, 1000)
@@ -55,16 +55,16 @@ def test_greedy_is_one_hot_at_the_first_of_ties() -> None:
 
 
 def test_top_k_keeps_ties() -> None:
-    assert_law(SamplingParams(temperature=1.0, top_k=1), [[1, 0, 0, 0], [0, 1, 0, 0]])
+    assert_distribution(SamplingParams(temperature=1.0, top_k=1), [[1, 0, 0, 0], [0, 1, 0, 0]])
     two = [5 / 9, 2 / 9, 2 / 9, 0]  # the two that tie for the second place both stay
-    assert_law(SamplingParams(temperature=1.0, top_k=2), [two, [0, 2 / 3, 0, 1 / 3]])
-    assert_law(SamplingParams(temperature=1.0, top_k=99), [[0.5, 0.2, 0.2, 0.1], [0.1, 0.6, 0.0, 0.3]])
+    assert_distribution(SamplingParams(temperature=1.0, top_k=2), [two, [0, 2 / 3, 0, 1 / 3]])
+    assert_distribution(SamplingParams(temperature=1.0, top_k=99), [[0.5, 0.2, 0.2, 0.1], [0.1, 0.6, 0.0, 0.3]])
 
 
 def test_top_p_keeps_the_smallest_set_that_holds_the_mass() -> None:
-    assert_law(SamplingParams(temperature=1.0, top_p=0.3), [[1, 0, 0, 0], [0, 1, 0, 0]])
-    assert_law(SamplingParams(temperature=1.0, top_p=0.85), [[5 / 9, 2 / 9, 2 / 9, 0], [0, 2 / 3, 0, 1 / 3]])
-    assert_law(SamplingParams(temperature=1.0, top_p=1e-9), [[1, 0, 0, 0], [0, 1, 0, 0]])
+    assert_distribution(SamplingParams(temperature=1.0, top_p=0.3), [[1, 0, 0, 0], [0, 1, 0, 0]])
+    assert_distribution(SamplingParams(temperature=1.0, top_p=0.85), [[5 / 9, 2 / 9, 2 / 9, 0], [0, 2 / 3, 0, 1 / 3]])
+    assert_distribution(SamplingParams(temperature=1.0, top_p=1e-9), [[1, 0, 0, 0], [0, 1, 0, 0]])
 
 
 def test_top_p_beyond_the_shortlist_sorts_everything() -> None:
@@ -78,12 +78,12 @@ def test_top_p_beyond_the_shortlist_sorts_everything() -> None:
 
 
 def test_min_p_is_relative_to_the_best() -> None:
-    assert_law(SamplingParams(temperature=1.0, min_p=0.3), [[5 / 9, 2 / 9, 2 / 9, 0], [0, 2 / 3, 0, 1 / 3]])
+    assert_distribution(SamplingParams(temperature=1.0, min_p=0.3), [[5 / 9, 2 / 9, 2 / 9, 0], [0, 2 / 3, 0, 1 / 3]])
 
 
 def test_tiny_temperatures_do_not_overflow() -> None:
     for temperature in (1e-6, 1e-38, 5e-324):
-        assert_law(SamplingParams(temperature=temperature), [[1, 0, 0, 0], [0, 1, 0, 0]])
+        assert_distribution(SamplingParams(temperature=temperature), [[1, 0, 0, 0], [0, 1, 0, 0]])
 
 
 def test_bfloat16_logits_give_float32_probs() -> None:
@@ -127,7 +127,7 @@ def test_processors_see_the_history_of_their_own_node() -> None:
     torch.testing.assert_close(probs, torch.tensor([[0, 0.4, 0.4, 0.2], [0.25, 0, 0, 0.75]]))
 
 
-def test_history_is_needed_only_where_the_law_depends_on_it() -> None:
+def test_history_is_needed_only_where_the_distribution_depends_on_it() -> None:
     assert not SamplingParams(temperature=1.0, top_k=3).needs_history
     assert SamplingParams(repetition_penalty=1.1).needs_history
     for histories in (None, [[0]]):
@@ -196,7 +196,7 @@ def test_inverse_cdf_never_draws_the_impossible(seed: int, vocabulary: int, unif
 
 
 @pytest.mark.parametrize("params", [SamplingParams(temperature=1.0, top_k=3), SamplingParams(temperature=0.6)], ids=str)
-def test_target_tokens_follow_the_law(params: SamplingParams) -> None:
+def test_target_tokens_follow_the_distribution(params: SamplingParams) -> None:
     draws = 40_000
     tokens = target_tokens(LOGITS[:1].expand(draws, 4), params, position_keys(3, np.arange(draws)))
     counts = torch.bincount(tokens, minlength=4).double()
@@ -210,12 +210,12 @@ def test_draws_at_two_positions_are_independent() -> None:
     draws, params = 40_000, SamplingParams(temperature=1.0)
     tokens = target_tokens(LOGITS[:1].expand(2 * draws, 4), params, position_keys(4, np.arange(2 * draws)))
     pairs = torch.bincount(4 * tokens[::2] + tokens[1::2], minlength=16).double()
-    law = target_probs(LOGITS[:1], params)[0].double()
-    expected = (law[:, None] * law).flatten() * draws
+    distribution = target_probs(LOGITS[:1], params)[0].double()
+    expected = (distribution[:, None] * distribution).flatten() * draws
     assert float(((pairs - expected) ** 2 / expected).sum()) < 37.7  # chi-square, 15 degrees of freedom, 0.1 percent
 
 
-def test_laws_that_are_near_mostly_draw_the_same_token() -> None:
+def test_similar_distributions_mostly_draw_the_same_token() -> None:
     """What lets a drafter profit from the noise: at least (1 - d) / (1 + d) of draws agree, d the total variation."""
     source, draws = torch.Generator().manual_seed(1), 4000
     logits = torch.randn(1, 300, generator=source) * 2
@@ -227,7 +227,7 @@ def test_laws_that_are_near_mostly_draw_the_same_token() -> None:
     assert float(same.float().mean()) > 1.5 * float(logits.softmax(-1).max())  # than the most probable token is drawn
 
 
-def test_greedy_tokens_have_the_law_of_target_probs() -> None:
+def test_greedy_tokens_have_the_distribution_of_target_probs() -> None:
     logits = torch.randint(0, 4, (200, 300), generator=torch.Generator().manual_seed(0)).float()  # full of ties
     shortcut = target_tokens(logits, SamplingParams(), NO_KEYS)
     assert shortcut.dtype == torch.int64
@@ -265,7 +265,7 @@ def test_keys_differ_by_seed_lane_and_position() -> None:
     assert (values[3] == values[9]).all()  # 2**70 is 0 modulo 2**64
 
 
-def test_gumbels_have_their_law() -> None:
+def test_gumbels_have_the_gumbel_distribution() -> None:
     noise = gumbels(position_keys(0, np.arange(20)), torch.arange(5000))
     assert noise.shape == (20, 5000)
     assert noise.dtype == torch.float32
@@ -328,7 +328,7 @@ def test_generator_is_fresh_for_each_position() -> None:
     ],
 )
 def test_values_that_mean_nothing_are_refused(name: str, value: object) -> None:
-    with pytest.raises(InputError, match=rf"^{name} must be .*\.$"):
+    with pytest.raises(InputError, match=rf"^{name} must be .*, got "):
         SamplingParams(**{name: value})  # type: ignore[arg-type]
 
 

@@ -22,10 +22,12 @@ from anabranch.generation import Chunk
 from anabranch.methods import Drafter, Taps, make_drafter
 from anabranch.methods.base import Row
 from anabranch.methods.none import NoDrafter
+from anabranch.model.backends import GraphBackend
 from anabranch.model.config import RopeConfig
-from anabranch.model.decoder import Decoder, PassResult
+from anabranch.model.decoder import Decoder
+from anabranch.model.kernel_use import native_for, why_not_native
 from anabranch.model.pack import pack_decoder
-from anabranch.model.stack import native_for, why_not_native
+from anabranch.model.passes import PassResult
 from anabranch.model.weights import build_decoder
 from anabranch.native import library as native
 from anabranch.sampling import SamplingParams
@@ -581,7 +583,7 @@ def test_captured_steps_keep_their_cache(monkeypatch: pytest.MonkeyPatch) -> Non
     scheduler = Scheduler(target)
     scheduler.submit(request(10, 1, 6), PLAIN)
     finish(scheduler)
-    monkeypatch.setattr(target, "recorder", lambda compute, inputs: (lambda: None, compute(*inputs)))
+    monkeypatch.setattr(target, "backend", GraphBackend(lambda compute, inputs: (lambda: None, compute(*inputs))))
     scheduler.settle()
     assert scheduler.engine is not None
 

@@ -11,10 +11,11 @@ from anabranch.costs import Costs, PassCosts, StepCosts
 from anabranch.engine import Engine, Request
 from anabranch.methods import Drafter, make_drafter
 from anabranch.methods.base import Row
+from anabranch.methods.beliefs import Beliefs, Calibration
 from anabranch.methods.none import NoDrafter
 from anabranch.sampling import SamplingParams
 from anabranch.scheduler import Scheduler
-from anabranch.speculation import EXPLORE, Speculation, best_count
+from anabranch.speculation import EXPLORE, TRIAL, Speculation, best_count
 from anabranch.tree import DraftTree
 from small import decode, prompt, request, small, small_adapter
 
@@ -136,13 +137,41 @@ def test_rows_of_other_drafters_are_load_too() -> None:
     assert made.plan({drafter: 1, plain: 4}, 100.0) == {drafter: 4, plain: 1}
 
 
-def test_a_draft_is_tried_now_and_then_where_it_might_pay() -> None:
-    # three quarters of the rate without a draft: worth a try after a hundred steps
-    made, drafter = controller("1:10/2:20/512:5120"), Adaptive()
-    budgets = [made.plan({drafter: 1}, 0.0)[drafter] for _ in range(2 * EXPLORE)]
-    assert [step for step, budget in enumerate(budgets) if budget > 1] == [EXPLORE - 1, 2 * EXPLORE - 1]
-    hopeless = controller("1:10/2:100/512:9000")
-    assert {hopeless.plan({drafter: 1}, 0.0)[drafter] for _ in range(3 * EXPLORE)} == {1}
+def trials(made: Speculation, steps: int, *, drafts: bool) -> list[int]:
+    """Steps whose plan is to draft, or not to."""
+    drafter = Adaptive()
+    budgets = [made.plan({drafter: 1}, 0.0)[drafter] for _ in range(steps)]
+    return [step for step, budget in enumerate(budgets) if (budget > 1) == drafts]
+
+
+def test_the_opposite_of_what_pays_is_tried_now_and_then() -> None:
+    # with a draft 0.8 of the rate without: worth a trial
+    expected = [EXPLORE - 1 + i for i in range(TRIAL)] + [2 * EXPLORE - 1 + i for i in range(TRIAL)]
+    assert trials(controller("1:10/2:18.5/512:5120"), 2 * EXPLORE + 9, drafts=True) == expected
+    assert trials(controller("1:10/2:12/3:50/512:5120"), 2 * EXPLORE + 9, drafts=False) == expected
+    assert trials(controller("1:10/2:100/512:9000"), 3 * EXPLORE, drafts=True) == []
+    assert trials(controller(FREE), 3 * EXPLORE, drafts=False) == []
+
+
+def test_a_plan_that_fails_is_not_repeated() -> None:
+    made, drafter = controller("1:10/2:12/3:50/512:5120"), Adaptive()  # 1.55 / 12 > 1 / 10
+    for _ in range(30):
+        drafting = made.plan({drafter: 1}, 0.0)[drafter] > 1
+        made.saw_step(1, 1, 12.0 if drafting else 10.0)
+    assert made.plan({drafter: 1}, 0.0) == {drafter: 1}
+
+
+def test_nodes_that_are_rarely_accepted_are_believed_less() -> None:
+    known, tree = Calibration(), star(0.85, 0.35)
+    beliefs = Beliefs()(tree)
+    for step in range(200):
+        known.learn(tree, beliefs, [0, 1] if step % 2 else [0])
+    _, first, second = known(tree, beliefs)
+    assert first == pytest.approx(0.5, abs=0.03)
+    assert second < 0.05
+    assert known(star(0.15), [1.0, 0.15]) == [1.0, 0.15]  # nothing is known of other probabilities
+    parent_and_child = DraftTree.chain(9, [1, 2], log_probs=np.log([0.85, 0.95]).tolist())
+    assert known(parent_and_child, [1.0, 0.85, 0.8])[2] <= known(parent_and_child, [1.0, 0.85, 0.8])[1]
 
 
 # -- learning ---------------------------------------------------------------------------------------------------------
@@ -219,10 +248,27 @@ def test_the_text_is_plain_decodings_at_every_load(spec: str, rows: int, table: 
     assert [ticket.emitted for ticket in tickets] == wanted
 
 
-def test_a_row_that_joins_and_leaves_changes_nothing_for_the_one_that_stays() -> None:
+class Unchanging(Costs):
+    """Costs that do not follow the time that steps take here."""
+
+    def saw_pass(self, ms: float, nodes: int, rows: int, context: float) -> None:
+        pass
+
+    def saw_draft(self, ms: float, budget: int, rows: int) -> None:
+        pass
+
+    def saw_prepare(self, ms: float, streams: int) -> None:
+        pass
+
+    def saw_rest(self, ms: float, rows: int) -> None:
+        pass
+
+
+def test_a_row_stops_drafting_while_others_fill_the_pass_and_its_text_stays_the_same() -> None:
     target = small()
     drafter = make_drafter("streams:tree=auto", target, small_adapter(target))
-    scheduler = Scheduler(target, speculation=controller(CLIFF, ragged=target.ragged), prefix_bytes=0)
+    made = Speculation(Unchanging(PassCosts(StepCosts.parse(CLIFF)), 0.0), ragged=target.ragged)
+    scheduler = Scheduler(target, speculation=made, prefix_bytes=0)
     stays = scheduler.submit(Request(prompt(6), 60), drafter)
     drafted: list[list[int]] = [[], [], []]
     for phase, others in enumerate((0, 9, 0)):
@@ -235,4 +281,8 @@ def test_a_row_that_joins_and_leaves_changes_nothing_for_the_one_that_stays() ->
             scheduler.cancel(ticket)
     while scheduler.busy:
         scheduler.tick()
+    alone, beside_nine, alone_again = drafted
+    assert min(alone[1:]) > 0
+    assert beside_nine == [0] * 6
+    assert min(alone_again[1:]) > 0, "drafts are back one step after the load has gone"
     assert stays.emitted == decode(target, [Request(prompt(6), 60)])[0][0]

@@ -100,7 +100,7 @@ def test_product_drawing() -> None:
     tree = DraftTree.product(9, [[1, 2], [3, 4]], level_log_probs=[[-1, -2], [-0.25, -0.5]])
     assert tree.tokens.tolist() == [9, 1, 2, 3, 4, 3, 4]
     assert tree.parents.tolist() == [-1, 0, 0, 1, 1, 2, 2]
-    assert tree.sources == ("target", *["stream 1"] * 2, *["stream 2"] * 4)
+    assert tree.sources == ("target", *["draft"] * 6)
     assert tree.log_probs is not None
     assert tree.log_probs.tolist() == [0, -1, -2, -1.25, -1.5, -2.25, -2.5]
     assert DraftTree.product(9, []).size == 1
@@ -162,7 +162,7 @@ def test_a_tree_without_beliefs_counts_as_coin_tosses() -> None:
 
 
 def test_truncate_keeps_parents_of_overrated_children() -> None:
-    rising = DraftTree.chain(9, [1, 2, 3], log_probs=[-5, -1, -0.5])  # rounding can do this; a law cannot
+    rising = DraftTree.chain(9, [1, 2, 3], log_probs=[-5, -1, -0.5])  # rounding can do this; a distribution cannot
     assert rising.truncate(2).tokens.tolist() == [9, 1]
     assert DraftTree.from_paths(9, [[1, 2], [3]]).truncate(3).tokens.tolist() == [9, 1, 3]
 

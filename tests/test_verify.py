@@ -1,8 +1,8 @@
-"""The law of what is emitted, enumerated exactly over a 4-word vocabulary; then the same by chance and by seed.
+"""The distribution of the emitted tokens, enumerated exactly over a 4-word vocabulary; then sampled, and by seed.
 
-The enumeration runs the shipped code: ``follow`` on every outcome of the target's draws, and ``trials``, where every
-decision of ``reject`` is made, on every outcome of the drafter's. Steps that emit fewer tokens than compared are
-continued by plain decoding, so the joint law of several tokens is tested and not just the first one's.
+The enumeration runs the shipped code: ``match`` on every outcome of the target's draws, and ``trials``, which makes
+every decision of ``reject``, on every outcome of the drafter's. Steps that emit fewer tokens than are compared continue
+by plain decoding, so the joint distribution of several tokens is tested, not only that of the first.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from anabranch.tree import DraftTree
 from anabranch.verify import Verdict, match, reject, trials
 
 VOCABULARY = 4
-LENGTH = 3  # tokens whose joint law is compared
+LENGTH = 3  # tokens whose joint distribution is compared
 ROOT = 0
-Law = NDArray[np.float64]
+Distribution = NDArray[np.float64]
 Words = tuple[int, ...]
-Model = Callable[[Words], Law]
+Model = Callable[[Words], Distribution]
 
 
 def model(seed: int, sharpness: float = 1.5) -> Model:
-    """Return a language model: a law [V] for each sequence of words after the root."""
+    """A language model: a next-word distribution [V] for each sequence of words after the root."""
 
-    def law(words: Words) -> Law:
+    def next_word(words: Words) -> Distribution:
         weights = np.exp(sharpness * np.random.default_rng((seed, len(words), *words)).standard_normal(VOCABULARY))
         return np.asarray(weights / weights.sum())
 
-    return law
+    return next_word
 
 
 P, Q = model(1), model(2)
 
 
-def joint(p: Model, emitted: dict[Words, float]) -> Law:
-    """Return the law [V, V, V] of the first LENGTH words when plain decoding goes on after what was emitted."""
+def joint(p: Model, emitted: dict[Words, float]) -> Distribution:
+    """The distribution [V, V, V] of the first LENGTH words where plain decoding continues what was emitted."""
     result = np.zeros([VOCABULARY] * LENGTH)
     for words, weight in emitted.items():
         for rest in itertools.product(range(VOCABULARY), repeat=max(0, LENGTH - len(words))):
@@ -53,7 +53,7 @@ def joint(p: Model, emitted: dict[Words, float]) -> Law:
     return result
 
 
-def plain_law() -> Law:
+def plain_distribution() -> Distribution:
     return joint(P, {(): 1.0})
 
 
@@ -65,13 +65,13 @@ def add(emitted: dict[Words, float], words: Words, weight: float) -> None:
     emitted[words] = emitted.get(words, 0.0) + weight
 
 
-def follow_law(tree: DraftTree) -> Law:
-    """Run ``follow`` on every outcome of the target's draws at the inner nodes, weighed by its probability."""
-    laws = [P(words_at(tree, node)) for node in range(tree.size)]
+def match_distribution(tree: DraftTree) -> Distribution:
+    """Run ``match`` on every outcome of the target's draws at all nodes, weighted by its probability."""
+    distributions = [P(words_at(tree, node)) for node in range(tree.size)]
     emitted: dict[Words, float] = {}
     for drawn in itertools.product(range(VOCABULARY), repeat=tree.size):
         verdict = match(tree, drawn)
-        weight = float(np.prod([law[word] for law, word in zip(laws, drawn, strict=True)]))
+        weight = float(np.prod([p[word] for p, word in zip(distributions, drawn, strict=True)]))
         add(emitted, (*words_at(tree, verdict.path[-1]), verdict.next_token), weight)
     return joint(P, emitted)
 
@@ -106,32 +106,32 @@ def sampled_tree(tokens: list[int], parents: list[int], replacement: bool) -> Dr
 
 
 def reject_outcomes(tree: DraftTree, weight: float, emitted: dict[Words, float], node: int = 0) -> None:
-    """Walk through every decision that ``reject`` can make on this tree, weighed by the odds of ``trials``."""
+    """Walk through every decision that ``reject`` can make on this tree, weighted by the odds of ``trials``."""
     assert tree.draft_probs is not None
     words, siblings = words_at(tree, node), tree.children(node)
-    odds_and_laws = trials(P(words), tree.draft_probs[node].numpy(), tree.tokens[list(siblings)], tree.replacement)
-    for child, (odds, law) in zip((*siblings, None), odds_and_laws, strict=True):
+    decisions = trials(P(words), tree.draft_probs[node].numpy(), tree.tokens[list(siblings)], tree.replacement)
+    for child, (odds, rest) in zip((*siblings, None), decisions, strict=True):
         if child is None:
             for word in range(VOCABULARY):
-                add(emitted, (*words, word), weight * float(law[word]))
+                add(emitted, (*words, word), weight * float(rest[word]))
         elif odds > 0:
             reject_outcomes(tree, weight * odds, emitted, child)
         weight *= 1 - odds
 
 
-def reject_law(parents: list[int], replacement: bool) -> Law:
+def rejection_distribution(parents: list[int], replacement: bool) -> Distribution:
     emitted: dict[Words, float] = {}
     for tokens, weight in drafts(parents, replacement):
         reject_outcomes(sampled_tree(tokens, parents, replacement), weight, emitted)
     return joint(P, emitted)
 
 
-def distance(a: Law, b: Law) -> float:
-    """Return the total variation distance."""
+def distance(a: Distribution, b: Distribution) -> float:
+    """Total variation distance."""
     return float(np.abs(a - b).sum() / 2)
 
 
-# --- follow: any tree -----------------------------------------------------------------------------------------------
+# --- matching: any tree --------------------------------------------------------------------------------------------
 
 
 def top(words: Words, k: int) -> list[int]:
@@ -156,11 +156,11 @@ def trees_of_all_kinds() -> dict[str, DraftTree]:
 
 
 @pytest.mark.parametrize("kind", trees_of_all_kinds())
-def test_follow_is_exact_for_any_tree(kind: str) -> None:
-    np.testing.assert_allclose(follow_law(trees_of_all_kinds()[kind]), plain_law(), rtol=0, atol=1e-12)
+def test_matching_is_exact_for_any_tree(kind: str) -> None:
+    np.testing.assert_allclose(match_distribution(trees_of_all_kinds()[kind]), plain_distribution(), rtol=0, atol=1e-12)
 
 
-def test_follow_drawing() -> None:
+def test_matching_drawing() -> None:
     tree = DraftTree(np.array([9, 3, 2, 5]), np.array([-1, 0, 0, 1]))
     assert match(tree, [2, 3, 7, 5]) == Verdict((0, 2), 7)
     assert match(tree, np.array([3, 5, 7, 1])) == Verdict((0, 1, 3), 1)
@@ -168,7 +168,7 @@ def test_follow_drawing() -> None:
     assert Verdict((0, 1, 3), 1).accepted == 2
 
 
-# --- reject: sampled trees ------------------------------------------------------------------------------------------
+# --- rejection: sampled trees ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("replacement", [True, False])
@@ -178,7 +178,7 @@ def test_follow_drawing() -> None:
     ids=["root", "one", "chain", "two", "four", "tree", "interleaved"],
 )
 def test_rejection_is_exact_for_sampled_trees(parents: list[int], replacement: bool) -> None:
-    np.testing.assert_allclose(reject_law(parents, replacement), plain_law(), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(rejection_distribution(parents, replacement), plain_distribution(), rtol=0, atol=1e-12)
 
 
 def test_rejection_drawing() -> None:
@@ -220,7 +220,7 @@ def test_top_k_children_judged_by_the_ratio_err() -> None:
     tree = sampled_tree([ROOT, *best], [-1, 0, 0], True)
     emitted: dict[Words, float] = {}
     reject_outcomes(tree, 1.0, emitted)
-    assert distance(joint(P, emitted), plain_law()) > 0.05
+    assert distance(joint(P, emitted), plain_distribution()) > 0.05
 
 
 def test_sampled_children_pruned_by_token_err() -> None:
@@ -228,21 +228,21 @@ def test_sampled_children_pruned_by_token_err() -> None:
     for tokens, weight in drafts([-1, 0, 0], True):
         kept = max(tokens[1:], key=Q(()).__getitem__)
         reject_outcomes(sampled_tree([ROOT, kept], [-1, 0], True), weight, emitted)
-    assert distance(joint(P, emitted), plain_law()) > 0.05
+    assert distance(joint(P, emitted), plain_distribution()) > 0.05
 
 
 def test_the_wrong_replacement_errs() -> None:
     emitted: dict[Words, float] = {}
     for tokens, weight in drafts([-1, 0, 0, 0], False):
         reject_outcomes(sampled_tree(tokens, [-1, 0, 0, 0], True), weight, emitted)
-    assert distance(joint(P, emitted), plain_law()) > 0.01
+    assert distance(joint(P, emitted), plain_distribution()) > 0.01
 
 
-# --- reject itself, by chance ---------------------------------------------------------------------------------------
+# --- reject itself, sampled -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("replacement", [True, False])
-def test_rejection_draws_from_the_target_law(replacement: bool) -> None:
+def test_rejection_draws_from_the_target_distribution(replacement: bool) -> None:
     runs, parents = 4000, [-1, 0, 0, 1, 2]
     outcomes = list(drafts(parents, replacement))
     weights = np.array([weight for _, weight in outcomes])
@@ -257,7 +257,7 @@ def test_rejection_draws_from_the_target_law(replacement: bool) -> None:
         if len(words) == 1:
             words = (*words, int(noise.choice(VOCABULARY, p=P(words))))
         counts[words[:2]] += 1
-    expected = runs * plain_law().sum(axis=2)
+    expected = runs * plain_distribution().sum(axis=2)
     assert ((counts - expected) ** 2 / expected).sum() < 37.7  # chi-square, 15 degrees of freedom, 0.1 percent
 
 

@@ -1,4 +1,4 @@
-"""The public face: ``anabranch.load`` and the ``Model`` it returns."""
+"""The public interface: ``anabranch.load`` and the ``Model`` it returns."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from anabranch.generation import Chunk, Generation
 from anabranch.loading import LoadConfig
 from anabranch.memory import give_back
 from anabranch.methods import AUTO, Drafter, Spec, make_drafter, parse_spec, resolve_spec
+from anabranch.model.kernel_use import kernels_of
 from anabranch.model.load import Target
-from anabranch.model.stack import kernels_of
 from anabranch.options import Keywords, Options
 from anabranch.profiles import Known, settle
 from anabranch.prompts import Arrays, Ids, conversation_ids, read_prompts
@@ -47,20 +47,19 @@ def load(
     revision: str | None = None,
     threads: int | None = None,
 ) -> Model:
-    """Load a target and choose how it drafts.
+    """Load a target and its adapters.
 
-    name     "default" (SmolLM2-135M-Instruct, fetched once), a folder, a .gguf file, or a hub id
-    drafter  a method and its settings, see ``anabranch.methods``; "none" is plain decoding; "auto" drafts with every
-             default method whose adapter (if it needs one) is there, as much as pays at the current load
-    adapter  folder of an adapter, or several; None: those that ship for this target
-    dtype    "auto" (bf16 where the weights are), "float32", "bfloat16", "float16"
-    device   "auto" (cuda where there is one), "cpu", "cuda" or "cuda:N"
-    quantize "int8" or "int4" weights: that model is then the target, whose own output speculation keeps
-    revision branch, tag or commit of a hub id; None: its main branch
-    threads  CPU threads of this process; None: torch's choice, at most what the container's quota allows
+    name      "default" (SmolLM2-135M-Instruct, downloaded once), a folder, a .gguf file, or a Hugging Face hub id
+    drafter   a method and its settings, see ``anabranch.methods``; "none" is plain decoding; "auto" uses all default
+              methods whose adapter (if they need one) is available, and adapts the size of drafts to the load
+    adapter   an adapter folder, or several; None: those shipped for this target
+    dtype     "auto" (bf16 if the weights are stored so), "float32", "bfloat16" or "float16"
+    device    "auto" (cuda if available), "cpu", "cuda" or "cuda:N"
+    quantize  "none", or "int8" or "int4" weights; the quantised model is then the target that is decoded losslessly
+    revision  branch, tag or commit of a hub id; None: its main branch
+    threads   CPU threads of this process; None: torch's default, limited to the container's quota
 
-    Raises FetchError, FileError, ModelError, AdapterError, CapabilityError and DeviceError, each with a sentence that
-    says what to do.
+    Raises FetchError, FileError, ModelError, AdapterError, CapabilityError or DeviceError; the message says what to do.
     """
     parse_spec(drafter)
     if not isinstance(name, str | Path):
@@ -71,39 +70,39 @@ def load(
     return Model(loaded.target, loaded.adapters, drafter)
 
 
-DRAFTERS = 8  # kept, the ones used last
+DRAFTERS = 8  # the most recently used ones are kept
 
 
 class Model:
-    """A target with its adapters, and one scheduler for all calls.
+    """A target with its adapters, and one scheduler that serves all calls.
 
-    Calls from several threads decode together: their rows share forward passes, first come, first served, and the
-    result of a prompt does not depend on the others. ``close``, or the end of a ``with`` block, gives the memory back.
+    Calls from several threads are batched, first come, first served; the result of a prompt does not depend on the
+    others. ``close``, or leaving a ``with`` block, frees the memory.
 
-    ``generate``, ``stream``, ``chat`` and ``chat_stream`` have counterparts for asyncio: ``agenerate``, ``astream``,
-    ``achat`` and ``achat_stream``. They take the same arguments and decode in threads of their own, so the event loop
-    stays free. A cancelled call stops after its current step.
+    ``generate``, ``stream``, ``chat`` and ``chat_stream`` have asyncio counterparts that take the same arguments:
+    ``agenerate``, ``astream``, ``achat`` and ``achat_stream``. They decode in worker threads and do not block the event
+    loop. A cancelled call stops after its current step.
     """
 
     def __init__(self, target: Target, adapters: Sequence[LoadedAdapter] = (), drafter: str | Spec = AUTO) -> None:
         self._target: Target | None = target
         self.adapters = tuple(adapters)
         self.spec = resolve_spec(drafter, *self._modules)
-        self.known: Known | None = None  # what steps cost, once a drafter asked for it
+        self.known: Known | None = None  # step costs, measured when a drafter first needs them
         self._lock = threading.RLock()
         self._worker = Worker()
         self._drafters: dict[str, Drafter] = {}
         self._scheduler = Scheduler(target.decoder)
-        self._drafter(self.spec)  # what cannot work is refused at once
+        self._drafter(self.spec)  # raise for unsupported combinations now
 
     @property
     def drafter(self) -> str:
-        """How this model drafts where a call does not say otherwise, "auto" resolved."""
+        """The default drafter of calls, with "auto" resolved."""
         return str(self.spec)
 
     @property
     def adapter(self) -> LoadedAdapter | None:
-        """The first adapter, if there is any."""
+        """The first adapter, or None."""
         return self.adapters[0] if self.adapters else None
 
     @property
@@ -111,7 +110,7 @@ class Model:
         return [loaded.module for loaded in self.adapters]
 
     def _drafter(self, spec: str | Spec) -> Drafter:
-        """The drafter of a specification, built if it is not among those kept. Raises what building it raises."""
+        """The drafter of a specification, from the cache or newly built. Raises what ``make_drafter`` raises."""
         with self._lock:
             resolved = resolve_spec(spec, *self._modules)
             name = str(resolved)
@@ -148,7 +147,7 @@ class Model:
         self.close()
 
     def close(self) -> None:
-        """Give back the weights, the caches and the worker thread. A closed model decodes no more."""
+        """Free the weights and caches and stop the worker threads. A closed model cannot decode."""
         if self._target is None:
             return
         with self._lock:
@@ -160,7 +159,7 @@ class Model:
 
     @property
     def target(self) -> Target:
-        """The model whose output is reproduced. Raises InputError once this is closed."""
+        """The model whose output is reproduced. Raises InputError if this model is closed."""
         if self._target is None:
             raise InputError("this model is closed; load it again")
         return self._target
@@ -172,7 +171,7 @@ class Model:
 
     @property
     def threads(self) -> int:
-        """The CPU threads that a call from this thread decodes with; ``load(threads=)`` sets them for the process."""
+        """The number of CPU threads used by a call from this thread; ``load(threads=)`` sets it for the process."""
         return torch.get_num_threads()
 
     @overload
@@ -188,27 +187,27 @@ class Model:
     def generate(
         self, prompt: str | list[int] | Sequence[str] | Sequence[Ids] | Arrays, **options: Unpack[Keywords]
     ) -> Generation | list[Generation]:
-        """Decode one prompt, or a list of prompts together.
+        """Decode one prompt, or a batch of prompts.
 
-        A string is decoded as it stands (no chat template), and so are token ids: a list, or a tensor or an array of
-        integers. One prompt gives one result; a list of prompts, or two dimensions [B, L], give a list. An encoding of
-        the tokenizer serves too, with its padding removed. Options, all by keyword:
+        A prompt is a string (used as is, without a chat template) or token ids: a list, or an integer tensor or array.
+        One prompt returns one result; a list of prompts, or an array [B, L], returns a list. An encoding returned by
+        the tokenizer is accepted too; its padding is removed. Options, all by keyword:
 
         max_new_tokens=256, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, seed=0
-        stop=()           strings that end the text; they are not part of it
+        stop=()           strings that end the text and are not part of it
         ignore_eos=False  continue after the model's end token
-        drafter=None      another drafter for this call; "none" is plain decoding
-        rule="match"     or "rejection", where drafts are sampled (streams:tree=chain or tree=product, no pruning)
-        log_probs=False   the target's raw log probabilities of the new tokens
+        drafter=None      a drafter for this call; "none" is plain decoding
+        rule="match"      the verification rule; "rejection" requires a drafter that samples its drafts
+        log_probs=False   return the target's raw log probabilities of the new tokens
         processors=()     functions (tokens so far, logits [V]) -> logits [V]
-        rows=8            prompts decoded together at most
-        on_prompt=None    function (prompt tokens read, of how many), called after each chunk of 512
+        rows=8            maximum number of prompts decoded at the same time
+        on_prompt=None    function (prompt tokens processed, prompt tokens in total), called after each chunk of 512
 
-        Every prompt of a list uses the same seed: a prompt's result does not depend on the other prompts. A text that
-        reaches the model's limit ends there with the finish reason "length".
+        All prompts of a list use the same seed, so the result of one does not depend on the others. A sequence that
+        reaches the model's context length ends with the finish reason "length".
 
-        Raises InputError for a prompt or an option that cannot be used, CapabilityError for a combination that is not
-        supported, DeviceError where memory does not suffice.
+        Raises InputError for an invalid prompt or option, CapabilityError for an unsupported combination, and
+        DeviceError if memory runs out.
         """
         return self._generate(prompt, options)
 
@@ -231,9 +230,9 @@ class Model:
         return found[0] if single else found
 
     def stream(self, prompt: str | list[int] | Arrays, **options: Unpack[Keywords]) -> Generator[Chunk, None, None]:
-        """Decode one prompt and yield chunks (text, token_ids, sources, step) as they come; options of ``generate``.
+        """Decode one prompt and yield each step's chunk (text, token_ids, sources, step); options as for ``generate``.
 
-        The last chunk carries the ``result``. Closing the generator cancels the decoding and frees its row.
+        The last chunk holds the ``result``. Closing the generator cancels decoding and frees its row.
         """
         _, prompts = read_prompts(prompt, self.tokenizer)
         if len(prompts) > 1:
@@ -241,7 +240,7 @@ class Model:
         call = Options.of(options)
         request = call.request(prompts[0], self.target)
         drafter = self._drafter(call.drafter or self.spec)
-        self._scheduler.check(request, drafter)  # what cannot work is refused at once
+        self._scheduler.check(request, drafter)  # raise now, not with the first chunk
         return self._stream(request, drafter, call.stops)
 
     def _stream(self, request: Request, drafter: Drafter, stops: Sequence[str]) -> Generator[Chunk, None, None]:
@@ -253,7 +252,7 @@ class Model:
             scheduler.settle()
 
     def chat(self, messages: Sequence[dict[str, str]], **options: Unpack[Keywords]) -> Generation:
-        """Answer a conversation [{"role": "user", "content": "..."}, ...] through the model's chat template."""
+        """Answer a conversation [{"role": "user", "content": "..."}, ...] using the model's chat template."""
         return self.generate(self.chat_ids(messages), **options)
 
     def chat_stream(
@@ -263,7 +262,7 @@ class Model:
         return self.stream(self.chat_ids(messages), **options)
 
     def chat_ids(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """The token ids of a conversation, ready for an answer by ``generate`` or ``stream``."""
+        """The token ids of a conversation in the chat template, as a prompt for ``generate`` or ``stream``."""
         return conversation_ids(messages, self.tokenizer, self.target.name)
 
     # -- asyncio ------------------------------------------------------------------------------------
@@ -280,13 +279,14 @@ class Model:
     async def agenerate(
         self, prompt: str | list[int] | Sequence[str] | Sequence[Ids] | Arrays, **options: Unpack[Keywords]
     ) -> Generation | list[Generation]:
-        """Decode as ``generate`` does, without blocking the event loop. Several calls are decoded together."""
+        """Decode as ``generate`` does, without blocking the event loop. Concurrent calls are batched."""
         return await self._later(lambda cancelled: self._generate(prompt, options, cancelled))
 
     def astream(self, prompt: str | list[int] | Arrays, **options: Unpack[Keywords]) -> AsyncGenerator[Chunk, None]:
-        """Yield chunks as ``stream`` does, without blocking the event loop. Several streams are decoded together.
+        """Yield chunks as ``stream`` does, without blocking the event loop. Concurrent calls are batched.
 
-        Errors, those in the arguments included, come with the first chunk. Closing or cancelling frees the row.
+        Errors, including those for invalid arguments, are raised with the first chunk. Closing or cancelling frees the
+        row.
         """
         return self._worker.iterate(lambda: self.stream(prompt, **options))
 
@@ -303,7 +303,7 @@ class Model:
         return self._worker.iterate(lambda: self.chat_stream(messages, **options))
 
     async def _later(self, call: Callable[[threading.Event], T]) -> T:
-        """Make the call in the worker thread; it is told when it is cancelled."""
+        """Run ``call`` in a worker thread; its event is set when the awaiting task is cancelled."""
         cancelled = threading.Event()
         try:
             return await self._worker.call(lambda: call(cancelled))

@@ -1,6 +1,6 @@
-"""Decoding without blocking an event loop: worker threads, to which coroutines hand their calls.
+"""Worker threads that decode for asyncio without blocking the event loop.
 
-Calls that run at the same time are decoded together: the scheduler batches what their threads submit.
+The scheduler batches the requests of concurrent calls.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 __all__ = ["Worker"]
 
 T = TypeVar("T")
-THREADS = 32  # calls that decode together at most
+THREADS = 32  # maximum number of concurrent calls
 
 
 class Worker:
-    """Threads that start with the first calls; each decodes with as many CPU threads as the thread that made this."""
+    """Threads that start with the first calls and use as many CPU threads as the thread that created the first."""
 
     def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
@@ -29,18 +29,18 @@ class Worker:
     def _started(self) -> ThreadPoolExecutor:
         with self._lock:
             if self._executor is None:
-                # torch's number of threads belongs to the thread that set it
+                # torch's number of CPU threads is set per thread
                 self._executor = ThreadPoolExecutor(
                     THREADS, "anabranch", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
                 )
             return self._executor
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Run ``function`` and await what it returns or raises. Cancelled while it waits, it never runs."""
+        """Run ``function`` in a worker thread and await its result. Not run if cancelled while it is queued."""
         return await asyncio.wrap_future(self._started().submit(function))
 
     async def iterate(self, start: Callable[[], Generator[T, None, None]]) -> AsyncGenerator[T, None]:
-        """The items of the generator that ``start`` makes. It is closed when this one is closed or cancelled."""
+        """Yield the items of the generator that ``start`` creates; closing or cancelling this one closes it too."""
         items = await self.call(start)
         try:
             while True:
@@ -49,11 +49,11 @@ class Worker:
                     return
                 yield item
         finally:
-            # behind the call that may still run; a second cancellation must not take it out of the queue
+            # after a call that may still be running; shielded, so that a second cancellation does not dequeue it
             await asyncio.shield(asyncio.wrap_future(self._started().submit(items.close)))
 
     def close(self) -> None:
-        """End the thread once its calls are done."""
+        """Stop the threads once their calls are done."""
         with self._lock:
             if self._executor is not None:
                 self._executor.shutdown(wait=False)

@@ -1,12 +1,12 @@
-"""Decode both ways and explain every difference: a *tie* of the target's numerics, or a BUG.
+"""Compare speculative with plain decoding, and classify every difference as a rounding *tie* or a BUG.
 
-In float32 speculative output equals plain output, greedy or with a seed. In bf16 and fp16 a wide pass rounds
-differently from a narrow one, so two nearly equal logits may change places. The first token that differs is a tie if
-the scores there, recomputed from the common text in passes of several widths, move at least as far between those passes
-as they would have to move for either token to be chosen.
+In float32, speculative output equals plain output, greedy or with a seed. In bf16 and fp16, passes of different widths
+round differently, so two nearly equal logits may swap ranks. To classify the first token that differs, its logits are
+recomputed from the common text in passes of several widths. It is a tie if the logits vary between these passes by at
+least the margin, the change needed for either token to be chosen.
 
-The distance is measured from a token's logit to the largest one, and the movement between the logits of two passes. At
-a temperature above 0 the logits are those that are drawn from, with the position's noise added.
+The margin is the difference between a token's logit and the largest one. At a temperature above 0 the logits are those
+after temperature and truncation, with the position's noise added.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from anabranch.engine import Engine, Request
 from anabranch.errors import InputError
 from anabranch.methods import Spec, make_drafter
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Inputs
+from anabranch.model.inputs import Inputs
 from anabranch.model.load import Target
 from anabranch.sampling import COLDEST, SamplingParams, gumbels, position_keys, process_logits
 
 __all__ = ["Certificate", "certify"]
 
-# a recomputation samples the rounding of a few pass widths; real passes have others
+# tolerance, since recomputation covers only a few of the widths that decoding uses
 SLACK = 2.0
 WIDTHS = (1, 2, 5, 17)
 
@@ -42,8 +42,8 @@ class Certificate:
     tokens          new tokens of plain decoding
     at              index of the first new token that differs
     plain, drafted  the two tokens there
-    margin          how far the scores must move for both tokens to be chosen, in logits (noise included where sampled)
-    noise           how far recomputation moves them
+    margin          the change of logits needed for both tokens to be chosen
+    noise           the variation of logits between recomputations
     """
 
     prompt: int
@@ -66,9 +66,9 @@ def certify(
     sampling: SamplingParams | None = None,
     report: Callable[[Certificate], None] = lambda found: None,
 ) -> list[Certificate]:
-    """Decode every prompt plainly and with the drafter ``spec``, and compare token by token.
+    """Decode every prompt plainly and with the drafter ``spec``, and compare the tokens.
 
-    modules  what was trained for the target, as for ``make_drafter``
+    modules  the modules trained for the target, as for ``make_drafter``
     report   called with each prompt's result
 
     Raises what ``make_drafter`` and ``Engine.check`` raise, before anything is decoded.
@@ -105,7 +105,7 @@ def _compare(target: Target, index: int, request: Request, plain: list[int], dra
     shorter = min(len(plain), len(drafted))
     at = next((i for i in range(shorter) if plain[i] != drafted[i]), shorter)
     if at == shorter:
-        # the same tokens, but one output is longer: neither end tokens nor limits may depend on the drafter
+        # one output is a prefix of the other, but neither end tokens nor limits may depend on the drafter
         return Certificate(index, "BUG", len(plain), at)
     text = [*request.prompt_ids, *plain[:at]]
     margin, noise = _margin(target, text, (plain[at], drafted[at]), request.sampling)
@@ -115,10 +115,10 @@ def _compare(target: Target, index: int, request: Request, plain: list[int], dra
 
 @torch.inference_mode()
 def _margin(target: Target, text: list[int], tokens: tuple[int, int], sampling: SamplingParams) -> tuple[float, float]:
-    """How far the scores after ``text`` must move for both tokens to be chosen, and how far pass widths move them."""
+    """The margin of two tokens after ``text``, and the variation of the logits between pass widths."""
     passes = [_logits(target, text, width) for width in WIDTHS if width <= len(text)]
     scores = [process_logits(logits[None], sampling, [text])[0] for logits in passes]
-    # one rounding step of the largest logit, at least
+    # at least one rounding step of the largest logit
     floor = torch.finfo(target.decoder.dtype).eps * float(passes[0].abs().max())
     if not sampling.greedy:
         keys = position_keys(sampling.seed, [len(text)])
@@ -127,16 +127,16 @@ def _margin(target: Target, text: list[int], tokens: tuple[int, int], sampling: 
         floor /= max(sampling.temperature, COLDEST)
     curves = [score.max() - score for score in scores]
     needed = [max(float(curve[token]) for token in tokens) for curve in curves]
-    # scores far below the top move more, and do not matter
+    # only the largest logits and the two tokens: others vary more and do not matter
     top = scores[0].topk(min(8, len(scores[0]))).indices
     where = torch.unique(torch.cat((top, torch.tensor(tokens, device=top.device))))
-    # a token that one pass cuts off (top-k, top-p) and another does not has moved infinitely; one that all cut off, not
+    # a token cut off (top-k, top-p) in one pass only has varied infinitely; one cut off in all passes, not at all
     moved = [torch.nan_to_num((curve - curves[0])[where].abs(), nan=0.0, posinf=math.inf) for curve in curves]
     return min(needed), max(floor, *(float(each.max()) for each in moved))
 
 
 def _logits(target: Target, text: list[int], width: int) -> Tensor:
-    """Float32 logits after ``text``, whose last ``width`` tokens go through one pass."""
+    """Float32 logits after ``text``, with its last ``width`` tokens in one pass."""
     decoder = target.decoder
     cache = Cache(target.config, rows=1, capacity=len(text), dtype=decoder.dtype, device=decoder.device)
     cache.add_row()

@@ -21,7 +21,9 @@ from numpy.typing import NDArray
 
 from anabranch.errors import InputError
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Decoder, Inputs
+from anabranch.model.decoder import Decoder
+from anabranch.model.inputs import Inputs
+from anabranch.model.stack import stack_of
 
 try:
     import resource
@@ -120,14 +122,44 @@ class PassCosts:
 
 
 GRID = np.array([*range(1, 17), *range(18, 33, 2), *range(36, 65, 4), *range(72, 129, 8), *range(144, 513, 16)])
-LEARNING = 0.1  # weight of the newest step, in logarithms
-STEP = 1.25  # the most that one step may correct, as a factor
+LEARNING = 0.05  # weight of the newest step, in logarithms, once enough of them were seen
+OUTLIER = 0.4  # the largest difference, in logarithms, that one step is taken to show
+OCTAVES = 0.25  # how far, in doublings of the nodes, a pass tells what others cost
+
+
+class _Estimate:
+    """A running estimate of a positive quantity that one odd measurement does not move far."""
+
+    def __init__(self, value: float) -> None:
+        self.value, self._seen = value, 0
+
+    def learn(self, value: float) -> None:
+        """Take in a measurement. The first replaces a starting value of 0."""
+        if value <= 0:
+            return
+        self._seen += 1
+        if self.value <= 0:
+            self.value = value
+            return
+        rate = max(LEARNING, 1 / (2 + self._seen))
+        self.value *= math.exp(rate * _bounded(math.log(value / self.value)))
+
+
+def _bounded(difference: float) -> float:
+    return max(-OUTLIER, min(OUTLIER, difference))
+
+
+def _draft_shape(budget: NDArray[np.int64] | int, rows: int) -> NDArray[np.float64]:
+    """What a draft costs relative to one of a dozen nodes for one row; fitted to 1 to 16 rows and 2 to 32 nodes."""
+    shape: NDArray[np.float64] = 0.44 + rows * (0.1 + 0.46 * np.log(budget) / math.log(12))
+    return shape
 
 
 class Costs:
     """Milliseconds of the parts of a step on this machine: the pass, drafting, preparing the next draft, the rest.
 
-    They begin as measured when the model was loaded (or tuned) and follow the steps as they are timed.
+    They begin as measured when the model was loaded (or tuned) and follow the steps as they are timed: the curve of
+    passes by nodes keeps its measured shape where no step was seen, and is corrected locally where steps were.
 
     passes   of passes by nodes
     draft    of drafting and preparing a draft of a dozen nodes for one row
@@ -135,20 +167,23 @@ class Costs:
 
     def __init__(self, passes: PassCosts, draft: float) -> None:
         self.passes = passes
-        self._pass = np.maximum.accumulate(passes.costs(GRID))
-        self._seen = np.zeros(len(GRID), bool)
-        self._draft = 0.5 * draft
-        self._prepare = 0.5 * draft / float(self._pass[4])
-        self._rest = 0.0
+        self._base = np.maximum.accumulate(passes.costs(GRID))
+        self._correction = np.zeros(len(GRID))  # to the logarithm of ``_base``
+        self._seen = np.zeros(len(GRID))  # passes of about that many nodes
+        self._pass = self._base
+        self._draft = _Estimate(0.5 * draft)
+        self._prepare = _Estimate(0.5 * draft / float(self._pass[4]))
+        self._rest = _Estimate(0.0)
+        self._free = _Estimate(0.0)
 
     @staticmethod
     def tuned(passes: StepCosts, draft: StepCosts | None, prepare: StepCosts | None) -> Costs:
         """From tables that were measured step by step: drafts by nodes drafted, preparing by depth, for one row."""
         made = Costs(PassCosts(passes), 0.0)
         if draft is not None:
-            made._draft = float(draft(np.array([12]))[0])
+            made._draft = _Estimate(float(draft(np.array([12]))[0]))
         if prepare is not None:
-            made._prepare = float(prepare(np.array([4]))[0]) / float(np.interp(4, GRID, made._pass))
+            made._prepare = _Estimate(float(prepare(np.array([4]))[0]) / float(np.interp(4, GRID, made._pass)))
         return made
 
     def pass_ms(self, nodes: NDArray[np.int64], rows: int, context: float) -> NDArray[np.float64]:
@@ -160,50 +195,53 @@ class Costs:
     def _context_ms(self, nodes: NDArray[np.int64] | int, rows: int, context: float) -> NDArray[np.float64] | float:
         return (self.passes.row_ms * rows + self.passes.node_ms * nodes) * context / 1000
 
-    def draft_ms(self, budget: int, rows: int) -> float:
+    def draft_ms(self, budget: NDArray[np.int64] | int, rows: int) -> NDArray[np.float64]:
         """Of drafting trees of ``budget`` nodes for so many rows."""
-        return self._draft * rows * (0.5 + budget / 24)
+        return self._draft.value * _draft_shape(budget, rows)
 
-    def prepare_ms(self, streams: int) -> float:
-        """Of what follows the pass, for so many rows times the depth of their next drafts."""
-        return self._prepare * float(np.interp(streams, GRID, self._pass)) if streams else 0.0
+    def free_ms(self, rows: int) -> float:
+        """Of the drafts of drafters that are free, which is next to nothing."""
+        return self._free.value * rows
+
+    def prepare_ms(self, positions: NDArray[np.int64] | int) -> NDArray[np.float64]:
+        """Of what follows the pass, for so many positions: rows times the depth of their next drafts."""
+        found: NDArray[np.float64] = self._prepare.value * np.interp(positions, GRID, self._pass) * np.sign(positions)
+        return found
 
     def rest_ms(self, rows: int) -> float:
         """Of verification and of what is left to Python."""
-        return self._rest * rows
+        return self._rest.value * rows
 
     def saw_pass(self, ms: float, nodes: int, rows: int, context: float) -> None:
-        """Take in a timed pass."""
-        place = int(np.searchsorted(GRID, nodes))
-        place = min(place, len(GRID) - 1)
-        if place and nodes - GRID[place - 1] < GRID[place] - nodes:
-            place -= 1
-        expected = float(np.interp(nodes, GRID, self._pass))
-        ratio = max(1e-3, ms - float(self._context_ms(nodes, rows, context))) / expected
-        first = not self._seen[place]
-        change = ratio**0.5 if first else min(STEP, max(1 / STEP, ratio)) ** LEARNING
-        self._seen[place] = True
-        self._pass[place] *= change
-        # what was never seen follows its nearest neighbour below that was, and above
-        follow = place + 1
-        while follow < len(GRID) and not self._seen[follow]:
-            self._pass[follow] *= change
-            follow += 1
-        if not self._seen[:place].any():
-            self._pass[:place] *= change
-        np.maximum.accumulate(self._pass, out=self._pass)
+        """Take in a timed pass.
+
+        Passes of nearly as many nodes are corrected with it; those of which little was seen follow it too, wherever
+        they are.
+        """
+        ms = max(ms - float(self._context_ms(nodes, rows, context)), 0.1 * ms)
+        nodes = min(nodes, int(GRID[-1]))
+        difference = math.log(ms / float(np.interp(nodes, GRID, self._base * np.exp(self._correction))))
+        near = np.maximum(0.0, 1 - np.abs(np.log2(GRID / nodes)) / OCTAVES)
+        rate = max(LEARNING, 1 / (2 + float(np.interp(nodes, GRID, self._seen))))
+        self._correction += rate * _bounded(difference) * np.maximum(near, 1 / (1 + self._seen))
+        self._seen += near
+        self._pass = np.maximum.accumulate(self._base * np.exp(self._correction))
 
     def saw_draft(self, ms: float, budget: int, rows: int) -> None:
         """Take in a timed draft."""
-        self._draft += LEARNING * (ms / (rows * (0.5 + budget / 24)) - self._draft)
+        self._draft.learn(ms / float(_draft_shape(budget, rows)))
 
-    def saw_prepare(self, ms: float, streams: int) -> None:
+    def saw_free(self, ms: float, rows: int) -> None:
+        """Take in timed drafts of free drafters."""
+        self._free.learn(ms / rows)
+
+    def saw_prepare(self, ms: float, positions: int) -> None:
         """Take in what followed a timed pass."""
-        self._prepare += LEARNING * (ms / float(np.interp(streams, GRID, self._pass)) - self._prepare)
+        self._prepare.learn(ms / float(np.interp(positions, GRID, self._pass)))
 
     def saw_rest(self, ms: float, rows: int) -> None:
         """Take in what else a step took."""
-        self._rest += LEARNING * (ms / rows - self._rest)
+        self._rest.learn(ms / rows)
 
 
 def disturbed(ms: Sequence[float]) -> bool:
@@ -304,18 +342,19 @@ def measure_passes(target: Decoder) -> PassCosts:
 
 
 def _typical(target: Decoder) -> StepCosts:
-    if target.stack is None:
+    stack = stack_of(target.backend)
+    if stack is None:
         name = ("torch", "float32" if target.dtype == torch.float32 else "bfloat16")
-    elif target.stack.kind == "bfloat16":
-        name = ("avx2" if target.stack.kernels.form == "avx2" else "avx512", "bfloat16")
+    elif stack.kind == "bfloat16":
+        name = ("avx2" if stack.kernels.form == "avx2" else "avx512", "bfloat16")
     else:
-        name = ("native", "float32" if target.stack.kind == "float32" else "quantised")
+        name = ("native", "float32" if stack.kind == "float32" else "quantised")
     return StepCosts.parse(TYPICAL[name])
 
 
 @torch.inference_mode()
 def _time_passes(target: Decoder) -> PassTimes:
-    kernels = None if target.stack is None else target.stack.kernels
+    kernels = target.backend.kernels
     context = max(0, min(CONTEXT, target.config.max_positions - ROWS[-1]))
     widest = min(ROWS[-1], target.config.max_positions)
     cache = Cache(
@@ -371,5 +410,5 @@ def costs_of(target: Decoder) -> Costs:
     """What steps of a target are taken to cost when decoding begins: its passes as known, drafts as they usually do."""
     if target.device.type != "cpu":
         return Costs(PassCosts(StepCosts((1, 129), (1.0, 2.0))), 0.3)
-    known = known_costs(target)
-    return Costs(known, known.costs.ms[0] * (UNPACKED if target.stack is None else DRAFT[target.stack.kind]))
+    known, stack = known_costs(target), stack_of(target.backend)
+    return Costs(known, known.costs.ms[0] * (UNPACKED if stack is None else DRAFT[stack.kind]))

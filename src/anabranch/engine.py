@@ -29,7 +29,9 @@ from anabranch.errors import InputError, NumericsError
 from anabranch.methods.base import Drafter, Observation, Row
 from anabranch.methods.none import NoDrafter
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Decoder, Inputs, PassResult
+from anabranch.model.decoder import Decoder
+from anabranch.model.inputs import Inputs
+from anabranch.model.passes import PassResult
 from anabranch.sampling import SamplingParams, argmax, generator, log_probs, position_keys, target_probs
 from anabranch.speculation import Speculation
 from anabranch.tree import DraftTree
@@ -142,11 +144,12 @@ class Engine:
         self._speculation, self._on_leave = speculation, on_leave
         self._members: list[_Member] = []  # of the cache's slots, in order; those still reading their prompt are last
         self._budgets: dict[Drafter, int] = {}
+        self._prepared = 0.0  # seconds that preparing the next step's drafts took
         self.at_fault: int | None = None  # the row whose own functions or numbers ended the last read or step
 
     def _new_cache(self, rows: int, positions: int) -> Cache:
         target = self.target
-        kernels = None if target.stack is None else target.stack.kernels
+        kernels = target.backend.kernels
         return Cache(
             *(target.config,), rows=rows, capacity=positions, dtype=target.dtype, device=target.device, kernels=kernels
         )
@@ -334,7 +337,7 @@ class Engine:
 
     def rehearse(self, request: Request) -> None:
         """Decode ``request`` as often as its shapes must occur to be captured as graphs, before it is timed."""
-        for _ in range(0 if self.target.recorder is None else 2):
+        for _ in range(0 if self.target.backend.capture is None else 2):
             self.add(request)
             for _ in self.run():
                 pass
@@ -380,14 +383,18 @@ class Engine:
 
         self.cache.commit([verdict.path for verdict in verdicts])
         emitted = [self._emit(*each) for each in zip(members, trees, verdicts, strict=True)]
-        budgets, after_commit = self._budgets, time.perf_counter()
+        budgets, prepared, after_commit = self._budgets, self._prepared, time.perf_counter()
+        yielded = sum(len(said) for said, _ in emitted)
+        if any(member.drafter.adaptive for member in members):
+            self.speculation.saw_step(len(members), yielded, 1e3 * (after_commit - began + prepared))
         self._observe(members, result, trees, verdicts, planned)
         done = time.perf_counter()
+        self._prepared = done - after_commit
         timings = Timings(
             after_draft - began, after_forward - after_draft, after_verify - after_forward, done - after_verify
         )
         if any(member.drafter.adaptive for member in members):
-            self._learn(members, trees, budgets, timings, done - after_commit)
+            self._learn(members, trees, budgets, timings)
         steps = []
         for b, (member, (said, sources)) in enumerate(zip(members, emitted, strict=True)):
             logs = self._log_probs(logits[b], verdicts[b], said) if member.request.log_probs else None
@@ -418,11 +425,14 @@ class Engine:
             self._budgets = self._plan(members)
         trees: list[DraftTree] = [None] * len(members)  # type: ignore[list-item]
         for drafter, places in groups.items():
-            drafted = drafter.draft([rows[b] for b in places], self._budgets[drafter])
+            if self._budgets[drafter] < 1:
+                drafted = [DraftTree.root(rows[b].root) for b in places]
+            else:
+                drafted = drafter.draft([rows[b] for b in places], self._budgets[drafter])
             for b, tree in zip(places, drafted, strict=True):
                 trees[b] = tree
         counts = [tree.size - 1 for tree in trees]
-        if any(drafter.adaptive for drafter in groups) and any(counts):
+        if any(drafter.adaptive and self._budgets[drafter] for drafter in groups):
             trees = self.speculation.choose(rows, drafters, trees, self._budgets)
         return trees, counts
 
@@ -532,6 +542,8 @@ class Engine:
             drafter.observe([members[b].row for b in places], seen)
         for member, tree, verdict in zip(members, trees, verdicts, strict=True):
             if tree.size > 1 and tree.log_probs is not None and member.row.rule == "match":
+                if member.drafter.adaptive:
+                    self.speculation.learn(member.row, tree, verdict)
                 member.row.beliefs.learn(tree, verdict.path)
 
     def _learn(
@@ -540,10 +552,9 @@ class Engine:
         trees: list[DraftTree],
         budgets: dict[Drafter, int],
         timings: Timings,
-        prepare: float,
     ) -> None:
         """Take the step's times into the costs; ``budgets`` are those that were drafted with."""
-        costs, rows = self.speculation.costs, len(members)
+        costs, rows, prepare = self.speculation.costs, len(members), self._prepared
         sizes = [tree.size for tree in trees]
         nodes = sum(sizes) if self.speculation.ragged else rows * max(sizes)
         costs.saw_pass(1e3 * timings.forward, nodes, rows, _context(members))
@@ -552,10 +563,12 @@ class Engine:
         if len(groups) > 1:
             return  # whose draft took how long is not known
         for drafter, places in groups.items():
-            if budgets.get(drafter, 1) > 1:
+            if budgets.get(drafter, 1) > 1 and not drafter.free:
                 costs.saw_draft(1e3 * timings.draft, budgets[drafter], len(places))
+            elif budgets.get(drafter, 1):
+                costs.saw_free(1e3 * timings.draft, len(places))
             live = sum(members[b].finish is None for b in places)
-            if live and (budget := self._budgets.get(drafter, 1)) > 1:
+            if live and not drafter.free and (budget := self._budgets.get(drafter, 1)) > 1:
                 costs.saw_prepare(1e3 * prepare, live * drafter.depth_of(budget))
 
     @staticmethod

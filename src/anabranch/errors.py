@@ -1,22 +1,22 @@
-"""The errors that users see. Each message is one sentence that says what is wrong and what to do.
+"""The package's errors and warnings. Each message is one sentence that says what is wrong and what to do.
 
     AnabranchError
-    +-- InputError        an argument or a prompt that cannot be used (also a ValueError)
-    +-- CapabilityError   a combination of target, drafter, sampling and device that is not supported
-    +-- FileError         a file or folder that is missing, truncated, tampered with or malformed
+    +-- InputError        an invalid argument, option or prompt (also a ValueError)
+    +-- CapabilityError   an unsupported combination of target, drafter, sampling and device
+    +-- FileError         a file or folder that is missing, truncated, modified or malformed
     |   +-- AdapterError  an adapter that does not fit the target
-    +-- ModelError        a model family or weight layout that is not known
-    +-- FetchError        something that could not be downloaded
+    +-- ModelError        an unsupported model family or weight layout
+    +-- FetchError        a failed download
     +-- DeviceError       a device that is missing or out of memory
-    +-- NumericsError     scores that are not finite numbers: weights or activations that overflow
+    +-- NumericsError     logits that are not finite: weights or activations overflow
 
 Programming mistakes inside the package stay ``AssertionError``; nothing is caught to hide them.
 
-What works, but not as well as it could, is a warning. The command line prints each as one line on standard error.
+Warnings are for what works, but not as well as it could. The command line prints each as one line on standard error.
 
     AnabranchWarning
-    +-- PerformanceWarning   slower than it could be here; the message says why and what to do
-    +-- TrainingWarning      a training that will not, or does not, learn what it could; the message says what to change
+    +-- PerformanceWarning   slower than possible on this machine; the message says why and what to do
+    +-- TrainingWarning      training that is unlikely to succeed; the message says what to change
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ __all__ = [
 
 
 class AnabranchError(Exception):
-    """Base of every error that the package raises for a user's situation."""
+    """The base class of all errors that the package raises for users."""
 
 
 class InputError(AnabranchError, ValueError):
-    """An argument, option or prompt that cannot be used."""
+    """An invalid argument, option or prompt."""
 
 
 class CapabilityError(AnabranchError):
-    """A combination that is not supported; the message names what to use instead."""
+    """An unsupported combination; the message says what to use instead."""
 
 
 class FileError(AnabranchError):
-    """A file that is missing, truncated, tampered with or malformed."""
+    """A file that is missing, truncated, modified or malformed."""
 
 
 class AdapterError(FileError):
@@ -59,34 +59,34 @@ class AdapterError(FileError):
 
 
 class ModelError(AnabranchError):
-    """A model family or a weight layout that is not known."""
+    """An unsupported model family or weight layout."""
 
 
 class FetchError(AnabranchError):
-    """Something that could not be downloaded."""
+    """A failed download."""
 
 
 class DeviceError(AnabranchError):
-    """A device that does not exist or has no memory left."""
+    """A device that does not exist or is out of memory."""
 
 
 class NumericsError(AnabranchError):
-    """Scores of the target that are not finite numbers."""
+    """Logits of the target that are not finite."""
 
 
 class AnabranchWarning(UserWarning):
-    """Base of every warning of the package."""
+    """The base class of the package's warnings."""
 
 
 class PerformanceWarning(AnabranchWarning):
-    """Slower than it could be here; the message says why and what to do."""
+    """Slower than possible on this machine; the message says why and what to do."""
 
 
 class TrainingWarning(AnabranchWarning):
-    """A training that will not, or does not, learn what it could; the message says what to change."""
+    """Training that is unlikely to succeed; the message says what to change."""
 
 
 def one_line(error: BaseException, longest: int = 160) -> str:
-    """What an error of another library says, as part of one of our sentences: one line, not endless."""
+    """The message of another library's error in one line of limited length, for use in our messages."""
     text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
     return text if len(text) <= longest else f"{text[: longest - 3]}..."

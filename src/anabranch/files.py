@@ -1,4 +1,4 @@
-"""Where files are kept, and writing them so that a reader sees the old one or the new one, never half of it."""
+"""Cache folder, atomic writes, and checks of output paths."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ __all__ = [
     "write_atomically",
 ]
 
-# halves of characters, as JSON can have them: no tokenizer reads them, and UTF-8 cannot hold them
+# unpaired surrogates, which JSON allows: tokenizers reject them, and UTF-8 cannot encode them
 LONE_SURROGATES = re.compile("[\ud800-\udfff]+")
 
 
 def cache_home() -> Path:
-    """The folder for everything kept between runs: ``$ANABRANCH_HOME``, else the user's cache directory."""
+    """The folder for everything kept between runs: ``$ANABRANCH_HOME``, or the user's cache directory."""
     if chosen := os.environ.get("ANABRANCH_HOME"):
         return Path(chosen).expanduser()
     return Path(user_cache_dir("anabranch", appauthor=False))
 
 
 def shown_command(*words: str) -> str:
-    """A command for result files."""
+    """A command line for result files, without the folders of absolute paths."""
     return shlex.join(map(without_folders, words))
 
 
 def without_folders(text: str) -> str:
-    """A word, a spec or a setting for result files, which go to other machines: of absolute paths the last part."""
+    """Reduce absolute paths in a word or a specification to their last part, for result files, which are shared."""
 
     def last(found: re.Match[str]) -> str:
         return Path(found[0]).name if Path(found[0]).is_absolute() else found[0]
@@ -49,7 +49,10 @@ def without_folders(text: str) -> str:
 
 
 def write_atomically(path: Path, data: str | bytes) -> None:
-    """Write ``data`` beside ``path`` and move it into place; missing folders are made."""
+    """Write to a temporary file beside ``path`` and rename it, so that readers never see a partial file.
+
+    Missing folders are created.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     staged = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -63,7 +66,7 @@ def write_atomically(path: Path, data: str | bytes) -> None:
 
 
 def check_folder(folder: Path, what: str, instead: str) -> None:
-    """Make a folder and try to write there, before hours are spent for nothing. Raises FileError."""
+    """Create a folder and check that it is writable, before a long run. Raises FileError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -73,19 +76,21 @@ def check_folder(folder: Path, what: str, instead: str) -> None:
 
 
 def check_writable(out: Path, what: str = "results", option: str = "--out") -> None:
-    """The same for the folder of a file, which stays as it is if it is there. ``what`` goes where ``option`` says."""
+    """Check that a file can be written without touching it. ``what`` and ``option`` are for the message.
+
+    Raises FileError.
+    """
     if out.exists() and not out.is_file():
-        raise FileError(f"{out} is {'a folder' if out.is_dir() else 'no file'}; give {option} a file name")
+        raise FileError(f"{out} is {'a folder' if out.is_dir() else 'not a regular file'}; give {option} a file name")
     check_folder(out.parent, what, option)
     if out.exists() and not os.access(out, os.W_OK):
-        raise FileError(f"{out} may not be written; choose another {option}")
+        raise FileError(f"{out} is not writable; choose another {option}")
 
 
 def check_output(path: Path, *, force: bool, what: str = "results", option: str = "--out") -> None:
-    """Check that a new file can be written, and that none is replaced unless ``force`` says so. Raises FileError.
+    """Check that a file can be written, and that it does not exist yet unless ``force``. Raises FileError.
 
-    Every verb that writes a file calls this before it loads a model. ``what`` is written to the path that ``option``
-    names.
+    Every command that writes a file calls this before it loads a model. ``what`` and ``option`` are for the message.
     """
     check_writable(path, what, option)
     if path.exists() and not force:

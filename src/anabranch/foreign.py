@@ -1,4 +1,4 @@
-"""Adapter folders in places where they do not belong: PEFT's, and stream adapters given as models."""
+"""Advice for folders given in the wrong place: PEFT adapters, and our adapters given as models."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ CONFIG = "adapter_config.json"  # the name is PEFT's and ours
 
 
 def peft_advice(folder: Path | str, record: Any) -> str | None:
-    """What to do with a PEFT folder, by the contents of its adapter_config.json; None where it is something else."""
+    """What to do with a PEFT folder, given the contents of its adapter_config.json; None if it is not one."""
     if not isinstance(record, Mapping) or "peft_type" not in record:
         return None
     base = record.get("base_model_name_or_path")
     into = f"its base model {base}" if isinstance(base, str) and base else "its base model"
     return (
-        f"{folder} is a PEFT {record['peft_type']} folder, neither a model nor a stream adapter; merge it into {into} "
-        "with peft's merge_and_unload, save the result with save_pretrained, and load that folder (stream adapters "
-        "are written by 'anabranch train streams')"
+        f"{folder} is a PEFT {record['peft_type']} folder, neither a model nor an anabranch adapter; merge it into "
+        f"{into} with peft's merge_and_unload, save the result with save_pretrained, and load that folder (anabranch "
+        "adapters are written by 'anabranch train')"
     )
 
 
 def why_no_model(folder: Path, name: str) -> str | None:
-    """Why a folder without config.json is no model, where it is known; ``name`` is what the user called it."""
+    """Why a folder without config.json is not a model, if that is known; ``name`` is the user's name for it."""
     try:
         record = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -37,6 +37,6 @@ def why_no_model(folder: Path, name: str) -> str | None:
         return None
     target = record["target"].get("name") if isinstance(record.get("target"), Mapping) else None
     return (
-        f"{name} is a stream adapter, not a model; give it as the adapter, and the model that it was trained for"
+        f"{name} is an adapter, not a model; give it as the adapter, and the model that it was trained for"
         f"{f' ({target})' if target else ''} as the model"
     )

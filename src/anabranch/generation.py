@@ -1,7 +1,7 @@
-"""Text over tokens: chunks of text from a scheduler's steps, stop strings, and the result of a request.
+"""From tokens to text: chunks of text from the scheduler's steps, stop strings, and the result of a request.
 
-An end token and the tokens of a stop string are among ``token_ids``, since the target emitted them; neither is part of
-the text. So ``token_ids`` are the same however many tokens a step accepted.
+``token_ids`` include the end token and the tokens of a stop string, since the target emitted them; the text includes
+neither. Thus ``token_ids`` do not depend on how many tokens each step accepted.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ REPLACEMENT = "�"
 
 @dataclass
 class Generation:
-    """A finished sequence. ``token_ids`` are the new tokens only, an end token included; ``text`` is without it.
+    """A finished sequence. ``token_ids`` are the new tokens, including an end token; ``text`` excludes it.
 
-    finish_reason  "stop": an end token or a stop string; "length": max_new_tokens or the model's limit
-    sources        who proposed each token: "target", "stream 1", ..., "prompt_lookup"
-    log_probs      the target's raw log probability of each token, where asked for
+    finish_reason  "stop": an end token or a stop string; "length": max_new_tokens or the model's context length
+    sources        what proposed each token: "target", or a label of the drafter
+    log_probs      the target's raw log probability of each token, if requested
     """
 
     text: str
@@ -43,10 +43,10 @@ class Generation:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one step added: text (whole characters only), its tokens, who proposed them, and the step itself.
+    """The output of one step: text (complete characters only), tokens, what proposed each, and the step itself.
 
-    Texts of all chunks together are the text of the result. The text of a token may come with a later chunk, where a
-    character is not complete or a stop string may have begun. ``result`` is set on the last chunk.
+    The texts of all chunks add up to the text of the result. A token's text may arrive with a later chunk, while a
+    character is incomplete or a stop string may have begun. ``result`` is set on the last chunk.
     """
 
     text: str
@@ -58,10 +58,10 @@ class Chunk:
 
 
 class Detokenizer:
-    """Text from tokens as they come. Never half a character; ends equal to decoding all tokens at once.
+    """Incremental detokenizer: emits complete characters only; in total the text of decoding all tokens at once.
 
-    A text that may still become a stop string is held back. When one is found, ``stopped`` is set, the text ends
-    before it, and ``kept`` tokens are those up to the one that completed it.
+    Text that may be the beginning of a stop string is held back. When a stop string is found, ``stopped`` is set, the
+    text ends before it, and ``kept`` counts the tokens up to the one that completed it.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
@@ -69,53 +69,54 @@ class Detokenizer:
         self._ids: list[int] = []
         self._prefix, self._read = 0, 0
         self._text = ""  # decoded so far
-        self._given = 0  # characters handed out
+        self._emitted = 0  # characters returned to the caller
         self.stopped = False
 
     @property
     def kept(self) -> int:
-        """Tokens that count."""
+        """The number of tokens up to the end or the stop string."""
         return len(self._ids)
 
     @property
     def text(self) -> str:
-        """All text so far, held back parts included."""
+        """All text so far, including text that is held back."""
         return self._text
 
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def add(self, tokens: Sequence[int]) -> str:
-        """Take tokens in; returns the text that is safe to show."""
-        # a stop string ends the text at the token that completes it; without one, a step is decoded at once
+        """Append tokens; returns the new text that is safe to show."""
+        # one token at a time to find the one that completes a stop string; without stop strings, all at once
         for group in [[token] for token in tokens] if self._stop else [tokens]:
             if self.stopped:
                 break
             self._ids += group
-            # decode behind a few known tokens: some tokenizers glue a word to what precedes it
+            # decode with a few earlier tokens as context: in some tokenizers a token's text depends on them
             known = self._decode(self._ids[self._prefix : self._read])
             now = self._decode(self._ids[self._prefix :])
             if len(now) > len(known) and not now.endswith(REPLACEMENT):
                 self._text += now[len(known) :]
                 self._prefix, self._read = self._read, len(self._ids)
-            self._look()
-        return self._give(len(self._text) if self.stopped else len(self._text) - self._held())
+            self._find_stop()
+        return self._emit(len(self._text) if self.stopped else len(self._text) - self._held_back())
 
     def finish(self) -> str:
-        """No token comes any more; returns what was held back."""
+        """End the text; returns what was held back."""
         if not self.stopped:
             known = self._decode(self._ids[self._prefix : self._read])
             self._text += self._decode(self._ids[self._prefix :])[len(known) :]
-            self._look()
-        return self._give(len(self._text))
+            self._find_stop()
+        return self._emit(len(self._text))
 
-    def _look(self) -> None:
-        found = [at for at in (self._text.find(s, max(0, self._given - len(s))) for s in self._stop) if at >= 0]
+    def _find_stop(self) -> None:
+        found = [at for at in (self._text.find(s, max(0, self._emitted - len(s))) for s in self._stop) if at >= 0]
         if found:
             self._text = self._text[: min(found)]
             self.stopped = True
 
-    def _held(self) -> int:
+    def _held_back(self) -> int:
+        """The length of the longest end of the text that begins a stop string."""
         longest = 0
         for s in self._stop:
             for n in range(min(len(s) - 1, len(self._text)), 0, -1):
@@ -124,14 +125,14 @@ class Detokenizer:
                     break
         return longest
 
-    def _give(self, end: int) -> str:
-        new = self._text[self._given : end]
-        self._given = max(self._given, end)
+    def _emit(self, end: int) -> str:
+        new = self._text[self._emitted : end]
+        self._emitted = max(self._emitted, end)
         return new
 
 
-class _Text:
-    """The text of one request while it is decoded."""
+class _Output:
+    """The output of one request while it is being decoded."""
 
     def __init__(self, ticket: Ticket, tokenizer: Any, stop: Sequence[str]) -> None:
         self.ticket = ticket
@@ -141,9 +142,9 @@ class _Text:
         self.sources: list[str] = []
         self.log_probs: list[float] = []
 
-    def take(self, step: Step) -> Chunk:
-        """Count a step; returns its chunk, with the result if it was the last."""
-        # the end token has no text, whether its tokenizer calls it special or not
+    def add(self, step: Step) -> Chunk:
+        """Append a step; returns its chunk, with the result if it was the last."""
+        # the end token has no text, even if the tokenizer does not list it as special
         shown = step.tokens[:-1] if step.finish == "stop" else step.tokens
         text = self.detokenizer.add(shown)
         finish, kept = step.finish, len(step.tokens)
@@ -171,20 +172,21 @@ class _Text:
 def stream(
     scheduler: Scheduler, request: Request, drafter: Drafter, tokenizer: Any, *, stop: Sequence[str] = ()
 ) -> Generator[Chunk, None, None]:
-    """Chunks of one request as they come. Closing the generator cancels the request and frees its row.
+    """Yield the chunks of one request as they are decoded. Closing the generator cancels the request and frees its row.
 
-    Raises InputError or CapabilityError for a request that cannot be served, at once and not with the first chunk.
+    Raises InputError or CapabilityError for a request that cannot be served, immediately rather than with the first
+    chunk.
     """
     return _chunks(scheduler, scheduler.submit(request, drafter), tokenizer, stop)
 
 
 def _chunks(scheduler: Scheduler, ticket: Ticket, tokenizer: Any, stop: Sequence[str]) -> Generator[Chunk, None, None]:
-    text = _Text(ticket, tokenizer, stop)
+    output = _Output(ticket, tokenizer, stop)
     try:
         for step in scheduler.steps(ticket):
-            chunk = text.take(step)
+            chunk = output.add(step)
             if chunk.result is not None:
-                scheduler.cancel(ticket)  # a stop string ends the text before the target does
+                scheduler.cancel(ticket)  # at a stop string the target would continue
             yield chunk
             if chunk.result is not None:
                 return
@@ -202,29 +204,29 @@ def generate(
     rows: int = 8,
     cancelled: threading.Event | None = None,
 ) -> list[Generation]:
-    """Decode all requests, at most ``rows`` of them at a time; results in the order of the requests.
+    """Decode all requests, at most ``rows`` of them at a time; returns results in the order of the requests.
 
     Raises InputError or CapabilityError for a request that cannot be served, before any is decoded, and CancelledError
-    after the step during which ``cancelled`` is set.
+    after the step during which ``cancelled`` was set.
     """
     for request in requests:
         scheduler.check(request, drafter)
-    waiting, running = deque(enumerate(requests)), deque[tuple[int, Ticket, _Text]]()
+    waiting, running = deque(enumerate(requests)), deque[tuple[int, Ticket, _Output]]()
     found: dict[int, Generation] = {}
     try:
-        with scheduler.target.decoding():  # once for all ticks
+        with scheduler.target.decoding():  # entered once for all ticks
             while waiting or running:
                 while waiting and len(running) < rows:
                     index, request = waiting.popleft()
                     ticket = scheduler.submit(request, drafter)
-                    running.append((index, ticket, _Text(ticket, tokenizer, stop)))
+                    running.append((index, ticket, _Output(ticket, tokenizer, stop)))
                 if not any(ticket.steps or ticket.done for _, ticket, _ in running):
                     scheduler.advance(running[0][1])
                 for entry in list(running):
-                    index, ticket, text = entry
+                    index, ticket, output = entry
                     result = None
                     for step in scheduler.ready(ticket):
-                        result = text.take(step).result
+                        result = output.add(step).result
                         if result is not None:
                             break
                     if cancelled is not None and cancelled.is_set():

@@ -1,4 +1,4 @@
-"""What anabranch finds on this machine, for bug reports: versions, processor, kernels, caches, profiles."""
+"""A description of this installation for bug reports: versions, processor, kernels, caches, profiles."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ import torch
 
 from anabranch.adapters.folder import read_record, shipped
 from anabranch.files import cache_home
+from anabranch.methods import methods
+from anabranch.methods.spec import Part, Spec
 from anabranch.model.fetch import DEFAULT_MODEL
 from anabranch.native import build
 from anabranch.native import library as native
@@ -31,7 +33,7 @@ VARIABLES = (
     *("ANABRANCH_HOME", "ANABRANCH_NATIVE", "CXX", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "KMP_AFFINITY"),
     *("CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE", "XDG_CACHE_HOME"),
 )
-# processor features that the kernels' forms need, and others that the compiler uses
+# processor features that the kernels require, and others that the compiler uses
 FEATURES = frozenset(("amx_int8", "avx512_bf16", "avx512_vnni", "avx_vnni")).union(
     *(features for features, _ in build.FORMS.values())
 )
@@ -40,7 +42,7 @@ FEATURES = frozenset(("amx_int8", "avx512_bf16", "avx512_vnni", "avx_vnni")).uni
 def describe_installation() -> dict[str, Any]:
     """Facts by group, as JSON values: versions, processor, kernels, caches, environment, auto.
 
-    Loads no model. The kernels are compiled if they have not been, which takes about 20 seconds.
+    Loads no model. Compiles the kernels if necessary, which takes about 20 seconds.
     """
     threads = set_threads(None)
     kernels = _kernels()
@@ -74,7 +76,7 @@ def _version(package: str) -> str | None:
 
 
 def _kernels() -> dict[str, Any]:
-    """The form in use, why it is not a better one and what to do about it, and the compiler."""
+    """The kernels in use, why not faster ones and what to do about it, and the compiler."""
     found, shortfall = native.library(), native.shortfall()
     return {
         "form": "torch" if found is None else found.form,
@@ -86,7 +88,7 @@ def _kernels() -> dict[str, Any]:
 
 
 def _compiler() -> str | None:
-    """The compiler's command and the first line of its version; None without a compiler."""
+    """The compiler's command and the first line of its ``--version``; None without a compiler."""
     command = build.compiler()
     if command is None:
         return None
@@ -109,7 +111,7 @@ def _caches() -> dict[str, Any]:
 
 
 def _size(folder: Path) -> int:
-    """Bytes of the files in a folder and below."""
+    """The total size of all files in a folder, in bytes."""
     total = 0
     for inside, _, names in os.walk(folder):
         for name in names:
@@ -119,10 +121,10 @@ def _size(folder: Path) -> int:
 
 
 def _auto(kernels: str) -> dict[str, Any]:
-    """What ``drafter="auto"`` knows of the costs of steps on this machine, by model.
+    """The drafter "auto" with all default methods, and the step costs that it knows on this machine, by model.
 
     Profiles are written by ``anabranch tune``, costs of forward passes when a model is loaded. Profiles of other
-    machines, numbers of threads or versions are counted.
+    machines, numbers of threads or versions are only counted.
     """
     here = {
         "processor": processor_name(),
@@ -140,11 +142,12 @@ def _auto(kernels: str) -> dict[str, Any]:
             found[kind].append({"model": names.get(fact["fingerprint"]), **fact})
         else:
             others += kind == "profiles"
-    return {"folder": str(cache_home() / "profiles"), **found, "other_profiles": others}
+    spec = Spec(tuple(Part(method, method.settings.under_load()) for method in methods() if method.default))
+    return {"drafter": str(spec), "folder": str(cache_home() / "profiles"), **found, "other_profiles": others}
 
 
 def _measured(path: Path, kind: str, here: dict[str, Any], kernels: set[str]) -> dict[str, Any] | None:
-    """What a file of costs says, as JSON values; None if it is damaged or was measured elsewhere."""
+    """The contents of a file of costs, as JSON values; None if it is damaged or was measured elsewhere."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         situation = Situation(**record["situation"])
@@ -152,7 +155,7 @@ def _measured(path: Path, kind: str, here: dict[str, Any], kernels: set[str]) ->
         used = {name: str(getattr(situation, name)) for name in ("fingerprint", "dtype", "device", "kernels")}
         fact = {"pass_ms": str(costs), "date": record.get("date"), **used, "path": str(path)}
         if kind == "profiles":
-            fact |= {"drafter": str(record["drafter"]), "speedup": record.get("speedup")}
+            fact |= {"drafter": str(record["drafter"]), "speedup": float(record["speedup"])}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return fact if here.items() <= asdict(situation).items() and situation.kernels in kernels else None

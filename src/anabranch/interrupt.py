@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: both end a run in the same orderly way, and neither while state is half changed."""
+"""Ctrl-C and SIGTERM: both stop a run in the same orderly way, and not while state is inconsistent."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 __all__ = ["INTERRUPTED", "TERMINATED", "Terminated", "shielded", "sigterm_raises"]
 
-# exit statuses, as shells have them: 128 + the number of the signal
+# exit statuses, as in shells: 128 + the number of the signal
 INTERRUPTED, TERMINATED = 130, 143
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM was received: what cleans up after Ctrl-C cleans up after this too."""
+    """SIGTERM was received. A KeyboardInterrupt, so that it is cleaned up after like Ctrl-C."""
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def sigterm_raises() -> Iterator[list[int]]:
     """
     received: list[int] = []
     before = signal.getsignal(signal.SIGTERM)
-    # handlers belong to the main thread, and one that is not Python's (None) could not be put back
+    # only the main thread can set handlers, and one that is not Python's (None) could not be restored
     if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
         yield received
         return
@@ -46,10 +46,10 @@ def sigterm_raises() -> Iterator[list[int]]:
 
 @contextmanager
 def shielded() -> Iterator[None]:
-    """Hold Ctrl-C and SIGTERM back until the block is done, then deliver the first of them.
+    """Defer Ctrl-C and SIGTERM until the end of the block, then deliver the first of them.
 
-    An optimizer that is stopped half-way has updated some weights and not others, which no resume can repair. A signal
-    that the process ignores, or that ends it without running any Python, stays as it is.
+    An optimizer stopped half-way has updated only some of the weights, which a resume cannot repair. Signals that are
+    ignored, or that end the process without running Python code, are not deferred.
     """
     if threading.current_thread() is not threading.main_thread():  # signals reach the main thread only
         yield

@@ -1,7 +1,6 @@
-"""Reading JSON and JSON lines. Whatever is wrong with a file ends as one FileError that names the file and the line.
+"""Read JSON and JSONL files. All problems raise a FileError that names the file and the line.
 
-Stricter than ``json``: NaN, Infinity and numbers beyond a float are no JSON here, and nesting too deep for the parser
-is an error like any other.
+Stricter than ``json``: NaN, Infinity, numbers beyond a float and too deep nesting are errors.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ __all__ = [
     "shown",
 ]
 
-LARGEST = 1 << 28  # bytes of a file that is read at once, characters of a line
+LARGEST = 1 << 28  # maximum bytes of a file that is read at once, and characters of a line
 INT64 = 1 << 63
 
 
@@ -48,7 +47,7 @@ def is_number(value: Any, low: float = -math.inf, high: float = math.inf) -> boo
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises ValueError with the reason in a few words."""
+    """Parse a JSON text. Raises ValueError with a short reason."""
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8-sig")
@@ -60,7 +59,7 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError(f"{error.msg} at {place}") from error
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    except ValueError as error:  # of an integer with thousands of digits, Python says more than a user needs
+    except ValueError as error:  # Python's message for integers with thousands of digits is too technical
         raise ValueError(str(error) if "digits" not in str(error) else "it has a number that is too long") from error
 
 
@@ -76,16 +75,16 @@ def _finite(text: str) -> float:
 
 
 def shown(value: Any, longest: int = 60) -> str:
-    """A value of a file as part of a message: one line, cut where it is long."""
+    """A value in one line of limited length, for messages."""
     try:
         text = " ".join(repr(value).split())
-    except (RecursionError, ValueError):  # deep nests, and integers of thousands of digits
+    except (RecursionError, ValueError):  # deep nesting, and integers with thousands of digits
         return f"a {type(value).__name__} that is too large to show"
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
 def parse_object(text: str | bytes, where: str, advice: str = "", *, error: type[FileError] = FileError) -> Any:
-    """The JSON object in ``text``. Raises ``error``: "WHERE is not JSON (why); ADVICE"."""
+    """Parse the JSON object in ``text``. Raises ``error``: "WHERE is not JSON (why); ADVICE"."""
     tail = f"; {advice}" if advice else ""
     try:
         value = parse_json(text)
@@ -97,7 +96,7 @@ def parse_object(text: str | bytes, where: str, advice: str = "", *, error: type
 
 
 def read_text(path: Path, advice: str, *, error: type[FileError] = FileError) -> str:
-    """A whole file as UTF-8 text. Raises ``error`` with ``advice``."""
+    """Read a file as UTF-8 text. Raises ``error`` with ``advice``."""
     try:
         if path.stat().st_size > LARGEST:
             raise error(f"{path} is larger than {LARGEST >> 20} MiB; {advice}")
@@ -109,13 +108,13 @@ def read_text(path: Path, advice: str, *, error: type[FileError] = FileError) ->
 
 
 def read_json(path: Path, advice: str, *, error: type[FileError] = FileError) -> dict[str, Any]:
-    """The JSON object that a file holds. ``advice`` ends the message: what to do. Raises ``error``."""
+    """Read a file with a JSON object. Raises ``error``, with ``advice`` as the end of the message."""
     found: dict[str, Any] = parse_object(read_text(path, advice, error=error), str(path), advice, error=error)
     return found
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a text file that are not blank, gzip'd or not, with their numbers from 1. Raises FileError."""
+    """Yield number (from 1) and text of each non-blank line of a file, gzipped or not. Raises FileError."""
     opener = gzip.open if path.suffix == ".gz" else open
     try:
         with opener(path, "rt", encoding="utf-8-sig", newline="\n") as file:
@@ -137,6 +136,6 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The JSON objects of a JSONL file, gzip'd or not, with their line numbers. Raises FileError with the line."""
+    """Yield line number and JSON object of each line of a JSONL file, gzipped or not. Raises FileError."""
     for number, line in read_lines(path):
         yield number, parse_object(line, f"line {number} of {path}", "correct or delete the line")

@@ -1,4 +1,4 @@
-"""The one place where a target, its adapters and its packed weights are loaded.
+"""Load a target with its adapters, and pack its weights.
 
 Importing this module is cheap: torch and transformers are imported by ``check`` and ``load``.
 """
@@ -24,15 +24,15 @@ __all__ = ["LoadConfig", "Loaded", "check", "load"]
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """What to load, and how.
+    """What to load and how.
 
-    model     "default" (SmolLM2-135M-Instruct, fetched once), a folder, a .gguf file, or a hub id
-    adapters  adapter folders; of every method that they leave out, the adapter that ships for this target is taken
+    model     "default" (SmolLM2-135M-Instruct, downloaded once), a folder, a .gguf file, or a hub id
+    adapters  adapter folders; for all other methods, the adapter shipped for this target is used
     dtype     "auto" (as stored), "float32", "bfloat16" or "float16"
-    device    "auto" (cuda where there is one), "cpu", "cuda" or "cuda:N"
+    device    "auto" (cuda if available), "cpu", "cuda" or "cuda:N"
     quantize  "none", "int8" or "int4" weights; the quantised model is then the target
     revision  branch, tag or commit of a hub id; None: its main branch
-    threads   CPU threads of this process; None: torch's choice, at most what the container's quota allows
+    threads   CPU threads of this process; None: torch's default, limited to the container's quota
     """
 
     model: str = "default"
@@ -46,10 +46,7 @@ class LoadConfig:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A target ready to decode, and the adapters that were trained for it.
-
-    ``load_seconds`` and ``pack_seconds`` say how long reading and packing took.
-    """
+    """A target ready for decoding, its adapters, and the seconds that loading and packing took."""
 
     target: Target
     adapters: tuple[LoadedAdapter, ...]
@@ -63,10 +60,10 @@ class Loaded:
 
 
 def check(config: LoadConfig) -> None:
-    """Refuse what can be refused before any weights are read.
+    """Check everything that can be checked before weights are read.
 
-    Raises InputError for a value that does not exist, AdapterError for a folder that is not an adapter, DeviceError
-    for a device that is not there.
+    Raises InputError for an invalid value, AdapterError for a folder that is not an adapter, DeviceError for a device
+    that does not exist.
     """
     from anabranch.adapters.folder import read_record
     from anabranch.model.load import resolve_device, resolve_dtype
@@ -86,8 +83,8 @@ def check(config: LoadConfig) -> None:
 def load(config: LoadConfig, *, pack: bool = True, adapters: bool = True) -> Loaded:
     """Set the threads, load the target, find its adapters, and pack its weights for the native kernels.
 
-    pack      off where the weights are still to be trained on, since packed ones have no gradient
-    adapters  off where only the target is used
+    pack      whether to pack the weights; packed weights have no gradients, so not for training
+    adapters  whether to load adapters
 
     Raises what ``check`` raises, and FetchError, FileError, ModelError and CapabilityError.
     """

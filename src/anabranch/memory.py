@@ -1,4 +1,4 @@
-"""How memory is taken from the system and given back."""
+"""Memory management: file-backed tensors, glibc's thresholds, and returning freed memory to the system."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ M_MMAP_THRESHOLD = -3
 
 
 def off_heap(x: Tensor, folder: Path) -> Tensor:
-    """A copy in a nameless file in ``folder``: what stays for a whole training must not lie scattered among what comes
-    and goes, and where memory is short the system may write it out.
+    """Copy a CPU tensor into an unnamed memory-mapped file in ``folder``.
+
+    Long-lived tensors of a training then do not fragment the heap, and the system can page them out if memory is short.
+    Raises FileError if the disk is full.
     """
     if x.device.type != "cpu" or x.numel() == 0:
         return x
@@ -34,17 +36,17 @@ def off_heap(x: Tensor, folder: Path) -> Tensor:
             os.posix_fallocate(file.fileno(), 0, size)
         except OSError as error:
             raise FileError(
-                f"{folder} has no room for the target's states ({error.strerror}); use --no-keep-states"
+                f"{folder} has too little space for the target's states ({error.strerror}); use --no-keep-states"
             ) from error
         copy = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=x.dtype).view(x.shape)
     return copy.copy_(x)
 
 
 def keep_memory() -> bool:
-    """Let freed memory stay with the process; returns whether that was possible (Linux with glibc).
+    """Keep freed memory in the process; returns whether that is supported (Linux with glibc).
 
-    glibc maps every large tensor afresh from the system and hands it back when it is freed, so each operation of a
-    training step pays for zeroed pages again. Kept on the heap, the same pages serve the next operation.
+    By default glibc maps each large tensor from the system and unmaps it when it is freed, so every operation of a
+    training step waits for zeroed pages. On the heap, the next operation reuses the same pages.
     """
     if not _glibc():
         return False
@@ -55,7 +57,7 @@ def keep_memory() -> bool:
 
 
 def free_memory() -> int | None:
-    """Bytes that a process may still take, swap included; None where the system does not tell (Linux does)."""
+    """Available memory in bytes, including swap; None except on Linux."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -65,7 +67,7 @@ def free_memory() -> int | None:
 
 
 def give_back() -> None:
-    """Hand what was freed back to the system (Linux with glibc): a load or a packing leaves holes of whole weights."""
+    """Return freed memory to the system (Linux with glibc): loading and packing leave holes of the size of weights."""
     if _glibc():
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -1,4 +1,4 @@
-"""The options of one call of ``generate``, ``stream`` or ``chat``: their defaults, and what values they take."""
+"""The options of a call of ``generate``, ``stream`` or ``chat``, with defaults and validation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Keywords", "Options"]
 
 
 class Keywords(TypedDict, total=False):
-    """The options as keyword arguments; ``Options`` has their defaults, ``Model.generate`` their meaning."""
+    """The options as keyword arguments; see ``Options`` for defaults and ``Model.generate`` for descriptions."""
 
     max_new_tokens: int
     temperature: float
@@ -39,7 +39,7 @@ class Keywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Options:
-    """The options of one call, checked; see ``Model.generate``. Raises InputError for a value that is out of range."""
+    """The validated options of a call; see ``Model.generate``. Raises InputError for an invalid value."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0
@@ -73,12 +73,12 @@ class Options:
         ):
             raise InputError(f"stop takes strings of at least one character, got {self.stop!r}")
         if not isinstance(self.processors, Sequence) or not all(map(callable, self.processors)):
-            raise InputError(f"processors are a list of functions, got {self.processors!r}")
+            raise InputError(f"processors must be a list of functions, got {self.processors!r}")
         _ = self.sampling
 
     @staticmethod
     def of(keywords: Keywords) -> Options:
-        """From the keywords of a call. Raises InputError for a name that is no option."""
+        """From the keywords of a call. Raises InputError for an unknown name."""
         known = Options.__dataclass_fields__
         if unknown := sorted(set(keywords) - set(known)):
             raise InputError(f"there is no option {unknown[0]!r}; options are {', '.join(known)}")

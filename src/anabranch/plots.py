@@ -1,6 +1,6 @@
-"""The one look of all figures, and their files. Needs the extra ``figures`` (matplotlib).
+"""The common style of all figures, and writing them to files. Needs the extra ``figures`` (matplotlib).
 
-Colours are Okabe and Ito's, which people with any colour vision tell apart; lines differ by marker too.
+Colours are Okabe and Ito's colour-blind safe palette; lines also differ by marker.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 
 BLUE, ORANGE, GREEN, RED, SKY, PINK = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
 BLACK, INK, GREY, FAINT = "#000000", "#333333", "#777777", "#DDDDDD"
-# colour and marker of the first, second, ... line of a figure
+# colour and marker of the first, second, ... line in a figure
 LINES = ((BLUE, "o"), (RED, "s"), (GREEN, "^"), (PINK, "D"), (ORANGE, "v"), (SKY, "P"), (BLACK, "X"))
 STYLE: dict[Any, Any] = {
     "font.size": 10,
@@ -56,13 +56,13 @@ STYLE: dict[Any, Any] = {
     "axes.titlelocation": "left",
     "legend.frameon": False,
     "svg.fonttype": "path",
-    "svg.hashsalt": "anabranch",  # the same figure gives the same file
+    "svg.hashsalt": "anabranch",  # makes files reproducible
 }
 OPTIONS: dict[str, dict[str, Any]] = {".png": {"dpi": 160}, ".svg": {"metadata": {"Date": None}}}
 
 
 def check_matplotlib(otherwise: str = "") -> None:
-    """Raise CapabilityError if matplotlib is not installed; ``otherwise`` says how to do without, as in "or ..."."""
+    """Raise CapabilityError if matplotlib is not installed; ``otherwise`` is an alternative, as in "or ..."."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -71,7 +71,7 @@ def check_matplotlib(otherwise: str = "") -> None:
 
 
 def styled() -> AbstractContextManager[None]:
-    """The look, for as long as something is drawn: an axes takes it on when it is made."""
+    """Apply the style while drawing: axes take it when they are created."""
     import matplotlib
 
     context: AbstractContextManager[None] = matplotlib.rc_context(STYLE)
@@ -79,20 +79,20 @@ def styled() -> AbstractContextManager[None]:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure, sizes in inches."""
+    """An empty figure; sizes in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def grid(axes: Axes, axis: Literal["both", "x", "y"] = "both") -> None:
-    """Faint lines behind what is drawn: of the ticks of "x", "y" or "both"."""
+    """Draw faint grid lines in the background at the ticks of "x", "y" or "both"."""
     axes.grid(axis=axis, color=FAINT, linewidth=0.7)
     axes.set_axisbelow(True)
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write ``figure`` as what the suffix of ``path`` says: .png or .svg."""
+    """Write ``figure`` in the format given by the suffix of ``path``: .png or .svg."""
     data = io.BytesIO()
     with styled():
         figure.savefig(data, format=path.suffix.removeprefix("."), facecolor="white", **OPTIONS[path.suffix])

@@ -1,4 +1,4 @@
-"""The processor as this process may use it: its name, its instruction sets, and how many threads it has room for."""
+"""The processor: its name, its instruction sets, and the number of CPUs that this process may use."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ def processor_flags() -> frozenset[str]:
 
 
 def usable_cpus() -> int:
-    """CPUs that this process may use: its affinity mask, limited by the container's CPU quota; at least 1."""
+    """The number of CPUs that this process may use: its affinity mask, limited by the CPU quota; at least 1."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cgroup_quota()
     return max(1, allowed if quota is None else min(allowed, math.ceil(quota)))
 
 
 def cgroup_quota(root: Path = Path("/")) -> float | None:
-    """The container's CPU quota in CPUs, the smallest along its cgroup path (version 2 or 1); None without one.
+    """The container's CPU quota in CPUs, the smallest on its cgroup path (version 2 or 1); None without a quota.
 
-    ``root`` holds the ``proc`` and ``sys`` to read.
+    ``root`` is the folder of ``proc`` and ``sys``.
     """
     quotas = [quota for folder in _cgroup_folders(root) if (quota := _quota(folder)) is not None]
     return min(quotas, default=None)
 
 
 def _quota(folder: Path) -> float | None:
-    """The quota of one cgroup; None if it has none ("max" in version 2, -1 in version 1) or does not tell."""
+    """The quota of one cgroup; None if it has none ("max" in version 2, -1 in version 1) or cannot be read."""
     for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
         try:
             limit, period = " ".join((folder / name).read_text(encoding="ascii") for name in files).split()
@@ -66,7 +66,7 @@ def _quota(folder: Path) -> float | None:
 
 
 def _cgroup_folders(root: Path) -> list[Path]:
-    """The cgroup folders of this process and of its ancestors, as far as they are mounted."""
+    """Possible folders of this process's cgroups and their ancestors; some may not exist."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
@@ -76,21 +76,21 @@ def _cgroup_folders(root: Path) -> list[Path]:
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if number == "0" and not controllers:
-            tops = [mounted, mounted / "unified"]  # version 2, alone or beside version 1
+            tops = [mounted, mounted / "unified"]  # version 2, without or with version 1
         elif "cpu" in controllers.split(","):
             tops = [mounted / "cpu", mounted / controllers]
         else:
             continue
-        # a container's own cgroup may be mounted at the top, whatever path the host knows it by
+        # in a container, its own cgroup may be mounted at the top, regardless of its path on the host
         parts = [part for part in Path(path).parts if part not in ("/", "..")]
         folders += [top.joinpath(*parts[:depth]) for top in tops for depth in range(len(parts), -1, -1)]
     return folders
 
 
 def set_threads(threads: int | None) -> int:
-    """Let torch and the native kernels use ``threads`` CPU threads; returns how many.
+    """Set the number of CPU threads of torch and the native kernels; returns it.
 
-    None keeps the count that an earlier call set; the first call lowers torch's own choice to ``usable_cpus``, unless
+    None keeps the number of an earlier call; the first call limits torch's default to ``usable_cpus``, unless
     OMP_NUM_THREADS is set. Raises InputError for a number below 1.
     """
     global _settled

@@ -1,7 +1,7 @@
-"""What steps cost on this machine: measured by ``anabranch tune``, or else when a model is loaded, and kept.
+"""Step costs on this machine, measured by ``anabranch tune`` or when a model is loaded, and stored in files.
 
-Both files are named after the hash of everything that the measurement depends on, so those of another machine, another
-number of threads or another version are not found.
+Files are named by a hash of everything that the measurement depends on, so those of another machine, number of threads
+or version are not used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from anabranch.adapters.folder import LoadedAdapter
 from anabranch.costs import Costs, PassCosts, StepCosts, costs_of, known_costs
 from anabranch.errors import FileError, InputError, PerformanceWarning, one_line
 from anabranch.files import cache_home, write_atomically
-from anabranch.jsonfiles import read_json
+from anabranch.jsonfiles import read_json, shown
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import Target
 from anabranch.processor import processor_name
@@ -32,14 +32,14 @@ from anabranch.processor import processor_name
 __all__ = ["Known", "Situation", "find_profile", "save_profile", "settle"]
 
 FORMAT = 3
-DAYS = 30  # after which costs are measured again
+DAYS = 30  # until costs are measured again
 Origin = Literal["tuned", "measured when loaded", "remembered", "typical", "default on a GPU"]
-_warned: WeakSet[Decoder] = WeakSet()  # targets whose costs could not be measured, and a warning said so
+_warned: WeakSet[Decoder] = WeakSet()  # targets for which a warning said that costs could not be measured
 
 
 @dataclass(frozen=True)
 class Situation:
-    """What a measurement of speed depends on."""
+    """Everything that a measurement of speed depends on."""
 
     fingerprint: str
     adapter: str
@@ -53,7 +53,7 @@ class Situation:
 
     @staticmethod
     def of(target: Target, adapters: Sequence[LoadedAdapter] = ()) -> Situation:
-        """Of a target as it is loaded (and packed) here."""
+        """The situation of a target as it is loaded and packed."""
         decoder = target.decoder
         on_gpu = decoder.device.type == "cuda"
         try:
@@ -67,17 +67,17 @@ class Situation:
             device=torch.cuda.get_device_name(decoder.device) if on_gpu else "cpu",
             processor=processor_name(),
             threads=torch.get_num_threads(),
-            kernels="torch" if decoder.stack is None else decoder.stack.kernels.form,
+            kernels="torch" if decoder.backend.kernels is None else decoder.backend.kernels.form,
             anabranch=here,
             torch=torch.__version__,
         )
 
     def path(self) -> Path:
-        """The file of its profile."""
+        """The file of the profile."""
         return cache_home() / "profiles" / f"{self._hash()}.json"
 
     def costs_path(self) -> Path:
-        """The file of the costs that were measured when a model was loaded."""
+        """The file of the costs measured when a model is loaded."""
         return cache_home() / "costs" / f"{self._hash()}.json"
 
     def _hash(self) -> str:
@@ -86,12 +86,12 @@ class Situation:
 
 
 def save_profile(situation: Situation, *, costs: Mapping[str, str], drafter: str, record: Mapping[str, Any]) -> Path:
-    """Write what was measured; returns where. Raises FileError if the cache folder cannot be written.
+    """Write a profile and return its path. Raises FileError if the cache folder is not writable.
 
-    costs    "pass": milliseconds by nodes; "draft": of a draft for one row by nodes drafted; "prepare": of what follows
-             the pass by depth; each as ``StepCosts`` reads it
+    costs    milliseconds, each in the format of ``StepCosts``: "pass" by verified nodes, "draft" of one row by drafted
+             nodes, "prepare" (after the pass) by depth
     drafter  the fastest drafter for one prompt at a time
-    record   whatever else is worth keeping
+    record   other fields to store
     """
     path = situation.path()
     whole = {"format": FORMAT, "costs": dict(costs), "drafter": drafter, "situation": situation.__dict__, **record}
@@ -99,35 +99,36 @@ def save_profile(situation: Situation, *, costs: Mapping[str, str], drafter: str
         write_atomically(path, json.dumps(whole, indent=1) + "\n")
     except OSError as error:
         raise FileError(
-            f"the profile cannot be written to {path} ({error.strerror}); set ANABRANCH_HOME to a folder that can"
+            f"the profile cannot be written to {path} ({error.strerror}); set ANABRANCH_HOME to a writable folder"
         ) from error
     return path
 
 
 def find_profile(situation: Situation) -> dict[str, Any] | None:
-    """The profile of this situation, if there is one. Raises FileError for a damaged one."""
+    """The profile of this situation, or None. Raises FileError for a damaged one."""
     path = situation.path()
     if not path.is_file():
         return None
     advice = "delete it, or run 'anabranch tune' again"
     found = read_json(path, advice)
     try:
-        _ = str(found["drafter"])
+        if not isinstance(found["drafter"], str):
+            raise TypeError(f"the drafter is {shown(found['drafter'])}")
         for costs in dict(found["costs"]).values():
             StepCosts.parse(costs)
         _ = found["costs"]["pass"]
     except (AttributeError, KeyError, TypeError, ValueError, InputError) as error:
-        raise FileError(f"{path} is no profile ({one_line(error)}); {advice}") from error
+        raise FileError(f"{path} is not a profile ({one_line(error)}); {advice}") from error
     return found
 
 
 @dataclass(frozen=True)
 class Known:
-    """What steps cost here, and how that is known.
+    """The step costs and their origin.
 
     origin  "tuned": by ``anabranch tune``; "measured when loaded" or "remembered": passes were timed now or by an
-            earlier load; "typical": typical costs; "default on a GPU": nothing was measured there yet
-    when    date of the measurement (ISO), if there was one
+            earlier load; "typical": not measured; "default on a GPU": not measured before decoding
+    when    date of the measurement (ISO), if any
     """
 
     costs: Costs
@@ -141,7 +142,7 @@ class Known:
 
     @property
     def sentence(self) -> str:
-        """How it is known, for ``anabranch info`` and the like."""
+        """The origin as a sentence."""
         return {
             "tuned": "costs measured by anabranch tune" + (f" on {self.when}" if self.when else ""),
             "measured when loaded": "costs of forward passes measured when the model was loaded",
@@ -152,9 +153,9 @@ class Known:
 
 
 def settle(target: Target, adapters: Sequence[LoadedAdapter] = ()) -> Known:
-    """Know what steps of a target cost: from its profile, from an earlier load, or measured now.
+    """The step costs of a target: from its profile, from an earlier load, or measured now.
 
-    Warns (PerformanceWarning) where the machine is too busy to measure and no earlier measurement is kept.
+    Warns (PerformanceWarning) if the machine is too busy to measure and there is no earlier measurement.
     """
     situation = Situation.of(target, adapters)
     if (profile := find_profile(situation)) is not None:
@@ -167,7 +168,7 @@ def settle(target: Target, adapters: Sequence[LoadedAdapter] = ()) -> Known:
     if origin == "typical" and target.decoder not in _warned:
         _warned.add(target.decoder)
         warnings.warn(
-            "the machine is too busy to measure what forward passes cost, so drafts are sized by typical costs; run "
+            "the machine is too busy to measure the cost of forward passes, so drafts are sized by typical costs; run "
             "'anabranch tune' when it is idle",
             PerformanceWarning,
             stacklevel=2,
@@ -176,8 +177,8 @@ def settle(target: Target, adapters: Sequence[LoadedAdapter] = ()) -> Known:
 
 
 def _know_passes(target: Target, situation: Situation) -> tuple[Origin, str]:
-    """Know what passes of a target cost, from an earlier load or measured now; returns from where, and when."""
-    path = replace(situation, adapter="").costs_path()  # adapters do not change what a pass of the target costs
+    """Set the costs of a target's passes, from an earlier load or measured now; returns their origin and date."""
+    path = replace(situation, adapter="").costs_path()  # the cost of a pass does not depend on adapters
     kept = _kept_costs(path)
     today = date.today()
     if kept is not None and (today - kept[1]).days <= DAYS:
@@ -194,7 +195,7 @@ def _know_passes(target: Target, situation: Situation) -> tuple[Origin, str]:
 
 
 def _kept_costs(path: Path) -> tuple[PassCosts, date] | None:
-    """Costs of passes that an earlier load measured, and when; None if there are none that can be read."""
+    """The costs of passes measured by an earlier load, and the date; None if they are missing or unreadable."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         costs = StepCosts.parse(found["costs"])
@@ -207,7 +208,7 @@ def _kept_costs(path: Path) -> tuple[PassCosts, date] | None:
 
 
 def _keep_costs(path: Path, found: PassCosts, when: date, situation: Situation) -> None:
-    """Keep measured costs for later loads, where the cache folder can be written."""
+    """Store measured costs for later loads, if the cache folder is writable."""
     record = {
         "costs": str(found.costs),
         "row_ms": found.row_ms,

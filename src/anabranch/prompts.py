@@ -1,4 +1,4 @@
-"""Token ids from whatever a caller gives as a prompt: text, ids, arrays, tensors, or a tokenizer's encoding."""
+"""Convert prompts to token ids: text, ids, arrays, tensors, or a tokenizer's encoding."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from anabranch.model.text import encode, render_chat
 __all__ = ["Arrays", "Ids", "chat_ids", "conversation_ids", "read_prompts"]
 
 Ids: TypeAlias = Sequence[int]
-# one prompt or several, by the number of dimensions
+# one prompt or several, depending on the number of dimensions
 Arrays: TypeAlias = Tensor | NDArray[np.integer[Any]] | Mapping[str, Any]
 
 EMPTY = "the prompt is empty; give some text or at least one token id"
 KINDS = "a string, a list of token ids, an integer tensor or array, a tokenizer's encoding, or a list of these"
 IDS, MASK = "input_ids", "attention_mask"
-# entries of a tokenizer's encoding that a decoder-only model has no use for
+# entries of a tokenizer's encoding that a decoder-only model does not use
 UNUSED = {"token_type_ids", "special_tokens_mask", "offset_mapping", "length", "num_truncated_tokens"}
 
 
 def read_prompts(prompt: Any, tokenizer: Any) -> tuple[bool, list[list[int]]]:
-    """Whether ``prompt`` is a single one, and the token ids of each.
+    """Return whether ``prompt`` is a single prompt, and the token ids of each prompt.
 
-    A tensor or an array of integers is one prompt if it has one dimension [L], and a list of prompts if it has two
-    [B, L]. A tokenizer's encoding (``BatchEncoding``, or any mapping with ``input_ids``) is read in the same way; the
-    padding that its ``attention_mask`` marks at either end is removed.
+    An integer tensor or array is one prompt if it has one dimension [L], and a list of prompts if it has two [B, L].
+    The same holds for a tokenizer's encoding (``BatchEncoding``, or any mapping with ``input_ids``); padding at either
+    end, as marked by its ``attention_mask``, is removed.
 
-    Raises InputError for anything else, for an empty prompt, and for a mask that hides tokens inside a prompt.
+    Raises InputError for any other type, for an empty prompt, and for a mask that hides tokens inside a prompt.
     """
     if isinstance(prompt, str):
         return True, [_encode(prompt, tokenizer)]
@@ -55,16 +55,16 @@ def read_prompts(prompt: Any, tokenizer: Any) -> tuple[bool, list[list[int]]]:
 def chat_ids(
     tokenizer: Any, text: str, *, raw: bool = False, system: str | None = None, model: str = "this model"
 ) -> list[int]:
-    """The token ids of a user's text: through the chat template where there is one, unless ``raw``.
+    """The token ids of a user's text, in the chat template if there is one and ``raw`` is not set.
 
-    ``system`` is a system message that goes first. Raises InputError for a text or message that the tokenizer or the
-    template refuses and for ``system`` with ``raw``, CapabilityError for ``system`` where there is no template.
+    ``system`` is an optional system message. Raises InputError for a text or message that the tokenizer or the
+    template rejects and for ``system`` with ``raw``, CapabilityError for ``system`` without a template.
     """
     if system is not None and raw:
-        raise InputError("a system message needs the chat template, which raw leaves out; give one of the two")
+        raise InputError("a system message needs the chat template, which raw disables; give only one of them")
     templated = bool(getattr(tokenizer, "chat_template", None))
     if system is not None and not templated:
-        raise CapabilityError(f"{model} has no chat template, so it takes no system message; leave it out")
+        raise CapabilityError(f"{model} has no chat template and so accepts no system message; leave it out")
     if raw or not templated:
         return _tokenize(text, tokenizer)
     first = [] if system is None else [{"role": "system", "content": system}]
@@ -72,21 +72,21 @@ def chat_ids(
 
 
 def conversation_ids(messages: Sequence[Mapping[str, str]], tokenizer: Any, model: str = "this model") -> list[int]:
-    """The token ids of a conversation in the tokenizer's chat template, up to where the answer begins.
+    """The token ids of a conversation in the tokenizer's chat template, ending where the answer begins.
 
-    Raises InputError for a conversation that the template refuses, and CapabilityError where ``model`` has none.
+    Raises InputError for a conversation that the template rejects, and CapabilityError if ``model`` has no template.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
         raise InputError(
-            f"a conversation is a list of messages {{'role': ..., 'content': ...}}, got {type(messages).__name__}"
+            f"a conversation must be a list of messages {{'role': ..., 'content': ...}}, got {type(messages).__name__}"
         )
     if not messages:
         raise InputError("the conversation is empty; give at least one message")
     for message in messages:
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-            raise InputError(f"a message is a dictionary with a role and a content, got {message!r}")
+            raise InputError(f"a message must be a dictionary with a role and a content, got {message!r}")
         if not isinstance(message["content"], str):
-            raise InputError(f"the content of a message is a text, got {message['content']!r}")
+            raise InputError(f"the content of a message must be a string, got {message['content']!r}")
     if not getattr(tokenizer, "chat_template", None):
         raise CapabilityError(f"{model} has no chat template; use generate with a plain prompt")
     return _tokenize(render_chat(tokenizer, messages, model), tokenizer, add_special_tokens=False)
@@ -123,12 +123,12 @@ def _one(item: Any, tokenizer: Any) -> list[int]:
 
 
 def _ids(items: Sequence[Any]) -> list[int] | None:
-    """Integers of any kind as Python's; None if one is something else."""
+    """Integers of any type as Python integers; None if an item is not an integer."""
     return [int(item) for item in items] if all(map(_is_id, items)) else None
 
 
 def _is_id(item: Any) -> bool:
-    if isinstance(item, Tensor | np.ndarray):  # as a list of a tensor has them
+    if isinstance(item, Tensor | np.ndarray):  # the items of list(tensor)
         return item.ndim == 0 and _is_integer(item)
     return isinstance(item, Integral) and item is not True and item is not False
 
@@ -154,14 +154,15 @@ def _array(array: Tensor | NDArray[Any], what: str = "token ids") -> tuple[bool,
 
 def _encoding(encoding: Mapping[str, Any]) -> tuple[bool, list[list[int]]]:
     if IDS not in encoding:
-        raise InputError(f"a mapping as a prompt must have {IDS!r}, got {', '.join(map(repr, encoding)) or 'nothing'}")
+        found = ", ".join(map(repr, encoding)) or "an empty one"
+        raise InputError(f"a mapping given as a prompt must contain {IDS!r}, got {found}")
     if unknown := [name for name in encoding if name not in UNUSED | {IDS, MASK}]:
-        raise InputError(f"a prompt's encoding may have {IDS!r} and {MASK!r}, got {unknown[0]!r}; leave it out")
+        raise InputError(f"the encoding of a prompt may contain {IDS!r} and {MASK!r}, got {unknown[0]!r}; leave it out")
     single, rows = _integers(encoding[IDS], IDS)
     given = encoding.get(MASK)
     if given is None:
         return single, rows
-    if isinstance(given, Tensor | np.ndarray) and not _is_integer(given):  # masks of bool are common too
+    if isinstance(given, Tensor | np.ndarray) and not _is_integer(given):  # boolean masks
         given = given.tolist()
     _, masks = _integers(given, MASK)
     if [len(row) for row in rows] != [len(mask) for mask in masks]:
@@ -170,7 +171,7 @@ def _encoding(encoding: Mapping[str, Any]) -> tuple[bool, list[list[int]]]:
 
 
 def _integers(values: Any, name: str) -> tuple[bool, list[list[int]]]:
-    """An entry of an encoding: one list of integers, or several."""
+    """One entry of an encoding: whether it is a single list of integers, and the lists."""
     if isinstance(values, Tensor | np.ndarray):
         return _array(values, name)
     wrong = f"{name!r} must be a list of integers, a list of such lists, or an integer tensor or array"
@@ -194,7 +195,7 @@ def _integers(values: Any, name: str) -> tuple[bool, list[list[int]]]:
 
 
 def _unpadded(ids: list[int], mask: list[int]) -> list[int]:
-    """Without the padding at both ends."""
+    """Remove the padding at both ends."""
     kept = [place for place, value in enumerate(mask) if value]
     if not kept:
         raise InputError(f"the prompt is empty: its {MASK!r} marks all of its {len(ids)} tokens as padding")

@@ -1,13 +1,13 @@
-"""One function owns the distribution: ``target_probs``. Verification and drafters alike draw from it.
+"""Sampling. ``target_probs`` alone defines the next-token distribution, for verification and drafters alike.
 
 The order is Hugging Face's: repetition penalty and processors, temperature, top-k, top-p, min-p. Tokens that tie
-with the last one that top-k or top-p keeps are kept too, so the law does not depend on how a sort breaks ties.
+with the last one kept by top-k or top-p are kept too, so the distribution does not depend on how a sort breaks ties.
 
-Noise belongs to positions, not to steps: ``gumbels(position_keys(seed, positions), tokens)`` is a function of the seed,
-the absolute position of the token that is drawn, and each token that it may be. With the *matching* rule, speculative
-sampling with seed s therefore emits exactly the tokens that plain sampling with seed s emits, whatever the drafter
-proposed and however decoding was stepped. A drafter may know the noise too, and guesses better for it. (*rejection*
-spends its noise on accept decisions as well: the same law, other tokens.)
+Random draws depend only on the seed, the position of the sampled token and the candidate token:
+``gumbels(position_keys(seed, positions), tokens)``. With the *matching* rule, speculative sampling with seed s
+therefore emits exactly the tokens of plain sampling with seed s, whatever was drafted and however decoding was stepped.
+A drafter may use the same noise, and so drafts better. (*Rejection* also spends random numbers on its decisions to
+accept: the same distribution, but other tokens.)
 
 Legend: N tree nodes, V vocabulary, M entries of a sum (blocks of the vocabulary), W words in a block.
 """
@@ -45,10 +45,10 @@ __all__ = [
 LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
 """(all tokens up to and including the node, logits [V]) -> logits [V]; -inf forbids a token."""
 
-BLOCK = 256  # of the vocabulary: inverse_cdf sums blocks first, so its float64 prefix sums stay short
-NUCLEUS = 256  # candidates that top-p looks at before it sorts the whole vocabulary
-SPAN = 4096  # positions that one run of the counter covers; 32 KiB of keys
-COLDEST = 1e-30  # a smaller temperature would overflow float32 and changes nothing
+BLOCK = 256  # vocabulary entries: inverse_cdf first sums blocks of them, to keep its float64 prefix sums short
+NUCLEUS = 256  # candidates that top-p tries before it sorts the whole vocabulary
+SPAN = 4096  # positions whose keys are computed together; 32 KiB
+COLDEST = 1e-30  # lower ones are raised to it: they would overflow float32 without changing the result
 WORD = 2**64 - 1
 GOLDEN, MASK = 0x9E3779B9, 2**32 - 1
 HALF, SHIFTS = np.uint64(MASK), (np.uint64(0), np.uint64(32))
@@ -56,17 +56,17 @@ HALF, SHIFTS = np.uint64(MASK), (np.uint64(0), np.uint64(32))
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """What turns logits into the law that tokens are drawn from; the defaults are greedy decoding.
+    """The parameters that turn logits into the next-token distribution; the defaults are greedy decoding.
 
-    temperature         0 is greedy: one-hot at the first largest logit
+    temperature         0 is greedy: one-hot at the first of the largest logits
     top_k               keep the k most probable tokens; 0 is off
-    top_p               keep the smallest set of tokens that holds this mass; 1 is off
+    top_p               keep the smallest set of tokens with at least this probability mass; 1 is off
     min_p               keep tokens at least this probable relative to the most probable one; 0 is off
     repetition_penalty  divide positive and multiply negative logits of tokens seen before (CTRL); 1 is off
-    seed                of the noise, any integer; counts modulo 2^64
-    processors          applied in order after the penalty, one node at a time on its own history
+    seed                any integer, taken modulo 2^64
+    processors          applied in order after the penalty, to one node at a time with its own history
 
-    Raises InputError for a value that means nothing.
+    Raises InputError for a value that is out of range or of the wrong type.
     """
 
     temperature: float = 0.0
@@ -81,35 +81,35 @@ class SamplingParams:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
             value = getattr(self, name)
             if not isinstance(value, (int, float, np.number)) or isinstance(value, bool):
-                raise InputError(f"{name} must be a number, not {value!r}.")
+                raise InputError(f"{name} must be a number, got {value!r}")
         for name in ("top_k", "seed"):
             value = getattr(self, name)
             if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
-                raise InputError(f"{name} must be an integer, not {value!r}.")
+                raise InputError(f"{name} must be an integer, got {value!r}")
         if not 0 <= self.temperature < math.inf:
-            raise InputError(f"temperature must be 0 (greedy) or a positive number, not {self.temperature}.")
+            raise InputError(f"temperature must be 0 (greedy) or a positive number, got {self.temperature}")
         if self.top_k < 0:
-            raise InputError(f"top_k must be 0 (off) or a positive integer, not {self.top_k}.")
+            raise InputError(f"top_k must be 0 (off) or a positive integer, got {self.top_k}")
         if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p must be greater than 0 and at most 1 (off), not {self.top_p}.")
+            raise InputError(f"top_p must be greater than 0 and at most 1 (off), got {self.top_p}")
         if not 0 <= self.min_p < 1:
-            raise InputError(f"min_p must be at least 0 (off) and less than 1, not {self.min_p}.")
+            raise InputError(f"min_p must be at least 0 (off) and less than 1, got {self.min_p}")
         if not 0 < self.repetition_penalty < math.inf:
-            raise InputError(f"repetition_penalty must be a positive number (1 is off), not {self.repetition_penalty}.")
+            raise InputError(f"repetition_penalty must be a positive number (1 is off), got {self.repetition_penalty}")
 
     @property
     def greedy(self) -> bool:
-        """Whether every token is the most probable one."""
+        """Whether each token is the most probable one: temperature 0."""
         return self.temperature == 0
 
     @property
     def needs_history(self) -> bool:
-        """Whether the law at a node depends on the tokens before it other than through the logits."""
+        """Whether the distribution at a node depends on earlier tokens other than through the logits."""
         return self.repetition_penalty != 1 or bool(self.processors)
 
     @property
     def whole(self) -> bool:
-        """Whether the law is the softmax of logits / temperature, nothing cut off and nothing added."""
+        """Whether the distribution is softmax(logits / temperature), with no token cut off and no penalty."""
         uncut = self.top_k == 0 and self.top_p == 1 and self.min_p == 0
         return uncut and not self.greedy and not self.needs_history
 
@@ -117,16 +117,16 @@ class SamplingParams:
 def process_logits(
     logits_NV: Tensor, params: SamplingParams, histories: Sequence[Sequence[int]] | None = None
 ) -> Tensor:
-    """Return float32 logits [N, V] whose softmax is the law; at temperature 0, whose argmax is.
+    """Return float32 logits [N, V] whose softmax is the distribution; at temperature 0, whose argmax is the token.
 
-    histories  [N] all tokens up to and including each node; needed where ``params.needs_history``
+    histories  [N] all tokens up to and including each node; required if ``params.needs_history``
     """
     logits_NV = logits_NV.float()
     if params.needs_history:
         logits_NV = _apply_history(logits_NV, params, histories)
     if params.greedy:
-        return logits_NV  # nothing below moves the largest logit
-    logits_NV = logits_NV / max(params.temperature, COLDEST)  # a copy of our own, so that masks work in place
+        return logits_NV  # nothing below changes which logit is the largest
+    logits_NV = logits_NV / max(params.temperature, COLDEST)  # a copy, so that masking can be in place
     if 0 < params.top_k < logits_NV.shape[-1]:
         weakest_N1 = logits_NV.topk(params.top_k, dim=-1).values[:, -1:]
         logits_NV.masked_fill_(logits_NV < weakest_N1, -math.inf)
@@ -139,10 +139,10 @@ def process_logits(
 
 
 def target_probs(logits_NV: Tensor, params: SamplingParams, histories: Sequence[Sequence[int]] | None = None) -> Tensor:
-    """Return the law [N, V], float32, that the next token after each node is drawn from.
+    """Return the next-token distribution [N, V] after each node, float32.
 
-    At temperature 0 it is one-hot at the largest logit, the first one where several tie. It is NaN where the logits are
-    not finite numbers.
+    At temperature 0 it is one-hot at the largest logit, the first one in a tie. Rows whose logits are not finite are
+    NaN.
     """
     logits_NV = process_logits(logits_NV, params, histories)
     if params.greedy:
@@ -158,14 +158,14 @@ def target_tokens(
     keys_N: NDArray[np.uint64],
     histories: Sequence[Sequence[int]] | None = None,
 ) -> Tensor:
-    """Return the target's own token [N], int64, drawn from ``target_probs`` at every node.
+    """Return the target's own token [N], int64, sampled from ``target_probs`` at every node.
 
-    It is the largest of logits plus ``gumbels``: the law of that is the softmax of the logits (Gumbel's trick). A
-    drafter that knows the noise draws the like from logits that are alike (Daliri et al. 2024).
+    It is the argmax of the logits plus ``gumbels``, which is distributed as the softmax of the logits (the Gumbel-max
+    trick). A drafter that uses the same noise mostly samples the same tokens from similar logits (Daliri et al. 2024).
 
-    keys_N  of the positions that are drawn (``position_keys``); nodes of one depth share theirs. Not read when greedy
+    keys_N  ``position_keys`` of the sampled positions, equal for nodes of the same depth. Not read if greedy
     """
-    if params.greedy:  # the same law without noise
+    if params.greedy:  # the argmax needs no noise
         return argmax(process_logits(logits_NV, params, histories) if params.needs_history else logits_NV)
     logits_NV = process_logits(logits_NV, params, histories)
     distinct_K, which_N = np.unique(keys_N, return_inverse=True)
@@ -174,30 +174,30 @@ def target_tokens(
 
 
 def gumbels(keys_N: NDArray[np.uint64], tokens_V: Tensor) -> Tensor:
-    """Return noise [N, V], float32, of the standard Gumbel law: a function of a position's key and the token id alone.
+    """Return standard Gumbel noise [N, V], float32, as a function of a position's key and the token id alone.
 
-    -log(-log(1 - v)) of v in (0, 1), which is a hash of 32 bits of both. The native kernels compute the same.
+    It is -log(-log(1 - v)), where v in (0, 1) is a 32-bit hash of both. The native kernels compute the same values.
     """
     low_N, high_N = (half.to(tokens_V.device) for half in halves(keys_N))
     return gumbels_of(low_N[:, None], high_N[:, None], tokens_V)
 
 
 def halves(keys: NDArray[np.uint64]) -> tuple[Tensor, Tensor]:
-    """The low and the high 32 bits of keys, int64, in their shape: what ``gumbels_of`` reads on a device."""
+    """The low and the high 32 bits of ``keys``, int64, in the same shape: the arguments of ``gumbels_of``."""
     low, high = (torch.from_numpy((keys >> shift & HALF).astype(np.int64)) for shift in SHIFTS)
     return low, high
 
 
 def gumbels_of(low: Tensor, high: Tensor, tokens: Tensor) -> Tensor:
-    """``gumbels`` of keys in halves and tokens that broadcast with them."""
+    """``gumbels`` of keys given as ``halves``; all three arguments broadcast."""
     x = (tokens.long() * GOLDEN + low) & MASK
-    x = _mixed(_mixed(x) ^ high)
+    x = _hash(_hash(x) ^ high)
     v = ((x.double() + 0.5) * 2.0**-32).clamp(max=1.0 - 2.0**-24)
     return -(-torch.log1p(-v)).log().float()
 
 
-def _mixed(x: Tensor) -> Tensor:
-    """A hash of 32 bits (Wellons' "lowbias32"), in int64."""
+def _hash(x: Tensor) -> Tensor:
+    """The 32-bit hash "lowbias32" (Wellons), in int64."""
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & MASK
     x = x ^ (x >> 15)
@@ -206,32 +206,32 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def inverse_cdf(probs_NV: Tensor, uniforms_N: ArrayLike | Tensor) -> Tensor:
-    """Return the first token [N], int64, at which the running sum of each row exceeds its uniform times the total.
+    """Return the first token [N], int64, at which the cumulative sum of each row exceeds its uniform times the total.
 
-    ``inverse_cdf([[0.5, 0.0, 0.5]], [0.5])`` is 2. Rows need not be normalised. Sums run in float64, and a token of
-    probability 0 is never returned, however the sums round.
+    ``inverse_cdf([[0.5, 0.0, 0.5]], [0.5])`` is 2. Rows need not be normalised. Sums are in float64, and a token of
+    probability 0 is never returned, whatever the rounding.
     """
     aim_N = torch.as_tensor(uniforms_N, dtype=torch.float64, device=probs_NV.device)
     probs_NMW = _blocks(probs_NV, 0.0)
     sums_NM = probs_NMW.sum(dim=-1, dtype=torch.float64)
-    block_N, aim_N = _cross(sums_NM, aim_N * sums_NM.sum(dim=-1))
+    block_N, aim_N = _first_above(sums_NM, aim_N * sums_NM.sum(dim=-1))
     probs_NW = probs_NMW[torch.arange(len(block_N), device=block_N.device), block_N].double()
-    word_N, _ = _cross(probs_NW, aim_N)
+    word_N, _ = _first_above(probs_NW, aim_N)
     return block_N * BLOCK + word_N
 
 
 def position_keys(seed: int, positions: ArrayLike, lane: int = 0) -> NDArray[np.uint64]:
-    """Return 64 random bits, in the shape of ``positions``, for each position that a token is drawn at.
+    """Return 64 random bits, in the shape of ``positions``, for each position at which a token is sampled.
 
     Counter-based (Philox, key (seed, lane), counter = position): a position's key does not depend on which other
-    positions were asked for, nor when. Lane 0 is the target's own draws, lane 1 ``generator``'s default; whatever
-    must be independent of both, such as drafts that *rejection* will judge, takes another lane.
+    positions were requested, nor when. Lane 0 is for the target's own tokens and lane 1 is ``generator``'s default;
+    draws that must be independent of both, such as drafts for the rejection rule, use another lane.
     """
     where = np.asarray(positions, np.int64)
     if where.size == 0:
         return np.zeros(where.shape, np.uint64)
     first, last = int(where.min()), int(where.max())
-    assert first >= 0, "positions count from 0"
+    assert first >= 0, "positions start at 0"
     if first // SPAN == last // SPAN:
         return _span(seed, lane, first // SPAN)[where % SPAN]
     keys = np.empty(where.shape, np.uint64)
@@ -242,23 +242,23 @@ def position_keys(seed: int, positions: ArrayLike, lane: int = 0) -> NDArray[np.
 
 
 def generator(seed: int, position: int, lane: int = 1) -> np.random.Generator:
-    """Return the source of fresh uniforms for the step whose first token is drawn at ``position``.
+    """Return the random generator of the step whose first token is sampled at ``position``; ``reject`` reads from it.
 
-    Every step emits at least one token, so no two steps of one sequence share a source. ``reject`` reads from it.
+    Every step emits at least one token, so no two steps of a sequence share a generator.
     """
-    counter = np.array([0, position, 0, 0], np.uint64)  # the second word: 2^64 blocks to each position
+    counter = np.array([0, position, 0, 0], np.uint64)  # the second word, so that each position has 2^64 blocks
     return np.random.Generator(np.random.Philox(key=_key(seed, lane), counter=counter))
 
 
 def log_probs(logits_NV: Tensor, tokens_N: Tensor) -> Tensor:
-    """Return the raw log probability [N], float32, of one token a row: no temperature, no masks."""
+    """Return the raw log probability [N], float32, of one token per row: without temperature or masks."""
     logits_NV = logits_NV.float()
     return logits_NV.gather(-1, tokens_N[:, None])[:, 0] - logits_NV.logsumexp(dim=-1)
 
 
 def _apply_history(logits_NV: Tensor, params: SamplingParams, histories: Sequence[Sequence[int]] | None) -> Tensor:
     if histories is None or len(histories) != len(logits_NV):
-        raise InputError("repetition_penalty and logits processors need the tokens before each row: pass histories.")
+        raise InputError("repetition_penalty and logits processors need the tokens before each row; pass histories")
     rows = []
     for logits_V, history in zip(logits_NV, histories, strict=True):
         if params.repetition_penalty != 1 and len(history):
@@ -267,16 +267,18 @@ def _apply_history(logits_NV: Tensor, params: SamplingParams, histories: Sequenc
             penalty = params.repetition_penalty
             logits_V = logits_V.scatter(0, seen, torch.where(scores < 0, scores * penalty, scores / penalty))
         if params.processors:
-            logits_V = logits_V.clone()  # a processor may write in place, and the raw logits are not its own
+            logits_V = logits_V.clone()  # a processor may write in place, but not into the raw logits
         for processor in params.processors:
             before = logits_V.shape
             logits_V = processor(history, logits_V)
             if not isinstance(logits_V, Tensor):
-                raise InputError(f"A logits processor returned {type(logits_V).__name__}, not a tensor of logits.")
+                raise InputError(f"a logits processor must return a tensor of logits, got {type(logits_V).__name__}")
             if logits_V.shape != before:
-                raise InputError(f"A logits processor returned the shape {tuple(logits_V.shape)}, not {tuple(before)}.")
+                raise InputError(
+                    f"a logits processor must return logits of shape {tuple(before)}, got {tuple(logits_V.shape)}"
+                )
         if params.processors and not bool((logits_V > -math.inf).any()):
-            raise InputError("The logits processors forbid every token: leave at least one logit above -inf.")
+            raise InputError("the logits processors forbid every token; leave at least one logit above -inf")
         rows.append(logits_V.float())
     return torch.stack(rows)
 
@@ -284,8 +286,8 @@ def _apply_history(logits_NV: Tensor, params: SamplingParams, histories: Sequenc
 def _keep_nucleus(logits_NV: Tensor, top_p: float) -> None:
     probs_NV = logits_NV.softmax(dim=-1)
     vocabulary = probs_NV.shape[-1]
-    # Sorting a vocabulary costs a CPU 5 ms a row, more than many models' forward, and most nuclei are small; an
-    # accelerator sorts faster than it answers whether it must.
+    # On a CPU, sorting a vocabulary takes 5 ms per row, more than the forward pass of many models, and most nuclei are
+    # small. On an accelerator, sorting is faster than the synchronisation that would tell whether it is needed.
     few = min(NUCLEUS, vocabulary) if probs_NV.device.type == "cpu" else vocabulary
     top_NW = probs_NV.topk(few, dim=-1).values if few < vocabulary else probs_NV.sort(-1, descending=True).values
     weakest_N = _weakest_of_nucleus(top_NW, top_p)
@@ -302,10 +304,10 @@ def _weakest_of_nucleus(descending_NW: Tensor, top_p: float) -> Tensor:
 
 
 def argmax(logits_NV: Tensor) -> Tensor:
-    """Return the first index of the largest entry [N]; -1 for a row whose largest entry is not a finite number.
+    """Return the first index of the largest entry [N]; -1 for a row whose largest entry is not finite.
 
-    NaN counts as largest, so one NaN in a row gives -1 too. By blocks: the maximum is vectorised where its index is
-    not, 16 times faster for bfloat16 on a CPU.
+    NaN counts as the largest, so a row with any NaN gives -1. Works in blocks because PyTorch vectorises amax but not
+    argmax: 16 times faster for bfloat16 on a CPU.
     """
     logits_NMW = _blocks(logits_NV, -math.inf)
     largest_NM = logits_NMW.amax(dim=-1)
@@ -323,10 +325,10 @@ def _blocks(values_NV: Tensor, filler: float) -> Tensor:
     return values_NV.reshape(rows, blocks, BLOCK)
 
 
-def _cross(weights_NM: Tensor, aim_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where the running sum of each row first exceeds its aim, and the aim left over inside that entry."""
+def _first_above(weights_NM: Tensor, aim_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where the cumulative sum of each row first exceeds its aim, and what is left of the aim there."""
     sums_NM = weights_NM.cumsum(dim=-1)
-    positive_NM = weights_NM > 0  # a parallel scan may round up where the weight is 0
+    positive_NM = weights_NM > 0  # a parallel scan may round up at an entry of weight 0
     beyond_NM = positive_NM & (sums_NM > aim_N[:, None])
     last_N = weights_NM.shape[-1] - 1 - positive_NM.flip(-1).byte().argmax(dim=-1)
     index_N = torch.where(beyond_NM.any(dim=-1), beyond_NM.byte().argmax(dim=-1), last_N)
@@ -336,7 +338,7 @@ def _cross(weights_NM: Tensor, aim_N: Tensor) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=64)
 def _span(seed: int, lane: int, number: int) -> NDArray[np.uint64]:
-    """The keys of positions SPAN number, SPAN number + 1, ...: made once, since every step asks for its neighbours."""
+    """The keys of positions SPAN * number, SPAN * number + 1, ...; cached, since consecutive steps use neighbours."""
     counter = np.array([number * SPAN, 0, 0, 0], np.uint64)
     words: NDArray[np.uint64] = np.random.Philox(key=_key(seed, lane), counter=counter).random_raw(4 * SPAN)
     keys: NDArray[np.uint64] = words[::4].copy()

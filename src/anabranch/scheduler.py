@@ -359,7 +359,7 @@ class Scheduler:
         """Free the cache if it is large and idle, except where captured graphs depend on it."""
         with self._mutex:
             engine = self.engine
-            if self._ticking or engine is None or self.busy or self.target.recorder is not None:
+            if self._ticking or engine is None or self.busy or self.target.backend.capture is not None:
                 return
             if engine.cache.rows * engine.cache.capacity > POSITIONS:
                 self._drop_cache()

@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 
 from anabranch.costs import Costs
 from anabranch.methods.base import Drafter, Row
-from anabranch.methods.beliefs import best_nodes
+from anabranch.methods.beliefs import Calibration, best_nodes
 from anabranch.tree import DraftTree
+from anabranch.verify import Verdict
 
 __all__ = ["Speculation", "best_count"]
 
@@ -33,8 +34,13 @@ BUDGETS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # nodes of a draft
 RATE = 0.08  # weight of a row's newest draft in what nodes are expected to be worth
 # what the best, second best, ... draft node of a row is taken to be worth before any was seen
 PRIOR = tuple(0.55 * 0.82**k for k in range(BUDGETS[-1]))
-EXPLORE = 100  # steps without a draft after which one is tried, if it does not cost too much
-WORTH = 0.6  # of the rate without it
+EXPLORE = 100  # steps with drafts, or without, after which the opposite is tried
+TRIAL = 4  # steps long
+WORTH = 0.75  # if it is expected to reach that much of the rate
+FADING = 0.97  # weight of a step relative to the next one in what is learned of predictions
+STATED = 10.0  # steps that a prediction is worth before any was checked
+SELDOM = 8  # steps after which free drafts are asked for again where they did not pay lately
+MARGIN = 1.02  # times the rate without a draft that one has to promise: estimates that look best are often too high
 
 
 def best_count(beliefs: Sequence[float] | NDArray[np.float64], ms: Sequence[float] | NDArray[np.float64]) -> int:
@@ -52,10 +58,26 @@ def best_count(beliefs: Sequence[float] | NDArray[np.float64], ms: Sequence[floa
 
 @dataclass
 class _Lately:
-    """What one drafter's nodes were worth: ``worth[k]`` of the (k + 1)-th best node of a row, and steps without any."""
+    """What one drafter's nodes were worth lately.
 
+    depths         of drafts of each size in ``BUDGETS``
+    worth          of the best, second best, ... node of a row
+    free_nodes     nodes a row that were verified in steps for which only its free parts drafted
+    free_tokens    tokens that those were expected to add
+    free_gain      milliseconds that they were expected to save in such a step
+    free_idle      steps since its free parts drafted
+    since          steps since the opposite of what pays was tried, and ``trial`` how many of that are to come
+    """
+
+    depths: NDArray[np.int64]
     worth: NDArray[np.float64] = field(default_factory=lambda: np.array(PRIOR))
-    idle: int = 0
+    free_nodes: float = 0.0
+    free_tokens: float = 0.0
+    free_gain: float = 1.0
+    free_idle: int = 0
+    since: int = 0
+    trial: int = 0
+    pays: bool = False
 
     def learn(self, beliefs: Sequence[Sequence[float]], budget: int) -> None:
         """Take in the draft nodes' probabilities of some rows, from drafts of at most ``budget`` nodes."""
@@ -68,6 +90,45 @@ class _Lately:
         self.worth[:size] += rate * (mean / len(beliefs) - self.worth[:size])
         self.worth[size:] = np.minimum(self.worth[size:], self.worth[size - 1])
 
+    def learn_free(self, beliefs: Sequence[Sequence[float]], gain: float) -> None:
+        """Take in the probabilities of the draft nodes of some rows that cost nothing to draft and were verified."""
+        self.free_gain += RATE * (gain - self.free_gain)
+        rate = 1 - (1 - RATE) ** len(beliefs)
+        self.free_nodes += rate * (sum(map(len, beliefs)) / len(beliefs) - self.free_nodes)
+        self.free_tokens += rate * (sum(map(sum, beliefs)) / len(beliefs) - self.free_tokens)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a step was expected to yield when its draft was planned."""
+
+    rows: int
+    drafting: bool
+    tokens: float
+    ms: float
+
+
+@dataclass
+class _Trust:
+    """How the tokens and milliseconds of steps compared with their plans: weighted sums of what came and was expected.
+
+    The parts of a prediction are learned one by one; this catches what they miss together.
+    """
+
+    tokens: tuple[float, float] = (STATED, STATED)
+    ms: tuple[float, float] = (STATED, STATED)
+
+    @property
+    def factor(self) -> float:
+        """By which rates of tokens a millisecond turned out higher than planned."""
+        return self.tokens[0] / self.tokens[1] * self.ms[1] / self.ms[0]
+
+    def learn(self, plan: _Plan, tokens: float, ms: float) -> None:
+        """Compare a step with its plan; sums are in units of plans."""
+        took = min(2.0, ms / plan.ms)  # a step that was interrupted says little
+        self.tokens = (FADING * self.tokens[0] + tokens / plan.tokens, FADING * self.tokens[1] + 1)
+        self.ms = (FADING * self.ms[0] + took, FADING * self.ms[1] + 1)
+
 
 class Speculation:
     """The controller of one target: plans drafts and chooses what is verified. It learns costs and worth as it goes.
@@ -78,44 +139,87 @@ class Speculation:
     def __init__(self, costs: Costs, *, ragged: bool) -> None:
         self.costs, self.ragged = costs, ragged
         self._lately: dict[str, _Lately] = {}
+        self._calibration = Calibration()
+        self._trust: dict[tuple[bool, int], _Trust] = {}  # with drafts or without, by the binary order of the rows
+        self._plan: _Plan | None = None  # of the next step, where one drafter's budget was planned
 
     def lately(self, drafter: Drafter) -> _Lately:
         """What a drafter's nodes have been worth; drafters of one name share it."""
-        return self._lately.setdefault(drafter.name, _Lately())
+        if drafter.name not in self._lately:
+            depths = np.array([drafter.depth_of(min(n, drafter.max_nodes)) for n in BUDGETS], np.int64)
+            self._lately[drafter.name] = _Lately(depths)
+        return self._lately[drafter.name]
 
     def plan(self, groups: Mapping[Drafter, int], context: float) -> dict[Drafter, int]:
-        """The budget of each drafter's next draft, 1 for none; ``groups`` says how many rows each has.
+        """The budget of each drafter's next draft; ``groups`` says how many rows each has.
+
+        1 means none but what is free, and 0 not even that.
 
         context  mean tokens in the rows' caches
         """
         budgets = {drafter: drafter.max_nodes for drafter in groups}
+        self._plan = None
         rows = sum(groups.values())
         for drafter, count in groups.items():
-            if drafter.adaptive:
+            if drafter.adaptive and drafter.free:
+                budgets[drafter] = drafter.max_nodes if self._ask(drafter, rows) else 0
+            elif drafter.adaptive:
                 others = sum(n * budgets[d] for d, n in groups.items() if d is not drafter and not d.adaptive)
                 others += sum(n for d, n in groups.items() if d is not drafter and d.adaptive)
                 budgets[drafter] = self._budget(drafter, count, rows, others, context)
+        if len(groups) > 1:
+            self._plan = None
         return budgets
 
     def _budget(self, drafter: Drafter, count: int, rows: int, others: int, context: float) -> int:
         lately, costs = self.lately(drafter), self.costs
-        tried = [n for n in BUDGETS if n < drafter.max_nodes]
-        tried.append(min(drafter.max_nodes, BUDGETS[-1]))
+        tried = np.array([n for n in BUDGETS if n < drafter.max_nodes] + [min(drafter.max_nodes, BUDGETS[-1])])
         gains = np.concatenate(([0.0], np.cumsum(lately.worth)))
-        nodes = np.array([1, *tried])
-        ms = costs.pass_ms(others + count * nodes, rows, context) + costs.rest_ms(rows)
-        ms[1:] += [costs.draft_ms(n, count) + costs.prepare_ms(drafter.depth_of(n) * count) for n in tried]
-        rates = (rows + count * gains[nodes - 1]) / ms
-        best = int(np.argmax(rates))
-        if best:
-            lately.idle = 0
-            return int(nodes[best])
-        lately.idle += 1
-        other = 1 + int(np.argmax(rates[1:]))
-        if lately.idle >= EXPLORE and rates[other] > WORTH * rates[0]:
-            lately.idle = 0
-            return int(nodes[other])
-        return 1
+        nodes = np.concatenate(([1], tried))
+        tokens = rows + count * gains[nodes - 1]
+        tokens[0] += count * lately.free_tokens
+        verified = others + count * nodes
+        verified[0] += round(count * lately.free_nodes)
+        ms = costs.pass_ms(verified, rows, context) + costs.rest_ms(rows)
+        ms[1:] += costs.draft_ms(tried, count) + costs.prepare_ms(lately.depths[: len(tried)] * count)
+        rates = tokens / ms
+        rates[0] *= MARGIN * self._trusted(False, rows).factor
+        rates[1:] *= self._trusted(True, rows).factor
+        wide = 1 + int(np.argmax(rates[1:]))
+        drafting = self._tried(lately, bool(rates[wide] > rates[0]), rates[wide] / rates[0])
+        place = wide if drafting else 0
+        self._plan = _Plan(rows, drafting, float(tokens[place]), float(ms[place]))
+        if drafting:
+            return int(nodes[wide])
+        return 1 if self._ask(drafter, rows) else 0
+
+    def _trusted(self, drafting: bool, rows: int) -> _Trust:
+        return self._trust.setdefault((drafting, rows.bit_length()), _Trust())
+
+    @staticmethod
+    def _tried(lately: _Lately, pays: bool, ratio: float) -> bool:
+        """Whether to draft: as it ``pays``, but for a short trial of the opposite from time to time.
+
+        ratio  of the rate expected with drafts to the one without
+        """
+        if pays != lately.pays:
+            lately.pays, lately.since, lately.trial = pays, 0, 0
+        lately.since += 1
+        if lately.since >= EXPLORE and (1 / ratio if pays else ratio) > WORTH:
+            lately.since, lately.trial = 0, TRIAL
+        if lately.trial:
+            lately.trial -= 1
+            return not pays
+        return pays
+
+    def _ask(self, drafter: Drafter, rows: int) -> bool:
+        """Whether to ask for free drafts: where they lately paid for the milliseconds they take, else now and then."""
+        lately = self.lately(drafter)
+        lately.free_idle += 1
+        if lately.free_gain > self.costs.free_ms(rows) or lately.free_idle >= SELDOM:
+            lately.free_idle = 0
+            return True
+        return False
 
     def choose(
         self,
@@ -128,48 +232,73 @@ class Speculation:
 
         The drafters' worth is learned from what they drafted.
         """
-        found = list(trees)
-        open_rows = [b for b, drafter in enumerate(drafters) if drafter.adaptive]
-        if not open_rows:
-            return found
-        beliefs = {b: rows[b].beliefs(trees[b]) if trees[b].size > 1 else [1.0] for b in open_rows}
-        for drafter in {drafters[b] for b in open_rows if budgets[drafters[b]] > 1}:
-            drafted = [beliefs[b][1:] for b in open_rows if drafters[b] is drafter]
-            if any(drafted):
-                self.lately(drafter).learn(drafted, budgets[drafter])
-        every = sorted(-p for b in open_rows for p in beliefs[b][1:])
-        if not every:
-            return found
-        context = sum(len(row.tokens) for row in rows) / len(rows)
-        fixed = [tree.size for b, tree in enumerate(trees) if b not in beliefs]
-        rest = self.costs.rest_ms(len(rows)) + sum(
-            self.costs.draft_ms(budgets[d], n) + self.costs.prepare_ms(d.depth_of(budgets[d]) * n)
-            for d, n in _counts(drafters).items()
-            if d.adaptive and budgets[d] > 1
-        )
-        if self.ragged:
-            tokens = len(rows) + np.concatenate(([0.0], -np.cumsum(every)))
-            nodes = sum(fixed) + len(open_rows) + np.arange(len(tokens))
-            best = int(np.argmax(tokens / (self.costs.pass_ms(nodes, len(rows), context) + rest)))
-            least = -every[best - 1] if best else 2.0
-            room = best - sum(p > least for b in open_rows for p in beliefs[b][1:])  # ties at the threshold
-            for b in open_rows:
-                above = sum(p > least for p in beliefs[b][1:])
-                ties = min(room, sum(p == least for p in beliefs[b][1:]))
-                room -= ties
-                found[b] = best_nodes(trees[b], beliefs[b], 1 + above + ties)
-            return found
-        widest = max(len(beliefs[b]) for b in open_rows)
-        falling = np.zeros((len(open_rows), widest))
-        for i, b in enumerate(open_rows):
-            falling[i, : len(beliefs[b])] = sorted(beliefs[b], reverse=True)
-        widths = np.arange(1, widest + 1)
-        nodes = len(rows) * np.maximum(widths, max(fixed, default=1))
-        tokens = falling.sum(axis=0).cumsum() + len(fixed)
-        width = 1 + int(np.argmax(tokens / (self.costs.pass_ms(nodes, len(rows), context) + rest)))
-        for b in open_rows:
-            found[b] = best_nodes(trees[b], beliefs[b], width)
+        beliefs = {
+            b: self._calibration(trees[b], rows[b].beliefs(trees[b])) if trees[b].size > 1 else [1.0]
+            for b, drafter in enumerate(drafters)
+            if drafter.adaptive
+        }
+        if not beliefs:
+            return list(trees)
+        rest = self.costs.rest_ms(len(rows))
+        for drafter, count in _counts(drafters).items():
+            if drafter.adaptive and not drafter.free and budgets[drafter] > 1:
+                rest += float(self.costs.draft_ms(budgets[drafter], count))
+                rest += float(self.costs.prepare_ms(drafter.depth_of(budgets[drafter]) * count))
+        sizes, gain = self._sizes(rows, trees, beliefs, rest)
+        found = [best_nodes(tree, beliefs[b], sizes[b]) if b in beliefs else tree for b, tree in enumerate(trees)]
+        for drafter in {drafters[b] for b in beliefs}:
+            members = [b for b in beliefs if drafters[b] is drafter]
+            if budgets[drafter] < 2 or drafter.free:
+                chosen = [sorted(beliefs[b][1:], reverse=True)[: sizes[b] - 1] for b in members]
+                self.lately(drafter).learn_free(chosen, gain)
+            elif any(trees[b].size > 1 for b in members):
+                self.lately(drafter).learn([beliefs[b][1:] for b in members], budgets[drafter])
         return found
+
+    def _sizes(
+        self, rows: Sequence[Row], trees: Sequence[DraftTree], beliefs: Mapping[int, Sequence[float]], rest: float
+    ) -> tuple[dict[int, int], float]:
+        """How many nodes of each tree in ``beliefs`` to verify, for the most expected tokens a millisecond.
+
+        rest  milliseconds of the step beside its pass
+
+        Returned with them are the milliseconds that this saves over verifying no draft.
+        """
+        context = sum(len(row.tokens) for row in rows) / len(rows)
+        others = [tree.size for b, tree in enumerate(trees) if b not in beliefs]
+        if not self.ragged:
+            falling = np.zeros((len(beliefs), max(map(len, beliefs.values()))))
+            for i, known in enumerate(beliefs.values()):
+                falling[i, : len(known)] = sorted(known, reverse=True)
+            widths = np.arange(1, falling.shape[1] + 1)
+            nodes = len(rows) * np.maximum(widths, max(others, default=1))
+            tokens = falling.sum(axis=0).cumsum() + len(others)
+            ms = self.costs.pass_ms(nodes, len(rows), context) + rest
+            best = int(np.argmax(tokens / ms))
+            return {b: min(1 + best, trees[b].size) for b in beliefs}, _saved(tokens, ms, best)
+        owners = np.repeat(list(beliefs), [len(known) - 1 for known in beliefs.values()])
+        drafted = np.concatenate([np.asarray(known[1:]) for known in beliefs.values()])
+        order = np.argsort(-drafted, kind="stable")
+        tokens = len(rows) + np.concatenate(([0.0], np.cumsum(drafted[order])))
+        nodes = sum(others) + len(beliefs) + np.arange(len(tokens))
+        ms = self.costs.pass_ms(nodes, len(rows), context) + rest
+        best = int(np.argmax(tokens / ms))
+        counts = np.bincount(owners[order[:best]], minlength=len(trees))
+        return {b: 1 + int(counts[b]) for b in beliefs}, _saved(tokens, ms, best)
+
+    def learn(self, row: Row, tree: DraftTree, verdict: Verdict) -> None:
+        """Take in what was accepted of a tree, before ``row.beliefs`` does."""
+        self._calibration.learn(tree, row.beliefs(tree), verdict.path)
+
+    def saw_step(self, rows: int, tokens: int, ms: float) -> None:
+        """Compare a step with its plan: the tokens of all its rows, and its milliseconds with preparing its draft."""
+        if self._plan is not None and self._plan.rows == rows:
+            self._trusted(self._plan.drafting, rows).learn(self._plan, tokens, ms)
+
+
+def _saved(tokens: NDArray[np.float64], ms: NDArray[np.float64], best: int) -> float:
+    """The milliseconds by which the ``best`` choice yields its tokens sooner than choice 0 would."""
+    return float(tokens[best] * ms[0] / tokens[0] - ms[best])
 
 
 def _counts(drafters: Sequence[Drafter]) -> dict[Drafter, int]:

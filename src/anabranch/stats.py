@@ -1,4 +1,4 @@
-"""What a decoding did, counted from its steps; docs/metrics.md has the definitions."""
+"""Decoding statistics, counted from steps; docs/metrics.md has the definitions."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ COUNTS = ("tokens", "steps", "drafted_steps", "draft_nodes", "prefill_tokens", "
 
 @dataclass
 class Stats:
-    """Counts of one sequence. ``seconds`` run from the call to the last token, ``prefill_seconds`` inside it.
+    """Statistics of one sequence.
 
-    prefill_tokens  prompt tokens read in ``prefill_seconds``: all but the last, which the first step reads
-    drafted_steps  steps with a draft, draft_nodes the nodes that were drafted in all, before pruning
-    accepted   steps by the number of draft tokens they accepted
-    sources    emitted tokens by who proposed them
-    parts      seconds by part of a step: draft, forward, verify, commit (of the steps this sequence took part in)
+    seconds         time from the call to the last token, including ``prefill_seconds``
+    prefill_tokens  prompt tokens processed in ``prefill_seconds``: all but the last, which the first step processes
+    drafted_steps   number of steps with a draft
+    draft_nodes     number of drafted nodes, before pruning
+    accepted        number of steps by how many draft tokens they accepted
+    sources         number of emitted tokens by what proposed them
+    parts           seconds by part of a step (draft, forward, verify, commit), over all steps of this sequence
     """
 
     tokens: int = 0
@@ -40,7 +42,7 @@ class Stats:
 
     @staticmethod
     def of(steps: Iterable[Step]) -> Stats:
-        """Count some steps of one row."""
+        """The statistics of some steps of one row."""
         stats = Stats()
         for step in steps:
             stats.add(step)
@@ -48,19 +50,19 @@ class Stats:
 
     @staticmethod
     def merged(many: Iterable[Stats]) -> Stats:
-        """The counts of several sequences together."""
-        whole = Stats()
-        for one in many:
+        """The sum of the statistics of several sequences."""
+        total = Stats()
+        for stats in many:
             for count in COUNTS:
-                setattr(whole, count, getattr(whole, count) + getattr(one, count))
-            whole.accepted.update(one.accepted)
-            whole.sources.update(one.sources)
-            for part in whole.parts:
-                whole.parts[part] += one.parts[part]
-        return whole
+                setattr(total, count, getattr(total, count) + getattr(stats, count))
+            total.accepted.update(stats.accepted)
+            total.sources.update(stats.sources)
+            for part in total.parts:
+                total.parts[part] += stats.parts[part]
+        return total
 
     def add(self, step: Step, kept: int | None = None) -> None:
-        """Count one more step; ``kept`` of its tokens, where a stop string cut it."""
+        """Add a step, or only its first ``kept`` tokens if a stop string ended it."""
         kept = len(step.tokens) if kept is None else kept
         self.tokens += kept
         self.steps += 1
@@ -78,47 +80,47 @@ class Stats:
 
     @property
     def accepted_tokens(self) -> int:
-        """Draft tokens on the accepted paths, those that the end of the text cut off included."""
+        """The number of draft tokens on accepted paths, including those cut off by the end of the text."""
         return sum(count * steps for count, steps in self.accepted.items())
 
     @property
     def acceptance_rate(self) -> float:
-        """vLLM's: accepted draft tokens over draft nodes. Low for a tree, whose siblings exclude each other."""
+        """Accepted draft tokens divided by draft nodes, as in vLLM. Low for trees: only one sibling can be accepted."""
         return self.accepted_tokens / self.draft_nodes if self.draft_nodes else 0.0
 
     @property
     def draft_nodes_per_step(self) -> float:
-        """Draft nodes over steps, those without a draft included."""
+        """Draft nodes divided by steps, including steps without a draft."""
         return self.draft_nodes / self.steps if self.steps else 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens over seconds, prompt included."""
+        """New tokens divided by ``seconds``, which include the prompt."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
     def decode_seconds(self) -> float:
-        """Seconds after the prompt was read: every new token was emitted in them."""
+        """Seconds after the prompt was processed; all new tokens were emitted in them."""
         return max(0.0, self.seconds - self.prefill_seconds)
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """New tokens over ``decode_seconds``; 0 if none was decoded."""
+        """New tokens divided by ``decode_seconds``; 0 if nothing was decoded."""
         return self.tokens / self.decode_seconds if self.decode_seconds else 0.0
 
     @property
     def prompt_tokens_per_second(self) -> float:
-        """Prompt tokens over the seconds that reading them took; 0 for a prompt of one token, which a step reads."""
+        """Prompt tokens divided by ``prefill_seconds``; 0 for a prompt of one token, which the first step processes."""
         return self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
 
     def acceptance_by_depth(self) -> list[float]:
-        """Share of the steps with a draft that accepted at least 1, 2, ... draft tokens."""
+        """The fraction of drafted steps that accepted at least 1, 2, ... draft tokens."""
         deepest = max(self.accepted, default=0)
         total = max(1, self.drafted_steps)
         return [sum(n for a, n in self.accepted.items() if a >= d) / total for d in range(1, deepest + 1)]
 
     def to_dict(self) -> dict[str, Any]:
-        """For --json and result files."""
+        """As JSON values, for --json and result files."""
         return {
             "tokens": self.tokens,
             "steps": self.steps,
@@ -140,7 +142,7 @@ class Stats:
 
     @staticmethod
     def from_dict(record: Mapping[str, Any]) -> Stats:
-        """What ``to_dict`` wrote."""
+        """The inverse of ``to_dict``."""
         return Stats(
             tokens=record["tokens"],
             steps=record["steps"],

@@ -6,12 +6,12 @@
         |   +-- ran  (4)
         +-- dog  (2)
 
-Node 0 is the root: the last committed token, not yet in the cache. ``parents[i] < i``, so one pass from
-left to right sees every parent before its children; mask, depths and children all follow from ``parents``.
+Node 0 is the root: the last committed token, not yet in the cache. ``parents[i] < i``, so a single scan from left
+to right visits every parent before its children. Mask, depths and children all follow from ``parents``.
 
-A tree carries ``draft_probs`` only while every child was *sampled* from them. Whatever removes, merges or
-reorders nodes returns a tree without them, even when there was nothing to remove: whether there was may depend
-on the sampled tokens, and the *rejection* rule is exact only on average over all of them (see ``verify``).
+A tree carries ``draft_probs`` only if every child was *sampled* from them. Any operation that removes, merges or
+reorders nodes drops them, even if it left every node in place: whether it does may depend on the sampled tokens,
+and the *rejection* rule is exact only on average over all of them (see ``verify``).
 
 Legend: N tree nodes, V vocabulary.
 """
@@ -29,23 +29,22 @@ from numpy.typing import NDArray
 
 __all__ = ["DraftTree", "depths_of", "mask_of"]
 
-# What a drafter without a belief of its own is taken to believe: each token of it is a coin toss.
+# Log probability assumed for each token of a drafter that gives none.
 UNKNOWN_LOG_PROB = math.log(0.5)
 _INT64, _FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
 
 
 @dataclass(frozen=True, eq=False)
 class DraftTree:
-    """Proposed tokens with structure; see the drawing at the top of this module.
+    """Proposed tokens and their structure; see the drawing at the top of this module.
 
     tokens       [N] int64
     parents      [N] int64, parents[0] = -1 and parents[i] < i
-    draft_probs  [N, V] or None; row i is the law q that the children of node i were sampled from, siblings in
-                 order. Rows of leaves are never read; those after the last parent may be missing
+    draft_probs  [N, V] or None; row i is the distribution q that the children of node i were sampled from, in
+                 sibling order. Rows of leaves are never read; rows after the last parent may be missing
     replacement  whether siblings were sampled with replacement
-    sources      [N] labels of who proposed each node; "target" for the root
-    log_probs    [N] float32 or None: the joint log probability of the path to each node by the drafter's belief,
-                 0 at the root
+    sources      [N] label of the drafter that proposed each node; "target" for the root
+    log_probs    [N] float32 or None: the drafter's joint log probability of the path to each node, 0 at the root
     """
 
     tokens: NDArray[np.int64]
@@ -59,7 +58,7 @@ class DraftTree:
         size = len(self.tokens)
         if not self.sources:
             object.__setattr__(self, "sources", _labels("draft", size - 1))
-        # lists and plain comparisons: between two passes arithmetic on arrays is slow, its code being out of the caches
+        # Plain lists: numpy is slow here because the forward pass has evicted its code from the CPU's caches.
         assert self.tokens.dtype == _INT64, "tokens are int64"
         assert self.parents.dtype == _INT64, "parents are int64"
         assert self.tokens.shape == self.parents.shape == (size,), "one parent for each token"
@@ -81,7 +80,7 @@ class DraftTree:
 
     @classmethod
     def root(cls, token: int) -> DraftTree:
-        """Return the tree of the drafter that proposes nothing: plain decoding."""
+        """Return a tree of the root alone, without a draft: plain decoding."""
         return cls(np.array([token], np.int64), np.array([-1], np.int64), log_probs=np.zeros(1, np.float32))
 
     @classmethod
@@ -96,8 +95,8 @@ class DraftTree:
     ) -> DraftTree:
         """Return root - tokens[0] - tokens[1] - ...
 
-        draft_probs  [n, V] for n tokens: row i is the law that tokens[i] was sampled from
-        log_probs    [n]: joint, tokens[0] alone first
+        draft_probs  [n, V] for n tokens: row i is the distribution that tokens[i] was sampled from
+        log_probs    [n]: entry i is the joint log probability of tokens[0] to tokens[i]
         """
         size = 1 + len(tokens)
         return cls(
@@ -117,7 +116,7 @@ class DraftTree:
         level_log_probs: Sequence[Sequence[float]] | None = None,
         sources: Sequence[str] | None = None,
     ) -> DraftTree:
-        """Return the full product tree of the papers, breadth first: 1 + sum k^g nodes for gamma levels of k.
+        """Return the papers' full product tree in breadth-first order: 1 + sum k^g nodes for gamma levels of k.
 
         ``product(9, [[1, 2], [3, 4]])`` is
 
@@ -127,14 +126,14 @@ class DraftTree:
                             +-- 4 (6)
 
         levels           the tokens of each depth, best first
-        level_log_probs  the log probability of each of them on its own; they add up along a path
-        sources          one label a level; "stream 1", "stream 2", ... if not given
+        level_log_probs  the log probability of each of these tokens; they are summed along a path
+        sources          one label per level; "draft" if not given
         """
-        names = [f"stream {g}" for g in range(1, len(levels) + 1)] if sources is None else sources
+        names = ["draft"] * len(levels) if sources is None else sources
         assert len(names) >= len(levels), "one source for each level"
         tokens, parents = [np.array([root], np.int64)], [np.array([-1], np.int64)]
         joint, labels = [np.zeros(1, np.float32)], ["target"]
-        start, width = 0, 1  # of the level above
+        start, width = 0, 1  # first node and number of nodes of the level above
         for g, level in enumerate(levels):
             tokens.append(np.tile(np.array(level, np.int64), width))
             parents.append(np.repeat(np.arange(start, start + width, dtype=np.int64), len(level)))
@@ -158,7 +157,7 @@ class DraftTree:
         source: str | Sequence[str] = "draft",
         log_probs: Sequence[Sequence[float]] | None = None,
     ) -> DraftTree:
-        """Return the prefix trie of some continuations of the root.
+        """Return the prefix trie of several continuations of the root.
 
         ``from_paths(9, [[1, 2], [1, 3], [2]])`` is
 
@@ -166,20 +165,19 @@ class DraftTree:
                   |         +-- 3 (3)        parents -1  0  1  1  0
                   +-- 2 (4)
 
-        source     one label, or one a path
-        log_probs  as long as ``paths``, each joint along its path; a shared node keeps the highest
+        source     one label, or one per path
+        log_probs  joint log probabilities, in the shape of ``paths``; a shared node keeps the highest
         """
         trie = _Trie(root)
-        believed = log_probs is not None
         for k, path in enumerate(paths):
             label = source if isinstance(source, str) else source[k]
             node = 0
             for depth, token in enumerate(path):
                 joint = log_probs[k][depth] if log_probs is not None else UNKNOWN_LOG_PROB * (depth + 1)
                 node = trie.add(node, token, label, joint)
-        return trie.tree(with_log_probs=believed)
+        return trie.tree(with_log_probs=log_probs is not None)
 
-    # --- what follows from parents ------------------------------------------------------------------------------
+    # --- derived from parents -----------------------------------------------------------------------------------
 
     @property
     def size(self) -> int:
@@ -188,17 +186,17 @@ class DraftTree:
 
     @cached_property
     def depths(self) -> NDArray[np.int64]:
-        """[N] distance from the root: node i sits at the root's position + depths[i]."""
+        """[N] distance from the root: the position of node i is the root's position + depths[i]."""
         return depths_of(self.parents)
 
     @property
     def max_depth(self) -> int:
-        """The longest path, in drafted tokens."""
+        """The number of drafted tokens on the longest path."""
         return int(self.depths.max())
 
     @cached_property
     def mask(self) -> NDArray[np.bool_]:
-        """[N, N]: mask[i, j] says that j is i or an ancestor of i, hence that i attends to j.
+        """[N, N] attention mask: mask[i, j] is True if j is i or an ancestor of i.
 
         The tree at the top of this module:    1 . . . .
                                                1 1 . . .
@@ -217,11 +215,11 @@ class DraftTree:
         return [tuple(siblings) for siblings in children]
 
     def children(self, node: int) -> tuple[int, ...]:
-        """Return the children of a node in ascending order, which is the order they were sampled in."""
+        """Return the children of a node in ascending order, which is also the order in which they were sampled."""
         return self._children[node]
 
     def path_to(self, node: int) -> tuple[int, ...]:
-        """Return the nodes from the root to ``node``, both included."""
+        """Return the nodes from the root to ``node``, inclusive."""
         path = [node]
         while path[-1] > 0:
             path.append(int(self.parents[path[-1]]))
@@ -232,17 +230,17 @@ class DraftTree:
         """The nodes without children, ascending."""
         return tuple(node for node, siblings in enumerate(self._children) if not siblings)
 
-    # --- operations: all of them drop draft_probs ---------------------------------------------------------------
+    # --- operations; all of them drop draft_probs ---------------------------------------------------------------
 
     def select(self, kept: Sequence[int] | NDArray[np.int64]) -> DraftTree:
-        """Return the tree of some nodes: ascending, with the root, and with the parent of each.
+        """Return the subtree of the ``kept`` nodes: ascending, including the root and the parent of each.
 
         ``select([0, 1, 4])`` of the tree at the top is The - cat - ran: parents -1 0 1.
         """
         nodes: list[int] = kept.tolist() if isinstance(kept, np.ndarray) else list(kept)
-        assert nodes, "the root stays"
-        assert nodes[0] == 0, "the root stays"
-        assert all(map(int.__lt__, nodes, nodes[1:])), "kept nodes ascend"
+        assert nodes, "the root is kept"
+        assert nodes[0] == 0, "the root is kept"
+        assert all(map(int.__lt__, nodes, nodes[1:])), "kept nodes are in ascending order"
         assert nodes[-1] < self.size, "kept nodes exist"
         renamed, above = {node: place for place, node in enumerate(nodes)}, self.parents.tolist()
         assert all(above[node] in renamed for node in nodes[1:]), "the parent of a kept node is kept"
@@ -255,56 +253,56 @@ class DraftTree:
         )
 
     def truncate(self, budget: int) -> DraftTree:
-        """Return the ``budget`` best nodes, the root among them, by log_probs; the shallowest where there are none.
+        """Return the ``budget`` most probable nodes, counting the root; without log_probs, the shallowest.
 
-        A child never outranks its parent, so what is kept is a tree.
+        A child never ranks above its parent, so the result is a tree.
         """
-        assert budget >= 1, "the root stays"
-        rank = self._beliefs()
+        assert budget >= 1, "the root is kept"
+        rank = self._path_log_probs()
         for node, parent in enumerate(self.parents.tolist()):
             if node:
                 rank[node] = min(rank[node], rank[parent])
         rank[0] = math.inf
-        # sorted() is stable: between equals the earlier node, hence the parent, goes first.
+        # sorted() is stable: among equals the earlier node, and so the parent, comes first.
         best = sorted(range(self.size), key=rank.__getitem__, reverse=True)[:budget]
         return self.select(sorted(best))
 
     @staticmethod
     def merge(trees: Sequence[DraftTree], budget: int | None = None) -> DraftTree:
-        """Return the best ``budget`` nodes (None: all), the root among them, of the union of trees that share a root.
+        """Return the union of trees that share a root, truncated to ``budget`` nodes (None: all), counting the root.
 
-        A node that several trees propose appears once, with the most convinced one's source, and is believed to be
-        right unless all of them err, independently: 1 - (1 - p)(1 - q). A tree without log_probs counts as a coin
-        toss a token.
+        A node that several trees propose appears once, with the source that gave it the highest probability. Its
+        probability is that of at least one of them being right, taken as independent: 1 - (1 - p)(1 - q). In a tree
+        without log_probs every token has probability 1/2.
 
             9 +-- 1 (-0.1) -- 2 (-0.3)         9 +-- 1 (-0.2) -- 5 (-0.4)
                                                  +-- 4 (-2.0)
-        merge to
+        merge into
 
             9 (0) +-- 1 (1: -0.02) +-- 2 (2: -0.3)
                   |                +-- 5 (3: -0.4)
                   +-- 4 (4: -2.0), dropped at budget 4
         """
-        assert trees, "something to merge"
+        assert trees, "at least one tree"
         trie = _Trie(int(trees[0].tokens[0]), independent=True)
         for tree in trees:
             assert tree.tokens[0] == trees[0].tokens[0], "merged trees share their root"
             renamed = [0] * tree.size
-            nodes = zip(tree.parents.tolist(), tree.tokens.tolist(), tree.sources, tree._beliefs(), strict=True)
+            nodes = zip(tree.parents.tolist(), tree.tokens.tolist(), tree.sources, tree._path_log_probs(), strict=True)
             for node, (parent, token, source, joint) in enumerate(nodes):
                 if node:
                     renamed[node] = trie.add(renamed[parent], token, source, joint)
         union = trie.tree(with_log_probs=True)
         return union if budget is None else union.truncate(budget)
 
-    def _beliefs(self) -> list[float]:
+    def _path_log_probs(self) -> list[float]:
         joint_N = self.depths * UNKNOWN_LOG_PROB if self.log_probs is None else self.log_probs
-        beliefs: list[float] = joint_N.tolist()
-        return beliefs
+        joints: list[float] = joint_N.tolist()
+        return joints
 
 
 def depths_of(parents_N: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[N] distance from a node without a parent (-1), of which there may be several."""
+    """[N] distance of each node from its root; several nodes may be roots (parent -1)."""
     depths: list[int] = []
     for parent in parents_N.tolist():
         depths.append(0 if parent < 0 else depths[parent] + 1)
@@ -312,8 +310,8 @@ def depths_of(parents_N: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def mask_of(parents_N: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """[N, N] which nodes are a node's ancestors or itself."""
-    # One Python integer a node serves as a set of bits, so a row costs one "or" whatever the depth.
+    """[N, N] attention mask: whether node j is node i or one of its ancestors."""
+    # Each row is a bit set in one Python integer, so it costs a single "or" at any depth.
     rows: list[int] = []
     for node, parent in enumerate(parents_N.tolist()):
         rows.append((0 if parent < 0 else rows[parent]) | (1 << node))
@@ -325,17 +323,17 @@ def mask_of(parents_N: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 
 class _Trie:
-    """A tree under construction in which a parent has one child a token.
+    """A tree under construction, in which the children of a node have distinct tokens.
 
-    A token that is added again keeps the surer one's source and belief; where the beliefs are ``independent`` of each
-    other, all of them must err for it to be wrong.
+    A token that is added again keeps the source with the higher probability, and that probability; if the proposals
+    are ``independent``, the probability that at least one of them is right.
     """
 
     def __init__(self, root: int, *, independent: bool = False) -> None:
         self.tokens, self.parents, self.sources, self.joints = [root], [-1], ["target"], [0.0]
         self.independent = independent
         self.nodes: dict[tuple[int, int], int] = {}
-        self.surest = [0.0]
+        self.highest = [0.0]  # joint log probability by the source that is kept
 
     def add(self, parent: int, token: int, source: str, joint: float) -> int:
         known = self.nodes.get((parent, token))
@@ -345,13 +343,13 @@ class _Trie:
             self.parents.append(parent)
             self.sources.append(source)
             self.joints.append(joint)
-            self.surest.append(joint)
+            self.highest.append(joint)
             return node
         wrong = math.expm1(self.joints[known]) * math.expm1(joint)
-        if joint > self.surest[known]:
-            self.surest[known], self.sources[known] = joint, source
-        agreed = math.log1p(-wrong) if self.independent and wrong < 1.0 else -math.inf
-        self.joints[known] = max(self.surest[known], agreed)
+        if joint > self.highest[known]:
+            self.highest[known], self.sources[known] = joint, source
+        combined = math.log1p(-wrong) if self.independent and wrong < 1.0 else -math.inf
+        self.joints[known] = max(self.highest[known], combined)
         return known
 
     def tree(self, *, with_log_probs: bool) -> DraftTree:
@@ -363,5 +361,5 @@ class _Trie:
         )
 
 
-def _labels(sources: str, count: int) -> tuple[str, ...]:
-    return ("target", *[sources] * count)
+def _labels(source: str, count: int) -> tuple[str, ...]:
+    return ("target", *[source] * count)

@@ -1,12 +1,13 @@
-"""Which path of a draft tree the target accepts. Two rules, both exact, each where it says so.
+"""Verification: which path of a draft tree the target accepts. There are two rules, both exact where they apply.
 
-*matching* draws the target's own token at each node and walks on while a child carries it. The tree only decides how
-far one step gets, never what is said: exact for any tree whatever, greedy included.
+*Matching* samples the target's own token at each node and continues while a child carries that token. The tree decides
+only how many tokens a step emits, never which ones, so matching is exact for any tree, sampled or greedy.
 
-*rejection* (Leviathan et al. 2023, algorithm 1; SpecInfer for several children) accepts a child x with probability
-min(1, p(x) / q(x)), else goes on with norm(max(0, p - q)). It accepts more than *matching* when drafts are sampled,
-and is exact only while every child *was sampled* from the q that the tree carries: top-k children, pruned, merged
-or reranked trees have no such q and come with ``draft_probs=None``, which *rejection* refuses.
+*Rejection* (Leviathan et al. 2023, algorithm 1; SpecInfer for several children) accepts a child x with probability
+min(1, p(x) / q(x)), and otherwise continues with the residual norm(max(0, p - q)). It accepts more than matching when
+drafts are sampled, but is exact only if every child *was sampled* from the q that the tree carries. Trees that were
+built from top-k children, pruned, merged or reranked have no such q: their ``draft_probs`` is None, and rejection
+refuses them.
 
 Legend: N tree nodes, V vocabulary.
 """
@@ -40,9 +41,9 @@ NO_DRAFT_PROBS = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """The accepted path, from the root 0 on, and the target's own token after its last node.
+    """The accepted path, starting at the root 0, and the target's own token after its last node.
 
-    ``next_token`` is -1 where the target's scores at that node are not finite numbers; the engine raises then.
+    ``next_token`` is -1 if the target's logits at that node are not finite; the engine then raises NumericsError.
     """
 
     path: tuple[int, ...]
@@ -50,22 +51,22 @@ class Verdict:
 
     @property
     def accepted(self) -> int:
-        """The number of drafted tokens that are kept; the step emits one more."""
+        """The number of accepted draft tokens; the step emits one more."""
         return len(self.path) - 1
 
 
 def match(tree: DraftTree, tokens_N: Sequence[int] | NDArray[np.int64]) -> Verdict:
-    """Walk from the root while a child carries the target's own token; see ``sampling.target_tokens``.
+    """Follow the target's own tokens from the root as long as a child carries them; see ``sampling.target_tokens``.
 
         9 (0) +-- 1 (1) +-- 3 (3)        the target's own tokens:  0: 2,  1: 3,  2: 7,  3: 5
-              +-- 2 (2)                  accepts the path (0, 2), and the next token is 7
+              +-- 2 (2)                  accepted path (0, 2), next token 7
 
-    tokens_N  [N] the token that the target draws after each node
+    tokens_N  [N] the token that the target samples after each node
     """
     drawn = tokens_N.tolist() if isinstance(tokens_N, np.ndarray) else list(tokens_N)
-    assert len(drawn) == tree.size, "one token of the target's own for each node"
+    assert len(drawn) == tree.size, "one target token for each node"
     path, here, token = [0], 0, int(drawn[0])
-    # children come behind their parent, so one walk from left to right meets the whole path
+    # children come after their parent, so one scan from left to right finds the whole path
     for node, (parent, proposed) in enumerate(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)):
         if parent == here and proposed == token:
             path.append(node)
@@ -74,33 +75,32 @@ def match(tree: DraftTree, tokens_N: Sequence[int] | NDArray[np.int64]) -> Verdi
 
 
 def reject(tree: DraftTree, probs_NV: Tensor, uniforms: np.random.Generator) -> Verdict:
-    """Accept or reject children one after another; draw the next token from what remains of the target's law.
+    """Accept or reject children one after another; sample the next token from the residual of the last node.
 
         9 (0) +-- 1 (1)     p = .2 .6 .2 .0     child 1: min(1, .6 / .8) = .75; accepted, and on to node 1
               +-- 0 (2)     q = .1 .8 .1 .0     else p becomes norm(.1 0 .1 0) = .5 0 .5 0; child 2: min(1, .5 / .1)
 
     probs_NV  [N, V] from ``sampling.target_probs``; rows of nodes that are not reached are not read
-    uniforms  read in order, once for each child judged and once for the next token, so how many depends on the
-              outcome: a generator and not an array. It must be independent of the drafts and fresh for each step
-              (``sampling.generator``)
+    uniforms  read once for each child tried and once for the next token. It must be independent of the drafts and new
+              for each step (``sampling.generator``)
 
-    Raises CapabilityError if the tree has children and carries no draft_probs.
+    Raises CapabilityError if the tree has children but no draft_probs.
     """
     _require_draft_probs(tree)
     path = [0]
     while True:
         siblings = tree.children(path[-1])
-        p_V = _law(probs_NV[path[-1]])
+        p_V = _normalized(probs_NV[path[-1]])
         if not np.isfinite(p_V).all():
             return Verdict(tuple(path), -1)
-        q_V = _law(tree.draft_probs[path[-1]]) if siblings and tree.draft_probs is not None else p_V
-        for child, (odds, law_V) in zip(
+        q_V = _normalized(tree.draft_probs[path[-1]]) if siblings and tree.draft_probs is not None else p_V
+        for child, (probability, residual_V) in zip(
             (*siblings, None), trials(p_V, q_V, tree.tokens[list(siblings)], tree.replacement), strict=True
         ):
             if child is None:
-                token = inverse_cdf(torch.from_numpy(law_V)[None], [uniforms.random()])
+                token = inverse_cdf(torch.from_numpy(residual_V)[None], [uniforms.random()])
                 return Verdict(tuple(path), int(token))
-            if uniforms.random() < odds:
+            if uniforms.random() < probability:
                 path.append(child)
                 break
 
@@ -108,22 +108,22 @@ def reject(tree: DraftTree, probs_NV: Tensor, uniforms: np.random.Generator) -> 
 def trials(
     p_V: NDArray[np.float64], q_V: NDArray[np.float64], siblings: Sequence[int] | NDArray[np.int64], replacement: bool
 ) -> Iterator[tuple[float, NDArray[np.float64]]]:
-    """Yield, for each sibling in turn, the odds that it is accepted and the law [V] it is judged by.
+    """Yield, for each sibling in turn, its acceptance probability and the target distribution [V] it is tried against.
 
-    One more item follows the last sibling: odds 1 and the law that the next token is drawn from if all were
-    rejected. Every decision of ``reject`` is made here and nothing here is random, so enumerating these odds over a
-    small vocabulary proves the shipped rule. Work for a sibling is done when it is asked for.
+    A last item follows: probability 1 and the distribution that the next token is sampled from if every sibling was
+    rejected. All of ``reject``'s arithmetic is here and none of it is random, so enumerating these probabilities over
+    a small vocabulary proves the rule. A sibling's item is computed only when it is requested.
 
     p_V, q_V  float64, normalised
     """
     for tried, token in enumerate(siblings):
         if tried:
             q_V = q_V if replacement else _without(q_V, siblings[tried - 1])
-        assert q_V[token] > 0, "a drafted token was sampled from draft_probs"
+        assert q_V[token] > 0, "drafted tokens were sampled from draft_probs"
         yield min(1.0, float(p_V[token] / q_V[token])), p_V
-        remains_V = np.maximum(p_V - q_V, 0.0)
-        total = remains_V.sum()
-        p_V = remains_V / total if total > 0 else p_V  # p = q: the odds were 1 and nobody comes here
+        residual_V = np.maximum(p_V - q_V, 0.0)
+        total = residual_V.sum()
+        p_V = residual_V / total if total > 0 else p_V  # p = q: the sibling was certain to be accepted
     yield 1.0, p_V
 
 
@@ -132,11 +132,11 @@ def _require_draft_probs(tree: DraftTree) -> None:
         raise CapabilityError(NO_DRAFT_PROBS)
 
 
-def _law(probs_V: Tensor) -> NDArray[np.float64]:
-    """Bring one row to the host in float64; float32 rows sum to 1 only nearly, and p = q must give odds of 1."""
+def _normalized(probs_V: Tensor) -> NDArray[np.float64]:
+    """Copy one row to the host, normalized in float64: float32 rows sum to 1 only approximately."""
     row_V = probs_V.detach().to("cpu", torch.float64)
-    law_V: NDArray[np.float64] = (row_V / row_V.sum()).numpy()
-    return law_V
+    normalized_V: NDArray[np.float64] = (row_V / row_V.sum()).numpy()
+    return normalized_V
 
 
 def _without(q_V: NDArray[np.float64], token: int | np.int64) -> NDArray[np.float64]:

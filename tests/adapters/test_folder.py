@@ -326,7 +326,7 @@ def test_values_that_the_targets_type_cannot_hold(saved: Path, target: Target) -
 
 def test_rotation_tables_hold_as_many_streams_as_there_may_be() -> None:
     assert MOST_STREAMS < MARGIN
-    with pytest.raises(InputError, match="num_streams must be a whole number from 1 to 256, not 2000"):
+    with pytest.raises(InputError, match="num_streams must be a whole number from 1 to 256, got 2000"):
         StreamConfig(num_streams=2000)
 
 

@@ -88,18 +88,18 @@ def test_without_a_cost_there_is_no_best_gamma() -> None:
 
 
 def test_the_acceptance_process_of_reject_agrees_with_the_formulas() -> None:
-    # chains sampled from q and judged against p by the shipped rule; both laws are the same at every position,
+    # chains sampled from q and judged against p by the shipped rule; both distributions are the same at every position,
     # so acceptances are independent, as the closed forms assume
     noise = np.random.default_rng(0)
     p, q = np.array([0.5, 0.3, 0.15, 0.05]), np.array([0.25, 0.25, 0.4, 0.1])
     alpha, gamma, steps = acceptance_rate(p, q), 3, 4000
     assert alpha == pytest.approx(0.25 + 0.25 + 0.15 + 0.05)
-    laws = torch.from_numpy(np.tile(p, (gamma + 1, 1)))
+    distributions = torch.from_numpy(np.tile(p, (gamma + 1, 1)))
     drafts = torch.from_numpy(np.tile(q, (gamma, 1)))
     accepted = []
     for _ in range(steps):
         tree = DraftTree.chain(0, noise.choice(4, size=gamma, p=q).tolist(), draft_probs=drafts)
-        accepted.append(reject(tree, laws, noise).accepted)
+        accepted.append(reject(tree, distributions, noise).accepted)
     spread = 5 * gamma / math.sqrt(steps)
     assert np.mean(accepted) + 1 == pytest.approx(expected_tokens(alpha, gamma), abs=spread)
     assert fitted_acceptance_rate(accepted, [gamma] * steps) == pytest.approx(alpha, abs=0.02)

@@ -137,14 +137,14 @@ def test_an_answer_may_end_early_only_at_the_end_token(fake: Any) -> None:
 @pytest.mark.parametrize(
     ("mode", "message"),
     [
-        ("crash", "ended with exit code 7; its last words: the engine fell over"),
+        ("crash", "ended with exit code 7; its last output: the engine fell over"),
         ("killed", "was ended by SIGKILL"),
         ("refuses", "could not decode: ValueError: prompts like this are not for me"),
-        ("many", "printed rubbish: 5 tokens where at most 4"),
+        ("many", "sent an invalid answer: 5 tokens, but at most 4"),
         ("few", "stopped after 3 of 4 tokens without an end token"),
-        ("goes on", "went on after the end token"),
-        ("outside", "no list of token ids below 50"),
-        ("words", "no list of token ids below 50"),
+        ("goes on", "continued after the end token"),
+        ("outside", "not a list of token ids below 50"),
+        ("words", "not a list of token ids below 50"),
         ("no time", "its times are 0 s"),
         ("late", "0.125 s to the first token"),
     ],
@@ -168,12 +168,12 @@ def test_a_peer_that_hangs_is_stopped(fake: Any) -> None:
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["-c", "raise SystemExit('no such weights')"], "ended with exit code 1; its last words: no such weights"),
-        (["-c", "print('Welcome to the engine!')"], "printed rubbish: 'Welcome to the engine!'"),
-        (["-c", "print('[1, 2]')"], "printed rubbish"),
-        (["-c", "print('{\"ok\": true}')"], "without saying what it loaded"),
+        (["-c", "raise SystemExit('no such weights')"], "ended with exit code 1; its last output: no such weights"),
+        (["-c", "print('Welcome to the engine!')"], "sent an invalid answer: 'Welcome to the engine!'"),
+        (["-c", "print('[1, 2]')"], "sent an invalid answer"),
+        (["-c", "print('{\"ok\": true}')"], "did not report what it loaded"),
         (["-c", 'print(\'{"ok": false, "error": "ImportError: no engine"}\')'], "could not load: ImportError"),
-        (["-c", ""], "without a word"),
+        (["-c", ""], "without any output"),
     ],
 )
 def test_what_goes_wrong_in_loading(command: list[str], message: str) -> None:
@@ -182,7 +182,7 @@ def test_what_goes_wrong_in_loading(command: list[str], message: str) -> None:
 
 
 def test_a_peer_that_cannot_load_says_why(fake: Any) -> None:
-    with pytest.raises(PeerError, match="exit code 1; its last words: no such weights"):
+    with pytest.raises(PeerError, match="exit code 1; its last output: no such weights"):
         fake("load")
 
 
@@ -230,10 +230,10 @@ def test_names_carry_options() -> None:
         ("exllama", "there is no peer 'exllama'; peers are transformers"),
         ("transformers:tokens=3", "has no option 'tokens=3'; options are none"),
         ("transformers-lookup:tokens", "has no option 'tokens'"),
-        ("transformers-lookup:tokens=0", "takes a whole number from 1, not '0'"),
+        ("transformers-lookup:tokens=0", "must be a whole number from 1, got '0'"),
         ("transformers-lookup:tokens=3,tokens=4", "twice"),
-        ("openvino:format=int3", "takes fp16, int8 or int4"),
-        ("vllm:compile=maybe", "takes yes or no"),
+        ("openvino:format=int3", "must be fp16, int8 or int4"),
+        ("vllm:compile=maybe", "must be yes or no"),
     ],
 )
 def test_names_that_mean_nothing(name: str, message: str) -> None:
@@ -245,7 +245,7 @@ def test_names_that_mean_nothing(name: str, message: str) -> None:
     ("name", "message"),
     [
         ("transformers-assisted", "assistant=FOLDER"),
-        ("transformers-assisted:assistant=nowhere", "no model folder"),
+        ("transformers-assisted:assistant=nowhere", "not a model folder"),
         ("economize", "peers install economize"),
         ("llama.cpp", "peers install llama.cpp"),
         ("openvino", "peers install openvino"),

@@ -119,7 +119,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert result["ratios"][0]["plain_over_floor"] > 0
     assert all(a <= b for step in result["steps"] for a, b in pairwise(step["ms"]))
     shown = CliRunner().invoke(app, ["bench", "--shape", "toy", *grid])
-    assert "ms a step" in shown.output
+    assert "ms per step" in shown.output
     assert f"wrote {tmp_path / 'toy.json'}" in done.stderr
     refused = CliRunner().invoke(app, ["bench", "--width", "4"])
     assert refused.exit_code != 0

@@ -127,7 +127,7 @@ def test_half_a_character_is_refused(tmp_path: Path, field: str) -> None:
     path = _write(
         tmp_path / "mine.jsonl", [{"prompt": "whole \U0001f600"}, {"prompt": "b", "id": 7, field: "\ud800 x"}]
     )
-    with pytest.raises(InputError, match=r"line 2 of .*the prompt '(7|\\ud800 x)' has half a character"):
+    with pytest.raises(InputError, match=r"line 2 of .*the prompt '(7|\\ud800 x)' contains an unpaired surrogate"):
         load_suite(str(path))
 
 

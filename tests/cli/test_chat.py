@@ -58,7 +58,7 @@ def test_a_pipe_is_answered_line_by_line(anabranch: Anabranch, where: list[objec
     ).text
     assert done.code == 0
     assert done.out == f"{first}\n{second}\n", "no prompt signs, and an empty line does nothing"
-    assert "2 answers together; 12 tokens, " in done.err
+    assert "2 answers in total; 12 tokens, " in done.err
     ended = anabranch("chat", *where, stdin="")
     assert (ended.code, ended.out, ended.err) == (0, "", "")
 
@@ -77,7 +77,7 @@ def test_a_message_that_does_not_fit_loses_nothing(anabranch: Anabranch, where: 
     lines = ["the", "long " * 40, f"/save {out}", "/reset", "so", "/quit"]
     done = anabranch("chat", *where, "-n", 4, stdin="\n".join(lines))
     assert done.code == 0
-    assert "tokens with this message, and the model's limit is 96; /save FILE saves it, /reset begins" in done.err
+    assert "tokens, and the model's limit is 96; /save FILE saves it, /reset starts" in done.err
     assert [message["role"] for message in json.loads(out.read_text())] == ["user", "assistant"]
     assert len(done.out.splitlines()) >= 2
 
@@ -193,7 +193,7 @@ def test_stats_on_demand(talk: Conversation, capsys: pytest.CaptureFixture[str])
     talk.take("/stats")
     last, together = capsys.readouterr().err.splitlines()
     assert last.startswith("6 tokens, ")
-    assert together.startswith("2 answers together; 12 tokens, ")
+    assert together.startswith("2 answers in total; 12 tokens, ")
 
 
 # --- what goes wrong ----------------------------------------------------------------------------------------------
@@ -277,20 +277,20 @@ def test_a_real_terminal(where: list[object], model: Model, tmp_path: Path) -> N
         terminal.send(question[:-3] + "#" + question[-3:] + "\x1b[D" * 3 + "\x7f\r")
         terminal.expect(f"{question}\n{first}")
         terminal.send("\x03")
-        terminal.expect("as far as it got\n>")
+        terminal.expect("the answer so far is kept\n>")
         terminal.send("\x1b[200~two\nlines\x1b[201~\\\rand\x1b\rmore\x03")  # a paste, two new lines; cleared
         terminal.send("/hlep\r")
         terminal.expect("did you mean /help?")
         terminal.expect("\n>")
         terminal.send(f"/save {tmp_path / 'talk.json'}\r")
-        terminal.expect("2 messages are in")
+        terminal.expect("saved 2 messages to")
         terminal.expect("\n>")
         terminal.send("/reset\r")
-        terminal.expect("a new conversation\n>")
+        terminal.expect("new conversation\n>")
         terminal.send("\x1b[A" * 4 + "\r")  # up to the first message
         terminal.expect(f"{question}\n{first}")
         terminal.send("\x03")
-        terminal.expect("as far as it got\n>")
+        terminal.expect("the answer so far is kept\n>")
         terminal.send("\x04")
         shown = terminal.ended()
     assert terminal.code == 0

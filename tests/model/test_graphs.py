@@ -1,4 +1,4 @@
-"""Recorded steps, and that a GPU's tensors are not mixed with the host's: on a device that is ``pretended``."""
+"""Captured steps, and that a GPU's tensors are not mixed with the host's: on a device that is ``pretended``."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.draft import DraftOptions
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.model import graphs
+from anabranch.model.backends import GraphBackend
 from anabranch.model.decoder import Decoder
-from anabranch.model.graphs import Graphs, Recorder, recorder_for, span_bucket, width_bucket
+from anabranch.model.graphs import Capture, Graphs, capture_for, span_bucket, width_bucket
 from anabranch.sampling import SamplingParams
 from pretended import CUDA, there
 from small import CASES, RICH, decode, request, small, small_adapter
@@ -57,11 +58,11 @@ CHOSEN = [("llama", name) for name in (*USUAL, "combined")] + [
 
 
 @pytest.mark.parametrize(("case", "name"), CHOSEN)
-def test_recorded_steps_say_what_the_host_says(case: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_steps_give_what_the_host_gives(case: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted, _ = decode(small(case), RAGGED)
     # where streams trail of themselves differs with the device
     before = [decode(small(case), RAGGED, DRAFTERS[name](small(case)), rows=rows)[1] for rows in (1, 3)]
-    monkeypatch.setattr(graphs, "SPAN", 16)  # so that a text outgrows what was recorded
+    monkeypatch.setattr(graphs, "SPAN", 16)  # so that a text outgrows what was captured
     with pretended.cuda():
         target = there(small(case))
         for rows, steps in zip((1, 3), before, strict=True):
@@ -96,7 +97,7 @@ def test_sampling(name: str, sampling: SamplingParams) -> None:
             assert [step.tree.tokens.tolist() for step in old] == [step.tree.tokens.tolist() for step in now]
         streams = drafter.parts[0] if isinstance(drafter, CombinedDrafter) else drafter
         assert isinstance(streams, StreamDrafter)
-        assert streams.tree.graphs.recorded > 0, "drafts that know the noise are recorded too"
+        assert streams.tree.graphs.captured > 0, "drafts that know the noise are captured too"
 
 
 def run(target: Decoder, new: int = 30) -> Engine:
@@ -106,37 +107,37 @@ def run(target: Decoder, new: int = 30) -> Engine:
     return engine
 
 
-def test_what_is_done_once_is_not_recorded_and_recordings_outlive_a_row() -> None:
+def test_a_single_call_is_not_captured_and_graphs_outlive_a_row() -> None:
     with pretended.cuda():
         engine = Engine(there(small()), NoDrafter(), capacity=90)
         graphs = engine.cache.graphs
         engine.add(request(9, 0, 1))
         engine.step()
-        assert graphs.recorded == 0  # the prompt's chunk and one step: two shapes, each once
+        assert graphs.captured == 0  # the prompt's chunk and one step: two shapes, each once
         engine.add(request(9, 1, 30))
         list(engine.run())
-        before = graphs.recorded
+        before = graphs.captured
         assert before > 0
         engine.add(request(9, 2, 30))
         list(engine.run())
-        assert graphs.recorded == before
+        assert graphs.captured == before
 
 
-def test_a_recording_that_fails_or_differs_is_not_used() -> None:
+def test_a_graph_that_fails_or_differs_is_not_used() -> None:
     wanted, _ = decode(small(), [request(9, 0, 30)])
 
     def fails(compute: Any, inputs: tuple[Tensor, ...]) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
     def differs(compute: Any, inputs: tuple[Tensor, ...]) -> Any:
-        repeat, outputs = pretended.Recorder(CUDA)(compute, inputs)
-        return repeat, tuple(x + 1 for x in outputs)
+        replay, outputs = pretended.Capture(CUDA)(compute, inputs)
+        return replay, tuple(x + 1 for x in outputs)
 
-    recorders: list[tuple[Recorder, str]] = [(fails, "not permitted when stream is capturing$"), (differs, "differs")]
-    for recorder, why in recorders:
+    captures: list[tuple[Capture, str]] = [(fails, "not permitted when stream is capturing$"), (differs, "differs")]
+    for capture, why in captures:
         with pretended.cuda():
             target = there(small())
-            target.recorder, drafter = recorder, DRAFTERS["trail"](target)
+            target.backend, drafter = GraphBackend(capture), DRAFTERS["trail"](target)
             with pytest.warns(UserWarning, match=why) as seen:
                 tokens, _ = decode(target, [request(9, 0, 30)], drafter)
         assert tokens == wanted
@@ -161,28 +162,28 @@ def test_what_a_graph_cannot_hold_is_refused() -> None:
         for compute in reads:
             assert compute(x).device == CUDA
             kept, call = Graphs(), lambda x, compute=compute: (compute(x),)
-            kept.run(recorder_for(CUDA), "key", call, (x,), CUDA)
-            with pytest.warns(UserWarning, match="cannot be recorded"):
-                kept.run(recorder_for(CUDA), "key", call, (x,), CUDA)
+            kept.run(capture_for(CUDA), "key", call, (x,), CUDA)
+            with pytest.warns(UserWarning, match="CUDA graphs are off"):
+                kept.run(capture_for(CUDA), "key", call, (x,), CUDA)
 
 
-def test_outside_of_inference_nothing_is_recorded() -> None:
+def test_outside_of_inference_nothing_is_captured() -> None:
     with pretended.cuda():
-        kept, x, recorder = Graphs(), torch.ones(2, device=CUDA), recorder_for(CUDA)
+        kept, x, capture = Graphs(), torch.ones(2, device=CUDA), capture_for(CUDA)
         for _ in range(3):
-            (y,) = kept.run(recorder, "twice", lambda x: (2 * x,), (x,), CUDA)
+            (y,) = kept.run(capture, "twice", lambda x: (2 * x,), (x,), CUDA)
             assert y.tolist() == [2.0, 2.0]
-        assert kept.recorded == 0
+        assert kept.captured == 0
 
 
-def test_the_oldest_recordings_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_graphs_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "KEPT", 2)
     with pretended.cuda(), torch.inference_mode():
-        kept, x, recorder = Graphs(), torch.full((2,), 5.0), recorder_for(CUDA)
+        kept, x, capture = Graphs(), torch.full((2,), 5.0), capture_for(CUDA)
         for factor in (2, 2, 3, 3, 4, 4, 4, 2):
-            (y,) = kept.run(recorder, factor, lambda x, factor=factor: (factor * x,), (x,), CUDA)
+            (y,) = kept.run(capture, factor, lambda x, factor=factor: (factor * x,), (x,), CUDA)
             assert y.tolist() == [5.0 * factor] * 2
-        assert kept.recorded == 1
+        assert kept.captured == 1
 
 
 def test_buckets() -> None:
@@ -198,4 +199,4 @@ def test_buckets() -> None:
 def test_no_warning_where_all_is_well() -> None:
     with warnings.catch_warnings(), pretended.cuda():
         warnings.simplefilter("error")
-        assert run(there(small())).cache.graphs.recorded >= 2
+        assert run(there(small())).cache.graphs.captured >= 2

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from anabranch.errors import PerformanceWarning
-from anabranch.model import stack
+from anabranch.model import kernel_use
 from anabranch.model.config import ModelConfig, RopeConfig
 from anabranch.model.decoder import Decoder
+from anabranch.model.kernel_use import kernels_of
 from anabranch.model.pack import pack_decoder
-from anabranch.model.stack import kernels_of
 from anabranch.native import build
 from anabranch.native import library as native
 from small import LLAMA, randomise
@@ -34,7 +34,7 @@ needs_kernels = pytest.mark.skipif(native.library() is None, reason=f"no native 
 @pytest.fixture(autouse=True)
 def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing has been warned of, and the kernels are looked for again."""
-    monkeypatch.setattr(stack, "_warned", set())
+    monkeypatch.setattr(kernel_use, "_warned", set())
     yield
     native.forget()
 
@@ -110,4 +110,4 @@ def test_what_the_user_chose_is_no_warning(monkeypatch: pytest.MonkeyPatch) -> N
 def test_no_warning_on_other_devices() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        stack.warn_about_kernels(Decoder(FITS).to("meta"))
+        kernel_use.warn_about_kernels(Decoder(FITS).to("meta"))

@@ -9,10 +9,13 @@ from torch import Tensor
 from toys import Oracle, tokens
 
 from anabranch.errors import InputError
+from anabranch.model.blocks import Block
 from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig
-from anabranch.model.decoder import Block, Decoder, Entry, Inputs, Pass
+from anabranch.model.decoder import Decoder
+from anabranch.model.inputs import Inputs
 from anabranch.model.load import Target
+from anabranch.model.passes import Entry, Pass
 from anabranch.tree import DraftTree
 from conftest import ToyMaker
 from small import logits_of

@@ -14,7 +14,8 @@ from anabranch.errors import InputError
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.model import pack
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Decoder, Inputs
+from anabranch.model.decoder import Decoder
+from anabranch.model.inputs import Inputs
 from anabranch.model.load import load_target
 from anabranch.model.pack import WIDE, PackedQuantized
 from anabranch.model.quantize import GROUP, QuantizedLinear, QuantizedWeight, check_quantization, quantize_decoder

@@ -162,7 +162,7 @@ def test_first_phi3_files_say_su() -> None:
 
 
 def test_an_unknown_variant_is_named() -> None:
-    with pytest.raises(ModelError, match="'spiral' is not known; known are default, dynamic, linear"):
+    with pytest.raises(ModelError, match="'spiral' is not supported; supported are default, dynamic, linear"):
         model_config({"model_type": "llama", **_LLAMA, "rope_parameters": {"rope_type": "spiral"}})
 
 
@@ -173,7 +173,7 @@ def test_an_unknown_variant_is_named() -> None:
         ({"rope_type": "linear"}, "'linear' needs 'factor'"),
         (
             {"rope_type": "longrope", "factor": 2.0, "short_factor": _FACTORS, "long_factor": [1.0]},
-            r"does not compute \(1 factors for 8",
+            r"cannot be computed \(1 factors for 8",
         ),
         ({"rope_type": "linear", "factor": "two"}, "factor .* must be a number"),
     ],

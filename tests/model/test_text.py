@@ -62,7 +62,7 @@ def test_a_tokenizer_that_lacks_a_word() -> None:
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="<unk>")))
     assert encode(tokenizer, "a") == [0]
-    with pytest.raises(InputError, match="the tokenizer does not take this text"):
+    with pytest.raises(InputError, match="the tokenizer rejects this text"):
         encode(tokenizer, "b")
 
 

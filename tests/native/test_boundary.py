@@ -15,14 +15,14 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
-from test_kernels import BASE, FORMS, adapter_for, cache, decoder, needs_kernels, packed, tokens
+from test_kernels import BASE, FORMS, adapter_for, cache, decoder, needs_kernels, packed, stack_in, tokens
 
 from anabranch.methods.streams.draft import DraftOptions, StreamDraft
 from anabranch.methods.streams.kernels import TrailEntry
 from anabranch.methods.streams.native import NativeTrail
+from anabranch.model.native_linear import NativeLinear
 from anabranch.model.pack import packed_like
 from anabranch.model.quantize import QuantizedWeight
-from anabranch.model.stack import NativeLinear
 from anabranch.native import library as native
 from anabranch.sampling import position_keys
 
@@ -152,9 +152,8 @@ def test_the_c_side_refuses_by_itself() -> None:
 def test_passes_that_do_not_fit_are_refused() -> None:
     """Tokens, trees, lengths and sizes that would be read or written outside of their tensors."""
     model = packed(BASE, "bfloat16")
-    assert model.stack is not None
     memory = cache(model)
-    stack, x = model.stack, torch.zeros(4, BASE.hidden_size)
+    stack, x = stack_in(model), torch.zeros(4, BASE.hidden_size)
 
     def run(lengths: list[int], parents: list[int], shape: dict[str, int] | None = None, **step: int) -> None:
         made = stack.step(lengths, [4], np.array(parents), 300, x)
@@ -203,8 +202,7 @@ def test_passes_that_do_not_fit_are_refused() -> None:
 def test_rows_of_a_pass_that_do_not_fit_are_refused() -> None:
     """Each batch row has nodes of its own, which neither overlap nor leave the pass."""
     model = packed(BASE, "bfloat16")
-    assert model.stack is not None
-    memory, stack, x = cache(model, rows=3), model.stack, torch.zeros(4, BASE.hidden_size)
+    memory, stack, x = cache(model, rows=3), stack_in(model), torch.zeros(4, BASE.hidden_size)
 
     def run(behind: list[int], bounds: list[int], above: list[int] | None = None, **step: int) -> None:
         made = stack.step(behind, [2, 0, 2], None if above is None else np.array(above), 300, x)
@@ -352,9 +350,9 @@ def test_weights_with_a_nan_choose_nothing(where: str, form: str) -> None:
     if form in ("int8", "int4"):
         quantize_decoder(model, form)  # type: ignore[arg-type]
     assert pack_decoder(model)
-    assert model.stack is not None
-    step = model.stack.step([0], [5], None, 300)
-    _, chosen, _ = model.stack.through(np.array(tokens(5)), step, cache(model), 0, choose=True)
+    stack = stack_in(model)
+    step = stack.step([0], [5], None, 300)
+    _, chosen, _ = stack.through(np.array(tokens(5)), step, cache(model), 0, choose=True)
     assert chosen is not None
     assert chosen[-1] == -1
 
@@ -445,7 +443,7 @@ print(kernels.linear(x, weight, None).shape)
 """
     first, second, third = in_a_process(code).splitlines()
     assert first.startswith("DeviceError the native kernels ran out of memory")
-    assert second.startswith("DeviceError 1,099,511,627,776 bytes of memory cannot be had")
+    assert second.startswith("DeviceError 1,099,511,627,776 bytes of memory cannot be allocated")
     assert third == "torch.Size([1, 32])"
 
 

@@ -15,7 +15,7 @@ import test_kernels
 import torch
 
 from anabranch.errors import InputError
-from anabranch.model.stack import NativeLinear
+from anabranch.model.native_linear import NativeLinear
 from anabranch.native import build
 from anabranch.native import library as native
 

@@ -21,12 +21,15 @@ from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.draft import BLOCKS, DraftOptions, DrawNoise, RowVocabulary, StreamDraft
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.methods.streams.native import NativeTrail
+from anabranch.methods.streams.rider import trail
 from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig, RopeConfig
-from anabranch.model.decoder import Decoder, Inputs
+from anabranch.model.decoder import Decoder
+from anabranch.model.inputs import Inputs
+from anabranch.model.native_linear import NativeLinear
 from anabranch.model.pack import pack_decoder
 from anabranch.model.quantize import QuantizedWeight, quantize_decoder
-from anabranch.model.stack import NativeLinear
+from anabranch.model.stack import NativeBackend, Stack, stack_of
 from anabranch.native import library as native
 from anabranch.sampling import argmax, gumbels, position_keys
 from anabranch.tree import DraftTree
@@ -77,8 +80,15 @@ def packed(config: ModelConfig, form: str) -> Decoder:
     if form in ("int8", "int4"):
         quantize_decoder(model, form)  # type: ignore[arg-type]
     assert pack_decoder(model)
-    assert model.stack is not None
+    assert isinstance(model.backend, NativeBackend)
     return model
+
+
+def stack_in(model: Decoder) -> Stack:
+    """All layers of a packed decoder."""
+    found = stack_of(model.backend)
+    assert found is not None
+    return found
 
 
 def decoder(config: ModelConfig, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Decoder:
@@ -114,7 +124,7 @@ def test_layers_agree_with_float32(name: str) -> None:
     plain = decoder(CASES[name])
     exact, packed = copy.deepcopy(plain).float(), copy.deepcopy(plain)
     assert pack_decoder(packed)
-    assert packed.stack is not None
+    assert isinstance(packed.backend, NativeBackend)
     tree = DraftTree(np.array([5, 7, 9, 11, 13]), np.array([-1, 0, 0, 1, 3]))
     outputs = []
     for model in (exact, plain, packed):
@@ -209,8 +219,7 @@ def test_a_ragged_pass_is_its_rows_to_the_bit(name: str, form: str, data: st.Dat
     if (name, form) not in MODELS:
         MODELS[name, form] = packed(CASES[name], form)
     model = MODELS[name, form]
-    assert model.stack is not None
-    stack = model.stack
+    stack = stack_in(model)
     counts = data.draw(st.lists(st.sampled_from([0, 1, 2, 5, 9, 20]), min_size=1, max_size=9).filter(any))
     source = np.random.default_rng(data.draw(st.integers(0, 2**31)))
     lengths = [int(source.integers(1, 60)) if count else 7 for count in counts]
@@ -305,28 +314,44 @@ ADAPTERS: list[dict[str, object]] = [
 ]
 
 
+def trailed_in_pytorch(target: Decoder, adapter: StreamAdapter, text: list[int], emitted: int) -> torch.Tensor:
+    """The streams [S, D] of a text's last token, computed by PyTorch after the forward pass."""
+    memory, layers, last = cache(target), range(adapter.start, target.config.num_layers), len(text) - 1
+    main = target(Inputs.of_prompt(text), memory, taps=(adapter.start,)).taps[adapter.start]
+    memory.commit([range(len(text))])
+    distance, window = last - torch.arange(len(text)), target.config.sliding_window
+    seen = {False: distance >= 0, True: (distance >= 0) & (distance < (window or len(text)))}
+    found = trail(
+        target,
+        adapter,
+        main[-1][None, None],
+        None if adapter.root is None else target.embedding(torch.tensor([[emitted]])),
+        torch.tensor([[last]]),
+        [(memory.keys[layer, :, :, : len(text)], memory.values[layer, :, :, : len(text)]) for layer in layers],
+        [seen[target.config.is_sliding(layer)][None, None] for layer in layers],
+        100,
+    )
+    return found[0, 0]
+
+
 @needs_kernels
 @pytest.mark.parametrize("shape", ADAPTERS, ids=str)
 @pytest.mark.parametrize("name", ["llama", "sliding window (mistral)"])
 @torch.inference_mode()
 def test_streams_trail_as_in_pytorch(name: str, shape: dict[str, object]) -> None:
+    """The kernels compute the streams that PyTorch computes in float32 from the same weights."""
     model = decoder(CASES[name])
     adapter = adapter_for(model, **shape)
     in_four_bits(model, adapter)
-    exact, wide = copy.deepcopy(model).float(), copy.deepcopy(adapter).float()
+    text, emitted = tokens(30), 7
+    wanted = trailed_in_pytorch(copy.deepcopy(model).float(), copy.deepcopy(adapter).float(), text, emitted)
     assert pack_decoder(model)
-    states = []
-    for target, streams in ((exact, wide), (model, adapter)):
-        drafter = StreamDrafter(target, streams, placement="trail")
-        engine = Engine(target, drafter, capacity=128)
-        engine.add(Request(tokens(30), 1, stop_ids=frozenset()))
-        context = engine._rows[0].context
-        # a row that ends leaves nothing behind, so look before it does
-        engine._rows[0].limit += 5
-        engine.step()
-        states.append(drafter._states[context.key].float())
-    assert states[0].shape == states[1].shape
-    assert F.cosine_similarity(*states, dim=-1).min() > 0.999
+    memory, streams = cache(model), len(wanted)
+    main = model(Inputs.of_prompt(text), memory, taps=(adapter.start,)).taps[adapter.start]
+    memory.commit([range(len(text))])
+    found = NativeTrail(model, adapter, streams).run(main, [len(text) - 1], [emitted], [streams], memory, 100)
+    assert found.shape == wanted.shape
+    assert F.cosine_similarity(found.float(), wanted, dim=-1).min() > 0.999
 
 
 @needs_kernels

@@ -158,7 +158,7 @@ def test_another_prompt_under_an_id_is_refused(tmp_path: Path) -> None:
     write(out, PROMPTS[:6])
     kept = out.read_bytes()
     inserted = [EncodedPrompt(p.id, p.source, q.ids) for p, q in zip(PROMPTS[3:], PROMPTS[2:], strict=False)]
-    with pytest.raises(FileError, match=r"another prompt under the id 3 .*another file.*give each prompt an id"):
+    with pytest.raises(FileError, match=r"another prompt with the id 3.*another file.*give each prompt an id"):
         write(out, [*PROMPTS[:3], *inserted])
     assert out.read_bytes() == kept
     write(out, PROMPTS[2:8])  # ids of their own: some are gone, others are new
@@ -179,7 +179,7 @@ def test_prompts_are_not_written_over(tmp_path: Path) -> None:
     path = lines(tmp_path / "p.jsonl", {"prompt": "w1"})
     (tmp_path / "link.jsonl").symlink_to(path)
     for out in (path, tmp_path / "." / "p.jsonl", tmp_path / "link.jsonl"):
-        with pytest.raises(FileError, match="holds the prompts"):
+        with pytest.raises(FileError, match="contains the prompts"):
             check_out(out, path)
     check_out(tmp_path / "new" / "a.jsonl", path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["link.jsonl", "new", "p.jsonl"]

@@ -18,7 +18,7 @@ from anabranch.methods.streams import objective as module
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.drafter import StreamDrafter
-from anabranch.methods.streams.objective import UNTOLD_STRIDE, LossOptions, StreamObjective
+from anabranch.methods.streams.objective import RIDING_STRIDE, LossOptions, StreamObjective
 from anabranch.model.decoder import Decoder
 from small import RICH, VOCABULARY, decode, prompt, request, small, small_adapter
 
@@ -127,7 +127,7 @@ def test_the_loss_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         text = of.tokens_BT[b]
         for t in range(start, length):
             states = objective.states(
-                frozen, of.tokens_BT, torch.full((3, 1), t), torch.full((3, 1), t % UNTOLD_STRIDE == 0)
+                frozen, of.tokens_BT, torch.full((3, 1), t), torch.full((3, 1), t % RIDING_STRIDE == 0)
             )[b, 0]
             carried: Tensor | None = None
             for j in range(1, RICH.num_streams + 1):

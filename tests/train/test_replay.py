@@ -49,7 +49,7 @@ def test_predicted_is_decoded(case: str, config: StreamConfig) -> None:
 
 
 def test_accuracy_by_stream_is_counted_as_the_loss_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objective_module, "UNTOLD_STRIDE", 10**6)  # replay tells streams everything
+    monkeypatch.setattr(objective_module, "RIDING_STRIDE", 10**6)  # replay conditions all streams
     target = small()
     adapter = small_adapter(target, RICH, torch.arange(0, VOCABULARY, 2))
     answers, _ = decode(target, REQUESTS, rows=4)

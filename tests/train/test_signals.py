@@ -70,7 +70,7 @@ def test_sigterm_in_the_middle_of_a_training(toys: ToyFolders, written: Path, tm
     process = started(*arguments(stopped))
     said = terminated(process, lambda: has_lines(log, 2), signal.SIGTERM, signal.SIGTERM)
     assert process.returncode == 143, said
-    assert "the same command continues from here" in said
+    assert "the same command resumes from here" in said
     assert "Traceback" not in said
     record = json.loads((stopped / "training" / "checkpoint.json").read_text(encoding="utf-8"))
     last = json.loads(log.read_text(encoding="utf-8").splitlines()[-1])
@@ -90,7 +90,7 @@ def test_sigterm_keeps_the_answers_that_are_written(toys: ToyFolders, tmp_path: 
     process = started(*words)
     said = terminated(process, lambda: has_lines(out, 5))
     assert process.returncode == 143, said
-    assert "the same command continues from here" in said
+    assert "the same command resumes from here" in said
     lines = out.read_text(encoding="utf-8").splitlines()
     assert 5 <= len(lines) < 1000
     assert all(json.loads(line)["answer_ids"] for line in lines)

@@ -93,7 +93,7 @@ def test_from_prompts_to_an_adapter_that_decodes(written: Path, tmp_path: Path) 
     before = (folder / "adapter.safetensors").read_bytes()
     refused = call(*arguments)
     assert isinstance(refused.exception, FileError)
-    assert str(refused.exception).endswith("holds a finished adapter; give another --out, or --force to replace it")
+    assert str(refused.exception).endswith("contains a finished adapter; give another --out, or --force to replace it")
     again = call(*arguments, "--force")
     assert again.exit_code == 0
     assert (folder / "adapter.safetensors").read_bytes() == before
@@ -147,7 +147,7 @@ def test_beginning_with_another_adapter(written: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(new.state_dict()[name], value, atol=1e-5, rtol=1e-2)
     other = call(*further, *gentle, "--adapter-rank", 3, "--force")
     assert isinstance(other.exception, InputError)
-    assert "adapter_rank 16, and this training asks for 3" in str(other.exception)
+    assert "adapter_rank 16, but this training uses 3" in str(other.exception)
     fresh = call("streams", "--answers", written, "--out", second, *SMALL, *gentle, "--force")
     assert isinstance(fresh.exception, FileError)
     assert "other initial weights" in str(fresh.exception)
@@ -190,7 +190,7 @@ def test_going_on_with_other_options_names_them(
     refused = call(*arguments, *option, "--force")
     assert isinstance(refused.exception, FileError)
     assert f"was started with {words}; " in str(refused.exception)
-    assert "start anew with --no-resume" in str(refused.exception)
+    assert "start over with --no-resume" in str(refused.exception)
     assert call(*arguments, *option, "--no-resume", "--force").exit_code == 0
 
 
@@ -203,7 +203,7 @@ def test_what_cannot_be_written_is_refused_before_a_model_is_loaded(
     before = sorted(tmp_path.iterdir())
     kept = prompts.read_bytes()
     for out, message in (
-        (prompts, "holds the prompts"),
+        (prompts, "contains the prompts"),
         (tmp_path, "is a folder"),
         (prompts / "a.jsonl", "choose another --out"),
     ):
@@ -225,12 +225,12 @@ def test_a_training_that_cannot_be_is_refused_before_a_model_is_loaded(
         (("streams", "--answers", tmp_path / "none", "--out", tmp_path / "new"), "there is no file"),
         (("streams", "--text", tmp_path / "none", "--out", tmp_path / "new"), "there is no file"),
         (("streams", "--out", tmp_path / "new"), "give either a file of completions"),
-        ((*fine, "--init", tmp_path), "holds no adapter (no adapter_config.json)"),
+        ((*fine, "--init", tmp_path), "contains no adapter (no adapter_config.json)"),
         ((*fine, "--figure", tmp_path / "f.jpg"), "must be a .png or .svg file"),
         ((*fine, "--figure", written.with_suffix(".png") / "f.png"), "--figure"),
         ((*fine, "--licence", "CC0"), "--licence must be SOURCE=LICENCE, got 'CC0'"),
         ((*fine, "--threads", 0), "threads"),
-        (("streams", "--answers", written, "--out", toys.adapter), "holds a finished adapter"),
+        (("streams", "--answers", written, "--out", toys.adapter), "contains a finished adapter"),
         (("answers", "--prompts", tmp_path / "none", "--out", tmp_path / "new.jsonl"), "there is no file"),
     ):
         written.with_suffix(".png").touch()
@@ -255,7 +255,7 @@ def test_ctrl_c_says_how_to_go_on(written: Path, tmp_path: Path, monkeypatch: py
         patch.setattr(Trainer, "run", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         stopped = call(*arguments)
     assert stopped.exit_code == 130
-    assert "the same command continues" in stopped.stderr
+    assert "the same command resumes" in stopped.stderr
     assert not (tmp_path / "c" / "adapter_config.json").exists()
 
 

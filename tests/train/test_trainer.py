@@ -190,12 +190,12 @@ def test_a_run_of_few_steps_leaves_a_log(examples: list[Example], tmp_path: Path
 def test_resume_refuses_what_is_not_the_same_run(examples: list[Example], tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         trainer(examples, tmp_path).run(stop_at(2))
-    both = r"started with lr 0.02 \(now 0.001\), decay 0.8 \(now 0.25\); .* anew with --no-resume"
+    both = r"started with lr 0.02 \(now 0.001\), decay 0.8 \(now 0.25\); .* over with --no-resume"
     with pytest.raises(FileError, match=both):
         trainer(examples, tmp_path, replace(OPTIONS, lr=1e-3, evaluate_every=100), loss=LossOptions(decay=0.25)).run(
             nothing
         )
-    with pytest.raises(FileError, match=r"other examples .another file.* anew with --no-resume"):
+    with pytest.raises(FileError, match=r"other examples .another file.* over with --no-resume"):
         trainer(examples[1:], tmp_path).run(nothing)
     with pytest.raises(FileError, match=r"started with conditioning path \(now parent\); .* --no-resume"):
         trainer(examples, tmp_path, config=replace(CONFIG, conditioning="parent")).run(nothing)

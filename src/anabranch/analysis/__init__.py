@@ -1,1 +1,1 @@
-"""What speculation should give and what it gave: closed forms, costs, traces, and a simulator that replays them."""
+"""Analysis of speculative decoding: closed forms, draft costs, traces, and a simulator that replays traces."""

@@ -1,9 +1,9 @@
-"""What a draft costs beside the target's own pass: parameters, arithmetic, memory traffic (ACL figures 8 and 9).
+"""The cost of a draft on top of the target's own pass: parameters, arithmetic, memory traffic (ACL figures 8 and 9).
 
-Everything is counted from modules of the methods' shapes on the meta device (``methods.counting``). A *draft* is what a
-method proposes between two verifications. The methods of the registry count their own; those that the papers compare
-with and that are not implemented here are counted below. docs/theory.md compares the counts with the papers' tables and
-lists what the papers leave open.
+All costs are counted from modules of the methods' shapes on the meta device (``methods.counting``). A *draft* is what a
+method proposes between two verifications. Registered methods count their own; methods that the papers compare with and
+that are not implemented here are counted below. docs/theory.md compares the counts with the papers' tables and lists
+what the papers leave unspecified.
 
 h width, v vocabulary, L context length.
 """
@@ -26,7 +26,8 @@ from anabranch.methods.counting import (
     matrix_weights,
     parameters,
 )
-from anabranch.model.decoder import Block, Decoder
+from anabranch.model.blocks import Block
+from anabranch.model.decoder import Decoder
 from anabranch.model.families import model_config
 from anabranch.model.weights import build_decoder
 
@@ -60,7 +61,7 @@ def _opt(h: int, layers: int, heads: int) -> dict[str, Any]:
     }
 
 
-# the published configs, as far as shapes follow from them
+# the published configs, reduced to what determines shapes
 MODELS: dict[str, dict[str, Any]] = {
     "OPT-125m": _opt(768, 12, 12),
     "OPT-1.3b": _opt(2048, 24, 32),
@@ -99,12 +100,12 @@ def counted_methods() -> tuple[str, ...]:
 
 
 def cost(method: str, name: str, shape: DraftShape | None = None) -> DraftCost:
-    """What a draft of ``method`` for the target ``name`` costs. Raises InputError for an unknown name."""
+    """The cost of a draft of ``method`` for the target ``name``. Raises InputError for an unknown name."""
     return costs(name, shape, methods=(method,))[method]
 
 
 def costs(name: str, shape: DraftShape | None = None, *, methods: Iterable[str] | None = None) -> dict[str, DraftCost]:
-    """The costs of several methods (None: all) for one target, which is built once. Raises InputError."""
+    """The costs of several methods (None: all) for one target. Raises InputError for an unknown name."""
     shape, known = shape or DraftShape(), _counts()
     asked = tuple(known if methods is None else methods)
     if unknown := [method for method in asked if method not in known]:
@@ -116,7 +117,7 @@ def costs(name: str, shape: DraftShape | None = None, *, methods: Iterable[str] 
 
 # -- the papers' methods ---------------------------------------------------------------------------------------------
 def _draft_model(decoder: Decoder, s: DraftShape) -> DraftCost:
-    """gamma passes of a small decoder, one after another."""
+    """gamma sequential passes of a small decoder."""
     small = target(s.draft or ("OPT-125m" if decoder.config.family == "opt" else "Llama-68m"))
     read = matrix_weights(small)
     cache = 2 * small.config.num_layers * small.config.num_kv_heads * small.config.head_dim * s.context
@@ -125,16 +126,16 @@ def _draft_model(decoder: Decoder, s: DraftShape) -> DraftCost:
 
 
 def _medusa(decoder: Decoder, s: DraftShape) -> DraftCost:
-    """gamma heads of a residual block and a head of their own: gamma (h^2 + h v) parameters (Cai et al. 2024)."""
+    """gamma heads, each a residual block and an output head: gamma (h^2 + h v) parameters (Cai et al. 2024)."""
     h, v = decoder.config.hidden_size, decoder.config.vocab_size
     heads = nn.ModuleList(nn.Sequential(nn.Linear(h, h), nn.Linear(h, v, bias=False)) for _ in range(s.gamma))
     return _once(heads)
 
 
 def _hydra(decoder: Decoder, s: DraftShape) -> DraftCost:
-    """Medusa's heads conditioned on the tokens before: head i reads i + 1 embeddings too (Ankner et al. 2024).
+    """Medusa's heads conditioned on the previous tokens: head i also reads i + 1 embeddings (Ankner et al. 2024).
 
-    Its block has a second matrix on the way around, since widths differ. One path; a tree runs heads at every node.
+    Its residual connection has a matrix, since the widths differ. One path is counted; a tree runs heads at every node.
     """
     h, v = decoder.config.hidden_size, decoder.config.vocab_size
     heads = nn.ModuleList(
@@ -145,7 +146,7 @@ def _hydra(decoder: Decoder, s: DraftShape) -> DraftCost:
 
 
 def _eagle(decoder: Decoder, s: DraftShape) -> DraftCost:
-    """gamma steps of one decoder layer behind a 2h x h matrix, each read out by the target's head (Li et al. 2024)."""
+    """gamma steps of a 2h x h matrix and one decoder layer, each followed by the target's head (Li et al. 2024)."""
     config = decoder.config
     own = nn.ModuleList((nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False), Block(config)))
     read = matrix_weights(own) + decoder.head.weight.numel()
@@ -155,14 +156,14 @@ def _eagle(decoder: Decoder, s: DraftShape) -> DraftCost:
 
 
 def _lookahead(decoder: Decoder, s: DraftShape) -> DraftCost:
-    """(W + G)(N - 1) more rows in the target's own pass, nothing trained, nothing read again (Fu et al. 2024)."""
+    """(W + G)(N - 1) more rows in the target's own pass; no parameters and no extra reads (Fu et al. 2024)."""
     rows = (s.window + s.guesses) * (s.ngram - 1)
     per_row = 2 * matrix_weights(decoder) + decoder.config.num_layers * attention_operations(decoder.config, s.context)
     return DraftCost(0, 0, rows * per_row)
 
 
 def _once(heads: nn.Module) -> DraftCost:
-    """Heads that are read once a draft."""
+    """The cost of heads that are read once per draft."""
     read = matrix_weights(heads)
     return DraftCost(parameters(heads), WEIGHT_BYTES * read, 2 * read)
 

@@ -1,4 +1,4 @@
-"""The papers' figures of theory and cost, drawn from our own formulas and counts, each with a table of its numbers.
+"""The papers' figures on theory and cost, drawn from our own formulas and counts, each with a table of its numbers.
 
 v1 4, ACL 20  ``streaming_speedup``  Speculative Streaming over a draft model (eq. 10)
 Leviathan     ``t5``                 the T5 experiments, predicted and measured
@@ -40,15 +40,14 @@ NAMES = ("streaming_speedup", "t5", "overhead", "operations")
 
 
 def write_figures(folder: Path, *, model: str = "Llama-2-13B", force: bool = False) -> list[Path]:
-    """Write NAME.csv, NAME.png and NAME.svg of every figure into ``folder``; the cost figures are of ``model``.
+    """Write NAME.csv, NAME.png and NAME.svg of every figure into ``folder``; the cost figures are for ``model``.
 
-    Raises FileError for a folder that cannot be written to, and for files that exist already unless ``force`` is set,
-    before anything is drawn.
+    Before drawing, raises FileError if the folder is not writable, or if files exist and ``force`` is not set.
     """
     plots.check_matplotlib()
     counted = _counted(model)
     if folder.is_file():
-        raise FileError(f"{folder} is a file; give a folder for the figures, which need not exist yet")
+        raise FileError(f"{folder} is a file; give a folder for the figures (it is created if necessary)")
     check_folder(folder, "figures", "folder")
     for name in NAMES:
         for suffix in (".csv", *plots.OPTIONS):
@@ -102,7 +101,7 @@ def _t5() -> Table:
 
 
 def _counted(model: str) -> dict[str, DraftCost]:
-    """Every method, and once more with its rows riding on ``RIDING`` nodes where that makes a difference."""
+    """Every method, and again with its rows riding on ``RIDING`` nodes if that changes its cost."""
     found, riding = costs(model), costs(model, DraftShape(nodes=RIDING))
     more = {f"{name}, riding on {RIDING} nodes": riding[name] for name in found if riding[name] != found[name]}
     return found | more
@@ -172,11 +171,11 @@ def _short(value: float) -> str:
 
 def _draw_overhead(figure: Figure, table: Table) -> None:
     left, right = figure.subplots(1, 2, sharey=True)
-    rows = [row for row in table if "riding" not in row["method"]]  # riding neither reads nor trains anything more
+    rows = [row for row in table if "riding" not in row["method"]]  # riding changes neither parameters nor reads
     names = [row["method"] for row in rows]
     _bars(left, names, [row["parameters"] for row in rows], "additional parameters")
     _bars(right, names, [row["bytes_read"] / 1e6 for row in rows], "megabytes read per draft")
-    right.invert_yaxis()  # the axis is shared: both calls would cancel out
+    right.invert_yaxis()  # once: the axis is shared
 
 
 def _draw_operations(figure: Figure, table: Table) -> None:

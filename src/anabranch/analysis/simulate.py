@@ -1,22 +1,21 @@
-"""What smaller drafts would have given, replayed from a recording without the model.
+"""Replay a recording with smaller drafts, without the model.
 
-Under the rule *matching* the text does not depend on the drafts, and a draft depends on the text alone. So a recorded
-draft can be cut (fewer nodes, less deep, fewer children, only the likely ones, without some source) and verified
-against the recorded text, and the walk goes on where it ends:
+With the rule *matching* the text does not depend on the drafts, and a draft depends only on the text. So a recorded
+draft can be cut (fewer nodes, smaller depth, fewer children, a probability threshold, a source left out) and verified
+against the recorded text; the replay continues where the accepted path ends:
 
     text      a b c d e f            recorded, at a:  b c d          cut to depth 1:  b
     recorded  a:bcd|e ...            4 tokens in a step              a:b|c  then c?
 
-Where a recording has a draft at every position, the walk finds one at ``c``, and the replay is the decoding that the
-cut drafts would have made. A recording of real steps has none there. Then two numbers are given: the *mean* judges each
-recorded step by itself and takes the positions between to be like the recorded ones, and the *floor* walks and assumes
-that every draft between is rejected. For the drafts as they were recorded both equal what was counted when decoding.
+If a recording has a draft at every position, there is one at ``c``, and the replay is exactly the decoding with the cut
+drafts. A recording of real steps has none there, and two numbers are given: the *mean* evaluates each recorded step by
+itself, assuming that positions in between are like the recorded ones; the *floor* replays the text, assuming that every
+draft in between is rejected. For uncut drafts both equal the statistics of the decoding.
 
-The best n nodes of a best-first tree are the best-first tree of n nodes, so cutting nodes gives what drafting fewer
-would have given. ``Ranking`` replays drafters that choose what is verified at every step: it corrects the recorded
-probabilities by what was accepted (``methods.beliefs``), as decoding does. Cutting depth, children or a source from a
-tree that a budget had cut leaves fewer nodes than drafting so would have given: ``Prediction.filled`` tells how often
-the requested budget was reached.
+The best n nodes of a best-first tree are the best-first tree of n nodes, so cutting nodes equals drafting fewer.
+``Ranking`` replays drafters that choose the verified nodes at every step: it corrects the recorded probabilities by
+what was accepted (``methods.beliefs``), as decoding does. Cutting depth, children or a source of a tree that a budget
+limited leaves fewer nodes than drafting that way; ``Prediction.filled`` tells how often the budget was reached.
 """
 
 from __future__ import annotations
@@ -41,20 +40,20 @@ from anabranch.verify import match
 
 __all__ = ["Cut", "Latency", "Prediction", "Ranking", "merged", "overlap", "replay", "simulate"]
 
-NOTHING = -1  # no token: the text is over
+NOTHING = -1  # no token: the end of the text
 Price = Callable[[int], "float | None"]  # milliseconds of a step by the nodes that it verifies; None: unknown
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How a recorded draft is cut; the defaults leave it as it is.
+    """How to cut a recorded draft; the defaults leave it unchanged.
 
-    nodes      keep at most that many nodes, the most probable ones, root included
-    depth      the greatest depth
-    k          keep at most that many children of a node, the most probable ones
-    threshold  drop nodes of a lower joint probability
-    drop       drop the nodes of these sources with all below them; "stream" stands for "stream 1" and all others.
-               A node that several drafters proposed belongs to the one that gave it the highest probability
+    nodes      keep at most this many nodes, the most probable ones, counting the root
+    depth      maximum depth
+    k          keep at most this many children of a node, the most probable ones
+    threshold  drop nodes with a lower joint probability
+    drop       drop the nodes of these sources and their descendants; a name without its number stands for the whole
+               group. A node that several drafters proposed has the source that gave it the highest probability
     """
 
     nodes: int | None = None
@@ -72,7 +71,7 @@ class Cut:
             raise InputError(f"threshold must be a probability of at least 0 and below 1, got {self.threshold!r}")
 
     def __call__(self, tree: DraftTree) -> DraftTree:
-        """The cut tree. Raises CapabilityError where that takes probabilities that the tree does not carry."""
+        """The cut tree. Raises CapabilityError if that requires probabilities and the tree has none."""
         if tree.log_probs is None and tree.size > 1 and (self.nodes is not None or self.threshold):
             raise CapabilityError(
                 "this recording has no probabilities of drafted tokens, so a budget of nodes or a threshold cannot be "
@@ -97,18 +96,18 @@ class Cut:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Choose the nodes that are verified by their corrected probabilities, as decoding does for one sequence.
+    """Choose the nodes to verify by their corrected probabilities, as decoding does for one sequence.
 
-    nodes  the most nodes of a tree, root included
-    ms     [nodes] milliseconds of a step that verifies 1, 2, ... nodes: as many are verified as promise the most tokens
-           a millisecond (``speculation.best_count``); None: always ``nodes``
+    nodes  maximum number of nodes of a tree, counting the root
+    ms     [nodes] milliseconds of a step that verifies 1, 2, ... nodes: the number of nodes with the most expected
+           tokens per millisecond is verified (``speculation.best_count``); None: always ``nodes``
     """
 
     nodes: int
     ms: Sequence[float] | None = None
 
     def __call__(self, tree: DraftTree, beliefs: Beliefs) -> DraftTree:
-        """The chosen part of a drafted tree."""
+        """The chosen nodes of a drafted tree."""
         found = beliefs(tree)
         count = self.nodes
         if self.ms is not None:
@@ -118,14 +117,14 @@ class Ranking:
 
 @dataclass(frozen=True)
 class Latency:
-    """Milliseconds of a whole step by the nodes that it verifies, widths ascending; linear between them."""
+    """Milliseconds of a whole step by the number of verified nodes (ascending), interpolated linearly."""
 
     widths: tuple[int, ...]
     ms: tuple[float, ...]
 
     @staticmethod
     def read(path: Path) -> Latency:
-        """From JSON ``{"1": 10.2, "16": 14.0}`` or from lines ``width,ms``. Raises FileError."""
+        """Read JSON ``{"1": 10.2, "16": 14.0}`` or lines ``width,ms``. Raises FileError."""
         try:
             text = read_text(path, "give lines width,ms or JSON")
             pairs = parse_json(text).items() if text.lstrip().startswith("{") else _lines(text)
@@ -138,7 +137,7 @@ class Latency:
 
     @staticmethod
     def of(trace: Trace, *, least: int = 3) -> Latency | None:
-        """Medians over the widths that at least ``least`` steps of a recording had; None where nothing was verified."""
+        """Medians by number of verified nodes, for those with ``least`` steps or more; None if nothing was verified."""
         if trace.every_position:
             return None
         found: dict[int, list[float]] = {}
@@ -148,20 +147,20 @@ class Latency:
         return Latency(tuple(w for w, _ in table), tuple(ms for _, ms in table)) if table else None
 
     def __call__(self, width: int) -> float | None:
-        """Milliseconds; None for a width outside of the table."""
+        """Milliseconds; None for a width outside the table."""
         inside = self.widths[0] <= width <= self.widths[-1]
         return float(np.interp(width, self.widths, self.ms)) if inside else None
 
 
 @dataclass
 class Prediction:
-    """What the drafts of a ``Cut`` give, or would have given. Counts as in docs/metrics.md.
+    """The result of a replay with cut drafts; docs/metrics.md defines the counts.
 
-    accepted  steps by the number of draft tokens that they accepted
-    ranks     accepted draft tokens by their rank among their siblings
-    floor     mean acceptance length if all drafts between recorded positions were rejected; None: none were between
-    filled    share of drafted steps that reached the requested budget of nodes
-    ms        of all steps, by a latency table; None without one, or where it does not cover a step
+    accepted  number of steps by how many draft tokens they accepted
+    ranks     number of accepted draft tokens by their rank among their siblings
+    floor     mean acceptance length if all drafts between recorded positions are rejected; None: there are none
+    filled    fraction of drafted steps that reached the requested budget of nodes
+    ms        total of all steps from a latency table; None without one, or if it does not cover a step
     """
 
     cut: Cut
@@ -178,27 +177,27 @@ class Prediction:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens a step."""
+        """Tokens per step."""
         return self.tokens / max(1, self.steps)
 
     @property
     def tokens_per_second(self) -> float | None:
-        """While decoding, prompts not counted."""
+        """Decoding speed, without the time for prompts."""
         return None if not self.ms else 1e3 * self.tokens / self.ms
 
     @property
     def filled(self) -> float | None:
-        """See above; None where no budget was requested."""
+        """See above; None if no budget was requested."""
         return None if self.cut.nodes is None else self.full / max(1, self.drafted_steps)
 
     @property
     def alpha(self) -> float | None:
-        """Leviathan et al.'s acceptance rate that fits the accepted counts; None without drafts."""
+        """Leviathan et al.'s acceptance rate, fitted to the accepted counts; None without drafts."""
         drafted = [(found, depth) for found, depth in self.depths if depth]
         return fitted_acceptance_rate(*zip(*drafted, strict=True)) if drafted else None
 
     def acceptance_by_depth(self) -> list[float]:
-        """Share of the steps with a draft that accepted at least 1, 2, ... draft tokens."""
+        """The fraction of drafted steps that accepted at least 1, 2, ... draft tokens."""
         total, deepest = max(1, self.drafted_steps), max(self.accepted, default=0)
         return [sum(n for a, n in self.accepted.items() if a >= d) / total for d in range(1, deepest + 1)]
 
@@ -217,7 +216,7 @@ class Prediction:
             self.ms = None if ms is None else self.ms + ms
 
     def to_dict(self) -> dict[str, Any]:
-        """For --json."""
+        """As JSON values, for --json."""
         cut = {name: getattr(self.cut, name) for name in ("nodes", "depth", "k", "threshold")}
         rounded = {
             name: None if value is None else round(value, 4)
@@ -244,28 +243,28 @@ class Prediction:
 def simulate(trace: Trace, cut: Cut | None = None, *, latency: Price | None = None) -> Prediction:
     """Replay a recording with cut drafts.
 
-    Raises CapabilityError for a cut that cannot be told from the recording: under the rule *rejection* only depth and k
-    can be cut, which leaves the distribution of every trial as it was.
+    Raises CapabilityError for a cut that cannot be replayed: with the rule *rejection* only depth and k can be cut,
+    which does not change the distribution of any trial.
     """
     cut = cut or Cut()
     if trace.rule == "rejection" and (cut.nodes is not None or cut.threshold or cut.drop):
         raise CapabilityError(
-            "under rule='rejection' a draft without some of its tokens would have been judged differently; replay "
+            "with rule='rejection' a draft without some of its tokens would have been verified differently; replay "
             "other depths or k, or record with rule='match'"
         )
     if trace.every_position:
         return replay(trace.rows(), cut, latency=latency)
-    told, floor = Prediction(cut, ms=None if latency is None else 0.0), Prediction(cut)
+    found, floor = Prediction(cut, ms=None if latency is None else 0.0), Prediction(cut)
     between = False
     for row in trace.rows():
         for tree, path, emitted in _each(row, cut):
-            told.add(tree, path, emitted, latency)
+            found.add(tree, path, emitted, latency)
         for record, tree, path, emitted in _walk(row, cut, None):
             floor.add(tree, path, emitted, None)
             between = between or record is None
     if between:
-        told.floor = floor.mean_acceptance_length
-    return told
+        found.floor = floor.mean_acceptance_length
+    return found
 
 
 def replay(
@@ -275,10 +274,7 @@ def replay(
     latency: Price | None = None,
     ranking: Ranking | None = None,
 ) -> Prediction:
-    """Decode recorded sequences again with cut drafts, of which ``ranking`` chooses what is verified.
-
-    Every position of ``rows`` must have a draft.
-    """
+    """Replay sequences recorded at every position with cut drafts, of which ``ranking`` chooses the verified nodes."""
     found = Prediction(cut or Cut(), ms=None if latency is None else 0.0)
     for row in rows:
         for record, tree, path, emitted in _walk(row, found.cut, ranking):
@@ -288,7 +284,7 @@ def replay(
 
 
 def merged(rows: Sequence[TraceRow], cuts: Sequence[Cut]) -> TraceRow:
-    """Recordings of one text at every position, each cut in its own way, as that of the merged trees."""
+    """Merge recordings of one text at every position, each with its own cut, into a recording of the merged trees."""
     records = []
     for parts in zip(*(row.records for row in rows), strict=True):
         trees = [_draft(record, cut) for record, cut in zip(parts, cuts, strict=True)]
@@ -297,7 +293,7 @@ def merged(rows: Sequence[TraceRow], cuts: Sequence[Cut]) -> TraceRow:
 
 
 def overlap(trace: Trace) -> float | None:
-    """alpha as the mean of sum_x min(p(x), q(x)) over what *rejection* judged; None if p and q were not recorded."""
+    """alpha as the mean of sum_x min(p(x), q(x)) over all *rejection* trials; None if p and q were not recorded."""
     found = [value for record in trace if record.judged is not None for value in record.judged.overlap]
     return float(np.mean(found)) if found else None
 
@@ -305,7 +301,7 @@ def overlap(trace: Trace) -> float | None:
 def _walk(
     row: TraceRow, cut: Cut, ranking: Ranking | None
 ) -> Iterator[tuple[TraceRecord | None, DraftTree, tuple[int, ...], int]]:
-    """Decode the row's text with cut drafts, from where each step ends; without a record nothing is drafted.
+    """Replay the row's text with cut drafts; positions without a record have no draft.
 
     Yields (record, verified tree, accepted path, emitted tokens) for each step.
     """
@@ -324,7 +320,7 @@ def _walk(
 
 
 def _each(row: TraceRow, cut: Cut) -> Iterator[tuple[DraftTree, tuple[int, ...], int]]:
-    """Each recorded step by itself: verified tree, accepted path, emitted tokens."""
+    """Yield (verified tree, accepted path, emitted tokens) of each recorded step by itself."""
     decided, end = row.decided, len(row.tokens)
     for record in row.records:
         tree = _draft(record, cut)
@@ -333,7 +329,7 @@ def _each(row: TraceRow, cut: Cut) -> Iterator[tuple[DraftTree, tuple[int, ...],
 
 
 def _draft(record: TraceRecord, cut: Cut) -> DraftTree:
-    """The cut draft, no deeper than what may still be emitted."""
+    """The cut draft, no deeper than the rest of the text."""
     tree = cut(record.tree)
     if record.max_depth is None or tree.max_depth <= record.max_depth:
         return tree
@@ -341,7 +337,7 @@ def _draft(record: TraceRecord, cut: Cut) -> DraftTree:
 
 
 def _match(tree: DraftTree, text: Sequence[int]) -> tuple[int, ...]:
-    """The path of ``tree`` that a target accepts whose own tokens after the root are ``text``."""
+    """The accepted path of ``tree`` if the target's own tokens after the root are ``text``."""
     return match(tree, [text[depth] if depth < len(text) else NOTHING for depth in tree.depths.tolist()]).path
 
 

@@ -1,10 +1,10 @@
 """Closed forms of speculative decoding: Leviathan et al. 2023, and Speculative Streaming against a draft model.
 
-alpha  acceptance rate: the probability that a drafted token is accepted, taken to be the same at every position
-gamma  tokens drafted a step
+alpha  acceptance rate: the probability that a drafted token is accepted, assumed equal at all positions
+gamma  tokens drafted per step
 c      cost coefficient: seconds of one draft-model pass / seconds of one target pass
 
-All assume that acceptances are independent; ``docs/theory.md`` says where that fails.
+All formulas assume independent acceptances; ``docs/theory.md`` discusses where that fails.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ __all__ = [
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
-    """Tokens a step, the target's own next token included (eq. 1): (1 - alpha^(gamma+1)) / (1 - alpha)."""
+    """Tokens per step, including the target's own next token (eq. 1): (1 - alpha^(gamma+1)) / (1 - alpha)."""
     _check(alpha, gamma)
     return float(sum(alpha**i for i in range(gamma + 1)))  # the same sum, without 0 / 0 at alpha = 1
 
 
 def speedup(alpha: float, gamma: int, c: float) -> float:
-    """Walltime improvement over plain decoding (theorem 3.8): expected tokens / (gamma c + 1)."""
+    """Speedup in wall time over plain decoding (theorem 3.8): expected tokens / (gamma c + 1)."""
     _check(alpha, gamma, c)
     return expected_tokens(alpha, gamma) / (gamma * c + 1)
 
 
 def optimal_gamma(alpha: float, c: float, *, most: int | None = None) -> int:
-    """The gamma of the largest speedup, at most ``most``; 0: plain decoding is fastest.
+    """The gamma with the largest speedup, at most ``most``; 0: plain decoding is fastest.
 
-    The speedup is a concave over a linear function of gamma, so it rises and then falls: the first gamma whose
-    successor is not better is the best. Raises InputError where there is no largest gamma (c = 0, or alpha = 1 without
-    ``most``).
+    The speedup is a concave function of gamma over a linear one, so it first rises and then falls: the first gamma
+    whose successor is not better is the best. Raises InputError if there is no largest gamma (c = 0, or alpha = 1
+    without ``most``).
     """
     _check(alpha, 0, c)
     if most is None and alpha > 0 and (c == 0 or (alpha == 1 and c < 1)):
-        raise InputError("drafts that are free or always right have no best gamma; limit it with most")
+        raise InputError("there is no best gamma if drafts are free or always accepted; limit it with most")
     gamma = 0
     while (most is None or gamma < most) and speedup(alpha, gamma + 1, c) > speedup(alpha, gamma, c):
         gamma += 1
@@ -62,27 +62,27 @@ def optimal_gamma(alpha: float, c: float, *, most: int | None = None) -> int:
 
 
 def pays(alpha: float, c: float) -> bool:
-    """Whether some gamma makes decoding faster (corollary 3.9): alpha > c."""
+    """Whether any gamma makes decoding faster (corollary 3.9): alpha > c."""
     _check(alpha, 0, c)
     return alpha > c
 
 
 def least_speedup(alpha: float, c: float) -> float:
-    """What the best gamma gives at least (corollary 3.9): (1 + alpha) / (1 + c) where alpha > c, else 1."""
+    """Lower bound of the speedup at the best gamma (corollary 3.9): (1 + alpha) / (1 + c) if alpha > c, else 1."""
     return (1 + alpha) / (1 + c) if pays(alpha, c) else 1.0
 
 
 def expected_operations(alpha: float, gamma: int, c_operations: float) -> float:
-    """Arithmetic over that of plain decoding (theorem 3.11): (gamma c' + gamma + 1) / expected tokens.
+    """Arithmetic relative to plain decoding (theorem 3.11): (gamma c' + gamma + 1) / expected tokens.
 
-    c_operations  arithmetic of one draft-model token / that of one target token
+    c_operations  c', the arithmetic of one draft-model token / that of one target token
     """
     _check(alpha, gamma, c_operations)
     return (gamma * c_operations + gamma + 1) / expected_tokens(alpha, gamma)
 
 
 def acceptance_rate(p_NV: ArrayLike, q_NV: ArrayLike) -> float:
-    """alpha = mean over positions of sum_x min(p(x), q(x)) (corollary 3.6), of distributions [N, V] or [V]."""
+    """alpha = mean over positions of sum_x min(p(x), q(x)) (corollary 3.6), for distributions [N, V] or [V]."""
     p, q = _distributions(p_NV, "p"), _distributions(q_NV, "q")
     if p.shape != q.shape:
         raise InputError(
@@ -97,10 +97,10 @@ def divergence(p_NV: ArrayLike, q_NV: ArrayLike) -> float:
 
 
 def fitted_acceptance_rate(accepted: ArrayLike, depths: ArrayLike) -> float:
-    """The alpha under which ``accepted`` [N] draft tokens of chains of ``depths`` [N] are most likely.
+    """The maximum-likelihood alpha, given ``accepted`` [N] draft tokens of chains of ``depths`` [N].
 
-    Each step is a run of successes that ends in a failure, unless it reached its depth: successes / (successes +
-    failures). A tree counts by its depth; alpha is then the probability that *one of* the children is right.
+    Each step is a run of successes that ends with a failure, unless it reached its depth: alpha = successes /
+    (successes + failures). For trees with these depths, alpha is the probability that *one of* the children is right.
     """
     a, d = np.asarray(accepted, np.int64), np.asarray(depths, np.int64)
     if a.shape != d.shape or (a > d).any() or (a < 0).any():
@@ -112,12 +112,12 @@ def fitted_acceptance_rate(accepted: ArrayLike, depths: ArrayLike) -> float:
 
 
 def parity(gamma: int, target_over_draft: float, streaming_over_target: float = 1.0) -> float:
-    """zeta / beta at which a draft model and Speculative Streaming take the same time (ACL eq. 10).
+    """The ratio zeta / beta at which a draft model and Speculative Streaming are equally fast (ACL eq. 10).
 
-    zeta, beta           tokens per target pass with the draft model, and with Speculative Streaming
-    gamma                draft-model passes a step
-    target_over_draft    C_target / C_draft
-    streaming_over_target  C_ss / C_target, nearly 1 where decoding is bound by memory
+    zeta, beta             tokens per target pass with the draft model, and with Speculative Streaming
+    gamma                  draft-model passes per step
+    target_over_draft      C_target / C_draft
+    streaming_over_target  C_ss / C_target, nearly 1 if decoding is memory-bound
     """
     if gamma < 0 or target_over_draft <= 0 or streaming_over_target <= 0:
         raise InputError(
@@ -138,7 +138,7 @@ def streaming_speedup(
 
 @dataclass(frozen=True)
 class Experiment:
-    """One row of Leviathan et al.'s table of T5-XXL experiments; ``speedup`` is what they measured."""
+    """One row of Leviathan et al.'s table of T5-XXL experiments; ``speedup`` is their measurement."""
 
     task: str
     draft: str
@@ -150,7 +150,7 @@ class Experiment:
 
     @property
     def predicted(self) -> float:
-        """Theorem 3.8."""
+        """The speedup by theorem 3.8."""
         return speedup(self.alpha, self.gamma, self.c)
 
 
@@ -177,5 +177,5 @@ def _check(alpha: float, gamma: int, c: float = 0.0) -> None:
 def _distributions(values: ArrayLike, name: str) -> NDArray[np.float64]:
     found: NDArray[np.float64] = np.asarray(values, np.float64)
     if found.ndim == 0 or found.size == 0 or (found < 0).any() or not np.allclose(found.sum(-1), 1, atol=1e-4):
-        raise InputError(f"{name} must hold distributions: rows of probabilities that add up to 1")
+        raise InputError(f"{name} must contain distributions: rows of probabilities that sum to 1")
     return found

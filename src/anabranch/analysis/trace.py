@@ -1,17 +1,18 @@
-"""Recordings of decoding, one JSON line a step, written as it happens and readable after a crash.
+"""Traces of decoding: one JSON line per step, written during decoding and readable after a crash.
 
     {"trace": 2, "rule": "match", "every_position": false, "settings": {...}}  the first line
-    {"source": "stream 1"}                                                       names source 1; 0 is "target"
+    {"source": "head 1"}                                                         names source 1; 0 is "target"
     {"row": 0, "at": 3, "tokens": [7, 9], "parents": [-1, 0], "sources": [0, 1], "log_probs": [0.0, -0.2],
      "path": [0, 1], "next": 5, "kept": 2, "drafted": 1, "ms": [0.4, 9.1, 0.1, 0.6]}                    a step
 
-A recording holds token ids and no text. There are three ways to make one:
+A trace contains token ids and no text. There are three ways to record one:
 
 as it decodes    ``writer.add(step)`` for every step of an engine
-with p and q     the engine's drafter is ``writer.watch(drafter, target)``: what *rejection* compared is kept too
-every position   the same, of a ``TraceWriter(..., every_position=True)``: drafts are made and recorded but never
-                 verified, so every position of the text has the draft that would be made there. It takes as long as
-                 plain decoding, and narrower drafts can then be replayed without error (``simulate``)
+with p and q     the engine's drafter is ``writer.watch(drafter, target)``: the probabilities that *rejection* compared
+                 are recorded too
+every position   the same with ``TraceWriter(..., every_position=True)``: drafts are recorded at every position of the
+                 text but not verified. It is as slow as plain decoding, but smaller drafts can then be replayed exactly
+                 (``simulate``)
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ UNLIMITED = 1 << 20  # deeper than any draft
 
 @dataclass(frozen=True)
 class Judged:
-    """What the rule *rejection* compared in one step.
+    """The probabilities that the rule *rejection* compared in one step.
 
     p, q     [N - 1] the target's and the drafter's probability of each drafted token, given its parent
-    overlap  sum_x min(p(x), q(x)) at each node of the accepted path that has children, from the root on
+    overlap  sum_x min(p(x), q(x)) at each node of the accepted path that has children, starting at the root
     """
 
     p: tuple[float, ...]
@@ -60,14 +61,14 @@ class Judged:
 
 @dataclass(frozen=True)
 class TraceRecord:
-    """One recorded step of row ``row``, whose first token is number ``at`` of the row's new tokens.
+    """One recorded step of row ``row``, whose first token has index ``at`` among the row's new tokens.
 
-    tree       what was drafted: as verified, or never verified where every position was recorded
-    verdict    its accepted path and the target's own next token
-    kept       tokens emitted; fewer than the path and the next token where the row was cut
-    drafted    nodes drafted before pruning
-    max_depth  the deepest draft of use so near the end of the text, where every position was recorded: ``tree`` is not
-               cut there; None: ``tree`` was cut when it was drafted
+    tree       the draft: as verified, or unverified if every position was recorded
+    verdict    the accepted path and the target's own next token
+    kept       number of emitted tokens; fewer than the path and the next token if the row was cut off
+    drafted    number of drafted nodes, before pruning
+    max_depth  if every position was recorded, the maximum useful depth this close to the end of the text, to which
+               ``tree`` is not cut; None: ``tree`` was cut when it was drafted
     """
 
     row: int
@@ -83,7 +84,7 @@ class TraceRecord:
 
     @property
     def decided(self) -> tuple[int, ...]:
-        """The accepted tokens and the target's own, also those behind a cut."""
+        """The accepted tokens and the target's own, including those that were cut off."""
         return (*(int(self.tree.tokens[node]) for node in self.verdict.path[1:]), self.verdict.next_token)
 
     @property
@@ -93,7 +94,7 @@ class TraceRecord:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The place of each accepted node among its siblings; 0: the most believed."""
+        """The rank of each accepted node among its siblings; 0: the most probable."""
         return child_ranks(self.tree, self.verdict.path)
 
 
@@ -110,13 +111,13 @@ class TraceRow:
 
     @property
     def decided(self) -> tuple[int, ...]:
-        """All emitted tokens and those that the last step accepted beyond the cut."""
+        """All emitted tokens, and those of the last step that were cut off."""
         return (*(token for record in self.records[:-1] for token in record.tokens), *self.records[-1].decided)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A recording on disk. Iterating reads it step by step in the order of decoding; ``rows`` groups it by sequence."""
+    """A trace on disk. Iterating yields the steps in decoding order; ``rows`` groups them by sequence."""
 
     path: Path
     settings: Mapping[str, Any]
@@ -124,7 +125,7 @@ class Trace:
     every_position: bool
 
     def __iter__(self) -> Iterator[TraceRecord]:
-        """Records as written. Drops an incomplete last line with a warning; FileError for other bad lines."""
+        """The records as written. Skips an incomplete last line with a warning; FileError for other bad lines."""
         sources = ["target"]
         for number, line in read_lines(self.path):
             if number == 1:
@@ -136,7 +137,7 @@ class Trace:
                     raise FileError(
                         f"line {number} of {self.path} is not JSON ({error}); record the trace again"
                     ) from error
-                warnings.warn(f"the last record of {self.path} is cut off and left out", stacklevel=2)
+                warnings.warn(f"the last record of {self.path} is incomplete and was skipped", stacklevel=2)
                 return
             try:
                 if "source" in fields:
@@ -160,7 +161,7 @@ class Trace:
         return list(dict.fromkeys(source for record in self for source in record.tree.sources[1:]))
 
     def rows(self) -> list[TraceRow]:
-        """The recorded sequences, in the order in which they began."""
+        """The recorded sequences, in the order in which they started."""
         found: dict[int, list[TraceRecord]] = {}
         for record in self:
             found.setdefault(record.row, []).append(record)
@@ -168,7 +169,7 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """Open a recording. Raises FileError where there is none or it is of another version."""
+    """Open a trace. Raises FileError if there is none, or if it has another version."""
     advice = "record one with 'anabranch generate ... --trace FILE'"
     number, line = next(read_lines(path), (1, ""))
     header = parse_object(line, f"line {number} of {path}", f"{path} is not a trace; {advice}")
@@ -185,11 +186,11 @@ def read_trace(path: Path) -> Trace:
 
 
 class TraceWriter:
-    """Writes a recording, flushed after every step; also a context manager.
+    """Writes a trace, flushed after every step; also a context manager.
 
-    settings        how it was made, for the first line; must be JSON
-    rule            how the drafts are verified
-    every_position  record drafts without verifying them; the engine's drafter must be ``watch``ed
+    settings        how it was recorded, as JSON values for the first line
+    rule            the verification rule
+    every_position  record drafts without verifying them; the engine's drafter must be a ``watch``ed one
 
     Raises FileError if ``path`` exists or cannot be written.
     """
@@ -202,27 +203,27 @@ class TraceWriter:
         self._sources = {"target": 0}
         self._emitted: dict[int, int] = {}
         if path.exists():
-            raise FileError(f"{path} exists; give the trace another name, or remove it first")
+            raise FileError(f"{path} exists already; give the trace another name, or remove it first")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file: TextIO = path.open("x", encoding="utf-8")
         except OSError as error:
-            raise FileError(f"the trace {path} cannot be written: {error.strerror}") from error
+            raise FileError(f"the trace {path} cannot be written ({error.strerror}); choose another path") from error
         header = {"trace": VERSION, "rule": rule, "every_position": every_position}
         self._write({**header, "settings": dict(settings)})
 
     def watch(self, drafter: Drafter, target: Decoder | None = None) -> Watched:
-        """The drafter to give to an engine whose steps are added here.
+        """The drafter for an engine whose steps are added here.
 
-        With the ``target``, what the rule *rejection* compared is recorded too, at the cost of one more pass through
-        its head a step.
+        With the ``target``, the probabilities that the rule *rejection* compared are recorded too, at the cost of one
+        more pass through its head per step.
         """
         watched = Watched(drafter, target, every_position=self.every_position)
         self._watched.append(watched)
         return watched
 
     def add(self, step: Step, kept: int | None = None) -> None:
-        """Append a step; ``kept`` of its tokens were emitted, where a stop string cut it."""
+        """Append a step, of which only ``kept`` tokens were emitted if a stop string cut it."""
         seen = next((found for w in self._watched if (found := w.take(step.row)) is not None), None)
         tree, judged, max_depth = (step.tree, None, None) if seen is None else seen
         for source in tree.sources:
@@ -279,7 +280,7 @@ class _Seen(NamedTuple):
 
 
 class Watched(Wrapped):
-    """A drafter, and what a recording keeps of it beyond the steps."""
+    """A drafter that keeps what a trace records of it besides the steps."""
 
     def __init__(self, drafter: Drafter, target: Decoder | None = None, *, every_position: bool = False) -> None:
         super().__init__(drafter)
@@ -288,21 +289,21 @@ class Watched(Wrapped):
         self._seen: dict[int, deque[_Seen]] = {}
 
     def check(self, sampling: SamplingParams, rule: Rule) -> None:
-        """Ask the drafter; a recording of every position cannot serve *rejection*, which judges verified drafts."""
+        """Check the drafter; recording every position does not support *rejection*, which needs verified drafts."""
         if self.every_position and rule == "rejection":
             raise CapabilityError(
-                "recording every position verifies no draft, and rule='rejection' replays only what was verified; "
+                "recording every position verifies no drafts, but rule='rejection' can only replay verified ones; "
                 "use rule='match', or record as it decodes"
             )
         self.drafter.check(sampling, rule)
 
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
-        """The drafter's trees; where every position is recorded they are only kept, and roots are returned."""
+        """The drafter's trees; if every position is recorded, they are kept and roots are returned instead."""
         if not self.every_position:
             return self.drafter.draft(rows, budget)
         depths = [row.max_depth for row in rows]
         for row in rows:
-            # drafts of full depth, since they are not verified; a replay cuts them at the end of the text
+            # full depth, since the drafts are not verified; a replay cuts them at the end of the text
             row.max_depth = UNLIMITED if row.max_depth > 0 else 0
         trees = self.drafter.draft(rows, self.drafter.max_nodes)
         for row, tree, depth in zip(rows, trees, depths, strict=True):
@@ -310,7 +311,7 @@ class Watched(Wrapped):
         return [DraftTree.root(row.root) for row in rows]
 
     def observe(self, rows: Sequence[Row], seen: Observation) -> None:
-        """Keep what was drafted and compared; the drafter observes too."""
+        """Keep what was drafted and compared, and let the drafter observe."""
         for row, slot, tree, verdict in zip(rows, seen.slots, seen.trees, seen.verdicts, strict=True):
             found = _Seen(tree, None, None)
             if self.every_position:
@@ -322,7 +323,7 @@ class Watched(Wrapped):
         self.drafter.observe(rows, replace(seen, budget=self.max_nodes) if self.every_position else seen)
 
     def take(self, row: int) -> _Seen | None:
-        """What was kept of a row's oldest step that was not taken yet; None if the row is not watched here."""
+        """Remove and return what was kept of a row's oldest step; None if the row is not watched."""
         waiting = self._seen.get(row)
         if not waiting:
             return None
@@ -333,9 +334,9 @@ class Watched(Wrapped):
 
 
 def child_ranks(tree: DraftTree, path: Sequence[int]) -> tuple[int, ...]:
-    """The place of each node of ``path`` but the root among its siblings, by belief, or by order where there is none.
+    """The rank of each node of ``path`` except the root among its siblings, by log probability, or else by order.
 
-    9 (0) +-- 1 (1: -0.7)    child_ranks(tree, (0, 1)) is (1,): its sibling is believed more
+    9 (0) +-- 1 (1: -0.7)    child_ranks(tree, (0, 1)) is (1,): its sibling is more probable
           +-- 2 (2: -0.5)
     """
     beliefs = np.zeros(tree.size) if tree.log_probs is None else tree.log_probs
@@ -356,12 +357,12 @@ def _judge(tree: DraftTree, verdict: Verdict, logits_NV: torch.Tensor, sampling:
 
 
 def _number(value: float) -> float | None:
-    """The shortest decimal that is this float32 again; None for minus infinity, which JSON lacks."""
+    """The shortest decimal that rounds to this float32; None for minus infinity, which JSON lacks."""
     return None if value == -math.inf else float(str(np.float32(value)))
 
 
 def _record(fields: Mapping[str, Any], sources: Sequence[str]) -> TraceRecord:
-    """A step as ``TraceWriter`` wrote it. Raises what any other record leads to."""
+    """Parse a step written by ``TraceWriter``. Other records raise ValueError, TypeError, KeyError and the like."""
     beliefs = fields.get("log_probs")
     tree = DraftTree(
         np.asarray(_wholes(fields["tokens"]), np.int64),

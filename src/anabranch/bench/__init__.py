@@ -1,1 +1,1 @@
-"""Measuring beside each other: suites, contenders, alternating runs, reports."""
+"""Benchmarks: suites, contenders, alternating measurement, reports."""

@@ -1,4 +1,4 @@
-"""Compare two result files: ratios by contender, and what else differs between the runs."""
+"""Compare two result files: ratios by contender, and differences between the runs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from anabranch.jsonfiles import is_number, read_json, shown
 
 __all__ = ["compare", "comparison_table", "read_result"]
 
-SHOWN = 8  # files that an error lists
+SHOWN = 8  # maximum number of files listed in an error
 
-# what a fair comparison keeps equal, and the warning where it differs
+# fields that should be equal in a fair comparison, and the warning if they differ
 RUN = {
     "fingerprint": "the model differs",
     "dtype": "the dtype differs",
@@ -37,7 +37,7 @@ PLACE = {
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """Read a result file of this version's schema; ``path`` is its full name, or what ``bench --out`` was given.
+    """Read a result file of this version's schema; ``path`` is its full name, or the argument of ``bench --out``.
 
     Raises FileError for anything else.
     """
@@ -49,12 +49,12 @@ def read_result(path: Path) -> dict[str, Any]:
     if (schema := result.get("schema")) != SCHEMA:
         raise FileError(f"{path} has the result schema {shown(schema)}, and this version reads {SCHEMA}; measure again")
     if wrong := _malformed(result):
-        raise FileError(f"{path} lacks {wrong} or has it malformed; {advice}")
+        raise FileError(f"{path} has no valid {wrong}; {advice}")
     return result
 
 
 def _malformed(result: Mapping[str, Any]) -> str:
-    """The first field that a comparison needs and this result lacks; empty if it has them all."""
+    """The first required field that is missing or malformed; empty if there is none."""
     for name in ("run", "environment"):
         if not isinstance(result.get(name), dict):
             return repr(name)
@@ -88,7 +88,7 @@ def _malformed(result: Mapping[str, Any]) -> str:
 
 
 def _found(path: Path) -> Path:
-    """The JSON file that ``path`` names: itself, next to its .csv or .md, or with .json after its stem."""
+    """The JSON file for ``path``: the file itself, the one next to its .csv or .md, or its stem with .json."""
     result = beside(path, ".json")
     if result.is_file() or (path.is_file() and path.suffix not in FORMATS):
         return result if result.is_file() else path
@@ -104,19 +104,19 @@ def _found(path: Path) -> Path:
 
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
-    """B over A for each contender of either: tokens/s prompt by prompt (quartiles), and speedup over plain decoding.
+    """The ratio B / A for each contender: tokens/s by prompt (quartiles), and speedup over plain decoding.
 
-    Where the runs have other prompts, only the ratio of the totals is given.
+    If the runs have different prompts, only the ratio of the totals is given.
     """
     warnings = []
     for group, facts in (("run", RUN), ("environment", PLACE)):
         for key, words in facts.items():
             was, now = a[group].get(key), b[group].get(key)
             if was != now:
-                told = f": {was} and {now}" if len(f"{was}{now}") < 80 else ""
-                warnings.append(f"{words}{told}")
-    warnings += [f"{name} is not complete" for name, result in (("A", a), ("B", b)) if not result["complete"]]
-    # a stopped run has the first prompts of the same list
+                detail = f": {was} and {now}" if len(f"{was}{now}") < 80 else ""
+                warnings.append(f"{words}{detail}")
+    warnings += [f"{name} is incomplete" for name, result in (("A", a), ("B", b)) if not result["complete"]]
+    # a stopped run has the first prompts of the list
     same = a["run"]["prompts_sha256"] == b["run"]["prompts_sha256"]
     sides = [{record["name"]: record for record in result["contenders"]} for result in (a, b)]
     records = []
@@ -145,7 +145,7 @@ def _side(record: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def comparison_table(found: Mapping[str, Any]) -> Table:
-    """For a terminal."""
+    """The comparison as a table for a terminal."""
     table = plain_table()
     table.add_column("contender")
     pairs = [f"{side}\n{what}" for what in ("speedup", "tokens/step") for side in "AB"]
@@ -167,11 +167,11 @@ def comparison_table(found: Mapping[str, Any]) -> Table:
     return table
 
 
-def _cell(side: Mapping[str, Any] | None, key: str, form: str) -> str:
+def _cell(side: Mapping[str, Any] | None, key: str, format_spec: str) -> str:
     if side is None:
         return "absent"
     if "error" in side:
         return "error"
     value = side.get(key)
     value = value[1] if isinstance(value, list) else value
-    return "-" if value is None else format(value, form)
+    return "-" if value is None else format(value, format_spec)

@@ -1,4 +1,4 @@
-"""What is measured: one of our drafters on our engine. Other engines are in ``peers``, each in its own process."""
+"""Contenders: our drafters on our engine. Other engines are in ``peers``, each in its own process."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["Contender", "Ours", "Run"]
 
 @dataclass
 class Run:
-    """One prompt decoded once: new token ids, seconds from the call to the last token, and our own steps, if any.
+    """The result of decoding a prompt: new token ids, seconds from the call to the last token, and our own steps.
 
-    first_token_seconds  from the call to the first new token; None where a peer does not report it
+    first_token_seconds  from the call to the first new token; None if a peer does not report it
     """
 
     token_ids: list[int]
@@ -37,11 +37,11 @@ class Contender(Protocol):
     name: str
 
     def decode(self, prompt_ids: Sequence[int], *, max_new_tokens: int) -> Run:
-        """Decode greedily or as configured, to the end token or ``max_new_tokens``."""
+        """Decode as configured, up to the end token or ``max_new_tokens``."""
 
 
 class Ours:
-    """One drafter on an engine, which is kept between prompts.
+    """One drafter on an engine that is reused for all prompts.
 
     spec         its specification, "auto" resolved
     speculation  the controller of an adaptive drafter; None: the engine's own

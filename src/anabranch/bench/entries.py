@@ -1,4 +1,4 @@
-"""The contenders: ``LABEL=SPEC`` as read from the command line, checked before anything is loaded, and opened."""
+"""The contenders: parse and check ``LABEL=SPEC`` before anything is loaded, and open them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Entry:
 
     name     its label in tables
     spec     of a drafter of ours, or of a peer
-    weights  the target's as loaded ("none"), or quantised: another target, with a plain decoding of its own
+    weights  the target's weights as loaded ("none"), or quantised: another target, with its own plain decoding
     """
 
     name: str
@@ -48,9 +48,9 @@ class Entry:
 def read_entries(methods: Sequence[str], peers: Sequence[str]) -> list[Entry]:
     """Entries of ``[LABEL=]SPEC[@int8|@int4]`` texts, and of plain decoding with each kind of weights.
 
-    A label ends at the first "=" if no ":" comes before it: ``wide=NAME:nodes=32``, but ``NAME:nodes=32``.
-    Everything is compared with plain decoding with the same weights; peers with the weights as loaded. Raises
-    InputError for an unknown method, peer or setting, or for a label that two contenders would share.
+    A label ends at the first "=" unless a ":" comes before it: ``wide=NAME:nodes=32``, but ``NAME:nodes=32``.
+    Contenders are compared with plain decoding of the same weights; peers, with the weights as loaded. Raises
+    InputError for an unknown method, peer or setting, or for two contenders with the same label.
     """
     entries: list[Entry] = []
     for text in methods:
@@ -96,7 +96,7 @@ def _label(text: str) -> tuple[str, str]:
     if not equals or ":" in label:
         return without_folders(text.strip()), text.strip()
     if not label.strip() or not spec.strip():
-        raise InputError(f"{text!r} names nothing; write LABEL=SPEC, as in fast=auto")
+        raise InputError(f"a contender must be SPEC or LABEL=SPEC, as in fast=auto, got {text!r}")
     return label.strip(), spec.strip()
 
 
@@ -108,7 +108,7 @@ def open_entry(
     threads: int,
     capacity: int,
 ) -> Contender:
-    """Make the contender ready to decode; a peer starts its process and loads its weights here."""
+    """Prepare the contender for decoding; this starts a peer's process and loads its weights."""
     if entry.kind == "peer":
         return open_peer(entry.spec, loaded.target, sampling=sampling, threads=threads, capacity=capacity)
     target = loaded.target

@@ -1,6 +1,6 @@
 """Figures of a result: speedup by task, acceptance by depth, time by part, tokens/s against the memory floor.
 
-A figure shows at most ten contenders (``leading``) and says so; the tables of the result have all of them.
+A figure shows at most ten contenders (``leading``) and says so; the result's tables have all of them.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 __all__ = ["FIGURES", "MOST", "draw", "leading", "save_figures"]
 
-MOST = 10  # contenders in a figure; more of them are a table
+MOST = 10  # maximum number of contenders in a figure
 PARTS = {"forward": BLUE, "draft": ORANGE, "commit": GREEN, "verify": PINK}
 Records = list[dict[str, Any]]
 
 
 def leading(records: Records, limit: int = MOST) -> Records:
-    """Choose at most ``limit`` records: the first, then in turn the fastest remaining of each kind, in their old order.
+    """Choose at most ``limit`` records, in order: the first one, then alternately the fastest remaining of each kind.
 
-    Kinds are our contenders by the format of their weights, and peers.
+    Kinds are our contenders by weight format, and peers.
     """
     if len(records) <= limit:
         return records
@@ -42,7 +42,7 @@ def leading(records: Records, limit: int = MOST) -> Records:
 
 
 def draw(result: Mapping[str, Any]) -> dict[str, Figure]:
-    """Draw the figures of a result, by name; those that would be empty are left out."""
+    """Draw the figures of a result, by name, omitting empty ones."""
     records = [record for record in result["contenders"] if "error" not in record]
     with plots.styled():
         drawn = {name: make(result, records) for name, make in FIGURES.items()}
@@ -108,7 +108,7 @@ def _speedup(result: Mapping[str, Any], records: Records) -> Figure | None:
     figure = _figure(
         result,
         "Speedup over plain decoding, by task",
-        max(8.5, 2.6 + 2.3 * columns),  # room for the title and the caption
+        max(8.5, 2.6 + 2.3 * columns),  # wide enough for the title and the caption
         1.2 + lines * (0.75 + 0.3 * len(records)),
         "bars: quartiles of the prompts" + ("; circles: anabranch; diamonds: peers" if peers else ""),
         _most(records, eligible),
@@ -145,7 +145,7 @@ def _speedup(result: Mapping[str, Any], records: Records) -> Figure | None:
 
 
 def _acceptance(result: Mapping[str, Any], records: Records) -> Figure | None:
-    """One line per method: how often a step accepted at least that many draft tokens."""
+    """One line per method: the share of steps that accepted at least n draft tokens."""
     eligible = [record for record in records if record.get("acceptance_by_depth")]
     if not eligible:
         return None
@@ -156,11 +156,11 @@ def _acceptance(result: Mapping[str, Any], records: Records) -> Figure | None:
     for place, record in enumerate(records):
         colour, marker = LINES[place % len(LINES)]
         shares = [100 * share for share in record["acceptance_by_depth"][:deepest]]
-        label = f"{record['name']}: {record['mean_acceptance_length']:.2f} tokens a step"
+        label = f"{record['name']}: {record['mean_acceptance_length']:.2f} tokens per step"
         dashes = "-" if place < len(LINES) else "--"
         axes.plot(range(1, len(shares) + 1), shares, dashes, color=colour, marker=marker, linewidth=2, label=label)
     axes.set_xticks(range(1, deepest + 1))
-    axes.set_xlabel("draft tokens accepted in a step, at least")
+    axes.set_xlabel("minimum number of accepted draft tokens")
     axes.set_ylabel("steps with a draft (%)")
     axes.set_ylim(0, 100)
     plots.grid(axes)
@@ -174,7 +174,7 @@ def _time(result: Mapping[str, Any], records: Records) -> Figure | None:
     if not eligible:
         return None
     records = leading(eligible)
-    title = "Where the time of a token goes"
+    title = "Time per token by part"
     figure = _figure(result, title, 8.5, 1.9 + 0.42 * len(records), _most(records, eligible))
     axes = figure.subplots()
     _rows(axes, [record["name"] for record in records])
@@ -188,9 +188,9 @@ def _time(result: Mapping[str, Any], records: Records) -> Figure | None:
     floor = result["machine"]["floor_ms"]
     axes.axvline(floor, color=RED, linewidth=1.5, linestyle="--", label=f"floor of plain decoding ({floor:.1f})")
     axes.set_xlim(0, 1.1 * max([*ends, floor]))
-    axes.set_xlabel("milliseconds per new token (reading the prompt is not included)")
+    axes.set_xlabel("milliseconds per new token, without the prompt")
     handles, labels = axes.get_legend_handles_labels()
-    order = [*range(1, len(handles)), 0]  # matplotlib puts the line first; show it last
+    order = [*range(1, len(handles)), 0]  # matplotlib lists the line first; list it last
     axes.legend(
         [handles[i] for i in order],
         [labels[i] for i in order],
@@ -225,7 +225,7 @@ def _floor(result: Mapping[str, Any], records: Records) -> Figure | None:
         axes.annotate(f"{decoding:.0f}", (right, y), (7, 0), textcoords="offset points", va="center", fontsize=9)
     axes.axvline(limit, color=RED, linewidth=1.5, linestyle="--")
     axes.annotate(
-        f"every weight read once a token: {limit:.0f} tokens/s",
+        f"every weight read once per token: {limit:.0f} tokens/s",
         (limit, 1.0),
         (-4, 3),
         xycoords=("data", "axes fraction"),
@@ -235,7 +235,7 @@ def _floor(result: Mapping[str, Any], records: Records) -> Figure | None:
         fontsize=9,
     )
     axes.set_xlim(0, 1.1 * most)
-    axes.set_xlabel("new tokens per second (bar: while decoding; circle: prompt included)")
+    axes.set_xlabel("new tokens per second (bar: while decoding; circle: including the prompt)")
     return figure
 
 

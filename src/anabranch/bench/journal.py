@@ -1,6 +1,6 @@
-"""The progress of a run, one line a prompt, from which a stopped run is resumed: FILE.partial.jsonl.
+"""The progress of a run, one line per prompt, from which a stopped run is resumed: FILE.partial.jsonl.
 
-The first line says what is measured and on what; a run is resumed only if none of that has changed.
+The first line has the settings and the environment; a run is resumed only if the settings have not changed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ FORMATS = (".json", ".csv", ".md")
 
 
 def beside(out: Path, suffix: str) -> Path:
-    """``out`` with ``suffix``, which replaces that of a result file: results/a.json -> results/a.csv."""
+    """``out`` with ``suffix``, which replaces the suffix of a result file: results/a.json -> results/a.csv."""
     stem = out.name.removesuffix(out.suffix) if out.suffix in FORMATS else out.name
     return out.with_name(stem + suffix)
 
 
 class Journal:
-    """The file next to ``out``. ``header`` holds the settings, which must be the same to resume, and what is kept."""
+    """The journal next to ``out``. ``header`` has the settings, which must be equal to resume, and data to keep."""
 
     def __init__(self, path: Path, header: dict[str, Any], rounds: list[Round]) -> None:
         self.path, self.header, self.rounds = path, header, rounds
@@ -43,19 +43,19 @@ class Journal:
         """Raise InputError if a stopped run would be lost without ``force``, or if there is nothing to resume."""
         path, result = Journal.path_of(out), beside(out, ".json")
         if resume and force:
-            raise InputError("--resume continues a run and --force replaces it; give one of them")
+            raise InputError("--resume continues a run and --force replaces it; give only one of them")
         if resume and not path.is_file():
             if _is_complete(result):
-                raise InputError(f"the run is complete, and its result is {result}; begin a new one with another --out")
+                raise InputError(f"the run is complete, and its result is {result}; start a new one with another --out")
             replaced = f", with --force to replace {result}, or give another --out" if result.exists() else ""
             raise InputError(f"there is nothing to resume: {path} does not exist; run without --resume{replaced}")
         if path.is_file() and not (resume or force):
             raise InputError(
-                f"{path} is left from a run that was stopped; give --resume to continue it, or --force to replace it"
+                f"{path} was left by a stopped run; give --resume to continue it, or --force to replace it"
             )
 
     def begin(self, errors: Mapping[str, str]) -> None:
-        """Write the first line; ``errors`` are those of contenders that could not be opened."""
+        """Write the first line; ``errors`` has the contenders that could not be opened."""
         self.header["errors"] = dict(errors)
         write_atomically(self.path, json.dumps(self.header) + "\n")
 
@@ -69,11 +69,11 @@ class Journal:
             try:
                 records.append(parse_json(line))
             except ValueError as error:
-                if number == len(lines) and number > 1:  # the line that was being written when the run was killed
+                if number == len(lines) and number > 1:  # incomplete because the run was killed
                     break
                 raise FileError(f"line {number} of {path} is not JSON; delete the file and start again") from error
         if not (records and isinstance(records[0], dict) and isinstance(records[0].get("settings"), dict)):
-            raise FileError(f"{path} does not begin with a run's settings; delete it and start again")
+            raise FileError(f"{path} does not start with the settings of a run; delete it and start again")
         header = records[0]
         known = json.loads(json.dumps(settings))
         other = [name for name in {**header["settings"], **known} if header["settings"].get(name) != known.get(name)]
@@ -89,7 +89,7 @@ class Journal:
                 rounds.append(_round(record))
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise FileError(
-                    f"line {number} of {path} is not a round of a run; delete the file and start again"
+                    f"line {number} of {path} is not a round of measurements; delete the file and start again"
                 ) from error
         write_atomically(path, "".join(json.dumps(record) + "\n" for record in records))
         return Journal(path, header, rounds)
@@ -113,7 +113,7 @@ class Journal:
 
 
 def _round(record: Any) -> Round:
-    """The round that ``Journal.add`` wrote. Other records raise AttributeError, KeyError, TypeError or ValueError."""
+    """Parse a round written by ``Journal.add``. Raises AttributeError, KeyError, TypeError or ValueError for others."""
     answers = {str(name): [Answer.from_dict(one) for one in many] for name, many in dict(record["answers"]).items()}
     if not is_whole(record["prompt"], 0) or not all(isinstance(why, str) for why in dict(record["errors"]).values()):
         raise TypeError("prompt or errors")
@@ -121,7 +121,7 @@ def _round(record: Any) -> Round:
 
 
 def _is_complete(result: Path) -> bool:
-    """Whether a result file is of a run that was not stopped."""
+    """Whether a result file is that of a complete run."""
     try:
         return read_json(result, "measure again").get("complete") is True
     except FileError:

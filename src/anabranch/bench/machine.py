@@ -1,11 +1,11 @@
-"""The physics: how fast this machine reads memory and multiplies, and the lower bound that this sets for decoding.
+"""The roofline: this machine's memory bandwidth and matrix rate, and the lower bound that they set for decoding.
 
-A token of plain decoding at batch 1 reads every weight once, so it cannot take less than
+A token of plain decoding at batch 1 reads every weight once, so it takes at least
 
     floor = bytes of weights / read bandwidth
 
-(the cache of keys and values and all arithmetic come on top). Speculation reads them once for several tokens, which is
-the only way below that floor without touching the weights.
+(plus the KV cache and all arithmetic). Speculation reads the weights once for several tokens, which is the only way
+below this floor without changing the weights.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from typing import Any
 import torch
 
 from anabranch.model.decoder import Decoder
+from anabranch.model.native_linear import NativeLinear
 from anabranch.model.pack import PackedLinear, PackedQuantized
 from anabranch.model.quantize import QuantizedLinear
-from anabranch.model.stack import NativeLinear
 from anabranch.native.library import library
 
 __all__ = ["Machine", "forget_peak", "last_level_cache", "measure_machine", "peak_memory_mb", "weight_bytes"]
 
 REPEATS = 9
-SIDE = {"cpu": 1536, "cuda": 8192}  # of the square matrices: 7 and 1,100 GFLOP a product
-LEAST = {"cpu": 2**29, "cuda": 2**32}  # bytes that are read, so many that launching a kernel is negligible
+SIDE = {"cpu": 1536, "cuda": 8192}  # of the square matrices: 7 and 1,100 GFLOP per product
+LEAST = {"cpu": 2**29, "cuda": 2**32}  # minimum bytes to read, so that the launch of a kernel is negligible
 
 
 @dataclass(frozen=True)
 class Machine:
     """Measured rates, each with its quartiles over repeats.
 
-    read_gb_s       10^9 bytes a second read from ``buffer_mb`` MB by all threads, the faster of two kernels
-    matrix_tflop_s  10^12 operations a second in square products of ``dtype``; a multiplication and an addition are two
-    weight_mb       10^6 bytes of weights that a pass over one token reads
-    floor_ms        the least milliseconds that a token of plain decoding can take: weight_mb / read_gb_s
+    read_gb_s       10^9 bytes per second read from ``buffer_mb`` MB by all threads, with the faster of two kernels
+    matrix_tflop_s  10^12 operations per second in square products of ``dtype``; a multiply-add counts as two
+    weight_mb       10^6 bytes of weights read by a pass over one token
+    floor_ms        minimum milliseconds per token of plain decoding: weight_mb / read_gb_s
     """
 
     threads: int
@@ -53,7 +53,7 @@ class Machine:
 
     @property
     def floor_ms(self) -> float:
-        """From the median read bandwidth."""
+        """The floor at the median read bandwidth."""
         return self.weight_mb / self.read_gb_s[1]
 
     def to_dict(self) -> dict[str, Any]:
@@ -64,8 +64,8 @@ class Machine:
 def measure_machine(decoder: Decoder, *, buffer_bytes: int | None = None, repeats: int = REPEATS) -> Machine:
     """Measure the device of ``decoder``, with torch's threads and the decoder's dtype.
 
-    ``buffer_bytes`` is eight times the last-level cache by default, and at least 512 MiB (on a GPU 4 GiB); in large
-    pages where the native kernels are available, which store weights there.
+    ``buffer_bytes`` is by default eight times the last-level cache, and at least 512 MiB (4 GiB on a GPU). With the
+    native kernels it is in large pages, like their weights.
     """
     device = decoder.device
     kind = "cuda" if device.type == "cuda" else "cpu"
@@ -93,7 +93,7 @@ def measure_machine(decoder: Decoder, *, buffer_bytes: int | None = None, repeat
 
 
 def _rates(work: Callable[[], Any], amount: int, device: torch.device, repeats: int) -> list[float]:
-    """``amount`` over the seconds of each repeat, after an uncounted one."""
+    """``amount`` divided by the seconds of each repeat, after a warm-up."""
 
     def once() -> float:
         began = time.perf_counter()
@@ -112,7 +112,7 @@ def _quartiles(values: list[float], unit: float) -> tuple[float, float, float]:
 
 
 def last_level_cache(device: torch.device) -> int:
-    """Bytes of the largest cache; 0 if unknown."""
+    """The size of the last-level cache in bytes; 0 if unknown."""
     if device.type == "cuda":
         return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0))
     units = {"K": 2**10, "M": 2**20, "G": 2**30}
@@ -121,7 +121,7 @@ def last_level_cache(device: torch.device) -> int:
 
 
 def weight_bytes(decoder: Decoder) -> int:
-    """Bytes of weights that a pass over one token reads: blocks, last norm and head; of the embedding only one row."""
+    """Bytes of weights read by a pass over one token: blocks, last norm and head, and one row of the embedding."""
     total = 0
     for part in (decoder.blocks, decoder.norm, decoder.head):
         for module in part.modules():
@@ -131,7 +131,7 @@ def weight_bytes(decoder: Decoder) -> int:
                 total += module.out_features * module.in_features * decoder.dtype.itemsize
             elif isinstance(module, QuantizedLinear | PackedQuantized):
                 total += sum(buffer.nbytes for buffer in module.buffers(recurse=False))
-            # a weight kept in addition, which drafters read
+            # an additional copy, which only drafters read
             kept = isinstance(module, NativeLinear | PackedLinear | PackedQuantized | QuantizedLinear)
             parameters = module.named_parameters(recurse=False)
             total += sum(value.nbytes for name, value in parameters if not (kept and name == "weight"))
@@ -139,7 +139,7 @@ def weight_bytes(decoder: Decoder) -> int:
 
 
 def forget_peak(device: torch.device) -> None:
-    """Reset ``peak_memory_mb``, where the system can: loading and measuring are not decoding."""
+    """Reset ``peak_memory_mb`` if the system supports it, to exclude loading and warm-up."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     if device.type == "cuda":
@@ -147,7 +147,7 @@ def forget_peak(device: torch.device) -> None:
 
 
 def peak_memory_mb(device: torch.device) -> dict[str, float]:
-    """The most memory this process held, in 10^6 bytes, by kind; unknown kinds are left out."""
+    """Peak memory of this process in 10^6 bytes, by kind of memory, omitting unknown kinds."""
     found: dict[str, float] = {}
     if sys.platform != "win32":
         import resource

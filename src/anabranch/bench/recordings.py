@@ -1,6 +1,6 @@
-"""Recordings of a benchmark's steps for ``anabranch simulate``, one file a contender of ours: DIR/LABEL.jsonl.
+"""Traces of a benchmark's steps for ``anabranch simulate``, one file per contender of ours: DIR/LABEL.jsonl.
 
-Every prompt is a row, numbered as in the result, with the steps of its first measured repeat. They are written when all
+Each prompt is a row with the steps of its first measured repeat, numbered as in the result. Rows are written after all
 contenders have decoded the prompt, outside all timing; an interrupted prompt is dropped.
 """
 
@@ -26,10 +26,10 @@ __all__ = ["Recordings", "recorded_places"]
 
 
 def recorded_places(folder: Path, entries: Sequence[Entry], *, resume: bool, force: bool = False) -> dict[str, Path]:
-    """Where each contender of ours is recorded, by name; makes the folder and tries to write there.
+    """The file of each contender of ours, by name; creates the folder and checks that it is writable.
 
-    Raises InputError for two labels that would share a file, and FileError for a folder that cannot be written or that
-    holds one of the files already, unless they are to be continued (``resume``) or replaced (``force``).
+    Raises InputError for two labels that would share a file, and FileError for a folder that is not writable or has one
+    of the files already, unless they are to be continued (``resume``) or replaced (``force``).
     """
     places = {entry.name: _place(folder, entry.name) for entry in entries if entry.kind == "ours"}
     for name, path in places.items():
@@ -46,11 +46,11 @@ def _place(folder: Path, name: str) -> Path:
 
 
 class Recordings:
-    """Collects steps as prompts are decoded, and writes those of a prompt together; a context manager.
+    """Collects steps during decoding and writes those of a prompt together; a context manager.
 
-    places    as ``recorded_places`` returns them
+    places    the files, from ``recorded_places``
     specs     the drafter of each contender, for the first line of its file
-    settings  go into the first line of every file
+    settings  for the first line of every file
     """
 
     def __init__(self, places: Mapping[str, Path], specs: Mapping[str, str], settings: Mapping[str, Any]) -> None:
@@ -78,7 +78,7 @@ class Recordings:
             self._taken.setdefault(name, run.steps)
 
     def write(self, index: int, names: Sequence[str]) -> None:
-        """Write what was taken of prompt ``index`` from the contenders ``names``, and forget the rest."""
+        """Write the steps of prompt ``index`` for the contenders ``names``, and discard the rest."""
         for name in names:
             if name in self._taken:
                 writer = self._writer(name)
@@ -87,7 +87,7 @@ class Recordings:
         self._taken.clear()
 
     def go_on(self, done: int, names: Sequence[str]) -> None:
-        """Continue the files of ``names``, with the first ``done`` prompts. Raises FileError if these are not there."""
+        """Continue the files of ``names`` after the first ``done`` prompts. Raises FileError if these are missing."""
         places = {name: path for name in names if (path := self.places.get(name)) and (done or path.exists())}
         kept = {name: _kept(path, done) for name, path in places.items()}
         for name, records in kept.items():
@@ -101,27 +101,27 @@ class Recordings:
     def _writer(self, name: str) -> TraceWriter:
         if name not in self._writers:
             settings = {"contender": name, "drafter": self.specs[name], **self.settings}
-            self.places[name].unlink(missing_ok=True)  # checked by ``recorded_places``
+            self.places[name].unlink(missing_ok=True)  # allowed by ``recorded_places``
             self._writers[name] = self._exits.enter_context(TraceWriter(self.places[name], settings=settings))
         return self._writers[name]
 
 
 def _kept(path: Path, done: int) -> list[TraceRecord]:
-    """The records of the first ``done`` prompts; one that was incomplete when the run stopped is left out."""
+    """The records of the first ``done`` prompts, without one that was incomplete when the run stopped."""
     records = []
     if path.exists():
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an incomplete line belongs to a prompt that is decoded again
+            warnings.simplefilter("ignore")  # an incomplete line is of a prompt that will be decoded again
             records = [record for record in read_trace(path) if record.row < done]
     if {record.row for record in records} != set(range(done)):
         raise FileError(
-            f"{path} lacks some of the {done} prompts that are done; give the first --trace, or start again"
+            f"{path} lacks some of the {done} prompts that are done; give the original --trace, or start again"
         )
     return records
 
 
 def _step(record: TraceRecord) -> Step:
-    """The recorded step, without what recordings leave out."""
+    """The step of a record, without what traces do not contain."""
     sources = (*(record.tree.sources[node] for node in record.verdict.path[1:]), "target")[: record.kept]
     return Step(
         record.row,

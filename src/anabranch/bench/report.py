@@ -1,4 +1,4 @@
-"""A result: the environment of the run, and the result as terminal tables, as a Markdown page and as CSV."""
+"""Reports: the environment of a run, and its result as terminal tables, as a Markdown page and as CSV."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def _instructions() -> list[str]:
 
 
 def _kernels(device: torch.device) -> str:
-    """The form of the native kernels; torch where there are none."""
+    """The instruction set of the native kernels; "torch" without them."""
     kernels = library() if device.type == "cpu" else None
     return "torch" if kernels is None else kernels.form
 
 
 def _commit(package: Path = PACKAGE) -> str:
-    """The commit of the checkout that holds ``package`` as src/anabranch, with "-dirty" if its src was changed since.
+    """The commit of the checkout that has ``package`` as src/anabranch, with "-dirty" if its src has changed since.
 
-    An installed package may be inside somebody else's repository, whose commit means nothing here.
+    Not the commit of another repository that an installed package may be inside of.
     """
     found = _git(package, "rev-parse", "--show-toplevel", "--short", "HEAD")
     if found is None or len(found) != 2 or Path(found[0], "src", "anabranch").resolve() != package.resolve():
@@ -56,7 +56,7 @@ def _commit(package: Path = PACKAGE) -> str:
 
 
 def _git(folder: Path, *words: str) -> list[str] | None:
-    """The lines that git prints; None if it fails or is not installed."""
+    """The output of git in lines; None if it fails or is not installed."""
     command = ["git", "-C", str(folder), *words]
     try:
         out = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=5, check=False)
@@ -103,7 +103,7 @@ def _spread(values: Sequence[float] | None, digits: int = 2) -> str:
 
 
 def _digits(machine: Mapping[str, Any]) -> int:
-    """Decimals of the matrix rate, which is tiny on processors without bf16 instructions."""
+    """Decimals of the matrix rate, which is very low on processors without bf16 instructions."""
     return 2 if min(machine["matrix_tflop_s"]) >= 0.1 else 4
 
 
@@ -112,7 +112,7 @@ def _share(value: float | None) -> str:
 
 
 def _physics(machine: Mapping[str, Any]) -> str:
-    """The machine's rates before the run and, if it was completed, after it."""
+    """The machine's rates before the run and, if it was complete, after it."""
     rates = [
         f"{_spread(part['read_gb_s'], 1)} GB/s and computes {_spread(part['matrix_tflop_s'], _digits(part))} TFLOP/s"
         for part in (machine, machine.get("after"))
@@ -122,7 +122,7 @@ def _physics(machine: Mapping[str, Any]) -> str:
 
 
 def heading(result: Mapping[str, Any]) -> list[str]:
-    """What was measured and on what, one sentence a line: run, machine, physics."""
+    """One sentence per line: the run, the machine, and its bandwidth and matrix rate."""
     run, where, machine = result["run"], result["environment"], result["machine"]
     of = f"{result['prompts_done']} of {run['prompts']}" if not result["complete"] else f"{run['prompts']}"
     sampling = "greedy" if run["temperature"] == 0 else f"temperature {run['temperature']:g}, seed {run['seed']}"
@@ -135,25 +135,25 @@ def heading(result: Mapping[str, Any]) -> list[str]:
         f"anabranch {where['anabranch']} (commit {where['commit']}), torch {where['torch']}, "
         f"transformers {where['transformers']}, Python {where['python']}.",
         f"{_physics(machine)}. A token reads {machine['weight_mb']:.1f} MB of weights: plain decoding "
-        f"cannot take less than {machine['floor_ms']:.2f} ms a token.",
+        f"cannot take less than {machine['floor_ms']:.2f} ms per token.",
     ]
     if run["temperature"] > 0:
         lines.append(
-            "Sampled: with one seed all our methods draw the same random numbers at the same position, so their tokens "
-            "should equal plain decoding's. Peers draw their own: same distribution, but tokens are not comparable."
+            "Sampled: with the same seed all our methods use the same random numbers at each position, so their tokens "
+            "should equal plain decoding's. Peers use their own: same distribution, but tokens are not comparable."
         )
     if memory := result["memory_mb"]:
         held = ", ".join(f"{value:.0f} MB {kind}" for kind, value in memory.items())
-        lines.append(f"Our contenders share one process; the most it held while decoding: {held}.")
+        lines.append(f"Our contenders share one process; its peak memory while decoding: {held}.")
     became = [(r["name"], r["drafter"]) for r in result["contenders"] if r.get("drafter", r["spec"]) != r["spec"]]
     if became:
         lines.append("; ".join(f"{name} is {drafter} here" for name, drafter in became) + ".")
     for record in result["contenders"]:
         if info := record.get("info"):
-            told = ", ".join(
+            facts = ", ".join(
                 f"{key.removesuffix('_bytes').replace('_', ' ')} {_fact(key, value)}" for key, value in info.items()
             )
-            lines.append(f"{record['name']}, in a process of its own: {told}.")
+            lines.append(f"{record['name']}, in its own process: {facts}.")
     return lines
 
 
@@ -162,7 +162,7 @@ def _middle(values: Sequence[float] | None) -> float | None:
 
 
 def _fact(key: str, value: Any) -> str:
-    """A fact that a peer reports, in words."""
+    """A fact reported by a peer, as text."""
     if key.endswith("_bytes") and isinstance(value, (int, float)):
         return f"{value / 1e6:.0f} MB"
     if isinstance(value, float):
@@ -170,7 +170,7 @@ def _fact(key: str, value: Any) -> str:
     return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
 
 
-# column titles and how cells are written, of the two main tables
+# column titles and cell formats of the two main tables
 Column = tuple[str, Callable[[Mapping[str, Any]], str]]
 SPEED: tuple[Column, ...] = (
     ("tokens/s", lambda r: _number(r["tokens_per_second"])),
@@ -196,20 +196,20 @@ STEPS: tuple[Column, ...] = (
 
 
 def blocks(result: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Return (caption, column titles, rows) of every table; a title may hold line breaks."""
+    """(caption, column titles, rows) of every table; titles may contain line breaks."""
     good = [record for record in result["contenders"] if "error" not in record]
     ours = [record for record in good if "steps" in record]
     found = []
     for caption, columns, records in (
         ("Speed, compared with our plain decoding of the same prompts", SPEED, good),
-        ("What speculation did", STEPS, ours),
+        ("Statistics of speculation", STEPS, ours),
     ):
         rows = [[record["name"], *(cell(record) for _, cell in columns)] for record in records]
         found.append((caption, ["contender", *(title for title, _ in columns)], rows))
     if ours and (others := [record for record in good if record.get("kind") == "peer"]):
         rates = [other["tokens_per_second"] for other in others]
         rows = [[r["name"], *(_number(r["tokens_per_second"] / rate, 2) for rate in rates)] for r in ours]
-        found.append(("Tokens/s over theirs", ["contender", *(other["name"] for other in others)], rows))
+        found.append(("Tokens/s relative to peers", ["contender", *(other["name"] for other in others)], rows))
     if good and len(good[0]["by_task"]) > 1:
         tasks = list(good[0]["by_task"])
         rows = []
@@ -242,7 +242,7 @@ def plain_table(caption: str | None = None) -> Table:
 
 
 def wide_console(shown: Sequence[Table]) -> Console:
-    """A console on stdout as wide as the tables: narrow terminals wrap lines instead of cutting off digits."""
+    """A console on stdout as wide as the tables, so that narrow terminals wrap lines instead of truncating digits."""
     console = Console(highlight=False, markup=False)
     needed = [Console(width=500).measure(table).maximum for table in shown]
     return Console(highlight=False, markup=False, width=max([console.width, *needed]))
@@ -257,7 +257,7 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
             words = place == 0 or column == "error"
             table.add_column(column, justify="left" if words else "right", max_width=100 if column == "error" else None)
         for row in rows:
-            table.add_row(*map(Text, row))  # as text: brackets in errors are not markup
+            table.add_row(*map(Text, row))  # Text, so that brackets in errors are not markup
         found.append(table)
     return found
 
@@ -299,7 +299,7 @@ SPREADS = ("speedup", "tokens_per_second", "first_token_ms", "token_ms", "step_m
 
 
 def sheet(result: Mapping[str, Any]) -> str:
-    """The result as CSV: for each contender one line for all prompts (task "all"), then one a task."""
+    """The result as CSV: for each contender one line for all prompts (task "all") and one per task."""
     spreads = [f"{name}_{end}" for name in SPREADS for end in ("q1", "median", "q3")]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

@@ -1,8 +1,8 @@
-"""Alternating measurement: every prompt goes through all contenders before the next prompt, in a rotating order.
+"""Alternating measurement: all contenders decode a prompt, in rotating order, before the next prompt.
 
-The compared figure is the ratio to plain decoding on the same prompt, measured minutes apart at most, so that drift of
-the machine affects all contenders alike. Nothing is timed before every contender has decoded one prompt as a warm-up.
-One round is one prompt; an interrupted round is dropped, so that all contenders always have the same prompts.
+The compared figure is the ratio to plain decoding of the same prompt, measured within minutes, so that drift of the
+machine affects all contenders alike. Nothing is timed before every contender has decoded a warm-up prompt. A round is
+one prompt; an interrupted round is dropped, so that all contenders have the same prompts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from anabranch.stats import Stats
 
 __all__ = ["FAILURES", "Answer", "ContenderAnswers", "Round", "describe", "gather", "rounds", "warm_up"]
 
-# failures of a contender: it is reported as failed and excluded from timings, and the others go on
+# failures of a contender, which is reported as failed and excluded from timings; the others continue
 FAILURES = (AnabranchError, RuntimeError, ValueError, OSError, MemoryError)
 WARM_UP_TOKENS = 16
 
@@ -30,10 +30,10 @@ Take = Callable[[str, Run], None]
 
 @dataclass(frozen=True)
 class Answer:
-    """What is kept of one run: new token ids, seconds, and statistics of our own steps.
+    """The stored result of one run: new token ids, seconds, and statistics of our own steps.
 
-    first_token_seconds  from the call to the first token; None where the contender does not report it
-    first_tokens         tokens that arrived with the first one; more than 1 where the first step accepted a draft
+    first_token_seconds  from the call to the first token; None if the contender does not report it
+    first_tokens         number of tokens that arrived first; more than 1 if the first step accepted a draft
     """
 
     token_ids: list[int]
@@ -54,12 +54,12 @@ class Answer:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens over seconds, prompt included."""
+        """New tokens divided by seconds, which include the prompt."""
         return len(self.token_ids) / self.seconds
 
     @property
     def token_seconds(self) -> float | None:
-        """Seconds per output token after the first ones; None where that is unknown or nothing followed."""
+        """Seconds per output token after the first ones (TPOT); None if unknown or if nothing followed."""
         rest = len(self.token_ids) - self.first_tokens
         if self.first_token_seconds is None or rest < 1:
             return None
@@ -73,7 +73,7 @@ class Answer:
         return (self.seconds - self.first_token_seconds) / (self.stats.steps - 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """For the journal that a run is resumed from."""
+        """As JSON values, for the journal."""
         return {
             "token_ids": self.token_ids,
             "seconds": self.seconds,
@@ -84,7 +84,7 @@ class Answer:
 
     @staticmethod
     def from_dict(record: Mapping[str, Any]) -> Answer:
-        """What ``to_dict`` wrote."""
+        """The inverse of ``to_dict``."""
         stats = record["stats"]
         return Answer(
             record["token_ids"],
@@ -97,7 +97,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Round:
-    """One prompt through all contenders: their answers, one a repeat, and the errors of those that failed."""
+    """One prompt decoded by all contenders: their answers, one per repeat, and the errors of those that failed."""
 
     index: int
     answers: dict[str, list[Answer]]
@@ -114,7 +114,7 @@ class ContenderAnswers:
 
 
 def describe(error: BaseException) -> str:
-    """One line: an error of ours as its message, any other with its type."""
+    """An error in one line: the message of one of ours, type and message of any other."""
     text = " ".join(str(error).split())
     return text if isinstance(error, AnabranchError) else f"{type(error).__name__}: {text}"
 
@@ -122,7 +122,7 @@ def describe(error: BaseException) -> str:
 def warm_up(
     contenders: Mapping[str, Contender], ids: Sequence[int], *, max_new_tokens: int
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Let every contender decode a few tokens; returns (seconds, errors) by name."""
+    """Let every contender decode a few tokens; returns seconds and errors by name."""
     seconds: dict[str, float] = {}
     errors: dict[str, str] = {}
     for name, contender in contenders.items():
@@ -145,12 +145,12 @@ def rounds(
     report: Report = lambda done, total, what: None,
     take: Take = lambda name, run: None,
 ) -> Iterator[Round]:
-    """Decode every prompt from ``start`` on, ``repeats`` times with each contender; yields one round a prompt.
+    """Decode every prompt from ``start`` on, ``repeats`` times with each contender; yields one round per prompt.
 
-    A contender that fails is left out from then on; when none is left, the rounds end.
+    A contender that fails is left out from then on; if none is left, the rounds end.
 
-    report  called with prompts done, prompts in all, and what is next
-    take    called with every run that counts, outside its timing
+    report  called with prompts done, prompts in total, and what is next
+    take    called with every counted run, outside the timing
     """
     names = list(contenders)
     failed: set[str] = set()
@@ -181,7 +181,7 @@ def rounds(
 
 
 def gather(names: Sequence[str], done: Sequence[Round], errors: Mapping[str, str]) -> list[ContenderAnswers]:
-    """Group the rounds by contender; ``errors`` are those from before the first round."""
+    """Group the rounds by contender; ``errors`` are from before the first round."""
     found = [ContenderAnswers(name, error=errors.get(name)) for name in names]
     for one in done:
         for measured in found:

@@ -1,6 +1,6 @@
-"""One benchmark: measure the machine, open and warm up the contenders, decode the prompts, and sum up the result.
+"""A benchmark session: measure the machine, open and warm up the contenders, decode the prompts, summarise the result.
 
-A session can be stopped at any point (KeyboardInterrupt) and still gives the result of what is complete.
+A session can be stopped at any point (KeyboardInterrupt) and still gives a result for the completed prompts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Tell = Callable[[str], None]
 
 
 class Session:
-    """A context manager. ``run`` describes what is measured and becomes part of the result (``cli.bench``)."""
+    """A benchmark session; a context manager. ``run`` describes the measurement and becomes part of the result."""
 
     def __init__(
         self,
@@ -71,16 +71,16 @@ class Session:
 
     @property
     def failed(self) -> dict[str, str]:
-        """The contenders that failed, at any point, and why."""
+        """The contenders that failed so far, and why."""
         return self.errors | {name: why for one in self.done for name, why in one.errors.items()}
 
     @property
     def complete(self) -> bool:
-        """Whether every prompt is decoded."""
+        """Whether all prompts have been decoded."""
         return len(self.done) == len(self.prompts)
 
     def prepare(self, out: Path | None, *, resume: bool) -> None:
-        """Measure the machine and begin the journal of ``out``, or read both from the journal of a stopped run."""
+        """Measure the machine and start the journal of ``out``, or read both from the journal of a stopped run."""
         settings = {"schema": SCHEMA, **self.run, **self.environment}
         settings = {name: value for name, value in settings.items() if name not in ("date", "commit")}
         settings["--trace"] = "given" if self.recordings.places else "not given"
@@ -98,14 +98,14 @@ class Session:
         self.machine = measure_machine(self.target.decoder).to_dict()
         self.tell(
             f"{self.machine['read_gb_s'][1]:.1f} GB/s, {self.machine['matrix_tflop_s'][1]:.2f} TFLOP/s; reading "
-            f"{self.machine['weight_mb']:.1f} MB of weights takes {self.machine['floor_ms']:.2f} ms a token at least"
+            f"{self.machine['weight_mb']:.1f} MB of weights takes at least {self.machine['floor_ms']:.2f} ms per token"
         )
         if out is not None:
             kept = {"settings": settings, "machine": self.machine, "environment": self.environment}
             self.journal = Journal(Journal.path_of(out), kept, self.done)
 
     def open(self) -> None:
-        """Open all contenders and let each decode a little; those that fail are reported, and the others go on."""
+        """Open and warm up all contenders; those that fail are reported, and the others continue."""
         ids = [list(ids) for _, ids in self.prompts]
         most = self.run["max_new_tokens"]
         for entry in self.entries:
@@ -144,7 +144,7 @@ class Session:
         self.tell(f"{name} is not measured: {why}")
 
     def decode(self, report: Report) -> None:
-        """Decode the prompts that are left; every round is on disk before the next one begins."""
+        """Decode the remaining prompts; every round is on disk before the next one starts."""
         forget_peak(self.target.decoder.device)
         try:
             for one in rounds(
@@ -158,7 +158,7 @@ class Session:
             ):
                 for name, why in one.errors.items():
                     self.tell(f"{name} is not measured: {why}")
-                # before the journal, so that a prompt in the journal is certainly recorded
+                # before the journal, so that every prompt in the journal is recorded
                 self.recordings.write(one.index, list(one.answers))
                 if self.journal is None:
                     self.done.append(one)
@@ -170,7 +170,7 @@ class Session:
             self._measure_again()
 
     def _measure_again(self) -> None:
-        """A shared machine may have been slow just before the run: the floor is set by the faster measurement."""
+        """Measure again, since a shared machine may have been slow before the run; the faster result counts."""
         self.tell("measuring the machine again")
         after = measure_machine(self.target.decoder).to_dict()
         self.machine["after"] = {name: after[name] for name in ("read_gb_s", "matrix_tflop_s")}
@@ -182,12 +182,12 @@ class Session:
         return round(float(self.machine["floor_ms"]) * share, 4)
 
     def forget(self) -> None:
-        """Remove the journal: everything is written, or there is nothing to resume."""
+        """Remove the journal, once the result is written or if there is nothing to resume."""
         if self.journal is not None:
             self.journal.remove()
 
     def result(self, command: str) -> dict[str, Any]:
-        """What is complete so far, in the form of a result file (docs/metrics.md)."""
+        """The result for all completed prompts, in the format of a result file (docs/metrics.md)."""
         decoded = self.prompts[: len(self.done)]
         kinds = {entry.name: entry.kind for entry in self.entries}
         plain = {entry.name: plain_of(self.entries, entry.weights) or "" for entry in self.entries}

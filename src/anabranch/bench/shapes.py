@@ -1,14 +1,14 @@
-"""How long a step takes in the shape of a larger model with random weights: by width, batch and context.
+"""Time steps of a model shape with random weights, by width, batch and context.
 
-The time of a step does not depend on what the weights are, so a machine can be judged for models that are not at hand.
-The cache is filled with noise in place of a prompt. Three kinds of steps take turns:
+The time of a step does not depend on the values of the weights, so a machine can be evaluated for models that are not
+available. The KV cache is filled with noise instead of a prompt. Three kinds of steps alternate:
 
-    plain      one node a row
-    verify n   a draft of n nodes, which costs nothing to write
-    METHOD     each default method with a trained module, of its usual shape and with random weights
+    plain      one node per row
+    verify n   a draft of n nodes that takes no time to make
+    METHOD     each default method with a trained module, with its usual shape and random weights
 
-What such a model would accept cannot be measured with random weights: ``Shape.ratios`` computes the speedup that the
-times would give with the acceptance that a method's paper reports.
+Acceptance cannot be measured with random weights: ``Shape.ratios`` computes the speedup from these times and the
+acceptance reported in a method's paper.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from anabranch.engine import Engine, Request
 from anabranch.errors import DeviceError, InputError
 from anabranch.methods import Drafter, Observation, Row, Taps, methods
 from anabranch.methods.none import NoDrafter
-from anabranch.model.decoder import Decoder, PassResult, Rider
+from anabranch.model.decoder import Decoder
 from anabranch.model.families import model_config
 from anabranch.model.pack import pack_decoder
+from anabranch.model.passes import PassResult, Rider
 from anabranch.model.weights import random_decoder
 from anabranch.tree import DraftTree
 
@@ -54,14 +55,14 @@ Report = Callable[[str, int, int], None]
 
 
 def wrong_chain(row: Row, nodes: int) -> DraftTree:
-    """A draft of so many nodes, no deeper than what is of use, that costs nothing: a token other than the root."""
+    """A chain of ``nodes`` nodes (at most ``row.max_depth`` deep) that takes no time: any token other than the root."""
     token = row.root - 1 if row.root else 1
     count = max(0, min(nodes - 1, row.max_depth))
     return DraftTree.chain(row.root, [token] * count, source="fixed", log_probs=[0.0] * count)
 
 
 class Fixed(Drafter):
-    """Proposes chains of a fixed number of nodes: for the cost of a pass, not for their tokens."""
+    """Proposes chains of a fixed number of nodes, to time passes."""
 
     name = "fixed"
 
@@ -69,12 +70,12 @@ class Fixed(Drafter):
         self.max_nodes = self.width = width
 
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
-        """One chain a row."""
+        """One chain per row."""
         return [wrong_chain(row, self.width) for row in rows]
 
 
-class _Turns(Drafter):
-    """Several drafters that take turns on the same rows: ``now`` is the one whose turn it is."""
+class _Alternating(Drafter):
+    """Several drafters that alternate on the same rows; ``now`` is the active one."""
 
     name = "turns"
 
@@ -117,9 +118,9 @@ class _Turns(Drafter):
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds of a step of one kind: lower quartile, median and upper quartile over ``steps`` steps.
+    """Milliseconds of one kind of step: lower quartile, median and upper quartile over ``steps`` steps.
 
-    nodes  verified nodes a row, the mean over steps: a method's tree may have fewer than its budget
+    nodes  mean number of verified nodes per row: a method's tree may have fewer than its budget
     """
 
     batch: int
@@ -132,7 +133,7 @@ class Times:
 
 @dataclass
 class Shape:
-    """What was measured, and what could not be (batch, context, and why)."""
+    """The measured times, and the combinations that were left out (batch, context, and why)."""
 
     model: str
     parameters: int
@@ -142,12 +143,12 @@ class Shape:
     left_out: list[tuple[int, int, str]] = field(default_factory=list)
 
     def find(self, batch: int, context: int, kind: str) -> Times | None:
-        """The times of one kind."""
+        """The times of one kind of step."""
         return next((t for t in self.times if (t.batch, t.context, t.kind) == (batch, context, kind)), None)
 
     def ratios(self) -> list[dict[str, Any]]:
-        """By batch, context and method: plain steps over the memory floor, steps with the method over plain ones, and
-        the speedup over plain decoding with as many accepted tokens a step as its paper reports, with the paper's own.
+        """By batch, context and method: plain step / memory floor, method's step / plain step, and the speedup over
+        plain decoding at the tokens per step reported in the method's paper, with the paper's own speedup.
         """
         found = []
         for plain in (t for t in self.times if t.kind == "plain"):
@@ -178,12 +179,12 @@ def measure_shape(
     rounds: int = ROUNDS,
     report: Report = lambda what, done, total: None,
 ) -> Shape:
-    """Measure steps in the shape ``name`` (of ``SHAPES``, or a model of ``analysis.cost.MODELS``).
+    """Time steps of the shape ``name`` (of ``SHAPES``, or a model of ``analysis.cost.MODELS``).
 
     nodes  node budget of the methods' drafts
 
     Combinations of batch and context that do not fit in memory are left out. Raises InputError for unknown names and
-    numbers out of range, DeviceError where not even the weights fit.
+    numbers out of range, DeviceError if the weights do not fit in memory.
     """
     model = SHAPES.get(name, name)
     if model not in MODELS:
@@ -216,7 +217,7 @@ def measure_shape(
 
 
 def _trained_drafters(decoder: Decoder, nodes: int) -> dict[str, Drafter]:
-    """The default methods that train something, with random weights, drafting at most ``nodes`` nodes."""
+    """The default methods with a trained module, with random weights and at most ``nodes`` nodes per draft."""
     found = {}
     for method in methods():
         if method.default and method.trained is not None:
@@ -228,14 +229,14 @@ def _trained_drafters(decoder: Decoder, nodes: int) -> dict[str, Drafter]:
 
 
 def _cell(decoder: Decoder, kinds: dict[str, Drafter], batch: int, context: int, rounds: int) -> list[Times]:
-    """All kinds in turns, so that a machine that drifts drifts for all. One round before the counted ones is not."""
-    turns = _Turns(list(kinds.values()))
+    """Time all kinds in alternation, so that drift of the machine affects all alike, after one warm-up round."""
+    turns = _Alternating(list(kinds.values()))
     deepest = max(drafter.depth_of(drafter.max_nodes) for drafter in kinds.values() if not isinstance(drafter, Fixed))
-    most = 2 * (rounds + 1) * len(kinds) * (deepest + 1) + turns.margin  # tokens that steps may emit
+    most = 2 * (rounds + 1) * len(kinds) * (deepest + 1) + turns.margin  # maximum number of emitted tokens
     engine = Engine(decoder, turns, rows=batch, capacity=context + most)
     tokens = torch.randint(decoder.config.vocab_size, (batch, context), generator=torch.Generator().manual_seed(0))
     for slot, row in enumerate(tokens.tolist()):
-        # noise in place of what reading the prompt would compute, which would take long
+        # noise instead of the keys and values of a prompt, which would take long to compute
         for half in (engine.cache.keys, engine.cache.values):
             half[:, slot, :, : context - 1].normal_()
         engine.join(Request(row, most), known=context - 1)
@@ -244,7 +245,7 @@ def _cell(decoder: Decoder, kinds: dict[str, Drafter], batch: int, context: int,
     for counted in range(rounds + 1):
         for kind, drafter in kinds.items():
             turns.now = drafter
-            engine.step()  # not timed: no draft is prepared yet, and processor caches hold another kind's data
+            engine.step()  # not timed: no draft is prepared yet, and the CPU's caches have another kind's data
             began = time.perf_counter()
             done = engine.step()
             ms = 1e3 * (time.perf_counter() - began)
@@ -262,7 +263,7 @@ def _cell(decoder: Decoder, kinds: dict[str, Drafter], batch: int, context: int,
 
 
 def shape_record(shape: Shape) -> dict[str, Any]:
-    """For result files."""
+    """The result as JSON values, for result files."""
     return {
         "model": shape.model,
         "parameters": shape.parameters,
@@ -275,11 +276,11 @@ def shape_record(shape: Shape) -> dict[str, Any]:
 
 
 def shape_table(shape: Shape) -> list[Table]:
-    """Two tables: milliseconds by kind, one line a batch and context; and the ratios that follow from them."""
+    """Two tables: milliseconds by kind, one line per batch and context, and the ratios computed from them."""
     kinds = list(dict.fromkeys(times.kind for times in shape.times))
     floor = f"{shape.machine.weight_mb / 1e3:.2f} GB of weights at {shape.machine.read_gb_s[1]:.1f} GB/s"
-    steps = Table("batch", "context", *kinds, title=f"{shape.model}, ms a step (median); floor {floor}")
-    titles = ("plain / floor", "method / plain", "tokens a step", "speedup", "the paper's")
+    steps = Table("batch", "context", *kinds, title=f"{shape.model}, ms per step (median); floor {floor}")
+    titles = ("plain / floor", "method / plain", "tokens / step", "speedup", "the paper's")
     ratios = Table("batch", "context", "method", *titles)
     for batch, context in dict.fromkeys((times.batch, times.context) for times in shape.times):
         cells = (shape.find(batch, context, kind) for kind in kinds)

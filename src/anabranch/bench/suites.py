@@ -1,4 +1,4 @@
-"""Prompts to measure on: a suite of a data folder or of the hub, a JSONL file, or the few in the package."""
+"""Benchmark prompts: a suite from a data folder or the hub, a JSONL file, or a few built-in ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["SUITES", "Suite", "SuitePrompt", "load_suite"]
 
 @dataclass(frozen=True)
 class SuitePrompt:
-    """One prompt and the task it belongs to."""
+    """A prompt and its task."""
 
     name: str
     task: str
@@ -26,9 +26,9 @@ class SuitePrompt:
 
 @dataclass(frozen=True)
 class Suite:
-    """Where a known suite is stored in a data folder, and its fields.
+    """The location of a known suite in a data folder, and its fields.
 
-    hub  (data set, configuration, split, field that holds the prompt) on the hub, if it is there
+    hub  (data set, configuration, split, field of the prompt) on the hub, if it is there
     """
 
     stem: str
@@ -67,11 +67,11 @@ def load_suite(
 ) -> list[SuitePrompt]:
     """The prompts of ``suite``: a name of ``SUITES`` (from ``data``, else from the hub), "own", or a JSONL file.
 
-    tasks  keep only the prompts of these
-    limit  keep that many, spread evenly over the tasks in file order
+    tasks  keep only the prompts of these tasks
+    limit  keep this many prompts, spread evenly over the tasks in file order
 
-    Of several turns the first is used. Raises InputError for a bad request, FileError for a bad file, FetchError for a
-    hub out of reach.
+    Only the first turn of a conversation is used. Raises InputError for invalid arguments, FileError for an invalid
+    file, and FetchError if the hub cannot be reached.
     """
     if limit is not None and limit < 1:
         raise InputError(f"limit must be at least 1, got {limit}")
@@ -112,7 +112,7 @@ def _in_folder(suite: str, known: Suite, data: Path) -> Path:
     for place in places:
         if place.is_file():
             return place
-    raise FileError(f"there is no suite {suite!r} in {data}; it would be {places[0]} or {places[1].name}")
+    raise FileError(f"there is no suite {suite!r} in {data}; expected {places[0]} or {places[1].name}")
 
 
 def _prompts(
@@ -131,7 +131,7 @@ def _prompts(
         if not isinstance(text, str) or not text.strip():
             what = "not a text" if text and not isinstance(text, str) else "empty"
             raise FileError(
-                f"line {number} of {where}: the field {field!r} is {what}; write a prompt there, or leave the line out"
+                f"line {number} of {where}: the field {field!r} is {what}; write a prompt there, or delete the line"
             )
         name = next((row[key] for key in NAMES if key in row), number)
         prompt = SuitePrompt(str(name), str(row.get(task_field, task)), text)
@@ -143,8 +143,8 @@ def _check_characters(prompt: SuitePrompt, number: int, where: str) -> None:
     for what, text in (("name", prompt.name), ("task", prompt.task), ("text", prompt.text)):
         if half := LONE_SURROGATES.search(text):
             raise InputError(
-                f"line {number} of {where}: the {what} of the prompt {prompt.name!a} has half a character "
-                f"({half[0][0]!a}, a lone surrogate) at place {half.start()}; remove it, or write the whole one"
+                f"line {number} of {where}: the {what} of the prompt {prompt.name!a} contains an unpaired surrogate, "
+                f"{half[0][0]!a}, at index {half.start()}; remove it"
             )
 
 
@@ -156,8 +156,8 @@ def _hub(where: tuple[str, str | None, str, str], by_hand: str) -> Iterator[tupl
     name, configuration, split, _ = where
     try:
         table = datasets.load_dataset(name, configuration, split=split)
-    except Exception as error:  # the library raises whatever its transport raises
-        raise FetchError(f"{name} cannot be had from the hub ({type(error).__name__}); {by_hand}") from error
+    except Exception as error:  # the library raises any exception of its transport
+        raise FetchError(f"{name} cannot be fetched from the hub ({type(error).__name__}); {by_hand}") from error
     yield from enumerate(table, 1)
 
 

@@ -1,4 +1,4 @@
-"""From answers to one record a contender; docs/metrics.md defines every number."""
+"""Summarise answers into one record per contender; docs/metrics.md defines all numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["quartiles", "summarise"]
 
 
 def quartiles(values: Sequence[float | None], digits: int = 4) -> list[float] | None:
-    """[lower quartile, median, upper quartile] of the known values; None if there are none."""
+    """[lower quartile, median, upper quartile] of the values that are not None; None if there are none."""
     known = [value for value in values if value is not None]
     if not known:
         return None
@@ -31,11 +31,11 @@ def summarise(
     floor_ms: Mapping[str, float] | None = None,
     comparable: Callable[[str], bool] = lambda name: True,
 ) -> list[dict[str, Any]]:
-    """One record a contender. Ratios and equality are relative to its ``baseline`` on the same prompt.
+    """One record per contender. Ratios and equality are relative to its ``baseline`` on the same prompt.
 
-    prompts     those that were decoded
+    prompts     the decoded prompts
     floor_ms    milliseconds to read a contender's weights once, by name
-    comparable  whether a contender's tokens ought to equal the baseline's
+    comparable  whether a contender's tokens should equal the baseline's
     """
     good = {measured.name: measured for measured in found if measured.error is None}
     records: list[dict[str, Any]] = []
@@ -66,12 +66,12 @@ def summarise(
 
 
 def _rate(answers: Sequence[Answer]) -> float:
-    """Tokens/s of a prompt: the median over repeats."""
+    """Tokens/s for a prompt: the median over repeats."""
     return statistics.median(answer.tokens_per_second for answer in answers)
 
 
 def _middle(answers: Sequence[Answer], value: Callable[[Answer], float | None]) -> float | None:
-    """Milliseconds of a prompt: the median over repeats where they are known."""
+    """Milliseconds for a prompt: the median over the repeats for which they are known."""
     known = [seconds for seconds in map(value, answers) if seconds is not None]
     return 1e3 * statistics.median(known) if known else None
 
@@ -97,7 +97,7 @@ def _rates(many: Sequence[Sequence[Answer]]) -> dict[str, Any]:
 
 
 def _speculation(many: Sequence[Sequence[Answer]]) -> dict[str, Any]:
-    """Statistics of our own steps; none for a peer."""
+    """Statistics of our own steps; empty for a peer."""
     by_prompt = [[a.stats for a in answers if a.stats is not None] for answers in many]
     stats = Stats.merged(one for some in by_prompt for one in some)
     if not stats.steps:
@@ -128,7 +128,7 @@ def _ratios(measured: ContenderAnswers, reference: ContenderAnswers, where: Sequ
 
 
 def _equality(measured: ContenderAnswers, reference: ContenderAnswers) -> dict[str, Any]:
-    """How many outputs equal the baseline's, and the length of common prefixes; of the first repeat."""
+    """How many outputs equal the baseline's, and the lengths of common prefixes, for the first repeat."""
     pairs = [(a[0].token_ids, b[0].token_ids) for a, b in zip(measured.answers, reference.answers, strict=True)]
     prefixes = [sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(a, b, strict=False))) for a, b in pairs]
     return {"equal_outputs": sum(a == b for a, b in pairs), "common_prefix_median": statistics.median(prefixes)}

@@ -1,15 +1,15 @@
-"""Throughput and latency of N rows at a time, of our drafters and of peers that batch.
+"""Throughput and latency with N concurrent prompts, for our drafters and for peers that batch.
 
-The load is closed: N clients each wait for their answer before they submit their next prompt, so N rows are busy until
-the prompts run out. All contenders take turns at each N in every repeat, in rotating order, and a ratio to plain
-decoding is taken within a repeat, where both met the same machine.
+The load is closed-loop: each of N clients waits for its answer before it submits its next prompt, so N rows are busy
+until the prompts run out. In every repeat all contenders alternate at each N, in rotating order; ratios to plain
+decoding are computed within a repeat.
 
-    throughput                 new tokens of all prompts over seconds, from the first prompt submitted to the last token
-    time to first token (TTFT) from submission to the first new tokens of that prompt
-    inter-token latency (ITL)  from one arrival of tokens to the next of the same prompt, divided by the tokens that
-                               arrived together and counted once for each of them
+    throughput                 new tokens of all prompts per second, from the first submission to the last token
+    time to first token (TTFT) from submission to the first new tokens of the prompt
+    inter-token latency (ITL)  from one arrival of tokens to the next of the same prompt, divided by the number of
+                               tokens that arrived together, and counted once for each of them
 
-Peers in static batches (transformers) decode N prompts that start together and end together.
+Peers with static batches (transformers) decode N prompts that start and end together.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ Report = Callable[[int, int, str], None]
 
 @dataclass
 class Answer:
-    """One prompt's new tokens, and when they arrived: (seconds since the prompt was submitted, tokens) by arrival."""
+    """A prompt's new tokens, and for each arrival the seconds since submission and the number of tokens."""
 
     token_ids: list[int] = field(default_factory=list)
     arrivals: list[tuple[float, int]] = field(default_factory=list)
 
     def add(self, seconds: float, tokens: Sequence[int]) -> None:
-        """Take tokens that arrived together."""
+        """Add tokens that arrived together."""
         if tokens:
             self.token_ids += tokens
             self.arrivals.append((seconds, len(tokens)))
@@ -82,7 +82,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Served:
-    """All prompts decoded once: answers in the order of the prompts, seconds in total, and our own steps, if any."""
+    """The result of decoding all prompts: answers in the order of the prompts, total seconds, and our own steps."""
 
     answers: list[Answer]
     seconds: float
@@ -90,7 +90,7 @@ class Served:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens of all prompts over seconds."""
+        """New tokens of all prompts divided by seconds."""
         return sum(len(answer.token_ids) for answer in self.answers) / self.seconds
 
 
@@ -104,10 +104,10 @@ class Batched(Protocol):
 class Ours:
     """One drafter on the scheduler.
 
-    Each run has a scheduler of its own, so no run finds the prefixes of another. What an adaptive drafter learned of
-    its load stays, by number of rows.
+    Each run has its own scheduler, so that runs do not reuse each other's prefixes. The speculation controller of an
+    adaptive drafter is kept for each number of rows.
 
-    costs  what steps cost here, for drafters that size their drafts by it
+    costs  the step costs, for adaptive drafters
     """
 
     def __init__(self, target: Target, drafter: Drafter, sampling: SamplingParams, costs: Costs | None = None) -> None:
@@ -121,7 +121,7 @@ class Ours:
         return self._learned.get(rows)
 
     def serve(self, prompts: Prompts, *, rows: int, max_new_tokens: int) -> Served:
-        """Keep ``rows`` prompts submitted until none is left."""
+        """Keep ``rows`` prompts in progress until none is left."""
         scheduler = Scheduler(self.target.decoder, rows=rows, speculation=self._speculation(rows))
         answers = [Answer() for _ in prompts]
         waiting = iter(range(len(prompts)))
@@ -154,13 +154,13 @@ class Ours:
 
 
 class BatchedPeer:
-    """A peer that decodes static batches: each starts when all rows of the one before have ended."""
+    """A peer that decodes static batches: each starts after all rows of the previous one have ended."""
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
 
     def serve(self, prompts: Prompts, *, rows: int, max_new_tokens: int) -> Served:
-        """Decode the prompts in batches of ``rows``; seconds are those of the peer's own calls."""
+        """Decode the prompts in batches of ``rows``; seconds are measured by the peer around its own calls."""
         answers: list[Answer] = []
         seconds = 0.0
         for start in range(0, len(prompts), rows):
@@ -176,7 +176,7 @@ class BatchedPeer:
 
 @dataclass(frozen=True)
 class Round:
-    """All contenders once at one number of rows; ``errors`` says why any of them failed."""
+    """One run of each contender at one number of rows; ``errors`` has the reasons of failures."""
 
     repeat: int
     rows: int
@@ -185,7 +185,7 @@ class Round:
 
 
 def check_rows(rows: Sequence[int], prompts: int) -> None:
-    """Refuse numbers of rows that these prompts cannot keep busy. Raises InputError."""
+    """Check that there are enough prompts for these numbers of rows. Raises InputError."""
     for number in rows:
         if number < 1:
             raise InputError(f"--rows must be at least 1, got {number}")
@@ -207,10 +207,11 @@ def rounds(
     repeats: int,
     report: Report = lambda done, total, what: None,
 ) -> Iterator[Round]:
-    """Measure every contender at every number of rows, ``repeats`` times; yields one round a repeat and number.
+    """Measure every contender at every number of rows, ``repeats`` times; yields one round per repeat and number.
 
-    Each contender decodes a few tokens at each number of rows before anything is timed there. One that fails is left
-    out from there on, and without any left the rounds end. ``report`` gets rounds done, in all, and the next run.
+    Each contender decodes a few warm-up tokens at each number of rows before it is timed. One that fails is left out
+    from then on; if none is left, the rounds end. ``report`` is called with rounds done, rounds in total, and the next
+    run.
     """
     names, failed, total = list(contenders), set[str](), repeats * len(rows)
     for turn in range(total):
@@ -230,7 +231,7 @@ def rounds(
             try:
                 served = contenders[name].serve(asked, rows=number, max_new_tokens=most)
                 if not all(answer.token_ids for answer in served.answers):
-                    raise RuntimeError("it answered a prompt without a single token")
+                    raise RuntimeError("it returned no tokens for a prompt")
             except FAILURES as error:
                 failed.add(name)
                 found.errors[name] = describe(error)
@@ -246,13 +247,13 @@ def rounds(
 def summarise(
     done: Sequence[Round], baselines: Mapping[str, str | None], *, comparable: Callable[[str], bool] = lambda name: True
 ) -> list[dict[str, Any]]:
-    """One record a contender and number of rows.
+    """One record per contender and number of rows.
 
     baselines   the plain decoding that each contender is compared with, by name
-    comparable  whose tokens ought to equal plain decoding's
+    comparable  contenders whose tokens should equal plain decoding's
 
-    Texts are compared with plain decoding of as many rows, and plain decoding's own with that of the first number of
-    rows. Of repeats, ratios and rates are [lowest, median, highest]; latencies are medians and 95th percentiles of
+    Texts are compared with plain decoding at the same number of rows; those of plain decoding, with the first number of
+    rows. Ratios and rates are [lowest, median, highest] over repeats; latencies are medians and 95th percentiles over
     all prompts and tokens.
     """
     errors = {name: why for one in done for name, why in one.errors.items()}
@@ -292,7 +293,7 @@ def _latencies(runs: Sequence[Served]) -> dict[str, Any]:
 
 
 def _equal(runs: Sequence[Served], plain: Served) -> int:
-    """Prompts whose tokens equal plain decoding's in every run."""
+    """The number of prompts whose tokens equal plain decoding's in every run."""
     texts = [[answer.token_ids for answer in run.answers] for run in runs]
     return sum(all(text[i] == answer.token_ids for text in texts) for i, answer in enumerate(plain.answers))
 

@@ -1,4 +1,4 @@
-"""The command line: one file a group of verbs. Heavy imports happen inside the verbs, so that --help is fast."""
+"""The command line: one file per group of commands. Heavy imports are inside the commands, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def _root(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a verb and exit.
+    """Run a command and exit.
 
-    Exit statuses: 1 for an error, after one sentence; 2 for wrong usage; 130 for Ctrl-C, 143 for SIGTERM.
-    Both signals raise KeyboardInterrupt in the verb, which keeps what is done.
+    Exit statuses: 1 for an error, with a one-sentence message; 2 for wrong usage; 130 for Ctrl-C, 143 for SIGTERM.
+    Both signals raise KeyboardInterrupt in the command, which keeps its results so far.
     """
     for stream in (sys.stdout, sys.stderr):
-        # a character that the terminal lacks is replaced, not an error
+        # characters that the terminal cannot show are replaced
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="replace")
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any) -> None:
-    """Print warnings of the package as one line on standard error; those of other packages are for developers."""
+    """Print the package's own warnings as one line on standard error; those of other packages are not shown."""
     if issubclass(category, AnabranchWarning):
         _say("warning: ", "bold yellow", str(message))
 
@@ -92,7 +92,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except Exception as error:
-        # typer vendors click or uses the installed one, so usage errors are recognised by their method
+        # typer may use its own copy of click, so usage errors are recognised by their method
         if not hasattr(error, "format_message"):
             raise
         return _misused(error)

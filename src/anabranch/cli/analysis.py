@@ -36,7 +36,7 @@ class SimulateConfig:
     ] = None
     drop_source: Annotated[
         tuple[str, ...],
-        typer.Option(help="leave out the drafts of this source ('stream 3') or group ('stream'); repeatable"),
+        typer.Option(help="leave out the drafts of this source, or of a group (a name without its number); repeatable"),
     ] = ()
     latency: Annotated[
         Path | None,
@@ -142,7 +142,7 @@ def _numbers(option: str, text: str | None, *, whole: bool = True) -> list[int] 
 
 
 def _check_sources(config: SimulateConfig, known: Sequence[str]) -> None:
-    """Refuse to leave out a source that drafted nothing; "stream" stands for "stream 1" and all others."""
+    """Raise InputError for a source that drafted nothing; a name without its number stands for the whole group."""
     groups = {name.partition(" ")[0] for name in known}
     if unknown := [name for name in config.drop_source if name not in known and name not in groups]:
         named = f"its drafts are of {', '.join(known)}" if known else "it has no drafts, so leave out --drop-source"

@@ -1,4 +1,4 @@
-"""``anabranch bench``: measure methods and other engines beside each other; compare results; install peers."""
+"""``anabranch bench``: compare drafters and other engines; compare results; install peers."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ app.add_typer(peers.app, name="peers")
 def bench(context: typer.Context, config: BenchConfig) -> None:
     """Measure drafters and other engines on the same prompts, on this machine.
 
-    Every prompt goes through all contenders before the next one, in rotating order. Speedups are over plain decoding
-    (none) of the same prompts with the same weights, which is always measured too. Let nothing else run meanwhile.
+    All contenders decode each prompt, in rotating order, before the next one. Speedups are relative to plain decoding
+    (none) of the same prompts with the same weights, which is always measured too. Run nothing else at the same time.
 
-    --rows N measures throughput and latency of N prompts at a time instead, and --shape the steps of a model of that
-    size with random weights.
+    --rows N measures throughput and latency with N concurrent prompts instead, and --shape times the steps of a model
+    of that size with random weights.
 
-    Ctrl-C keeps what is done; --resume continues. 'bench compare' compares two results, and 'bench peers' installs
-    other engines.
+    Ctrl-C keeps the results so far; --resume continues. 'bench compare' compares two results, and 'bench peers'
+    installs other engines.
     """
     if context.invoked_subcommand is not None:
         return
@@ -45,7 +45,7 @@ def bench(context: typer.Context, config: BenchConfig) -> None:
 
 
 def _given(context: typer.Context) -> dict[str, str]:
-    """The options that the command line gives: how each is written, by its field."""
+    """The options given on the command line: the spelling of each, by field."""
     found = {}
     for option in context.command.params:
         source = context.get_parameter_source(str(option.name))
@@ -60,9 +60,9 @@ def compare_results(
     b: Annotated[Path, typer.Argument(metavar="B", help="another result")],
     as_json: Annotated[bool, typer.Option("--json", help="print the comparison as JSON")] = False,
 ) -> None:
-    """Compare two results: the speed of B over A by contender, with quartiles over prompts.
+    """Compare two results: the speed ratio B / A by contender, with quartiles over prompts.
 
-    Warns where model, dtype, machine, threads or prompts differ, since the ratio is then not due to the methods alone.
+    Warns if model, dtype, machine, threads or prompts differ, since the ratio then depends on these too.
     """
     from anabranch.bench.compare import compare, comparison_table, read_result
     from anabranch.cli.layout import output, print_tables

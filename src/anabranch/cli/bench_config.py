@@ -1,4 +1,4 @@
-"""The configuration of ``anabranch bench``, and what its three kinds of measurement share."""
+"""The configuration of ``anabranch bench``, and helpers shared by its three kinds of measurement."""
 
 from __future__ import annotations
 
@@ -93,25 +93,25 @@ class BenchConfig:
 
 @dataclass(frozen=True)
 class Weights:
-    """What is loaded by kind of weights; ``load_seconds`` are outside every measurement."""
+    """The loaded targets by kind of weights; ``load_seconds`` are not part of any measurement."""
 
     loaded: dict[Quantization, Loaded]
     load_seconds: dict[str, float]
 
     @property
     def first(self) -> Loaded:
-        """The least quantised."""
+        """The target that is least quantised."""
         return next(iter(self.loaded.values()))
 
 
 def refuse_all_but(allowed: Sequence[str], given: Mapping[str, str], why: str) -> None:
-    """Raise InputError for an option that has no meaning here; ``why`` begins the message."""
+    """Raise InputError for an option that has no effect; ``why`` starts the message."""
     if useless := [written for name, written in given.items() if name not in allowed]:
         raise InputError(f"{why}, so {useless[0]} has no effect; leave one of them out")
 
 
 def entries_of(config: BenchConfig) -> list[Entry]:
-    """The contenders, checked; ``--quantize`` is the kind of weights of those that name none."""
+    """The validated contenders; ``--quantize`` is the default kind of weights."""
     from anabranch.bench.entries import PLAIN, check_installed, read_entries
     from anabranch.methods import AUTO, methods
 
@@ -122,7 +122,7 @@ def entries_of(config: BenchConfig) -> list[Entry]:
         asked = tuple(text if "@" in text else f"{text}@{kind}" for text in asked)
     sampling = config.sampling.params
     if config.peer and (sampling.min_p or sampling.repetition_penalty != 1):
-        raise InputError("peers take no --min-p and no --repetition-penalty; leave these or --peer out")
+        raise InputError("peers do not support --min-p and --repetition-penalty; leave out these or --peer")
     entries = read_entries(asked, config.peer)
     check_installed(entries)
     return entries
@@ -151,7 +151,7 @@ def encode(config: BenchConfig, prompts: Sequence[SuitePrompt], loaded: Loaded) 
             raise InputError(f"the prompt {prompt.name} of the task {prompt.task} has no tokens; leave it out")
         if len(ids) + config.max_new_tokens > longest:
             raise InputError(
-                f"the prompt {prompt.name} of the task {prompt.task} has {len(ids)} tokens, which leaves no room for "
+                f"the prompt {prompt.name} of the task {prompt.task} has {len(ids)} tokens, too many for "
                 f"{config.max_new_tokens} more within the model's {longest}; shorten it, or lower --max-new-tokens"
             )
     return list(encoded)
@@ -160,7 +160,7 @@ def encode(config: BenchConfig, prompts: Sequence[SuitePrompt], loaded: Loaded) 
 def described(
     config: BenchConfig, entries: Sequence[Entry], encoded: Sequence[Encoded], loaded: Loaded
 ) -> dict[str, Any]:
-    """What is measured, for the result file."""
+    """The description of the measurement, for the result file."""
     from anabranch.files import without_folders
 
     sampling = config.sampling
@@ -187,14 +187,14 @@ def described(
 
 
 def status_console() -> Console:
-    """Where progress and notes go: standard error, a line each."""
+    """The console for progress and notes, on standard error."""
     from rich.console import Console
 
     return Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 
 def command() -> str:
-    """The command as anyone could give it: the data folder is called DIR; --resume and --force change no result."""
+    """The command for the result file: with DIR for the data folder, and without --resume and --force."""
     from anabranch.files import shown_command
 
     words = [word for word in sys.argv[1:] if word not in ("--resume", "--force")]

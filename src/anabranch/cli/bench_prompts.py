@@ -1,4 +1,4 @@
-"""``anabranch bench`` of one prompt at a time: through all contenders, in rotating order."""
+"""``anabranch bench`` with one prompt at a time, decoded by all contenders in rotating order."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ OF_SHAPES = ("width", "batch", "context_tokens")
 
 
 def run(config: BenchConfig, given: Mapping[str, str]) -> None:
-    """Measure, print the result, and write it to ``--out``. What can be refused is refused before loading."""
+    """Check the options before loading, measure, print the result, and write it to ``--out``."""
     from anabranch.bench.entries import plain_of
     from anabranch.bench.recordings import Recordings, recorded_places
     from anabranch.bench.session import Session
     from anabranch.model.quantize import QUANTIZATIONS
 
     if shaped := [written for name, written in given.items() if name in OF_SHAPES]:
-        raise InputError(f"{shaped[0]} is for measuring a shape; give --shape too, or leave it out")
+        raise InputError(f"{shaped[0]} needs --shape; give both, or leave it out")
     entries = entries_of(config)
     _check(config)
     places = {}
@@ -51,9 +51,9 @@ def run(config: BenchConfig, given: Mapping[str, str]) -> None:
     prompts = config.prompts.read()
     weights = load(config, [k for k in QUANTIZATIONS if k == "none" or any(entry.weights == k for entry in entries)])
     encoded = encode(config, prompts, weights.first)
-    told = described(config, entries, encoded, weights.first)
-    described_run = told | {"baseline": plain_of(entries, "none")}
-    recorded = {name: value for name, value in told.items() if name not in ("contenders", "repeats")}
+    description = described(config, entries, encoded, weights.first)
+    described_run = description | {"baseline": plain_of(entries, "none")}
+    recorded = {name: value for name, value in description.items() if name not in ("contenders", "repeats")}
     recordings = Recordings(places, {entry.name: entry.spec for entry in entries}, recorded)
     console = status_console()
     with Session(
@@ -70,19 +70,19 @@ def run(config: BenchConfig, given: Mapping[str, str]) -> None:
     if interrupted:
         again = "add --resume to continue" if config.out is not None else "give --out FILE to be able to resume"
         done = f"stopped after {result['prompts_done']} of {len(encoded)} prompts"
-        console.print(f"{done}; {'what is done is kept: ' if config.out is not None else ''}{again}")
+        console.print(f"{done}; {'the results so far are kept: ' if config.out is not None else ''}{again}")
         raise typer.Exit(INTERRUPTED)
 
 
 def _check(config: BenchConfig) -> None:
-    """Refuse numbers and files that cannot be. Raises InputError or FileError."""
+    """Check numbers and files. Raises InputError or FileError."""
     from anabranch.bench.journal import Journal
     from anabranch.files import check_output, check_writable
     from anabranch.plots import check_matplotlib
 
     if (config.figures or config.resume) and config.out is None:
         option = "--figures" if config.figures else "--resume"
-        raise InputError(f"{option} needs --out FILE, beside which it finds its files")
+        raise InputError(f"{option} needs --out FILE, since its files are next to it")
     check_at_least(1, max_new_tokens=config.max_new_tokens, repeats=config.repeats)
     if config.figures:
         check_matplotlib("or leave out --figures")
@@ -94,7 +94,7 @@ def _check(config: BenchConfig) -> None:
 
 
 def _measure(session: Session, config: BenchConfig, entries: list[Entry], console: Console) -> bool:
-    """Decode all prompts; returns whether that was interrupted. Raises CapabilityError where every contender failed."""
+    """Decode all prompts; returns whether that was interrupted. Raises CapabilityError if every contender failed."""
     interrupted = False
     try:
         _decode(session, config, console)
@@ -104,7 +104,7 @@ def _measure(session: Session, config: BenchConfig, entries: list[Entry], consol
             raise
         interrupted = True
     if len(session.failed) == len(entries):
-        if not config.resume:  # what was done before may still be of use
+        if not config.resume:  # earlier results may still be useful
             session.forget()
         why = "; ".join(f"{name}: {error}" for name, error in session.failed.items())
         raise CapabilityError(f"no contender could be measured ({why})")
@@ -112,20 +112,20 @@ def _measure(session: Session, config: BenchConfig, entries: list[Entry], consol
 
 
 def _decode(session: Session, config: BenchConfig, console: Console) -> None:
-    """Measure the machine, open the contenders and decode, with progress and time left."""
+    """Measure the machine, open the contenders and decode, showing progress and the estimated time left."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     session.prepare(config.out, resume=config.resume)
     session.open()
     already, began = len(session.done), time.perf_counter()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("prompts"))
-    # prompts take seconds to minutes: the estimate looks back over all of them
+    # prompts take seconds to minutes, so the estimate is based on all of them
     bar = Progress(
         *columns,
         TimeRemainingColumn(),
         console=console,
         speed_estimate_period=1e9,
-        disable=not console.is_terminal,  # a log gets a line a prompt instead
+        disable=not console.is_terminal,  # in a log, one line per prompt instead
     )
     with bar:
         line = bar.add_task("", total=len(session.prompts), completed=already)
@@ -140,7 +140,7 @@ def _decode(session: Session, config: BenchConfig, console: Console) -> None:
 
 
 def _results(out: Path, *, figures: bool) -> list[Path]:
-    """The files that a run writes, as far as they are known before it, and figures that it may replace."""
+    """The files that a run writes, as far as they are known in advance, and the figures that it may replace."""
     from anabranch.bench.journal import FORMATS, beside
 
     files = [beside(out, suffix) for suffix in FORMATS]

@@ -1,4 +1,4 @@
-"""``anabranch bench --rows N``: throughput and latency of N prompts at a time."""
+"""``anabranch bench --rows N``: throughput and latency with N concurrent prompts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SCHEMA = 1
 
 
 def run(config: BenchConfig, given: Mapping[str, str]) -> None:
-    """Measure, print the result, and write it to ``--out``. What can be refused is refused before loading."""
+    """Check the options before loading, measure, print the result, and write it to ``--out``."""
     from anabranch.bench.journal import beside
     from anabranch.bench.machine import measure_machine
     from anabranch.bench.report import environment
@@ -65,7 +65,7 @@ def run(config: BenchConfig, given: Mapping[str, str]) -> None:
     console, target = status_console(), weights.first.target
     console.print("measuring the machine: memory bandwidth and matrix rate")
     machine = measure_machine(target.decoder).to_dict()
-    console.print(f"{machine['read_gb_s'][1]:.1f} GB/s; one forward pass takes {machine['floor_ms']:.2f} ms at least")
+    console.print(f"{machine['read_gb_s'][1]:.1f} GB/s; a forward pass takes at least {machine['floor_ms']:.2f} ms")
     done, facts, interrupted = _measure(config, entries, encoded, weights, console)
     result = {
         "schema": SCHEMA,
@@ -91,8 +91,9 @@ def run(config: BenchConfig, given: Mapping[str, str]) -> None:
 
 
 def _batching(entries: list[Entry], config: BenchConfig) -> list[Entry]:
-    """The contenders less a plain decoding that nothing is compared with. Raises CapabilityError for a peer that does
-    not batch.
+    """The contenders, without plain decoding that nothing is compared with.
+
+    Raises CapabilityError for a peer that does not batch.
     """
     from anabranch.bench.entries import plain_of
     from anabranch.bench.peers import parse_peer
@@ -100,7 +101,7 @@ def _batching(entries: list[Entry], config: BenchConfig) -> list[Entry]:
     for entry in entries:
         if entry.kind == "peer" and not parse_peer(entry.spec)[0].batches:
             raise CapabilityError(
-                f"the peer {entry.name!r} is driven one prompt at a time here, so --rows cannot measure it; leave it "
+                f"the peer {entry.name!r} decodes one prompt at a time here, so --rows cannot measure it; leave it "
                 "out, or measure the peer transformers"
             )
     plain = plain_of(entries, "none")
@@ -113,7 +114,7 @@ def _batching(entries: list[Entry], config: BenchConfig) -> list[Entry]:
 def _measure(
     config: BenchConfig, entries: Sequence[Entry], encoded: Sequence[Encoded], weights: Weights, console: Console
 ) -> tuple[list[Round], list[dict[str, Any]], bool]:
-    """Open the contenders and measure: the rounds, facts by contender, and whether it was interrupted."""
+    """Open the contenders and measure; returns the rounds, facts by contender, and whether it was interrupted."""
     from anabranch.bench.run import FAILURES, describe
     from anabranch.bench.throughput import rounds
 
@@ -160,7 +161,7 @@ def _open(
     fact: dict[str, Any],
     exits: ExitStack,
 ) -> Batched:
-    """Make a contender ready; what it turned out to be goes into ``fact``."""
+    """Open a contender, and store its properties in ``fact``."""
     import torch
 
     from anabranch.bench.peers import open_peer
@@ -189,7 +190,7 @@ def _records(done: Sequence[Round], entries: Sequence[Entry], *, greedy: bool) -
     opened = {name for one in done for name in (*one.runs, *one.errors)}
     ours = {entry.name for entry in entries if entry.kind == "ours"}
     baselines = {entry.name: plain_of(entries, entry.weights) for entry in entries if entry.name in opened}
-    # a peer draws with random numbers of its own
+    # a peer samples with its own random numbers
     return summarise(done, baselines, comparable=lambda name: greedy or name in ours)
 
 

@@ -9,7 +9,7 @@ from anabranch.cli.bench_config import BenchConfig, command, refuse_all_but, sta
 
 __all__ = ["run"]
 
-# the options that a shape is measured by; all others are about prompts
+# the options of --shape; all others are about prompts
 OPTIONS = (
     *("shape", "width", "batch", "context_tokens", "dtype", "device", "threads", "repeats", "out", "force", "as_json"),
 )

@@ -1,4 +1,4 @@
-"""``anabranch certify``: decode both ways and explain every difference."""
+"""``anabranch certify``: compare a drafter's output with plain decoding and explain every difference."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def certify(config: CertifyConfig) -> None:
     """Check that a drafter does not change the output.
 
     Decodes every prompt plainly and with the drafter, and explains the first token that differs: a tie if both
-    tokens' logits are within the target's own rounding error, a BUG otherwise. Exits with 1 if there is a BUG.
+    tokens' logits are within the target's own rounding error, a BUG otherwise. Exits with status 1 if there is a BUG.
 
-    At a temperature above 0 both draw with the same seed, and the same seed must give the same text.
+    At a temperature above 0 both use the same seed, which must give the same text.
     """
     from rich.console import Console
 
@@ -44,7 +44,7 @@ def certify(config: CertifyConfig) -> None:
     from anabranch.methods import parse_spec, resolve_spec
     from anabranch.prompts import chat_ids
 
-    # whatever can be refused is refused before a model is loaded
+    # check everything possible before a model is loaded
     parse_spec(config.drafter)
     options.check_at_least(1, max_new_tokens=config.max_new_tokens)
     sampling = config.sampling.params

@@ -66,14 +66,14 @@ class ChatConfig:
 
 @configured
 def chat(config: ChatConfig) -> None:
-    """Talk with a model. Type /help for the commands; Ctrl-D leaves, Ctrl-C stops an answer.
+    """Chat with a model. Type /help for the commands; Ctrl-D leaves, Ctrl-C stops an answer.
 
-    A stopped answer stays in the conversation as far as it got. From a pipe, every line is a message.
+    The text of a stopped answer stays in the conversation. From a pipe, every line is a message.
     """
     with show.Wait() as wait:
         loaded = show.load_model(config.loading, config.drafter, config.decoding, wait)
         talk = Conversation(loaded, config)
-        talk.prompt_ids([{"role": "user", "content": "hello"}])  # a model that cannot chat is refused at once
+        talk.prompt_ids([{"role": "user", "content": "hello"}])  # raises for a model without a chat template
         words = [command.split()[0] for command in COMMANDS]
         source = reader(None if config.no_history else cache_home() / "chat_history", words)
     if source.interactive:
@@ -112,7 +112,7 @@ def _converse(talk: Conversation, source: Reader) -> None:
 
 
 class Conversation:
-    """Messages, and the statistics of their answers. A message that cannot be answered changes nothing."""
+    """The messages of a conversation and the statistics of the answers. A failed message leaves it unchanged."""
 
     def __init__(self, model: Model, config: ChatConfig) -> None:
         self.model, self.call, self.system = model, config.decoding.keywords(), config.system
@@ -120,13 +120,13 @@ class Conversation:
         self.messages: list[dict[str, Any]] = []
         self.drafter = str(model.drafter)
         self.answered: list[Stats] = []
-        self._question: str | None = None  # the last one, whether answered or not
+        self._question: str | None = None  # the last message, answered or not
         self._seed = config.decoding.sampling.seed
-        self._last: list[str] = []  # facts of the last complete answer
-        self._full: list[int] | None = None  # the prompt of the last answer, if that is complete
+        self._last: list[str] = []  # summary of the last complete answer
+        self._full: list[int] | None = None  # the prompt of the last answer, if that was completed
 
     def take(self, said: str) -> bool:
-        """Answer a message or obey a command; False where the conversation ends."""
+        """Answer a message or run a command; returns False to end the conversation."""
         command = COMMAND.fullmatch(said.strip()) if said.startswith("/") else None
         if command is None:
             self.ask(said)
@@ -134,24 +134,24 @@ class Conversation:
         name, rest = command[1], (command[2] or "").strip()
         if name in ("quit", "exit"):
             return False
-        does = getattr(self, f"_{name.rstrip('!')}", None) if f"/{name}" in _names() else None
-        if does is None:
+        run = getattr(self, f"_{name.rstrip('!')}", None) if f"/{name}" in _names() else None
+        if run is None:
             self._unknown(name)
         elif name == "save!":
             self._save(rest, replace=True)
         else:
-            does(rest)
+            run(rest)
         return True
 
     # -- questions and answers --------------------------------------------------------------------------
     def prompt_ids(self, messages: list[dict[str, Any]]) -> list[int]:
-        """The token ids of the messages, after the system prompt."""
+        """The token ids of the system prompt and the messages."""
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
         spoken = [{"role": message["role"], "content": message["content"]} for message in messages]
         return self.model.chat_ids(first + spoken)
 
     def ask(self, said: str) -> None:
-        """Answer ``said``. Raises AnabranchError, and keeps the conversation, where that does not work."""
+        """Answer ``said``. Raises AnabranchError and leaves the conversation unchanged if that fails."""
         self._question = said
         self._answer([*self.messages, {"role": "user", "content": said}])
 
@@ -159,8 +159,8 @@ class Conversation:
         ids, limit = self.prompt_ids(messages), self.model.target.config.max_positions
         if len(ids) >= limit:
             raise InputError(
-                f"the conversation would have {len(ids):,} tokens with this message, and the model's limit is "
-                f"{limit:,}; /save FILE saves it, /reset begins a new one, and /retry then sends the message again"
+                f"with this message the conversation has {len(ids):,} tokens, and the model's limit is {limit:,}; "
+                "/save FILE saves it, /reset starts a new one, and /retry then sends the message again"
             )
         marker = show.Marker(self.model.tokenizer) if self.show_drafts else None
         with _stoppable() as stopped, show.Wait() as wait:
@@ -185,19 +185,19 @@ class Conversation:
         self.messages = [*messages, answer if found is not None else {**answer, "interrupted": True}]
         self._full = ids if found is not None else None
         if found is None:
-            note("stopped; the answer is kept as far as it got")
+            note("stopped; the answer so far is kept")
             return
         if marker is not None:
             typer.echo(marker.legend(found.stats), err=True)
         self._count(found)
 
     def _count(self, found: Generation) -> None:
-        """Add an answer to the statistics, and say why it ended unless the model ended it."""
+        """Add an answer to the statistics; print why it ended, unless the model ended it."""
         self.answered.append(found.stats)
         ended = show.ending(found, self.model, self.call["max_new_tokens"])
         why = show.explained(ended, found, self.model, more="start chat with --max-new-tokens")
         if ended == "model_limit":
-            why += "; /reset begins a new conversation"
+            why += "; /reset starts a new conversation"
         self._last = [*show.rates(found.stats, self.drafter), *show.lesser_kernels(self.model), why]
         if self.shows_stats:
             show.sentences(self._last)
@@ -211,7 +211,7 @@ class Conversation:
 
     def _reset(self, _: str) -> None:
         self.messages, self._full = [], None
-        note("a new conversation")
+        note("new conversation")
 
     def _system(self, text: str) -> None:
         if text:
@@ -241,7 +241,7 @@ class Conversation:
         if spec:
             spec = str(resolve_spec(spec, *(loaded.module for loaded in self.model.adapters)))
             call: Keywords = {**self.call, "drafter": spec}
-            self.model.stream(self.prompt_ids([{"role": "user", "content": "hello"}]), **call).close()  # can it work?
+            self.model.stream(self.prompt_ids([{"role": "user", "content": "hello"}]), **call).close()  # may raise
             self.drafter = spec
         note(f"drafter {self.drafter}")
 
@@ -261,21 +261,21 @@ class Conversation:
             raise FileError(f"{path} exists already; give another name, or '/save! {name}' to replace it")
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
         write_atomically(path, json.dumps(first + self.messages, ensure_ascii=False, indent=1) + "\n")
-        note(f"{len(first + self.messages)} messages are in {path}")
+        note(f"saved {len(first + self.messages)} messages to {path}")
 
     def _unknown(self, name: str) -> None:
         near = difflib.get_close_matches(f"/{name}", _names(), n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        note(f"there is no command /{name}; {hint}/help lists them, and a space before the / makes it a message")
+        note(f"there is no command /{name}; {hint}/help lists them, and a space before the / sends it as a message")
 
     def _all(self) -> list[str]:
         from anabranch.stats import Stats
 
         many = len(self.answered)
-        return [f"{many} answers together", *show.rates(Stats.merged(self.answered), prompts=many)]
+        return [f"{many} answers in total", *show.rates(Stats.merged(self.answered), prompts=many)]
 
     def farewell(self) -> None:
-        """Print the last line: the statistics of all answers together."""
+        """Print the statistics of all answers."""
         if len(self.answered) == 1:
             show.sentences(self._last)
         elif self.answered:
@@ -288,10 +288,10 @@ def _names() -> list[str]:
 
 @contextmanager
 def _stoppable() -> Iterator[Callable[[], bool]]:
-    """While an answer is written, Ctrl-C asks it to end after the current step; a second one ends it at once.
+    """Inside the block, Ctrl-C requests a stop after the current step; a second one raises KeyboardInterrupt.
 
-    So what is shown is what is kept, and the engine never stops within a step. Yields a function that says whether to
-    stop.
+    So the text shown is the text kept, and the engine is not interrupted within a step. Yields a function that returns
+    whether to stop.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False

@@ -1,4 +1,4 @@
-"""Verbs that take one frozen configuration: its fields are the options of the command line.
+"""Commands that take one frozen configuration, whose fields are the command-line options.
 
     @dataclass(frozen=True, kw_only=True)
     class Sampling:
@@ -12,9 +12,8 @@
     @configured
     def generate(config: GenerateConfig) -> None: ...
 
-A field that is itself a configuration contributes its fields, with the defaults of the instance that is its default.
-``tuple[X, ...]`` is an option that may be repeated. Other parameters of the verb, such as a ``typer.Context``, are
-passed on.
+A field that is itself a configuration contributes its fields, with the defaults of its default instance.
+``tuple[X, ...]`` is a repeatable option. Other parameters of the command, such as a ``typer.Context``, are passed on.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ C = TypeVar("C")
 
 
 def configured(verb: Callable[..., None]) -> Callable[..., None]:
-    """The verb as typer calls it: the fields of its ``config`` as keyword parameters."""
+    """Wrap a command for typer: the fields of its ``config`` become keyword parameters."""
     signature = inspect.signature(verb, eval_str=True)
     kind: type[Any] = signature.parameters["config"].annotation
     others = [parameter for name, parameter in signature.parameters.items() if name != "config"]
@@ -65,7 +64,7 @@ def parameters(kind: type[Any], defaults: Any = None) -> Iterator[inspect.Parame
 
 
 def build(kind: type[C], given: dict[str, Any]) -> C:
-    """A configuration from the values of its options, flat as typer gives them."""
+    """Build a configuration from the flat values of its options."""
     hints = get_type_hints(kind)
     values: dict[str, Any] = {}
     for field in fields(kind):  # type: ignore[arg-type]
@@ -84,7 +83,7 @@ def _default(field: Any, defaults: Any) -> Any:
 
 
 def _repeatable(hint: Any, default: Any) -> tuple[Any, Any]:
-    """``tuple[X, ...]`` as typer spells it; other hints as they are."""
+    """``tuple[X, ...]`` in typer's spelling; other hints unchanged."""
     plain, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
     if get_origin(plain) is not tuple:
         return hint, default

@@ -1,4 +1,4 @@
-"""``anabranch generate``: text from a model, as it is decoded."""
+"""``anabranch generate``: stream text from a model."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ class GenerateConfig:
 def generate(config: GenerateConfig) -> None:
     """Answer a prompt, or with --raw continue it.
 
-    A model with a chat template is asked through it. The text goes to standard output. The summary goes to standard
+    Uses the model's chat template if it has one. The text is written to standard output, and a summary to standard
     error: tokens, decode rate, prompt rate, mean acceptance length (tokens per forward pass), the drafter that auto
-    became, and why the text ended. --compare adds the measured speedup over plain decoding. --trace records token
-    ids, drafts and times, but no text.
+    chose, and why the text ended. --compare adds the measured speedup over plain decoding. --trace records token ids,
+    drafts and times, but no text.
     """
     _check(config)
     text = options.standard_input() if config.prompt == "-" else config.prompt
@@ -89,19 +89,19 @@ def generate(config: GenerateConfig) -> None:
 
 
 def _check(config: GenerateConfig) -> None:
-    """Refuse what contradicts itself. Raises InputError or FileError."""
+    """Check for contradictory options and for output files. Raises InputError or FileError."""
     if config.compare and config.drafter == "none":
         raise InputError("--compare measures a drafter against plain decoding; choose another drafter than none")
     if config.every_position and config.trace is None:
-        raise InputError("--every-position says how to record; give a file with --trace")
+        raise InputError("--every-position needs a recording; give a file with --trace")
     if config.system is not None and config.raw:
-        raise InputError("--system needs the chat template, which --raw leaves out; give one of the two")
+        raise InputError("--system needs the chat template, which --raw disables; give only one of them")
     if config.trace is not None:
         check_output(config.trace, force=config.force, what="the trace", option="--trace")
 
 
 def _asked(loaded: Model, text: str, config: GenerateConfig) -> list[int]:
-    """The prompt's token ids: through the chat template where there is one."""
+    """The prompt's token ids, in the chat template if there is one."""
     from anabranch.prompts import chat_ids
 
     return chat_ids(loaded.tokenizer, text, raw=config.raw, system=config.system, model=loaded.target.name)
@@ -129,7 +129,7 @@ def _record(
 def _recorded(
     chunks: Generator[Chunk, None, None], loaded: Model, asked: list[int], call: Keywords, config: GenerateConfig
 ) -> Generator[Chunk, None, None]:
-    """Hand ``chunks`` on and record their steps; to record every position, decode plainly in their place."""
+    """Pass ``chunks`` on and record their steps; to record every position, replace them by plain decoding."""
     from anabranch.analysis.trace import TraceWriter
     from anabranch.api import Options
     from anabranch.generation import stream
@@ -153,7 +153,7 @@ def _recorded(
 
 
 def _compare(loaded: Model, asked: list[int], call: Keywords) -> dict[str, Any]:
-    """Alternate plain decoding and the drafter on the same prompt; rates are medians, the speedup that of the pairs."""
+    """Alternate plain decoding and the drafter on the same prompt; rates and the paired speedup are medians."""
     drafter = str(loaded.drafter)
     rates: dict[str, list[float]] = {"none": [], drafter: []}
     tokens: dict[str, list[int]] = {}
@@ -175,7 +175,7 @@ def _compare(loaded: Model, asked: list[int], call: Keywords) -> dict[str, Any]:
 
 
 def _compared(comparison: dict[str, Any]) -> list[str]:
-    """The comparison as facts for the summary. Its rates include the prompt."""
+    """The comparison as facts for the summary. Rates include the prompt."""
     mine, plain = comparison["tokens_per_second"], comparison["plain_tokens_per_second"]
     same = "same tokens" if comparison["equal"] else "different tokens than plain decoding (see 'anabranch certify')"
     return [

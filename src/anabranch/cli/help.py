@@ -1,7 +1,7 @@
-"""Help texts that fit any terminal, for the program and every verb.
+"""Help texts that fit any terminal, for the program and every command.
 
 Typer's panels truncate option names in narrow terminals, and click's list of commands truncates sentences.
-``typer.Typer(**HELP)`` shows plain paragraphs instead: names stay whole at any width, and text is wrapped. A verb that
+``typer.Typer(**HELP)`` prints plain paragraphs instead: names are never truncated, and text is wrapped. A command that
 takes a drafter (``cls=Verb``, or a group of ``cls=Verbs``) lists the methods below its options.
 """
 
@@ -16,11 +16,11 @@ from typer.core import TyperCommand, TyperGroup
 
 __all__ = ["HELP", "Verb", "Verbs", "methods", "trainable_methods"]
 
-DRAFTERS = ("drafter", "method")  # parameters that take a specification
+DRAFTERS = ("drafter", "method")  # parameters that take a drafter's specification
 
 
 class Verb(TyperCommand):
-    """Lists the methods where one of them can be chosen."""
+    """A command that lists the methods if it takes one."""
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Write the methods, then the epilog."""
@@ -29,7 +29,7 @@ class Verb(TyperCommand):
 
 
 class Verbs(TyperGroup):
-    """Lists its verbs with the whole first sentence of each."""
+    """A group that lists its commands with the complete first sentence of each."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the names and sentences as a list of two columns."""
@@ -62,9 +62,9 @@ def trainable_methods() -> Iterator[str]:
 
 
 def _entries() -> list[tuple[str, dict[str | None, ast.expr]]]:
-    """What the ``METHOD = Method(...)`` of each method says, by name.
+    """The arguments of each method's ``METHOD = Method(...)``, by name.
 
-    Read from the syntax trees of ``methods/``: importing the registry would import torch, which takes seconds.
+    Read from the syntax trees of ``methods/``, since importing the registry imports torch, which takes seconds.
     """
     folder = Path(__file__).parents[1] / "methods"
     found = {}
@@ -87,4 +87,4 @@ HELP: dict[str, Any] = {
     "cls": Verbs,
     "context_settings": {"help_option_names": ["-h", "--help"]},
 }
-"""Keywords for the program's ``typer.Typer``. Verbs inside need none; add a group with ``cls=Verbs``."""
+"""Keywords for the program's ``typer.Typer``. Commands need none; add a group with ``cls=Verbs``."""

@@ -1,4 +1,4 @@
-"""Where ``chat`` reads messages from: a terminal with line editing and history, or a pipe, line by line."""
+"""Input of ``chat``: a terminal with line editing and history, or the lines of a pipe."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Reader(Protocol):
 
 
 def reader(history: Path | None, words: Sequence[str]) -> Reader:
-    """A terminal's keyboard where both ends are terminals, else standard input as a pipe.
+    """A ``Terminal`` if input and output are terminals, otherwise a ``Pipe``.
 
-    history  file that keeps what was typed; None: it is forgotten
-    words    what Tab completes at the beginning of a message
+    history  file of the input history; None: the history is not stored
+    words    completions for Tab at the beginning of a message
     """
     if sys.stdin.isatty() and sys.stdout.isatty():
         return Terminal(history, words)
@@ -43,7 +43,7 @@ def reader(history: Path | None, words: Sequence[str]) -> Reader:
 
 
 class Pipe:
-    """Every line is a message. Raises InputError where standard input is not UTF-8."""
+    """Each line of standard input is a message. Raises InputError if it is not UTF-8."""
 
     interactive = False
 
@@ -51,7 +51,7 @@ class Pipe:
         self._read = 0
 
     def read(self) -> str | None:
-        """The next line without its end."""
+        """The next line without its line break."""
         line = sys.stdin.buffer.readline()
         if not line:
             return None
@@ -61,9 +61,9 @@ class Pipe:
 
 
 class Terminal:
-    """Line editing by prompt_toolkit. Enter sends; Alt+Enter, or Enter after a backslash, begins a new line.
+    """Line editing with prompt_toolkit. Enter sends; Alt+Enter, or Enter after a backslash, starts a new line.
 
-    A paste of several lines is one message: only a key sends.
+    Pasted text of several lines is one message: only a key press sends.
     """
 
     interactive = True
@@ -115,11 +115,11 @@ def _keys() -> KeyBindings:
 
 
 def _kept_history(path: Path) -> FileHistory:
-    """A history in a file that only its owner may read; where it cannot be kept, it is forgotten at the end."""
+    """A history in a file readable only by its owner; if it cannot be written, the history is not stored."""
     from prompt_toolkit.history import FileHistory
 
     class Kept(FileHistory):
-        told = False
+        warned = False
 
         def load_history_strings(self) -> Iterable[str]:
             try:
@@ -140,8 +140,8 @@ def _kept_history(path: Path) -> FileHistory:
                 self._tell(error)
 
         def _tell(self, error: OSError) -> None:
-            if not self.told:
-                self.told = True
-                note(f"the history cannot be kept in {path} ({error.strerror}); --no-history does without")
+            if not self.warned:
+                self.warned = True
+                note(f"the history cannot be kept in {path} ({error.strerror}); use --no-history to turn it off")
 
     return Kept(str(path))

@@ -1,4 +1,4 @@
-"""Facts and tables that fit the terminal; what goes into a pipe is not wrapped."""
+"""Print facts and tables at the width of the terminal; output to a pipe is not wrapped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNBOUNDED = 10_000
 
 
 def output() -> Console:
-    """A console on standard output: as wide as the terminal or ``COLUMNS``, and without a limit in a pipe."""
+    """A console on standard output: as wide as the terminal or ``COLUMNS``, unlimited in a pipe."""
     console = Console(highlight=False, markup=False)
     if console.is_terminal or os.environ.get("COLUMNS"):
         return console
@@ -24,7 +24,7 @@ def output() -> Console:
 
 
 def print_facts(groups: Mapping[str, Mapping[str, str]], console: Console | None = None) -> None:
-    """Print names and values in two columns, each group under its heading if that has text."""
+    """Print names and values in two columns, each group under its heading unless that is empty."""
     console = console or output()
     names = max((len(name) for facts in groups.values() for name in facts), default=0)
     for title, facts in groups.items():
@@ -50,7 +50,7 @@ def fact_lines(facts: Mapping[str, str], names: int, width: int) -> Iterator[str
 
 
 def print_tables(tables: Sequence[Table], console: Console | None = None) -> None:
-    """Print tables; one that is wider than the terminal is shown row by row, so that nothing is cut off."""
+    """Print tables; one that is wider than the terminal is printed row by row, so that nothing is truncated."""
     console = console or output()
     for table in tables:
         if Console(width=UNBOUNDED).measure(table).maximum <= console.width:
@@ -60,7 +60,7 @@ def print_tables(tables: Sequence[Table], console: Console | None = None) -> Non
 
 
 def _print_rows(table: Table, console: Console) -> None:
-    """Each row under its first cell, a line a column."""
+    """Print each row under its first cell, with one line per column."""
     if table.title:
         console.print(Text(f"{table.title}", style="bold"), soft_wrap=True)
     first, *others = table.columns

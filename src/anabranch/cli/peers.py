@@ -22,10 +22,10 @@ app = typer.Typer(
 def install(
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="engines by the names that 'list' shows")],
 ) -> None:
-    """Install engines with pip, each in a virtual environment of its own.
+    """Install engines with pip, each in its own virtual environment.
 
-    anabranch's own packages are not touched. Some engines are large: vLLM and OpenVINO take 1 to 2 GB with torch. What
-    is installed already is left as it is.
+    anabranch's own packages are not changed. Some engines are large: vLLM and OpenVINO take 1 to 2 GB with torch.
+    Engines that are installed already are skipped.
     """
     from rich.console import Console
 
@@ -33,7 +33,7 @@ def install(
     from anabranch.bench.peers.environments import install as build
 
     console = Console(stderr=True, highlight=False)
-    wanted = {name: environment_of(name) for name in names}  # a wrong name is told before anything is installed
+    wanted = {name: environment_of(name) for name in names}  # check all names before anything is installed
     for name, environment in wanted.items():
         if environment is None:
             print(f"{name} needs nothing: it runs on anabranch's own interpreter")
@@ -89,7 +89,7 @@ def show(as_json: Annotated[bool, typer.Option("--json", help="print the list as
 def remove(
     name: Annotated[str, typer.Argument(metavar="NAME", help="an engine by the name that 'list' shows")],
 ) -> None:
-    """Delete an engine's environment, and with it the engines that share it."""
+    """Delete an engine's environment, which other engines may share."""
     from anabranch.bench.peers.environments import environment_of
     from anabranch.bench.peers.environments import remove as delete
     from anabranch.errors import InputError

@@ -1,4 +1,4 @@
-"""Progress of long verbs on standard error: two lines that change on a terminal, a line now and then elsewhere."""
+"""Progress of long commands on standard error: two live lines on a terminal, otherwise a line every 30 seconds."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from anabranch.errors import AnabranchWarning
 
 __all__ = ["Screen", "clock", "screen"]
 
-EVERY = 30.0  # seconds between lines where there is no terminal
+EVERY = 30.0  # seconds between lines outside a terminal
 
 
 class Screen:
-    """Where progress goes. ``live`` is None where lines cannot be changed: in a pipe, a file, a dumb terminal."""
+    """The output of progress. ``live`` is None where lines cannot be updated: a pipe, a file, a dumb terminal."""
 
     def __init__(self, console: Console, live: Live | None) -> None:
         self.console, self.live = console, live
         self._next = 0.0
 
     def show(self, first: str, second: str, *, plain: str, now: bool = False) -> None:
-        """Show the two lines, or now and then the ``plain`` one; ``now`` prints that one at once."""
+        """Update the two lines, or print ``plain`` if the last line is old enough or ``now`` is set."""
         if self.live is not None:
             self.live.update(Text(f"{first}\n{second}", no_wrap=True, overflow="ellipsis"))
         elif now or time.monotonic() >= self._next:
@@ -35,19 +35,19 @@ class Screen:
             self._next = time.monotonic() + EVERY
 
     def keep(self) -> None:
-        """Leave the two lines as they are and begin new ones below."""
+        """Leave the two lines on the screen and start new ones below."""
         if self.live is not None:
             self.console.print(self.live.renderable)
             self.live.update(Text(""))
 
     def say(self, line: str) -> None:
-        """Print a line that stays, above those that change."""
+        """Print a permanent line above the live ones."""
         self.console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 @contextmanager
 def screen() -> Iterator[Screen]:
-    """A screen on standard error; meanwhile warnings of the package appear above the lines that change."""
+    """A screen on standard error; warnings of the package are printed above the live lines."""
     console = Console(stderr=True)
     if not console.is_terminal or console.is_dumb_terminal:
         yield Screen(console, None)

@@ -1,4 +1,4 @@
-"""What ``generate`` and ``chat`` share: loading with progress, text that is safe for a terminal, marks, summaries."""
+"""Shared by ``generate`` and ``chat``: loading with progress, safe output on terminals, draft marks, summaries."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = [
     "show",
 ]
 
-# the target's own tokens are plain; drafted ones are coloured, or marked where there is no colour
+# the target's own tokens are plain; drafted ones are coloured, or marked without colour
 COLOURS = ("green", "cyan", "magenta", "yellow", "bright_green", "bright_cyan", "bright_magenta", "bright_yellow")
 OTHER_COLOUR = "red"
 TARGET = "target"  # the source of the target's own tokens
@@ -48,23 +48,23 @@ SUPERSCRIPTS = dict(zip("0123456789abcdefghijklmnoprstuvwxyz", "⁰¹²³⁴⁵�
 
 # C0 without tab and newline, DEL, C1, and the embeddings, overrides and isolates that reorder text
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-PATIENCE = 1.0  # seconds of reading a prompt before its progress is shown
+PATIENCE = 1.0  # seconds before the progress of a prompt is shown
 
 
 def cleaned(text: str) -> str:
-    r"""``text`` with its control characters spelled out: ESC becomes the four characters ``\x1b``."""
+    r"""``text`` with control characters escaped: ESC becomes the four characters ``\x1b``."""
     return CONTROLS.sub(
         lambda found: f"\\x{ord(found[0]):02x}" if found[0] <= "\xff" else f"\\u{ord(found[0]):04x}", text
     )
 
 
 def for_stdout(text: str) -> str:
-    """``text`` as standard output gets it: cleaned on a terminal, as it is in a pipe or a file."""
+    """``text`` for standard output: cleaned on a terminal, unchanged in a pipe or a file."""
     return cleaned(text) if sys.stdout.isatty() else text
 
 
 def note(line: str) -> None:
-    """Print a quiet line on standard error; on a terminal cleaned, and wrapped between words."""
+    """Print a dim line on standard error; on a terminal cleaned and wrapped between words."""
     from rich.console import Console
 
     terminal = sys.stderr.isatty()
@@ -73,7 +73,7 @@ def note(line: str) -> None:
 
 
 def sentences(parts: Iterable[str]) -> None:
-    """Print facts as one line on standard error; on a terminal, as lines that break between facts where they can."""
+    """Print facts as one line on standard error; on a terminal wrapped, between facts where possible."""
     if not sys.stderr.isatty():
         note("; ".join(parts))
         return
@@ -88,10 +88,7 @@ def sentences(parts: Iterable[str]) -> None:
 
 
 class Wait:
-    """A line on standard error that says what the program is waiting for, erased afterwards; only on a terminal.
-
-    Warnings raised meanwhile are printed above it.
-    """
+    """A status line on standard error, erased afterwards; only on a terminal. Warnings are printed above it."""
 
     def __init__(self, text: str = "") -> None:
         self._text = text
@@ -112,7 +109,7 @@ class Wait:
         self.clear()
 
     def tell(self, text: str) -> None:
-        """Replace the line by ``text``; a terminal that cannot erase gets the first one only."""
+        """Replace the line by ``text``; a terminal that cannot erase shows only the first one."""
         if not self._terminal or not text or (self._shown and not self._erases):
             return
         self.clear()
@@ -136,7 +133,7 @@ class Wait:
 
 
 def prompt_progress(wait: Wait) -> Callable[[int, int], None]:
-    """A callback for ``on_prompt``: shows how much of a prompt has been read once that has taken a second."""
+    """A callback for ``on_prompt`` that shows the progress of a prompt that takes more than a second."""
     began = time.monotonic()
 
     def tell(done: int, total: int) -> None:
@@ -154,10 +151,10 @@ def show(
     marker: Marker | None = None,
     stopped: Callable[[], bool] | None = None,
 ) -> tuple[str, Generation | None]:
-    """Decode, showing text as it arrives. Returns the text shown, and the result unless decoding was stopped.
+    """Print text as it is decoded. Returns the text shown, and the result unless decoding was stopped.
 
     wait     cleared when the first chunk arrives
-    stopped  called after each chunk: whether to end there; where it is given, Ctrl-C ends the text too
+    stopped  called after each chunk; returns whether to stop. If given, Ctrl-C also stops the text
     """
     text, result = "", None
     try:
@@ -167,7 +164,7 @@ def show(
                     wait.clear()
                 text += chunk.text
                 if visible:
-                    # not typer.echo: it would strip escape sequences that a pipe is to get as they are
+                    # not typer.echo, which would remove escape sequences even from output to a pipe
                     sys.stdout.write(for_stdout(chunk.text) if marker is None else marker.mark(chunk))
                     sys.stdout.flush()
                 result = chunk.result
@@ -185,7 +182,7 @@ def show(
 
 
 def rates(stats: Stats, drafter: str | None = None, *, prompts: int = 1) -> list[str]:
-    """Tokens, the rates of decoding and of reading the prompt, mean acceptance length, drafter."""
+    """Tokens, the rates of decoding and of prompt processing, mean acceptance length, drafter."""
     facts = [f"{stats.tokens:,} tokens, {stats.decode_tokens_per_second:.1f} tokens/s"]
     if stats.prefill_tokens:
         read = stats.prefill_tokens + prompts
@@ -195,7 +192,7 @@ def rates(stats: Stats, drafter: str | None = None, *, prompts: int = 1) -> list
 
 
 def ending(found: Generation, model: Model, max_new_tokens: int) -> str:
-    """Why a text ended: "end_token", "stop_string", "max_new_tokens" or "model_limit"."""
+    """The reason why a text ended: "end_token", "stop_string", "max_new_tokens" or "model_limit"."""
     if found.finish_reason == "stop":
         ended = found.token_ids and found.token_ids[-1] in model.target.config.eos_token_ids
         return "end_token" if ended else "stop_string"
@@ -203,7 +200,7 @@ def ending(found: Generation, model: Model, max_new_tokens: int) -> str:
 
 
 def explained(ended: str, found: Generation, model: Model, *, more: str) -> str:
-    """The same as a sentence; ``more`` says how to get more than ``max_new_tokens``."""
+    """The reason as a sentence; ``more`` is how to get more than ``max_new_tokens``."""
     return {
         "end_token": "ended by the model",
         "stop_string": "ended before a stop string",
@@ -213,16 +210,16 @@ def explained(ended: str, found: Generation, model: Model, *, more: str) -> str:
 
 
 def kernels(model: Model) -> dict[str, str]:
-    """Which kernels decode, and why no better ones: name, why, advice."""
+    """The kernels in use, and why not faster ones: name, why, advice."""
     from dataclasses import asdict
 
-    from anabranch.model.stack import kernels_of
+    from anabranch.model.kernel_use import kernels_of
 
     return asdict(kernels_of(model.target.decoder))
 
 
 def lesser_kernels(model: Model) -> list[str]:
-    """A fact for the summary where faster kernels are missing on a CPU."""
+    """A fact for the summary, if faster kernels are missing on a CPU."""
     use = kernels(model)
     return (
         [f"kernels {use['name']} ('anabranch info' tells why)"]
@@ -231,11 +228,11 @@ def lesser_kernels(model: Model) -> list[str]:
     )
 
 
-# --- who drafted a token ------------------------------------------------------------------------------------------
+# --- what proposed each token -------------------------------------------------------------------------------------
 
 
 class Marker:
-    """Shows who proposed each token: by colour on a terminal, else by a mark behind the token."""
+    """Marks what proposed each token: by colour on a terminal, otherwise by a suffix."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
         from anabranch.generation import Detokenizer
@@ -261,7 +258,7 @@ class Marker:
         return text
 
     def legend(self, stats: Stats) -> str:
-        """Who proposed how many tokens: the target, numbered sources, then the others, as their methods order them."""
+        """The number of tokens by what proposed them: the target, numbered sources, then the others."""
         sources = sorted(stats.sources.items(), key=lambda item: _place(item[0]))
         words = [self._style(source, source) + f" {count}" for source, count in sources]
         return "proposed by: " + ", ".join(words)
@@ -277,13 +274,13 @@ class Marker:
 
 
 def _mark(source: str) -> str:
-    """The number that a source ends in ("stream 3" -> "3"), or else its first letter ("echo" -> "e")."""
+    """The number at the end of a source ("head 3" -> "3"), or its first letter ("echo" -> "e")."""
     number = source.rpartition(" ")[2]
     return number if number.isdigit() else source[:1]
 
 
 def _place(source: str) -> tuple[bool, bool, int, str]:
-    """Where a source stands in the legend: the key to sort by."""
+    """The key that sorts sources in the legend."""
     from anabranch.methods import methods
 
     ranks = [rank for method in methods() if (rank := method.order(source)) is not None]
@@ -294,9 +291,9 @@ def _place(source: str) -> tuple[bool, bool, int, str]:
 
 
 def load_model(loading: Loading, drafter: str, decoding: Decoding, wait: Wait) -> Model:
-    """Check what can be checked without a model, then fetch it (with a progress bar) and load it.
+    """Check the options, then download the model if necessary (with a progress bar) and load it.
 
-    ``wait`` says so on a terminal, before the first slow import.
+    On a terminal, ``wait`` shows this before the first slow import.
     """
     wait.tell(f"loading {loading.model} ...")
     from anabranch.api import load
@@ -310,7 +307,7 @@ def load_model(loading: Loading, drafter: str, decoding: Decoding, wait: Wait) -
     if loading.model == "default":
         from anabranch.cli.models import fetch_default
 
-        wait.clear()  # a download has a progress bar of its own
+        wait.clear()  # a download has its own progress bar
         fetch_default()
         wait.tell(f"loading {loading.model} ...")
     return load(

@@ -1,7 +1,7 @@
 """``anabranch train``: let a target write completions, and train a method's adapter on them.
 
-``train answers`` writes the completions. ``train METHOD`` trains: there is one verb for each method that has trained
-weights, and its options are the training's and those that the method's recipes have (``Trained.options``).
+``train answers`` writes the completions. ``train METHOD`` trains an adapter: there is one command for each method with
+trained weights, whose options are those of every training and those of the method's recipes (``Trained.options``).
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ __all__ = ["AnswersConfig", "Methods", "TrainConfig", "app"]
 
 
 class Methods(Verbs):
-    """The verbs of ``train``, those of methods made when they are asked for: their options are the methods' own."""
+    """The commands of ``train``. Those of methods are built on demand, since the methods define their options."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """The verbs by name."""
+        """The names of the commands."""
         return [*super().list_commands(ctx), *(name.replace("_", "-") for name in trainable_methods())]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The verb of a name; None where there is none."""
+        """The command of this name, or None."""
         found = super().get_command(ctx, cmd_name)
         if found is not None:
             return found
@@ -53,7 +53,7 @@ class Methods(Verbs):
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Train an adapter for a model of yours: first answers, then a method.",
+    help="Train an adapter for your own model: first 'answers', then a method.",
     **{**HELP, "cls": Methods},
 )
 
@@ -69,16 +69,14 @@ class AnswersConfig:
 
     prompts: Annotated[
         Path,
-        typer.Option(metavar="FILE", help="read JSONL: 'prompt' or 'messages' a line; also 'chat', 'id', 'source'"),
+        typer.Option(metavar="FILE", help="read JSONL with 'prompt' or 'messages'; optional: 'chat', 'id', 'source'"),
     ]
-    out: Annotated[
-        Path, typer.Option(metavar="FILE", help="write JSONL; prompts that it completes already are skipped")
-    ]
+    out: Annotated[Path, typer.Option(metavar="FILE", help="write JSONL; prompts with a completion in it are skipped")]
     loading: options.Loading = field(default=options.Loading())
     rows: Annotated[int, typer.Option(help="decode this many prompts at a time")] = 32
     max_new_tokens: options.NewTokens = 256
     longest_prompt: Annotated[int, typer.Option(help="leave out prompts of more tokens than this")] = 1024
-    limit: Annotated[int | None, typer.Option(help="read only this many prompts, the first ones")] = None
+    limit: Annotated[int | None, typer.Option(help="read only the first prompts, this many")] = None
     sampling: options.Sampling = field(default=options.Sampling())
     as_json: options.AsJson = False
 
@@ -86,9 +84,9 @@ class AnswersConfig:
 @app.command(cls=Verb)
 @configured
 def answers(config: AnswersConfig) -> None:
-    """Let the model complete prompts by plain decoding: what adapters learn from.
+    """Let the model complete prompts, as training data for adapters.
 
-    Each completion is written when it is finished. Stop with Ctrl-C or SIGTERM at any time; the same command continues.
+    Each completion is written when it is finished. Stop with Ctrl-C or SIGTERM at any time; the same command resumes.
     """
     from anabranch.cli.screen import clock, screen
     from anabranch.errors import FileError
@@ -99,7 +97,7 @@ def answers(config: AnswersConfig) -> None:
     sampling = config.sampling.params
     if not config.prompts.is_file():
         raise FileError(
-            f"there is no file {config.prompts}; give a JSONL file with a field 'prompt' or 'messages' a line"
+            f"there is no file {config.prompts}; give a JSONL file with a field 'prompt' or 'messages' per line"
         )
     check_out(config.out, config.prompts)
     with screen() as shown, _resumable():
@@ -137,7 +135,7 @@ def answers(config: AnswersConfig) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The options of ``anabranch train METHOD``, less those of the method's recipes."""
+    """The options of ``anabranch train METHOD``, without those of the method's recipes."""
 
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="write the adapter, and the run's checkpoint, here")]
     answers: Annotated[
@@ -147,16 +145,16 @@ class TrainConfig:
         Path | None, typer.Option(metavar="FILE", help="learn from a text file, or JSONL with a field 'text', instead")
     ] = None
     loading: options.Loading = field(default=options.Loading())
-    recipe: Annotated[str | None, typer.Option(help="begin with the values of this recipe (default: the first)")] = None
+    recipe: Annotated[str | None, typer.Option(help="use the values of this recipe (default: the first)")] = None
     init: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="begin with this adapter instead of fresh weights")
+        Path | None, typer.Option(metavar="FOLDER", help="start from this adapter instead of fresh weights")
     ] = None
     licence: Annotated[
         tuple[str, ...],
-        typer.Option(metavar="SOURCE=LICENCE", help="note the licence of data in the card; repeatable"),
+        typer.Option(metavar="SOURCE=LICENCE", help="state the licence of data in the card; repeatable"),
     ] = ()
     resume: Annotated[
-        bool, typer.Option("--resume/--no-resume", help="continue an unfinished run in --out, or start over")
+        bool, typer.Option("--resume/--no-resume", help="resume an unfinished run in --out, or start over")
     ] = True
     force: Annotated[bool, typer.Option("--force", help="replace a finished adapter in --out, and the figure")] = False
     figure: options.Figure = None
@@ -189,7 +187,7 @@ def _verb(method: Method) -> Any:
     train.__doc__ = f"""Train an adapter for {trained.title} and write its folder.
 
     Learns from the model's own completions, or from plain text. Options override the recipe's values; recipes are
-    {", ".join(trained.recipes)}. Stop with Ctrl-C or SIGTERM at any time; the same command continues exactly there.
+    {", ".join(trained.recipes)}. Stop with Ctrl-C or SIGTERM at any time; the same command resumes exactly there.
     """
     single = typer.Typer(add_completion=False, **HELP)
     single.command(method.name.replace("_", "-"), cls=Verb)(train)
@@ -197,7 +195,7 @@ def _verb(method: Method) -> Any:
 
 
 def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
-    """Train; ``given`` are the values of the recipe that the command line overrides."""
+    """Train; ``given`` has the recipe's values that are overridden on the command line."""
     from anabranch.cli import train_result
     from anabranch.cli.screen import screen
     from anabranch.files import shown_command
@@ -241,12 +239,12 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
         print(json.dumps({**record, "run": found}))
     else:
         train_result.show(record, found, config.out)
-    if config.figure is not None:  # last: by now the result is printed, whatever happens to the figure
+    if config.figure is not None:  # last, so that the result is printed even if this fails
         draw_curves(log, found["curve"], config.figure)
 
 
 def _check(config: TrainConfig) -> None:
-    """Refuse files that cannot be read or written, before a model is loaded. Raises InputError or FileError."""
+    """Check input and output files, before a model is loaded. Raises InputError or FileError."""
     from anabranch.files import check_output
     from anabranch.train.job import check_data, check_folder_is_free
     from anabranch.tune.figure import check_figure
@@ -259,7 +257,7 @@ def _check(config: TrainConfig) -> None:
 
 
 class _Report:
-    """Shows each step of a training; ``curve`` is the held-out acceptance of earlier steps."""
+    """Shows the progress of a training; ``curve`` is the held-out acceptance of earlier steps."""
 
     def __init__(self, shown: Screen, curve: Curve, *, held_out: int) -> None:
         self.shown, self.curve, self.held_out = shown, curve, held_out
@@ -304,5 +302,5 @@ def _resumable() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        typer.echo("stopped; the same command continues from here", err=True)
+        typer.echo("stopped; the same command resumes from here", err=True)
         raise typer.Exit(INTERRUPTED) from None

@@ -1,4 +1,4 @@
-"""What a finished training achieved and how to use it: the end of ``anabranch train METHOD``."""
+"""The final output of ``anabranch train METHOD``: the result, what to try next, and how to use the adapter."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["predicted_speeds", "show", "sparkline", "summary", "timing_pays"]
 BARS = "▁▂▃▄▅▆▇█"
 CONTEXT = 128  # prompt tokens in the cache while steps are timed
 PLAIN = "none"  # plain decoding
-ROUNDS, STEPS = 2, 2  # of timing: some seconds for the default model
-TIMED = 500e6  # parameters; larger models are not timed on a CPU unless asked to
+ROUNDS, STEPS = 2, 2  # of timing: a few seconds for the default model
+TIMED = 500e6  # parameters; larger models are timed on a CPU only on request
 
 Rows = dict[str, dict[str, float]]
 
 
 def timing_pays(target: Target) -> bool:
-    """Whether timing steps takes seconds and not minutes."""
+    """Whether timing steps takes seconds rather than minutes."""
     on_gpu = target.decoder.device.type != "cpu"
     return on_gpu or sum(weight.numel() for weight in target.decoder.parameters()) < TIMED
 
@@ -34,7 +34,7 @@ def timing_pays(target: Target) -> bool:
 def summary(
     record: Mapping[str, Any], log: Sequence[Mapping[str, Any]], speeds: Mapping[str, float], *, model: str, out: Path
 ) -> dict[str, Any]:
-    """The result as ``show`` prints it and --json has it: curve, table, what to try next, and the command to use it."""
+    """The result for ``show`` and --json: curve, table, what to try next, and the command to use the adapter."""
     from anabranch.methods import methods
     from anabranch.train.advice import curve_of, next_steps
 
@@ -59,7 +59,7 @@ def summary(
 
 
 def tokens_a_pass(record: Mapping[str, Any]) -> dict[str, float]:
-    """Predicted mean acceptance length by draft, plain decoding first; empty where nothing was held out."""
+    """Predicted mean acceptance length by draft, plain decoding first; empty if nothing was held out."""
     lengths = record["measured"].get("predicted mean acceptance length", {})
     found = {name: float(value) for name, value in lengths.items() if isinstance(value, int | float)}
     return {PLAIN: 1.0, **dict(sorted(found.items(), key=lambda item: item[1]))} if found else {}
@@ -68,7 +68,7 @@ def tokens_a_pass(record: Mapping[str, Any]) -> dict[str, float]:
 def predicted_speeds(
     target: Target, record: Mapping[str, Any], out: Path, examples: Sequence[Example], screen: Screen
 ) -> dict[str, float]:
-    """Tokens/s while decoding by draft, for drafts of known size: tokens a pass over step times measured here."""
+    """Predicted tokens/s while decoding, for drafts of known size: tokens per pass divided by measured step times."""
     from anabranch.adapters.folder import load_adapter
     from anabranch.methods import make_drafter
     from anabranch.model.pack import pack_decoder
@@ -101,7 +101,7 @@ def predicted_speeds(
 
 
 def show(record: Mapping[str, Any], found: Mapping[str, Any], out: Path) -> None:
-    """Print the result on standard output; at most 60 columns but for paths and commands."""
+    """Print the result on standard output, in at most 60 columns except for paths and commands."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False)
@@ -143,7 +143,7 @@ def _table(rows: Rows) -> Any:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """The values as bars, the lowest to the highest."""
+    """The values as bars, scaled from the lowest to the highest."""
     low, high = min(values), max(values)
     places = [round((value - low) / (high - low) * (len(BARS) - 1)) if high > low else 0 for value in values]
     return "".join(BARS[place] for place in places)

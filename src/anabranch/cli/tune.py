@@ -1,4 +1,4 @@
-"""``anabranch tune``: find the drafter that this machine decodes fastest with."""
+"""``anabranch tune``: find the fastest drafter for this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["TuneConfig", "tune"]
 
 SHOWN = 8  # candidates
 NODES = (1, 4, 6, 8, 12, 16, 24, 32)  # columns of the table of step times
-MARGIN = 64  # tokens beyond those decoded, for the widest drafts
+MARGIN = 64  # positions beyond the decoded tokens, for the largest drafts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +47,9 @@ def tune(config: TuneConfig) -> None:
     """Find the fastest drafter for this machine and these prompts, and remember it.
 
     Measures the latency of a step by drafted and verified nodes, records which drafts would have been accepted, and
-    compares the drafter with the highest predicted throughput, 'auto' and plain decoding by decoding. From then on
-    'auto' sizes its drafts by the measured costs, for this model, adapter, number of threads and machine. Let nothing
-    else run meanwhile.
+    decodes with the drafter of the highest predicted throughput, with 'auto' and with plain decoding to compare them.
+    From then on 'auto' uses the measured costs, for this model, adapter, number of threads and machine. Run nothing
+    else at the same time.
     """
     from anabranch.files import check_output
     from anabranch.profiles import Situation, save_profile
@@ -83,7 +83,7 @@ def tune(config: TuneConfig) -> None:
         print(json.dumps(result | record))
     else:
         _show(found, path)
-    if config.figure is not None:  # last: by now the result is printed, whatever happens to the figure
+    if config.figure is not None:  # last, so that the result is printed even if this fails
         draw(found, config.figure)
     if doubtful:
         kept = "" if config.dry else ", so no profile was written (--force writes it)"
@@ -94,7 +94,7 @@ def tune(config: TuneConfig) -> None:
 
 
 def _fitting(texts: Sequence[str], loaded: Loaded, config: TuneConfig) -> list[list[int]]:
-    """The token ids of the prompts that leave enough positions. Raises InputError where none does."""
+    """The token ids of the prompts that are short enough. Raises InputError if there is none."""
     from anabranch.prompts import chat_ids
 
     needed, limit = config.max_new_tokens + MARGIN, loaded.target.config.max_positions
@@ -102,14 +102,14 @@ def _fitting(texts: Sequence[str], loaded: Loaded, config: TuneConfig) -> list[l
     fitting = [ids for ids in encoded if len(ids) + needed < limit]
     if not fitting:
         raise InputError(
-            f"every prompt is too long: {needed} positions must be left of the model's {limit}, drafts included; give "
-            "shorter ones, or lower --max-new-tokens"
+            f"every prompt is too long: {needed} of the model's {limit} positions must be free for new tokens and "
+            "drafts; give shorter ones, or lower --max-new-tokens"
         )
     return fitting
 
 
 def _show(found: Fit, path: Path | None) -> None:
-    """The choice and its speedup, then what led to it, in at most 60 columns unless a specification is longer."""
+    """Print the choice and its speedup, then the measurements, in at most 60 columns unless a name is longer."""
     print(f"{found.speedup:.2f}x with {found.spec}")
     if found.spec.plain:
         print("Plain decoding is the fastest here.")

@@ -22,7 +22,7 @@ RANKED = 1024  # predictions ranked at once
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a batch is scored over: rows of the head [V, D], their bias [V], and each token id's row in them (or -1)."""
+    """A batch's draft vocabulary: rows of the head [V, D], their bias [V], and the row of each token id (or -1)."""
 
     head_VD: Tensor
     bias_V: Tensor | None
@@ -42,8 +42,8 @@ class Vocabulary:
 class VocabularyLoss(torch.autograd.Function):
     """Cross-entropy over a draft vocabulary, in chunks that fit the processor's caches.
 
-    The gradient is computed together with the loss, so nothing of size M x V is kept: on a CPU this is several times
-    faster than autograd over the whole logits. Returns the weighted loss and which predictions are right [M].
+    The gradient is computed together with the loss, so nothing of size M x V is stored: on a CPU this is several times
+    faster than autograd on all logits. Returns the weighted loss and which predictions are correct [M].
     """
 
     @staticmethod
@@ -61,7 +61,7 @@ class VocabularyLoss(torch.autograd.Function):
         """Loss = sum of weight * ((1 - soft) * CE(token) + soft * CE(target's distribution)).
 
         tokens_M    rows of ``head_VD``
-        teacher_MD  the target's states whose distributions are learned; None: tokens only
+        teacher_MD  the target's states whose distributions are distilled; None: tokens only
         cap         soft cap of the logits
         """
         total = torch.zeros((), device=states_MD.device)
@@ -103,11 +103,11 @@ class VocabularyLoss(torch.autograd.Function):
 
 
 def hits(words: Vocabulary, states_MD: Tensor, tokens_M: Tensor, top: int) -> tuple[int, int]:
-    """How many of the tokens (rows of ``words``) are the best-scored one, and how many among the ``top`` best."""
+    """How many of the tokens (rows of ``words``) have the highest score, and how many one of the ``top`` highest."""
     first = among = 0
     for start in range(0, len(tokens_M), RANKED):
         part = slice(start, start + RANKED)
-        # a soft cap on the logits keeps their order, so ranks need none
+        # a soft cap does not change the order of the logits, so ranks do not need it
         scores = F.linear(states_MD[part].to(words.head_VD.dtype), words.head_VD, words.bias_V)
         hit = scores.topk(top, dim=-1).indices == tokens_M[part, None]
         first += int(hit[:, 0].sum())

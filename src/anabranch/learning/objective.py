@@ -1,4 +1,4 @@
-"""What the trainer needs from a method's training objective.
+"""The protocol of training objectives.
 
 One optimiser step is
 
@@ -35,7 +35,7 @@ class Segment(NamedTuple):
 
 @dataclass
 class Scores:
-    """A segment's loss, a sum over its predictions; and for each predictor its right predictions and their number."""
+    """A segment's loss (a sum over its predictions), and the correct and total predictions of each predictor."""
 
     loss: Tensor
     right_S: Tensor
@@ -43,10 +43,10 @@ class Scores:
 
 
 class Objective(Protocol[F]):
-    """How a method's module learns from a frozen target; ``F`` is what the target's pass leaves behind.
+    """How a method's module learns from a frozen target; ``F`` is the result of the target's pass.
 
-    predictor   what makes a position's predictions, for logs and cards ("stream")
-    predictors  how many predict at each position
+    predictor   what makes a position's predictions, for logs and cards (such as "head")
+    predictors  number of predictors at each position
     options     the weights of the loss, a frozen dataclass
     """
 

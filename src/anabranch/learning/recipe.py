@@ -1,4 +1,4 @@
-"""Recipes: what a training yields follows from one frozen record. A recipe is a function that returns one."""
+"""Recipes: frozen records that determine a training run. A recipe is a function that returns one."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["COMMON", "Option", "Recipe", "TrainOptions"]
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """How long and how fast.
+    """Length, batch size, schedule and memory of a training run.
 
     batch_tokens      padded text tokens of a step
     lr                peak learning rate
     segment           positions trained at a time; bounds the memory
-    keep_states       run the frozen target over each batch once and keep what the objective needs of it, on a CPU in an
-                      unnamed file in the run's folder, on a GPU in its memory: later epochs cost half. Batches then
-                      have the same members in every epoch, in another order
-    evaluate_every    steps between evaluations; 0: six evaluations a run, but every 10 to 200 steps
-    evaluate_rows     held-out examples of each of these evaluations; the last one is of all
+    keep_states       run the frozen target over each batch only once and keep its states, on a CPU in an unnamed file
+                      in the run's folder, on a GPU in its memory: later epochs take half the time. Batches then have
+                      the same members in every epoch, in another order
+    evaluate_every    steps between evaluations; 0: six evaluations per run, but every 10 to 200 steps
+    evaluate_rows     held-out examples in each of these evaluations; the final one uses all
     checkpoint_every  steps between checkpoints
     """
 
@@ -54,13 +54,13 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides what a training yields, besides target and data.
+    """Everything that determines the result of a training run, besides target and data.
 
     config            the method's config: the shape of its module
-    loss              the method's weights of the loss
-    draft_vocabulary  number of tokens that drafts are made of, the most frequent of the completions; 0: all
-    held_out          examples that are evaluated on and not trained on
-    max_tokens        longer examples are cut there
+    loss              the method's loss weights
+    draft_vocabulary  size of the draft vocabulary, the most frequent tokens of the completions; 0: all tokens
+    held_out          number of examples for evaluation only
+    max_tokens        maximum length of an example; longer ones are cut
     """
 
     config: Any
@@ -76,7 +76,7 @@ class Recipe:
                 raise InputError(f"{name} must be at least {low}, got {getattr(self, name)}")
 
     def changed(self, options: Mapping[str, Option], given: Mapping[str, Any]) -> Recipe:
-        """The same with the ``given`` values of ``options`` in place of its own. Raises InputError."""
+        """A copy with the ``given`` values of ``options``. Raises InputError."""
         if unknown := [name for name in given if name not in options]:
             raise InputError(f"there is no option {unknown[0]!r}; options are {', '.join(options)}")
         parts: dict[str, dict[str, Any]] = {"config": {}, "loss": {}, "options": {}, "": {}}
@@ -89,12 +89,12 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Option:
-    """A single value of a recipe that users may override.
+    """A value of a recipe that users can override.
 
-    kind   type of its value
-    help   one line
-    part   where a recipe keeps it: in its ``config``, ``loss`` or ``options``, or itself ("")
-    field  its name there, if another
+    kind   type of the value
+    help   one line of help
+    part   the part of the recipe that has it: ``config``, ``loss`` or ``options``, or "" for the recipe itself
+    field  its name there, if different
     """
 
     kind: type[int] | type[float] | type[bool] | type[str]
@@ -103,7 +103,7 @@ class Option:
     field: str = ""
 
 
-# what every method's recipe has
+# the options of every recipe
 COMMON: dict[str, Option] = {
     "epochs": Option(float, "passes over the data"),
     "lr": Option(float, "peak learning rate"),

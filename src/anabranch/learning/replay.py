@@ -1,9 +1,9 @@
-"""Predicted mean acceptance length: recorded completions replayed through the real drafting, without decoding.
+"""Predict the mean acceptance length by replaying completions with the real drafting code, without decoding.
 
-Greedy decoding with the rule *match* walks a draft tree along the target's own tokens. Where these are known (held-out
-completions written by the target), the walk needs no forward pass of the target.
+With the rule *match*, greedy decoding follows the target's own tokens through a draft tree. If these are known
+(held-out completions written by the target), this needs no forward pass of the target.
 
-    completion  a b c d e f      step 1 emits a (nothing was drafted yet); the draft starts from root a
+    completion  a b c d e f      step 1 emits a (there is no draft yet); the next draft starts from root a
                                  step 2 accepts b c, emits d;  step 3 accepts nothing, emits e;  step 4 emits f
     6 tokens in 4 steps: 1.5
 
@@ -24,7 +24,7 @@ from anabranch.tree import DraftTree
 
 __all__ = ["Accuracy", "Replay", "evaluation", "walk"]
 
-# (rows, position of the last accepted token of each of these rows) -> the tree drafted after that position
+# (rows, position of the last accepted token of each row) -> the trees drafted after these positions
 Propose = Callable[[Sequence[int], Sequence[int]], list[DraftTree]]
 
 
@@ -32,7 +32,7 @@ Propose = Callable[[Sequence[int], Sequence[int]], list[DraftTree]]
 class Replay:
     """Counts over all replayed completions; ``accepted[a]`` steps accepted a draft tokens.
 
-    ``by_source`` holds tokens and steps, the first step of each completion left out.
+    ``by_source`` has tokens and steps, without the first step of each completion.
     """
 
     tokens: int = 0
@@ -46,14 +46,14 @@ class Replay:
         return self.tokens / max(1, self.steps)
 
     def at_least(self, depth: int) -> float:
-        """Share of drafted steps that accepted at least ``depth`` draft tokens."""
+        """The fraction of drafted steps that accepted at least ``depth`` draft tokens."""
         total = sum(self.accepted.values())
         return sum(n for a, n in self.accepted.items() if a >= depth) / max(1, total)
 
 
 @dataclass
 class Accuracy:
-    """How often a predictor's best token, and one of its ``top`` best, is the text's, given the true path to it."""
+    """How often the text's token is a predictor's best, or one of its ``top`` best, given the true path to it."""
 
     top: int
     first_S: Tensor
@@ -66,13 +66,13 @@ class Accuracy:
         return Accuracy(top, *(torch.zeros(predictors) for _ in range(3)))
 
     def shares(self) -> tuple[list[float], list[float]]:
-        """Of the best token and of the ``top`` best, by predictor."""
+        """The accuracy of the best token and of the ``top`` best, by predictor."""
         count_S = self.count_S.clamp(min=1)
         return (self.first_S / count_S).tolist(), (self.among_S / count_S).tolist()
 
 
 def matched(tree: DraftTree, wanted: Sequence[int]) -> int:
-    """How many of the ``wanted`` tokens the tree holds as a path from the root."""
+    """How many of the ``wanted`` tokens are a path of the tree, from the root on."""
     node, found = 0, 0
     while found < len(wanted):
         child = next((c for c in tree.children(node) if tree.tokens[c] == wanted[found]), None)
@@ -83,7 +83,7 @@ def matched(tree: DraftTree, wanted: Sequence[int]) -> int:
 
 
 def walk(total: Replay, group: Sequence[Example], propose: Propose) -> None:
-    """Replay some completions side by side and add the counts to ``total``."""
+    """Replay several completions in parallel and add the counts to ``total``."""
     texts = [(*example.prompt_ids, *example.answer_ids) for example in group]
     at = [len(example.prompt_ids) - 1 for example in group]  # the last accepted position of each row
     total.tokens += sum(len(example.answer_ids) for example in group)
@@ -100,7 +100,7 @@ def walk(total: Replay, group: Sequence[Example], propose: Propose) -> None:
 
 
 def evaluation(totals: dict[str, Replay], accuracy: Accuracy, depth: int) -> dict[str, Any]:
-    """What ``Objective.evaluate`` returns, from replays by name ("tree" among them); ``depth`` is the deepest draft."""
+    """The result of ``Objective.evaluate`` from replays by name, "tree" among them; ``depth`` is the maximum depth."""
     first, among = accuracy.shares()
     tree = totals["tree"]
     return {

@@ -1,6 +1,6 @@
-"""The methods, one folder or file each. This is the registry: everything else reads the entries.
+"""The registry of methods, each in its own folder or file. The rest of the library reads the entries.
 
-A method of your own needs no change here: ``register`` it (docs/methods.md).
+Your own method needs no change here: ``register`` it (docs/methods.md).
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def methods() -> tuple[Method, ...]:
 
 
 def register(method: Method) -> None:
-    """Add a method of your own, or replace the one of the same name that was added before.
+    """Add your own method, or replace one that was added under the same name.
 
-    Raises InputError where the name is taken by a method of the library, or cannot be written in a specification.
+    Raises InputError if the name belongs to a method of the library, or is not valid in a specification.
     """
     global _registry
     if not method.name.isidentifier() or method.name == AUTO:
@@ -57,18 +57,18 @@ def register(method: Method) -> None:
 
 
 def parse_spec(text: str | Spec) -> Spec:
-    """Read a drafter's specification, before any model is loaded. Raises InputError."""
+    """Parse a drafter's specification; no model is needed. Raises InputError."""
     return spec.parse(text, _registry)
 
 
 def resolve_spec(text: str | Spec, *modules: nn.Module | None) -> Spec:
-    """The same with "auto" replaced by what it stands for where these trained modules are there."""
+    """Parse a specification and resolve "auto", given the trained modules that are available."""
     return spec.resolve(parse_spec(text), modules, _registry)
 
 
 def make_drafter(text: str | Spec, target: Decoder, *modules: nn.Module | None) -> Drafter:
     """The drafter of a specification, for one target and its trained modules.
 
-    Raises InputError for a name or setting that does not exist, CapabilityError for one that cannot be had here.
+    Raises InputError for a name or setting that does not exist, CapabilityError for one that is not supported here.
     """
     return spec.build(resolve_spec(text, *modules), target, modules)

@@ -1,7 +1,7 @@
-"""What every method gives, and what it is given: ``Method`` is an entry of the registry, ``Drafter`` does the work.
+"""The interface of methods: ``Method`` is an entry of the registry, ``Drafter`` proposes draft trees.
 
-A drafter sees rows join, sees their prompts if it asks to, proposes a draft tree for each row at every step, sees the
-outcome, and sees rows leave. What it keeps for a row lies in ``Row.state``, keyed by the drafter.
+A drafter is notified when rows join and leave, sees their prompts if it needs to, proposes a draft tree for each row at
+every step, and observes the outcome. Its state for a row is in ``Row.state``, keyed by the drafter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from anabranch.methods.beliefs import Beliefs
 from anabranch.methods.counting import DraftCost, DraftShape
 from anabranch.methods.settings import Settings
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Decoder, PassResult, Rider
+from anabranch.model.decoder import Decoder
+from anabranch.model.passes import PassResult, Rider
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule, Verdict
@@ -32,11 +33,11 @@ _ids = itertools.count()
 
 @dataclass(frozen=True)
 class Taps:
-    """What a drafter needs to see of the target's passes.
+    """The hidden states of the target that a drafter needs.
 
-    layers  main rows before these layers, in ``PassResult.taps``
-    prompt  the passes over the whole prompt of each row, with these layers, through ``Drafter.read``; otherwise that
-            is not called for the beginning of a prompt whose keys and values are known from an earlier text
+    layers  the main rows' states before these layers, in ``PassResult.taps``
+    prompt  whether those of the whole prompt are needed too, through ``Drafter.read``; otherwise that is not called for
+            the beginning of a prompt whose keys and values are known from an earlier text
     """
 
     layers: tuple[int, ...] = ()
@@ -48,9 +49,9 @@ class Row:
     """One sequence of the batch, as a drafter sees it.
 
     tokens     prompt and committed tokens; the last one is the root of the next draft tree
-    max_depth  the deepest draft that is of use in this step: what may still be emitted beside the next token
-    beliefs    corrects what drafters believe by what was accepted
-    state      what each drafter keeps for this row
+    max_depth  maximum useful depth of a draft in this step: the tokens that may still be emitted besides the next one
+    beliefs    corrects the drafters' probabilities by what was accepted
+    state      each drafter's state for this row
     """
 
     tokens: list[int]
@@ -70,13 +71,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Observation:
-    """What one step did for some rows. The cache is committed already; ``rows[i].tokens`` include what was emitted.
+    """The outcome of a step. The cache is already committed, and ``rows[i].tokens`` include the emitted tokens.
 
-    slots     the place of each row in the pass (``result.nodes(slot)``) and in the cache
-    trees     what was verified, after pruning
-    live      whether the row continues
-    planned   the length that the longest row will reach
-    budget    the most nodes that the next draft may have; 1: nothing will be drafted, so nothing need be prepared
+    slots     the index of each row in the pass (``result.nodes(slot)``) and in the cache
+    trees     the verified trees, after pruning
+    live      whether each row continues
+    planned   the planned length of the longest row
+    budget    maximum number of nodes of the next draft; 1: nothing will be drafted, so nothing needs to be prepared
     """
 
     result: PassResult
@@ -93,66 +94,69 @@ class Drafter(ABC):
     """Proposes draft trees. One object serves any number of rows.
 
     name       for messages
-    rules      the verification rules under which its drafts are exact
-    max_nodes  the most nodes that one of its trees has, the root included
-    adaptive   whether the load decides how many of them are drafted and verified (``anabranch.speculation``); its trees
-               then carry ``log_probs``
-    needs      what it has to see of the target's passes
+    rules      the verification rules for which its drafts are exact
+    max_nodes  maximum number of nodes of its trees, counting the root
+    adaptive   whether the number of drafted and verified nodes follows the load (``anabranch.speculation``); its trees
+               then have ``log_probs``
+    free       whether its drafts take almost no time and need no preparation: it drafts at every step, and the load
+               only decides what is verified
+    needs      the hidden states that it needs
     """
 
     name: str = "drafter"
     rules: tuple[Rule, ...] = ("match",)
     max_nodes: int = 1
     adaptive: bool = False
+    free: bool = False
     needs: Taps = Taps()
 
     @property
     def margin(self) -> int:
-        """Cache positions that a step needs behind a row's committed tokens."""
+        """Cache positions that a step needs beyond a row's committed tokens."""
         return self.max_nodes
 
     @property
     def rider(self) -> Rider | None:
-        """What travels in the target's pass, if anything."""
+        """The rider that adds rows to the target's pass, or None."""
         return None
 
     def check(self, sampling: SamplingParams, rule: Rule) -> None:
         """Raise CapabilityError if this drafter cannot serve such a request."""
         if rule not in self.rules:
             raise CapabilityError(
-                f"the drafter {self.name!r} does not carry the distribution that its drafts were drawn from, so "
+                f"the drafter {self.name!r} does not provide the distribution that its drafts were sampled from, so "
                 f"rule={rule!r} would not be exact; use rule='match'"
             )
 
     def join(self, row: Row) -> None:  # noqa: B027 - most need nothing
-        """A row joins the batch; its prompt has not been read yet."""
+        """A row joins the batch; its prompt has not been processed yet."""
 
     def read(self, row: Row, result: PassResult, start: int) -> None:  # noqa: B027 - most need nothing
-        """See a pass over part of the row's prompt, from token ``start`` on."""
+        """Called after each pass over part of the row's prompt, from token ``start`` on."""
 
     @abstractmethod
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
-        """One tree a row, of at most ``budget`` nodes (root included) and ``row.max_depth`` deep."""
+        """One tree per row: at most ``budget`` nodes (counting the root), no deeper than ``row.max_depth``."""
 
     def observe(self, rows: Sequence[Row], seen: Observation) -> None:  # noqa: B027 - most need nothing
-        """See what a step did, and prepare the next draft."""
+        """Observe the outcome of a step, and prepare the next draft."""
 
     def leave(self, row: Row) -> None:
         """A row leaves the batch."""
         row.state.pop(self, None)
 
     def depth_of(self, budget: int) -> int:
-        """How deep a tree of ``budget`` nodes becomes; what preparing the draft costs may depend on it."""
+        """The maximum depth of a tree of ``budget`` nodes, which may affect the cost of preparing the draft."""
         return budget - 1
 
 
 class Wrapped(Drafter):
-    """Another drafter with something changed: what a subclass does not override is that drafter's own."""
+    """A drafter that delegates to another one, for subclasses that override part of its behaviour."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.name, self.rules, self.max_nodes = drafter.name, drafter.rules, drafter.max_nodes
-        self.adaptive, self.needs = drafter.adaptive, drafter.needs
+        self.adaptive, self.free, self.needs = drafter.adaptive, drafter.free, drafter.needs
 
     @property
     def margin(self) -> int:
@@ -181,7 +185,7 @@ class Wrapped(Drafter):
         return self.drafter.draft(rows, budget)
 
     def observe(self, rows: Sequence[Row], seen: Observation) -> None:
-        """Pass on what a step did."""
+        """Pass the outcome on."""
         self.drafter.observe(rows, seen)
 
     def leave(self, row: Row) -> None:
@@ -196,21 +200,21 @@ class Wrapped(Drafter):
 
 @dataclass(frozen=True, eq=False)
 class Method:
-    """One entry of the registry: all that the rest of the library needs to know of a method.
+    """An entry of the registry: everything that the rest of the library needs to know about a method.
 
-    name        as users write it, ``name:setting=value,...``
+    name        as in specifications, ``name:setting=value,...``
     summary     one line for --help
     settings    frozen dataclass, a subclass of ``Settings``
-    build       (target, settings, module) -> Drafter; ``module`` is the trained one, for the target, or None.
-                Raises CapabilityError for what cannot be had there
+    build       (target, settings, module) -> Drafter; ``module`` is the module trained for the target, or None.
+                Raises CapabilityError for unsupported combinations
     trained     its trained module, adapter format and training objective; None: nothing is trained
-    candidates  settings that the tuner may try for drafts of at most so many nodes. They differ in size alone: the best
-                nodes of what the largest drafts, no deeper than ``Drafter.depth_of``, are what a smaller one drafts
-    default     whether "auto" drafts with it, wherever its module (if any) is there
-    combines    whether its trees may be merged with another method's
-    order       of its sources among those of others, for marks: source -> rank from 1 on, or None if not its own
-    counts      what its drafts cost by shape, for figures of cost: label -> (target on the meta device, shape) -> cost
-    published   tokens a step and speedup that its paper reports, by target
+    candidates  settings for the tuner to try, for drafts of at most this many nodes. They must differ only in size: a
+                smaller draft is the best nodes of the largest one, up to ``Drafter.depth_of``
+    default     whether "auto" uses it, if its module (if any) is available
+    combines    whether its trees can be merged with those of other methods
+    order       the order of its sources in legends: source -> rank from 1 on, or None for sources of other methods
+    counts      the costs of its drafts, for figures: label -> (target on the meta device, shape) -> cost
+    published   tokens per step and speedup reported in its paper, by target
     """
 
     name: str

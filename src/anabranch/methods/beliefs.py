@@ -1,8 +1,8 @@
-"""What a row's drafts are believed to be worth, corrected by what was accepted.
+"""Acceptance probabilities of a row's drafts, corrected by what was accepted.
 
-A drafter states for each node the probability that it is accepted (``DraftTree.log_probs``). For each source of nodes,
-the stated probabilities are compared with what the target accepted, and multiplied by the ratio of the two. The
-corrected probabilities depend only on the row's own drafts and text: decoding the same row again gives the same.
+A drafter estimates for each node the probability that it is accepted (``DraftTree.log_probs``). For each source of
+nodes, the estimates are multiplied by the ratio of accepted to expected tokens. The corrected probabilities depend only
+on the row's own drafts and text, so decoding a row again gives the same ones.
 
 N nodes of a tree.
 """
@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 
 from anabranch.tree import DraftTree
 
-__all__ = ["Beliefs", "best_nodes"]
+__all__ = ["Beliefs", "Calibration", "best_nodes"]
 
 MEMORY = 0.99  # weight of a step relative to the one after it
-PRIOR = 10.0  # accepted tokens that a drafter's statement is worth before anything was observed
+VERIFIED = 5.0  # weight of the uncorrected probabilities of a source and tenth, in accepted nodes of all rows
+FADING = 0.995  # weight of a verified node relative to the next one
+PRIOR = 10.0  # weight of the drafter's own estimate, in accepted tokens
 
 
 @dataclass
@@ -29,12 +31,12 @@ class Beliefs:
     accepted: dict[str, float] = field(default_factory=dict)
 
     def factor(self, source: str) -> float:
-        """The correction for a source: accepted over expected, both with the prior added."""
+        """The correction for a source: accepted divided by expected tokens, each with the prior added."""
         return (PRIOR + self.accepted.get(source, 0.0)) / (PRIOR + self.expected.get(source, 0.0))
 
     def __call__(self, tree: DraftTree) -> list[float]:
         """[N] corrected acceptance probabilities; the root's is 1, and no node's exceeds its parent's."""
-        assert tree.log_probs is not None, "a drafter whose trees are ranked states probabilities"
+        assert tree.log_probs is not None, "trees to be ranked have log_probs"
         factors = {source: self.factor(source) for source in set(tree.sources)}
         found = list(map(math.exp, tree.log_probs.tolist()))
         for node, (parent, source) in enumerate(zip(tree.parents.tolist(), tree.sources, strict=True)):
@@ -43,7 +45,7 @@ class Beliefs:
         return found
 
     def learn(self, tree: DraftTree, path: Sequence[int]) -> None:
-        """Take in a verified tree, of which the target accepted ``path``."""
+        """Update with a verified tree, of which the target accepted ``path``."""
         assert tree.log_probs is not None
         for counts in (self.expected, self.accepted):
             for source in counts:
@@ -55,8 +57,39 @@ class Beliefs:
             self.accepted[source] = self.accepted.get(source, 0.0) + 1.0
 
 
+class Calibration:
+    """Corrects acceptance probabilities by the acceptance of verified nodes, over all rows.
+
+    The nodes chosen for verification are those with the highest estimates, which tend to be too high. So for each
+    source and tenth of probability, the estimates of verified nodes are compared with how many were accepted.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[str, tuple[list[float], list[float]]] = {}  # by source: expected and accepted, by tenths
+
+    def __call__(self, tree: DraftTree, beliefs: Sequence[float]) -> list[float]:
+        """[N] corrected probabilities; no node's exceeds its parent's."""
+        found = list(beliefs)
+        for node, (parent, source) in enumerate(zip(tree.parents.tolist(), tree.sources, strict=True)):
+            if node:
+                counts, place = self._counts.get(source), min(9, int(10 * found[node]))
+                ratio = 1.0 if counts is None else (VERIFIED + counts[1][place]) / (VERIFIED + counts[0][place])
+                found[node] = min(found[parent], found[node] * ratio)
+        return found
+
+    def learn(self, tree: DraftTree, beliefs: Sequence[float], path: Sequence[int]) -> None:
+        """Update with a verified tree and its uncorrected probabilities, of which the target accepted ``path``."""
+        accepted = set(path)
+        for node, source in enumerate(tree.sources):
+            if node:
+                counts = self._counts.setdefault(source, ([0.0] * 10, [0.0] * 10))
+                place = min(9, int(10 * beliefs[node]))
+                counts[0][place] = FADING * counts[0][place] + beliefs[node]
+                counts[1][place] = FADING * counts[1][place] + (node in accepted)
+
+
 def best_nodes(tree: DraftTree, beliefs: Sequence[float], count: int) -> DraftTree:
-    """The ``count`` most probable nodes of a tree; between equals the earlier one, hence the parent."""
+    """The ``count`` most probable nodes of a tree; among equals the earlier one, and so the parent, comes first."""
     if tree.size <= count:
         return tree
     best = sorted(range(tree.size), key=beliefs.__getitem__, reverse=True)[:count]

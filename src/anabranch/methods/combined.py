@@ -1,4 +1,4 @@
-"""Several drafters at once: their trees merged, and the most probable nodes of the union verified."""
+"""Several drafters combined: their trees are merged, and the most probable nodes are verified."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods.base import Drafter, Observation, Row, Taps
 from anabranch.methods.beliefs import best_nodes
-from anabranch.model.decoder import PassResult, Rider
+from anabranch.model.passes import PassResult, Rider
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule
@@ -16,12 +16,13 @@ __all__ = ["CombinedDrafter"]
 
 
 class CombinedDrafter(Drafter):
-    """Each part proposes; the most probable nodes of the union are verified (``streams+prompt_lookup``).
+    """Merges the trees of its parts (``FIRST+SECOND``) and truncates the union to its most probable nodes.
 
-    nodes     verified at most, the root included
-    adaptive  whether the load decides how many, up to ``nodes``
+    nodes     maximum number of verified nodes, counting the root
+    adaptive  whether the number of nodes follows the load, up to ``nodes``; under a load that leaves no time for
+              drafting, the parts that are free still propose
 
-    A merged or cut tree is no sample of any one distribution, so *matching* is the only exact rule.
+    The nodes of a merged tree are not samples from one distribution, so *matching* is the only exact rule.
     """
 
     rules = ("match",)
@@ -34,6 +35,7 @@ class CombinedDrafter(Drafter):
             names = " and ".join(repr(part.name) for part in riders)
             raise CapabilityError(f"{names} both add rows to the target's pass; combine at most one of them")
         self.parts, self.adaptive = tuple(parts), adaptive
+        self.free = all(part.free for part in parts)
         self.name = "+".join(part.name for part in parts)
         self.max_nodes = nodes
         layers = {layer for part in parts for layer in part.needs.layers}
@@ -41,16 +43,16 @@ class CombinedDrafter(Drafter):
 
     @property
     def margin(self) -> int:
-        """What the neediest part needs, and the merged tree."""
+        """The largest margin of a part, and at least the merged tree's nodes."""
         return max(self.max_nodes, *(part.margin for part in self.parts))
 
     @property
     def rider(self) -> Rider | None:
-        """The rider of the one part that has one."""
+        """The rider of the part that has one."""
         return next((part.rider for part in self.parts if part.rider is not None), None)
 
     def check(self, sampling: SamplingParams, rule: Rule) -> None:
-        """Each part must be able to serve by *matching*."""
+        """Every part must support *matching*."""
         super().check(sampling, rule)
         for part in self.parts:
             part.check(sampling, "match")
@@ -66,9 +68,14 @@ class CombinedDrafter(Drafter):
             part.read(row, result, start)
 
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
-        """Merged trees, cut to the most probable nodes."""
+        """The merged trees, truncated to the most probable nodes."""
+        parts = self.parts
+        if budget < 2:
+            parts, budget = tuple(part for part in parts if part.free), self.max_nodes
+        if not parts:
+            return [DraftTree.root(row.root) for row in rows]
         budget = min(budget, self.max_nodes)
-        proposals = [part.draft(rows, min(budget, part.max_nodes)) for part in self.parts]
+        proposals = [part.draft(rows, min(budget, part.max_nodes)) for part in parts]
         found = []
         for row, trees in zip(rows, zip(*proposals, strict=True), strict=True):
             tree = DraftTree.merge(trees)
@@ -76,16 +83,16 @@ class CombinedDrafter(Drafter):
         return found
 
     def observe(self, rows: Sequence[Row], seen: Observation) -> None:
-        """Every part sees the merged verdict."""
+        """Every part observes the outcome of the merged tree."""
         for part in self.parts:
             part.observe(rows, seen)
 
     def leave(self, row: Row) -> None:
-        """Every part forgets the row."""
+        """The row leaves every part."""
         super().leave(row)
         for part in self.parts:
             part.leave(row)
 
     def depth_of(self, budget: int) -> int:
-        """The deepest part's."""
-        return max(part.depth_of(budget) for part in self.parts)
+        """The maximum over the parts; free parts prepare nothing."""
+        return max((part.depth_of(budget) for part in self.parts if not part.free), default=0)

@@ -1,7 +1,7 @@
-"""Counting what a draft costs from modules of a method's shapes; ``analysis.cost`` has the table of methods.
+"""Count the cost of drafts from modules of a method's shapes; ``analysis.cost`` has the table of methods.
 
-Modules are built on the meta device, so nothing is allocated. Arithmetic is 2 operations a weight and row; attention is
-4 operations a channel, query and key. Norms, embeddings and softmax are left out.
+Modules are built on the meta device, so nothing is allocated. Products count 2 operations per weight and row, attention
+4 operations per channel, query and key. Norms, embeddings and softmax are not counted.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ WEIGHT_BYTES = 2  # 16 bits, as in the papers' measurements
 
 @dataclass(frozen=True)
 class DraftShape:
-    """The shape of a draft; the defaults are the papers' where they give them, and Llama-2-13B's best elsewhere.
+    """The shape of a draft; the defaults are the papers', or else the best for Llama-2-13B.
 
     gamma         depth of the draft in tokens: draft-model passes, heads, autoregressive steps or streams
-    nodes         tree nodes that carry speculative rows: 1, the accepted one, whose rows make the draft (trailing), or
-                  all that passed the pruning layer (riding; the paper passes 32)
+    nodes         tree nodes with speculative rows: 1 if they trail the accepted node, or all nodes kept by the pruning
+                  layer if they ride in the pass (32 in the paper)
     context       L, tokens in the KV cache
-    layers, rank  layers that speculative rows pass through, and the rank of their adapters
+    layers, rank  number of layers that speculative rows pass through, and the rank of their adapters
     context_top   p of appendix H.1
     window, ngram, guesses  W, N and G of Lookahead, whose branches are rows of the target's own pass
     draft         the draft model: OPT-125m for OPT, Llama-68m for Llama; None: by the target's vocabulary
@@ -45,11 +45,11 @@ class DraftShape:
 
 @dataclass(frozen=True)
 class DraftCost:
-    """The cost of one draft beyond the target's pass over one token.
+    """The cost of one draft in addition to the target's pass over one token.
 
-    parameters  weights trained or held beside the target
-    read        bytes of weights, and of a draft model's own cache, that are read in addition
-    operations  multiplications and additions
+    parameters  additional weights in memory
+    read        additional bytes read, of weights and of a draft model's own cache
+    operations  additional multiplications and additions
     """
 
     parameters: int
@@ -58,12 +58,12 @@ class DraftCost:
 
 
 def parameters(module: nn.Module) -> int:
-    """Weights of a module, shared ones once."""
+    """The number of weights of a module, counting shared ones once."""
     return sum(p.numel() for p in module.parameters())
 
 
 def matrix_weights(module: nn.Module) -> int:
-    """Weights that every row is multiplied by: matrices without embedding tables. A tied head counts."""
+    """The number of weights that each row is multiplied by: matrices, a tied head included, without embeddings."""
     tables = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
     heads = {id(m.weight) for m in module.modules() if isinstance(m, nn.Linear)}
     return sum(p.numel() for p in module.parameters() if p.dim() == 2 and (id(p) not in tables or id(p) in heads))

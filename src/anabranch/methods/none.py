@@ -13,18 +13,18 @@ __all__ = ["METHOD", "NoDrafter"]
 
 
 class NoDrafter(Drafter):
-    """Every step verifies the root alone and emits the target's own next token."""
+    """Plain decoding: every step verifies only the root and emits the target's own next token."""
 
     name = "none"
 
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
-        """Roots."""
+        """Trees of the root only."""
         return [DraftTree.root(row.root) for row in rows]
 
 
 @dataclass(frozen=True)
 class NoSettings(Settings):
-    """None."""
+    """Plain decoding has no settings."""
 
 
 METHOD = Method(

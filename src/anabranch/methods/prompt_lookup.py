@@ -1,14 +1,14 @@
 """Prompt lookup (Saxena 2023): proposes the continuation of the most recent earlier match of the current n-gram.
 
-The longest n-gram that ends the text and occurred in it before is looked up; the tokens after its most recent
-occurrence are the draft. It needs no model.
+The draft is what followed the most recent earlier occurrence of the longest n-gram at the end of the text. It needs no
+model.
 
     ... the cat sat on the mat . the cat        "the cat" occurred before: the draft is "sat on the mat ..."
 
-The acceptance probability depends above all on the length of the match. A confirmed token makes the match longer, so
-that of a draft is a(n) a(n + 1) a(n + 2) ..., where a(n) is the share of matches of n tokens whose continuation was
-right. It is counted at every position of the completion, whether or not a draft was verified there, so it depends on
-the text alone and a replay reproduces it.
+The acceptance probability depends mainly on the length of the match. An accepted token makes the match longer, so the
+probability of a draft is a(n) a(n + 1) a(n + 2) ..., where a(n) is the fraction of matches of n tokens whose next token
+was right. It is estimated at every position of the completion, whether or not a draft was verified there, so it depends
+only on the text and a replay reproduces it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from anabranch.tree import DraftTree
 
 __all__ = ["METHOD", "LookupSettings", "PromptLookupDrafter"]
 
-# Of matches of 1, 2, ... tokens (the last: that many or more) those that the text went on with, on prompts of many
-# kinds: what is believed before a text has shown its own, and how many matches that is worth.
+# The prior of a(n), measured on prompts of many kinds, for matches of 1, 2, ... tokens (the last: that many or more),
+# and its weight in matches.
 PRIOR = (0.2, 0.45, 0.6, 0.7, 0.75, 0.8, 0.8, 0.9)
 WEIGHT = 4.0
 
 
 class Index:
-    """Where each n-gram of a text last ended, and how often a match of each length went on."""
+    """Where each n-gram of a text last ended, and how often matches of each length predicted the next token."""
 
     def __init__(self, ngram: int) -> None:
         self.ngram = ngram
@@ -42,7 +42,7 @@ class Index:
         self.all = [WEIGHT] * len(PRIOR)
 
     def match(self, text: Sequence[int], at: int) -> tuple[int, int] | None:
-        """Where the longest match of what stands before ``at`` ends, and how long it is, up to the longest counted."""
+        """The end and the length of the longest earlier match of the text before ``at``, up to the longest counted."""
         for n in range(min(self.ngram, at), 0, -1):
             end = self.last[n].get(tuple(text[at - n : at]))
             if end is not None:
@@ -53,7 +53,7 @@ class Index:
         return None
 
     def extend(self, text: Sequence[int], prompt_length: int) -> None:
-        """Take in what ``text``, which only grows, has gained."""
+        """Index the new tokens of ``text``, which only grows."""
         for at in range(self.read, len(text)):
             if at >= prompt_length and (found := self.match(text, at)) is not None:
                 end, length = found
@@ -64,7 +64,7 @@ class Index:
         self.read = max(self.read, len(text))
 
     def log_probs(self, length: int, tokens: int) -> list[float]:
-        """Joint beliefs in each of ``tokens`` drafted behind a match of ``length``."""
+        """Joint log probabilities of ``tokens`` tokens drafted after a match of ``length``."""
         places = [min(length - 1 + i, len(PRIOR) - 1) for i in range(tokens)]
         return list(accumulate(math.log(self.right[place] / self.all[place]) for place in places))
 
@@ -73,6 +73,7 @@ class PromptLookupDrafter(Drafter):
     """Chains of up to ``tokens`` tokens that continue the longest match of at most ``ngram`` tokens."""
 
     name = "prompt_lookup"
+    free = True
 
     def __init__(self, *, tokens: int = 10, ngram: int = 3, adaptive: bool = False) -> None:
         if tokens < 1 or ngram < 1:
@@ -85,7 +86,7 @@ class PromptLookupDrafter(Drafter):
         row.state[self] = Index(self.ngram)
 
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
-        """One chain a row, or the root alone where nothing matches."""
+        """One chain per row, or only the root if nothing matches."""
         return [self._draft(row, budget) for row in rows]
 
     def _draft(self, row: Row, budget: int) -> DraftTree:
@@ -105,8 +106,8 @@ class PromptLookupDrafter(Drafter):
 class LookupSettings(Settings):
     """Settings of ``prompt_lookup:...``.
 
-    tokens  drafted at most, or auto: up to 10, as the load decides
-    ngram   tokens that a match has at most
+    tokens  maximum number of drafted tokens, or auto: up to 10, depending on the load
+    ngram   maximum length of a match
     """
 
     tokens: str = "10"
@@ -136,7 +137,7 @@ def _build(target: object, settings: LookupSettings, module: object) -> Drafter:
 
 METHOD = Method(
     name="prompt_lookup",
-    summary="the continuation of the most recent earlier match of the current n-gram; needs nothing",
+    summary="the continuation of the most recent earlier match of the current n-gram; needs no model",
     settings=LookupSettings,
     build=_build,
     candidates=lambda nodes: (LookupSettings(tokens=str(n)) for n in (2, 3, 6, 10) if n < nodes),

@@ -1,4 +1,4 @@
-"""The settings of a method: a frozen dataclass that is read from text once, at the edge, and printed back to it.
+"""The settings of a method: a frozen dataclass that is parsed from text once and printed back to the same text.
 
     @dataclass(frozen=True)
     class LookupSettings(Settings):
@@ -7,8 +7,8 @@
 
     LookupSettings.parse("tokens=4", "lookup")  ->  LookupSettings(tokens=4)         str(...)  ->  "tokens=4"
 
-Fields are int, float, bool (written yes or no) or text; a field's default is the setting's. ``__post_init__`` of a
-subclass refuses values out of range with InputError.
+Fields are int, float, bool (written yes or no) or str. ``__post_init__`` of a subclass raises InputError for values out
+of range.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _WANTED = {int: "a whole number", float: "a number", bool: "yes or no"}
 
 @dataclass(frozen=True)
 class Settings:
-    """The base of all settings; by itself that of a method without any."""
+    """The base class of settings; used as is by methods without settings."""
 
     @classmethod
     def parse(cls: type[S], text: str, method: str) -> S:
-        """Read ``name=value,name=value``. Raises InputError that names the setting which is wrong."""
+        """Parse ``name=value,name=value``. Raises InputError that names the wrong setting."""
         known = [field.name for field in fields(cls)]
         found: dict[str, Any] = {}
         for item in filter(None, (item.strip() for item in text.split(","))):
@@ -48,7 +48,7 @@ class Settings:
 
     @classmethod
     def alias(cls, key: str, value: str) -> tuple[str, str]:
-        """What ``key=value`` is short for."""
+        """The setting that ``key=value`` is short for."""
         return key, value
 
     @classmethod
@@ -65,11 +65,11 @@ class Settings:
 
     @classmethod
     def under_load(cls: type[S]) -> S:
-        """The settings under which the load decides how much is drafted; the defaults where there are no such."""
+        """The settings with which the size of drafts follows the load; the defaults if there are none."""
         return cls()
 
     def __str__(self) -> str:
-        """What ``parse`` reads: the settings that differ from their defaults."""
+        """The settings that differ from their defaults, as ``parse`` reads them."""
         given = [(field.name, getattr(self, field.name)) for field in fields(self)]
         changed = [
             (name, value) for (name, value), field in zip(given, fields(self), strict=True) if value != field.default
@@ -78,12 +78,12 @@ class Settings:
 
     @property
     def adaptive(self) -> bool:
-        """Whether the load decides how many nodes are drafted and verified."""
+        """Whether the number of drafted and verified nodes follows the load."""
         return False
 
     @property
     def budget(self) -> int | None:
-        """The most nodes of a tree that is merged from this method's and others'; None: this method does not say."""
+        """Maximum number of nodes of a tree merged from this method's and others'; None: no preference."""
         return None
 
 

@@ -1,11 +1,11 @@
-"""A drafter's specification as a value: parsed once where text comes in, printed back to the same text.
+"""The specification of a drafter: parsed once and printed back to the same text.
 
 none
 prompt_lookup:tokens=10,ngram=3
 streams:tree=32,prune=16
-streams:tree=auto                  the load decides how many nodes are drafted and verified, none at all included
-streams+prompt_lookup              their trees merged under one node budget
-auto                               every method that is a default and has its trained module, as the load decides
+streams:tree=auto                  the number of drafted and verified nodes follows the load and may be zero
+streams+prompt_lookup              their trees, merged under one node budget
+auto                               all default methods whose trained module is available, following the load
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from anabranch.model.decoder import Decoder
 __all__ = ["AUTO", "Part", "Spec", "build", "parse", "resolve"]
 
 AUTO = "auto"
-NODES = 32  # of a merged tree, where no part says how many
+NODES = 32  # budget of a merged tree, if no part has a preference
 
 
 @dataclass(frozen=True)
@@ -35,24 +35,24 @@ class Part:
     settings: Settings
 
     def __str__(self) -> str:
-        """As users write it."""
+        """The text of this part."""
         settings = str(self.settings)
         return f"{self.method.name}:{settings}" if settings else self.method.name
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One or several methods; none at all stands for "auto", which ``resolve`` replaces."""
+    """One or several methods; an empty one stands for "auto", which ``resolve`` replaces."""
 
     parts: tuple[Part, ...] = ()
 
     def __str__(self) -> str:
-        """What ``parse`` reads."""
+        """The text that ``parse`` reads."""
         return "+".join(map(str, self.parts)) or AUTO
 
     @property
     def auto(self) -> bool:
-        """Whether this still has to be resolved for a target and what is trained for it."""
+        """Whether this is "auto" and still has to be resolved."""
         return not self.parts
 
     @property
@@ -62,7 +62,7 @@ class Spec:
 
 
 def parse(text: str | Spec, registry: Sequence[Method]) -> Spec:
-    """Read a specification. Raises InputError for a name or a setting that does not exist."""
+    """Parse a specification. Raises InputError for a name or a setting that does not exist."""
     if isinstance(text, Spec):
         return text
     if not isinstance(text, str):
@@ -72,8 +72,8 @@ def parse(text: str | Spec, registry: Sequence[Method]) -> Spec:
     parts = tuple(_part(part, registry) for part in text.split("+"))
     if len({part.method.name for part in parts}) < len(parts):
         raise InputError(f"the drafter {text!r} names a method twice; name each once")
-    if len(parts) > 1 and (alone := [part.method.name for part in parts if not part.method.combines]):
-        raise InputError(f"the drafter {alone[0]!r} cannot be combined with others; name it alone")
+    if len(parts) > 1 and (separate := [part.method.name for part in parts if not part.method.combines]):
+        raise InputError(f"the drafter {separate[0]!r} cannot be combined with others; use it by itself")
     return Spec(parts)
 
 
@@ -88,14 +88,14 @@ def _part(text: str, registry: Sequence[Method]) -> Part:
 
 
 def module_of(method: Method, modules: Sequence[nn.Module | None]) -> nn.Module | None:
-    """The one of some trained modules that a method decodes with."""
+    """The trained module of a method among several, or None."""
     if method.trained is None:
         return None
     return next((module for module in modules if isinstance(module, method.trained.module)), None)
 
 
 def resolve(spec: Spec, modules: Sequence[nn.Module | None], registry: Sequence[Method]) -> Spec:
-    """What "auto" stands for where these modules are there; other specifications are returned as they are."""
+    """Resolve "auto", given the trained modules; other specifications are returned unchanged."""
     if not spec.auto:
         return spec
     usable = [m for m in registry if m.default and (m.trained is None or module_of(m, modules) is not None)]
@@ -103,7 +103,7 @@ def resolve(spec: Spec, modules: Sequence[nn.Module | None], registry: Sequence[
 
 
 def build(spec: Spec, target: Decoder, modules: Sequence[nn.Module | None]) -> Drafter:
-    """The drafter of a resolved specification. Raises CapabilityError for one that cannot be had here."""
+    """Build the drafter of a resolved specification. Raises CapabilityError for one that is not supported here."""
     assert not spec.auto, "auto is resolved first"
     drafters = [part.method.build(target, part.settings, module_of(part.method, modules)) for part in spec.parts]
     if len(drafters) == 1:

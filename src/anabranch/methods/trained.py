@@ -1,4 +1,4 @@
-"""What a method with trained weights says of them: how they are made, stored, described and learned."""
+"""The entry of a method's trained weights: how they are created, stored, described and trained."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Config", "Learn", "Trained", "TrainedModule"]
 
 
 class Config(Protocol):
-    """The shape of a trained module: a frozen dataclass that can be stored."""
+    """The shape of a trained module: a frozen dataclass that can be stored as JSON."""
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
@@ -30,39 +30,39 @@ class Config(Protocol):
 
 
 class TrainedModule(nn.Module):
-    """The base of trained modules.
+    """The base class of trained modules.
 
     config      its shape
-    vocabulary  a buffer: the token ids that drafts are made of [Vd], int64, rising
+    vocabulary  buffer [Vd] int64: the token ids of the draft vocabulary, ascending
     """
 
     config: Any
     vocabulary: Tensor
 
     def num_parameters(self) -> int:
-        """Number of trained parameters; works on the meta device."""
+        """The number of trained parameters; works on the meta device."""
         return sum(parameter.numel() for parameter in self.parameters())
 
 
 class Learn(Protocol):
-    """Makes a training objective; ``frozen`` is a copy of the target for passes without gradients."""
+    """Creates a training objective; ``frozen`` is a copy of the target for passes without gradients."""
 
     def __call__(self, target: Decoder, module: Any, recipe: Recipe, *, frozen: Decoder) -> Objective[Any]:
-        """The objective of a module under a recipe. Raises CapabilityError for what cannot be trained."""
+        """The objective of a module with a recipe. Raises CapabilityError if it cannot be trained."""
 
 
 @dataclass(frozen=True)
 class Trained:
     """The trained part of a method.
 
-    title      the method's name for readers of an adapter's card
+    title      the method's name in adapter cards
     module     the class of its module
     config     the class of the module's config
     make       (target's config, module's config, draft vocabulary [Vd] or None: all) -> module with fresh weights.
-               Raises InputError where they do not fit
-    objective  how it learns
-    recipes    by name, the default first
-    options    single values of a recipe that users may override, by name
+               Raises InputError if they do not fit together
+    objective  creates the training objective
+    recipes    recipes by name, the default first
+    options    the values of a recipe that users can override, by name
     change     (recipe, values by name) -> the recipe with these values. Raises InputError
     describe   a module's config -> its size in a few words, for the card
     begin      (module with fresh weights, trained module): copy the trained weights into the fresh module, which may be

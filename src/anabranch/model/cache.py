@@ -1,12 +1,12 @@
-"""The key/value cache: preallocated, one length a row, trees appended behind it and committed or dropped.
+"""The KV cache: preallocated, one length for each row; draft trees are appended, then committed or dropped.
 
 Shapes: B rows in use, K kv heads, C capacity, E head width, N tree nodes, P path.
 
     lengths[b] committed tokens | tree nodes of this step | free
-    append   writes the tree's keys and values behind the committed tokens, layer by layer
-    select   from this layer on the tree has only the kept nodes (early-exit pruning, drawn lazily: ACL G.1)
-    commit   moves the accepted path's rows to the front of the tree's place and advances the length
-    rewind   forgets the newest tokens of a row
+    append   writes the tree's keys and values after the committed tokens, layer by layer
+    select   keeps only some of the tree's nodes from a layer on (early-exit pruning, applied lazily: ACL G.1)
+    commit   moves the accepted path's keys and values to the front of the tree and advances the length
+    rewind   drops the newest tokens of a row
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ __all__ = ["Cache"]
 class Cache:
     """Keys and values of ``rows`` sequences of up to ``capacity`` tokens each.
 
-    ``keys`` and ``values`` are [layers, rows, K, C, E]. Rows 0..count-1 are in use; a row that leaves is
-    replaced by the last one, so that the rows in use stay together and a step reads one slice. ``kernels`` move what is
-    committed, where they are given.
+    ``keys`` and ``values`` are [layers, rows, K, C, E]. Rows 0 to count - 1 are in use; a row that leaves is replaced
+    by the last one, so that the rows in use stay contiguous and a step reads one slice. ``kernels``, where given,
+    allocate the memory in large pages and move what is committed.
+
+    Raises DeviceError where memory does not suffice.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class Cache:
         shape = (config.num_layers, rows, config.num_kv_heads, capacity, config.head_dim)
         try:
             self.keys, self.values = (_zeros(shape, dtype, device, kernels) for _ in range(2))
-        except (RuntimeError, DeviceError) as error:  # torch's, also on a GPU; the kernels'
+        except (RuntimeError, DeviceError) as error:  # PyTorch's (on a GPU too), the kernels'
             gib = 2 * torch.Size(shape).numel() * dtype.itemsize / 2**30
             raise DeviceError(
                 f"the cache for {rows} row(s) of {capacity} tokens needs {gib:.1f} GiB on {device}, more than is free; "
@@ -55,7 +57,7 @@ class Cache:
             ) from error
         self.config, self.rows = config, rows
         self.capacity = capacity
-        self.graphs = Graphs()  # of what reads and writes these rows
+        self.graphs = Graphs()  # of computations that read or write these rows
         self._kernels = kernels
         self.lengths: list[int] = []
         self._width = 0
@@ -68,19 +70,19 @@ class Cache:
 
     @property
     def span(self) -> int:
-        """Positions that the widest row takes, this step's tree included."""
+        """Positions that the longest row takes, this step's tree included."""
         return max(self.lengths) + self._width
 
     # -- rows join and leave ---------------------------------------------------------------------
     def add_row(self) -> int:
-        """Take the next free row; returns its slot."""
+        """Take the next free row and return its slot. Raises InputError where all are in use."""
         if self.count >= self.rows:
             raise InputError(f"all {self.rows} rows of the cache are in use; wait for one to finish or allocate more")
         self.lengths.append(0)
         return self.count - 1
 
     def remove_row(self, slot: int) -> int:
-        """Free ``slot``; returns the slot whose row moved into it (the last one), or ``slot`` if none moved."""
+        """Free ``slot``; return the slot whose row moved into it (the last one), or ``slot`` if none moved."""
         last = self.count - 1
         if slot != last:
             n = self.lengths[last]
@@ -91,14 +93,14 @@ class Cache:
         return last
 
     def move_row(self, source: int, slot: int) -> None:
-        """Copy what ``source`` holds into ``slot``, which is overwritten."""
+        """Copy the row in ``source`` to ``slot``, which is overwritten."""
         self.fork(source, slot, self.lengths[source])
         self.lengths[slot] = self.lengths[source]
 
     def fork(self, source: int, slot: int, length: int) -> None:
-        """Copy the first ``length`` tokens that lie in ``source`` to ``slot``; neither need be in use.
+        """Copy the first ``length`` tokens in ``source`` to ``slot``; neither need be in use.
 
-        Whoever takes ``slot`` into use sets its length.
+        The caller sets the length of ``slot`` when it takes it into use.
         """
         if source != slot:
             self.keys[:, slot, :, :length] = self.keys[:, source, :, :length]
@@ -118,7 +120,7 @@ class Cache:
         self.keys[:, slot, :, : keys.shape[2]], self.values[:, slot, :, : keys.shape[2]] = keys, values
 
     def resized(self, rows: int, capacity: int) -> Cache:
-        """A cache of another size with the rows that are in use, and what lies in the slots that both have.
+        """A cache of another size with the rows in use, and with the contents of the slots that both caches have.
 
         Raises DeviceError where memory does not suffice; this cache stays as it is.
         """
@@ -139,7 +141,7 @@ class Cache:
 
     # -- one step ---------------------------------------------------------------------------------
     def begin(self, width: int, slots: slice) -> None:
-        """Announce a step of ``width`` nodes for the rows of ``slots``; refuses what does not fit."""
+        """Begin a step of ``width`` nodes for the rows in ``slots``. Raises InputError if they do not fit."""
         longest = max(self.lengths[slots])
         if longest + width > self.capacity:
             raise InputError(
@@ -152,12 +154,12 @@ class Cache:
         self._places: tuple[Tensor, Tensor] | None = None
 
     def place(self, index_BN: Tensor) -> None:
-        """Where this step's nodes are to be written, told by a tensor: what is recorded must not know the lengths."""
+        """Set where this step writes from a tensor of positions: a captured graph must not depend on lengths."""
         slots = self._slots
         self._places = torch.arange(slots.start, slots.stop, device=index_BN.device)[:, None], index_BN
 
     def append(self, layer: int, k_BNKE: Tensor, v_BNKE: Tensor) -> None:
-        """Write this step's keys and values of one layer behind each row's committed tokens."""
+        """Write this step's keys and values of one layer after each row's committed tokens."""
         n = k_BNKE.shape[1]
         slots = self._slots
         if slots.stop - slots.start == 1 and self._places is None:
@@ -175,18 +177,18 @@ class Cache:
             self.values[layer][rows_B1, :, index_BN[:, :n]] = v_BNKE
 
     def read(self, layer: int, span: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, K, span, E] of the rows of this step, committed tokens first."""
+        """The first ``span`` keys and values [B, K, span, E] of the rows of this step."""
         return self.keys[layer, self._slots, :, :span], self.values[layer, self._slots, :, :span]
 
     def select(self, layer: int, kept_Bn: Tensor) -> None:
-        """From ``layer`` on this step's tree consists of the nodes ``kept_Bn`` (indices into the nodes so far)."""
+        """Keep only the nodes ``kept_Bn`` of this step from ``layer`` on (indices into the nodes so far)."""
         self._selections.append((layer, kept_Bn.cpu()))
         self._width = kept_Bn.shape[1]
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
-        """Keep the rows of each row's accepted path (node indices of the final, selected tree); drop the rest.
+        """Keep the nodes of each row's accepted path (indices into the selected tree) and drop the rest.
 
-        Rows of pruned nodes below the pruning layer are dropped here, lazily (ACL G.1).
+        Nodes that were pruned at a layer are dropped from the layers below it here, lazily (ACL G.1).
         """
         layers = self.keys.shape[0]
         bounds = [0, *(layer for layer, _ in self._selections), layers]
@@ -207,7 +209,7 @@ class Cache:
         self._selections = []
 
     def _move(self, low: int, high: int, slot: int, start: int, nodes: list[int]) -> None:
-        """What lies at start + nodes[i] goes to start + i, in some layers."""
+        """Move position start + nodes[i] to start + i in layers ``low`` to ``high`` - 1."""
         if self._kernels is not None:
             self._kernels.move(self.keys, self.values, range(low, high), slot, start, np.asarray(nodes, np.int64))
             return
@@ -217,15 +219,15 @@ class Cache:
         self.values[low:high, slot, :, moved] = self.values[low:high, slot, :, index]
 
     def rewind(self, slot: int, length: int) -> None:
-        """Forget all tokens of a row after the first ``length``."""
+        """Drop all tokens of a row after the first ``length``."""
         assert 0 <= length <= self.lengths[slot]
         self.lengths[slot] = length
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, kernels: native.Library | None) -> Tensor:
-    """Zeros, not garbage: a masked position still enters 0 * value, and garbage may be NaN."""
+    """Zeros, since a masked position still enters as 0 * value, which is NaN if memory holds NaN."""
     size = math.prod(shape) * dtype.itemsize
     if kernels is None or size < native.PAGE:
         return torch.zeros(shape, dtype=dtype, device=device)
-    # a step touches every layer's part of a row; they lie on as many pages, unless those are large
+    # a step touches every layer's part of a row, each on pages of its own unless the pages are large
     return kernels.large(size).view(dtype).view(shape).zero_()

@@ -1,6 +1,6 @@
-"""Checks of a Hugging Face ``config.json`` before anything is computed from it, and of the ModelConfig that it gives.
+"""Validation of a Hugging Face ``config.json`` before it is used, and of the resulting ModelConfig.
 
-Each key that a family reads has its type and range here, so that a message names the key as it stands in the file.
+The type and range of each key that a family reads are given here, so that messages name the key of the file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Range(NamedTuple):
         return f"{kind} from {self.low:,} to {self.high:,}" + (" or null" if self.optional else "")
 
 
-# Upper limits are far above any published model: they are there so that nothing is built or allocated for nonsense.
+# Upper limits are far above any published model; they prevent allocations for damaged configs.
 _WIDTH, _HEADS, _LAYERS = _Range(1, 1 << 20), _Range(1, 1 << 14), _Range(1, 1 << 12)
 _POSITIONS = _Range(1, (1 << 31) - 1)
 _EPSILON, _SHARE = _Range(1e-30, 1, whole=False), _Range(1e-6, 1, whole=False)
@@ -65,7 +65,7 @@ _NUMBERS: dict[str, _Range] = {
     ),
     "bos_token_id": _Range(-1, 1 << 31, optional=True),
 }
-# Of a record of stretched rotary positions.
+# Parameters of the rotary variants.
 _STRETCH: dict[str, _Range] = {
     **{key: _NUMBERS[key] for key in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")},
     "factor": _FACTOR._replace(optional=True),
@@ -84,7 +84,7 @@ _NAMES = ("model_type", "hidden_act", "hidden_activation", "activation_function"
 
 
 def check_fields(hf: Mapping[str, Any]) -> None:
-    """Refuse a config in which a key that is read has a value of another type or out of range. Raises ModelError."""
+    """Check the type and range of all keys that are read. Raises ModelError."""
     _check_numbers(hf, _NUMBERS, "")
     for key in _FLAGS:
         if not isinstance(hf.get(key, False), bool | None):
@@ -127,7 +127,7 @@ def _wrong(key: str, value: Any, wanted: str, where: str = "the model's config")
 
 
 def token_ids(value: Any, key: str, vocab_size: int, where: str = "the model's config") -> tuple[int, ...]:
-    """Token ids as a config states them: one, a list, or none. Raises ModelError for anything else."""
+    """Token ids from a config: one, a list, or null. Raises ModelError for anything else."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(is_whole(token, 0, vocab_size - 1) for token in ids):
         raise _wrong(key, value, f"a token id below {vocab_size} or a list of them", where)
@@ -135,7 +135,7 @@ def token_ids(value: Any, key: str, vocab_size: int, where: str = "the model's c
 
 
 def check_config(config: ModelConfig) -> None:
-    """Refuse sizes that do not go together. Raises ModelError."""
+    """Check that the sizes are consistent. Raises ModelError."""
     if config.num_heads % config.num_kv_heads:
         raise ModelError(
             f"{config.num_heads} heads cannot share {config.num_kv_heads} key/value heads evenly; {ADVICE}"
@@ -143,7 +143,7 @@ def check_config(config: ModelConfig) -> None:
     turned = config.rope.dim
     if config.position == "rope" and (turned % 2 or not 2 <= turned <= config.head_dim):
         raise ModelError(
-            f"rotary positions must turn an even number of at most {config.head_dim} channels, the width of a head, "
+            f"the number of rotated channels must be even and at most {config.head_dim}, the width of a head, "
             f"got {turned}; correct head_dim or partial_rotary_factor in the config, or fetch the model again"
         )
     slides = config.sliding_layers
@@ -154,8 +154,8 @@ def check_config(config: ModelConfig) -> None:
 
 
 def check_known(names: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse kinds of layers that are not computed. Raises ModelError."""
+    """Check that all types of layers are supported. Raises ModelError."""
     if unknown := sorted(set(names) - set(known)):
         raise ModelError(
-            f"layer_types in the model's config has {shown(unknown[0])}; known are {', '.join(sorted(known))}"
+            f"layer_types in the model's config has {shown(unknown[0])}; supported are {', '.join(sorted(known))}"
         )

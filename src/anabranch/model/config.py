@@ -1,6 +1,6 @@
-"""What a target looks like: one frozen record that the decoder is built from.
+"""The architecture of a target: a frozen record that the decoder is built from.
 
-``families.py`` fills it from a Hugging Face ``config.json``; nothing else in the package knows a family by name.
+``families.py`` derives it from a Hugging Face ``config.json``; nothing else in the package refers to a family by name.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ __all__ = ["ModelConfig", "RopeConfig"]
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary positions (Su et al. 2021) and their stretched variants.
+    """Rotary positions (Su et al. 2021) and their variants for long contexts.
 
     ``dim`` is the number of rotated channels of a head, ``scaling`` the Hugging Face ``rope_parameters``
-    record of a stretched variant (linear, dynamic, llama3, yarn, longrope), or None.
+    record of a variant (linear, dynamic, llama3, yarn, longrope), or None.
     """
 
     theta: float = 10_000.0
@@ -28,7 +28,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape and wiring of a decoder-only target. Sizes are in units of channels, heads, tokens."""
+    """The architecture of a decoder-only target. Sizes are in channels, heads or tokens."""
 
     family: str
     vocab_size: int
@@ -62,7 +62,7 @@ class ModelConfig:
     attention_softcap: float | None = None
     sliding_window: int | None = None
     sliding_layers: tuple[bool, ...] | None = None
-    # ends
+    # embedding and output head
     embedding_scale: float = 1.0
     logit_softcap: float | None = None
     tied_head: bool = False
@@ -70,7 +70,7 @@ class ModelConfig:
     bos_token_id: int | None = None
 
     def is_sliding(self, layer: int) -> bool:
-        """Whether a layer attends to the last ``sliding_window`` positions only."""
+        """Whether a layer attends only to the last ``sliding_window`` positions."""
         if self.sliding_window is None:
             return False
         return self.sliding_layers is None or self.sliding_layers[layer]

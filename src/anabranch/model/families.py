@@ -1,7 +1,7 @@
-"""The families that the decoder covers: what their Hugging Face configs mean and what their weights are called.
+"""The supported model families: how their Hugging Face configs are read and how their weights are named.
 
-A family is a small table: a function from ``config.json`` to ``ModelConfig``, and for each of our modules the
-Hugging Face modules whose rows it consists of. Adding one needs nothing else, and a parity test.
+A family is an entry of a table: a function from ``config.json`` to ``ModelConfig``, and for each of our modules the
+Hugging Face modules that it is assembled from. A new family needs only an entry and a parity test.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["FAMILIES", "Family", "Layout", "Source", "model_config", "weight_sou
 
 HfConfig = Mapping[str, Any]
 Fields = dict[str, Any]  # of a ModelConfig
-# How a file lays out a matrix: as ours, transposed (GPT-2's Conv1D), or q, k, v of head 0, then of head 1 (NeoX)
+# How a matrix is stored: as ours, transposed (GPT-2's Conv1D), or q, k, v of head 0, then of head 1, ... (NeoX)
 Layout = Literal["rows", "transposed", "by_head"]
 _ATTENTION = {"qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "out": ("self_attn.o_proj",)}
 _GATED = {"mlp.up": ("mlp.gate_proj", "mlp.up_proj"), "mlp.down": ("mlp.down_proj",)}
@@ -31,9 +31,9 @@ _LLAMA = {**_ATTENTION, **_GATED, **_NORMS}
 
 @dataclass(frozen=True)
 class Source:
-    """Where a parameter of ours comes from: Hugging Face tensors, rows one after another.
+    """The Hugging Face tensors that one of our parameters is assembled from, concatenated along rows.
 
-    Each tensor has alternative names, most usual first: some files lack the outer module's prefix.
+    Each tensor has alternative names, the most common one first: some files lack the outer module's prefix.
     """
 
     tensors: tuple[tuple[str, ...], ...]
@@ -42,7 +42,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Family:
-    """One row of the table. ``block`` maps our modules of a layer to theirs; the rest are theirs for our ends."""
+    """An entry of the table. ``block`` maps our modules of a layer to theirs; other fields name the other modules."""
 
     describe: Callable[[HfConfig], ModelConfig]
     block: Mapping[str, tuple[str, ...]]
@@ -56,13 +56,13 @@ class Family:
 
 
 def model_config(hf: HfConfig) -> ModelConfig:
-    """The ModelConfig of a Hugging Face config; a family that is not known, or an option of one, is a ModelError."""
+    """The ModelConfig of a Hugging Face config. Raises ModelError for an unsupported family or option."""
     if hf.get("quantization_config"):
-        raise ModelError("the weights are stored quantised; use the unquantised safetensors or a GGUF file instead")
+        raise ModelError("the weights are stored quantised; use unquantised safetensors or a GGUF file instead")
     check_fields(hf)
     name = str(hf.get("model_type", "(none)"))
     if name not in FAMILIES:
-        raise ModelError(f"the model family {shown(name)} is not known; the families are {', '.join(sorted(FAMILIES))}")
+        raise ModelError(f"the family {shown(name)} is not supported; supported are {', '.join(sorted(FAMILIES))}")
     try:
         config = FAMILIES[name].describe(hf)
     except KeyError as error:
@@ -72,7 +72,7 @@ def model_config(hf: HfConfig) -> ModelConfig:
 
 
 def weight_source(config: ModelConfig, parameter: str) -> Source:
-    """Where a parameter of our decoder, as ``named_parameters`` calls it, comes from."""
+    """The source of a parameter of our decoder, given its name in ``named_parameters``."""
     family = FAMILIES[config.family]
     stem, _, kind = parameter.rpartition(".")
     if stem == "head":
@@ -87,7 +87,7 @@ def weight_source(config: ModelConfig, parameter: str) -> Source:
     return Source(tuple(tuple(f"{p}{module}.{kind}" for p in family.prefixes) for module in modules), layout)
 
 
-# -- what the configs share ------------------------------------------------------------------------
+# -- shared by several families --------------------------------------------------------------------
 _ACTIVATIONS: dict[str, Literal["silu", "gelu", "gelu_tanh", "relu"]] = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu",
     "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
@@ -97,18 +97,19 @@ _ACTIVATIONS: dict[str, Literal["silu", "gelu", "gelu_tanh", "relu"]] = {
 def _activation(hf: HfConfig, key: str, default: str) -> Literal["silu", "gelu", "gelu_tanh", "relu"]:
     name = hf.get(key) or default
     if name not in _ACTIVATIONS:
-        raise ModelError(f"the activation {shown(name)} is not known; known are {', '.join(sorted(_ACTIVATIONS))}")
+        supported = ", ".join(sorted(_ACTIVATIONS))
+        raise ModelError(f"the activation {shown(name)} is not supported; supported are {supported}")
     return _ACTIVATIONS[name]
 
 
 def _refuse(hf: HfConfig, key: str, why: str) -> None:
-    """Refuse a variant of a family that the decoder does not compute."""
+    """Raise ModelError for an option of a family that the decoder does not support."""
     if hf.get(key):
-        raise ModelError(f"{hf['model_type']} models with {key} set are not covered: {why}")
+        raise ModelError(f"{hf['model_type']} models with {key} set are not supported: {why}; use another model")
 
 
 def _sizes(hf: HfConfig, *, tied: bool, head_dim: int | None = None, inner: str = "intermediate_size") -> Fields:
-    """The fields that (nearly) every family names alike."""
+    """The fields that (nearly) all families have under the same names."""
     heads = hf["num_attention_heads"]
     return {
         "family": hf["model_type"],
@@ -129,8 +130,8 @@ def _sizes(hf: HfConfig, *, tied: bool, head_dim: int | None = None, inner: str 
 def _head_dim(width: int, heads: int) -> int:
     if width % heads:
         raise ModelError(
-            f"hidden_size {width} in the model's config is not a multiple of its {heads} attention heads, and there is "
-            "no head_dim; correct the config or fetch the model again"
+            f"hidden_size {width} in the model's config is not a multiple of its {heads} attention heads, and head_dim "
+            "is missing; correct the config or fetch the model again"
         )
     return width // heads
 
@@ -139,22 +140,23 @@ _ROPE_FIELDS = ("type", "rope_type", "rope_theta", "partial_rotary_factor", "ori
 
 
 def _rope(hf: HfConfig, head_dim: int, *, rotated: float = 1.0) -> RopeConfig:
-    """Rotations, from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before).
+    """The rotary config, from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before).
 
-    ``rotated`` is the share of a head's channels that turn where the config does not say.
+    ``rotated`` is the fraction of a head's channels that are rotated if the config does not specify it.
     """
     given: dict[str, Any] = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
     kind = given.get("rope_type", given.get("type", "default"))
     if hf["model_type"] == "phi3" and kind in ("su", "yarn"):
-        kind = "longrope"  # the names that Phi-3's first files used
+        kind = "longrope"  # the names in Phi-3's first files
     if kind not in ROPE_VARIANTS:
-        raise ModelError(f"the rotary variant {shown(kind)} is not known; known are {', '.join(sorted(ROPE_VARIANTS))}")
+        supported = ", ".join(sorted(ROPE_VARIANTS))
+        raise ModelError(f"the rotary variant {shown(kind)} is not supported; supported are {supported}")
     theta = given.get("rope_theta") or hf.get("rope_theta") or hf.get("rotary_emb_base") or 10_000.0
     share = given.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or hf.get("rotary_pct") or rotated
     longest = hf["max_position_embeddings"]
     first = 4096 if hf["model_type"] == "phi3" else longest
     original = hf.get("original_max_position_embeddings") or given.get("original_max_position_embeddings") or first
-    # what has a field of its own leaves the record, so that files old and new give the same config
+    # parameters with a field of their own are removed, so that old and new files give the same config
     scaling = {"rope_type": kind, **{key: value for key, value in given.items() if key not in _ROPE_FIELDS}}
     dim, stretched = int(head_dim * share), None if kind == "default" else scaling
     rope = RopeConfig(float(theta), dim, stretched, max_positions=longest, original_max_positions=original)
@@ -163,7 +165,7 @@ def _rope(hf: HfConfig, head_dim: int, *, rotated: float = 1.0) -> RopeConfig:
 
 
 def _rms(hf: HfConfig, *, tied: bool = False, head_dim: int | None = None) -> Fields:
-    """Llama and its descendants: RMSNorm, rotations, a gated MLP."""
+    """Llama and its descendants: RMSNorm, rotary positions, a gated MLP."""
     fields = _sizes(hf, tied=tied, head_dim=head_dim)
     return {
         **fields,
@@ -174,7 +176,7 @@ def _rms(hf: HfConfig, *, tied: bool = False, head_dim: int | None = None) -> Fi
 
 
 def _sliding(hf: HfConfig, window: int | None, slides: Callable[[int], bool]) -> Fields:
-    """Which layers see a window only: as the file lists them, or by the family's rule."""
+    """Which layers use sliding-window attention: as listed in the file, or by the family's rule."""
     if window is None:
         return {}
     n, types = hf["num_hidden_layers"], hf.get("layer_types")
@@ -183,7 +185,7 @@ def _sliding(hf: HfConfig, window: int | None, slides: Callable[[int], bool]) ->
     return {"sliding_window": window, "sliding_layers": layers}
 
 
-# -- one function a family -------------------------------------------------------------------------
+# -- one function per family -----------------------------------------------------------------------
 def _llama(hf: HfConfig) -> ModelConfig:
     bias = hf.get("attention_bias", False)
     return ModelConfig(**_rms(hf), qkv_bias=bias, out_bias=bias, mlp_bias=hf.get("mlp_bias", False))
@@ -231,12 +233,12 @@ def _phi3(hf: HfConfig) -> ModelConfig:
 
 def _opt(hf: HfConfig) -> ModelConfig:
     if not hf.get("do_layer_norm_before", True):
-        raise ModelError("OPT with norms after the blocks (opt-350m) is not covered; use opt-125m or opt-1.3b")
+        raise ModelError("OPT with post-norm blocks (opt-350m) is not supported; use opt-125m or opt-1.3b")
     if hf.get("word_embed_proj_dim") not in (None, hf["hidden_size"]):
-        raise ModelError("OPT with projected embeddings (opt-350m) is not covered; use opt-125m or opt-1.3b")
-    _refuse(hf, "_remove_final_layer_norm", "the decoder ends in a norm")
+        raise ModelError("OPT with projected embeddings (opt-350m) is not supported; use opt-125m or opt-1.3b")
+    _refuse(hf, "_remove_final_layer_norm", "the decoder always has a final norm")
     if not hf.get("layer_norm_elementwise_affine", True):
-        raise ModelError("OPT with norms without weights is not covered; no published OPT model has them")
+        raise ModelError("OPT with norms without weights is not supported; no published OPT model has them")
     bias = hf.get("enable_bias", True)
     return ModelConfig(
         **_sizes(hf, tied=True, inner="ffn_dim"),
@@ -252,8 +254,8 @@ def _opt(hf: HfConfig) -> ModelConfig:
 
 
 def _gpt2(hf: HfConfig) -> ModelConfig:
-    _refuse(hf, "scale_attn_by_inverse_layer_idx", "its attention scale differs by layer")
-    _refuse(hf, "add_cross_attention", "the decoder has no encoder beside it")
+    _refuse(hf, "scale_attn_by_inverse_layer_idx", "the attention scale must be the same in all layers")
+    _refuse(hf, "add_cross_attention", "there is no encoder")
     theirs = {
         "hidden_size": "n_embd",
         "num_hidden_layers": "n_layer",
@@ -279,7 +281,7 @@ def _gpt2(hf: HfConfig) -> ModelConfig:
 
 def _gemma_fields(hf: HfConfig) -> Fields:
     _refuse(hf, "use_bidirectional_attention", "decoding needs a causal model")
-    # Gemma's first files say "gelu" and mean the tanh approximation
+    # Gemma's first files have "gelu" for the tanh approximation
     named = hf.get("hidden_activation") or hf.get("hidden_act")
     activation = _ACTIVATIONS["gelu_new"] if named in (None, "gelu") else _activation({"a": named}, "a", "gelu_new")
     bias = hf.get("attention_bias", False)

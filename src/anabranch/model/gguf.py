@@ -1,13 +1,13 @@
-"""Reads GGUF files as if they were Hugging Face folders: config, tensors under Hugging Face names, tokenizer.
+"""Read GGUF files as Hugging Face checkpoints: config, tensors under Hugging Face names, tokenizer.
 
     contents = read_gguf("model.gguf", dtype=torch.bfloat16)
     contents.config["model_type"]                                # "llama"
-    contents.tensors["model.layers.0.self_attn.q_proj.weight"]   # dequantised when asked for
+    contents.tensors["model.layers.0.self_attn.q_proj.weight"]   # dequantised on access
     contents.tokenizer("12345")
 
-A GGUF file is not a renamed checkpoint: llama.cpp's converter reorders or shifts some tensors, and each of those
-changes is undone here (rotary rows of Llama, the ``+ 1`` of Gemma's norms, the transposes of GPT-2). Whatever the
-file asks for and this module does not know is refused, since a skipped field means quietly different tokens.
+llama.cpp's converter does more than rename tensors: it reorders or shifts some of them, which is undone here (rotary
+rows of Llama, the ``+ 1`` of Gemma's norms, the transposes of GPT-2). Unknown features raise an error, since ignoring
+one would silently change the output.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["GGUFContents", "GGUFTensors", "read_gguf", "unpermute_rotary"]
 
 Metadata = Mapping[str, Any]
 
-# Leaf names inside one block; "N" below stands for the block number.
+# Names of the modules inside one block.
 _GATED_BLOCK = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -47,7 +47,7 @@ _GATED_ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", 
 
 @dataclass(frozen=True)
 class _Family:
-    """How llama.cpp writes one architecture: names, wiring that the file leaves unsaid, and the changes to undo."""
+    """How llama.cpp stores one architecture: names, settings that are not in the file, and changes to undo."""
 
     class_name: str
     block: dict[str, str]
@@ -107,14 +107,14 @@ _FAMILIES: dict[str, _Family] = {
     ),
 }
 
-# Read into the config below, or derivable from the config; never a parameter.
+# Part of the config or derived from it, not parameters.
 _NOT_PARAMETERS = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")
 _BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _END_NAME = re.compile(r"(\w+)\.(weight|bias)")
 
 
 class GGUFContents(NamedTuple):
-    """A GGUF file in Hugging Face terms: the ``config.json`` record, the parameters, a transformers tokenizer."""
+    """A GGUF file in Hugging Face form: the ``config.json`` record, the parameters, a transformers tokenizer."""
 
     config: dict[str, Any]
     tensors: GGUFTensors
@@ -122,9 +122,9 @@ class GGUFContents(NamedTuple):
 
 
 class GGUFTensors(Mapping[str, torch.Tensor]):
-    """Parameters by Hugging Face name, in Hugging Face layout; each is dequantised anew when it is asked for.
+    """Parameters by Hugging Face name and in Hugging Face layout, dequantised on every access.
 
-    So the float32 copy of one tensor is alive at a time, never that of the whole model.
+    Only one tensor at a time is held in float32, never the whole model.
     """
 
     def __init__(self, loaders: dict[str, Callable[[], torch.Tensor]]) -> None:
@@ -141,41 +141,43 @@ class GGUFTensors(Mapping[str, torch.Tensor]):
 
 
 def read_gguf(path: str | Path, *, dtype: torch.dtype = torch.bfloat16) -> GGUFContents:
-    """Open a GGUF file; tensors come out as ``dtype`` (rounded once, from the float32 dequantisation).
+    """Open a GGUF file. Tensors are dequantised to float32 and rounded once to ``dtype``.
 
     Raises:
         FileError: the file is missing, truncated or malformed.
-        ModelError: the architecture, the tokenizer or a feature of the file is not known.
+        ModelError: the architecture, the tokenizer or a feature of the file is not supported.
     """
     path = Path(path)
     reader = _open(path)
     try:
         metadata = {name: field.contents() for name, field in reader.fields.items()}
     except (ValueError, IndexError) as error:
-        raise FileError(f"{path} is a damaged GGUF file ({error}); fetch it again.") from error
+        raise FileError(f"{path} is a damaged GGUF file ({error}); fetch it again") from error
     architecture = str(metadata.get("general.architecture"))
     if architecture not in _FAMILIES:
         known = ", ".join(sorted(_FAMILIES))
-        raise ModelError(f"{path} holds a model of architecture {architecture!r}; the known ones are {known}.")
+        raise ModelError(f"{path} contains a model of architecture {architecture!r}; supported are {known}")
     stored = {tensor.name: tensor for tensor in reader.tensors}
     try:
         config = _config(architecture, metadata, stored)
         loaders = _loaders(architecture, config, stored, path=path, dtype=dtype)
     except KeyError as error:
-        raise FileError(f"{path} lacks the metadata field {error}; it is not a complete model file.") from error
+        raise FileError(
+            f"{path} lacks the metadata field {error} and so is not a complete model; fetch it again"
+        ) from error
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise FileError(f"{path} contradicts itself ({error}); fetch it again.") from error
+        raise FileError(f"{path} has inconsistent metadata ({error}); fetch it again") from error
     tokenizer = build_tokenizer(path, metadata)
     config["dtype"] = str(dtype).removeprefix("torch.")
     return GGUFContents(config, GGUFTensors(loaders), tokenizer)
 
 
 def unpermute_rotary(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    """Bring rows of a q or k projection from interleaved pairs to the two halves that Hugging Face rotates.
+    """Reorder the rows of a q or k projection from interleaved pairs to the two halves that Hugging Face rotates.
 
     Args:
-        rows: (heads * E, ...), where each head's channels stand as pairs: 0, E/2, 1, E/2 + 1, ...
-        heads: heads in ``rows``.
+        rows: (heads * E, ...), in which each head's channels are stored in the order 0, E/2, 1, E/2 + 1, ...
+        heads: number of heads in ``rows``.
 
     One head of E = 4: file rows ``[0 2 1 3]`` (pairs 0-2 and 1-3) -> ``[0 1 2 3]``.
     """
@@ -184,34 +186,34 @@ def unpermute_rotary(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, 
     return halves
 
 
-class _BoundedReader(GGUFReader):  # type: ignore[misc]  # gguf is untyped for us
-    """The reader of the ``gguf`` package, made to stop at the end of the file.
+class _BoundedReader(GGUFReader):  # type: ignore[misc]  # gguf has no type annotations
+    """The reader of the ``gguf`` package, with a check that reads stay inside the file.
 
-    The original slices past the end without noticing, so a truncated array length makes it spin for hours.
+    The original silently slices past the end, so a damaged array length makes it loop for hours.
     """
 
     def _get(self, offset: int, dtype: Any, count: int = 1, *args: Any, **kwargs: Any) -> Any:
         end = int(offset) + np.dtype(dtype).itemsize * int(count)
         if end > self.data.size:
-            raise ValueError(f"it ends at byte {self.data.size}, yet byte {end} is needed")
+            raise ValueError(f"it ends at byte {self.data.size}, but byte {end} is needed")
         return super()._get(offset, dtype, count, *args, **kwargs)
 
 
 def _open(path: Path) -> Any:
     if not path.is_file():
-        raise FileError(f"There is no GGUF file at {path}.")
+        raise FileError(f"there is no GGUF file at {path}; give the path of an existing file")
     try:
         reader = _BoundedReader(path)
     except (ValueError, KeyError, IndexError, OverflowError, TypeError, OSError) as error:
         detail = str(error).strip().rstrip(".")
-        raise FileError(f"{path} is not a GGUF file, or is truncated or damaged ({detail}); fetch it again.") from error
+        raise FileError(f"{path} is not a GGUF file, or is truncated or damaged ({detail}); fetch it again") from error
     if reader.byte_order == "S":
-        raise ModelError(f"{path} is written in the other byte order; convert it to this machine's order first.")
+        raise ModelError(f"{path} has the opposite byte order; convert it to this machine's byte order")
     return reader
 
 
 def _config(architecture: str, metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The Hugging Face ``config.json`` of the file; a KeyError names a field that the file lacks."""
+    """The Hugging Face ``config.json`` record of the file. Raises KeyError for a missing field."""
 
     def need(key: str) -> Any:
         return metadata[f"{architecture}.{key}"]
@@ -224,7 +226,7 @@ def _config(architecture: str, metadata: Metadata, stored: Mapping[str, Any]) ->
         "architectures": [family.class_name],
         "model_type": architecture,
         "vocab_size": int(get("vocab_size") or len(metadata["tokenizer.ggml.tokens"])),
-        # llama.cpp writes the head only where it is not the embedding matrix
+        # llama.cpp stores the output head only if it differs from the embedding
         "tie_word_embeddings": "output.weight" not in stored,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
@@ -256,7 +258,7 @@ def _config(architecture: str, metadata: Metadata, stored: Mapping[str, Any]) ->
     if architecture != "gemma2":
         config["hidden_act"] = "silu"
     if architecture in {"llama", "qwen2"}:
-        # Llama-shaped relatives keep biases that only the tensors tell of; Qwen2 always has them.
+        # Whether a Llama-like model has biases is visible only in its tensors; Qwen2 always has them.
         config["attention_bias"] = "blk.0.attn_q.bias" in stored
         config["mlp_bias"] = "blk.0.ffn_up.bias" in stored
     if get("attention.sliding_window"):
@@ -265,14 +267,14 @@ def _config(architecture: str, metadata: Metadata, stored: Mapping[str, Any]) ->
         config |= {
             "attn_logit_softcapping": get("attn_logit_softcapping", 50.0),
             "final_logit_softcapping": get("final_logit_softcapping", 30.0),
-            # The file does not store it: the 27B (46 layers) scales by width per head, the others by head_dim.
+            # not stored in the file: the 27B (46 layers) scales by hidden size / heads, the others by head_dim
             "query_pre_attn_scalar": hidden // heads if need("block_count") == 46 else head_dim,
         }
     return config
 
 
 def _rope(get: Callable[..., Any], stored: Mapping[str, Any], *, head_dim: int) -> dict[str, Any]:
-    """Hugging Face ``rope_parameters``; raises ModelError for a stretched variant that cannot be recovered."""
+    """The Hugging Face ``rope_parameters``. Raises ModelError for a variant that cannot be recovered from the file."""
     theta = float(get("rope.freq_base", 10_000.0))
     kind = get("rope.scaling.type", "none")
     long_short = [name for name in stored if name.startswith("rope_factors_")]
@@ -280,8 +282,8 @@ def _rope(get: Callable[..., Any], stored: Mapping[str, Any], *, head_dim: int) 
         return {"rope_type": "linear", "rope_theta": theta, "factor": float(get("rope.scaling.factor"))}
     if kind not in {"none", None} or long_short:
         raise ModelError(
-            f"This GGUF file stretches its rotary positions ({kind if not long_short else 'longrope'}) in a way that "
-            "cannot be read back exactly; load the model's safetensors folder instead."
+            f"this GGUF file scales rotary positions ({kind if not long_short else 'longrope'}) in a way that cannot "
+            "be recovered exactly; load the model's safetensors folder instead"
         )
     if "rope_freqs.weight" not in stored:
         return {"rope_type": "default", "rope_theta": theta}
@@ -289,7 +291,7 @@ def _rope(get: Callable[..., Any], stored: Mapping[str, Any], *, head_dim: int) 
 
 
 def _llama3_rope(divisors: np.ndarray[Any, Any], theta: float, *, head_dim: int) -> dict[str, Any]:
-    """Llama 3's parameters from its per-frequency divisors (E/2,), which are all that a GGUF file keeps."""
+    """Llama 3's ``rope_parameters`` from its per-frequency divisors (E/2,); a GGUF file stores only these."""
     factor, low, high, original = float(divisors.max()), 1.0, 4.0, 8192
     wavelength = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     smooth = np.clip((original / wavelength - low) / (high - low), 0.0, 1.0)
@@ -297,8 +299,8 @@ def _llama3_rope(divisors: np.ndarray[Any, Any], theta: float, *, head_dim: int)
     expected = 1 / ((1 - smooth) / factor + smooth)
     if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-4):
         raise ModelError(
-            "This GGUF file rescales rotary frequencies by a table that is not Llama 3's; "
-            "load the model's safetensors folder instead."
+            "this GGUF file scales rotary frequencies by a table other than Llama 3's; "
+            "load the model's safetensors folder instead"
         )
     return {
         "rope_type": "llama3",
@@ -311,14 +313,14 @@ def _llama3_rope(divisors: np.ndarray[Any, Any], theta: float, *, head_dim: int)
 
 
 def _shortest(value: float) -> float:
-    """A float32 field as the shortest decimal that rounds to it: 9.999999747378752e-06 -> 1e-05."""
+    """Convert a float32 field to the shortest decimal that rounds to it: 9.999999747378752e-06 -> 1e-05."""
     return float(str(np.float32(value)))
 
 
 def _loaders(
     architecture: str, config: Mapping[str, Any], stored: Mapping[str, Any], *, path: Path, dtype: torch.dtype
 ) -> dict[str, Callable[[], torch.Tensor]]:
-    """One loader for each parameter; raises FileError where a block is missing, ModelError for unknown tensors."""
+    """One loader for each parameter. Raises FileError if a block is missing, ModelError for an unknown tensor."""
     family = _FAMILIES[architecture]
     loaders: dict[str, Callable[[], torch.Tensor]] = {}
     blocks: set[int] = set()
@@ -335,7 +337,10 @@ def _loaders(
         else:
             leaf, kind, prefix, target = name, "", "", None
         if target is None:
-            raise ModelError(f"{path} holds a tensor {name!r} that is no part of a {architecture} model we know.")
+            raise ModelError(
+                f"{path} contains the unknown tensor {name!r}, so its {architecture} model is not supported; use the "
+                "model's safetensors folder instead"
+            )
         loader = _loader(tensor, family, config, leaf=leaf, kind=kind, path=path, dtype=dtype)
         loaders[f"{prefix}{target}.{kind}"] = loader
     layers = int(config.get("num_hidden_layers", config.get("n_layer", 0)))
@@ -343,33 +348,33 @@ def _loaders(
         layers,
         layers - 1,
     ) or f"{family.ends['token_embd']}.weight" not in loaders:
-        raise FileError(f"{path} announces {layers} blocks and holds {len(blocks)}; it is incomplete, fetch it again.")
+        raise FileError(f"{path} should contain {layers} blocks but has {len(blocks)}; fetch it again")
     return loaders
 
 
 def _loader(
     tensor: Any, family: _Family, config: Mapping[str, Any], *, leaf: str, kind: str, path: Path, dtype: torch.dtype
 ) -> Callable[[], torch.Tensor]:
-    """A function that dequantises one tensor and undoes what llama.cpp's converter did to it."""
+    """A function that dequantises one tensor and undoes the changes of llama.cpp's converter."""
 
     def load() -> torch.Tensor:
         try:
             values = dequantize(tensor.data, tensor.tensor_type)
         except NotImplementedError as error:
             kind_name = getattr(tensor.tensor_type, "name", tensor.tensor_type)
-            raise ModelError(f"{path} stores {tensor.name} as {kind_name}, which cannot be dequantised.") from error
+            raise ModelError(
+                f"{path} stores {tensor.name} as {kind_name}, which cannot be dequantised; use a file in another format"
+            ) from error
         if family.rotary_rows_interleaved and leaf in {"attn_q", "attn_k"}:
             heads = int(config["num_attention_heads" if leaf == "attn_q" else "num_key_value_heads"])
             if heads < 1 or values.shape[0] % (2 * heads):
-                raise FileError(
-                    f"{path} has {values.shape[0]} rows in {tensor.name} for {heads} heads; fetch it again."
-                )
+                raise FileError(f"{path} has {values.shape[0]} rows in {tensor.name} for {heads} heads; fetch it again")
             values = unpermute_rotary(values, heads)
         if family.norms_plus_one and leaf.endswith("norm"):
             values = values - np.float32(1)
         if kind == "weight" and leaf in family.transposed:
             values = values.T
-        # A copy, since the file is mapped read-only and may be replaced while the model lives.
+        # a copy, since the file is mapped read-only and may be replaced while the model is in use
         return torch.from_numpy(np.array(values, dtype=np.float32, order="C")).to(dtype)
 
     return load

@@ -1,8 +1,8 @@
-"""Builds a transformers tokenizer from the fields of a GGUF file.
+"""Build a transformers tokenizer from the fields of a GGUF file.
 
-Byte-level BPE vocabularies are built here, because the split before the merges matters and transformers (5.23) knows
-it for a few models only: it leaves SmolLM's digits unsplit, so ``"\\n\\n1."`` becomes other ids than those the model
-was trained on. SentencePiece vocabularies go through transformers' own conversion.
+Byte-level BPE tokenizers are built here because transformers (5.23) supports the pre-tokenisation of a few models only:
+it does not split SmolLM's digits, so ``"\\n\\n1."`` gets other ids than in training. SentencePiece vocabularies go
+through transformers' own conversion.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LLAMA3_SPLIT = (
 )
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 
-# Values of tokenizer.ggml.pre by how text is cut before the merges.
+# Values of tokenizer.ggml.pre by how they split text before the merges.
 _GPT2_NAMES = {"gpt-2", "phi-2", "mpt", "olmo", "jais"}
 _DIGITS_NAMES = {"smollm", "starcoder", "refact", "command-r", "codeshell"}
 _LLAMA3_NAMES = {"llama3", "llama-v3", "llama-bpe", "falcon3"}
@@ -35,15 +35,15 @@ _QWEN2_NAMES = {"qwen2", "deepseek-r1-qwen"}
 
 
 def build_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Any:
-    """The tokenizer of a GGUF file, special tokens and chat template included.
+    """The tokenizer of a GGUF file, including special tokens and the chat template.
 
     Args:
-        path: the file; SentencePiece vocabularies are read from it once more.
+        path: the file, from which transformers reads SentencePiece vocabularies.
         metadata: its fields by GGUF name.
 
     Raises:
-        FileError: the tokenizer fields are missing or contradict each other.
-        ModelError: the tokenizer is of a kind that is not known.
+        FileError: the tokenizer fields are missing or inconsistent.
+        ModelError: the tokenizer's type is not supported.
     """
     kind = metadata.get("tokenizer.ggml.model")
 
@@ -56,10 +56,10 @@ def build_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Any:
         elif kind == "llama":
             tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
         else:
-            raise ModelError(f"{path} has a tokenizer of kind {kind!r}; the known ones are gpt2 (byte-level) and llama")
+            raise ModelError(f"{path} has a tokenizer of type {kind!r}; supported are gpt2 (byte-level) and llama")
         template = metadata.get("tokenizer.chat_template")
         if not isinstance(template, str | None):
-            raise TypeError("its chat template is not a text")
+            raise TypeError("its chat template is not a string")
         if template:
             tokenizer.chat_template = template
     return tokenizer
@@ -69,7 +69,7 @@ def _byte_level(metadata: Mapping[str, Any]) -> Any:
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
     pre = metadata.get("tokenizer.ggml.pre", "gpt-2" if metadata["general.architecture"] == "gpt2" else None)
-    # Llama 3 looks whole words up before it merges; its vocabulary has words that no merges reach.
+    # Llama 3 looks up whole words before merging; its vocabulary has words that merges do not produce.
     whole_words = pre in _LLAMA3_NAMES
     vocabulary = {token: index for index, token in enumerate(tokens)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=whole_words))
@@ -105,11 +105,11 @@ def _named_tokens(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, s
 
 
 def _split(pre: str | None) -> Any:
-    """The pre-tokenizer behind a ``tokenizer.ggml.pre`` name; unknown names are refused, not guessed."""
+    """The pre-tokenizer of a ``tokenizer.ggml.pre`` name. Raises ModelError for an unknown one."""
     if pre in _GPT2_NAMES:
         return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     if pre in _DIGITS_NAMES:
-        # Digits first: "\n\n1" is then "\n\n" + "1". GPT-2's split alone would give "\n" + "\n" + "1".
+        # digits first: "\n\n1" becomes "\n\n" + "1", where GPT-2's split alone gives "\n" + "\n" + "1"
         return pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Digits(individual_digits=True),
@@ -125,4 +125,4 @@ def _split(pre: str | None) -> Any:
             ]
         )
     known = ", ".join(sorted(_GPT2_NAMES | _DIGITS_NAMES | _LLAMA3_NAMES | _QWEN2_NAMES))
-    raise ModelError(f"the GGUF file splits text in a way called {pre!r}; the known ones are {known}")
+    raise ModelError(f"the GGUF file uses the pre-tokenizer {pre!r}; supported are {known}")

@@ -1,4 +1,4 @@
-"""From a name to a target: the default model, a folder, a .gguf file or a hub id, ready to decode."""
+"""Load a target by name: the default model, a folder, a .gguf file or a hub id."""
 
 from __future__ import annotations
 
@@ -30,20 +30,22 @@ __all__ = ["Target", "build_decoder", "load_target", "locate", "resolve_device",
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-# What a target consists of; a repository's pickled copies and other frameworks' weights stay where they are.
+# The files of a target; pickled copies and other frameworks' weights are not downloaded.
 _HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 _AGAIN = "fetch or copy it again"
-# Tokenizers that are read as they lie, whatever the model.
+# Tokenizer classes that can be loaded without looking at the model.
 _GENERAL = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _tokenizers: WeakKeyDictionary[Decoder, Any] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Target:
-    """A model whose output we reproduce, in memory.
+    """A loaded model, whose output is reproduced.
 
-    ``decoder`` is frozen and in eval mode, ``tokenizer`` the transformers tokenizer, ``path`` the folder or file it
-    came from, ``fingerprint`` the identity of the stored weights (see ``weights.fingerprint``), before ``quantize``.
+    decoder      frozen and in eval mode
+    tokenizer    the transformers tokenizer
+    path         the folder or file that it was loaded from
+    fingerprint  the identity of the stored weights, before ``quantize`` (see ``weights.fingerprint``)
     """
 
     decoder: Decoder
@@ -65,8 +67,8 @@ def load_target(
 ) -> Target:
     """Load a target by name: ``default``, a folder, a ``.gguf`` file, or a hub id (at ``revision``).
 
-    ``dtype`` is auto (as stored), float32, bfloat16 or float16; ``device`` is auto (cuda where there is one), cpu,
-    cuda or cuda:N; ``quantize`` is none, int8 or int4 (see ``model.quantize``): what is loaded is then another target.
+    ``dtype`` is auto (as stored), float32, bfloat16 or float16; ``device`` is auto (cuda if available), cpu, cuda or
+    cuda:N; ``quantize`` is none, int8 or int4 (see ``model.quantize``), where the quantised model is the target.
     """
     kind = check_quantization(quantize)
     wanted, place = resolve_dtype(dtype), resolve_device(device)
@@ -78,7 +80,7 @@ def load_target(
     if path.is_file():
         from anabranch.model.gguf import read_gguf
 
-        # float32 asks for the dequantised values as they are; bfloat16 is what the default model keeps
+        # float32 gives the dequantised values as they are; bfloat16 is the stored dtype of the default model
         described, tensors, tokenizer = read_gguf(path, dtype=wanted or torch.bfloat16)
     else:
         described, tensors = read_json(path / "config.json", _AGAIN), load_safetensors_dir(path)
@@ -91,9 +93,9 @@ def load_target(
     wanted = wanted or _stored(config, tensors)
     decoder, identity = fill_decoder(config, tensors, dtype=wanted, device=place)
     quantize_decoder(decoder, kind)
-    # the tokenizer last: a wrong config or a missing shard is told without the second that transformers takes
+    # the tokenizer last, so that errors in the config or the weights do not wait a second for transformers
     tokenizer = _tokenizer(path) if tokenizer is None else tokenizer
-    tokenizer.model_max_length = sys.maxsize  # what is too long is said by whoever decodes it, in its own words
+    tokenizer.model_max_length = sys.maxsize  # no warning from transformers: the engine checks lengths
     config = replace(config, eos_token_ids=_eos(ends, tokenizer))
     decoder.config = config
     _tokenizers[decoder] = tokenizer
@@ -107,7 +109,7 @@ def tokenizer_of(decoder: Decoder) -> Any:
 
 
 def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
-    """The torch type of a name; None for ``auto``."""
+    """The torch dtype of a name; None for ``auto``. Raises InputError."""
     if dtype == "auto":
         return None
     known = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
@@ -117,7 +119,7 @@ def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
 
 
 def resolve_device(device: str) -> torch.device:
-    """The torch device of a name, checked to exist."""
+    """The torch device of a name. Raises DeviceError if it does not exist."""
     cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "auto":
         return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
@@ -135,7 +137,7 @@ def resolve_device(device: str) -> torch.device:
 
 
 def locate(name: str, *, revision: str | None = None) -> Path:
-    """The folder or .gguf file that a name stands for, fetched if it has to be."""
+    """The folder or .gguf file of a name, downloaded if necessary."""
     if name == "default":
         from anabranch.model.fetch import default_model_dir
 
@@ -174,11 +176,11 @@ def _from_hub(name: str, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES))
     except GatedRepoError as error:
-        raise FetchError(f"{name} asks for an account that accepted its terms; log in, or {by_hand}") from error
+        raise FetchError(f"{name} requires an account that accepted its terms; log in, or {by_hand}") from error
     except RepositoryNotFoundError as error:
         raise FetchError(f"there is no folder {name} and no such repository on the hub; {by_hand}") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise FetchError(f"{name} is no folder here and the hub cannot be reached; {by_hand}") from error
+        raise FetchError(f"there is no folder {name} and the hub cannot be reached; {by_hand}") from error
 
 
 def _stored(config: ModelConfig, tensors: Mapping[str, Tensor]) -> torch.dtype:
@@ -197,19 +199,19 @@ def _tokenizer(folder: Path) -> Any:
 
 
 def check_tokenizer(tokenizer: Any) -> None:
-    """Look at what is read from a tokenizer later. Raises TypeError."""
+    """Check the attributes of a tokenizer that are used later. Raises TypeError."""
     if not isinstance(getattr(tokenizer, "chat_template", None), str | dict | None):
-        raise TypeError("its chat template is not a text")
+        raise TypeError("its chat template is not a string")
     if not isinstance(tokenizer.eos_token_id, int | None):
-        raise TypeError("its end token is not one token")
+        raise TypeError("its end token is not a single token")
     tokenizer.decode([])
 
 
 def _tokenizer_class(folder: Path) -> Any:
-    """What reads a folder's tokenizer.
+    """The class that loads a folder's tokenizer.
 
-    AutoTokenizer looks at the model too and so imports PyTorch's compiler: 110 MB and a second. A folder that names the
-    general class is spared that.
+    AutoTokenizer also looks at the model and so imports PyTorch's compiler, which takes 110 MB and a second. It is not
+    needed for a folder that names the generic class.
     """
     described = folder / "tokenizer_config.json"
     named = read_json(described, _AGAIN).get("tokenizer_class") if described.is_file() else None
@@ -223,6 +225,6 @@ def _tokenizer_class(folder: Path) -> Any:
 
 
 def _eos(stated: tuple[int, ...], tokenizer: Any) -> tuple[int, ...]:
-    """Every token that ends a text: those that the configs state, and the tokenizer's own."""
+    """All end tokens: those in the configs and the tokenizer's own."""
     own = getattr(tokenizer, "eos_token_id", None)
     return tuple(dict.fromkeys((*stated, *(() if own is None else (own,)))))

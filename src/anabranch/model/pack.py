@@ -1,12 +1,12 @@
 """Weights packed once for the matrix kernels that read them.
 
-Two ways, the better one that this machine has: our own kernels (``anabranch.native``), which run whole layers in one
-call and whose rows do not depend on how many there are; else torch's. For bf16 on a CPU these are oneDNN's, which its
-own compiler calls on packed weights, and which spare each call the re-ordering of the weight, half of its time
-(measured: docs/log.md); for quantised weights those that multiply int8 and int4 values as they are, on a CPU or a GPU.
+The native kernels (``anabranch.native``) are preferred: they run whole layers in one call, and a row's result does not
+depend on the other rows. Elsewhere PyTorch's kernels for packed weights are used. For bf16 on a CPU these are oneDNN's,
+which would otherwise reorder the weight in each call, half of its time (measured: docs/log.md); for quantised weights,
+those that multiply int8 and int4 values as they are, on a CPU or a GPU.
 
 The packed copy replaces the weight, so memory stays the same; only a head that is quantised or packed for oneDNN keeps
-the original beside it, of which drafters read rows. Where neither is to be had, the module stays as it is.
+the original beside it, since drafters read its rows. Where no kernels fit, a module stays as it is.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anabranch.memory import give_back
-from anabranch.model.decoder import Block, Decoder
+from anabranch.model.blocks import Block
+from anabranch.model.decoder import Decoder
+from anabranch.model.kernel_use import native_for, warn_about_kernels
+from anabranch.model.native_linear import HeadTable, NativeLinear
 from anabranch.model.quantize import GROUP, QuantizedLinear, QuantizedWeight
-from anabranch.model.stack import HeadTable, NativeLinear, Stack, native_for, warn_about_kernels
+from anabranch.model.stack import NativeBackend, Stack
 
 __all__ = ["Packable", "PackedLinear", "PackedQuantized", "PackedWeight", "can_pack", "pack_decoder", "packed_like"]
 
-# rows that oneDNN's packing is laid out for; measured to serve 1 to 64 rows alike
+# number of rows that oneDNN lays the weight out for; measured to serve 1 to 64 rows equally well
 PACK_ROWS = 32
-# rows from which a dense weight is made for a product of a quantised one, where torch's kernels multiply
+# number of rows from which PyTorch's kernels multiply by a dequantised copy of the weight
 WIDE = 128
 
 
@@ -54,12 +57,12 @@ class PackedLinear(nn.Module):
 
 
 class PackedQuantized(nn.Module):
-    """``nn.Linear`` over a quantised weight for rows of ``dtype``, by torch's kernels for such weights; inference only.
+    """``nn.Linear`` over a quantised weight for inputs of ``dtype``, by PyTorch's kernels; for inference.
 
-    int8: sums of values times rows, then the outputs' scales; on a GPU over a dense copy, which is made faster than
-    torch's kernel multiplies there. int4: the kernels know a group by its scale and by what
-    the value 8 stands for, both in the rows' type. They are made for few rows; from ``WIDE`` on, as in prompts, a
-    product over the dense weight is faster, so int4 values are kept beside their packed copy.
+    int8: the values are multiplied as they are, then the outputs scaled; on a GPU over a dequantised copy, which is
+    faster there than PyTorch's kernel. int4: the kernels take each group's scale and the number that the value 8 stands
+    for, both in ``dtype``. They are made for few rows; from ``WIDE`` on, as in prompts, a product over the dequantised
+    weight is faster, so the int4 values are kept beside their packed copy.
     """
 
     def __init__(self, linear: QuantizedLinear, dtype: torch.dtype) -> None:
@@ -72,12 +75,12 @@ class PackedQuantized(nn.Module):
             self.register_buffer("scale", made.scale)
             self.register_buffer("ones", torch.ones_like(made.scale, dtype=dtype))
             return
-        self._dense = [linear]  # in a list: no part of this module
+        self._dense = [linear]  # in a list, so that it is not a submodule
         self.on_cpu = made.values.device.type == "cpu"
         if self.on_cpu:
             values = torch.ops.aten._convert_weight_to_int4pack_for_cpu(made.values.int(), 1)
         else:
-            # 16 inputs make a tile of the tensor cores, and up to eight lie together
+            # a tile of the tensor cores has 16 inputs, and up to eight tiles lie together
             together = next(n for n in (8, 4, 2) if self.in_features % (16 * n) == 0)
             pairs = made.values[:, ::2] << 4 | made.values[:, 1::2]
             values = torch.ops.aten._convert_weight_to_int4pack(pairs, together)
@@ -111,7 +114,7 @@ class PackedQuantized(nn.Module):
 
     @staticmethod
     def fits(linear: QuantizedLinear, dtype: torch.dtype) -> bool:
-        """Whether this build has kernels for this weight here, and they agree with the dense product."""
+        """Whether this build has kernels for this weight on its device that agree with the dense product."""
         if linear.kind == "int4" and linear.out_features % 16:
             return False
         return _multiplies(linear.kind, dtype, linear.scale.device)
@@ -121,7 +124,7 @@ class PackedQuantized(nn.Module):
 @torch.no_grad()
 def _multiplies(kind: Literal["int8", "int4"], dtype: torch.dtype, device: torch.device) -> bool:
     noise = torch.Generator().manual_seed(0)
-    for width in (192, 256):  # which lie in other tiles on a GPU
+    for width in (192, 256):  # which are tiled differently on a GPU
         weight = torch.randn(48, width, generator=noise).to(device)
         x = torch.randn(3, width, generator=noise).to(device, dtype)
         linear = QuantizedLinear(weight, None, kind, keep=False)
@@ -139,7 +142,7 @@ PackedWeight: TypeAlias = "PackedLinear | NativeLinear"
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this build and machine have oneDNN's kernels and they agree with the plain product."""
+    """Whether this build and machine have oneDNN's kernels, and they agree with the plain product."""
     if device.type != "cpu" or dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     generator = torch.Generator().manual_seed(0)
@@ -156,10 +159,10 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 def packed_like(
     module: nn.Module, weight: Tensor, bias: Tensor | None, kind: Literal["int8", "int4"] = "int4"
 ) -> PackedWeight | None:
-    """``weight`` packed in the way that ``module`` is; None if that is not packed.
+    """``weight`` packed as ``module`` is; None if that is not packed.
 
-    For drafts, which need not be exact: the native kernels take them in ``kind``, which is read sooner, unless all is
-    float32.
+    For drafts, which need not be exact: for the native kernels the weight is quantised to ``kind``, which is read
+    faster, unless ``module`` is float32.
     """
     if isinstance(module, NativeLinear):
         exact = module.dtype == torch.float32 or weight.shape[1] % GROUP
@@ -168,25 +171,25 @@ def packed_like(
 
 
 class Packable(nn.Module):
-    """A module whose weights [out, in] can be packed as another module's are; inference only."""
+    """A module whose weights [out, in] can be packed as another module's are, for inference."""
 
     def __init__(self) -> None:
         super().__init__()
         self.packed: dict[str, PackedWeight] = {}
 
     def pack(self, like: nn.Module) -> None:
-        """Pack the weights as the linear module ``like`` is packed, if it is."""
+        """Pack the weights as the linear module ``like`` is packed; do nothing if it is not."""
         for name, weight in () if self.packed else self.products():
             packed = packed_like(like, weight.detach(), None)
             if packed is not None:
                 self.packed[name] = packed
 
     def products(self) -> Iterable[tuple[str, Tensor]]:
-        """The weights that ``linear`` multiplies by, and their names."""
+        """Names and weights that ``linear`` multiplies by."""
         return self.named_parameters()
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        """``x`` [..., in] times the weight of a name: [..., out]."""
+        """``x`` [..., in] times the weight called ``name``: [..., out]."""
         packed = self.packed.get(name)
         return F.linear(x, getattr(self, name)) if packed is None else packed(x)
 
@@ -198,8 +201,9 @@ def _stored(linear: nn.Linear | QuantizedLinear) -> Tensor | QuantizedWeight:
 def pack_decoder(target: Decoder) -> bool:
     """Replace the linear layers of a target by packed ones, in place; returns whether that was possible.
 
-    The target can then no longer be trained through or moved to another device. Issues a PerformanceWarning where the
-    kernels that will decode are slower than the machine could run (``warn_about_kernels``).
+    Sets the target's backend where the native kernels run its layers. A packed target can no longer be trained through
+    or moved to another device. Issues a PerformanceWarning where slower kernels will decode than the machine could run
+    (``warn_about_kernels``).
     """
     if isinstance(target.head, PackedLinear | PackedQuantized | NativeLinear):
         return True
@@ -230,7 +234,7 @@ def _pack(target: Decoder) -> bool:
         target.head = NativeLinear(_stored(head), head.bias, keep=None if exact else head.weight, wide=True)
         if exact and target.config.tied_head:
             target.embedding = HeadTable(target.head)
-        target.stack = Stack.of_decoder(target)
+        target.backend = NativeBackend(Stack.of_target(target))
     elif narrow:
         target.head = PackedQuantized(head, dtype)
     else:

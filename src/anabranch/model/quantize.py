@@ -1,13 +1,13 @@
-"""Weights in 8 or 4 bits: the quantised model is then the target, and lossless means lossless against its own output.
+"""Weights in 8 or 4 bits. The quantised model is the target: lossless means lossless against its own output.
 
-    int8    a scale for each output, symmetric: w = scale * (value - 128)
-    int4    groups of 32 inputs with a scale and a least value each: w = scale * value + least, values 0 to 15 (Q4_1 of
-            GGUF files); the head, which decides between near ties, and layers whose inputs come in no whole groups are
-            kept in int8
+    int8    symmetric, one scale for each output: w = scale * (value - 128)
+    int4    one scale and one least value for each group of 32 inputs: w = scale * value + least, values 0 to 15 (Q4_1
+            of GGUF files); the head, which decides between near ties, and layers whose inputs do not divide into
+            groups are kept in int8
 
-Embeddings, norms and biases stay as they are. The native kernels also take the rows that meet such weights in int8,
-with a scale for every 32 values; torch's kernels take rows as they are (``model.pack``), and where there are none
-either, weights are made dense for each product.
+Embeddings, norms and biases stay as they are. The native kernels also quantise the inputs of such a layer to int8,
+with a scale for every 32 values; PyTorch's kernels take the inputs as they are (``model.pack``). Where neither can
+run, the weights are dequantised for each product.
 
 N outputs, D inputs.
 """
@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anabranch.errors import InputError
-from anabranch.model.decoder import Block, Decoder
+from anabranch.model.blocks import Block
+from anabranch.model.network import Network
 
 __all__ = [
     "GROUP",
@@ -52,7 +53,7 @@ class QuantizedWeight:
 
     @staticmethod
     def of(weight: Tensor, kind: Literal["int8", "int4"]) -> QuantizedWeight:
-        """Round a weight [N, D] to the nearest of its levels, a few outputs at a time: a head in float32 is large."""
+        """Quantise a weight [N, D], a few outputs at a time, since a head in float32 is large."""
         parts = [QuantizedWeight._of(part.float(), kind) for part in torch.split(weight.detach(), AT_ONCE)]
         values, scale = (torch.cat(part) for part in zip(*((p.values, p.scale) for p in parts), strict=True))
         least = [part.least for part in parts if part.least is not None]
@@ -71,22 +72,22 @@ class QuantizedWeight:
         return QuantizedWeight("int4", values.to(torch.uint8).view(w.shape), scale, least)
 
     def dense(self) -> Tensor:
-        """The weight [N, D] that the values stand for, float32."""
+        """The dequantised weight [N, D], float32."""
         if self.least is None:
             return (self.values.float() - 128) * self.scale[:, None]
         groups = self.values.view(len(self.values), -1, GROUP).float()
         return (groups * self.scale.float()[:, :, None] + self.least.float()[:, :, None]).view(self.values.shape)
 
     def outputs(self, change: Callable[[Tensor], Tensor]) -> QuantizedWeight:
-        """The same with its outputs (axis 0) in another order."""
+        """The same weight with its outputs (axis 0) reordered by ``change``."""
         least = None if self.least is None else change(self.least)
         return QuantizedWeight(self.kind, change(self.values), change(self.scale), least)
 
 
 class QuantizedLinear(nn.Module):
-    """``nn.Linear`` over a quantised weight, made dense for each product; two int4 values share a byte.
+    """``nn.Linear`` over a quantised weight, which is dequantised for each product; two int4 values share a byte.
 
-    ``weight`` is the weight as it was where it is kept for drafters, which read rows of the head.
+    ``keep`` keeps the unquantised weight as ``weight``, for drafters, which read rows of the head.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kind: Literal["int8", "int4"], *, keep: bool) -> None:
@@ -102,7 +103,7 @@ class QuantizedLinear(nn.Module):
         self.bias = bias
 
     def quantized(self) -> QuantizedWeight:
-        """The weight, a byte a value."""
+        """The weight with one byte for each value."""
         values, least = self.values, self.least
         assert isinstance(values, Tensor)
         assert isinstance(self.scale, Tensor)
@@ -117,14 +118,14 @@ class QuantizedLinear(nn.Module):
 
 
 def check_quantization(kind: str) -> Quantization:
-    """The kind of a name; raises InputError for one that does not exist."""
+    """The quantisation of a name. Raises InputError for an unknown one."""
     for known in QUANTIZATIONS:
         if kind == known:
             return known
-    raise InputError(f"quantize must be one of {', '.join(QUANTIZATIONS)}, not {kind!r}")
+    raise InputError(f"quantize must be one of {', '.join(QUANTIZATIONS)}, got {kind!r}")
 
 
-def quantize_decoder(target: Decoder, kind: Quantization) -> None:
+def quantize_decoder(target: Network, kind: Quantization) -> None:
     """Replace the linear layers of a target by quantised ones, in place."""
     if kind == "none":
         return

@@ -1,7 +1,7 @@
-"""Rotary position tables, stretched variants included.
+"""Rotary position embeddings and their variants for long contexts.
 
-The frequencies are those of the papers that introduced each variant, in float32 and in the order of operations
-that transformers uses, so that a target rotates to the bit as it was trained.
+Frequencies follow the paper of each variant, in float32 and in transformers' order of operations, so that the tables
+match those of training bit for bit.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ from anabranch.model.config import RopeConfig
 
 __all__ = ["MARGIN", "ROPE_VARIANTS", "Rope", "check_rope", "rope_frequencies", "rotate"]
 
-# Positions beyond the planned length that a table still holds: draft nodes and streams reach past the last token.
+# Positions that a table holds beyond the planned length: draft nodes and a rider's rows reach past the last token.
 MARGIN = 1024
-# Tables kept: the variant "dynamic" has one for each planned length, and a server sees many.
+# Cached tables: the variant "dynamic" needs one for each planned length, of which a server sees many.
 _KEPT_TABLES = 4
 
 
 class Rope:
-    """cos and sin of rotary positions, computed once up to the longest position asked for.
+    """cos and sin tables, computed once up to the longest requested position.
 
-    Variants whose frequencies depend on the length of the sequence (dynamic, longrope) take the *planned*
-    length of the row, prompt and new tokens together, so that a token's rotation does not depend on how
-    decoding was stepped.
+    Variants whose frequencies depend on the sequence length (dynamic, longrope) use the *planned* length of the row:
+    its prompt and new tokens. A token's rotation therefore does not depend on how decoding was stepped.
     """
 
     def __init__(self, config: RopeConfig, device: torch.device) -> None:
@@ -43,19 +42,19 @@ class Rope:
         return cos, sin
 
     def table(self, planned: int) -> Tensor:
-        """cos and sin [2, length, dim] of ``planned`` positions and of those that drafts reach behind them."""
+        """cos and sin [2, length, dim] for at least ``planned`` + 1024 positions."""
         key = _variant_key(self.config, planned)
         table = self._tables.get(key)
         if table is None or table.shape[1] < planned + MARGIN:
             table = self._table(planned)
-            # the oldest goes first; a table that grew replaces itself
+            # the oldest is evicted; a table that grew replaces itself
             if key not in self._tables and len(self._tables) >= _KEPT_TABLES:
                 del self._tables[next(iter(self._tables))]
             self._tables[key] = table
         return table
 
     def _table(self, planned: int) -> Tensor:
-        """cos and sin of every position [2, length, dim]: one lookup a step fetches both."""
+        """cos and sin of every position, stacked [2, length, dim] so that one lookup per step fetches both."""
         inv_freq, factor = rope_frequencies(self.config, planned)
         length = -(-(planned + MARGIN) // MARGIN) * MARGIN
         angles = torch.arange(length, dtype=torch.float32)[:, None] * inv_freq
@@ -64,34 +63,34 @@ class Rope:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first ``cos.shape[-1]`` channels of x [B, R, heads, E] by cos, sin [B, R, dim], halves convention."""
+    """Rotate the first ``dim`` channels of x [B, R, heads, E] by cos and sin [B, R, dim], pairing the two halves."""
     cos, sin = cos[:, :, None, :].to(x.dtype), sin[:, :, None, :].to(x.dtype)
     dim = cos.shape[-1]
-    turned = x[..., :dim]
-    left, right = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat((-right, left), dim=-1) * sin
-    return turned if dim == x.shape[-1] else torch.cat((turned, x[..., dim:]), dim=-1)
+    rotated = x[..., :dim]
+    left, right = rotated.chunk(2, dim=-1)
+    rotated = rotated * cos + torch.cat((-right, left), dim=-1) * sin
+    return rotated if dim == x.shape[-1] else torch.cat((rotated, x[..., dim:]), dim=-1)
 
 
 def rope_frequencies(config: RopeConfig, planned: int) -> tuple[Tensor, float]:
-    """Inverse frequencies [dim / 2] in float32 on the CPU, and the factor on cos and sin."""
+    """Inverse frequencies [dim / 2], float32 on the CPU, and the factor that scales cos and sin."""
     scaling = config.scaling or {}
     return ROPE_VARIANTS[_kind(config)](config, scaling, planned)
 
 
 def check_rope(config: RopeConfig) -> None:
-    """Refuse a rotary record that lacks what its variant needs, before a prompt finds out."""
+    """Check at load that a config has all parameters of its rotary variant. Raises ModelError."""
     named = f"rotary variant {_kind(config)!r}"
     try:
         for planned in (1, config.max_positions + 1):
-            with torch.device("cpu"):  # whatever a decoder is being built on
+            with torch.device("cpu"):  # not the device that a decoder is being built on
                 inv_freq, factor = rope_frequencies(config, planned)
             if not (bool(inv_freq.isfinite().all()) and math.isfinite(factor)):
                 raise ValueError("its frequencies are not finite numbers")
     except KeyError as error:
         raise ModelError(f"{named} needs {error.args[0]!r}; fetch config.json again") from None
     except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
-        raise ModelError(f"{named} does not compute ({one_line(error)}); fetch config.json again") from error
+        raise ModelError(f"{named} cannot be computed ({one_line(error)}); fetch config.json again") from error
 
 
 def _kind(config: RopeConfig) -> str:
@@ -99,7 +98,7 @@ def _kind(config: RopeConfig) -> str:
 
 
 def _variant_key(config: RopeConfig, planned: int) -> int:
-    """Equal for planned lengths with the same frequencies; 0 wherever the length does not matter."""
+    """A key that is equal for planned lengths with the same frequencies; 0 if the length does not matter."""
     kind = _kind(config)
     if kind == "dynamic":
         return max(planned, config.max_positions)
@@ -109,7 +108,7 @@ def _variant_key(config: RopeConfig, planned: int) -> int:
 
 
 def _original(config: RopeConfig) -> int:
-    """The length that the model was first trained with."""
+    """The context length before it was extended."""
     return config.max_positions if config.original_max_positions is None else config.original_max_positions
 
 
@@ -136,7 +135,7 @@ def _dynamic(config: RopeConfig, scaling: dict[str, Any], planned: int) -> tuple
 
 
 def _llama3(config: RopeConfig, scaling: dict[str, Any], planned: int) -> tuple[Tensor, float]:
-    """Llama 3.1: long waves are stretched, short ones kept, those between blended."""
+    """Llama 3.1: long wavelengths are stretched, short ones kept, those in between interpolated."""
     inv_freq = _default(config, scaling, planned)[0]
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     original = _original(config)
@@ -149,7 +148,7 @@ def _llama3(config: RopeConfig, scaling: dict[str, Any], planned: int) -> tuple[
 
 
 def _yarn(config: RopeConfig, scaling: dict[str, Any], planned: int) -> tuple[Tensor, float]:
-    """YaRN (Peng et al. 2023): interpolate the slow channels, keep the fast ones, sharpen attention."""
+    """YaRN (Peng et al. 2023): interpolate low frequencies, keep high ones, scale the attention."""
     original = _original(config)
     factor = scaling.get("factor") or config.max_positions / original
 
@@ -162,7 +161,7 @@ def _yarn(config: RopeConfig, scaling: dict[str, Any], planned: int) -> tuple[Te
         attention = mscale(over) / mscale(under) if over and under else mscale(1.0)
 
     def channel(rotations: float) -> float:
-        """The channel that turns ``rotations`` times over the original length."""
+        """The channel that makes ``rotations`` full rotations over the original length."""
         return config.dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))
 
     low, high = channel(scaling.get("beta_fast") or 32), channel(scaling.get("beta_slow") or 1)
@@ -176,7 +175,7 @@ def _yarn(config: RopeConfig, scaling: dict[str, Any], planned: int) -> tuple[Te
 
 
 def _longrope(config: RopeConfig, scaling: dict[str, Any], planned: int) -> tuple[Tensor, float]:
-    """LongRoPE (Ding et al. 2024): searched factors a channel, one set for short and one for long sequences."""
+    """LongRoPE (Ding et al. 2024): one factor per frequency, in a set for short and one for long sequences."""
     original = _original(config)
     factor = scaling.get("factor") or config.max_positions / original
     attention = scaling.get("attention_factor")

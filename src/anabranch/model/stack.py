@@ -1,162 +1,39 @@
-"""Layers of a target run by the native kernels: one call for any number of them.
+"""Layers of a target run by the native kernels, any number of them in one call, and the backend that runs passes so.
 
-B rows of the batch, M nodes of a pass, those of its first row first, L committed tokens, D model width.
+B rows of the batch, M nodes of all rows, N nodes of the widest row, V vocabulary, D model width.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
-from anabranch.errors import PerformanceWarning
+from anabranch.model.backends import Backend, TorchBackend
+from anabranch.model.blocks import Block, Norm
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Block, Decoder, Norm
-from anabranch.model.quantize import QuantizedLinear, QuantizedWeight
+from anabranch.model.native_linear import NativeLinear, table_of
+from anabranch.model.network import Network
+from anabranch.model.passes import Pass, PassRequest, PassResult
 from anabranch.native import library as native
-from anabranch.native.build import Shortfall
+from anabranch.sampling import COLDEST, SamplingParams
 
-KEPT = 16  # layers made ready for a cache, that many times
+__all__ = ["LayerWeights", "NativeBackend", "Stack", "StackStep", "norm_weight", "stack_of"]
 
-__all__ = [
-    "HeadTable",
-    "KernelUse",
-    "LayerWeights",
-    "NativeLinear",
-    "Stack",
-    "StackStep",
-    "kernels_of",
-    "native_for",
-    "table_of",
-    "warn_about_kernels",
-    "why_not_native",
-]
-
-
-class NativeLinear(nn.Module):
-    """``nn.Linear`` over a packed weight; each row is computed as if it were alone. Inference only.
-
-    weight  bf16 or float32 [N, D], or quantised; rows come and go in bf16 if it is quantised, else in its type
-    wide    returns float32 (scores) instead
-    keep    weight to keep as it was beside the packed one, where ``rows`` cannot be had from that
-    gated   the two halves of the outputs, gate and up, are packed block by block in turn, so that they are read as one
-
-    bf16 weights are packed in pairs of inputs: an odd D is padded with a zero.
-    """
-
-    def __init__(
-        self,
-        weight: Tensor | QuantizedWeight,
-        bias: Tensor | None,
-        *,
-        keep: Tensor | None = None,
-        wide: bool = False,
-        gated: bool = False,
-    ) -> None:
-        super().__init__()
-        kernels = native.library()
-        assert kernels is not None, native.why_not()
-        self.kernels, self.wide, self.gated, self.weight = kernels, wide, gated, keep
-        self.kind: str  # one of native.KINDS
-        if isinstance(weight, QuantizedWeight):
-            q = weight.outputs(self._in_turn) if gated else weight
-            self.kind, self.dtype = q.kind, torch.bfloat16
-            self.packed, self._memory = kernels.pack(q.kind, q.values, q.scale, q.least)
-        else:
-            self.kind, self.dtype = str(weight.dtype).removeprefix("torch."), weight.dtype
-            more = -weight.shape[1] % (4 // weight.dtype.itemsize)
-            whole = F.pad(weight.detach(), (0, more)) if more else weight
-            self.packed, self._memory = kernels.pack(self.kind, self._in_turn(whole) if gated else whole)
-        self.in_features = (weight.values if isinstance(weight, QuantizedWeight) else weight).shape[1]
-        self.out_features = self.packed.outputs
-        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-        self.offset = None if bias is None else bias.detach().float().contiguous()
-
-    @property
-    def nbytes(self) -> int:
-        """What a product reads of memory."""
-        return self._memory.nbytes
-
-    @staticmethod
-    def _in_turn(y: Tensor, *, back: bool = False) -> Tensor:
-        """Blocks of the first half and of the second of axis 0 in turn, or that undone."""
-        shape = (-1, 2, native.BLOCK) if back else (2, -1, native.BLOCK)
-        return y.view(*shape, *y.shape[1:]).transpose(0, 1).reshape(y.shape)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
-        y = self.kernels.linear(self._padded(x), self.packed, self.offset)
-        if self.gated:
-            y = self._in_turn(y.T.contiguous(), back=True).T
-        y = y.reshape(*x.shape[:-1], self.out_features)
-        return y if self.wide else y.to(self.dtype)
-
-    def choose(self, x: Tensor) -> Tensor:
-        """Where the largest output of each row [..., in] first stands: int64 [...]."""
-        return self.kernels.choose(self._padded(x), self.packed, self.offset).view(x.shape[:-1])
-
-    def _padded(self, x: Tensor) -> Tensor:
-        """Rows [..., in] as the kernels take them: [M, packed width]."""
-        rows = x.reshape(-1, self.in_features).to(self.dtype)
-        more = self.packed.width - self.in_features
-        return F.pad(rows, (0, more)) if more else rows
-
-    def rows(self, outputs: Tensor) -> Tensor:
-        """Rows of the weight as it was, of some outputs [...]: [..., in]."""
-        if self.weight is not None:
-            return self.weight[outputs]
-        return self._blocks()[outputs // native.BLOCK, :, outputs % native.BLOCK].flatten(-2)[..., : self.in_features]
-
-    def _blocks(self) -> Tensor:
-        """A weight that is not quantised [blocks, packed width / together, BLOCK, together]."""
-        together = 4 // self.dtype.itemsize
-        return self._memory.view(self.dtype).view(-1, self.packed.width // together, native.BLOCK, together)
-
-    def dense(self) -> Tensor:
-        """The weight [out, in] as it was, in the rows' type; a quantised one as products see it, rounded to it."""
-        if self.kind in ("int8", "int4"):
-            # each column of the unit matrix is exact in int8, so its product is the weight's column
-            y = self.kernels.linear(torch.eye(self.in_features), self.packed, None).T.to(self.dtype)
-        else:
-            y = self._blocks().permute(0, 2, 1, 3).reshape(-1, self.packed.width)
-            y = y[: self.out_features, : self.in_features].contiguous()
-        return self._in_turn(y, back=True) if self.gated else y
-
-
-class HeadTable(nn.Module):
-    """The embedding of a target whose packed head is the same weight."""
-
-    def __init__(self, head: NativeLinear) -> None:
-        super().__init__()
-        self.head = head
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Token ids [...] -> [..., D]."""
-        return self.head.rows(tokens)
-
-
-def table_of(target: Decoder) -> native.Table:
-    """The embedding, for the kernels; it must outlive their calls."""
-    if isinstance(target.embedding, HeadTable):
-        packed = target.embedding.head.packed
-        return native.Table(rows=packed.data, packed=1, words=packed.outputs)
-    weight = target.embedding.weight
-    assert weight.is_contiguous()
-    return native.Table(rows=weight.data_ptr(), packed=0, words=len(weight))
+KEPT = 16  # caches and ranges of layers that a stack keeps the kernels' structs of
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer: the norms of a block of the target, projections, the MLP, and a low-rank term beside or in its place.
+    """One layer: the norms of a block, projections, the MLP, and a low-rank term beside the MLP or in its place.
 
-    low, high    silu(h low') high' is added to the MLP's output
+    low, high  silu(h low') high' is added to the MLP's output
     """
 
     block: Block
@@ -170,21 +47,21 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class StackStep:
-    """The rows of a pass as the kernels read them, and what that points to."""
+    """The rows of a pass as the kernels read them, and the memory that this points to."""
 
     native: native.RaggedBatch
     held: tuple[object, ...]
 
 
 class Stack:
-    """Consecutive layers, ready to run. ``first`` is the index in the target of the lowest one."""
+    """Consecutive layers of a target for the kernels; ``first`` is the index of the lowest one."""
 
-    def __init__(self, target: Decoder, layers: Sequence[LayerWeights], first: int) -> None:
+    def __init__(self, target: Network, layers: Sequence[LayerWeights], first: int) -> None:
         kernels = native.library()
         assert kernels is not None, native.why_not()
         config = target.config
         self.kernels, self.config, self.first, self._rope = kernels, config, first, target.rope()
-        self.kind = layers[0].qkv.kind  # of weights, one of native.KINDS
+        self.kind = layers[0].qkv.kind  # of the weights, one of native.KINDS
         self._window = (config.sliding_window if config.is_sliding(0) else None) or 0  # 0: none
         self._kept: list[object] = []  # what the structs point to
         self._ready: dict[tuple[int, ...], tuple[native.Shape, native.Layers]] = {}
@@ -204,8 +81,8 @@ class Stack:
         )
 
     @staticmethod
-    def of_decoder(target: Decoder) -> Stack:
-        """All layers of a packed target, and what lies before and behind them."""
+    def of_target(target: Network) -> Stack:
+        """All layers of a packed target, with its embedding, last norm and head."""
         layers = []
         for block in target.blocks:
             assert isinstance(block, Block)
@@ -253,7 +130,7 @@ class Stack:
         )
 
     def ready(self, cache: Cache, slot: int, low: int, high: int) -> tuple[native.Shape, native.Layers]:
-        """Layers ``low`` to ``high`` - 1 of the target over the cache's rows from ``slot`` on, and their sizes."""
+        """Sizes and structs of layers ``low`` to ``high`` - 1 of the target, over the cache's rows from ``slot`` on."""
         size = cache.keys.element_size()
         where = (cache.keys.data_ptr(), cache.values.data_ptr(), slot, low, high, *cache.keys.stride())
         if where not in self._ready:
@@ -279,12 +156,13 @@ class Stack:
         *,
         trailing: bool = False,
     ) -> StackStep:
-        """The nodes of a pass behind rows of these lengths; all layers slide alike.
+        """The nodes of a pass over rows of ``lengths`` committed tokens; all layers have the same sliding window.
 
-        counts          nodes of each row [B]; a row of 0 nodes takes no part, and its cache is left as it is
-        parents_M       of the nodes, counted within their row, each before its child; -1: none; None: chains
-        planned         the length that the longest row will reach, for rotations that depend on it
-        trailing        these are streams, whose sliding window is that of the newest committed token
+        counts     nodes of each row [B]; a row of 0 nodes takes no part, and its cache is left as it is
+        parents_M  indices within the row, each before its child; -1: no parent; None: chains
+        planned    the length that the longest row will reach, for rotations that depend on it
+        x_MD       the rows, float32, where the layers start from these
+        trailing   the nodes follow the newest committed token and see its sliding window, not one of their own
         """
         lengths_B, starts = np.array(lengths, np.int64), np.array([*accumulate(counts, initial=0)], np.int64)
         nodes = int(starts[-1])
@@ -312,9 +190,9 @@ class Stack:
         return StackStep(step, (lengths_B, starts, parents_M, table, x_MD))
 
     def run(self, x_MD: Tensor, step: StackStep, cache: Cache, slot: int, low: int, high: int) -> None:
-        """Layers ``low`` to ``high`` - 1 of the target over float32 rows, in place, which ``step`` is of.
+        """Layers ``low`` to ``high`` - 1 of the target over the float32 rows of ``step``, in place.
 
-        ``slot`` is the cache's row of the first one. Keys and values are written behind the committed tokens.
+        ``slot`` is the cache slot of the first row. Keys and values are written after the committed tokens.
         """
         assert x_MD.dtype == torch.float32
         assert x_MD.is_contiguous()
@@ -333,10 +211,10 @@ class Stack:
         choose: bool,
         tapped: int | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """A whole pass in one call, for the stack of a target: rows after the last norm [M, D] in the weights' type,
-        what the head ``choose``s [M], and float32 rows as they are before layer ``tapped`` [M, D].
+        """A whole pass in one call: hidden states after the last norm [M, D] in the weights' type, the greedy tokens
+        [M] if asked to ``choose``, and the float32 rows before layer ``tapped`` [M, D].
         """
-        assert self._ends is not None, "these are not all layers of a target"
+        assert self._ends is not None, "only a stack made by of_target runs whole passes"
         tokens_M, d = np.ascontiguousarray(tokens_M, np.int64), self.config.hidden_size
         assert tokens_M.shape == (step.native.nodes,)
         assert slot + step.native.batch <= cache.keys.shape[1]
@@ -351,93 +229,86 @@ class Stack:
         return hidden, chosen, seen
 
     def normed(self, x: Tensor, norm: Norm) -> Tensor:
-        """A norm of float32 rows, in the weights' type."""
+        """A norm of float32 rows [..., D], in the weights' type."""
         if norm not in self._norms:
             self._norms[norm] = norm_weight(norm).contiguous()
         return self.kernels.norm(x, self._norms[norm], norm.eps, norm.weight.dtype)
 
 
 def norm_weight(norm: Norm) -> Tensor:
-    """What an RMS norm multiplies by, float32."""
+    """The float32 factors of an RMS norm [D]."""
     weight = norm.weight.detach().float()
     return weight + 1.0 if norm.plus_one else weight
 
 
-@dataclass(frozen=True)
-class KernelUse:
-    """Which kernels decode a target: ``name`` is "torch" or one of ``build.FORMS``.
+class NativeBackend(TorchBackend):
+    """Runs the layers in the native kernels: a pass without a rider is one call, from token ids to chosen tokens.
 
-    why         why these and none that are faster; empty where they are the best that this processor can run
-    advice      what the user can do about it; empty where there is nothing
-    accepted    nothing to warn of: the user asked for these kernels, or this machine can run no better ones
+    With a rider, the kernels run the main rows layer by layer, and PyTorch the rows that ride.
     """
 
-    name: str
-    why: str = ""
-    advice: str = ""
-    accepted: bool = False
+    ragged = True
+
+    def __init__(self, stack: Stack) -> None:
+        self.stack = stack
+        self.kernels = stack.kernels
+
+    def run(self, network: Network, request: PassRequest) -> PassResult:
+        """A whole pass; rows are not padded, and at most one layer can be tapped where no rider is."""
+        inputs, cache, slots, planned, taps, rider, choose = request
+        if rider is not None:
+            return super().run(network, request)
+        assert len(taps) <= 1, "the native kernels tap one layer"
+        step = self.stack.step(cache.lengths[slots], inputs.counts_B, inputs.parents_M, planned)
+        tapped, choose = taps[0] if taps else None, choose and network.config.logit_softcap is None
+        hidden, tokens, seen = self.stack.through(
+            inputs.tokens_M, step, cache, slots.start, choose=choose, tapped=tapped
+        )
+        found = {} if seen is None or tapped is None else {tapped: seen}
+        return PassResult(inputs.counts_B, inputs.starts_B, hidden, tokens, taps=found)
+
+    def layers(self, network: Network, x_BND: Tensor, run: Pass, low: int, high: int) -> Tensor:
+        """Layers ``low`` to ``high`` - 1, in float32; see ``Backend``."""
+        rows = x_BND.to(torch.float32, copy=True).contiguous().flatten(0, 1)
+        lengths = run.cache.lengths[run.slots]
+        parents_M = run.parents_BN.flatten().numpy()
+        step = self.stack.step(lengths, [run.width] * len(lengths), parents_M, run.planned, rows)
+        self.stack.run(rows, step, run.cache, run.slots.start, low, high)
+        return rows.view(x_BND.shape)
+
+    def normed(self, network: Network, x: Tensor) -> Tensor:
+        """The last norm; see ``Backend``."""
+        return self.stack.normed(x, network.norm) if x.dtype == torch.float32 else super().normed(network, x)
+
+    def head_rows(self, network: Network, tokens: Tensor) -> Tensor:
+        """Rows of the head; see ``Backend``."""
+        rows: Tensor = network.head.rows(tokens)
+        return rows
+
+    def choose(self, network: Network, x: Tensor) -> Tensor:
+        """Greedy tokens; see ``Backend``."""
+        if network.config.logit_softcap is not None:
+            return super().choose(network, x)
+        tokens: Tensor = network.head.choose(x)
+        return tokens
+
+    def draw(
+        self,
+        logits_NV: Tensor,
+        params: SamplingParams,
+        keys_N: NDArray[np.uint64],
+        histories: Sequence[Sequence[int]] | None,
+    ) -> Tensor:
+        """Sampled tokens, by the kernels where nothing truncates the distribution; see ``Backend``."""
+        if params.whole and logits_NV.dtype == torch.float32:
+            return self.stack.kernels.draw(logits_NV, max(params.temperature, COLDEST), keys_N)
+        return super().draw(logits_NV, params, keys_N, histories)
+
+    def decoding(self, network: Network) -> AbstractContextManager[None]:
+        """Keep PyTorch's threads from competing with the kernels' own."""
+        return self.stack.kernels.alone()
 
 
-_warned: set[str] = set()  # reasons of ``warn_about_kernels``
-
-
-def kernels_of(target: Decoder) -> KernelUse:
-    """Which kernels decode a packed target, and why no faster ones."""
-    name = "torch" if target.stack is None else target.stack.kernels.form
-    lacking = native.shortfall() if target.stack is not None else _lacking(target)
-    if lacking is None:
-        return KernelUse(name)
-    return KernelUse(name, lacking.why, lacking.advice, lacking.accepted)
-
-
-def warn_about_kernels(target: Decoder, *, stacklevel: int = 2) -> None:
-    """Warn (PerformanceWarning) where a packed target is decoded by slower kernels than the machine could run.
-
-    Once per reason and process; not where the user chose the kernels, nor on a GPU.
-    """
-    use = kernels_of(target)
-    if not use.why or use.accepted or use.why in _warned:
-        return
-    _warned.add(use.why)
-    slower = "decoding runs on PyTorch's kernels, which are slower: " if use.name == "torch" else ""
-    advice = f"; {use.advice}" if use.advice else ""
-    warnings.warn(f"{slower}{use.why}{advice}", PerformanceWarning, stacklevel=stacklevel + 1)
-
-
-def why_not_native(target: Decoder) -> str:
-    """Why the native kernels cannot run this target; empty where they can."""
-    lacking = _lacking(target)
-    return "" if lacking is None else lacking.why
-
-
-def _lacking(target: Decoder) -> Shortfall | None:
-    """What keeps the native kernels from this target: the target first, then the machine."""
-    c = target.config
-    if target.device.type != "cpu":
-        return Shortfall(f"the native kernels are for CPUs, not {target.device.type}", accepted=True)
-    if target.dtype not in (torch.bfloat16, torch.float32):
-        dtype = str(target.dtype).removeprefix("torch.")
-        return Shortfall(f"the native kernels take bfloat16 and float32, not {dtype}", "load it in bfloat16")
-    if isinstance(target.head, QuantizedLinear) and target.dtype != torch.bfloat16:
-        return Shortfall("the native kernels run quantised weights beside bfloat16 only", "load it in bfloat16")
-    wired = c.wiring == "sequential" and c.norm == "rms" and c.gated_mlp and c.activation == "silu"
-    plain = not (c.post_norms or c.mlp_bias or c.attention_softcap is not None) and c.position == "rope"
-    alike = len({c.is_sliding(layer) for layer in range(c.num_layers)}) == 1
-    other = "use a model of the Llama, Mistral, SmolLM, Qwen2 or Qwen3 families for the faster kernels"
-    if not (wired and plain and alike and c.embedding_scale == 1.0):
-        return Shortfall(f"the native kernels do not cover the {c.family} family", other)
-    sizes = {"hidden_size": c.hidden_size, "head_dim": c.head_dim, "intermediate_size": c.intermediate_size}
-    for name, size in sizes.items():
-        if size % native.BLOCK:
-            return Shortfall(f"the native kernels take sizes in multiples of 32, and {name} is {size}")
-    if c.head_dim > 128:
-        return Shortfall(f"the native kernels take heads of at most 128 channels, and these have {c.head_dim}")
-    if c.rope.dim % 2 or c.rope.dim > c.head_dim:
-        channels = f"{c.rope.dim} of {c.head_dim} channels"
-        return Shortfall(f"the native kernels rotate an even number of a head's channels, not {channels}")
-    return native.shortfall() if native.library() is None else None
-
-
-def native_for(target: Decoder) -> bool:
-    """Whether the native kernels can run this target."""
-    return not why_not_native(target)
+def stack_of(backend: Backend) -> Stack | None:
+    """All layers of a target as the native kernels run them; None where another backend does."""
+    return backend.stack if isinstance(backend, NativeBackend) else None

@@ -1,4 +1,4 @@
-"""Text to token ids through a model's own tokenizer and chat template, which are files and may hold anything."""
+"""Apply a model's tokenizer and chat template, which come from files and may fail in any way."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ TEMPLATE_SECONDS = 10.0
 
 @contextmanager
 def foreign_errors(explain: Callable[[str], AnabranchError]) -> Iterator[None]:
-    """Turn whatever another library raises into an error of ours, which ``explain`` makes of its message.
+    """Turn any exception of another library into one of ours, which ``explain`` makes from its message.
 
-    The Rust side of tokenizers raises bare Exception and, where it panics, a BaseException that it does not export.
+    The Rust code of tokenizers raises Exception and, if it panics, a BaseException that it does not export.
     """
     try:
         yield
@@ -41,7 +41,7 @@ class _TimeOutError(Exception):
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise an exception in the calling thread where its Python code takes longer."""
+    """Raise an exception in the calling thread if its Python code runs for longer."""
     lock, over, fired = threading.Lock(), False, False
     thread = ctypes.c_ulong(threading.get_ident())
 
@@ -59,7 +59,7 @@ def time_limit(seconds: float) -> Iterator[None]:
         yield
         with lock:
             over = True
-        while fired:  # it arrives at one of the next instructions, and not behind this block
+        while fired:  # wait for the exception, so that it is not raised after this block
             time.sleep(0.001)
     finally:
         with lock:
@@ -68,13 +68,13 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def encode(tokenizer: Any, text: str, **options: Any) -> list[int]:
-    """The token ids of a text. Raises InputError where the tokenizer does not take it."""
-    with foreign_errors(lambda why: InputError(f"the tokenizer does not take this text ({why}); give another text")):
+    """The token ids of a text. Raises InputError if the tokenizer rejects it."""
+    with foreign_errors(lambda why: InputError(f"the tokenizer rejects this text ({why}); give another text")):
         return [int(token) for token in tokenizer.encode(text, **options)]
 
 
 def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]], name: str = "this model") -> str:
-    """A conversation in the model's chat template, up to where the answer begins. Raises InputError."""
+    """A conversation in the model's chat template, ending where the answer begins. Raises InputError."""
 
     def refused(why: str) -> InputError:
         return InputError(f"the chat template of {name} refuses this conversation: {why}")
@@ -82,5 +82,5 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]], name: str
     with foreign_errors(refused), time_limit(TEMPLATE_SECONDS):
         text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         if not isinstance(text, str):
-            raise TypeError("it gives no text")
+            raise TypeError("it does not return a string")
         return text

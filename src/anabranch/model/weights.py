@@ -1,7 +1,7 @@
-"""Weights: from safetensors (or any mapping of Hugging Face names to tensors) into our decoder, and their identity.
+"""Load weights from safetensors (or any mapping of Hugging Face names to tensors) into our decoder; fingerprints.
 
-Tensors are read one by one, put together where the decoder fuses them, and moved to their place, so that a model
-never lies in memory twice. Nothing here unpickles.
+Tensors are read one at a time, concatenated where the decoder fuses them, and copied into place, so that the model is
+never in memory twice. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from anabranch.errors import DeviceError, FileError, ModelError, NumericsError, one_line
 from anabranch.jsonfiles import read_json
 from anabranch.memory import free_memory
+from anabranch.model.backends import backend_for
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import FAMILIES, Source, model_config, weight_source
-from anabranch.model.graphs import recorder_for
 
 __all__ = [
     "build_decoder",
@@ -36,17 +36,17 @@ __all__ = [
 
 _INDEX = "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-# Values that a fingerprint looks at in each tensor: enough that two trainings never agree, few enough for 10 ms a GB.
+# Values per tensor in a fingerprint: enough to tell any two trained models apart, few enough for 10 ms per GB.
 _SAMPLES = 4096
-# Masks and tables that older files carry along; the decoder computes them.
+# Masks and tables in older files, which the decoder computes itself.
 _BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
-# What safetensors raises for headers that it cannot read and for types that torch lacks.
+# Errors of safetensors for unreadable headers and for types that torch lacks.
 _UNREADABLE = (SafetensorError, OSError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class _SafetensorsDir(Mapping[str, Tensor]):
-    """The tensors of a folder by name, each read when asked for."""
+    """The tensors of a folder by name, read on access."""
 
     def __init__(self, folder: Path, shards: Mapping[str, Path]) -> None:
         self.folder = folder
@@ -55,7 +55,7 @@ class _SafetensorsDir(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         path = self._shards[name]
         try:
-            # opened anew for each tensor: pages that were read stay resident for as long as the file is mapped
+            # opened for each tensor: pages that were read stay resident as long as the file is mapped
             with safe_open(path, framework="pt", device="cpu") as file:
                 tensor: Tensor = file.get_tensor(name)
         except _UNREADABLE as error:
@@ -70,11 +70,11 @@ class _SafetensorsDir(Mapping[str, Tensor]):
 
 
 def _broken(path: Path, error: Exception) -> FileError:
-    return FileError(f"{path} is truncated or no safetensors file ({one_line(error)}); fetch or copy it again")
+    return FileError(f"{path} is truncated or not a safetensors file ({one_line(error)}); fetch or copy it again")
 
 
 def load_safetensors_dir(folder: Path) -> Mapping[str, Tensor]:
-    """The tensors of a folder's ``model.safetensors`` or of its shards, read lazily."""
+    """The tensors in a folder's ``model.safetensors`` or its shards, read on access. Raises FileError."""
     index = folder / _INDEX
     single = folder / "model.safetensors"
     if single.is_file():
@@ -82,17 +82,17 @@ def load_safetensors_dir(folder: Path) -> Mapping[str, Tensor]:
     if not index.is_file():
         if any(next(folder.glob(pattern), None) for pattern in _PICKLED):
             raise FileError(
-                f"{folder} holds pickled weights only, which can run code when read; convert them to safetensors "
-                "(save_pretrained of transformers writes it) or use a repository that has it"
+                f"{folder} contains only pickled weights, which can run code when loaded; convert them to safetensors "
+                "(with transformers' save_pretrained) or use a repository that has safetensors"
             )
-        raise FileError(f"{folder} has neither model.safetensors nor {_INDEX}; give a folder with safetensors")
+        raise FileError(f"{folder} has neither model.safetensors nor {_INDEX}; give a folder that has one of them")
     listed = read_json(index, "fetch or copy it again").get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(shard, str) for shard in listed.values()):
-        raise FileError(f"{index} lacks its weight_map; fetch or copy it again")
+        raise FileError(f"{index} has no weight_map; fetch or copy it again")
     shards: dict[str, Path] = {}
     for shard in sorted(set(listed.values())):
         path = folder / shard
-        # an index must not lead out of its folder
+        # a shard must not be outside the folder
         if Path(shard).name != shard or "\0" in shard or not path.is_file():
             raise FileError(f"{folder} lacks the shard {shard!r} that {_INDEX} lists; fetch or copy it again")
         shards.update(dict.fromkeys(_names(path), path))
@@ -116,14 +116,14 @@ def _some(names: list[str]) -> str:
 
 
 def stored_dtype(config: ModelConfig, tensors: Mapping[str, Tensor]) -> torch.dtype:
-    """The type that the file keeps its embedding in, which stands for the whole."""
+    """The dtype of the stored embedding, which is taken as that of the model."""
     return _fetch(config, tensors, "embedding.weight")[0].dtype
 
 
 def build_decoder(
     config: ModelConfig, *, device: str | torch.device = "meta", dtype: torch.dtype = torch.float32
 ) -> Decoder:
-    """A decoder without trained weights: on ``meta`` the shapes alone (no memory), elsewhere PyTorch's random ones."""
+    """A decoder without trained weights: on ``meta`` only shapes (no memory), elsewhere PyTorch's random ones."""
     with torch.device(device):
         return Decoder(config).to(dtype).eval().requires_grad_(False)
 
@@ -133,39 +133,39 @@ def fill_decoder(
 ) -> tuple[Decoder, str]:
     """A decoder with the weights of ``tensors`` (Hugging Face names) in ``dtype`` on ``device``, and their fingerprint.
 
-    The fingerprint is taken before the cast, so that it says what was stored and not how it was loaded.
+    The fingerprint is taken before the cast to ``dtype``, so that it identifies the stored weights.
     """
     _check_layers(config, tensors)
     decoder = build_decoder(config, dtype=dtype)
     parameters = sorted(decoder.named_parameters())
     _check_names(config, tensors, [name for name, _ in parameters])
-    # the shape of one before the memory for all, which a config may state at will
+    # check the shapes first: a damaged config may ask for any amount of memory
     _assemble(config, tensors, "embedding.weight", decoder.embedding.weight.shape)
     _check_memory(sum(parameter.numel() for _, parameter in parameters) * dtype.itemsize, device)
     digest = _digest(config)
     for name, parameter in parameters:
         stored = _assemble(config, tensors, name, parameter.shape)
         _add(digest, name, stored)
-        value = _room(stored.shape, dtype, device).copy_(stored)
+        value = _empty(stored.shape, dtype, device).copy_(stored)
         _check_finite(config, name, stored, value)
         _put(decoder, name, value)
-    decoder.recorder = recorder_for(device)
+    decoder.backend = backend_for(device)
     return decoder, digest.hexdigest()
 
 
 def _check_finite(config: ModelConfig, name: str, stored: Tensor, value: Tensor) -> None:
-    """Refuse what would decode to nothing: one read of a tensor that was just written."""
+    """Raise NumericsError for weights that are not finite. Costs one read of a tensor that is still in the cache."""
     if is_finite(value):
         return
     named = _read_names(weight_source(config, name))
     if is_finite(stored):
         kind = str(value.dtype).removeprefix("torch.")
-        raise NumericsError(f"{named} has values that {kind} cannot hold; load the model in bfloat16 or float32")
+        raise NumericsError(f"{named} has values out of the range of {kind}; load the model in bfloat16 or float32")
     raise NumericsError(f"{named} has values that are not finite numbers (NaN or infinity); fetch the weights again")
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether all values are finite numbers; NaN survives minimum and maximum, which one pass finds."""
+    """Whether all values are finite: minimum and maximum propagate NaN, and one read finds both."""
     if values.numel() == 0 or not values.is_floating_point():
         return True
     low, high = torch.aminmax(values)
@@ -173,21 +173,21 @@ def is_finite(values: Tensor) -> bool:
 
 
 def random_decoder(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """A decoder in the shape of ``config`` whose weights mean nothing, to measure how long it takes."""
+    """A decoder of the shape of ``config`` with meaningless weights, for timing."""
     decoder = build_decoder(config, dtype=dtype)
     parameters = sorted(decoder.named_parameters())
     _check_memory(sum(parameter.numel() for _, parameter in parameters) * dtype.itemsize, device)
-    # the same numbers over and over: drawing billions takes minutes, and products do not care
+    # repeat the same numbers: drawing billions takes minutes, and timings do not depend on the values
     noise = (0.02 * torch.randn(2**20 + 1)).to(device, dtype)
     for name, parameter in parameters:
         if parameter.dim() == 1:
             _put(decoder, name, torch.full(parameter.shape, float(name.endswith("weight")), dtype=dtype, device=device))
             continue
-        value = _room(parameter.shape, dtype, device)
+        value = _empty(parameter.shape, dtype, device)
         for part in torch.split(value.view(-1), len(noise)):
             part.copy_(noise[: len(part)])
         _put(decoder, name, value)
-    decoder.recorder = recorder_for(device)
+    decoder.backend = backend_for(device)
     return decoder
 
 
@@ -198,8 +198,8 @@ def _put(decoder: Decoder, name: str, value: Tensor) -> None:
         decoder.head.weight = decoder.embedding.weight
 
 
-def _room(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory of its own for a weight: what is read may be a view of the file, unaligned and gone when the file is."""
+def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocate a weight. What is read may be an unaligned view of a file, valid only while the file is open."""
     try:
         return torch.empty(shape, dtype=dtype, device=device)
     except RuntimeError as error:
@@ -217,20 +217,20 @@ def _check_memory(needed: int, device: torch.device) -> None:
         )
 
 
-# -- Hugging Face tensors -> ours ------------------------------------------------------------------
+# -- from Hugging Face tensors to ours -------------------------------------------------------------
 def _check_layers(config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
-    """As many layers as the weights have, before a layer is built: a config may state a million."""
+    """Check the number of layers before any is built: a damaged config may ask for a million."""
     layer = re.compile(rf"(?:.*\.)?{re.escape(FAMILIES[config.family].layers)}\.(\d{{1,9}})\..*")
     found = {int(match[1]) for name in tensors if (match := layer.fullmatch(name))}
     if config.num_layers > len(found):
         raise ModelError(
-            f"the config names {config.num_layers} layers and the weights have {len(found)}; "
+            f"the config has {config.num_layers} layers but the weights have {len(found)}; "
             "config.json and weights do not belong together or the copy is incomplete"
         )
 
 
 def _check_names(config: ModelConfig, tensors: Mapping[str, Tensor], parameters: list[str]) -> None:
-    """Every tensor we need is there, and every tensor that is there is used: a leftover bias is another model."""
+    """Check that all tensors are present and that all are used: an unused bias means that the model is another one."""
     wanted: set[str] = set()
     missing: list[str] = []
     for parameter in parameters:
@@ -248,7 +248,7 @@ def _check_names(config: ModelConfig, tensors: Mapping[str, Tensor], parameters:
     extra = sorted(name for name in tensors if name not in wanted and not name.endswith(_BUFFERS))
     if extra:
         raise ModelError(
-            f"the weights hold {_some(extra)}, which a {config.family} model of this config has not; "
+            f"the weights contain {_some(extra)}, which a {config.family} model of this config does not have; "
             "config.json and weights do not belong together"
         )
 
@@ -267,7 +267,7 @@ def _fetch(config: ModelConfig, tensors: Mapping[str, Tensor], parameter: str) -
 
 
 def _assemble(config: ModelConfig, tensors: Mapping[str, Tensor], parameter: str, shape: torch.Size) -> Tensor:
-    """One parameter of ours in the type of the file."""
+    """One of our parameters, in the dtype of the file."""
     source = weight_source(config, parameter)
     parts = _fetch(config, tensors, parameter)
     if source.layout == "transposed":
@@ -277,7 +277,7 @@ def _assemble(config: ModelConfig, tensors: Mapping[str, Tensor], parameter: str
         whole = torch.cat(parts)
     if whole.shape != shape:
         raise ModelError(
-            f"{_read_names(source)} has the shape {tuple(whole.shape)} where the config asks for {tuple(shape)}; "
+            f"{_read_names(source)} has the shape {tuple(whole.shape)}, but the config requires {tuple(shape)}; "
             "config.json and weights do not belong together"
         )
     if source.layout == "by_head":
@@ -293,13 +293,13 @@ def _read_names(source: Source) -> str:
 
 # -- identity --------------------------------------------------------------------------------------
 def fingerprint(weights: Decoder | Path) -> str:
-    """Which weights these are: a SHA-256 in hex that adapters and result files carry.
+    """The identity of weights, stored in adapters and result files: a SHA-256 in hex.
 
-    It covers the shapes that the config fixes and, of every parameter in our layout, 4096 values spread over it and
-    rounded to bfloat16. So it is the same for a folder, for the decoder loaded from it in float32 or bfloat16, and
-    on every device, and it takes milliseconds. It tells trainings apart; it is no check against a single changed
-    value. A decoder in float16 may differ from its folder where values are below float16's range: ``fill_decoder``
-    therefore returns the fingerprint of what was stored, and ``Target.fingerprint`` is that one.
+    It covers the config's shapes and 4096 evenly spaced values of every parameter in our layout, rounded to bfloat16.
+    So it takes milliseconds, and is the same for a folder and for the decoder loaded from it in float32 or bfloat16 on
+    any device. It tells trained models apart but does not detect a single changed value. The fingerprint of a float16
+    decoder may differ from its folder's, where values underflow float16: ``fill_decoder`` therefore returns that of the
+    stored weights, which is ``Target.fingerprint``.
     """
     if isinstance(weights, Decoder):
         digest = _digest(weights.config)
@@ -315,7 +315,7 @@ def fingerprint(weights: Decoder | Path) -> str:
 
 
 def _digest(config: ModelConfig) -> hashlib._Hash:
-    # an explicit list: a field that ModelConfig gains later must not orphan every adapter
+    # an explicit list, so that a new field of ModelConfig does not invalidate every adapter
     fields = (
         config.family,
         config.vocab_size,
@@ -332,7 +332,7 @@ def _digest(config: ModelConfig) -> hashlib._Hash:
 
 def _add(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
     flat = tensor.reshape(-1)
-    # an odd step walks through the columns of a matrix instead of staying in one
+    # an odd step visits all columns of a matrix, not only one
     step = (flat.numel() // _SAMPLES) | 1
     sample = flat[::step][:_SAMPLES].to(torch.bfloat16).cpu().contiguous()
     digest.update(f"{name}{tuple(tensor.shape)}".encode())

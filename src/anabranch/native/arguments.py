@@ -1,4 +1,4 @@
-"""Checks of what is passed to the C functions. They hold under ``python -O`` too: beyond them, memory is at stake."""
+"""Checks of arguments of the C functions. They also run under ``python -O``, since they protect memory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ KINDS = {"bfloat16": 0, "float32": 1, "int8": 2, "int4": 3}  # of packed weights
 def require(holds: bool, what: str, *values: object) -> None:
     """Raise AssertionError unless ``holds``.
 
-    ``values`` fill the braces of ``what``, which is only formatted for the message: these checks run in every step.
+    ``values`` are for the braces of ``what``, which is formatted only for an error: these checks run in every step.
     """
     if not holds:
         raise AssertionError(what.format(*values))
 
 
 def packable(kind: str, weight: Tensor, scale: Tensor | None, least: Tensor | None) -> None:
-    """Check a weight to pack and, where it is quantised, its scales; see ``Library.pack``."""
+    """Check a weight to pack and, if it is quantised, its scales; see ``Library.pack``."""
     require(kind in KINDS, "unknown kind of packed weight {}", kind)
     require(weight.dim() == 2 and weight.numel() > 0, "a weight to pack has the shape {}", weight.shape)
     outputs, width = weight.shape
@@ -40,7 +40,7 @@ def packable(kind: str, weight: Tensor, scale: Tensor | None, least: Tensor | No
 
 
 def row_kind(x: Tensor) -> int:
-    """The kind of plain rows: one of ``KINDS``."""
+    """The kind of unquantised rows: one of ``KINDS``."""
     kind = KINDS.get(str(x.dtype).removeprefix("torch."))
     require(kind in (0, 1), "rows must be bfloat16 or float32, got {}", x.dtype)
     return kind or 0

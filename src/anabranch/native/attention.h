@@ -1,5 +1,5 @@
-// Attention of the nodes of a pass over the cache: over the keys that a node sees, in text order, so that a result does not
-// depend on where in the cache a key is, nor on which queries are computed together.
+// Attention of the nodes of a pass over the KV cache. Each node attends to its visible keys in text order, so the result
+// does not depend on where a key is in the cache, nor on which queries are computed together.
 //
 // T is the type of the rows between two products, P = Storage<T> the cache's, Q = Operand<P> that of queries and weights.
 #pragma once
@@ -25,16 +25,16 @@ inline int64_t padded_scores(int span) { return (static_cast<int64_t>(span) + 31
 
 // ---- tasks --------------------------------------------------------------------------------------------------------
 
-// queries of a batch row, few enough that their scores stay in the second-level cache
+// number of queries of a batch row whose scores fit the second-level cache
 inline int cached_queries(const RaggedBatch& batch, int b) {
   return std::max(1, std::min(MAX_TASK_QUERIES, 131072 / batch.span(b)));
 }
 
-// How many queries of a batch row a task takes. ``even``: tasks of ``cached_queries`` divide evenly among the threads.
+// Number of queries per task. ``even``: tasks of ``cached_queries`` divide evenly among the threads.
 inline int queries_per_task(const Shape& s, const RaggedBatch& batch, int b, int threads, bool even) {
   const int group = s.heads / s.kv_heads, queries = batch.count(b) * group;
   int size = cached_queries(batch, b);
-  // Transposing the keys costs a task as much as three queries do, so a task has at least the queries of one node.
+  // Transposing the keys takes as long as three queries, so a task has at least the queries of one node.
   if (!even) size = std::min(size, std::max(group, (queries + threads - 1) / threads));
   // tasks of about the same size, rounded up: queries are scored three, six or twelve at a time
   const auto parts = [queries](int each) { return (queries + each - 1) / each; };
@@ -97,8 +97,8 @@ inline void rotate(float* v, const float* norm, const Shape& s, const float* cos
   for (i = s.rope_dim; i < s.e; ++i) store1(to + i, v[i]);
 }
 
-// Scores of QUERIES queries and up to KEY_TILE transposed keys in groups of 16. As many groups at a time as accumulators
-// allow: that hides the latency of the sums, and loads a value of a query once for all of them.
+// Scores of QUERIES queries and up to KEY_TILE transposed keys in groups of 16, as many groups at a time as there are
+// accumulators: this hides the latency of the sums and loads each value of a query once for all groups.
 template <class T, int QUERIES>
 inline void score_keys(const T* q, int64_t stride, const KeyLanes* keys, int words, int groups, float* to,
                        int64_t to_stride) {
@@ -127,8 +127,8 @@ inline void score_keys(const T* q, int64_t stride, const KeyLanes* keys, int wor
   for (; g < groups; ++g) score(g, std::integral_constant<int, 1>{});
 }
 
-// Softmax of n scores without its division; returns the sum to divide by. ``p`` is padded to whole vectors. The weights
-// overwrite the scores as values of T, followed by a zero, so that they form whole pairs.
+// Softmax of n scores without the division; returns the sum to divide by. ``p`` is padded to whole vectors. The weights
+// overwrite the scores as values of T, followed by a zero so that they form whole pairs.
 template <class T>
 inline float softmax(float* p, int n, float scale) {
   const F32x16 low = broadcast(-INFINITY);
@@ -170,7 +170,7 @@ class Attention {
       : s_(s), l_(l), plan_(plan), rows_(rows), task_(task) {
     group_ = s.heads / s.kv_heads;
     length_ = static_cast<int>(plan.lengths[task.row]);
-    span_ = length_ + (task.first + task.count - 1) / group_ + 1;  // no node sees a later one
+    span_ = length_ + (task.first + task.count - 1) / group_ + 1;  // nodes do not attend to later ones
     width_ = padded_scores(span_);
     q_ = memory.queries.of<Q>(static_cast<int64_t>(task.count) * s.e);
     p_ = memory.scores.of<float>(task.count * width_);
@@ -227,7 +227,7 @@ class Attention {
     }
   }
 
-  // Moves the scores that query i sees together, in text order: committed tokens, then its ancestors. Returns how many.
+  // Compacts the scores of the keys visible to query i, in text order: committed tokens, then ancestors. Returns the count.
   int gather_seen(int i) {
     float* p = p_ + i * width_;
     const int node = node_of(i), from = plan_.first[node];
@@ -240,8 +240,8 @@ class Attention {
 
   static constexpr int AT_ONCE = 24 / NE < 6 ? 24 / NE : 6;  // queries whose accumulators fit the registers
 
-  // Queries that see the same of the committed text, as many at a time as fit. The first nodes of the batch row that all of
-  // them see follow the committed text as if they belonged to it.
+  // Queries with the same visible committed tokens, as many at a time as fit. The leading nodes of the batch row that are
+  // visible to all of them are treated as part of the committed tokens.
   int split_queries(Part* parts) const {
     int count = 0;
     for (int i = 0; i < task_.count;) {
@@ -284,7 +284,7 @@ class Attention {
       for (int i = part->first; i < part->first + part->queries; ++i) finish(i, part->count, total[i]);
   }
 
-  // Adds the values that query i sees after the first ``done`` keys, divides, and stores the head.
+  // Adds the values visible to query i after the first ``done`` keys, divides, and stores the head.
   void finish(int i, int done, float total) {
     constexpr int STEP = PER_LANE<Q>;
     const Q* p = reinterpret_cast<const Q*>(p_ + i * width_);  // see ``softmax``

@@ -1,5 +1,5 @@
 // AVX2 with FMA and F16C: a vector of 16 is two registers of 8. There are no bf16 products, so rows are floats rounded to
-// bf16. simd.h says what each name here means; products and attention are in avx2_products.h.
+// bf16. The names are documented in simd.h; products and attention are in avx2_products.h.
 #pragma once
 
 #include <immintrin.h>
@@ -187,7 +187,7 @@ inline U32x16 iota(int x) {
               broadcast_u32(static_cast<uint32_t>(x)));
 }
 inline F32x16 to_float(U32x16 x) {
-  // both halves of a word are exact as floats; their sum is rounded once
+  // both halves of a word convert exactly to float; their sum is rounded once
   const auto part = [](__m256i v) {
     const __m256 high = _mm256_cvtepi32_ps(_mm256_srli_epi32(v, 16));
     const __m256 low = _mm256_cvtepi32_ps(_mm256_and_si256(v, _mm256_set1_epi32(0xffff)));

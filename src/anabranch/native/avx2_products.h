@@ -1,4 +1,4 @@
-// Products and attention with AVX2; included by avx2.h. simd.h says what each name here means.
+// Products and attention with AVX2; included by avx2.h. The names are documented in simd.h.
 #pragma once
 
 #include "avx2.h"
@@ -80,8 +80,8 @@ NOINLINE void multiply_part(const float* x, int64_t stride, const P* block, int 
     for (int j = 0; j < VECTORS; ++j) sums[4 * m + j] = a[m][j];
 }
 
-// For bf16 and float. 64 lines of weights stay in the first-level cache while all rows are multiplied with them: two rows
-// at a time with all 32 outputs, or six rows with one half of the outputs and then the other, as 16 registers allow.
+// For bf16 and float. 64 lines of weights stay in the first-level cache while all rows are multiplied by them: two rows at
+// a time for all 32 outputs, or six rows for one half of the outputs and then the other, to fit 16 registers.
 template <class W, int LINES, class P>
 inline void multiply_tile(int count, const Operand<P>* rows, int64_t stride, const P* block, int width, const char* next,
                           Sums& acc) {

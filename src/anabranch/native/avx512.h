@@ -1,5 +1,5 @@
-// AVX-512: bf16 is multiplied in pairs where the processor can (AVX512_BF16), and in AMX tiles where build.py enables them.
-// simd.h says what each name here means.
+// AVX-512: bf16 is multiplied in pairs if the processor supports it (AVX512_BF16), and in AMX tiles if build.py enables
+// them. The names are documented in simd.h.
 #pragma once
 
 #include <immintrin.h>
@@ -283,8 +283,8 @@ NOINLINE void multiply_tile_rows(const QuantizedGroup* x, int64_t stride, const 
 // ---- tiles --------------------------------------------------------------------------------------------------------
 
 #ifdef ANABRANCH_TILES
-// Tiles 0 to 3 accumulate 16 rows by 16 outputs each, 4 and 5 hold 16 rows of 32 values, 6 and 7 the weights. This is the
-// number of rows that the calling thread's tiles are configured for; 0: they are not.
+// Tiles 0 to 3 accumulate 16 rows by 16 outputs each, 4 and 5 have 16 rows of 32 values, 6 and 7 the weights. This is the
+// number of rows for which the calling thread's tiles are configured; 0: they are not.
 thread_local int configured_rows = 0;
 
 // Completes stores before tiles are loaded: the compiler does not know that loading them reads memory.
@@ -308,14 +308,14 @@ inline void configure_tiles(int rows) {
   configured_rows = rows;
 }
 
-// A waiting thread holds no tiles: the system would have to save them at every context switch.
+// Waiting threads release their tiles, which the system would otherwise save at every context switch.
 inline void release_tiles() {
   if (configured_rows != 0) _tile_release();
   configured_rows = 0;
 }
 
-// ``multiply_tile`` in AMX tiles, 32 values of k at a time. A packed block already has the layout of weight tiles: a line of
-// 128 bytes for each pair of k, one half of it for each 16 outputs.
+// ``multiply_tile`` in AMX tiles, 32 values of k at a time. Packed blocks have the layout of weight tiles: a line of 128
+// bytes for each pair of k, one half for each 16 outputs.
 template <int LINES>
 inline void multiply_amx(int count, const bf16* x, int64_t stride, const bf16* block, int width, const char* next,
                          Sums& acc) {
@@ -404,7 +404,7 @@ inline void transpose_keys(const T* keys, int have, int e, __m512i* out) {
   }
 }
 
-// Of every 32 channels, the first vector holds the pairs 0-3, 8-11, 16-19, 24-27 and the second one the others.
+// Of every 32 channels, the first vector has the pairs 0-3, 8-11, 16-19, 24-27 and the second one the others.
 template <int NE>
 inline void load_pairs(const bf16* one, const bf16* two, __m512i (&out)[NE]) {
 #pragma GCC unroll 4

@@ -1,10 +1,10 @@
 """Compile the C++ kernels once per machine, and keep the library in the cache folder.
 
 The sources are the C++ files of this folder and of each method's folder (``methods/NAME/*.cpp``), compiled as one
-translation unit. They come in forms: for AVX2, for AVX-512, and with bf16 products in AMX tiles. A library's file name
-has the hash of its sources, flags and processor, and the SHA-256 of its own content: a truncated or damaged file is not
-loaded but compiled again. A compiler is needed only where there is no valid file. Where the cache folder cannot be
-written, the library is compiled in a temporary folder at every start.
+translation unit for an instruction set: AVX2, AVX-512, or AVX-512 with bf16 products in AMX tiles. A library's file
+name has the hash of its sources, flags and processor, and the SHA-256 of its content: truncated or damaged files are
+compiled again. A compiler is needed only if there is no valid file. If the cache folder is not writable, the library is
+compiled in a temporary folder at every start.
 """
 
 from __future__ import annotations
@@ -46,27 +46,27 @@ __all__ = [
 PACKAGE = Path(__file__).resolve().parents[1]
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")
 AVX512 = frozenset(("avx512f", "avx512bw", "avx512dq", "avx512vl"))
-# required processor flags and extra compiler flags of each form, the fastest first
+# required processor flags and additional compiler flags of each instruction set, the fastest first
 FORMS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
     "amx": (AVX512 | {"amx_tile", "amx_bf16"}, ("-DANABRANCH_TILES", "-mamx-tile", "-mamx-bf16")),
     "avx512": (AVX512, ()),
     "avx2": (frozenset(("avx2", "fma", "f16c")), ("-DANABRANCH_AVX2",)),
 }
-# arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA): the system has to save 8 KB of tiles for every thread that uses
-# them, so a process requests them first (Linux, Documentation/arch/x86/xstate.rst)
+# arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA): a process must request AMX tiles, since the system has to save
+# 8 KB for every thread that uses them (Linux, Documentation/arch/x86/xstate.rst)
 ASK_FOR_TILES = (158, 0x1023, 18)
-# checks a new library's products in a separate process, because they may crash
+# checks the products of a new library in a separate process, since they may crash
 CHECK = f"""
 import ctypes, sys
 ctypes.CDLL(None).syscall(*{ASK_FOR_TILES})
 sys.exit(0 if ctypes.CDLL(sys.argv[1]).anabranch_multiplies() == 1 else 1)
 """
 KEPT = 16  # libraries in the cache folder; older ones are deleted
-LONGEST = 300  # seconds for a compilation
+LONGEST = 300  # timeout of a compilation in seconds
 
 
 def sources(kind: str = "cpp") -> list[Path]:
-    """The files of this kind, "cpp" or "h": the kernels' own, then those of each method."""
+    """The files of this kind, "cpp" or "h": those of this folder, then those of each method."""
     return [*sorted(PACKAGE.glob(f"native/*.{kind}")), *sorted(PACKAGE.glob(f"methods/*/*.{kind}"))]
 
 
@@ -78,10 +78,10 @@ def translation_unit() -> list[str]:
 
 @dataclass(frozen=True)
 class Shortfall:
-    """Why the kernels are not the best that the processor could run.
+    """Why the kernels are not the fastest that the processor supports.
 
-    advice      what the user can do about it; empty where there is nothing
-    accepted    not worth a warning: the user chose it, or this machine cannot run a better one
+    advice      what the user can do about it; empty if nothing
+    accepted    no warning is needed: the user chose them, or this machine cannot run faster ones
     """
 
     why: str
@@ -90,7 +90,7 @@ class Shortfall:
 
 
 class BuildError(Exception):
-    """One form is not available."""
+    """The kernels for an instruction set are not available."""
 
     def __init__(self, why: str, advice: str) -> None:
         super().__init__(why)
@@ -99,14 +99,14 @@ class BuildError(Exception):
 
 @dataclass(frozen=True)
 class Opened:
-    """A loaded library, and why it could not be kept for the next start (empty: it is in the cache folder)."""
+    """A loaded library, and why it is not in the cache folder (empty: it is)."""
 
     library: ctypes.CDLL
     not_kept: str = ""
 
 
 def opened(flags: tuple[str, ...]) -> Opened:
-    """The library made with these compiler flags, from the cache folder or compiled now; safe among processes.
+    """The library for these compiler flags, from the cache folder or compiled now. Safe with concurrent processes.
 
     Raises BuildError.
     """
@@ -147,7 +147,7 @@ def _key(flags: tuple[str, ...]) -> str:
 
 
 def _kept(folder: Path, key: str) -> ctypes.CDLL | None:
-    """A library from the cache folder whose content matches the hash in its name; damaged ones are deleted."""
+    """A library in the cache folder whose content matches the hash in its name, or None; damaged ones are deleted."""
     try:
         paths = sorted(folder.glob(f"kernels-{key}-*.so"))
     except OSError:
@@ -163,7 +163,7 @@ def _kept(folder: Path, key: str) -> ctypes.CDLL | None:
 
 
 def _compile(command: list[str], flags: tuple[str, ...], workspace: Path, logs: Path) -> Path:
-    """Compile a library into ``workspace`` and check its products. Raises BuildError; OSError if the disk is full."""
+    """Compile a library in ``workspace`` and check its products. Raises BuildError, or OSError if the disk is full."""
     made, log = workspace / "kernels.so", logs / "anabranch-compile.log"
     try:
         done = subprocess.run(
@@ -183,23 +183,23 @@ def _compile(command: list[str], flags: tuple[str, ...], workspace: Path, logs: 
         first = next((line for line in lines if "error" in line), lines[0] if lines else f"status {done.returncode}")
         with suppress(OSError):
             log.write_text(f"{shlex.join(map(str, done.args))}\n\n{done.stderr}", encoding="utf-8")
-        raise BuildError(f"compiling them failed: {first.strip()}", f"see {log}; another g++ may do, or set CXX")
+        raise BuildError(f"compiling them failed: {first.strip()}", f"see {log}; try another g++, or set CXX")
     try:
         right = subprocess.run([sys.executable, "-c", CHECK, str(made)], check=False, timeout=60).returncode == 0
     except subprocess.TimeoutExpired:
         right = False
     if not right:
-        raise BuildError("their products are wrong on this processor", "another g++ may do, or set CXX")
+        raise BuildError("their products are wrong on this processor", "try another g++, or set CXX")
     return made
 
 
 def _remove_old(folder: Path) -> None:
-    """Delete all but the newest libraries of the cache folder, and those without a hash of their content."""
+    """Delete old libraries in the cache folder, and those without a hash of their content."""
 
     def made_at(path: Path) -> float:
         try:
             return path.stat().st_mtime
-        except OSError:  # another process was quicker
+        except OSError:  # deleted by another process
             return 0.0
 
     libraries = sorted(folder.glob("kernels-*.so"), key=made_at, reverse=True)
@@ -210,7 +210,7 @@ def _remove_old(folder: Path) -> None:
 
 
 def unfit() -> Shortfall | None:
-    """What keeps every form off this machine; None if there is nothing. Raises InputError for ANABRANCH_NATIVE."""
+    """Why no kernels can run on this machine, or None. Raises InputError for an invalid ANABRANCH_NATIVE."""
     if _wanted() == "0":
         return Shortfall("ANABRANCH_NATIVE is 0", "unset it", accepted=True)
     if platform.system() != "Linux" or platform.machine() != "x86_64":
@@ -223,15 +223,15 @@ def unfit() -> Shortfall | None:
 
 
 def shortfall_of(form: str, failures: dict[str, BuildError], not_kept: str) -> Shortfall | None:
-    """Why ``form`` is not the best that the processor has, or not kept; None if it is both.
+    """Why ``form`` is not the fastest instruction set of the processor, or its library not in the cache; else None.
 
-    ``failures`` are those of better forms.
+    ``failures`` are those of faster ones.
     """
     names = list(FORMS)
     for better, failed in failures.items():
         return Shortfall(f"the {form} kernels run instead of {better}: {failed.why}", failed.advice)
     if not_kept:
-        advice = "set ANABRANCH_HOME to a folder that can be written"
+        advice = "set ANABRANCH_HOME to a writable folder"
         return Shortfall(f"the native kernels are compiled again at every start: {not_kept}", advice)
     has = [name for name in names[: names.index(form)] if FORMS[name][0] <= processor_flags()]
     if not has:
@@ -245,17 +245,17 @@ def shortfall_of(form: str, failures: dict[str, BuildError], not_kept: str) -> S
 
 
 def _wanted() -> str:
-    """The user's choice: "0", the name of a form, or "1" for the best. Raises InputError."""
+    """The value of ANABRANCH_NATIVE: "0", an instruction set, or "1" for the fastest one. Raises InputError."""
     wanted = os.environ.get("ANABRANCH_NATIVE") or "1"
     if wanted not in ("0", "1", *FORMS):
         raise InputError(
-            f"ANABRANCH_NATIVE must be 0 (no native kernels), 1, or one of {', '.join(FORMS)}, not {wanted!r}"
+            f"ANABRANCH_NATIVE must be 0 (no native kernels), 1, or one of {', '.join(FORMS)}, got {wanted!r}"
         )
     return wanted
 
 
 def forms() -> list[str]:
-    """Those of ``FORMS`` that this process may use, the fastest first."""
+    """The instruction sets that this process may use, the fastest first."""
     wanted, names = _wanted(), list(FORMS)
     names = names[names.index(wanted) :] if wanted in names else names
     names = [name for name in names if FORMS[name][0] <= processor_flags()]
@@ -269,11 +269,11 @@ def _tiles_granted() -> bool:
 
 
 def compiler() -> list[str] | None:
-    """The C++ compiler's command: $CXX, which may hold options or a launcher ("ccache g++"), else one on the path."""
+    """The C++ compiler's command: $CXX, which may include options or a launcher ("ccache g++"), or one on the path."""
     for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
         try:
             words = shlex.split(name or "")
-        except ValueError:  # a quotation without its end
+        except ValueError:  # unbalanced quotes
             continue
         if words and (path := shutil.which(words[0])):
             return [path, *words[1:]]

@@ -1,15 +1,15 @@
 // The C functions of the kernels; library.py calls them. All sources (this one and those of methods) are compiled as one
 // translation unit; see build.py.
 //
-// Why not a library: between two tokens a small model runs three hundred tiny operations, and dispatching them costs as much
-// as reading its weights. Here a pass is one call that allocates nothing.
+// A small model runs three hundred tiny operations per token, and dispatching them in a framework takes as long as reading
+// the weights. Here a pass is one call that allocates nothing.
 //
-// Each row's result is the same, to the bit, however many rows a pass has and wherever their keys are in the cache: a tree
-// of 32 nodes gives what 32 passes of one node give, in every format. Weights and cache are bf16 or float32, or weights are
-// int8 or int4 with a cache in bf16; sums and the residual stream are always float32.
+// The kernels are batch-invariant: each row's result is bit-identical for any number of rows in a pass and any location of
+// its keys in the cache. A tree of 32 nodes gives the same as 32 passes of one node, in every format. Weights and cache are
+// bf16 or float32, or weights are int8 or int4 with a bf16 cache; sums and the residual stream are always float32.
 //
-// ``kind`` says what rows are: bf16, float32 or (for layers and drafts) quantised with bf16 caches and states. Functions
-// that return an int return a Status, or another number from 0 on.
+// ``kind`` is the type of rows: bf16, float32 or (for layers and drafts) quantised with bf16 caches and states. Functions
+// that return an int return a Status, or a non-negative number.
 
 #include "interface.h"
 
@@ -40,7 +40,7 @@ double to_double(bf16 value) {
   return static_cast<double>(f);
 }
 
-// whether bf16 products of more rows than one tile has come out right on this processor
+// whether bf16 products of more rows than a tile are correct on this processor
 bool products_are_right() {
   constexpr size_t ROWS = 21, OUTPUTS = 40, WIDTH = 96;
   std::vector<bf16> x(ROWS * WIDTH), w(OUTPUTS * WIDTH);
@@ -66,7 +66,7 @@ bool products_are_right() {
   return true;
 }
 
-// The rows of a cache, of one batch row and some layers, that ``anabranch_move`` copies: calls f(from, to) for each.
+// Calls f(from, to) for each cache row, of one batch row and some layers, that ``anabranch_move`` copies.
 struct Move {
   char *keys, *values;
   int layers, heads;
@@ -109,7 +109,7 @@ const int32_t* anabranch_layout(int* count) {
   return LAYOUT;
 }
 
-// Starts a runner with this number of threads, or as many as the system grants; returns how many.
+// Creates a runner with this number of threads, or as many as the system allows; returns how many.
 int anabranch_runner(int threads, void** runner) {
   return guarded([&] {
     require(in_range(threads, 1, MAX_THREADS), "the number of threads must be from 1 to 1024");
@@ -119,15 +119,15 @@ int anabranch_runner(int threads, void** runner) {
   });
 }
 
-// Asks for large pages: weights are read faster where fewer addresses have to be translated.
+// Requests large pages: weights are read faster with fewer address translations.
 void anabranch_advise(void* memory, int64_t bytes) { madvise(memory, static_cast<size_t>(bytes), MADV_HUGEPAGE); }
 
-// 1 if bf16 products come out right on this processor, else 0
+// 1 if bf16 products are correct on this processor, else 0
 int anabranch_multiplies() {
   return guarded([] { return products_are_right() ? 1 : 0; });
 }
 
-// bytes that a packed weight takes, into ``bytes``
+// stores the size of a packed weight in ``bytes``
 int anabranch_packed_bytes(const Packed* w, int64_t* bytes) {
   return guarded([&] {
     check_shape(*w);
@@ -136,7 +136,7 @@ int anabranch_packed_bytes(const Packed* w, int64_t* bytes) {
   });
 }
 
-// w: plain values, or quantised ones with ``scales`` and, in int4, ``minima``
+// w: unquantised values, or quantised ones with ``scales`` and, in int4, ``minima``
 int anabranch_pack(const Packed* to, const void* w, const void* scales, const void* minima) {
   return guarded([&] {
     check(*to);
@@ -189,7 +189,7 @@ int anabranch_best(const float* z, int64_t count, int width, int best, float* va
   });
 }
 
-// The place of the largest output of each row [count], the first of equals; -1 where it is not finite or any output is NaN.
+// The index of the largest output of each row [count], the first among equals; -1 if it is not finite or any is NaN.
 int anabranch_choose(int kind, void* runner, const void* x, int count, const Packed* w, const float* bias, int64_t* places) {
   return guarded([&] {
     check_rows(runner, x, kind, count, w, places);
@@ -200,7 +200,7 @@ int anabranch_choose(int kind, void* runner, const void* x, int count, const Pac
   });
 }
 
-// One place for each row of z [count, width], sampled from softmax(z / temperature) with the noise of the rows' keys; -1 as
+// One index for each row of z [count, width], sampled from softmax(z / temperature) with the noise of the rows' keys; -1 as
 // for anabranch_choose.
 int anabranch_draw(void* runner, const float* z, int count, int width, float temperature, const uint64_t* keys,
                    int64_t* places) {
@@ -242,7 +242,7 @@ int anabranch_move(void* keys, void* values, int layers, int heads, int64_t laye
               "nodes to move do not ascend, or are beyond the cache's end");
     const Move move{static_cast<char*>(keys), static_cast<char*>(values), layers, heads, layer_bytes, head_bytes,
                     token_bytes, start, nodes, count};
-    // the rows are far apart: all are prefetched before the first is waited for
+    // the rows are far apart: prefetch all before waiting for the first
     move.each([&](const char* from, const char* to) {
       for (int64_t i = 0; i < token_bytes; i += 64) prefetch(from + i), prefetch(to + i);
     });

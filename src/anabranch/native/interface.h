@@ -1,4 +1,4 @@
-// What all C functions share: rows by their kind.
+// Dispatch on the kind of rows, shared by all C functions.
 #pragma once
 
 #include "pass.h"
@@ -10,7 +10,7 @@ struct RowType {
   using type = T;
 };
 
-// Calls f with the type of the rows between two products of layers of this kind: as RowType<T>.
+// Calls f with RowType<T>, where T is the type of the rows between the products of layers of this kind.
 template <class F>
 inline auto with_row_type(int kind, F&& f) {
   if (kind == FLOAT) return f(RowType<float>{});

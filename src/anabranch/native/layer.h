@@ -1,4 +1,4 @@
-// Layers over the rows of a pass. All threads of a job run the same functions and meet at six barriers a layer.
+// Transformer layers over the rows of a pass. All threads of a job run the same functions, with six barriers per layer.
 #pragma once
 
 #include "attention.h"
@@ -24,7 +24,7 @@ class LayerPart {
     h_ = runner.scratch[static_cast<size_t>(thread)].hidden.of<T>(row_offset<T>(m_, s.d));
   }
 
-  // Ends without a barrier: outputs of other threads may be missing.
+  // Returns without a barrier: outputs of other threads may not be complete.
   void run() {
     project_in();
     prefetch_weight(l_.out, pool_.size(), thread_);
@@ -43,7 +43,7 @@ class LayerPart {
   }
 
  private:
-  // h = norm of all rows: each thread computes them for itself, which is cheaper than a barrier
+  // h = norm of all rows, computed redundantly by each thread, which is cheaper than a barrier
   void norm(const float* weight) {
     for (int i = 0; i < m_; ++i)
       rms_norm(plan_.x + static_cast<int64_t>(i) * s_.d, weight, s_.d, s_.eps, h_ + row_offset<T>(i, s_.d));
@@ -95,7 +95,7 @@ class LayerPart {
     });
   }
 
-  // inner = silu(gate) * up, whose blocks alternate; low = silu(h low'). A stream adapter may replace the MLP.
+  // inner = silu(gate) * up, whose blocks alternate; low = silu(h low'). The low-rank term may replace the MLP.
   void mlp_up() {
     norm(l_.norm_mlp);
     Sums gate, up;
@@ -143,8 +143,8 @@ class LayerPart {
   T* h_;
 };
 
-// A thread's part of ``count`` layers, with a barrier after each. ``tap`` (or null) takes the rows [M, D] as they are before
-// layer ``tapped``.
+// A thread's part of ``count`` layers, with a barrier after each. ``tap`` (or null) receives the rows [M, D] before layer
+// ``tapped``.
 template <class T>
 void run_layers(Runner& runner, const Shape& s, const Layer* layers, int count, const PassPlan& plan,
                 const Activations<T>& rows, float* tap, int tapped, int thread) {

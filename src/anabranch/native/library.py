@@ -1,10 +1,9 @@
 """Call the compiled kernels on torch tensors.
 
-``library()`` loads them once per process (``build`` finds or compiles them); where they cannot run it is None, and
-``shortfall()`` says why. C functions are called by the methods of ``Library`` and by the bindings of a method that has
-C++ of its own (``Library.function``). These check every tensor, count and type before a call, and each C function
-checks its arguments again. A call that breaks the contract raises AssertionError, one for which the system lacks
-memory or threads DeviceError.
+``library()`` loads them once per process (``build`` finds or compiles them); it is None if they cannot run, and
+``shortfall()`` says why. C functions are called by the methods of ``Library`` and by the bindings of methods with their
+own C++ (``Library.function``), which check every tensor, count and type. Each C function checks its arguments again.
+Invalid calls raise AssertionError; a lack of memory or threads raises DeviceError.
 
 M rows, D width, N outputs.
 """
@@ -50,7 +49,7 @@ __all__ = [
     "why_not",
 ]
 
-MAX_EMBEDDING_WIDTH = 8192  # of the rows that drafts and trailing streams read embeddings into
+MAX_EMBEDDING_WIDTH = 8192  # of rows that kernels read embeddings into
 STATUSES = {"memory": -1, "threads": -2}  # of the C functions; others below 0 refuse an argument
 MAX_THREADS = 1024
 PAGE = 2**21  # bytes of a large page
@@ -76,10 +75,10 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
 
 
 class Library:
-    """The compiled kernels with their threads, as many as torch uses.
+    """The compiled kernels and their thread pool, with as many threads as torch.
 
     Scores that are not finite: ``choose`` and ``draw`` return -1 for a row whose largest score is not finite or that
-    has a NaN, so that NaN never becomes a token; ``best`` ignores such scores.
+    has a NaN; ``best`` ignores such scores.
     """
 
     def __init__(self, c: ctypes.CDLL) -> None:
@@ -97,7 +96,7 @@ class Library:
     def function(self, name: str, arguments: tuple[Any, ...]) -> Callable[..., int]:
         """The C function ``anabranch_NAME`` with these ctypes arguments, which returns a status or a number.
 
-        It raises DeviceError or AssertionError. To be called within ``runner`` if it takes one.
+        It raises DeviceError or AssertionError. If it takes a runner, it must be called within ``runner``.
         """
         function: Any = getattr(self._c, f"anabranch_{name}")
         function.argtypes, function.restype = arguments, self._checked
@@ -112,12 +111,12 @@ class Library:
         require(found == expected, "structs of the compiled kernels differ from Python's: {}, {}", found, expected)
 
     def _begin(self) -> None:
-        """Start with a free lock and without threads, also in the child of a fork, which inherits neither."""
+        """Initialise the lock and the thread pools, also in a forked child, which does not inherit threads."""
         self._lock = threading.Lock()  # one call at a time: threads and their scratch memory are shared
         self._runners: dict[int, int] = {}
 
     def _checked(self, status: int) -> int:
-        """What a C function returned, if it is not an error."""
+        """The return value of a C function. Raises if it is an error."""
         if status >= 0:
             return status
         message = self._c.anabranch_message().decode(errors="replace")
@@ -125,13 +124,13 @@ class Library:
             raise DeviceError(f"the native kernels ran out of memory ({message}); use fewer rows or a shorter context")
         if status == STATUSES["threads"]:
             raise DeviceError(f"the native kernels could not start a thread ({message}); raise the limit (ulimit -u)")
-        raise AssertionError(f"the native kernels refused a call: {message}")
+        raise AssertionError(f"the native kernels rejected a call: {message}")
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Restrict torch to one thread for the calling thread: its workers would spin on the kernels' cores.
+        """Restrict torch to one thread in the calling thread, since torch's workers would spin on the kernels' cores.
 
-        Other threads keep their count, and so do those that start meanwhile.
+        Other threads, including new ones, are not affected.
         """
         threads, set_threads = torch.get_num_threads(), set_openmp_threads()
         if threads == 1 or set_threads is None:  # 1: also within another ``alone``
@@ -147,20 +146,20 @@ class Library:
 
     @contextmanager
     def runner(self) -> Iterator[int]:
-        """The C side's threads and memory, for the call of one C function."""
+        """The C++ thread pool and its memory, for the call of one C function."""
         with self._lock:
             yield self._run()
 
     def _run(self) -> int:
-        """The runner with as many threads as torch, or as the system grants. To be called with the lock held."""
+        """The runner with as many threads as torch, or as the system allows. Must be called with the lock held."""
         count = min(getattr(self._mine, "threads", 0) or torch.get_num_threads(), MAX_THREADS)
         if count not in self._runners:
             runner = _POINTER()
             started = self._c.anabranch_runner(count, ctypes.byref(runner))
             if started < count:
                 warnings.warn(
-                    f"the system let the native kernels start {started} of {count} threads; "
-                    "raise the limit (ulimit -u) or ask for fewer threads",
+                    f"the native kernels could start only {started} of {count} threads; "
+                    "raise the limit (ulimit -u) or use fewer threads",
                     PerformanceWarning,
                     stacklevel=2,
                 )
@@ -178,8 +177,8 @@ class Library:
     ) -> tuple[Packed, Tensor]:
         """Pack a weight [N, D] in blocks of 32 outputs, the last one padded; the second value is its memory.
 
-        ``weight`` is of the type that ``kind`` names, in bfloat16 with D even; or quantised values, uint8, D in whole
-        groups of 32, with ``scale`` and ``least`` as ``model.quantize`` has them.
+        ``weight`` has the dtype given by ``kind`` (in bfloat16, D must be even), or is uint8 with quantised values (D a
+        multiple of 32) and has the ``scale`` and ``least`` of ``model.quantize``.
         """
         packable(kind, weight, scale, least)
         outputs, width = weight.shape
@@ -192,24 +191,24 @@ class Library:
         return packed, memory
 
     def large(self, size: int) -> Tensor:
-        """``size`` bytes, if possible in large pages, which are read up to twice as fast. Raises DeviceError."""
+        """Allocate bytes, if possible in large pages, which are read up to twice as fast. Raises DeviceError."""
         try:
             whole = torch.empty(size + PAGE, dtype=torch.uint8)
         except RuntimeError as error:
             raise DeviceError(
-                f"{size:,} bytes of memory cannot be had; use fewer rows, a shorter context or a smaller model"
+                f"{size:,} bytes of memory cannot be allocated; use fewer rows, a shorter context or a smaller model"
             ) from error
         start = -whole.data_ptr() % PAGE
         self._c.anabranch_advise(whole[start:].data_ptr(), size)
         return whole[start : start + size]
 
     def _allocate(self, size: int) -> Tensor:
-        """``size`` bytes in large pages that packed weights share; never given back to other weights."""
+        """Allocate ``size`` bytes in large pages shared by packed weights; freed memory is not reused."""
         if size < PAGE // 8:
             return torch.empty(size, dtype=torch.uint8)
         with self._lock:
             if len(self._free) < size:
-                # pages are allocated when they are first written: an unused rest costs nothing
+                # pages are allocated on the first write, so unused ones cost nothing
                 self._free = self.large(max(ARENA, size))
             taken, self._free = self._free[:size], self._free[size + -size % 64 :]
             return taken
@@ -217,7 +216,7 @@ class Library:
     def linear(self, x_MD: Tensor, packed: Packed, bias_N: Tensor | None) -> Tensor:
         """Rows times a packed weight, plus a float32 bias: float32 [M, N].
 
-        Rows are of the weight's type; for a quantised one bf16 or float32.
+        Rows have the weight's dtype, or for a quantised weight bf16 or float32.
         """
         x_MD, bias = rows_for(packed, x_MD, bias_N)
         y = torch.empty(len(x_MD), packed.outputs)
@@ -243,7 +242,7 @@ class Library:
     def best(self, z_MN: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The ``count`` largest log probabilities of float32 scores [M, N], descending, and their indices [M, count].
 
-        Scores that are not finite are ignored; where fewer are finite, -inf at index 0 follows.
+        Scores that are not finite are ignored; if there are too few others, the rest is -inf at index 0.
         """
         z_MN = scores(z_MN)
         require(count >= 1, "count must be at least 1, got {}", count)
@@ -288,11 +287,11 @@ class Library:
         tap: Tensor | None = None,
         tapped: int = 0,
     ) -> None:
-        """Run layers over ``batch.x`` in place; keys and values are written behind the committed ones.
+        """Run layers over ``batch.x`` in place; keys and values are written after the committed ones.
 
-        The cache is float32 where the weights are, else bf16. All of a layer's weights are quantised, or none is.
-        With ``ends`` the pass begins with tokens and ends with the last norm, and with tokens where asked for. ``tap``
-        takes the rows as they are before layer ``tapped`` of these.
+        The cache is float32 if the weights are, else bf16. Either all weights of a layer are quantised or none. With
+        ``ends`` the pass starts with tokens and ends with the last norm and, if requested, with tokens. ``tap``
+        receives the rows before layer ``tapped`` of these.
         """
         require(len(layers) > 0, "a pass has no layers")
         if tap is not None:
@@ -308,7 +307,7 @@ class Library:
     ) -> None:
         """Copy start + nodes[i] to start + i in one row and some layers of a cache [layers, rows, K, C, E].
 
-        ``nodes`` ascend.
+        ``nodes`` are in ascending order.
         """
         same = (keys.shape, keys.stride(), keys.dtype) == (values.shape, values.stride(), values.dtype)
         require(same and keys.dim() == 5 and keys.is_cpu and values.is_cpu, "keys and values differ")
@@ -338,7 +337,7 @@ _found: _Found | None = None
 
 
 def _after_fork() -> None:
-    """Renew locks: those that threads of the parent held would stay locked in the child, which has no such threads."""
+    """Create new locks: those held by the parent's threads would stay locked in the child."""
     global _finding
     _finding = threading.Lock()
     for alive in _alive:
@@ -349,27 +348,27 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def library() -> Library | None:
-    """The kernels, compiled if necessary; None where they are not available.
+    """The kernels, compiled if necessary; None if they are not available.
 
-    ANABRANCH_NATIVE=0 switches them off, and the name of a form takes none that is better. Raises InputError for
-    another value.
+    ANABRANCH_NATIVE=0 disables them, and the name of an instruction set limits them to it. Raises InputError for other
+    values.
     """
     return _look().library
 
 
 def shortfall() -> build.Shortfall | None:
-    """Why these kernels, or none, run on this machine; None where they are the best that its processor can run."""
+    """Why these kernels, or none, are used; None if they are the fastest that the processor supports."""
     return _look().shortfall
 
 
 def why_not() -> str:
-    """Why ``library()`` is None; empty where it is not."""
+    """Why ``library()`` is None; empty if it is not."""
     found = _look()
     return "" if found.shortfall is None or found.library is not None else found.shortfall.why
 
 
 def forget() -> None:
-    """Look for the kernels anew at the next call."""
+    """Discard the result of ``library()``, so that the next call looks for the kernels again."""
     global _found
     with _finding:
         _found = None

@@ -13,9 +13,9 @@ __all__ = ["set_openmp_threads"]
 
 @lru_cache(maxsize=1)
 def set_openmp_threads() -> Callable[[int], None] | None:
-    """``omp_set_num_threads`` of torch's OpenMP, which affects the calling thread alone; None where torch has none.
+    """``omp_set_num_threads`` of torch's OpenMP, which affects only the calling thread; None if torch has no OpenMP.
 
-    ``torch.set_num_threads`` would also set the count of threads that start later.
+    ``torch.set_num_threads`` would also affect threads that start later.
     """
     try:
         set_threads = ctypes.CDLL(None).omp_set_num_threads
@@ -24,6 +24,6 @@ def set_openmp_threads() -> Callable[[int], None] | None:
     set_threads.argtypes, set_threads.restype = (ctypes.c_int,), None
     before = torch.get_num_threads()
     set_threads(before + 1)
-    works = torch.get_num_threads() == before + 1  # a library other than torch's would change nothing
+    works = torch.get_num_threads() == before + 1  # no effect if the library is not the one that torch uses
     set_threads(before)
     return set_threads if works else None

@@ -1,6 +1,6 @@
 // The memory layout of packed weights, and packing.
 //
-// A packed weight [outputs, width] is a sequence of blocks of 32 outputs, the last one padded with zeros. A block holds
+// A packed weight [outputs, width] is a sequence of blocks of 32 outputs, the last one padded with zeros. A block contains
 //   bf16:  for every 2 of k the 32 outputs' pairs
 //   float: for every k the 32 outputs' values
 //   int8:  in groups of 32 of k, for every 4 of k the 32 outputs' values + 128 (1,024 bytes a group); after all groups the
@@ -15,7 +15,7 @@
 
 namespace {
 
-constexpr int MAX_VALUES = 1 << 24;  // of any width and number of rows: products of two of them fit 64 bits
+constexpr int MAX_VALUES = 1 << 24;  // limit of widths and numbers of rows: products of two of them fit 64 bits
 
 // The format of a packed weight; see KINDS in library.py.
 enum Kind : int32_t { BF16 = 0, FLOAT = 1, INT8 = 2, INT4 = 3 };
@@ -36,7 +36,7 @@ struct Packed {
   int blocks() const { return (outputs + BLOCK - 1) / BLOCK; }
 };
 
-// w [outputs, width] row by row -> blocks; ``to`` holds ceil(outputs / 32) blocks
+// w [outputs, width] row by row -> blocks; ``to`` has space for ceil(outputs / 32) blocks
 template <class T>
 void pack(const T* w, int outputs, int width, T* to) {
   for (int b = 0; b < (outputs + BLOCK - 1) / BLOCK; ++b)
@@ -81,7 +81,7 @@ void check_shape(const Packed& w) {
   require(in_range(w.kind, BF16, INT4), "unknown kind of packed weight");
   require(in_range(w.outputs, 1, MAX_VALUES) && in_range(w.width, 1, MAX_VALUES), "a packed weight's size is out of range");
   require(w.kind != BF16 || w.width % PER_LANE<bf16> == 0, "a packed bf16 weight has an odd width");
-  require(w.kind < INT8 || w.width % BLOCK == 0, "a packed quantised weight has no whole groups");
+  require(w.kind < INT8 || w.width % BLOCK == 0, "a packed quantised weight's width is not a multiple of 32");
 }
 
 void check(const Packed& w) {
@@ -89,13 +89,13 @@ void check(const Packed& w) {
   require(w.data != nullptr, "a packed weight has no memory");
 }
 
-// whether rows of a pass of this kind are multiplied with w: its own type, or any quantised one
+// whether w can be used in a pass of this kind: it has the same type, or both are quantised
 inline bool matches(int kind, const Packed& w) { return kind < INT8 ? w.kind == kind : w.kind >= INT8; }
 
 void check(const Packed& w, int kind, int outputs, int width) {
   check(w);
-  require(matches(kind, w), "plain and quantised weights, or several types, in one pass");
-  require(w.outputs == outputs && w.width == width, "a packed weight has another size than its place");
+  require(matches(kind, w), "weights of different types in one pass");
+  require(w.outputs == outputs && w.width == width, "a packed weight has the wrong size");
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// A whole call: a pass through layers, and a product of rows with one weight.
+// Complete calls: a forward pass through layers, and a product of rows with one weight.
 #pragma once
 
 #include "layer.h"
@@ -6,8 +6,8 @@
 
 namespace {
 
-// Layers over ``batch.x``, in place. With ``ends``, the pass begins with tokens and ends with the rows after the last norm
-// and the tokens that the head chooses. ``tap`` (or null) takes the rows [M, D] as they are before layer ``tapped``.
+// Layers over ``batch.x``, in place. With ``ends``, the pass starts with tokens and ends with the rows after the last norm
+// and the tokens that the head chooses. ``tap`` (or null) receives the rows [M, D] before layer ``tapped``.
 template <class T>
 void run_pass(Runner& runner, const Shape& s, const Layer* layers, int count, const RaggedBatch& batch, const Ends* ends,
               float* tap, int tapped) {
@@ -42,7 +42,7 @@ void run_pass(Runner& runner, const Shape& s, const Layer* layers, int count, co
   if (choosing) reduce_argmax(search.found, pool.size(), nodes, ends->chosen);
 }
 
-// y = x w' + bias; rows of P, which is the weight's type where that is not quantised
+// y = x w' + bias; rows of P, which is the weight's type unless that is quantised
 template <class P>
 void linear(Runner& runner, const P* x, int count, const Packed& w, const float* bias, float* y) {
   void* buffer = conversion_buffer<P>(runner.converted, count, w);

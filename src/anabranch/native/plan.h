@@ -1,7 +1,6 @@
-// What a pass is given, and its plan: which positions and keys each node has.
+// The inputs of a pass, and its plan: the position and the visible keys of each node.
 //
-// B batch rows; M nodes of a pass, those of its first batch row first, each batch row with a number of its own; D model
-// width, H query heads, K kv heads, E channels of a head.
+// B batch rows; M nodes of a pass, batch row by batch row; D model width, H query heads, K kv heads, E channels of a head.
 #pragma once
 
 #include <vector>
@@ -12,14 +11,14 @@
 
 namespace {
 
-// weights of a layer, and where its cache is
+// the weights and the cache of a layer
 struct Layer {
   const float *norm_in, *norm_mlp, *q_norm, *k_norm, *qkv_bias, *out_bias;
   Packed qkv, out, up, down, low, high;  // low, high: a low-rank term added to the MLP (data null: none)
   void *keys, *values;                   // of the pass's first batch row: [K, capacity, E]
 };
 
-// sizes that all layers share
+// sizes shared by all layers
 struct Shape {
   int32_t d, heads, kv_heads, e, inner, rope_dim;
   float eps, scale;
@@ -30,17 +29,17 @@ struct Shape {
 struct RaggedBatch {
   int32_t batch, nodes;  // B, M
   int32_t window;        // a node sees that many positions, its own included (0: all)
-  int32_t trailing;      // whether these are streams, whose window is that of the newest committed token
+  int32_t trailing;      // whether the nodes share the window of the newest committed token instead of one each
   int32_t positions;     // positions that cos and sin have
   float* x;                // [M, D], in and out
   const float *cos, *sin;  // [positions, rope_dim]
-  const int64_t* starts;   // [B + 1]: batch row b has the nodes starts[b] to starts[b + 1] - 1, perhaps none
+  const int64_t* starts;   // [B + 1]: batch row b has the nodes starts[b] to starts[b + 1] - 1, possibly none
   const int64_t* lengths;  // committed tokens [B]
-  const int64_t* parents;  // of each node [M], counted within its batch row: before its child; -1: none; null: chains
+  const int64_t* parents;  // of each node [M], relative to its batch row; parents come first; -1: none; null: chains
 
   int start(int b) const { return static_cast<int>(starts[b]); }
   int count(int b) const { return static_cast<int>(starts[b + 1] - starts[b]); }
-  // keys that the last node of a batch row may see
+  // number of keys visible to the last node of a batch row
   int span(int b) const { return static_cast<int>(lengths[b]) + count(b); }
 };
 
@@ -50,7 +49,7 @@ struct Table {
   int32_t packed, words;  // words: the size of the vocabulary
 };
 
-// how a pass begins, from tokens, and ends, after the last norm and with the tokens that the head chooses
+// the start of a pass, from tokens, and its end: the last norm, and the tokens that the head chooses
 struct Ends {
   Table embedding;
   const int64_t* tokens;  // [M]; null: RaggedBatch::x is given
@@ -61,16 +60,16 @@ struct Ends {
   int64_t* chosen;  // the index of the head's largest output [M], the first of equals; null: not needed
 };
 
-// some queries of one batch row and one kv head; a query is (node, head of the group)
+// a range of queries of one batch row and one kv head; a query is (node, head of the group)
 struct AttentionTask {
   int32_t row, head, first, count;
 };
 
-// A batch with what attention needs to know about its nodes. Node i sees the committed tokens from first[i] on and the nodes
+// A batch with the visible keys of its nodes. Node i attends to the committed tokens from first[i] on and to the nodes
 // ancestors[offsets[i] : offsets[i + 1]] of its batch row, itself last; the first run[i] of these are nodes 0, 1, 2, ...
 struct PassPlan : RaggedBatch {
   const int32_t* row;           // the batch row of each node [M]
-  const int64_t* positions_of;  // of each node in the text [M]
+  const int64_t* positions_of;  // position of each node [M]
   const int32_t *offsets, *ancestors, *first, *run;
   const AttentionTask* tasks;   // of one layer
   int32_t task_count;
@@ -83,7 +82,7 @@ struct PlanMemory {
   std::vector<AttentionTask> tasks;
 };
 
-// A batch's plan without its attention tasks. Raises Refusal for a parent or a position that does not fit.
+// A batch's plan without its attention tasks. Throws Refusal for an invalid parent or position.
 PassPlan plan_pass(const RaggedBatch& batch, PlanMemory& memory) {
   const bool trailing = batch.trailing != 0;
   const int nodes = batch.nodes;
@@ -100,11 +99,11 @@ PassPlan plan_pass(const RaggedBatch& batch, PlanMemory& memory) {
     const int parent = batch.parents == nullptr ? node - 1 : static_cast<int>(batch.parents[i]), above = start + parent;
     const int64_t length = batch.lengths[rows[i]];
     positions[i] = parent < 0 ? length : positions[above] + 1;
-    require(positions[i] < batch.positions, "a position has no rotation");
+    require(positions[i] < batch.positions, "a position is beyond the rotary tables");
     const int64_t newest = trailing ? length - 1 : positions[i];
     const int64_t from = batch.window == 0 ? 0 : std::max<int64_t>(0, newest - batch.window + 1);
     first[i] = static_cast<int32_t>(std::min(from, length));
-    // what its parent sees, as far as the window reaches, and itself
+    // the visible nodes of its parent that are inside the window, and itself
     offsets[i] = static_cast<int32_t>(seen.size());
     for (int j = parent < 0 ? 0 : offsets[above]; parent >= 0 && j < offsets[above + 1]; ++j)
       if (trailing || positions[start + seen[static_cast<size_t>(j)]] >= from) seen.push_back(seen[static_cast<size_t>(j)]);
@@ -138,7 +137,7 @@ void embed(const Table& table, int64_t token, int d, float* to) {
     for (int j = 0; j < d; j += 16) store16(to + j, load16(from + j));
     return;
   }
-  // a block interleaves the words of its outputs; of two bf16 in a word, the first one is the lower half
+  // a block interleaves the 32-bit words of its outputs; the lower half of a word is the first of two bf16
   const int count = d * static_cast<int>(sizeof(P)) / 4;
   const uint32_t* first = static_cast<const uint32_t*>(table.rows) + token / BLOCK * count * BLOCK + token % BLOCK;
   uint32_t* bits = reinterpret_cast<uint32_t*>(to);
@@ -188,11 +187,11 @@ void check(const Shape& s, const RaggedBatch& batch) {
   require(values <= std::numeric_limits<int32_t>::max(), "a pass has too many nodes");
   const int64_t capacity = s.head_stride / s.e;
   require(s.head_stride > 0 && s.head_stride % s.e == 0 && capacity <= std::numeric_limits<int32_t>::max() - 64,
-          "the cache's heads do not hold whole tokens");
+          "the cache's head stride is not a multiple of the head width");
   require(batch.batch == 1 || s.row_stride >= s.kv_heads * s.head_stride, "the cache's rows overlap");
   for (int b = 0; b < batch.batch; ++b)
     require(in_range(batch.lengths[b], batch.trailing != 0 && batch.count(b) > 0 ? 1 : 0, capacity - batch.count(b)),
-            "the cache has no room for a pass");
+            "the cache is too small for a pass");
 }
 
 void check(int kind, const Shape& s, const Layer& l) {
@@ -216,7 +215,7 @@ void check(int kind, const void* runner, const Shape* s, const Layer* layers, in
   require(in_range(kind, BF16, INT4), "unknown kind of layers");
   check(*s, *batch);
   require(in_range(count, 1, 1 << 16), "there are no layers");
-  // Weights have evicted the descriptions of layers from the caches since the last pass: prefetch them all at once.
+  // Since the last pass, weights have evicted the layer structs from the caches: prefetch all of them at once.
   const char* first = reinterpret_cast<const char*>(layers);
   for (size_t at = 0; at < static_cast<size_t>(count) * sizeof(Layer); at += 64) prefetch(first + at);
   for (int i = 0; i < count; ++i) check(kind, *s, layers[i]);

@@ -1,7 +1,7 @@
 // Products of rows with packed weights: y = x w'.
 //
-// Each row's sums run over k in an order that does not depend on how many rows there are. Rows are multiplied in tiles that
-// share a read of a block of weights, and the threads of a job steal blocks from each other.
+// Each row's sums run over k in an order that does not depend on the number of rows (batch-invariant). Rows are multiplied
+// in tiles that share a read of a block of weights, and the threads of a job steal blocks from each other.
 //
 // T, the type of the rows, is Operand<bf16> or float, as the weights are, or QuantizedGroup for weights in int8 and int4.
 #pragma once
@@ -21,7 +21,7 @@ constexpr int VALUES_PER = 1;
 template <>
 constexpr int VALUES_PER<QuantizedGroup> = BLOCK;
 
-// where a row of ``width`` values begins among rows of T
+// offset of row m among rows of T with ``width`` values
 template <class T>
 inline int64_t row_offset(int64_t row, int width) {
   return row * (width / VALUES_PER<T>);
@@ -29,8 +29,8 @@ inline int64_t row_offset(int64_t row, int width) {
 
 // ---- tiles --------------------------------------------------------------------------------------------------------
 
-// Whether rows of ``width`` values are multiplied in the matrix unit: whatever their number, since its sums are rounded in
-// another order.
+// Whether rows of ``width`` values are multiplied in the matrix unit. This does not depend on the number of rows, since its
+// sums are rounded in another order.
 template <class T>
 constexpr bool uses_matrix_tiles(int width) {
   return MATRIX_TILES && std::is_same<T, bf16>::value && width % BLOCK == 0;
@@ -42,7 +42,7 @@ constexpr int max_tile_rows(int width) {
   return std::is_same<T, QuantizedGroup>::value ? QUANTIZED_TILE_ROWS : TILE_ROWS;
 }
 
-// rows of a tile where ``count`` rows of ``width`` values are multiplied: as few tiles as possible, of about the same size
+// rows per tile for ``count`` rows of ``width`` values: as few tiles as possible, of about the same size
 template <class T>
 inline int tile_rows(int count, int width) {
   const int tiles = (count + max_tile_rows<T>(width) - 1) / max_tile_rows<T>(width);
@@ -53,9 +53,9 @@ inline void clear_sums(Sums& acc, int count) {
   for (int m = 0; m < count; ++m) acc[m][0] = acc[m][1] = zero();
 }
 
-// Multiplies the tile that starts at row m of ``count`` with a block of weights; returns the number of its rows. A single
-// tile prefetches the weights as it goes; of several, the first two prefetch one half of the next block each, so that memory
-// is busy while the later ones compute.
+// Multiplies the tile that starts at row m of ``count`` by a block of weights; returns the number of its rows. A single tile
+// prefetches the weights as it goes; of several tiles, the first two each prefetch one half of the next block, so that
+// memory is busy while the others compute.
 template <class W, class B, class T>
 inline int multiply_rows_by(int m, int count, const T* x, int64_t stride, const char* data, int64_t bytes, int width,
                             Sums& acc) {
@@ -84,7 +84,7 @@ inline int multiply_rows(int m, int count, const QuantizedGroup* x, const Packed
                         : multiply_rows_by<Int8, uint8_t>(m, count, x, stride, w.block(b), bytes, w.width, acc);
 }
 
-// y = x w' for block b: ``done(m, b, low, high)`` takes 32 outputs of one row
+// y = x w' for block b: ``done(m, b, low, high)`` receives 32 outputs of one row
 template <class T, class Done>
 inline void multiply_block(const T* x, int count, const Packed& w, int b, Done&& done) {
   Sums acc;
@@ -127,14 +127,14 @@ inline void convert_row(const P* x, int width, T* y) {
   for (int b = 0; b < width / BLOCK; ++b) store32(y, b, load16(x + b * BLOCK), load16(x + b * BLOCK + 16));
   const int left = width % BLOCK;
   if (left == 0) return;
-  P part[BLOCK] = {};  // only plain types have widths that are no multiple of 32
+  P part[BLOCK] = {};  // only unquantised types can have widths that are not multiples of 32
   T as[BLOCK];
   std::copy(x + width - left, x + width, part);
   store32(as, 0, load16(part), load16(part + 16));
   if constexpr (!std::is_same<T, QuantizedGroup>::value) std::copy(as, as + left, y + width - left);
 }
 
-// memory for rows of P as they are multiplied with w, or null where they need no conversion
+// memory for rows of P, converted for multiplication by w; null if they need no conversion
 template <class P>
 void* conversion_buffer(Workspace& memory, int count, const Packed& w) {
   if (w.kind >= INT8) return memory.of<QuantizedGroup>(row_offset<QuantizedGroup>(count, w.width));

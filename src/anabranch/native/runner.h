@@ -1,4 +1,4 @@
-// Threads and the memory that they work in. One call runs at a time on a runner.
+// A thread pool and its memory. A runner executes one call at a time.
 #pragma once
 
 #include <map>
@@ -25,7 +25,7 @@ class Runner {
   Workspace x, qkv, heads, inner, low;  // rows of a pass, and between the products of its layers
   Workspace argmax, converted;
 
-  // memory of a method's own kernels, made at the first use and kept with the runner
+  // memory of a method's own kernels, created on first use and kept with the runner
   template <class T>
   T& extension() {
     static const char key = 0;  // its address identifies T

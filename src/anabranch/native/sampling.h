@@ -1,4 +1,4 @@
-// From scores to tokens: the largest log probabilities, argmax, and Gumbel noise for sampling.
+// Sampling: the largest log probabilities, argmax, and Gumbel noise.
 #pragma once
 
 #include "products.h"
@@ -8,7 +8,7 @@ namespace {
 
 // ---- the largest log probabilities --------------------------------------------------------------------------------
 
-// Inserts a score into the ``have`` largest so far, which descend; of equals, the first stays in front.
+// Inserts a score into the ``have`` largest so far, in descending order; among equals, the first one stays first.
 inline void insert_top(float score, int at, int best, int* have, float* values, int64_t* places) {
   int place = *have < best ? (*have)++ : best - 1;
   for (; place > 0 && values[place - 1] < score; --place) {
@@ -36,8 +36,8 @@ void top_finite(const float* z, int width, float rest, int best, float* values, 
   std::fill(places + have, places + best, 0);
 }
 
-// The ``best`` largest values of a row's log softmax, descending, and their places; of equals the first comes first.
-// exp(rest) is added to the sum of the softmax. Where there are fewer finite scores, -inf at place 0 follows.
+// The ``best`` largest values of a row's log softmax, descending, and their indices; among equals the first comes first.
+// exp(rest) is added to the sum of the softmax. If there are fewer finite scores, the rest is -inf at index 0.
 void top_log_softmax(const float* z, int width, float rest, int best, float* values, int64_t* places) {
   const F32x16 low = broadcast(-INFINITY);
   F32x16 largest[4] = {low, low, low, low};
@@ -47,7 +47,7 @@ void top_log_softmax(const float* z, int width, float rest, int best, float* val
   for (; i < width; i += 16) largest[0] = max(largest[0], masked_load(z + i, width - i, low));
   const F32x16 of_lanes = max(max(largest[0], largest[1]), max(largest[2], largest[3]));
   const F32x16 highest = broadcast(reduce_max(of_lanes));
-  // each lane has a score that is at least the smallest of these: at least 16 scores exceed this threshold
+  // the largest score of each lane is at least the smallest of these, so at least 16 scores reach this threshold
   float threshold = best > 16 ? -INFINITY : std::nextafter(-reduce_max(zero() - of_lanes), -INFINITY);
   F32x16 total = zero();
   int have = 0;
@@ -93,14 +93,14 @@ inline F32x16 gumbel(U32x16 tokens, uint64_t key) {
 
 // ---- argmax -------------------------------------------------------------------------------------------------------
 
-// The largest score so far and its place; -inf at -1: none yet; infinity at -1: a NaN was seen.
+// The largest score so far and its index; -inf at -1: none yet; infinity at -1: there was a NaN.
 struct Argmax {
   float value;
   int32_t at;
 };
 
-// Takes in ``count`` of 16 scores that begin at place ``at``. Of equal scores the first place wins, in whatever order the
-// blocks come. A NaN is never ignored.
+// Updates with the first ``count`` of 16 scores, which start at index ``at``. Among equal scores the lowest index wins,
+// independent of the order of blocks. A NaN is never ignored.
 inline void update_argmax(F32x16 scores, int count, int at, Argmax* best) {
   const bool before = at < best->at;
   const float threshold = before ? std::nextafter(best->value, -INFINITY) : best->value;
@@ -116,7 +116,7 @@ inline void update_argmax(F32x16 scores, int count, int at, Argmax* best) {
   }
 }
 
-// The largest outputs y = x w' + bias of some rows: each thread finds those of the blocks that it computes.
+// The largest outputs y = x w' + bias of each row; each thread finds those in the blocks that it computes.
 template <class P>
 struct ArgmaxSearch {
   const P* x;
@@ -150,7 +150,7 @@ void search_argmax(ThreadPool& pool, const ArgmaxSearch<P>& search, int thread) 
   });
 }
 
-// The places of the best of what all threads found; -1 where the largest score is not finite, or any is NaN.
+// The indices of the best among all threads; -1 if the largest score is not finite, or any is NaN.
 void reduce_argmax(const Argmax* found, int threads, int count, int64_t* places) {
   for (int m = 0; m < count; ++m) {
     Argmax best = found[m];
@@ -162,7 +162,7 @@ void reduce_argmax(const Argmax* found, int threads, int count, int64_t* places)
   }
 }
 
-// The places of the largest outputs of rows [count, w.width], without storing the outputs.
+// The indices of the largest outputs of rows [count, w.width], without storing the outputs.
 template <class P>
 void choose(Runner& runner, const P* x, int count, const Packed& w, const float* bias, int64_t* places) {
   const ArgmaxSearch<P> search = argmax_search(runner, x, count, w, bias);
@@ -185,7 +185,7 @@ void sample(Runner& runner, const float* z, int count, int width, float temperat
     for (int part = first; part < last; ++part) {
       const int from = part * PART, to = std::min(width, from + PART);
       for (int m = 0; m < count; ++m) {
-        if (std::find(keys, keys + m, keys[m]) != keys + m) continue;  // done with the first row of that key
+        if (std::find(keys, keys + m, keys[m]) != keys + m) continue;  // done together with the first row of this key
         for (int i = from; i < to; i += 16) store16(noise + i - from, gumbel(iota(i), keys[m]));
         for (int row = m; row < count; ++row) {
           if (keys[row] != keys[m]) continue;

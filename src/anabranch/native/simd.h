@@ -1,9 +1,9 @@
-// What the header of an instruction set provides, and what all of them share. The kernels are written in these terms
-// alone: a new instruction set is a new header with everything in this list, an include in vector_math.h, and an entry of
-// FORMS in build.py. avx512.h and avx2.h are the two that exist; tests/native/scalar.h is one in plain C++.
+// The interface of instruction sets, and what they share. The kernels use only these names: a new instruction set needs a
+// new header with everything in this list, an include in vector_math.h, and an entry of FORMS in build.py. There are
+// avx512.h and avx2.h; tests/native/scalar.h is one in plain C++.
 //
-// Results need not agree between instruction sets to the bit. Within one, each row's result must not depend on how many
-// rows are computed together: where a function below sums over k, the order of the sum is fixed.
+// Results of different instruction sets may differ in rounding. Within one, a row's result must not depend on how many rows
+// are computed together: where a function below sums over k, the order of the sum is fixed.
 //
 // ---- constants ----
 //   INSTRUCTION_SET      const char*: its name in FORMS (build.py)
@@ -18,15 +18,15 @@
 //   U32x16               16 uint32_t
 //   Operand<P>           what rows of P (bf16 or float) are converted to before they are multiplied with weights, keys or
 //                        values of P. Operand<float> is float. Operand<bf16> is bf16, or a float rounded to bf16
-//   QuantizedGroup       32 values of a row in int8, for weights in int8 and int4: value[i] * scale. Public members are
-//                        the header's own choice; a group with a value that is not finite makes NaN of every product
-//   KeyLanes             lane i holds 32 bits of key i: one Operand<float>, or PER_LANE<Operand<bf16>> of Operand<bf16>
+//   QuantizedGroup       32 values of a row in int8, for weights in int8 and int4: value[i] * scale. Each header chooses its
+//                        members; products with a group that has a value which is not finite are NaN
+//   KeyLanes             lane i has 32 bits of key i: one Operand<float>, or PER_LANE<Operand<bf16>> of Operand<bf16>
 //   Sums                 F32x16[MAX_TILE_ROWS][2]: 32 outputs of each row of a tile
 //
 // ---- the processor ----
 //   void spin_pause()                    a hint inside a spin loop
 //   void prefetch(const void* p)         into the first-level cache; any address is allowed
-//   void release_tiles()                 give the calling thread's matrix tiles back; empty without a matrix unit
+//   void release_tiles()                 release the calling thread's matrix tiles; empty without a matrix unit
 //
 // ---- floats ----
 //   F32x16 zero(), broadcast(float x)
@@ -94,7 +94,7 @@ constexpr int BLOCK = 32;  // outputs of a packed block, and values of a quantis
 // Rows in int8 are scaled by 127 / the largest absolute value, which is infinite below this bound.
 constexpr float FLOAT_MAX = std::numeric_limits<float>::max(), MIN_GROUP_MAX = 127.0f / FLOAT_MAX * 1.01f;
 
-// Keeps a kernel out of its caller, whose live values would take registers from it.
+// Prevents inlining a kernel into its caller, whose live values would take registers from it.
 #define NOINLINE __attribute__((noinline))
 
 inline bf16 to_bf16(float x) {

@@ -1,4 +1,4 @@
-// How errors reach Python: no exception leaves the library. A C function returns a Status, and its thread keeps a message.
+// Error handling: no exception leaves the library. A C function returns a Status, and the message is kept per thread.
 #pragma once
 
 #include <cstdint>
@@ -13,10 +13,10 @@ namespace {
 // See STATUSES in library.py.
 enum Status : int32_t { DONE = 0, NO_MEMORY = -1, NO_THREADS = -2, REFUSED = -3 };
 
-// why the calling thread's last failed call failed
+// the message of the calling thread's last failed call
 thread_local char message[256] = "";
 
-// an argument that does not fit the kernels or the other arguments
+// an invalid argument
 struct Refusal {
   const char* what;
 };
@@ -32,7 +32,7 @@ inline int32_t failed(Status status, const char* what) {
   return status;
 }
 
-// calls f, which returns a number from 0 on, and turns exceptions into a status
+// calls f, which returns a non-negative number, and turns exceptions into a status
 template <class F>
 inline int32_t guarded(F&& f) noexcept {
   try {
@@ -42,7 +42,7 @@ inline int32_t guarded(F&& f) noexcept {
   } catch (const std::bad_alloc&) {
     return failed(NO_MEMORY, "out of memory");
   } catch (const std::length_error&) {
-    return failed(NO_MEMORY, "more memory than a process can have");
+    return failed(NO_MEMORY, "more memory than a process can address");
   } catch (const std::system_error& error) {
     return failed(NO_THREADS, error.what());
   } catch (const std::exception& error) {

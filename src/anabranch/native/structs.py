@@ -1,4 +1,4 @@
-"""The C structs of ``pack.h`` and ``plan.h`` for ctypes; ``layout`` is compared with theirs when the library loads."""
+"""The C structs of ``pack.h`` and ``plan.h`` for ctypes; their layouts are compared when the library is loaded."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class Packed(ctypes.Structure):
 
 
 class Table(ctypes.Structure):
-    """Embeddings [words, width]: row by row, or ``packed`` like a weight of the rows' type."""
+    """Embeddings [words, width], row by row or ``packed`` like a weight of the same type."""
 
     _fields_ = (("rows", ctypes.c_void_p), ("packed", ctypes.c_int32), ("words", ctypes.c_int32))
 
 
 class Layer(ctypes.Structure):
-    """Weights of one layer, and where its cache is."""
+    """The weights and the cache of one layer."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("norm_in", "norm_mlp", "q_norm", "k_norm", "qkv_bias", "out_bias")),
@@ -35,7 +35,7 @@ Layers: TypeAlias = ctypes.Array[Layer]
 
 
 class Shape(ctypes.Structure):
-    """Sizes that all layers share."""
+    """Sizes shared by all layers."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("d", "heads", "kv_heads", "e", "inner", "rope_dim")),
@@ -47,11 +47,11 @@ class Shape(ctypes.Structure):
 
 
 class RaggedBatch(ctypes.Structure):
-    """The nodes of one pass: batch row b has the nodes ``starts[b]`` to ``starts[b + 1]`` - 1, perhaps none.
+    """The nodes of a pass: batch row b has the nodes ``starts[b]`` to ``starts[b + 1]`` - 1, possibly none.
 
-    nodes       of all rows together
-    positions   how many ``cos`` and ``sin`` have
-    x           the nodes' rows; without it the kernels keep them in memory of their own
+    nodes       total number of nodes
+    positions   number of positions in ``cos`` and ``sin``
+    x           the nodes' hidden states; null: the kernels use their own memory
     """
 
     _fields_ = (
@@ -61,7 +61,7 @@ class RaggedBatch(ctypes.Structure):
 
 
 class Ends(ctypes.Structure):
-    """How a pass begins, from tokens, and ends, after the last norm and with the tokens that the head chooses."""
+    """The start of a pass, from tokens, and its end: the last norm, and the tokens that the head chooses."""
 
     _fields_ = (
         ("embedding", Table),

@@ -16,7 +16,7 @@
 namespace {
 
 constexpr int MAX_THREADS = 1024;
-constexpr int SPINS_BEFORE_SLEEP = 100000;  // longer than Python takes between two calls of one pass
+constexpr int SPINS_BEFORE_SLEEP = 100000;  // longer than the time in Python between two calls of a pass
 constexpr int SPINS_BEFORE_YIELD = 4000;
 
 // the part of [0, count) that belongs to a thread
@@ -25,9 +25,8 @@ inline void split_range(int count, int threads, int thread, int* first, int* las
   *last = static_cast<int>(static_cast<int64_t>(count) * (thread + 1) / threads);
 }
 
-// A job runs on all threads at once, with the caller as thread 0. Workers spin between jobs, and sleep when none comes for
-// a while. Where the system refuses to start a thread, the pool has fewer. Jobs must not throw: the other threads would wait
-// at a barrier forever.
+// A job runs on all threads at once, with the caller as thread 0. Workers spin between jobs, and sleep after a while. If the
+// system cannot start a thread, the pool is smaller. Jobs must not throw: the other threads would wait at a barrier forever.
 class ThreadPool {
  public:
   explicit ThreadPool(int threads) : size_(threads), progress_(static_cast<size_t>(threads)) {
@@ -72,8 +71,8 @@ class ThreadPool {
     wait([this] { return running_.load(std::memory_order_acquire) == 0; });
   }
 
-  // Calls work(i) once for each i of [0, count). All threads of a job call this; each begins with its own part and then
-  // steals from the others'. It returns when every call has begun; a barrier waits until all are done.
+  // Calls work(i) once for each i of [0, count). All threads of a job call this; each starts with its own part and then
+  // steals from the others. It returns when all calls have started; a barrier waits until they are done.
   template <class Work>
   void parallel_for(int count, int thread, Work&& work) {
     const uint64_t loop = ++progress_[static_cast<size_t>(thread)].loops;
@@ -125,16 +124,16 @@ class ThreadPool {
     }
   }
 
-  // How far the part of one thread is: the number of the loop that last claimed from it, shifted left by 24 bits, plus how
-  // many of its indices are claimed. Loops count up, so nothing has to be reset between them. ``loops`` counts the thread's
-  // own calls of parallel_for; all threads make the same ones. Both may wrap around.
+  // The progress of a thread's part: the number of the loop that last claimed from it, shifted left by 24 bits, plus the
+  // number of claimed indices. Loop numbers increase, so nothing has to be reset. ``loops`` counts the thread's own calls of
+  // parallel_for, which are the same for all threads. Both may wrap around.
   struct alignas(64) Progress {
     std::atomic<uint64_t> claimed{0};
     uint64_t loops = 0;
   };
 
-  // The next unclaimed index of a thread's part, or a number beyond its end. A faster thread may have moved the counter on
-  // to a later loop: it found this part used up, and so it is for everyone.
+  // Claims the next index of a thread's part; returns a number beyond its end if none is left. If a faster thread has moved
+  // the counter on to a later loop, this part was already finished.
   int claim(int owner, uint64_t loop) {
     constexpr int64_t USED_UP = 1 << 24;
     std::atomic<uint64_t>& claimed = progress_[static_cast<size_t>(owner)].claimed;

@@ -13,7 +13,7 @@
 
 namespace {
 
-// the type in memory, in caches say, of rows that are multiplied as T
+// the type in memory (as in the KV cache) of rows that are multiplied as T
 template <class T>
 using Storage = std::conditional_t<std::is_same<T, float>::value, float, bf16>;
 

@@ -1,4 +1,4 @@
-// Memory that grows to the largest request and is kept: passes allocate nothing once they have run.
+// Memory that grows to the largest request and is kept, so that passes allocate nothing after the first ones.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace {
 
 class Workspace {
  public:
-  // memory for ``count`` values of T, at a cache line's start; what an earlier request returned is no longer valid
+  // memory for ``count`` values of T, aligned to a cache line; invalidates what earlier requests returned
   template <class T>
   T* of(int64_t count) {
     constexpr int64_t LIMIT = std::numeric_limits<int64_t>::max() / 2 / static_cast<int64_t>(sizeof(T));

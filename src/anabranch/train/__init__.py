@@ -1,6 +1,6 @@
-"""Training: completions, examples, the loop, checkpoints, and what the result will be worth in decoding.
+"""Training: completions, examples, the training loop, checkpoints, and predictions of decoding speed.
 
-The same for every method; what a method's training needs of its own is in its entry (``Method.trained``).
+All of this is shared by all methods; what is specific to a method is in its entry (``Method.trained``).
 """
 
 from anabranch.learning.examples import Batch, Example

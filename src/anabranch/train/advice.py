@@ -1,4 +1,4 @@
-"""What the data and the curves of a training show: warnings before and during the run, and what to try next.
+"""Warnings before and during a training run, and what to try next, from the data and the curves.
 
 The thresholds come from the runs of docs/log.md; docs/training.md states them with their reasons.
 """
@@ -20,12 +20,12 @@ __all__ = ["Watch", "before", "curve_of", "next_steps"]
 Log = Sequence[Mapping[str, Any]]
 Curve = list[tuple[int, float]]
 
-WARMUP = 0.2  # of all steps; the runs of docs/log.md warmed up for 4 to 10 %
+WARMUP = 0.2  # fraction of all steps; the runs of docs/log.md warmed up for 4 to 10 %
 PER_TOKEN = 12  # parameters per completion token: 88 k tokens for 1.06 M parameters are the fewest known to work
-LATEST = 5  # fewest log lines (50 steps) that a loss is averaged over
-CHANGE = 0.01  # of the acceptance length: less is noise
-FALL = 0.02  # this share below its best, held-out acceptance counts as falling
-AHEAD = 0.05  # training accuracy above held-out accuracy: new completions help more than more epochs
+LATEST = 5  # minimum number of log lines (50 steps) to average a loss over
+CHANGE = 0.01  # smaller relative changes of the acceptance length are noise
+FALL = 0.02  # held-out acceptance that is lower than its best by this fraction counts as falling
+AHEAD = 0.05  # training accuracy minus held-out accuracy above which new completions help more than epochs
 
 
 def before(
@@ -41,12 +41,12 @@ def before(
     tokens = sum(len(example.answer_ids) for example in examples)
     if tokens * PER_TOKEN < parameters:
         found.append(
-            f"{tokens:,} completion tokens are few for {parameters:,} parameters: the least known to work is one token "
-            f"per {PER_TOKEN}, here {math.ceil(parameters / PER_TOKEN):,}; give more completions, or train a smaller "
-            "adapter (see the options for its ranks and widths)"
+            f"{tokens:,} completion tokens are few for {parameters:,} parameters: at least one token per {PER_TOKEN} "
+            f"parameters is known to work, here {math.ceil(parameters / PER_TOKEN):,}; give more completions, or train "
+            "a smaller adapter (see the options for its ranks and widths)"
         )
     cut = sum(len(example) >= max_tokens for example in examples)
-    if 2 * cut > len(examples) and any(example.id != "" for example in examples):  # texts are cut into pieces anyway
+    if 2 * cut > len(examples) and any(example.id != "" for example in examples):  # plain text is always cut
         found.append(
             f"{cut:,} of {len(examples):,} examples are cut at {max_tokens} tokens, so the ends of completions are not "
             "learned; raise --max-tokens"
@@ -55,9 +55,9 @@ def before(
 
 
 def curve_of(log: Log, last: Mapping[str, Any] | None = None, step: int = 0) -> Curve:
-    """Held-out acceptance length (the evaluation's "tree") by step; ``last`` is the final one, after ``step``.
+    """Held-out acceptance length (the evaluation's "tree") by step; ``last`` is the final evaluation, after ``step``.
 
-    It is skipped where the log has one of that step, which is of the same examples as those before it.
+    It is skipped if the log has one of that step, which uses the same examples as the earlier ones.
     """
     curve = [(int(line["step"]), float(line["evaluation"]["tree"])) for line in log if line["evaluation"]]
     if last and "tree" in last and not (curve and curve[-1][0] >= step):
@@ -69,15 +69,15 @@ def curve_of(log: Log, last: Mapping[str, Any] | None = None, step: int = 0) -> 
 class Watch:
     """Warns once if the loss does not fall, and once if held-out acceptance falls.
 
-    ``held_out`` says whether there are evaluations to wait for: the loss of a nearly trained adapter falls by less than
-    batches differ, so a rising acceptance length counts for more.
+    ``held_out`` says whether there are evaluations. If so, a rising acceptance length takes precedence, since the loss
+    of a nearly trained adapter falls by less than it varies between batches.
     """
 
     held_out: bool = True
     said: set[str] = field(default_factory=set)
 
     def see(self, log: Log, progress: Progress) -> list[str]:
-        """New warnings after ``progress``, given the run's ``log`` without it."""
+        """The new warnings after ``progress``, given the run's earlier ``log``."""
         curve = curve_of(log, progress.evaluation, progress.step)
         found = {"falls": _falls(curve), "stalls": ""}
         if len(curve) >= 2 or not self.held_out:
@@ -94,7 +94,7 @@ def _falls(curve: Curve) -> str:
     if curve[-1][1] >= (1 - FALL) * best:
         return ""
     return (
-        f"held-out acceptance fell from {best:.2f} tokens a pass at step {step} to {curve[-1][1]:.2f} at step "
+        f"held-out acceptance fell from {best:.2f} tokens per pass at step {step} to {curve[-1][1]:.2f} at step "
         f"{curve[-1][0]}: the adapter overfits; stop, and give more completions, fewer --epochs or a lower --lr"
     )
 
@@ -145,5 +145,5 @@ def next_steps(
         else:
             found.append("flat in the last third: a larger adapter; more layers first, then higher ranks")
     if speeds and max(speeds, key=lambda name: speeds[name]) == "none":
-        found.append("plain decoding is predicted to be faster here: more tokens a pass are needed first")
+        found.append("plain decoding is predicted to be faster here: more tokens per pass are needed first")
     return found

@@ -1,4 +1,4 @@
-"""Completions written by the target itself: what a method learns from and is measured on.
+"""Self-generated data: completions written by the target, for training and evaluation.
 
 Plain decoding through the scheduler, many rows at a time. Each completion is one line of a JSONL file, written when it
 is finished, so a run may stop at any time and the same command resumes it.
@@ -44,10 +44,10 @@ __all__ = [
     "write_answers",
 ]
 
-# prompts per row of a chunk; chunks are shuffled and each is sorted by length: long enough that neighbours are alike,
-# short enough that the first few chunks are a fair sample of all prompts
+# prompts per row of a chunk. Chunks are shuffled and each is sorted by length: long enough that neighbours have similar
+# lengths, short enough that the first few chunks are a fair sample of all prompts
 CHUNK = 8
-# what every line begins with
+# the beginning of every line
 _BEGINNING = b'{"id": '
 
 
@@ -62,7 +62,7 @@ class EncodedPrompt:
 
 @dataclass(frozen=True)
 class AnswerProgress:
-    """Completions in the file out of those wanted, and this run's tokens, tokens/s and estimated seconds left."""
+    """Completions in the file and wanted in total, and this run's tokens, tokens/s and estimated seconds left."""
 
     answers: int
     wanted: int
@@ -72,14 +72,14 @@ class AnswerProgress:
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
-    """A conversation in the model's chat template, up to where the completion starts."""
+    """A conversation in the model's chat template, ending where the completion starts."""
     return encode(tokenizer, render_chat(tokenizer, messages), add_special_tokens=False)
 
 
 def read_prompts(path: Path, tokenizer: Any, *, limit: int | None = None) -> list[EncodedPrompt]:
     """Read a JSONL file of prompts and encode them, the first ``limit`` lines if given.
 
-    Raises FileError that names the malformed line, InputError for a limit below 1.
+    Raises FileError that names the malformed line, and InputError for a limit below 1.
     """
     if limit is not None and limit < 1:
         raise InputError(f"limit must be at least 1, got {limit}")
@@ -124,7 +124,7 @@ def _prompt(record: dict[str, Any], where: str, number: int, tokenizer: Any) -> 
 
 
 def _check_text(record: dict[str, Any], where: str) -> None:
-    """Refuse a record without text, with an empty text, or with text that UTF-8 cannot hold."""
+    """Raise FileError for a record without text, with an empty text, or with text that UTF-8 cannot encode."""
     for field in ("prompt", "messages", "id", "source"):
         if half := lone_surrogate(record.get(field)):
             raise FileError(
@@ -147,13 +147,13 @@ def settings_path(out: Path) -> Path:
 
 
 def check_out(out: Path, prompts: Path) -> None:
-    """Refuse a file that completions of ``prompts`` cannot be appended to, before a model is loaded.
+    """Check that completions of ``prompts`` can be appended to ``out``, before a model is loaded.
 
-    Makes the folder of ``out`` and nothing else. Raises FileError.
+    Creates the folder of ``out`` but no file. Raises FileError.
     """
     check_writable(out, "completions")
     if out.resolve() == prompts.resolve() or (out.exists() and prompts.exists() and out.samefile(prompts)):
-        raise FileError(f"{out} holds the prompts, so completions cannot be written to it; give --out another file")
+        raise FileError(f"{out} contains the prompts and cannot take their completions; give --out another file")
     _answered(out)
 
 
@@ -168,12 +168,12 @@ def write_answers(
     sampling: SamplingParams | None = None,
     report: Callable[[AnswerProgress], None] | None = None,
 ) -> AnswerProgress:
-    """Complete the prompts that ``out`` does not hold yet and append to it; returns the last progress.
+    """Complete the prompts that ``out`` does not contain yet and append to it; returns the last progress.
 
     rows            sequences decoded at a time
-    max_new_tokens  completions are cut there
-    longest_prompt  prompts of more tokens are skipped
-    sampling        greedy if not given; each prompt has its own seed
+    max_new_tokens  maximum length of a completion
+    longest_prompt  longer prompts are skipped
+    sampling        None: greedy; each prompt has its own seed
 
     Raises FileError if ``out`` cannot be written, is malformed or was written by another target, with other settings
     or for other prompts.
@@ -195,8 +195,8 @@ def write_answers(
     for prompt in prompts:
         if known.get(prompt.id, prompt.ids) != prompt.ids:
             raise FileError(
-                f"{out} holds another prompt under the id {prompt.id!r} than the one given now; write to another file, "
-                "or give each prompt an id (by default, ids are line numbers)"
+                f"{out} contains another prompt with the id {prompt.id!r}; write to another file, or give each prompt "
+                "an id (by default, ids are line numbers)"
             )
     _begin(out, settings)
     work = deque(_ordered([prompt for prompt in wanted if prompt.id not in known], rows * CHUNK))
@@ -219,7 +219,7 @@ def write_answers(
                 clock.tokens += len(step.tokens)
                 if step.finish is not None:
                     del growing[ticket]
-                    with shielded():  # whole lines only
+                    with shielded():  # never write part of a line
                         file.write(_line(prompt, answer))
                         file.flush()
                     clock.answers += 1
@@ -254,7 +254,7 @@ def _line(prompt: EncodedPrompt, answer: list[int]) -> str:
 
 
 def _seed(seed: int, name: int | str) -> int:
-    """A prompt's own seed: draws depend on seed and position only, so rows of one seed would draw the same numbers."""
+    """A seed for each prompt: draws depend only on seed and position, so with one seed all rows would draw the same."""
     return (seed << 32) + zlib.crc32(repr(name).encode())
 
 
@@ -267,21 +267,21 @@ def _ordered(prompts: Sequence[EncodedPrompt], chunk: int) -> Iterator[EncodedPr
 
 
 def _agree(out: Path, settings: dict[str, Any]) -> None:
-    """Check that the file was begun with the same settings."""
+    """Check that the file was started with the same settings."""
     path = settings_path(out)
     if _is_new(out) or not path.is_file():
-        return  # part of another file, say: nothing is known about how it was written
-    stored = read_json(path, f"delete it and {out} to start anew")
+        return  # for example, part of another file: its settings are unknown
+    stored = read_json(path, f"delete it and {out} to start over")
     if stored != settings:
         name = next(key for key in {**settings, **stored} if stored.get(key) != settings.get(key))
         raise FileError(
-            f"{out} was begun with {name} {stored.get(name)!r}, got {settings.get(name)!r}; use that, or write to "
+            f"{out} was started with {name} {stored.get(name)!r}, got {settings.get(name)!r}; use that, or write to "
             "another file"
         )
 
 
 def _answered(out: Path) -> dict[int | str, tuple[int, ...]]:
-    """The prompts that a file holds completions of, by id. Raises FileError for any other file; changes nothing."""
+    """The prompts that a file has completions of, by id. Raises FileError for other files; does not change the file."""
     if _is_new(out):
         return {}
     whole, torn = _torn(out.read_bytes())
@@ -300,14 +300,14 @@ def _answered(out: Path) -> dict[int | str, tuple[int, ...]]:
         except (ValueError, KeyError, TypeError) as error:
             raise _no_answer(out, number) from error
         known[name] = tuple(prompt)
-    # only a run of ours leaves half a line, after whole lines or after the settings file, which it writes first
+    # only our own runs leave an incomplete line, after complete lines or after the settings file, written first
     if torn.strip() and not (torn.startswith(_BEGINNING[: len(torn)]) and (known or settings_path(out).is_file())):
         raise _no_answer(out, len(lines))
     return known
 
 
 def _begin(out: Path, settings: dict[str, Any]) -> None:
-    """Write the settings of a new file; make an existing one, which has been checked, end with a whole line."""
+    """Write the settings of a new file; remove an incomplete last line of an existing one, which has been checked."""
     if _is_new(out):
         try:
             write_atomically(settings_path(out), json.dumps(settings, indent=2) + "\n")
@@ -329,7 +329,7 @@ def _is_new(out: Path) -> bool:
 
 
 def _torn(data: bytes) -> tuple[bytes, bytes]:
-    """A file's whole lines, the last with or without its line end, and the half line that a killed run leaves."""
+    """A file's complete lines, and the incomplete last line that a killed run leaves."""
     end = data.rfind(b"\n") + 1
     try:
         parse_json(data[end:])

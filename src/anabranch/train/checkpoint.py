@@ -1,7 +1,7 @@
-"""Training state on disk: one safetensors file and one JSON file, written beside and moved into place.
+"""Training state on disk: one safetensors file and one JSON file, written atomically.
 
 RUN/checkpoint.safetensors    weights, AdamW moments and, as metadata, the record
-RUN/checkpoint.json           the record once more, for people: step, options, config, digest of the data
+RUN/checkpoint.json           the record again, readable: step, options, config, digest of the data
 RUN/log.jsonl                 a line of progress every few steps
 """
 
@@ -30,7 +30,7 @@ WEIGHTS, RECORD, LOG = "checkpoint.safetensors", "checkpoint.json", "log.jsonl"
 
 
 def save_checkpoint(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, record: dict[str, Any]) -> None:
-    """Store everything that an exact resume needs. The record travels with the tensors, so the two never disagree."""
+    """Store everything for an exact resume. The record is in the file of the tensors, so the two always agree."""
     tensors = {f"weight.{name}": value.detach().contiguous() for name, value in module.state_dict().items()}
     for index, state in optimizer.state_dict()["state"].items():
         for key, value in state.items():
@@ -49,7 +49,7 @@ def save_checkpoint(folder: Path, module: nn.Module, optimizer: torch.optim.Opti
 
 
 def read_checkpoint(folder: Path) -> dict[str, Any] | None:
-    """The record of a run's checkpoint, or None where there is none. Raises FileError for a damaged one."""
+    """The record of a run's checkpoint, or None without a checkpoint. Raises FileError for a damaged one."""
     path = folder / WEIGHTS
     if not path.is_file():
         return None
@@ -59,12 +59,12 @@ def read_checkpoint(folder: Path) -> dict[str, Any] | None:
         if not is_whole(record["step"], 0):
             raise TypeError("step")
     except _UNREADABLE as error:
-        raise FileError(f"the checkpoint in {folder} is damaged; delete the folder to start anew") from error
+        raise FileError(f"the checkpoint in {folder} is damaged; delete the folder to start over") from error
     return dict(record)
 
 
 def load_checkpoint(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-    """Restore a run; returns its record, or None where there is none. Raises FileError for a damaged one."""
+    """Restore a run; returns its record, or None without a checkpoint. Raises FileError for a damaged one."""
     record = read_checkpoint(folder)
     if record is None:
         return None
@@ -80,13 +80,13 @@ def load_checkpoint(folder: Path, module: nn.Module, optimizer: torch.optim.Opti
         optimizer.load_state_dict(state)
     except _UNREADABLE as error:
         raise FileError(
-            f"the checkpoint in {folder} is damaged or belongs to other options; delete the folder to start anew"
+            f"the checkpoint in {folder} is damaged or belongs to other options; delete the folder to start over"
         ) from error
     return record
 
 
 def _optimizer_state(tensors: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[int, Any]:
-    """What ``optimizer.load_state_dict`` takes. Raises ValueError for state that does not fit its parameters."""
+    """State for ``optimizer.load_state_dict``. Raises ValueError if it does not fit the parameters."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     restored: dict[int, dict[str, torch.Tensor]] = {}
     for name, value in tensors.items():
@@ -102,13 +102,13 @@ def _optimizer_state(tensors: Mapping[str, torch.Tensor], optimizer: torch.optim
 
 
 def drop_run(folder: Path) -> None:
-    """Forget a run, so that a new one may begin in its folder."""
+    """Delete a run, so that a new one can start in its folder."""
     for name in (WEIGHTS, RECORD, LOG):
         (folder / name).unlink(missing_ok=True)
 
 
 def trim_log(folder: Path, step: int) -> None:
-    """Drop torn lines and those of steps after ``step``: a run that was killed goes back to its checkpoint."""
+    """Remove incomplete lines and those after ``step``: a killed run goes back to its checkpoint."""
     path = folder / LOG
     if path.is_file():
         kept = [json.dumps(line) + "\n" for line in read_log(folder) if line["step"] <= step]
@@ -116,7 +116,7 @@ def trim_log(folder: Path, step: int) -> None:
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's log that are whole, each with ``step``, ``loss`` and ``evaluation``."""
+    """The complete lines of a run's log, each with ``step``, ``loss`` and ``evaluation``."""
     path = folder / LOG
     if not path.is_file():
         return []

@@ -1,4 +1,4 @@
-"""Training text: prompts with completions, as token ids, one JSON object per line.
+"""Training data: prompts with completions as token ids, one JSON object per line.
 
 A line is {"prompt_ids": [...], "answer_ids": [...]}; other fields are allowed (``anabranch train answers`` writes id
 and source).
@@ -66,8 +66,8 @@ def read_examples(path: Path, *, vocab_size: int, max_tokens: int) -> list[Examp
 def read_texts(path: Path, tokenizer: Any, *, max_tokens: int, prompt_tokens: int = 8) -> list[Example]:
     """Read plain text: a JSONL file with a field ``text`` per line, or any other file as one text.
 
-    Texts are cut into stretches of ``max_tokens``; the first ``prompt_tokens`` of each count as its prompt. Raises
-    FileError that names the malformed line.
+    Texts are cut into pieces of ``max_tokens``; the first ``prompt_tokens`` of each are its prompt. Raises FileError
+    that names the malformed line.
     """
     if not path.is_file():
         raise FileError(f"there is no file {path}; give a text file or a JSONL file with a field 'text'")
@@ -96,13 +96,13 @@ def read_texts(path: Path, tokenizer: Any, *, max_tokens: int, prompt_tokens: in
 
 
 def lone_surrogate(value: Any) -> str:
-    """The first unpaired surrogate of a JSON value, escaped, or "" if there is none; UTF-8 cannot hold one."""
+    """The first unpaired surrogate in a JSON value, escaped, or "" if there is none; UTF-8 cannot encode one."""
     found = LONE_SURROGATES.search(json.dumps(value, ensure_ascii=False))
     return "" if found is None else ascii(found[0][0])[1:-1]
 
 
 def digest(examples: Iterable[Example]) -> str:
-    """Identity of a training set in its order: a SHA-256 in hex."""
+    """The identity of an ordered training set: a SHA-256 in hex."""
     seen = hashlib.sha256()
     for example in examples:
         seen.update(np.array([len(example.prompt_ids), *example.prompt_ids, *example.answer_ids, -1]).tobytes())
@@ -112,12 +112,12 @@ def digest(examples: Iterable[Example]) -> str:
 def split(examples: Sequence[Example], held_out: int, seed: int = 0) -> tuple[list[Example], list[Example]]:
     """Training and held-out examples; no prompt is in both.
 
-    A hash of each prompt decides, so most of what was trained on stays in training when data are added.
+    A hash of each prompt decides, so most training examples remain training examples when data are added.
     """
     if held_out < 0:
         raise InputError(f"held_out must be at least 0, got {held_out}")
     if held_out >= len(examples):
-        raise InputError(f"held_out must be less than the {len(examples)} examples there are, got {held_out}")
+        raise InputError(f"held_out must be less than the number of examples, {len(examples)}, got {held_out}")
     order = sorted(examples, key=lambda example: _lot(example.prompt_ids, seed))
     evaluation = order[:held_out]
     prompts = {example.prompt_ids for example in evaluation}
@@ -129,14 +129,14 @@ def _lot(prompt_ids: tuple[int, ...], seed: int) -> bytes:
 
 
 def frequent_tokens(examples: Iterable[Example], size: int, vocab_size: int, always: Iterable[int] = ()) -> Tensor:
-    """The ``size`` most frequent completion tokens, sorted, ``always`` among them: the draft vocabulary."""
+    """The draft vocabulary: the ``size`` most frequent completion tokens, including ``always``, sorted."""
     counts = Counter(token for example in examples for token in example.answer_ids)
     chosen = {token for token in always if 0 <= token < vocab_size}
     for token, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
         if len(chosen) >= size:
             break
         chosen.add(token)
-    # low ids are the tokenizer's first merges: the best guess for what the sample lacks
+    # low ids are the tokenizer's first merges and so likely to be frequent, if the sample has too few tokens
     for token in range(vocab_size):
         if len(chosen) >= size:
             break
@@ -145,7 +145,7 @@ def frequent_tokens(examples: Iterable[Example], size: int, vocab_size: int, alw
 
 
 def batches(examples: Sequence[Example], tokens: int, *, seed: int) -> Iterator[Batch]:
-    """One epoch of batches of about ``tokens`` padded tokens, of examples of similar length, in random order."""
+    """One epoch of batches of about ``tokens`` padded tokens, from examples of similar length, in random order."""
     rng = random.Random(seed)
     order = list(examples)
     rng.shuffle(order)

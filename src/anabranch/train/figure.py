@@ -1,4 +1,4 @@
-"""The curves of a training: held-out acceptance and loss by step. Needs matplotlib."""
+"""Figure of a training run: held-out acceptance and loss by step. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["draw_curves"]
 
 
 def draw_curves(log: Sequence[Mapping[str, Any]], curve: Curve, path: Path) -> None:
-    """Write the figure of a run's ``log`` and its held-out acceptance ``curve`` as ``path`` (.png or .svg)."""
+    """Write the figure of a run's ``log`` and held-out acceptance ``curve`` to ``path`` (.png or .svg)."""
     with plots.styled():
         figure = plots.new_figure(6.4, 4.8)
         above, below = figure.subplots(2, 1, sharex=True)

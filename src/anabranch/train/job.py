@@ -1,4 +1,4 @@
-"""From a target, a recipe and examples to an adapter folder: what ``anabranch train METHOD`` does.
+"""Train an adapter from a target, a recipe and examples, and write its folder: ``anabranch train METHOD``.
 
 FOLDER/adapter_config.json, adapter.safetensors, README.md    the adapter, written at the end
 FOLDER/training/                                              checkpoint and log; may be deleted afterwards
@@ -39,7 +39,7 @@ __all__ = ["check_data", "check_folder_is_free", "read_data", "train_adapter", "
 
 
 def trainable(name: str | None = None) -> Method:
-    """The method of a name whose weights can be trained here; without a name, the first. Raises InputError."""
+    """The trainable method of this name; without a name, the first one. Raises InputError."""
     known = [method for method in methods() if method.trained is not None]
     for method in known:
         if name in (None, method.name):
@@ -48,7 +48,7 @@ def trainable(name: str | None = None) -> Method:
 
 
 def check_data(answers: Path | None, text: Path | None, init: Path | None = None) -> None:
-    """Check that the files a training reads exist, before a model is loaded. Raises InputError or FileError."""
+    """Check that the input files exist, before a model is loaded. Raises InputError or FileError."""
     if (answers is None) == (text is None):
         raise InputError("give either a file of completions (--answers) or plain text (--text)")
     path = answers or text
@@ -58,19 +58,19 @@ def check_data(answers: Path | None, text: Path | None, init: Path | None = None
         )
         raise FileError(f"there is no file {path}; {hint}")
     if init is not None and not (init / "adapter_config.json").is_file():
-        raise FileError(f"--init {init} holds no adapter (no adapter_config.json); give an adapter folder")
+        raise FileError(f"--init {init} contains no adapter (no adapter_config.json); give an adapter folder")
 
 
 def check_folder_is_free(folder: Path, *, force: bool) -> None:
-    """Check that an adapter can be written to ``folder``, and that a finished one is replaced only with ``force``.
+    """Check that an adapter can be written to ``folder``, which may contain a finished one only if ``force``.
 
-    An unfinished run in it is fine: the training resumes it. Raises FileError.
+    An unfinished run in it is resumed. Raises FileError.
     """
     if folder.exists() and not folder.is_dir():
         raise FileError(f"{folder} is a file; give --out a folder")
     check_folder(folder, "the adapter", "folder (--out)")
     if (folder / "adapter_config.json").exists() and not force:
-        raise FileError(f"{folder} holds a finished adapter; give another --out, or --force to replace it")
+        raise FileError(f"{folder} contains a finished adapter; give another --out, or --force to replace it")
 
 
 def read_data(
@@ -78,7 +78,7 @@ def read_data(
 ) -> list[Example]:
     """The examples of a file of completions or of plain text; give exactly one of them.
 
-    Raises FileError where the completions are known to be another target's: a method learns what its target says.
+    Raises FileError if the completions are known to be another target's: a method learns its own target's output.
     """
     check_data(answers, text)
     max_tokens = min(recipe.max_tokens, target.config.max_positions)
@@ -111,15 +111,15 @@ def train_adapter(
 ) -> dict[str, Any]:
     """Train an adapter for ``method`` and write its folder; returns its record (``adapter_config.json``).
 
-    init      adapter folder of the same target and method to begin with; the draft vocabulary is chosen anew
-    command   how to repeat this, for the card
-    licences  of the data by source, for the card
+    init      adapter folder of the same target and method to start from; the draft vocabulary is chosen anew
+    command   the command to repeat the training, for the card
+    licences  licences of the data by source, for the card
     """
     if method.trained is None:
         raise CapabilityError(f"the method {method.name!r} has nothing to train; see 'anabranch train --help'")
     keep_memory()
     training, held_out = split(examples, recipe.held_out, recipe.options.seed)
-    torch.manual_seed(recipe.options.seed)  # initial weights; nothing else of a training is random but its order
+    torch.manual_seed(recipe.options.seed)  # for the initial weights; besides, only the order of batches is random
     vocabulary = _vocabulary(target, recipe, training)
     module = method.trained.make(target.config, recipe.config, vocabulary).to(target.decoder.device)
     begun = None if init is None else _begin(method, method.trained, module, init, target)
@@ -165,7 +165,7 @@ def _vocabulary(target: Target, recipe: Recipe, training: list[Example]) -> Tens
 
 
 def _frozen(target: Target) -> Decoder:
-    """What runs the passes without gradients: a packed copy of the target, where packing is possible."""
+    """The decoder for passes without gradients: a packed copy of the target, if it can be packed."""
     if target.decoder.device.type != "cpu" and target.quantize == "none":
         return target.decoder
     copied = copy.deepcopy(target.decoder)
@@ -173,22 +173,22 @@ def _frozen(target: Target) -> Decoder:
 
 
 def _made_with(recipe: Recipe) -> dict[str, Any]:
-    """What decides about examples and vocabulary."""
+    """The settings that determine examples and vocabulary."""
     return {name: getattr(recipe, name) for name in ("draft_vocabulary", "held_out", "max_tokens")}
 
 
 def _begin(method: Method, trained: Trained, module: TrainedModule, init: Path, target: Target) -> str:
-    """Copy the weights of an adapter folder into ``module``; returns the SHA-256 that the folder's record states."""
+    """Copy the weights of an adapter folder into ``module``; returns the SHA-256 in the folder's record."""
     loaded = load_adapter(init, target)
     if loaded.method.name != method.name:
         raise InputError(
-            f"the adapter in {init} is for the method {loaded.method.name!r}, got {method.name!r} to train; begin with "
-            "an adapter of that method"
+            f"the adapter in {init} is for the method {loaded.method.name!r}, not {method.name!r}; start from an "
+            "adapter of that method"
         )
     try:
         trained.begin(module, loaded.module)
     except InputError as error:
-        raise InputError(f"the adapter in {init} cannot be begun with: {error}") from error
+        raise InputError(f"training cannot start from the adapter in {init}: {error}") from error
     return str(loaded.record["sha256"])
 
 
@@ -206,7 +206,7 @@ def _warn(sentences: Iterable[str]) -> None:
 
 
 def _measured(evaluation: Mapping[str, Any], held_out: int, predictor: str) -> dict[str, Any]:
-    """An evaluation under names that say what each value is, for the record and its card."""
+    """An evaluation with descriptive names, for the record and the card."""
     tops = {name.removeprefix("top "): shares for name, shares in evaluation.items() if name.startswith("top ")}
     accuracy = {"best token" if top == "1" else f"one of the {top} best": shares for top, shares in tops.items()}
     trees = ("tree", *(f"{nodes} nodes" for nodes in TREES))

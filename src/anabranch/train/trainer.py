@@ -1,4 +1,4 @@
-"""The training loop of every method: schedule, evaluation, checkpoints, and a line of progress per step."""
+"""The training loop of all methods: schedule, evaluation, checkpoints and progress."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from anabranch.train.data import batches, digest
 
 __all__ = ["TREES", "Progress", "Trainer"]
 
-NAMED = 8  # rows of a broken batch that a message names
-TREES = (4, 8)  # nodes of the trees that the last evaluation replays besides the usual one
-# options that may change when a run resumes: they do not affect the weights
+NAMED = 8  # maximum number of rows of a broken batch in a message
+TREES = (4, 8)  # nodes of additional trees in the final evaluation
+# options that may change when a run is resumed: they do not affect the weights
 _FREE = ("evaluate_every", "evaluate_rows", "checkpoint_every")
-# what identifies a run besides its options, and why it may differ where all options are the same
+# what identifies a run besides its options, and why it may differ although all options are equal
 _MADE = {"examples": "another file of --answers or --text", "initial weights": "another --init, or none"}
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What one step reports: mean loss per prediction, accuracy by predictor, positions/s, estimated seconds left."""
+    """Progress after a step: mean loss per prediction, accuracy by predictor, positions/s, estimated seconds left."""
 
     step: int
     steps: int
@@ -54,9 +54,8 @@ class Progress:
 class Trainer:
     """Trains ``module`` for a frozen ``target`` on ``examples``; ``folder`` receives checkpoints and log.jsonl.
 
-    objective  how the module learns
-    plan       settings that examples, vocabulary and module were made with; messages name those that differ from the
-               run in ``folder``
+    objective  the training objective of the module
+    plan       settings that determine examples, vocabulary and module, for messages about a different run in ``folder``
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class Trainer:
         return self.options.lr * max(fall, 0.02)
 
     def epoch(self, number: int) -> Iterator[tuple[Batch, Callable[[], Any]]]:
-        """The batches of an epoch in its order, each with a function that returns what the target computed for it."""
+        """The batches of an epoch in order, each with a function that returns the target's states for it."""
         if not self.options.keep_states:
             for batch in batches(self.examples, self.options.batch_tokens, seed=self.options.seed + number):
                 yield batch, partial(self.objective.freeze, batch)
@@ -124,7 +123,7 @@ class Trainer:
         """One update; returns the loss per prediction, right predictions and predictions by predictor."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.zero_grad(set_to_none=True)  # here, not after the update: an interrupted step left some
+        self.optimizer.zero_grad(set_to_none=True)  # before the step, since an interrupted one leaves gradients
         right, count, loss = torch.zeros_like(self._right), torch.zeros_like(self._count), 0.0
         wanted = self.objective.predictions(batch)
         for segment in self.objective.segments(batch):
@@ -137,7 +136,7 @@ class Trainer:
         norm = float(torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.options.clip))
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise FileError(self._diverged(batch, loss, norm))
-        with shielded():  # partly updated weights are no state to resume from
+        with shielded():  # a run cannot resume from partly updated weights
             self.optimizer.step()
             self.done += 1
         return loss / max(1.0, float(count.sum())), right, count
@@ -149,8 +148,8 @@ class Trainer:
         kept = f"; the checkpoint of step {self.done} is kept in {self.folder}" if self.done else ""
         return (
             f"the loss is {loss} and the norm of its gradient {norm} at step {self.done + 1} of {self.steps}, in the "
-            f"batch with the rows {rows}{kept}; start anew (--no-resume) with a lower learning rate (--lr), or "
-            "remove the rows that are broken"
+            f"batch with the rows {rows}{kept}; start over (--no-resume) with a lower learning rate (--lr), or "
+            "remove the broken rows"
         )
 
     def evaluate(self, rows: int | None = None, *, nodes: Sequence[int] = ()) -> dict[str, Any]:
@@ -161,9 +160,9 @@ class Trainer:
     def run(self, report: Callable[[Progress], None], *, resume: bool = True) -> dict[str, Any]:
         """Train to the end, from the last checkpoint if there is one, and return the final evaluation.
 
-        KeyboardInterrupt (Ctrl-C, and SIGTERM under ``sigterm_raises``) saves a checkpoint before it propagates; a
-        resumed run yields the same weights as one that was not interrupted. Raises FileError where the folder holds a
-        run with other options, another config or other examples, and where the loss is not finite.
+        On KeyboardInterrupt (Ctrl-C, and SIGTERM under ``sigterm_raises``) a checkpoint is saved first; a resumed run
+        yields the same weights as an uninterrupted one. Raises FileError if the folder contains a run with other
+        options, another config or other examples, or if the loss is not finite.
         """
         self._restore(resume)
         first, saved, positions, began = self.done, self.done, 0, time.monotonic()
@@ -189,10 +188,10 @@ class Trainer:
         return self.evaluate(nodes=TREES) if self.held_out else {}
 
     def _evaluates(self) -> bool:
-        """Whether the step that was just done is followed by an evaluation of the first held-out examples."""
+        """Whether an evaluation on the first held-out examples follows the last step."""
         if not self.held_out or self.done < self.steps:
             return bool(self.held_out) and self.done % self.evaluate_every == 0
-        return len(self.held_out) > self.options.evaluate_rows  # else the final evaluation is of the same examples
+        return len(self.held_out) > self.options.evaluate_rows  # otherwise the final evaluation has the same examples
 
     def _left(self, done: int) -> Iterator[tuple[Batch, Callable[[], Any]]]:
         """The batches that remain after ``done`` steps."""
@@ -218,7 +217,7 @@ class Trainer:
         trim_log(self.folder, self.done)
 
     def _agree(self, found: Mapping[str, Any]) -> None:
-        """Raise FileError where a stored run was started differently, and name what differs."""
+        """Raise FileError, naming the differences, if a stored run was started differently."""
         identity = self._identity()
         other = [name for part in ("config", "options", "loss") for name in _other(found.get(part), identity[part])]
         if made := [name for name in _MADE if found.get(name, identity[name]) != identity[name]]:
@@ -228,11 +227,11 @@ class Trainer:
         if other:
             raise FileError(
                 f"the run in {self.folder} was started with {', '.join(other)}; use that, another folder, or start "
-                "anew with --no-resume"
+                "over with --no-resume"
             )
 
     def _identity(self) -> dict[str, Any]:
-        """What a resumed run must share with the one that it continues."""
+        """What must be equal to resume a run."""
         parts = {
             "config": self.module.config.to_dict(),
             "options": asdict(self.options),
@@ -263,7 +262,7 @@ def _other(stored: Any, wanted: Mapping[str, Any]) -> list[str]:
 
 
 def _weights(module: TrainedModule) -> str:
-    """Identity of a module's weights and draft vocabulary: a SHA-256 in hex."""
+    """The identity of a module's weights and draft vocabulary: a SHA-256 in hex."""
     seen = hashlib.sha256()
     for name, value in sorted(module.state_dict().items()):
         seen.update(name.encode())

@@ -1,1 +1,1 @@
-"""Fit speculation to a machine: measure what steps cost, replay what drafts would have given, choose and check."""
+"""Tune speculation for a machine: measure step costs, replay recorded drafts, choose a drafter and check it."""

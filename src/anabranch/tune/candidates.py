@@ -1,7 +1,7 @@
-"""The drafters that are tried, read from the registry, and how each is replayed from a few recordings.
+"""The candidate drafters, taken from the registry, and how each is replayed from a few recordings.
 
-One recording is made of each method, with the largest drafts that any candidate asks of it. Smaller drafts are cut from
-it, and drafts of several methods are merged from their recordings (``analysis.simulate``).
+Each method is recorded once, with the largest drafts of any candidate. Smaller drafts are cut from that recording, and
+combined drafts are merged from the recordings of their methods (``analysis.simulate``).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Candidate:
     """One drafter, and how it is replayed.
 
     spec      its specification
-    cuts      for each method of it, how its drafts are cut from the recorded ones
-    nodes     the most nodes of a verified tree, root included
-    depth     of the deepest draft
-    adaptive  whether the nodes that are verified are chosen at every step
+    cuts      how the drafts of each of its methods are cut from the recorded ones
+    nodes     maximum number of nodes of a verified tree, counting the root
+    depth     maximum depth of a draft
+    adaptive  whether the verified nodes are chosen at every step
     """
 
     spec: Spec
@@ -45,18 +45,18 @@ class Candidate:
 
     @cached_property
     def methods(self) -> tuple[str, ...]:
-        """Names of the methods that draft; none in plain decoding."""
+        """The names of its methods; none for plain decoding."""
         return () if self.spec.plain else tuple(part.method.name for part in self.spec.parts)
 
     @property
     def group(self) -> str:
-        """What it has in common with candidates of other sizes."""
+        """A name shared with candidates that differ only in size."""
         return "+".join(self.methods) or PLAIN
 
     def replay(self, recorded: Sequence[Sequence[TraceRow]], times: DraftTimes) -> list[Prediction]:
-        """One prediction a prompt from the recordings of its methods, prompt by prompt.
+        """One prediction per prompt.
 
-        recorded  for each method of the candidate, one row a prompt; for plain decoding any method's
+        recorded  one row per prompt for each method of the candidate; for plain decoding, those of any method
         """
 
         def price(verified: int) -> float:
@@ -81,8 +81,8 @@ class Candidate:
 class Candidates:
     """All candidates; the last one is what "auto" stands for.
 
-    recorded  by method, the drafter that is recorded
-    timed     by group, the largest drafter of it, which is timed
+    recorded  the drafter that is recorded, by method
+    timed     the largest drafter of each group, which is timed
     """
 
     tried: list[Candidate]
@@ -91,12 +91,12 @@ class Candidates:
 
     @property
     def auto(self) -> Candidate:
-        """The drafter whose size follows the load."""
+        """The candidate that "auto" stands for."""
         return self.tried[-1]
 
 
 def find_candidates(target: Decoder, modules: Sequence[nn.Module | None]) -> Candidates:
-    """Plain decoding, each method that can be had alone, all default ones merged, and "auto"."""
+    """Plain decoding, each available method by itself, all default methods merged, and "auto"."""
     plain = parse_spec(PLAIN)
     tried, timed, recorded = [Candidate(plain)], {PLAIN: make_drafter(plain, target)}, dict[str, Drafter]()
 
@@ -130,7 +130,7 @@ def find_candidates(target: Decoder, modules: Sequence[nn.Module | None]) -> Can
 
 
 def _mergers(together: Sequence[Method]) -> Iterator[Spec]:
-    """The methods merged under every node budget that one of them can be given."""
+    """The methods merged, with every node budget that one of them supports."""
     usual = [Part(method, method.settings()) for method in together]
     for place, method in enumerate(together):
         sized = [settings for settings in method.candidates(MOST) if settings.budget is not None]

@@ -1,4 +1,4 @@
-"""The curve behind a choice: predicted tokens/s over the nodes of a tree, one line a method. Needs matplotlib."""
+"""Figure of a tuning result: predicted tokens/s by tree size, one line per method. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["check_figure", "draw"]
 
 
 def check_figure(path: Path) -> None:
-    """Raise InputError for what could not be drawn, before anything is measured for it."""
+    """Check before measuring that a figure can be drawn. Raises InputError or CapabilityError."""
     if path.suffix not in (".png", ".svg"):
         raise InputError(f"a figure must be a .png or .svg file, got {path.name!r}")
-    plots.check_matplotlib("or leave --figure out")
+    plots.check_matplotlib("or leave out --figure")
 
 
 def draw(found: Fit, path: Path) -> None:
@@ -36,7 +36,7 @@ def _draw(axes: Axes, found: Fit) -> None:
     for one in found.tried:
         candidate = one.candidate
         if candidate.methods:
-            label = f"{candidate.group}, sized at every step" if candidate.adaptive else candidate.group
+            label = f"{candidate.group}, chosen at every step" if candidate.adaptive else candidate.group
             lines.setdefault(label, []).append((candidate.nodes, one.rate))
     for place, (label, points) in enumerate(lines.items()):
         colour, marker = plots.LINES[place % len(plots.LINES)]
@@ -46,6 +46,6 @@ def _draw(axes: Axes, found: Fit) -> None:
         at = (found.predicted.nodes, found.measured)
         axes.plot(*at, marker="*", markersize=13, color=BLACK, linestyle="none")
         axes.annotate("measured", at, xytext=(6, 6), textcoords="offset points")
-    axes.set(xlabel="most nodes of a tree, root included", ylabel="tokens/s while decoding", ylim=(0, None))
+    axes.set(xlabel="maximum nodes of a tree, root included", ylabel="tokens/s while decoding", ylim=(0, None))
     axes.set_title("Predicted from measured step times and recorded acceptance")
     axes.legend()

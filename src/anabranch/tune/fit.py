@@ -1,10 +1,10 @@
-"""Choose the drafter that a machine decodes fastest with.
+"""Choose the fastest drafter for a machine.
 
-1. *Times*: what a step costs by the nodes it verifies, the nodes it drafts and the depth it prepares, with the real
-   drafters in place. These costs are what the controller of speculation starts from afterwards.
-2. *Acceptance*: plain decoding of the prompts, with the drafts that would have been made at every position recorded.
-3. *Prediction*: every candidate is replayed from the recordings (``analysis.simulate``), and its steps are priced.
-4. *Check*: the best candidate, "auto" and plain decoding decode the prompts in turns; the fastest is chosen.
+1. *Times*: the cost of a step by verified nodes, drafted nodes and prepared depth, measured with the real drafters. The
+   controller of speculation starts from these costs afterwards.
+2. *Acceptance*: plain decoding of the prompts, recording the draft at every position.
+3. *Prediction*: every candidate is replayed from the recordings (``analysis.simulate``) with the measured step times.
+4. *Check*: the best candidate, "auto" and plain decoding decode the prompts in alternation; the fastest is chosen.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from anabranch.analysis.trace import TraceRow, TraceWriter, read_trace
 from anabranch.engine import Engine, Request
 from anabranch.errors import InputError
 from anabranch.methods import Drafter, Observation, Row, Spec, Taps, make_drafter
-from anabranch.model.decoder import PassResult, Rider
 from anabranch.model.load import Target
+from anabranch.model.passes import PassResult, Rider
 from anabranch.tree import DraftTree
 from anabranch.tune.candidates import PLAIN, Candidate, Candidates, find_candidates
 from anabranch.tune.timing import MeasuredTimes, measure_times
 
 __all__ = ["Fit", "Tried", "fit"]
 
-DRIFT = 0.1  # of plain decoding's speed between the timed steps and the check, above which the choice is doubtful
+DRIFT = 0.1  # change of plain decoding's speed between timing and check above which the choice is doubtful
 Report = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A candidate with its prediction over all prompts, in tokens/s while decoding."""
+    """A candidate with its predicted tokens/s while decoding, over all prompts."""
 
     candidate: Candidate
     prediction: Prediction
@@ -50,15 +50,15 @@ class Tried:
 
 @dataclass
 class Fit:
-    """What was found. All rates are tokens/s while decoding; the time to read prompts is not counted.
+    """The result. All rates are tokens/s while decoding, without the time for prompts.
 
-    predicted                  the candidate with the best prediction
-    prediction, interval       its rate, and a 90 % interval over prompts
-    predicted_plain            plain decoding's predicted rate
-    measured, auto, plain      rates over all prompts, in turns: of ``predicted``, of "auto" and of plain decoding
-    auto_spec                  what "auto" stands for
-    times                      what steps cost
-    tried                      every candidate
+    predicted              the candidate with the best prediction
+    prediction, interval   its predicted rate, and a 90 % interval over prompts
+    predicted_plain        plain decoding's predicted rate
+    measured, auto, plain  measured rates over all prompts, in alternation: ``predicted``, "auto" and plain decoding
+    auto_spec              what "auto" stands for
+    times                  the step costs
+    tried                  every candidate
     """
 
     predicted: Candidate
@@ -74,19 +74,19 @@ class Fit:
 
     @property
     def spec(self) -> Spec:
-        """The drafter that was measured to be fastest; of equals, the predicted one."""
+        """The fastest drafter as measured; in a tie, the predicted one."""
         plain = self.tried[0].candidate.spec
         found = [(self.measured, self.predicted.spec), (self.auto, self.auto_spec), (self.plain, plain)]
         return max(found, key=lambda pair: pair[0])[1]
 
     @property
     def speedup(self) -> float:
-        """The fastest measured rate over plain decoding's."""
+        """The fastest measured rate divided by plain decoding's."""
         return max(self.measured, self.auto, self.plain) / self.plain
 
     @property
     def costs(self) -> dict[str, str]:
-        """What the parts of a step cost with the drafter that "auto" stands for, as profiles keep it."""
+        """The costs of the parts of a step with the drafter that "auto" stands for, as stored in profiles."""
         return self.times.groups[self._auto_group].to_dict()
 
     @property
@@ -95,16 +95,16 @@ class Fit:
 
     @property
     def drift(self) -> float:
-        """Plain decoding's rate in the check over the rate predicted from timed steps: 1 on a machine at rest."""
+        """Plain decoding's rate in the check divided by the rate predicted from timed steps: 1 on an idle machine."""
         return self.plain / self.predicted_plain if self.predicted_plain else 1.0
 
     @property
     def doubtful(self) -> bool:
-        """Whether other jobs disturbed the measurement so much that the choice may be wrong."""
+        """Whether other jobs may have disturbed the measurement enough to make the choice wrong."""
         return self.times.busy or abs(self.drift - 1) > DRIFT
 
     def record(self, *, prompts: int, max_new_tokens: int) -> dict[str, Any]:
-        """For profiles and --json: what was measured and predicted, beside the drafter and its costs."""
+        """The measurements and predictions, for profiles and --json, without the drafter and its costs."""
         return {
             "prompts": prompts,
             "max_new_tokens": max_new_tokens,
@@ -143,16 +143,16 @@ def fit(
 ) -> Fit:
     """Measure, replay, choose and check.
 
-    modules  what was trained for the target, as for ``make_drafter``
+    modules  the modules trained for the target, as for ``make_drafter``
     prompts  token ids of each prompt
-    report   called with what is being done, steps done and steps in all
+    report   called with the current activity, steps done and steps in total
 
     Raises InputError without prompts.
     """
     if not prompts:
         raise InputError("tuning needs at least one prompt")
     found = find_candidates(target.decoder, modules)
-    # attention grows with the context, and times are summed: so a prompt of the mean length
+    # attention grows linearly with the context, so times are measured with a prompt of mean length
     usual = max(prompts, key=len)[: round(statistics.mean(map(len, prompts)))]
     times = measure_times(target.decoder, found.timed, usual, max_new_tokens=max_new_tokens, report=report)
     recorded = _record(target, found, prompts, max_new_tokens, report)
@@ -181,7 +181,7 @@ def fit(
 
 
 class _Beside(Drafter):
-    """Drafters that are all recorded beside plain decoding; none of their trees is verified."""
+    """Drafters that are recorded during plain decoding; none of their trees is verified."""
 
     def __init__(self, watched: Sequence[Drafter]) -> None:
         self.watched = watched
@@ -222,9 +222,9 @@ class _Beside(Drafter):
 def _record(
     target: Target, found: Candidates, prompts: Sequence[Sequence[int]], max_new_tokens: int, report: Report
 ) -> dict[str, list[TraceRow]]:
-    """By method, one recording a prompt of its largest drafts at every position.
+    """One recording per prompt of each method's largest drafts at every position, by method.
 
-    The text does not depend on drafts, so each prompt is decoded once for all methods that can ride together.
+    The text does not depend on drafts, so each prompt is decoded only once for all methods that can share a pass.
     """
     stop = frozenset(target.config.eos_token_ids)
     rows: dict[str, list[TraceRow]] = {method: [] for method in found.recorded}
@@ -253,7 +253,7 @@ def _record(
 
 
 def _together(drafters: Mapping[str, Drafter]) -> list[list[str]]:
-    """Methods that can be recorded in one decoding: one pass has room for one rider."""
+    """Groups of methods that can be recorded together: a pass can have only one rider."""
     riding = [method for method, drafter in drafters.items() if drafter.rider is not None]
     rest = [method for method in drafters if method not in riding]
     groups = [[method] for method in riding] or [[]]
@@ -278,7 +278,7 @@ def _rate(parts: Sequence[Prediction]) -> float:
 
 
 def _interval(parts: Sequence[Prediction], seed: int) -> tuple[float, float]:
-    """5 % and 95 % quantiles of the predicted rate over resampled prompts (bootstrap)."""
+    """The 5 % and 95 % quantiles of the predicted rate over resampled prompts (bootstrap)."""
     rng = np.random.default_rng(seed)
     drawn = [_rate([parts[i] for i in rng.integers(0, len(parts), len(parts))]) for _ in range(500)]
     low, high = np.quantile(drawn, (0.05, 0.95))
@@ -293,7 +293,7 @@ def _check(
     max_new_tokens: int,
     report: Report,
 ) -> dict[str, float]:
-    """Tokens/s while decoding over all prompts, of each candidate in turns, by specification."""
+    """Decode all prompts with each candidate in alternation; returns tokens/s while decoding, by specification."""
     stop = frozenset(target.config.eos_token_ids)
     capacity = max(map(len, prompts)) + max_new_tokens + 1
     engines = {

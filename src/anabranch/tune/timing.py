@@ -1,12 +1,11 @@
-"""What the parts of a step cost, measured as the engine steps.
+"""The costs of the parts of a step, measured in the engine.
 
-A step is timed from its call until it returns, so whatever the engine does in it counts: draft, pass, verification,
-commit, what a drafter prepares after it, and Python between them. The real drafters take part, since what they do to
-threads and caches is part of a step too.
+A step is timed from call to return, which includes draft, pass, verification, commit, what a drafter prepares after it,
+and the Python code in between. The real drafters take part, because they affect threads and caches.
 
     a step that drafts m nodes of depth d and verifies n  =  pass(n) + draft(m) + prepare(d)
 
-``pass`` is measured with chains of n nodes that cost nothing to draft, ``draft`` and ``prepare`` with drafts of several
+``pass`` is measured with chains of n nodes that take no time to draft, ``draft`` and ``prepare`` with drafts of several
 sizes.
 """
 
@@ -29,19 +28,19 @@ from anabranch.tree import DraftTree
 
 __all__ = ["DRAFTS", "WIDTHS", "DraftTimes", "MeasuredTimes", "measure_times"]
 
-WIDTHS = (1, 2, 4, 6, 8, 9, 12, 16, 17, 20, 24, 25, 32)  # both sides of where a read of the weights ends
-DRAFTS = (2, 4, 8, 16, 32)  # nodes drafted
-LEAST = 1e-3  # milliseconds: what measures as less is noise
+WIDTHS = (1, 2, 4, 6, 8, 9, 12, 16, 17, 20, 24, 25, 32)  # verified nodes, on both sides of the kernels' tile sizes
+DRAFTS = (2, 4, 8, 16, 32)  # drafted nodes
+LEAST = 1e-3  # milliseconds: less than that is noise
 Report = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class DraftTimes:
-    """Milliseconds of the parts of one row's steps with one way of drafting.
+    """Milliseconds of the parts of a step of one row with one drafter.
 
-    passes   of a step without its draft by nodes verified
-    draft    of a draft by nodes drafted; None: nothing is drafted
-    prepare  of what follows the pass by the depth of the next draft; None: nothing is prepared
+    passes   a step without its draft, by verified nodes
+    draft    a draft, by drafted nodes; None: nothing is drafted
+    prepare  preparing the next draft after the pass, by its depth; None: nothing is prepared
     """
 
     passes: StepCosts
@@ -49,7 +48,7 @@ class DraftTimes:
     prepare: StepCosts | None = None
 
     def step_ms(self, verified: int, drafted: int, depth: int) -> float:
-        """Of a whole step."""
+        """Milliseconds of a whole step."""
         whole = float(self.passes(np.array(verified)))
         for table, size in ((self.draft, drafted), (self.prepare, depth)):
             if table is not None:
@@ -57,7 +56,7 @@ class DraftTimes:
         return whole
 
     def to_dict(self) -> dict[str, str]:
-        """As profiles keep it: ``{"pass": "1:7.1/8:7.6", "draft": "2:0.4/8:0.5", "prepare": "1:0.9/5:1.3"}``."""
+        """As stored in profiles: ``{"pass": "1:7.1/8:7.6", "draft": "2:0.4/8:0.5", "prepare": "1:0.9/5:1.3"}``."""
         tables = {"pass": self.passes, "draft": self.draft, "prepare": self.prepare}
         return {name: str(table) for name, table in tables.items() if table is not None}
 
@@ -66,7 +65,7 @@ class DraftTimes:
 class MeasuredTimes:
     """Times by group of candidates.
 
-    busy  other jobs disturbed the measurement
+    busy  whether other jobs disturbed the measurement
     """
 
     groups: Mapping[str, DraftTimes]
@@ -74,7 +73,7 @@ class MeasuredTimes:
 
 
 class _Chains(Wrapped):
-    """A drafter in whose place chains of ``nodes`` nodes are verified; it sees and prepares what it always does."""
+    """A drafter whose drafts are replaced by chains of ``nodes`` nodes; it observes and prepares as usual."""
 
     def __init__(self, drafter: Drafter, nodes: int) -> None:
         super().__init__(drafter)
@@ -89,7 +88,7 @@ class _Chains(Wrapped):
 
 
 class _Sized(Wrapped):
-    """A drafter whose drafts have at most ``nodes`` nodes, all of which are verified."""
+    """A drafter with at most ``nodes`` nodes per draft, all of which are verified."""
 
     def __init__(self, drafter: Drafter, nodes: int) -> None:
         super().__init__(drafter)
@@ -101,9 +100,9 @@ class _Sized(Wrapped):
 
 @dataclass
 class _Timed:
-    """An engine under measurement.
+    """An engine whose steps are timed.
 
-    nodes                  those that a step must verify to count; None: any
+    nodes                  number of nodes that a step must verify to be counted; None: any
     passes, draft, commit  milliseconds of the counted steps; ``commit`` includes what drafters prepare
     """
 
@@ -114,7 +113,7 @@ class _Timed:
     commit: list[float] = field(default_factory=list)
 
     def run(self, request: Request, steps: int) -> None:
-        """Take ``steps`` counted steps; the first one after others have decoded is not counted."""
+        """Run ``steps`` counted steps; the first step after another engine has decoded is not counted."""
         counted = -1
         while counted < steps:
             if not self.engine.active:
@@ -124,7 +123,7 @@ class _Timed:
             (step,) = self.engine.step()
             whole = 1e3 * (time.perf_counter() - began)
             counted += 1
-            # near the end of the text drafts are cut
+            # drafts are shorter near the end of the text
             if counted and (self.nodes is None or step.tree.size == self.nodes):
                 draft, commit = 1e3 * step.timings.draft, 1e3 * step.timings.commit
                 self.passes.append(whole - draft - commit)
@@ -132,7 +131,7 @@ class _Timed:
                 self.commit.append(commit)
 
     def clear(self) -> None:
-        """Forget what was counted."""
+        """Discard the counted steps."""
         for values in (self.passes, self.draft, self.commit):
             values.clear()
 
@@ -147,14 +146,14 @@ def measure_times(
     steps: int = 4,
     report: Report = lambda what, done, total: None,
 ) -> MeasuredTimes:
-    """Time steps after ``prompt`` with each of some drafters, the first of which drafts nothing.
+    """Time steps after ``prompt`` with each of several drafters, the first of which drafts nothing.
 
-    All kinds of steps take turns, so that a machine that drifts drifts for all of them. One round before the counted
-    ones is not counted. A figure is the median of its steps times the mean of all steps over their median: sums of
-    steps are to be predicted, and those contain the slow ones too.
+    All kinds of steps alternate, so that drift of the machine affects all alike. A warm-up round is not counted. Each
+    result is the median of its steps, scaled by the ratio of mean to median over all steps, because the times are used
+    to predict sums of steps, slow ones included.
     """
     if rounds < 2 or steps < 1:
-        raise InputError(f"measuring steps takes at least 2 rounds and 1 step a round, got {rounds} and {steps}")
+        raise InputError(f"timing needs at least 2 rounds and 1 step per round, got {rounds} and {steps}")
     request = Request(prompt, min(max(max_new_tokens, 2 * WIDTHS[-1]), target.config.max_positions - len(prompt)))
     capacity = len(prompt) + request.max_new_tokens
 
@@ -172,10 +171,10 @@ def measure_times(
             if done == 0:
                 one.engine.rehearse(request)
             one.run(request, steps)
-            if done == 0:  # memory is touched for the first time
+            if done == 0:  # warm-up
                 one.clear()
     plain = passes[kind[next(iter(drafters))], 1]
-    samples = [one.passes for one in passes.values() if one.passes]  # of one width each, alike but for noise
+    samples = [one.passes for one in passes.values() if one.passes]  # of one width each: they differ only by noise
     slow = sum(map(sum, samples)) / sum(len(found) * statistics.median(found) for found in samples)
     base = statistics.median(plain.commit)
     groups = {}
@@ -193,12 +192,12 @@ def measure_times(
 
 
 def _sizes(drafter: Drafter) -> list[int]:
-    """The drafts that are timed."""
+    """The sizes of drafts to time."""
     return [*(n for n in DRAFTS if n < drafter.max_nodes), drafter.max_nodes]
 
 
 def _table(samples: Mapping[int, Sequence[float]], slow: float, more: float) -> StepCosts:
-    """Medians by size, ``more`` added, times ``slow``; a larger size costs no less, whatever noise says."""
+    """(Median + ``more``) times ``slow`` by size, made monotonic: a larger size costs at least as much."""
     sizes = [n for n in sorted(samples) if samples[n]]
     ms = np.maximum.accumulate([max(LEAST, slow * (statistics.median(samples[n]) + more)) for n in sizes])
     return StepCosts(tuple(sizes), tuple(map(float, ms)))

@@ -1,4 +1,4 @@
-"""Trees from stream states: against brute force over the whole tree, and the law that sampled trees carry."""
+"""Trees from stream states: against brute force over the whole tree, and the distribution that sampled trees carry."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def states(rows: int = 1, seed: int = 0) -> Tensor:
 
 
 def log_probs(draft: StreamDraft, states_SD: Tensor, path: tuple[int, ...], ids: list[int]) -> dict[int, float]:
-    """The law of the token after ``root, *path``, straight from the formulae of ``streams/scorer.py``."""
+    """The distribution of the token after ``root, *path``, straight from the formulae of ``streams/scorer.py``."""
     target, conditioner = draft.target, draft.conditioner
     j = len(path)
     state, z = states_SD[j], None
@@ -79,9 +79,9 @@ def test_best_first_is_brute_force_under_a_budget(kind: str, case: str) -> None:
         assert tree.sources[1:] == tuple(f"stream {d}" for d in tree.depths[1:])
         for node in range(1, tree.size):
             path = tuple(int(tree.tokens[i]) for i in tree.path_to(node)[1:])
-            law = log_probs(draft, rows[b], path[:-1], ids)
+            distribution = log_probs(draft, rows[b], path[:-1], ids)
             step = tree.log_probs[node] - tree.log_probs[tree.parents[node]]
-            assert step == pytest.approx(law[path[-1]], abs=1e-4)
+            assert step == pytest.approx(distribution[path[-1]], abs=1e-4)
 
 
 def test_a_narrow_frontier_only_forgets() -> None:
@@ -105,8 +105,8 @@ def test_product_and_chain(kind: str) -> None:
     for node in range(tree.size):
         if tree.depths[node] < 3:
             path = tuple(int(tree.tokens[i]) for i in tree.path_to(node)[1:])
-            law = log_probs(product, states()[0], path, ids)
-            best = sorted(law, key=law.__getitem__, reverse=True)[:2]
+            distribution = log_probs(product, states()[0], path, ids)
+            best = sorted(distribution, key=distribution.__getitem__, reverse=True)[:2]
             assert [int(tree.tokens[child]) for child in tree.children(node)] == best
     (chain,) = StreamDraft(target, adapter, DraftOptions(tree="chain")).build(states(), [ROOT])
     assert chain.parents.tolist() == [-1, 0, 1, 2]
@@ -138,8 +138,8 @@ def test_a_stream_that_knows_the_noise_draws_as_the_target_does(kind: str, short
         for b, chain in enumerate(draft.build(rows, [ROOT, ROOT], noise=[noise, None])):
             path: tuple[int, ...] = ()
             for depth, token in enumerate(chain.tokens[1:].tolist()):
-                law = log_probs(draft, rows[b], path, ids)
-                logits = torch.tensor([[law[i] for i in ids]])
+                distribution = log_probs(draft, rows[b], path, ids)
+                logits = torch.tensor([[distribution[i] for i in ids]])
                 params = SamplingParams(temperature=0.7 if b == 0 else 0.0)
                 assert token == int(target_tokens(logits, params, noise.keys_D[depth : depth + 1]))
                 path = (*path, token)
@@ -175,7 +175,7 @@ def test_a_rows_own_tokens_join_its_vocabulary(case: str) -> None:
 # -- sampled trees ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tree", ["chain", "product"])
-def test_sampled_trees_carry_the_law_they_were_drawn_from(kind: str, tree: str) -> None:
+def test_sampled_trees_carry_the_distribution_they_were_drawn_from(kind: str, tree: str) -> None:
     target, ids = small(), [0, 3, 5, 8, 13, 17]
     adapter = small_adapter(target, KINDS[kind], torch.tensor(ids))
     draft = StreamDraft(target, adapter, DraftOptions(tree=tree, k=2))  # type: ignore[arg-type]
@@ -191,8 +191,8 @@ def test_sampled_trees_carry_the_law_they_were_drawn_from(kind: str, tree: str) 
         for column, node in enumerate(level):
             path = tuple(int(found.tokens[i]) for i in found.path_to(node)[1:])
             scores = torch.full((1, VOCABULARY), float("-inf"))
-            law = log_probs(draft, states()[0], path, ids)
-            scores[0, list(law)] = torch.tensor(list(law.values()))
+            distribution = log_probs(draft, states()[0], path, ids)
+            scores[0, list(distribution)] = torch.tensor(list(distribution.values()))
             wanted = target_probs(scores, params)
             assert torch.allclose(found.draft_probs[node], wanted[0], atol=1e-5)
             children = [int(found.tokens[child]) for child in found.children(node)]

@@ -13,7 +13,9 @@ from anabranch.methods.streams import prune
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.prune import early_exit_logits, prune_nodes
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Decoder, Inputs, Nodes, Pass
+from anabranch.model.decoder import Decoder
+from anabranch.model.inputs import Inputs
+from anabranch.model.passes import Nodes, Pass
 from anabranch.tree import DraftTree
 from small import prompt, small, small_adapter
 
@@ -39,13 +41,13 @@ def test_the_drawn_example(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b, c, d = 3, 4, 5, 6
     tree = DraftTree(np.array([9, a, b, c, d], np.int64), np.array([-1, 0, 0, 1, 2], np.int64))
 
-    def laws(target: Decoder, adapter: StreamAdapter, main_BND: Tensor) -> Tensor:
-        law = torch.full((1, 5, 19), 1e-6)
-        law[0, 0, a], law[0, 0, b], law[0, 1, c], law[0, 2, d] = 0.6, 0.3, 0.4, 0.1
-        law[0, :, 18] = 1 - law[0, :, :18].sum(-1)
-        return law.log()
+    def distributions(target: Decoder, adapter: StreamAdapter, main_BND: Tensor) -> Tensor:
+        distribution = torch.full((1, 5, 19), 1e-6)
+        distribution[0, 0, a], distribution[0, 0, b], distribution[0, 1, c], distribution[0, 2, d] = 0.6, 0.3, 0.4, 0.1
+        distribution[0, :, 18] = 1 - distribution[0, :, :18].sum(-1)
+        return distribution.log()
 
-    monkeypatch.setattr(prune, "early_exit_logits", laws)
+    monkeypatch.setattr(prune, "early_exit_logits", distributions)
     for keep, kept in ((2, [0, 1]), (3, [0, 1, 2]), (4, [0, 1, 2, 3]), (5, [0, 1, 2, 3, 4])):
         nodes = prune_nodes(target, small_adapter(target), torch.zeros(1, 5, 32), a_pass(target, [tree]), keep)
         assert nodes.tolist() == [kept]
@@ -57,14 +59,14 @@ def test_random_trees_against_a_walk(case: str) -> None:
     adapter = small_adapter(target)
     trees = [random_tree(size, size) for size in (12, 7, 1)]
     main = torch.randn(3, 12, 32, generator=torch.Generator().manual_seed(5))
-    laws = early_exit_logits(target, adapter, main).float().log_softmax(-1)
+    distributions = early_exit_logits(target, adapter, main).float().log_softmax(-1)
     for keep in (2, 5, 9):
         kept = prune_nodes(target, adapter, main, a_pass(target, trees), keep)
         for b, tree in enumerate(trees):
             worth = [0.0] * tree.size
             for node in range(1, tree.size):
                 parent = int(tree.parents[node])
-                worth[node] = worth[parent] + float(laws[b, parent, int(tree.tokens[node])])
+                worth[node] = worth[parent] + float(distributions[b, parent, int(tree.tokens[node])])
             best = sorted(range(tree.size), key=lambda node: (-worth[node], node))[:keep]
             mine = [node for node in kept[b].tolist() if node < tree.size]
             assert mine == sorted(best)

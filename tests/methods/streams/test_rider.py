@@ -16,7 +16,9 @@ from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.methods.streams.rider import StreamRider
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Decoder, Inputs, PassResult, Rider
+from anabranch.model.decoder import Decoder
+from anabranch.model.inputs import Inputs
+from anabranch.model.passes import PassResult, Rider
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
 from anabranch.verify import Verdict
@@ -135,9 +137,9 @@ def test_pruning_changes_nothing_for_the_nodes_that_stay(case: str, ride: bool) 
         for place, node in enumerate(kept_n.tolist()):
             assert torch.allclose(logits_of(part)[b, place], logits_of(full)[b, node], atol=1e-5)
             if ride:
-                assert part.streams_MSD is not None
-                assert full.streams_MSD is not None
-                mine, whole_S = part.streams_MSD[part.nodes(b)][place], full.streams_MSD[full.nodes(b)][node]
+                assert part.riding_MSD is not None
+                assert full.riding_MSD is not None
+                mine, whole_S = part.riding_MSD[part.nodes(b)][place], full.riding_MSD[full.nodes(b)][node]
                 assert torch.allclose(mine, whole_S, atol=2e-5)
     # committing the kept tree's path leaves the cache of a plain prefill of the same tokens
     kept = [tree.select(kept_n) for tree, kept_n in zip(trees(), part.kept, strict=True)]

@@ -1,12 +1,12 @@
-"""Other engines as contenders, each in a process of its own, often in an environment of its own.
+"""Other engines as contenders, each in its own process and often in its own environment.
 
-    catalogue      what there is: names, options, requirements
-    environments   the virtual environments, made by ``anabranch bench peers install``
-    process        our end of the wire: JSON lines, time limits, checks of what comes back
-    launch         from a name and a target to a running peer
-    servers/       the other end, one script an engine; they run in the peer's interpreter and import nothing of ours
+    catalogue      the peers: names, options, requirements
+    environments   virtual environments, created by ``anabranch bench peers install``
+    process        our end of the protocol: JSON lines, timeouts, validation of replies
+    launch         start a peer for a target
+    servers/       the other end, one script per engine, which runs in the peer's interpreter without our package
 
-Names may carry options, as drafters do: ``openvino:format=int8``.
+Names may have options, like those of drafters: ``openvino:format=int8``.
 """
 
 from __future__ import annotations

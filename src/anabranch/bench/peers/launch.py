@@ -1,4 +1,4 @@
-"""From a peer's name and a target to a running peer: what it loads, in which interpreter, with which environment."""
+"""Start a peer for a target: choose its weights, interpreter and environment variables."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _EXPORT = "from optimum.commands.optimum_cli import main; main()"
 def open_peer(
     name: str, target: Target, *, sampling: SamplingParams, threads: int, capacity: int, timeout: float = 300.0
 ) -> Peer:
-    """Start the peer ``name`` (options included) and let it load the target's weights.
+    """Start the peer ``name`` (with options) and let it load the target's weights.
 
-    ``capacity`` is the most tokens of one text, prompt included; ``timeout`` the seconds that it may take to load,
-    and to decode one prompt.
+    capacity  maximum number of tokens of a sequence, including the prompt
+    timeout   seconds for loading, and for decoding one prompt
 
-    Raises InputError for a name or option that does not exist, CapabilityError where the peer is not installed or
-    cannot serve this target, PeerError where it does not start.
+    Raises InputError for an unknown name or option, CapabilityError if the peer is not installed or does not support
+    this target, and PeerError if it does not start.
     """
     spec, settings = parse_peer(name)
     _check(spec, settings, target, sampling)
@@ -77,12 +77,12 @@ def _check(spec: PeerSpec, settings: dict[str, Any], target: Target, sampling: S
             )
         folder = Path(assistant).expanduser()
         if not (folder / "config.json").is_file():
-            raise CapabilityError(f"the draft model {assistant} is no model folder; give one with config and weights")
+            raise CapabilityError(f"the draft model {assistant} is not a model folder; give a folder with a config")
         settings["assistant"] = str(folder.resolve())
 
 
 def _environment(threads: int) -> dict[str, str]:
-    """Ours, less our import path, plus what the engines read before their first line."""
+    """Our environment variables without our import path, and those that engines read at their start."""
     return {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")} | {
         "PYTHONPATH": str(Path(__file__).resolve().parent),
         "PYTHONUNBUFFERED": "1",
@@ -111,7 +111,7 @@ def _weights(spec: PeerSpec, settings: dict[str, Any], target: Target, python: P
 
 
 def _gguf(spec: PeerSpec, settings: dict[str, Any], target: Target) -> Path:
-    """The file named by the option, the target itself, or the one that the default model was converted from."""
+    """The file given by the option, the target itself, or the file that the default model was converted from."""
     if chosen := settings.pop("gguf", None):
         path = Path(chosen).expanduser().resolve()
         if not path.is_file():
@@ -129,7 +129,7 @@ def _gguf(spec: PeerSpec, settings: dict[str, Any], target: Target) -> Path:
 
 
 def _converted_from(folder: Path) -> str | None:
-    """Which file of which wheel a folder was converted from, as the fetch recorded it."""
+    """The file in a wheel that a folder was converted from, as recorded by ``fetch``."""
     try:
         member = json.loads((folder / "provenance.json").read_text(encoding="utf-8")).get("member")
     except (OSError, ValueError, AttributeError):
@@ -138,7 +138,7 @@ def _converted_from(folder: Path) -> str | None:
 
 
 def _exported(folder: Path, fingerprint: str, weight_format: str, python: Path) -> Path:
-    """OpenVINO's own form of a model folder, made once for each weight format."""
+    """OpenVINO's export of a model folder, created once for each weight format."""
     final = environment_folder("openvino") / "exports" / f"{fingerprint[:16]}-{weight_format}"
     if final.is_dir():
         return final
@@ -161,10 +161,10 @@ def _exported(folder: Path, fingerprint: str, weight_format: str, python: Path) 
         )
         if done.returncode or not (staging / "model" / "openvino_model.xml").is_file():
             lines = [line for line in done.stdout.decode(errors="replace").splitlines() if line.strip()]
-            raise PeerError(f"OpenVINO could not export the model: {' | '.join(lines[-3:]) or 'no message'}")
+            raise PeerError(f"the peer 'openvino' could not export the model: {' | '.join(lines[-3:]) or 'no message'}")
         os.replace(staging / "model", final)
     except subprocess.TimeoutExpired as error:
-        raise PeerError(f"OpenVINO's export did not end within {_EXPORT_SECONDS:g} s and was stopped") from error
+        raise PeerError(f"the export for 'openvino' took more than {_EXPORT_SECONDS:g} s and was stopped") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return final

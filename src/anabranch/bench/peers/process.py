@@ -1,4 +1,4 @@
-"""Our end of the wire to a peer: one JSON object a line out, one back, each with a time limit and checked.
+"""Our end of the protocol with a peer: one JSON object per line each way, with timeouts and validation.
 
     {"op": "load", ...}                               -> {"ok": true, "info": {...}}
     {"op": "decode", "ids": [...], "max_new_tokens": N, ...}
@@ -6,10 +6,10 @@
     {"op": "batch", "prompts": [[...], ...], "max_new_tokens": N, ...}
                                     -> {"ok": true, "ids": [[...], ...], "seconds": s, "step_seconds": [...]}
     {"op": "quit"}
-    whatever the engine refuses                       -> {"ok": false, "error": "..."}
+    any request that fails                            -> {"ok": false, "error": "..."}
 
-The clock is the peer's, around the engine's own call and nothing else. A peer that ends, hangs or prints something
-else is stopped, with all processes that it started, and says so ever after; its answer is never timed.
+Times are measured by the peer, around the engine's own call. A peer that ends, hangs or sends anything else is stopped,
+with all processes that it started; later requests raise the same error, and failed ones are never timed.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _TAIL_LINES, _TAIL_BYTES = 3, 4000
 
 
 class PeerError(AnabranchError):
-    """A peer that could not be started, or did not answer as it should."""
+    """A peer that could not be started, or gave no valid answer."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Several prompts decoded together: new token ids by prompt, seconds of the call, and seconds to each token.
+    """The result of decoding a batch: new token ids by prompt, seconds of the call, and seconds to each token.
 
-    ``step_seconds[i]`` is when the i-th new token of every row was there.
+    ``step_seconds[i]`` is the time at which all rows had their i-th new token.
     """
 
     token_ids: list[list[int]]
@@ -57,10 +57,10 @@ class Batch:
 class Peer:
     """A peer that has loaded its model, as a contender.
 
-    ``command`` is started at once, in an empty folder of its own and as the head of a process group, and told to
-    ``load``. ``vocabulary`` and ``eos`` say what a right answer looks like.
+    ``command`` is started immediately, in its own empty folder and process group, with a ``load`` request.
+    ``vocabulary`` and ``eos`` are for validating answers.
 
-    info  versions, weights and numerics, load seconds and peak memory in bytes, as the peer tells them
+    info  versions, weights and numerics, load seconds and peak memory in bytes, as reported by the peer
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class Peer:
     ) -> None:
         self.name, self.info, self.timeout = name, dict[str, Any](), timeout
         self._eos, self._vocabulary = tuple(eos), vocabulary
-        self._law = {
+        self._sampling = {
             "temperature": sampling.temperature,
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
-            "seed": sampling.seed % 2**32,  # what every engine takes
+            "seed": sampling.seed % 2**32,  # the range that every engine supports
             "eos": list(self._eos),
         }
         self._failure: str | None = None
@@ -108,50 +108,50 @@ class Peer:
         try:
             info = self._ask({"op": "load", **load}).get("info")
             if not isinstance(info, dict):
-                self._fail("answered without saying what it loaded")
+                self._fail("did not report what it loaded")
             self.info.update(info)
         except BaseException:
             self.close()
             raise
 
     def decode(self, prompt_ids: Sequence[int], *, max_new_tokens: int) -> Run:
-        """Decode one prompt. Raises PeerError for anything but the whole, plausible answer."""
+        """Decode one prompt. Raises PeerError for an incomplete or implausible answer."""
         if not len(prompt_ids) or max_new_tokens < 1:
             raise InputError("a peer needs at least one prompt token and max_new_tokens of at least 1")
         ids = [int(token) for token in prompt_ids]
-        reply = self._ask({"op": "decode", "ids": ids, "max_new_tokens": max_new_tokens, **self._law})
+        reply = self._ask({"op": "decode", "ids": ids, "max_new_tokens": max_new_tokens, **self._sampling})
         seconds, first = reply.get("seconds"), reply.get("first_token_seconds")
         tokens = self._checked(reply.get("ids"), max_new_tokens)
         if not _duration(seconds) or not (first is None or (_duration(first) and first <= seconds)):
-            self._fail(f"printed rubbish: its times are {seconds!r} s, and {first!r} s to the first token")
+            self._fail(f"sent an invalid answer: its times are {seconds!r} s, and {first!r} s to the first token")
         self._remember_peak(reply)
         return Run(tokens, seconds, first_token_seconds=first)
 
     def batch(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> Batch:
-        """Decode several prompts together. Raises PeerError for a peer that cannot, or anything but whole answers."""
+        """Decode a batch. Raises PeerError if that is not supported, or for an incomplete or invalid answer."""
         if not prompts or not all(map(len, prompts)) or max_new_tokens < 1:
             raise InputError("a peer needs at least one prompt token and max_new_tokens of at least 1")
         ids = [[int(token) for token in prompt] for prompt in prompts]
-        reply = self._ask({"op": "batch", "prompts": ids, "max_new_tokens": max_new_tokens, **self._law})
+        reply = self._ask({"op": "batch", "prompts": ids, "max_new_tokens": max_new_tokens, **self._sampling})
         answers, seconds, steps = reply.get("ids"), reply.get("seconds"), reply.get("step_seconds")
         if not isinstance(answers, list) or len(answers) != len(ids):
-            self._fail(f"printed rubbish: its answer is not one list of token ids for each of {len(ids)} prompts")
+            self._fail(f"sent an invalid answer: not one list of token ids for each of {len(ids)} prompts")
         found = [self._checked(answer, max_new_tokens) for answer in answers]
         if not _duration(seconds) or not isinstance(steps, list) or not all(map(_duration, steps)):
-            self._fail(f"printed rubbish: its times are {seconds!r} s in total and {steps!r} s by step")
+            self._fail(f"sent an invalid answer: its times are {seconds!r} s in total and {steps!r} s by step")
         if len(steps) < max(map(len, found)) or any(a > b for a, b in zip(steps, [*steps[1:], seconds], strict=True)):
-            self._fail(f"printed rubbish: the times of its {len(steps)} steps do not fit its answers")
+            self._fail(f"sent an invalid answer: the times of its {len(steps)} steps do not match its tokens")
         self._remember_peak(reply)
         return Batch(found, seconds, steps)
 
     def _checked(self, tokens: Any, max_new_tokens: int) -> list[int]:
-        """The new tokens of one prompt, whole and plausible."""
+        """The new tokens of one prompt, validated."""
         if not isinstance(tokens, list) or not all(type(t) is int and 0 <= t < self._vocabulary for t in tokens):
-            self._fail(f"printed rubbish: its answer is no list of token ids below {self._vocabulary}")
+            self._fail(f"sent an invalid answer: not a list of token ids below {self._vocabulary}")
         if len(tokens) > max_new_tokens:
-            self._fail(f"printed rubbish: {len(tokens)} tokens where at most {max_new_tokens} were asked for")
+            self._fail(f"sent an invalid answer: {len(tokens)} tokens, but at most {max_new_tokens} were requested")
         if any(token in self._eos for token in tokens[:-1]):
-            self._fail("went on after the end token")
+            self._fail("continued after the end token")
         if len(tokens) < max_new_tokens and (not tokens or tokens[-1] not in self._eos):
             self._fail(f"stopped after {len(tokens)} of {max_new_tokens} tokens without an end token")
         return tokens
@@ -161,7 +161,7 @@ class Peer:
             self.info["peak_memory_bytes"] = peak
 
     def close(self) -> None:
-        """End the peer and every process that it started; a second time is no harm."""
+        """Stop the peer and every process that it started; can be called repeatedly."""
         if self._closed:
             return
         self._closed = True
@@ -182,19 +182,19 @@ class Peer:
         self._stderr.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    # -- the wire ---------------------------------------------------------------------------------------
+    # -- the protocol -----------------------------------------------------------------------------------
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         if self._closed:
             raise PeerError(f"the peer {self.name!r} {self._failure or 'was closed'}")
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended: what it left to read tells more
+        with contextlib.suppress(OSError):  # it has ended: its remaining output says more
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
         try:
             line = self._lines.get(timeout=self.timeout)
         except queue.Empty:
             self._fail(f"gave no answer to {request['op']!r} within {self.timeout:g} s and was stopped")
-        except BaseException:  # Ctrl-C: its late answer must not be taken for that of the next prompt
+        except BaseException:  # Ctrl-C: a late answer must not be taken for the next prompt's
             self._failure = "was interrupted"
             self.close()
             raise
@@ -205,7 +205,7 @@ class Peer:
         except ValueError:
             reply = None
         if not isinstance(reply, dict) or not isinstance(reply.get("ok"), bool):
-            self._fail(f"printed rubbish: {line[:80].decode(errors='replace').strip()!r}")
+            self._fail(f"sent an invalid answer: {line[:80].decode(errors='replace').strip()!r}")
         if not reply["ok"]:
             self._fail(f"could not {request['op']}: {reply.get('error')}")
         return reply
@@ -216,7 +216,7 @@ class Peer:
         raise PeerError(f"the peer {self.name!r} {what}")
 
     def _ending(self) -> str:
-        """How the process ended, and the last that it said."""
+        """How the process ended, and its last output."""
         try:
             code = self._process.wait(_QUIT_SECONDS)
         except subprocess.TimeoutExpired:
@@ -224,7 +224,7 @@ class Peer:
         else:
             how = f"ended with exit code {code}" if code >= 0 else f"was ended by {_signal_name(-code)}"
         tail = self._tail()
-        return f"{how}; its last words: {tail}" if tail else f"{how} without a word"
+        return f"{how}; its last output: {tail}" if tail else f"{how} without any output"
 
     def _tail(self) -> str:
         self._stderr.seek(max(0, self._stderr.seek(0, os.SEEK_END) - _TAIL_BYTES))
@@ -238,7 +238,7 @@ class Peer:
         self._lines.put(None)
 
     def _kill(self) -> None:
-        """The whole group: an engine may have started workers."""
+        """Kill the process group: an engine may have started workers."""
         if hasattr(os, "killpg"):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Speculative Streaming: adapter, multi-stream attention, pruning, scoring, drafting; and the method's entry."""
+"""Speculative Streaming: adapter, multi-stream attention, pruning, scoring, drafting, and the method's entry."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from anabranch.model.decoder import Decoder
 __all__ = ["METHOD", "StreamSettings"]
 
 TREES = ("best", "product", "chain", "auto")
-MOST = 24  # nodes of a tree whose size the load decides, unless ``nodes`` says otherwise
+MOST = 24  # default node budget if the size of trees follows the load
 BUDGETS = (3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
-# tokens a step and speedup of lossless Speculative Streaming on MT-Bench, Vicuna of these sizes (ACL tables 6 and 1)
+# tokens per step and speedup of lossless Speculative Streaming on MT-Bench, for Vicuna (ACL tables 6 and 1)
 PUBLISHED = {"Llama-2-7B": (3.52, 3.08), "Llama-2-13B": (3.63, 3.21), "Vicuna-33B": (3.75, 3.24)}
 
 
 @dataclass(frozen=True)
 class StreamSettings(Settings):
-    """Settings of ``streams:...``; ``DraftOptions`` and ``StreamDrafter`` say what each means.
+    """Settings of ``streams:...``; see ``DraftOptions`` and ``StreamDrafter`` for those not described here.
 
-    tree   best, product, chain, auto (best, and the load decides how many nodes), or a number: best with so many nodes
-    nodes  node budget, root included; 0: 16, or with tree=auto 24
-    k      children a node may have; 0: 16, or in a product tree 3
+    tree   best, product, chain, auto (best, with a size that follows the load), or a number: best with so many nodes
+    nodes  node budget, counting the root; 0: 16, or with tree=auto 24
+    k      maximum number of children of a node; 0: 16, or in a product tree 3
     """
 
     tree: str = "best"
@@ -79,12 +79,12 @@ class StreamSettings(Settings):
 
     @property
     def budget(self) -> int:
-        """The most nodes of a tree."""
+        """The maximum number of nodes of a tree."""
         return self.options.nodes
 
     @property
     def options(self) -> DraftOptions:
-        """How stream states become a tree."""
+        """The options that turn stream states into a tree."""
         nodes = self.nodes or (MOST if self.adaptive else 16)
         k = self.k or (3 if self.tree == "product" else 16)
         tree: Any = "best" if self.adaptive else self.tree
@@ -94,7 +94,7 @@ class StreamSettings(Settings):
 def _build(target: Decoder, settings: StreamSettings, module: nn.Module | None) -> Drafter:
     if module is None:
         raise CapabilityError(
-            "the drafter 'streams' needs an adapter that was trained for this target, and none is there; give one "
+            "the drafter 'streams' needs an adapter that was trained for this target, and there is none; give one "
             "with adapter=FOLDER, train one with 'anabranch train streams', or use drafter='prompt_lookup'"
         )
     assert isinstance(module, StreamAdapter)

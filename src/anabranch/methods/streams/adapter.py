@@ -1,4 +1,4 @@
-"""The trained parameters of Speculative Streaming and what they compute row by row.
+"""The trained parameters of Speculative Streaming and their row-wise computations.
 
 B rows of the batch, N nodes, S streams, R rows of a pass, D model width, H query heads, K kv heads, E head width.
 """
@@ -18,10 +18,11 @@ from anabranch.memory import give_back
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.scorer import Conditioner
 from anabranch.methods.trained import TrainedModule
+from anabranch.model.blocks import MLP, Block
 from anabranch.model.config import ModelConfig
-from anabranch.model.decoder import MLP, Block, Decoder
+from anabranch.model.decoder import Decoder
+from anabranch.model.native_linear import NativeLinear
 from anabranch.model.pack import Packable, PackedLinear, PackedWeight, packed_like
-from anabranch.model.stack import NativeLinear
 
 __all__ = ["StreamAdapter", "StreamLayer"]
 
@@ -29,7 +30,7 @@ T = TypeVar("T")
 
 
 class LowRank(nn.Module):
-    """x -> up(down(x)); starts at zero, as LoRA does (Hu et al. 2022). 2 * rank parameters a channel."""
+    """x -> up(down(x)), initialised to zero like LoRA (Hu et al. 2022). 2 * rank parameters per channel."""
 
     def __init__(self, width_in: int, width_out: int, rank: int, *, activation: bool = False) -> None:
         super().__init__()
@@ -46,7 +47,7 @@ class LowRank(nn.Module):
 
 
 class StreamLayer(nn.Module):
-    """The trained part of one top layer, for stream rows only."""
+    """The trained parameters of one of the top layers, for stream rows only."""
 
     def __init__(self, model: ModelConfig, config: StreamConfig) -> None:
         super().__init__()
@@ -59,12 +60,13 @@ class StreamLayer(nn.Module):
         self.merged: tuple[PackedWeight, PackedWeight] | None = None
 
     def merge(self, block: Block) -> None:
-        """Fold the attention deltas into packed copies of the block's projections, for rows that trail alone.
+        """Merge the attention deltas into packed copies of the block's projections, for trailing streams.
 
-        Worth it on a CPU, where four narrow products a layer cost as much as one wide one; costs the copies' memory.
+        Takes memory for the copies, but is faster on a CPU, where four narrow products per layer cost as much as a wide
+        one.
         """
         if self.merged is not None or self.qkv is None or self.out is None:
-            return  # one adapter serves many drafters
+            return  # merged already for another drafter
         qkv, out = self._with(block.qkv, self.qkv), self._with(block.out, self.out)
         if qkv is not None and out is not None:
             self.merged = (qkv, out)
@@ -79,9 +81,9 @@ class StreamLayer(nn.Module):
 
 
 class StreamSide:
-    """A ``RowSide``: rows from ``main`` on are stream rows and take the adapter's deltas (lossless mode).
+    """A ``RowSide``: rows from ``main`` on are stream rows, to which the adapter's deltas apply (lossless mode).
 
-    The main rows pass through the target's own arithmetic, untouched.
+    Main rows are computed exactly as without streams.
     """
 
     def __init__(self, layer: StreamLayer, main: int) -> None:
@@ -116,14 +118,14 @@ class StreamSide:
 
 
 class RootTerm(Packable):
-    """Tells streams that trail the token t + 1 which their node t has emitted: they draft from t + 2 on.
+    """Conditions trailing streams on the token t + 1 emitted at their node t; they draft from t + 2 on.
 
-    A stream that rides in the pass starts from its node's main row alone. One that trails starts when t + 1 is known,
-    and may start from both, as EAGLE's drafter does from feature and shifted token (Li et al. 2024):
+    A stream that rides in the pass can only start from its node's main row. A trailing stream starts when t + 1 is
+    known and can use both, as EAGLE's drafter uses features and shifted tokens (Li et al. 2024):
 
         S_j = f(M) + P_j + up silu(main M' + token E'[t + 1] + streams_j)      M', E': at unit RMS
 
-    Where the token is not known (riding), E' is zero; training withholds it at some positions. Starts at zero.
+    If the token is not known (riding), E' is zero; training leaves it out at some positions. Initialised to zero.
     """
 
     def __init__(self, width: int, inner: int, num_streams: int) -> None:
@@ -138,15 +140,15 @@ class RootTerm(Packable):
 
     @property
     def inputs(self) -> Tensor:
-        """main and token side by side: one product for both."""
+        """main and token concatenated, for a single product."""
         return torch.cat((self.main, self.token), dim=1)
 
     def products(self) -> Iterable[tuple[str, Tensor]]:
-        """Those of ``forward``."""
+        """The products of ``forward``."""
         return (("inputs", self.inputs), ("up", self.up))
 
     def forward(self, main_BND: Tensor, emitted_BND: Tensor | None) -> Tensor:
-        """What to add to the streams [B, N, S, D]; ``emitted_BND`` are embeddings, zero where not known."""
+        """The term to add to the streams [B, N, S, D]; ``emitted_BND`` are embeddings, zero if unknown."""
         emitted_BND = torch.zeros_like(main_BND) if emitted_BND is None else emitted_BND.to(main_BND.dtype)
         both = F.rms_norm(torch.stack((main_BND, emitted_BND), dim=2), main_BND.shape[-1:], eps=1e-9)
         z = self.linear(both.flatten(2), "inputs")
@@ -154,13 +156,13 @@ class RootTerm(Packable):
 
 
 class StreamAdapter(TrainedModule):
-    """Everything that Speculative Streaming trains for one target.
+    """All parameters that Speculative Streaming trains for one target.
 
     Parameters with the paper's configuration: gamma * h stream embeddings, 2 * 8 * h of the pruning adapter, and
     N_s * 2 * R_s * h of the stream adapters in lossless mode (ACL table 3; ``tests/streams/test_parameters.py``).
 
-    ``vocabulary`` [Vd] holds the token ids that drafts are made of, sorted (all of them if it has V entries): a draft
-    of frequent tokens costs less (the idea of FR-Spec, Zhao et al. 2025) and verification does not depend on it.
+    ``vocabulary`` [Vd] has the sorted token ids of the draft vocabulary: drafting only frequent tokens is cheaper
+    (FR-Spec, Zhao et al. 2025) and does not affect verification.
     """
 
     config: StreamConfig
@@ -188,14 +190,14 @@ class StreamAdapter(TrainedModule):
         )
         ids = torch.arange(model.vocab_size) if vocabulary is None else vocabulary.long().cpu()
         self.register_buffer("vocabulary", ids, persistent=True)
-        # in a tuple, so that the head does not become a part of this module
+        # in a tuple, so that the head is not registered as a submodule
         self._shared: tuple[nn.Module | None, dict[str, object]] = (None, {})
 
     def shared(self, target: Decoder, kind: type[T], make: Callable[[], T]) -> T:
-        """The one object of a ``kind`` that all drafters of this adapter on ``target`` share; ``make`` builds it.
+        """The object of a ``kind`` shared by all drafters of this adapter and ``target``; built by ``make`` once.
 
-        Packed copies of weights take tens of MB, and they are the same for every drafter. Those for one target are
-        kept: another target, or the same one after it was packed, replaces them.
+        Packed copies of weights take tens of MB and are the same for every drafter. Only those for one target are kept:
+        another target, or the same one after it was packed, replaces them.
         """
         if self._shared[0] is not target.head:
             self._shared = (target.head, {})
@@ -214,7 +216,7 @@ class StreamAdapter(TrainedModule):
     def initial(self, main_BND: Tensor, emitted_BND: Tensor | None = None) -> Tensor:
         """Main rows before layer N - N_s [B, N, D] -> stream rows [B, N S, D], node by node (ACL eq. 4).
 
-        ``emitted_BND`` embeds the tokens that the nodes emitted, where the streams trail and these are known.
+        ``emitted_BND`` are the embeddings of the tokens emitted at the nodes, for trailing streams.
         """
         b, n, d = main_BND.shape
         base = main_BND if self.init is None else main_BND + self.init(main_BND)

@@ -12,24 +12,24 @@ import torch
 from torch import Tensor
 
 from anabranch.methods.streams.config import StreamConfig
+from anabranch.model.blocks import attention
 from anabranch.model.config import ModelConfig
-from anabranch.model.decoder import attention
 
 __all__ = ["stream_attention", "stream_bias", "stream_positions"]
 
-# up to that many stream rows attend in one fused call over context and all stream keys; beyond it, the keys of other
-# nodes' streams, masked away, would cost more than a product of their own (training: hundreds of nodes)
+# Up to this many stream rows attend in one fused call over context and all stream keys. Beyond it (hundreds of nodes in
+# training), the masked keys of other nodes' streams would cost more than a separate product.
 FUSED_ROWS = 160
 
 
 def stream_positions(positions_BN: Tensor, num_streams: int) -> Tensor:
-    """Positions of stream rows [B, N S]: stream j of a node at t sits at t + j."""
+    """Positions of stream rows [B, N S]: stream j of a node at position t has position t + j."""
     offsets = torch.arange(1, num_streams + 1, device=positions_BN.device)
     return (positions_BN[:, :, None] + offsets).flatten(1)
 
 
 def _rotate_values(v_BNSKE: Tensor, step: float) -> Tensor:
-    """Value rotation (ACL eq. 8): channel pairs of stream n's values turned by the angle step * n."""
+    """Value rotation (ACL eq. 8): channel pairs of stream n's values are rotated by the angle step * n."""
     angle = torch.arange(1, v_BNSKE.shape[2] + 1, device=v_BNSKE.device, dtype=torch.float32) * step
     cos = angle.cos().to(v_BNSKE.dtype)[:, None, None]
     sin = angle.sin().to(v_BNSKE.dtype)[:, None, None]
@@ -38,7 +38,7 @@ def _rotate_values(v_BNSKE: Tensor, step: float) -> Tensor:
 
 
 def stream_bias(model: ModelConfig, config: StreamConfig, visible_BNL: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Additive mask [B, 1, G N S, L + N S] of the fused call, made once a pass; None where it does not apply."""
+    """Additive mask [B, 1, G N S, L + N S] of the fused call, computed once per pass; None if it is not used."""
     b, n, length = visible_BNL.shape
     s = config.num_streams
     if n * s > FUSED_ROWS or 0 < config.context_top < length:
@@ -61,11 +61,11 @@ def stream_attention(
     main_q_BNHE: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Attend for stream rows: q [B, N S, H, E], k and v [B, N S, K, E]; returns [B, N S, H E].
+    """Attention of stream rows: q [B, N S, H, E], k and v [B, N S, K, E]; returns [B, N S, H E].
 
-    ``keys_BKLE`` and ``values_BKLE`` hold the main stream, this step's nodes included; ``visible_BNL`` says what each
-    node may see of it. ``main_q_BNHE`` are the main rows' queries, needed where ``config.context_top`` is set.
-    With ``bias`` of ``stream_bias`` the same is computed in one fused call.
+    ``keys_BKLE`` and ``values_BKLE`` are those of the main stream, including this step's nodes; ``visible_BNL`` is the
+    mask of what each node attends to. ``main_q_BNHE`` are the main rows' queries, needed if ``config.context_top``.
+    With ``bias`` from ``stream_bias``, the same is computed in one fused call.
     """
     q, k, v = qkv
     b, rows, h, e = q.shape
@@ -90,7 +90,7 @@ def stream_attention(
     length = keys_BKLE.shape[2]
     top = config.context_top if 0 < config.context_top < length and main_q_BNHE is not None else 0
     if top:
-        # the paper's shortcut: only the positions that the main row of this node weighs most, a kv head
+        # the paper's approximation: only the positions with the largest weights for the node's main row, per kv head
         assert main_q_BNHE is not None
         main_q = main_q_BNHE.view(b, n, kv, g, e).permute(0, 2, 3, 1, 4)
         seen = (main_q * scale @ keys_BKLE[:, :, None].transpose(-1, -2)).float()
@@ -107,7 +107,7 @@ def stream_attention(
     scores = torch.cat((main, own), dim=-1)
     if model.attention_softcap is not None:
         scores = torch.tanh(scores / model.attention_softcap) * model.attention_softcap
-    # one additive mask: the main stream as the node sees it, then streams 1..j
+    # one additive mask: the main stream visible to the node, then streams 1..j
     cut = main.shape[-1]
     bias = torch.full((*visible.shape[:-2], s, cut + s), float("-inf"), dtype=scores.dtype, device=q.device)
     bias[..., :cut].masked_fill_(visible, 0.0)

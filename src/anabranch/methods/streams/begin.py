@@ -1,4 +1,4 @@
-"""Begin a training with another adapter's weights: of the same shape, or a smaller one that grows."""
+"""Start a training from another adapter's weights, of the same or a smaller shape."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["begin_with"]
 
 
 def begin_with(adapter: StreamAdapter, trained: StreamAdapter) -> None:
-    """Copy the weights of ``trained`` into the fresh ``adapter``; the draft vocabulary stays the adapter's own.
+    """Copy the weights of ``trained`` into the fresh ``adapter``, which keeps its own draft vocabulary.
 
-    ``trained`` may lack the root term, which starts at zero; it may have fewer streams: the new ones start as copies of
-    its last one; and fewer layers: the new ones lie below its own and start at zero. Raises InputError where anything
-    else differs.
+    ``trained`` may lack the root term (which then starts at zero), have fewer streams (new ones start as copies of the
+    last one), and have fewer layers (new ones are below its own and start at zero). Raises InputError if anything else
+    differs.
     """
     mine, theirs = adapter.config.to_dict(), trained.config.to_dict()
     if not theirs["root_width"]:
@@ -27,14 +27,14 @@ def begin_with(adapter: StreamAdapter, trained: StreamAdapter) -> None:
     for name, value in mine.items():
         if theirs[name] != value:
             raise InputError(
-                f"it has {name} {theirs[name]!r}, and this training asks for {value!r}; begin with another adapter or "
-                "give the same option"
+                f"it has {name} {theirs[name]!r}, but this training uses {value!r}; start from another adapter or give "
+                "the same option"
             )
     weights = {name: value for name, value in trained.state_dict().items() if name != "vocabulary"}
     for name in ("embeddings", "root.streams"):  # one row per stream
         if more > 0 and name in weights:
             weights[name] = torch.cat((weights[name], weights[name][-1:].expand(more, -1)))
-    moved = {}  # the layers stay at the top of the target
+    moved = {}  # layers are counted from the top of the target
     for name in [name for name in weights if name.startswith("layers.") and lower > 0]:
         _, index, rest = name.split(".", 2)
         moved[f"layers.{int(index) + lower}.{rest}"] = weights.pop(name)

@@ -1,4 +1,4 @@
-"""The shape of Speculative Streaming: one frozen record, stored beside the adapter's weights."""
+"""The shape of Speculative Streaming: a frozen record that is stored with the adapter's weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from anabranch.jsonfiles import is_number, is_whole, shown
 
 __all__ = ["MOST_STREAMS", "StreamConfig"]
 
-# Streams reach that many positions past the text; rotation tables have room for four times as many (``rope.MARGIN``).
+# Maximum number of streams, which reach as many positions past the text; rotary tables cover four times as many.
 MOST_STREAMS = 256
 _WIDEST = 1 << 16
 _RANGES = {
@@ -30,7 +30,7 @@ _RANGES = {
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """What is trained on top of a frozen target (ACL section 2). The defaults are the paper's lossless mode.
+    """The configuration of a stream adapter (ACL section 2). The defaults are the paper's lossless mode.
 
     num_streams        gamma: stream j of position t predicts token t + 1 + j
     num_stream_layers  N_s: the streams run through the top N_s layers
@@ -39,15 +39,15 @@ class StreamConfig:
     attention_rank     rank of the deltas on q, k, v and o of stream rows; 0: none (the paper)
     init_rank          eta of f in ``S = f(M) + P`` (ACL eq. 4); 0: identity (the paper)
     position           "embedding": stream embeddings P_j; "rotation": value rotation instead (ACL eq. 8)
-    rotation_step      epsilon of eq. 8, radians a stream
+    rotation_step      epsilon of eq. 8, radians per stream
     pruning_rank       rank of the early-exit adapter o (ACL section 2.3); 0: none
-    context_top        stream rows attend to that many context positions, those the main row weighs most
-                       (ACL appendix H.1, p = 64); 0: all
-    conditioning       how a child's score knows the tokens on its path: "none" (the paper); "parent": the bilinear
+    context_top        stream rows attend only to this many context positions, those with the largest weights for the
+                       main row (ACL appendix H.1, p = 64); 0: all
+    conditioning       how a child's score depends on the tokens of its path: "none" (the paper); "parent": the bilinear
                        term (E[parent] U)(W head[c]); "path": a gated state along the path from the root
-    conditioning_rank  width of that term
-    root_width         width of the gated term that tells trailing streams the token which their node emitted, the root
-                       of the tree they draft; 0: none (the paper: streams that ride in the pass cannot know it)
+    conditioning_rank  width of this term
+    root_width         width of the gated term that conditions trailing streams on the token emitted at their node, the
+                       root of the next tree; 0: none (the paper, whose streams ride in the pass)
     """
 
     num_streams: int = 4
@@ -68,16 +68,16 @@ class StreamConfig:
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
             if not is_whole(value, low, high):
-                raise InputError(f"{name} must be a whole number from {low} to {high}, not {shown(value)}")
+                raise InputError(f"{name} must be a whole number from {low} to {high}, got {shown(value)}")
         if not is_number(self.rotation_step, -math.pi, math.pi):
-            raise InputError(f"rotation_step must be an angle from -pi to pi, not {shown(self.rotation_step)}")
+            raise InputError(f"rotation_step must be an angle from -pi to pi, got {shown(self.rotation_step)}")
         for name, allowed in (
             ("stream_mlp", ("adapter", "mlp+adapter")),
             ("position", ("embedding", "rotation")),
             ("conditioning", ("none", "parent", "path")),
         ):
             if getattr(self, name) not in allowed:
-                raise InputError(f"{name} must be one of {', '.join(allowed)}, not {shown(getattr(self, name))}")
+                raise InputError(f"{name} must be one of {', '.join(allowed)}, got {shown(getattr(self, name))}")
         if (self.conditioning == "none") != (self.conditioning_rank == 0):
             raise InputError("conditioning and conditioning_rank go together: give both, or 'none' and 0")
 
@@ -87,7 +87,7 @@ class StreamConfig:
 
     @staticmethod
     def from_dict(record: dict[str, Any]) -> StreamConfig:
-        """From adapter_config.json; unknown or malformed fields are refused."""
+        """From adapter_config.json. Raises AdapterError for unknown or malformed fields."""
         known = {f.name for f in dataclasses.fields(StreamConfig)}
         if unknown := sorted(set(record) - known):
             raise AdapterError(

@@ -1,4 +1,4 @@
-"""What a draft of Speculative Streaming costs: as written down naively, and with the optimisations of appendix H."""
+"""The cost of a draft of Speculative Streaming, naively and with the optimisations of appendix H."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import replace
 from anabranch.methods.counting import WEIGHT_BYTES, DraftCost, DraftShape, attention_operations, matrix_weights
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.config import StreamConfig
-from anabranch.model.decoder import Block, Decoder
+from anabranch.model.blocks import Block
+from anabranch.model.decoder import Decoder
 
 __all__ = ["COUNTS"]
 
 
 def _naive(decoder: Decoder, shape: DraftShape) -> DraftCost:
-    """Lossless: every node's streams pass through whole layers and the head."""
+    """Lossless mode: every node's streams pass through complete layers and the head."""
     adapter = StreamAdapter(decoder.config, replace(_config(shape), stream_mlp="mlp+adapter"))
     layer = matrix_weights(decoder.blocks[0]) + matrix_weights(adapter.layer(adapter.start))
     rows = shape.nodes * shape.gamma
@@ -23,7 +24,7 @@ def _naive(decoder: Decoder, shape: DraftShape) -> DraftCost:
 
 
 def _optimised(decoder: Decoder, shape: DraftShape) -> DraftCost:
-    """Appendix H: p context positions a stream, an adapter in place of the MLP, the head for the accepted node only."""
+    """Appendix H: p context positions per stream, an adapter for the MLP, the head only for the accepted node."""
     adapter = StreamAdapter(decoder.config, replace(_config(shape), context_top=shape.context_top))
     block = decoder.blocks[0]
     assert isinstance(block, Block)
@@ -38,7 +39,7 @@ def _config(shape: DraftShape) -> StreamConfig:
 
 
 def _cost(decoder: Decoder, adapter: StreamAdapter, shape: DraftShape, operations: int) -> DraftCost:
-    """The target's weights are read for its own rows anyway; pruning is an early exit through the head at each node."""
+    """The target's weights are not counted as reads; pruning is an early exit through the head at each node."""
     assert adapter.prune is not None
     exits = 2 * shape.nodes * (matrix_weights(adapter.prune) + decoder.head.weight.numel()) if shape.nodes > 1 else 0
     return DraftCost(adapter.num_parameters(), WEIGHT_BYTES * adapter.num_parameters(), operations + exits)

@@ -1,6 +1,6 @@
-// Drafting: the stream states of one sequence become a draft tree, level by level (NativeDraft in draft.py).
+// Drafting: builds a draft tree from the stream states of one sequence, level by level (NativeDraft in draft.py).
 //
-// Node i of level j, whose parent carries the token t and the hidden state z', is conditioned on its path:
+// Node i of level j, whose parent has the token t and the hidden state z', is conditioned on its path:
 //   z = silu(A z' + U E[t] / rms(E[t]) + C s_j),   score = head . (s_j + W z)
 // with s_j the state of stream j. T is the type of the rows between two products; see products.h.
 #pragma once
@@ -17,14 +17,14 @@ namespace {
 struct DraftConfig {
   Table embedding;
   Packed token, state, carry, to_state;  // U, C, A, W of the conditioner
-  Packed head, row_head;                 // of the draft vocabulary, and of the tokens that this sequence adds to it
+  Packed head, row_head;                 // of the draft vocabulary, and of the sequence's own tokens
   const int64_t *ids, *row_ids;          // token ids of the outputs of head and row_head
   int32_t d, depth;                      // model width, number of streams
-  int32_t children, nodes, frontier;     // children of a node, nodes of the tree, expanded nodes of a level: at most
-  int32_t blocks;                        // blocks of the head that a level scores: those with its stream's own best tokens
-  float min_log_prob;                    // joint log probability that a node needs
-  const uint64_t* keys;                  // where tokens are drawn: the keys of the levels' positions (else null); the scores
-  float score_scale, noise_scale;        // are then score * score_scale + noise * noise_scale
+  int32_t children, nodes, frontier;     // maximum children of a node, nodes of the tree, expanded nodes of a level
+  int32_t blocks;                        // blocks of the head scored per level: those with its stream's own best tokens
+  float min_log_prob;                    // minimum joint log probability of a node
+  const uint64_t* keys;                  // for sampled rows the keys of the levels' positions (else null); scores are then
+  float score_scale, noise_scale;        // score * score_scale + noise * noise_scale
 };
 
 // memory of drafts, kept with the runner
@@ -37,7 +37,7 @@ class Drafter {
   using P = Storage<T>;
 
  public:
-  // The tree's nodes, breadth first, into tokens, parents, depths and joints: at most c.nodes, the root among them.
+  // The tree's nodes in breadth-first order: tokens, parents, depths and joints, at most c.nodes with the root.
   struct Tree {
     int64_t *tokens, *parents, *depths;
     float* joints;  // joint log probabilities
@@ -45,10 +45,10 @@ class Drafter {
 
   Drafter(Runner& runner, const DraftConfig& config, const P* states, int64_t root)
       : pool_(runner.pool), c_(config), given_(states), root_(root), keep_(config.nodes - 1) {
-    limit_ = std::max(1, std::min(c_.frontier, keep_));  // no level keeps more nodes than the tree has
+    limit_ = std::max(1, std::min(c_.frontier, keep_));  // a level has at most the nodes of the tree
     wide_ = c_.token.outputs;
     words_ = c_.head.outputs;
-    // Noise may favour any token: where tokens are drawn, all blocks are scored.
+    // Noise may favour any token, so all blocks are scored for sampled rows.
     partial_ = c_.keys == nullptr && 2 * c_.blocks <= c_.head.blocks();
     blocks_ = partial_ ? c_.blocks : c_.head.blocks();
     scored_ = std::min(blocks_ * BLOCK, words_);
@@ -65,7 +65,7 @@ class Drafter {
       if (partial_) rank_blocks(thread);
       for (int depth = 0; depth < c_.depth && !tokens_.empty(); ++depth) level(depth, thread);
     });
-    require(!unknown_token_, "a draft vocabulary has tokens that the embedding does not have");
+    require(!unknown_token_, "a token of a draft vocabulary is not in the embedding");
     return select(tree);
   }
 
@@ -76,12 +76,12 @@ class Drafter {
     int32_t parent;  // index among the candidates of all levels; -1: the root
   };
 
-  // a block of the head: its largest score, and the logarithm of the sum of exp(score)
+  // a block of the head: its largest score, and the log-sum-exp of its scores
   struct BlockScore {
     float best, log_sum;
   };
 
-  // All the memory that the job needs: it must not throw.
+  // Allocates all memory of the job, which must not throw.
   void reserve(DraftMemory& memory) {
     states_ = memory.states.of<T>(row_offset<T>(c_.depth, c_.d));
     embeddings_ = memory.embeddings.of<T>(row_offset<T>(limit_, c_.d));
@@ -115,20 +115,20 @@ class Drafter {
   void rank_blocks(int thread) {
     pool_.barrier();
     multiply(pool_, states_, c_.depth, c_.head, thread, [&](int m, int b, F32x16 low, F32x16 high) {
-      if (words_ - b * BLOCK < BLOCK) {  // the last block may not be full
+      if (words_ - b * BLOCK < BLOCK) {  // the last block may be partial
         alignas(64) float part[BLOCK];
         std::fill(part, part + BLOCK, -INFINITY);
         store_outputs(part, words_ - b * BLOCK, low, high);
         low = load16(part), high = load16(part + 16);
       }
       float best = reduce_max(max(low, high));
-      if (!(best > -INFINITY)) best = -INFINITY;  // NaN has no place in an order
+      if (!(best > -INFINITY)) best = -INFINITY;  // NaN cannot be ordered
       const F32x16 each = exp(low - broadcast(best)) + exp(high - broadcast(best));
       block_scores_[m * c_.head.blocks() + b] = {best, std::log(reduce_sum(each)) + best};
     });
   }
 
-  // The blocks that a level scores. ``rest_``: log of the sum of exp(score) over the others, as the stream's state has them.
+  // Chooses the blocks that a level scores. ``rest_``: log-sum-exp of the others' scores without conditioning.
   void choose_blocks(int depth) {
     const BlockScore* scores = block_scores_ + depth * c_.head.blocks();
     const auto higher = [scores](int32_t a, int32_t b) {
@@ -144,7 +144,7 @@ class Drafter {
     rest_ = std::log(sum) + largest;
   }
 
-  // A thread's part of one level: the children of all nodes that the level above expands.
+  // A thread's part of one level: the children of all expanded nodes of the level above.
   void level(int depth, int thread) {
     const int rows = static_cast<int>(tokens_.size());
     int first, last;
@@ -238,12 +238,12 @@ class Drafter {
     return c_.ids[chosen_[static_cast<size_t>(at / BLOCK)] * BLOCK + at % BLOCK];
   }
 
-  // Keeps the best candidates of a level, and chooses those to expand: as many as may have children in the tree, since a
+  // Keeps the best candidates of a level, and chooses those to expand: all that can have children in the tree, given that a
   // child is no more probable than its parent.
   void collect(int depth, int rows) {
     level_.clear();
     for (int i = 0; i < rows * c_.children; ++i) {
-      if (!(values_[i] > -INFINITY)) continue;  // there are fewer
+      if (!(values_[i] > -INFINITY)) continue;  // padding: there are fewer candidates
       const int64_t token = token_at(at_[i]);
       if (token < 0 || token >= c_.embedding.words)
         unknown_token_ = true;
@@ -277,7 +277,7 @@ class Drafter {
 
   // the best candidates of all levels
   int select(const Tree& tree) const {
-    // Stable: of equals the shallower one comes first, so that no node is kept without its parent.
+    // Stable sort: among equals the shallower one comes first, so that no node is kept without its parent.
     std::vector<int32_t> order(candidates_.size()), node_of(candidates_.size(), -1);
     for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int32_t>(i);
     std::stable_sort(order.begin(), order.end(), [&](int32_t i, int32_t j) {
@@ -313,7 +313,7 @@ class Drafter {
   BlockScore* block_scores_;     // [depth, blocks]
   T *states_, *embeddings_, *hidden_, *parent_hidden_, *conditioned_;
   float *sums_, *scores_, *values_, *noise_;
-  int64_t* at_;  // places of the values among the scores
+  int64_t* at_;  // indices of the values among the scores
   // of the nodes that the next level expands: their tokens, joint log probabilities and indices among all candidates
   std::vector<int64_t> tokens_;
   std::vector<float> joints_, kept_joints_;
@@ -337,8 +337,8 @@ void check(int kind, const DraftConfig& c, int64_t root) {
   require(c.ids != nullptr, "a draft vocabulary has no tokens");
   require(c.row_head.outputs == 0 || c.row_ids != nullptr, "a sequence's own vocabulary has no tokens");
   if (c.row_head.outputs != 0) check(c.row_head, kind, c.row_head.outputs, c.d);
-  require(in_range(c.depth, 1, 1 << 10) && in_range(c.nodes, 1, 1 << 16), "a draft has no depth or no nodes");
-  require(in_range(c.children, 1, 1 << 16) && c.blocks >= 1, "a draft has no children");
+  require(in_range(c.depth, 1, 1 << 10) && in_range(c.nodes, 1, 1 << 16), "a draft's depth or nodes are out of range");
+  require(in_range(c.children, 1, 1 << 16) && c.blocks >= 1, "a draft's children or blocks are out of range");
   const int64_t most = std::max(1, std::min(c.frontier, c.nodes - 1));
   require(most * c.children <= MAX_VALUES && static_cast<int64_t>(c.depth) * c.nodes <= MAX_VALUES, "a draft is too large");
   require(!std::isnan(c.min_log_prob) && !std::isnan(c.score_scale) && !std::isnan(c.noise_scale), "a setting is NaN");

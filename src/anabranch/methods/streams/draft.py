@@ -1,9 +1,9 @@
-"""From stream states to draft trees: chains, full product trees, and best-first trees under a node budget.
+"""Build draft trees from stream states: chains, full product trees, and best-first trees under a node budget.
 
-Depth-d nodes come from stream d of the accepted node. Every parent on the frontier gets its k best children; a node's
-joint log probability is the sum along its path. Best-first keeps the ``nodes`` most probable ones: a sum of log
-probabilities falls along a path, so the best nodes of all levels together form a tree, and growing it level by level
-finds the same nodes as a heap would.
+Nodes of depth d come from stream d of the accepted node. Every parent on the frontier gets its k best children; a
+node's joint log probability is the sum along its path. Best-first trees keep the ``nodes`` most probable ones: since
+log probabilities fall along a path, the best nodes of all levels form a tree, and building it level by level gives the
+same nodes as a heap.
 
 B rows of the batch, F frontier nodes, S streams, V vocabulary, Vd draft vocabulary, D model width.
 """
@@ -28,39 +28,39 @@ from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.kernels import DraftConfig, StreamKernels
 from anabranch.model.decoder import Decoder
 from anabranch.model.graphs import Graphs
+from anabranch.model.native_linear import NativeLinear, table_of
 from anabranch.model.pack import packed_like
-from anabranch.model.stack import NativeLinear, table_of
 from anabranch.native import library as native
 from anabranch.sampling import SamplingParams, gumbels_of, halves, inverse_cdf, target_probs
 from anabranch.tree import DraftTree
 
 __all__ = ["DraftOptions", "DrawNoise", "RowVocabulary", "StreamDraft"]
 
-# How far a stream is believed where tokens are drawn: scores + noise, times this, are the logits of its belief.
-# Measured on the default model at temperature 1 (docs/log.md).
+# Confidence in a stream's sampled tokens: (scores + noise) times this are the logits of its acceptance probability.
+# Measured with the default model at temperature 1 (docs/log.md).
 TRUST = 0.85
-SCORES: Literal["int8"] = "int8"  # what a draft's scores are packed in: finer than other weights of drafts
-# Blocks of 32 tokens of a draft vocabulary that the kernels score once a stream has been told its path: those with the
-# best tokens that it has without; four times as many as a tree has nodes, if that is more (docs/log.md).
+SCORES: Literal["int8"] = "int8"  # quantisation of the draft head, finer than that of other weights of drafts
+# Number of blocks of 32 draft tokens for which the kernels compute conditioned scores: those with a stream's best
+# tokens without conditioning; at least four times the nodes of a tree (docs/log.md).
 BLOCKS = 64
-OWN = 64  # own tokens of rows, where drafts are recorded, in such steps
-MOST_NODES = 1024  # of a product tree, which grows with k ** depth
+OWN = 64  # in CUDA graphs the rows' own tokens are padded to a multiple of this, for few distinct shapes
+MOST_NODES = 1024  # limit of a product tree, which grows with k ** depth
 
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """How stream states become a tree.
+    """Options for building trees from stream states.
 
-    tree       "best": the ``nodes`` most probable nodes; "product": all of the top-k product tree; "chain"
-    nodes      node budget of a best-first tree, root included
-    k          children a node may have (a best-first tree has no use for more than it has nodes)
-    depth      streams used; 0: all of the adapter's (gamma), for a small best-first tree fewer: two for three nodes
-    frontier   nodes of one level that are expanded (best-first); bounds the cost of conditioned scoring
-    threshold  nodes of a lower joint probability are left out (best-first): where rows cost time, a node must be likely
-               enough to pay for itself
-    shortlist  conditioned scores are computed for that many of each stream's own best tokens; 0: for the whole draft
-               vocabulary, of which the native kernels leave out what a stream believes least (``BLOCKS``)
-    condition  use the adapter's conditioning if it has one
+    tree       "best": the ``nodes`` most probable nodes; "product": the full top-k product tree; "chain"
+    nodes      node budget of a best-first tree, counting the root
+    k          maximum number of children of a node (in a best-first tree at most its number of nodes)
+    depth      number of streams to use; 0: all of the adapter's (gamma), but fewer for small best-first trees: two for
+               three nodes
+    frontier   maximum number of expanded nodes per level (best-first); limits the cost of conditioned scoring
+    threshold  minimum joint probability of a node (best-first), for targets on which every verified node costs time
+    shortlist  compute conditioned scores for this many of each stream's best tokens; 0: for the whole draft vocabulary,
+               of which the native kernels skip the least probable blocks (``BLOCKS``)
+    condition  use the adapter's conditioning if it has any
     """
 
     tree: Literal["best", "product", "chain"] = "best"
@@ -74,31 +74,31 @@ class DraftOptions:
 
     def __post_init__(self) -> None:
         if self.tree not in ("best", "product", "chain"):
-            raise InputError(f"tree must be best, product or chain, not {self.tree!r}")
+            raise InputError(f"tree must be best, product or chain, got {self.tree!r}")
         for name, low in (("nodes", 2), ("k", 1), ("depth", 0), ("frontier", 1), ("shortlist", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                raise InputError(f"{name} must be a whole number of at least {low}, not {value!r}")
+                raise InputError(f"{name} must be a whole number of at least {low}, got {value!r}")
         if not 0.0 <= self.threshold < 1.0:
-            raise InputError(f"threshold must be a probability of at least 0 and below 1, not {self.threshold!r}")
+            raise InputError(f"threshold must be a probability of at least 0 and below 1, got {self.threshold!r}")
         if self.depth:
             self.check_size(self.depth)
 
     def streams(self, gamma: int) -> int:
-        """How many of an adapter's ``gamma`` streams are used."""
+        """The number of an adapter's ``gamma`` streams that are used."""
         if self.depth or self.tree != "best":
             return self.depth or gamma
         return min(gamma, self.nodes - 1, -(-2 * self.nodes // 3))
 
     @property
     def children(self) -> int:
-        """Candidates that are looked at below one node."""
+        """The number of candidate children per node."""
         if self.tree == "chain":
             return 1
         return min(self.k, self.nodes - 1) if self.tree == "best" else self.k
 
     def check_size(self, depth: int) -> None:
-        """Refuse a product tree over ``depth`` streams that no pass should verify."""
+        """Raise InputError for a product tree over ``depth`` streams that is too large to verify."""
         if self.tree == "product" and sum(self.k**d for d in range(depth + 1)) > MOST_NODES:
             raise InputError(
                 f"a product tree of {self.k} children over {depth} streams has more than {MOST_NODES:,} nodes; "
@@ -108,10 +108,10 @@ class DraftOptions:
 
 @dataclass(frozen=True)
 class DrawNoise:
-    """What tokens of one row are drawn with: the temperature and, level by level, the keys of their positions [D].
+    """The noise for drafting sampled tokens of a row: the temperature, and the keys of the positions by level [D].
 
-    The target draws the largest of logits / temperature + ``sampling.gumbels``, so streams are asked for the like: a
-    stream whose scores were the target's would be right in every place.
+    The target samples the argmax of logits / temperature + ``sampling.gumbels``. Streams add the same noise to their
+    scores: with the target's scores, every draft would be accepted.
     """
 
     temperature: float
@@ -128,10 +128,10 @@ class _Level:
 
 
 class RowVocabulary:
-    """The tokens of one row's own text that the draft vocabulary lacks, with their rows of the head.
+    """The tokens of a row's text that are not in the draft vocabulary, with their rows of the head.
 
-    Names and numbers of a prompt are rare in general and frequent in its answer: they join the draft vocabulary of
-    this row as soon as they stand in its text.
+    Names and numbers of a prompt are rare in general but frequent in its answer, so they are added to the draft
+    vocabulary of this row once they occur in its text.
     """
 
     def __init__(self, draft: StreamDraft) -> None:
@@ -142,10 +142,10 @@ class RowVocabulary:
         self.ids = draft.vocabulary[:0]
         self.head_XD = draft.target.head_rows(self.ids)
         self.bias_X = None if draft.bias is None else draft.bias[:0]
-        self.head: Callable[[Tensor], Tensor] | None = None  # packed, where the target's is
+        self.head: Callable[[Tensor], Tensor] | None = None  # packed if the target's is
 
     def extend(self, text: Sequence[int]) -> RowVocabulary:
-        """Take in the tokens of ``text`` (which only grows) that were not there at the last call."""
+        """Add the tokens of ``text`` (which only grows) that are new since the last call."""
         common = self._draft.common
         for token in text[self._read :]:
             if token not in common and token not in self._known:
@@ -165,19 +165,19 @@ class RowVocabulary:
 
 @dataclass
 class _Vocabulary:
-    """What the rows of one build draft from: ids [B, V'], and the rows' own part of the head, padded [B, X, D]."""
+    """The vocabulary of a batch of rows: ids [B, V'], and the rows' own part of the head, padded [B, X, D]."""
 
     ids_BV: Tensor
     own_BXD: Tensor | None = None
     offset_B1X: Tensor | None = None
-    head: Callable[[Tensor], Tensor] | None = None  # of the only row
+    head: Callable[[Tensor], Tensor] | None = None  # if there is only one row
 
 
 class _DraftHead:
-    """The head's rows of an adapter's draft vocabulary: all drafters of the target and the adapter share this copy.
+    """The head's rows for an adapter's draft vocabulary, shared by all drafters of the target and the adapter.
 
-    vocabulary  [Vd] token ids on the target's device; ``common`` holds the same ids
-    bias        [V] of the whole head, if it has one
+    vocabulary  [Vd] token ids on the target's device; ``common`` has the same ids
+    bias        [V] of the full head, if it has one
     scores      states [..., D] -> scores of the draft vocabulary [..., Vd]
     """
 
@@ -185,9 +185,9 @@ class _DraftHead:
         self.vocabulary = adapter.vocabulary.to(target.device)
         self.common = frozenset(self.vocabulary.tolist())
         self.bias: Tensor | None = target.head.bias
-        # a copy of the frequent tokens' head rows: reading them is what a draft costs
+        # a contiguous copy of the frequent tokens' head rows: reading them dominates the cost of a draft
         whole = len(self.vocabulary) == target.config.vocab_size
-        rows = target.head.weight if whole and target.stack is None else target.head_rows(self.vocabulary)
+        rows = target.head.weight if whole and target.backend.kernels is None else target.head_rows(self.vocabulary)
         bias = None if self.bias is None else self.bias[self.vocabulary]
         packed = packed_like(target.head, rows, bias, SCORES)
         self.scores: Callable[[Tensor], Tensor] = packed or partial(F.linear, weight=rows, bias=bias)
@@ -220,13 +220,13 @@ class StreamDraft:
 
     @cached_property
     def native(self) -> NativeDraft | None:
-        """The same by the native kernels, where they know how; made on first use, since training never asks."""
+        """The same with the native kernels, if they support it; created on first use, since training needs none."""
         return NativeDraft.of(self)
 
     def _vocabulary(self, rows: Sequence[RowVocabulary] | None, count: int) -> _Vocabulary:
         ids = self.vocabulary.expand(count, -1)
         widest = max((len(row.ids) for row in rows or ()), default=0)
-        if self.target.recorder is not None:
+        if self.target.backend.capture is not None:
             widest = -(-max(widest, 1) // OWN) * OWN  # few shapes
         if rows is None or widest == 0:
             return _Vocabulary(ids)
@@ -250,7 +250,7 @@ class StreamDraft:
         if words.own_BXD is None or words.offset_B1X is None:
             return z
         own = (states_BFD.to(words.own_BXD.dtype) @ words.own_BXD.transpose(1, 2)).float() + words.offset_B1X
-        # padding once more: a soft cap lifts what is at minus infinity
+        # mask padding again: the soft cap makes minus infinity finite
         return torch.cat((z, self._cap(own).masked_fill(words.offset_B1X.isinf(), float("-inf"))), dim=-1)
 
     def _shortlist_logits(self, states_BFD: Tensor, tokens_Bn: Tensor) -> Tensor:
@@ -263,7 +263,7 @@ class StreamDraft:
         return z if cap is None else torch.tanh(z / cap) * cap
 
     def condition(self, states: Tensor, tokens: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """A stream's states [B, 1, D] told the parents' tokens [B, F]: [B, F, D]; as they are without a conditioner."""
+        """A stream's states [B, 1, D] conditioned on parent tokens [B, F]: [B, F, D], or unchanged."""
         if self.conditioner is None:
             return states, None
         return self.conditioner(states, self.target.embedding(tokens), carried)  # type: ignore[no-any-return]
@@ -276,10 +276,9 @@ class StreamDraft:
         rows: Sequence[RowVocabulary] | None = None,
         noise: Sequence[DrawNoise | None] | None = None,
     ) -> list[DraftTree]:
-        """One tree a row from stream states after the last norm [B, S, D] and the rows' root tokens.
+        """One tree per row from stream states after the last norm [B, S, D] and the rows' root tokens.
 
-        ``rows`` add each row's own tokens to the draft vocabulary; ``noise`` says what those rows draw with that are
-        not greedy.
+        ``rows`` add each row's own tokens to the draft vocabulary; ``noise`` is that of the rows that are sampled.
         """
         noise = [None] * len(roots) if noise is None else noise
         if self.native is not None:
@@ -299,22 +298,22 @@ class StreamDraft:
         options = self.options
         budget = options.nodes if options.tree == "best" else None
         floor = math.log(options.threshold) if options.threshold else -math.inf
-        levels = self._recorded(states_BSD, torch.tensor(roots), self._vocabulary(rows, len(roots)), self._drawn(noise))
+        levels = self._captured(states_BSD, torch.tensor(roots), self._vocabulary(rows, len(roots)), self._drawn(noise))
         host = _to_host(levels)
         return [_collect(root, [(t[b], j[b], p[b]) for t, j, p in host], budget, floor) for b, root in enumerate(roots)]
 
     def _drawn(self, noise: Sequence[DrawNoise | None]) -> tuple[Tensor, ...]:
-        """What rows draw with, as tensors: halves of keys [B, D], temperatures [B], and whether a row draws [B]."""
+        """The noise of rows as tensors: halves of keys [B, D], temperatures [B], and whether a row is sampled [B]."""
         if not any(noise):
             return ()
         keys_BD = np.stack([np.zeros(self.depth, np.uint64) if n is None else n.keys_D[: self.depth] for n in noise])
         temperatures_B = torch.tensor([1.0 if n is None else n.temperature for n in noise])
         return *halves(keys_BD), temperatures_B, torch.tensor([n is not None for n in noise])
 
-    def _recorded(
+    def _captured(
         self, states_BSD: Tensor, roots_B: Tensor, words: _Vocabulary, drawn: tuple[Tensor, ...]
     ) -> list[_Level]:
-        """``_grow``, recorded where that pays."""
+        """``_grow``, captured as a graph where the backend captures them."""
         own = () if words.own_BXD is None or words.offset_B1X is None else (words.own_BXD, words.offset_B1X)
 
         def compute(states_BSD: Tensor, roots_B: Tensor, ids_BV: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
@@ -325,7 +324,7 @@ class StreamDraft:
             return tuple(part for level in levels for part in (level.tokens, level.joint, level.parents))
 
         key, inputs = (words.ids_BV.shape, len(drawn)), (states_BSD, roots_B, words.ids_BV, *own, *drawn)
-        found = self.graphs.run(self.target.recorder, key, compute, inputs, states_BSD.device)
+        found = self.graphs.run(self.target.backend.capture, key, compute, inputs, states_BSD.device)
         return [_Level(*found[i : i + 3]) for i in range(0, len(found), 3)]
 
     def _grow(self, states_BSD: Tensor, roots_B: Tensor, words: _Vocabulary, drawn: tuple[Tensor, ...]) -> list[_Level]:
@@ -349,16 +348,16 @@ class StreamDraft:
                 noisy = (scores / temperatures_B[:, None, None] + own_BV[:, None]) * TRUST
                 scores = torch.where(draws_B[:, None, None], noisy, scores)
             log_probs, best = self._best(scores, min(k, ids.shape[1]))
-            log_probs = log_probs.nan_to_num(nan=-math.inf, neginf=-math.inf)  # of states that overflowed
+            log_probs = log_probs.nan_to_num(nan=-math.inf, neginf=-math.inf)  # states may have overflowed
             level = _children(ids, best, joint[:, :, None] + log_probs)
             width = level.tokens.shape[1]
             if options.tree == "best":
-                # what is not expanded may still be a leaf, so it stays a candidate behind the frontier
+                # nodes that are not expanded may still be leaves, so they stay candidates after the frontier
                 keep = min(width, options.nodes - 1)
                 joint_falling, order = level.joint.topk(keep, dim=-1)
                 level = _Level(level.tokens.gather(1, order), joint_falling, level.parents.gather(1, order))
                 width = min(options.frontier, keep)
-                if states.device.type == "cpu" and self.target.recorder is None:
+                if states.device.type == "cpu" and self.target.backend.capture is None:
                     width = self._worth_expanding([*levels, level], width)
             levels.append(level)
             if width == 0:
@@ -370,17 +369,17 @@ class StreamDraft:
         return levels
 
     def _best(self, scores_BFV: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The k best tokens' log probabilities and places [B, F, k]."""
+        """The log probabilities and indices [B, F, k] of the k best tokens."""
         if not isinstance(self.head, NativeLinear):
             return scores_BFV.log_softmax(-1).topk(k, dim=-1)
         values, places = self.head.kernels.best(scores_BFV.flatten(0, 1), k)
         return values.view(*scores_BFV.shape[:2], k), places.view(*scores_BFV.shape[:2], k)
 
     def _worth_expanding(self, levels: list[_Level], width: int) -> int:
-        """How many of the last level's nodes, best first, may have children among the budget's best in any row.
+        """How many of the last level's nodes, best first, may have children within the budget, in any row.
 
-        A child is no more probable than its parent, so a parent below the budget's least node has none. Reading that
-        on the host costs a GPU more than a few rows do.
+        A child is no more probable than its parent, so a parent below the budget's least probable node has none. Not on
+        a GPU, where reading this on the host costs more than a few rows.
         """
         joint = torch.cat([level.joint for level in levels], dim=1)
         budget = self.options.nodes - 1
@@ -389,7 +388,7 @@ class StreamDraft:
         least = joint.topk(budget, dim=-1).values[:, -1:]
         return min(width, int((levels[-1].joint > least).sum(1).max()))
 
-    # -- sampled trees, which carry the law they were drawn from --------------------------------------
+    # -- sampled trees, with the distributions they were sampled from ---------------------------------
     @torch.inference_mode()
     def sample(
         self,
@@ -401,15 +400,15 @@ class StreamDraft:
         depth: int,
         row: RowVocabulary | None = None,
     ) -> DraftTree:
-        """A tree of k children a node *sampled* from the streams' law, for the rule *rejection* (ACL eq. 9).
+        """A tree of k children per node, *sampled* from the streams' distributions, for the rejection rule (ACL eq. 9).
 
-        The law is the target's own transformation (temperature, top-k, ...) of the stream scores. Returns the
-        product tree of k children over at most ``depth`` streams (k = 1: a chain) with ``draft_probs`` [N, V].
+        The distributions are the stream scores transformed like the target's logits (temperature, top-k, ...). Returns
+        the product tree of k children over at most ``depth`` streams (k = 1: a chain) with ``draft_probs`` [N, V].
         """
         k = self.options.children
         vocabulary = self.target.config.vocab_size
         words = self._vocabulary(None if row is None else [row], 1)
-        tokens, parents, laws = [root], [-1], []
+        tokens, parents, probs = [root], [-1], []
         carried: Tensor | None = None
         frontier = [0]
         for d in range(min(self.depth, depth)):
@@ -418,7 +417,7 @@ class StreamDraft:
             scores = torch.full((len(frontier), vocabulary), float("-inf"), device=states_SD.device)
             scores[:, words.ids_BV[0]] = self.logits(states, words)[0].expand(len(frontier), -1)
             q = target_probs(scores, params)
-            laws.append(q)
+            probs.append(q)
             uniforms = noise.random((k, len(frontier)))
             drawn = np.stack([inverse_cdf(q, row).cpu().numpy() for row in uniforms], axis=1)
             slots = np.repeat(np.arange(len(frontier)), k)
@@ -434,14 +433,14 @@ class StreamDraft:
         return DraftTree(
             np.asarray(tokens, np.int64),
             np.asarray(parents, np.int64),
-            draft_probs=torch.cat((*laws, leaves)),
+            draft_probs=torch.cat((*probs, leaves)),
             replacement=True,
             sources=_sources(depths),
         )
 
 
 class NativeDraft:
-    """Trees of one row by the native kernels: conditioning, scores and choice of all levels in one call."""
+    """Builds the tree of one row with the native kernels: conditioning, scoring and selection in one call."""
 
     def __init__(self, draft: StreamDraft, linears: dict[str, NativeLinear], head: NativeLinear) -> None:
         options, chain = draft.options, draft.options.tree == "chain"
@@ -464,7 +463,7 @@ class NativeDraft:
 
     @staticmethod
     def of(draft: StreamDraft) -> NativeDraft | None:
-        """For a target on the kernels, conditioning by the path, and best-first trees or chains over all tokens."""
+        """None unless the target runs on the kernels, with path conditioning and best-first trees or chains."""
         conditioner, width = draft.conditioner, draft.target.config.hidden_size
         if conditioner is None or not isinstance(draft.head, NativeLinear):
             return None
@@ -495,7 +494,7 @@ class NativeDraft:
 
 
 def _children(ids_BV: Tensor, best_BFk: Tensor, joint_BFk: Tensor) -> _Level:
-    """The k best children of every frontier node; without conditioning all nodes of a row share theirs."""
+    """The k best children of every frontier node; without conditioning they are the same for all nodes of a row."""
     rows, f, k = joint_BFk.shape
     children = ids_BV.gather(1, best_BFk.flatten(1)).view_as(best_BFk).expand(-1, f, -1)
     above = torch.arange(f, device=ids_BV.device)[:, None].expand(rows, f, k)
@@ -510,7 +509,7 @@ Candidates = tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]
 
 
 def _to_host(levels: Sequence[_Level]) -> list[Candidates]:
-    """Tokens, joint log probabilities and parents [B, n] of all rows, in one transfer: float64 holds all three."""
+    """Tokens, joint log probabilities and parents [B, n] of all rows, in one transfer: float64 represents all three."""
     each = [torch.stack((level.tokens.double(), level.joint.double(), level.parents.double())) for level in levels]
     host = torch.cat(each, dim=-1).cpu().numpy()
     bounds = np.cumsum([level.tokens.shape[1] for level in levels])[:-1]
@@ -519,9 +518,9 @@ def _to_host(levels: Sequence[_Level]) -> list[Candidates]:
 
 
 def _collect(root: int, levels: list[Candidates], budget: int | None, floor: float = -math.inf) -> DraftTree:
-    """The tree of the ``budget`` best candidates of all levels (all of them if None), breadth first.
+    """The tree of the ``budget`` best candidates of all levels (None: all), breadth first.
 
-    ``floor`` is the least joint log probability that a node needs.
+    ``floor`` is the minimum joint log probability of a node.
     """
     sizes = [len(tokens) for tokens, _, _ in levels]
     joint = np.concatenate([j for _, j, _ in levels])
@@ -529,7 +528,7 @@ def _collect(root: int, levels: list[Candidates], budget: int | None, floor: flo
     if budget is None:
         chosen = np.arange(len(joint))
     else:
-        # stable: of equals the shallower one first, so that no node is kept without its parent
+        # stable sort: among equals the shallower one comes first, so that no node is kept without its parent
         best = np.argsort(-joint, kind="stable")[: budget - 1]
         chosen = np.sort(best[joint[best] >= floor])
     offsets = np.concatenate(([0], np.cumsum(sizes)[:-1]))

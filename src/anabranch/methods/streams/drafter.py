@@ -1,4 +1,4 @@
-"""Speculative Streaming as a drafter: the target's own streams, read at the accepted node, become the next tree."""
+"""The drafter of Speculative Streaming: the streams of the accepted node become the next draft tree."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.draft import DraftOptions, DrawNoise, RowVocabulary, StreamDraft
 from anabranch.methods.streams.native import NativeTrail
 from anabranch.methods.streams.rider import StreamRider, trail
-from anabranch.model.decoder import Block, Decoder, Rider
+from anabranch.model.blocks import Block
+from anabranch.model.decoder import Decoder
 from anabranch.model.graphs import span_bucket
+from anabranch.model.passes import Rider
 from anabranch.sampling import COLDEST, SamplingParams, generator, position_keys
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule
 
 __all__ = ["StreamDrafter"]
 
-# the lane of the counter-based noise that drafts are sampled with; the target's own draws use lane 0, rejection lane 1
+# the lane of the random numbers for sampled drafts; the target's own tokens use lane 0, the rejection rule lane 1
 DRAFT_LANE = 2
 
 
 @dataclass
 class _State:
-    """What a row keeps: the states [S, D] of its last accepted node's streams, and its own part of the vocabulary."""
+    """The state of a row: stream states [S, D] of its last accepted node, and its own part of the draft vocabulary."""
 
     words: RowVocabulary
     states_SD: Tensor | None = None
@@ -40,12 +42,13 @@ class StreamDrafter(Drafter):
     """Drafts from speculative streams (ACL section 2.2).
 
     options    the shape of the tree
-    prune      nodes that pass the early-exit pruning layer; 0: no pruning. A pruned tree is not the tree that was
-               sampled, so only *matching* is exact, and sampled drafts are refused
-    placement  "ride": stream rows travel with every tree node in the target's pass (the paper); "trail": those of the
-               accepted node alone follow it; "auto": trail on a CPU, where rows cost time, and where the adapter
-               conditions its streams on the emitted token; otherwise ride, which is nearly free at batch 1 on a GPU
-    adaptive   whether the load decides how many nodes are drafted, up to ``options.nodes``
+    prune      number of nodes that the early-exit pruning layer keeps; 0: no pruning. A pruned tree is not the one that
+               was sampled, so only *matching* is exact
+    placement  "ride": stream rows of every tree node are part of the target's pass (the paper); "trail": those of the
+               accepted node follow the pass; "auto": trail on a CPU, where rows cost time, or if the adapter conditions
+               its streams on the emitted token; otherwise ride, which should be nearly free at batch 1 on a GPU (not
+               yet run on one)
+    adaptive   whether the number of drafted nodes follows the load, up to ``options.nodes``
     """
 
     name = "streams"
@@ -89,22 +92,22 @@ class StreamDrafter(Drafter):
 
     @property
     def margin(self) -> int:
-        """The tree's nodes; where streams trail through the native kernels, at least the streams' own positions."""
+        """The tree's nodes; if streams trail on the native kernels, at least the streams' positions."""
         return max(self.max_nodes, 0 if self._native is None else self.adapter.config.num_streams)
 
     @property
     def rider(self) -> Rider | None:
-        """The streams' place in the pass, where they ride in it or prune it."""
+        """The rider, if streams ride in the pass or prune it."""
         return self._rider
 
     def depth_of(self, budget: int) -> int:
-        """How many streams a tree of ``budget`` nodes uses."""
+        """The number of streams that a tree of ``budget`` nodes uses."""
         if self.tree.options.tree != "best":
             return self.tree.depth
         return replace(self.tree.options, nodes=max(2, min(budget, self.max_nodes))).streams(self.tree.depth)
 
     def check(self, sampling: SamplingParams, rule: Rule) -> None:
-        """*Rejection* needs trees that were sampled and are verified as they were sampled."""
+        """*Rejection* needs sampled trees, verified without changes."""
         super().check(sampling, rule)
         if rule == "rejection":
             if self.prune:
@@ -123,11 +126,11 @@ class StreamDrafter(Drafter):
                 )
 
     def join(self, row: Row) -> None:
-        """Nothing is known of its streams before the first step."""
+        """A new row has no stream states before its first step."""
         row.state[self] = _State(RowVocabulary(self.tree))
 
     def _sized(self, budget: int) -> StreamDraft:
-        """Builds best-first trees of ``budget`` nodes; packed weights are shared among all sizes."""
+        """The builder of best-first trees of ``budget`` nodes; all sizes share packed weights."""
         options = self.tree.options
         if options.tree != "best" or budget >= options.nodes:
             return self.tree
@@ -136,7 +139,7 @@ class StreamDrafter(Drafter):
         return self._trees[budget]
 
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
-        """Trees from the states that the last step left; the root alone where there are none yet."""
+        """Trees from the stream states of the last step; only the root for rows that have none yet."""
         found = [DraftTree.root(row.root) for row in rows]
         if budget < 2:
             return found
@@ -144,15 +147,15 @@ class StreamDrafter(Drafter):
         if batch := [b for b in known if rows[b].rule == "match"]:
             states = [states for b in batch if (states := self._states(rows[b])) is not None]
             draft = self._sized(budget)
-            while draft.depth > min(map(len, states)):  # prepared for a smaller tree than is asked for now
+            while draft.depth > min(map(len, states)):  # states were prepared for a smaller tree
                 budget = min(budget, draft.options.nodes) - 1
                 draft = self._sized(budget)
             words = [self._words(rows[b]) for b in batch]
             roots, drawn = [rows[b].root for b in batch], [self._noise(rows[b], draft.depth) for b in batch]
             for b, tree in zip(batch, draft.build(states, roots, words, drawn), strict=True):
-                room = rows[b].max_depth
-                fits = draft.depth <= room or tree.max_depth <= room
-                found[b] = tree if fits else tree.select((tree.depths <= room).nonzero()[0])
+                limit = rows[b].max_depth
+                fits = draft.depth <= limit or tree.max_depth <= limit
+                found[b] = tree if fits else tree.select((tree.depths <= limit).nonzero()[0])
         for b in known:
             row, states_SD = rows[b], self._states(rows[b])
             if row.rule == "rejection" and states_SD is not None:
@@ -167,7 +170,7 @@ class StreamDrafter(Drafter):
         return state.states_SD
 
     def _noise(self, row: Row, depth: int) -> DrawNoise | None:
-        """What the target will draw the next tokens of a row with."""
+        """The noise with which the target will sample the next tokens of a row."""
         sampling = row.sampling
         if sampling.greedy:
             return None
@@ -179,7 +182,7 @@ class StreamDrafter(Drafter):
         return state.words.extend(row.tokens)
 
     def observe(self, rows: Sequence[Row], seen: Observation) -> None:
-        """Keep the streams of each row's accepted node; where nothing will be drafted, none are computed."""
+        """Keep the stream states of each row's accepted node; not computed if nothing will be drafted."""
         result = seen.result
         last = [result.starts_B[slot] + v.path[-1] for slot, v in zip(seen.slots, seen.verdicts, strict=True)]
         for row in rows:
@@ -187,9 +190,9 @@ class StreamDrafter(Drafter):
         if seen.budget < 2 or not any(seen.live):
             return
         if self._rider is not None and self._rider.rides:
-            assert result.streams_MSD is not None
+            assert result.riding_MSD is not None
             for row, at in zip(rows, last, strict=True):
-                row.state[self].states_SD = result.streams_MSD[at].clone()
+                row.state[self].states_SD = result.riding_MSD[at].clone()
             return
         going = [i for i, live in enumerate(seen.live) if live]
         main_MD, emitted = result.taps[self.adapter.start], [row.root for row in rows]
@@ -210,12 +213,12 @@ class StreamDrafter(Drafter):
             rows[i].state[self].states_SD = states_SD
 
     def _trail(self, entry_BD: Tensor, emitted_B: Tensor, slots: Sequence[int], seen: Observation) -> Tensor:
-        """Stream states [B, S, D] of nodes that are committed, from their main rows before layer N - N_s."""
+        """Stream states [B, S, D] of committed nodes, from their main rows before layer N - N_s."""
         target, cache, planned = self.target, seen.cache, seen.planned
         lengths = [cache.lengths[slot] for slot in slots]
         together = list(slots) == list(range(len(slots)))
         span, table = max(lengths), target.rope().table(planned)
-        span = span if target.recorder is None else span_bucket(span, cache.capacity)
+        span = span if target.backend.capture is None else span_bucket(span, cache.capacity)
         layers = range(self.adapter.start, target.config.num_layers)
 
         def compute(entry_BD: Tensor, emitted_B: Tensor, lengths_B: Tensor, slots_B: Tensor) -> tuple[Tensor]:
@@ -238,5 +241,5 @@ class StreamDrafter(Drafter):
 
         key = ("trail", id(self), len(slots), together, span, table.data_ptr())
         inputs = (entry_BD, emitted_B, torch.tensor(lengths), torch.tensor(slots))
-        (states,) = cache.graphs.run(target.recorder, key, compute, inputs, target.device, held=(table, self))
+        (states,) = cache.graphs.run(target.backend.capture, key, compute, inputs, target.device, held=(table, self))
         return states.clone()

@@ -1,4 +1,4 @@
-"""Bindings of the streams' own C++ (``streams.cpp``): drafting trees, and streams that trail a forward pass.
+"""Bindings of the streams' C++ kernels (``streams.cpp``): drafting trees, and streams that trail a forward pass.
 
 S streams, M streams of all rows of a batch, D model width.
 """
@@ -20,7 +20,7 @@ __all__ = ["DraftConfig", "DraftedNodes", "StreamKernels", "TrailEntry"]
 
 
 class DraftConfig(ctypes.Structure):
-    """How the stream states of one sequence become a tree; see ``draft.h``."""
+    """Weights and options for drafting the tree of one sequence; see ``draft.h``."""
 
     _fields_ = (
         ("embedding", Table),
@@ -36,7 +36,7 @@ class DraftConfig(ctypes.Structure):
 
 
 class TrailEntry(ctypes.Structure):
-    """How trailing streams begin: batch row b trails ``nodes[b]`` of ``main``'s ``rows``; see ``trail.h``."""
+    """The initial states of trailing streams: batch row b trails row ``nodes[b]`` of ``main``; see ``trail.h``."""
 
     _fields_ = (
         ("main", ctypes.c_void_p),
@@ -52,7 +52,7 @@ class TrailEntry(ctypes.Structure):
 
 
 class DraftedNodes(NamedTuple):
-    """A tree's nodes, breadth first, the root first: tokens, parents, depths and joint log probabilities [N]."""
+    """A tree's nodes in breadth-first order: tokens, parents, depths and joint log probabilities [N]."""
 
     tokens: NDArray[np.int64]
     parents: NDArray[np.int64]
@@ -64,7 +64,7 @@ _INT, _LONG, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 
 
 class StreamKernels:
-    """The compiled kernels of streams, on the threads of ``kernels``. Errors are those of ``Library``."""
+    """The compiled kernels of streams, on the threads of ``kernels``. Raises the errors of ``Library``."""
 
     def __init__(self, kernels: Library) -> None:
         self._kernels = kernels
@@ -81,9 +81,9 @@ class StreamKernels:
         )
 
     def draft(self, config: DraftConfig, states_SD: Tensor, root: int) -> DraftedNodes:
-        """The tree of one sequence; the root alone where no score is finite.
+        """The tree of one sequence; only the root if no score is finite.
 
-        States and embeddings are float32 where the weights are, else bf16.
+        States and embeddings are float32 if the weights are, else bf16.
         """
         dtype = _state_type(config.head.kind)
         require(
@@ -103,9 +103,9 @@ class StreamKernels:
         return DraftedNodes(tokens[:n], parents[:n], depths[:n], log_probs[:n])
 
     def trail(self, shape: Shape, layers: Layers, batch: RaggedBatch, entry: TrailEntry, states_MD: Tensor) -> None:
-        """Streams from the main rows that they trail, through ``layers`` and the last norm, into ``states_MD``.
+        """Run streams from the main rows that they trail through ``layers`` and the last norm into ``states_MD``.
 
-        ``batch`` has the streams of each batch row as its nodes; a batch row without streams takes no part.
+        The nodes of ``batch`` are the streams of each batch row; batch rows without streams are skipped.
         """
         require(len(layers) > 0, "streams have no layers")
         kind = layers[0].qkv.kind
@@ -118,5 +118,5 @@ class StreamKernels:
 
 
 def _state_type(kind: int) -> torch.dtype:
-    """The type of stream states beside weights of this kind."""
+    """The dtype of stream states for weights of this kind."""
     return torch.float32 if kind == KINDS["float32"] else torch.bfloat16

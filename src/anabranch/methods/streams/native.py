@@ -1,4 +1,4 @@
-"""Streams trailing through the native kernels: the rows of one node's streams are a chain with weights of its own.
+"""Trailing streams on the native kernels: the streams of a node are a chain with the adapter's weights.
 
 B rows of the batch, S streams, D model width.
 """
@@ -15,21 +15,23 @@ from torch import Tensor, nn
 from anabranch.memory import give_back
 from anabranch.methods.streams.adapter import LowRank, StreamAdapter, StreamLayer
 from anabranch.methods.streams.kernels import StreamKernels, TrailEntry
+from anabranch.model.blocks import Block
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Block, Decoder
+from anabranch.model.decoder import Decoder
+from anabranch.model.native_linear import NativeLinear, table_of
 from anabranch.model.pack import packed_like
 from anabranch.model.quantize import QuantizedWeight
-from anabranch.model.stack import LayerWeights, NativeLinear, Stack, norm_weight, table_of
+from anabranch.model.stack import LayerWeights, Stack, norm_weight
 from anabranch.native.library import BLOCK, MAX_EMBEDDING_WIDTH
 
 __all__ = ["NativeTrail"]
 
 
 class _TrailWeights:
-    """The top layers of a target with an adapter's deltas, packed: all drafters of the two read the same copy.
+    """The top layers of a target merged with an adapter's deltas, packed, shared by all drafters of the two.
 
-    Drafts need not be exact, so the copy is int4 unless the target is float32. ``entry`` is how streams begin, where
-    the kernels know how.
+    Drafts need not be exact, so the copy is int4 unless the target is float32. ``entry`` computes the initial states of
+    streams, if the kernels support it.
     """
 
     def __init__(self, target: Decoder, adapter: StreamAdapter) -> None:
@@ -53,7 +55,7 @@ class _TrailWeights:
 
     @staticmethod
     def _begin(target: Decoder, adapter: StreamAdapter, layer: LayerWeights) -> tuple[TrailEntry | None, list[object]]:
-        """How streams begin, where the kernels know how, and what that points to."""
+        """The computation of initial stream states, if the kernels support it, and the objects it points to."""
         root, places, width = adapter.root, adapter.embeddings, target.config.hidden_size
         if root is None or places is None or adapter.init is not None or width > MAX_EMBEDDING_WIDTH:
             return None, []
@@ -77,10 +79,10 @@ class _TrailWeights:
 
 
 class NativeTrail:
-    """The first ``streams`` streams of an adapter, run through the top layers a second time; none looks at a later one.
+    """Runs the first ``streams`` streams of an adapter through the top layers after the pass.
 
-    Their keys and values are written after the committed ones, where the next forward pass writes its own: the cache
-    needs capacity for them.
+    Streams attend only to earlier ones. Their keys and values are written to the cache after the committed ones, where
+    the next forward pass overwrites them; the cache needs the capacity.
     """
 
     def __init__(self, target: Decoder, adapter: StreamAdapter, streams: int) -> None:
@@ -95,7 +97,7 @@ class NativeTrail:
     @staticmethod
     def fits(target: Decoder, adapter: StreamAdapter) -> bool:
         """Whether the kernels run this target and know this adapter's attention."""
-        return target.stack is not None and adapter.config.position == "embedding"
+        return target.backend.kernels is not None and adapter.config.position == "embedding"
 
     def run(
         self,
@@ -106,12 +108,12 @@ class NativeTrail:
         cache: Cache,
         planned: int,
     ) -> Tensor:
-        """Stream states after the last norm, those of the first row in use first [sum of ``counts``, D].
+        """Stream states after the last norm, row by row [sum of ``counts``, D].
 
-        main_MD         a forward pass's main rows before layer N - N_s
-        nodes           which of these each row trails: its newest committed node
-        emitted         the token emitted at each of these nodes
-        counts          streams of each row in use, at most ``streams``; a row of 0 takes no part, but not all rows
+        main_MD  main rows of a forward pass before layer N - N_s
+        nodes    the main row that each batch row trails: its newest committed node
+        emitted  the token emitted at each of these nodes
+        counts   number of streams of each batch row, at most ``streams``; 0: the row is skipped (not for all rows)
         """
         assert max(counts) <= self.streams
         lengths, low, high = cache.lengths, self.stack.first, self.stack.config.num_layers
@@ -136,7 +138,7 @@ class NativeTrail:
 
 
 def _narrow(linear: nn.Module) -> NativeLinear:
-    """As drafts read it: quantised, unless all is float32."""
+    """A linear layer for drafts: bf16 weights are quantised to int4."""
     assert isinstance(linear, NativeLinear)
     if linear.kind != "bfloat16":
         return linear
@@ -144,7 +146,7 @@ def _narrow(linear: nn.Module) -> NativeLinear:
 
 
 def _whole_blocks(term: LowRank, like: nn.Module) -> tuple[NativeLinear, NativeLinear]:
-    """A low-rank term, its rank padded with zeros to what the kernels take."""
+    """A low-rank term, with its rank zero-padded to a multiple that the kernels support."""
     more = -len(term.down) % BLOCK
     low = packed_like(like, F.pad(term.down.detach(), (0, 0, 0, more)), None)
     high = packed_like(like, F.pad(term.up.detach(), (0, more)), None)

@@ -1,4 +1,4 @@
-"""What the streams learn: ``sum_j alpha_j * CE(stream j)`` on completion tokens (ACL eq. 6 with alpha_0 = 0).
+"""The training objective: ``sum_j alpha_j * CE(stream j)`` on completion tokens (ACL eq. 6 with alpha_0 = 0).
 
 The target is frozen: its forward pass runs once per batch, without gradients. The streams then trail it over all
 completion positions at once, segment by segment (ACL appendix I): no streams on prompt tokens, and peak memory grows
@@ -26,12 +26,13 @@ from anabranch.methods.streams.prune import early_exit_logits
 from anabranch.methods.streams.replay import evaluate
 from anabranch.methods.streams.rider import trail
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Decoder, Inputs
+from anabranch.model.decoder import Decoder
+from anabranch.model.inputs import Inputs
 
 __all__ = ["Frozen", "LossOptions", "StreamObjective"]
 
-UNCONDITIONED_STRIDE = 5  # not a multiple of a usual number of streams, or one stream would get it all
-UNTOLD_STRIDE = 8
+UNCONDITIONED_STRIDE = 5  # every n-th prediction; in multiples of the number of streams it would always be one stream
+RIDING_STRIDE = 8
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class LossOptions:
     """Weights of the loss.
 
     decay           alpha_j = decay ** (j - 1)
-    soft            share of the target's own distribution in the training target (distillation); the rest is its token
-    unconditioned   weight of the loss of the streams without conditioning, where the adapter has one
+    soft            weight of the target's own distribution in the training target (distillation); the rest is its token
+    unconditioned   weight of the loss of the streams without conditioning, if the adapter has conditioning
     pruning         weight of the early-exit adapter's next-token loss (ACL section 2.4)
     pruning_stride  compute that loss at every n-th position only
     """
@@ -63,9 +64,9 @@ class LossOptions:
 
 @dataclass(frozen=True)
 class Frozen:
-    """The target's pass over a batch: main rows before layer N - N_s and after the last norm, the top layers' KV cache.
+    """The target's states for a batch: main rows before layer N - N_s and after the last norm, top layers' KV cache.
 
-    About (2 D + 2 K E N_s) values per token of text.
+    About (2 D + 2 K E N_s) values per token.
     """
 
     entry_BTD: Tensor
@@ -74,10 +75,10 @@ class Frozen:
 
 
 class StreamObjective:
-    """How a stream adapter learns from its frozen target; an ``Objective``.
+    """The ``Objective`` of a stream adapter.
 
-    segment  positions whose streams are in memory at a time
-    frozen   runs the passes without gradients: a packed copy of the target where that is faster
+    segment  number of positions whose streams are in memory at a time
+    frozen   the decoder for passes without gradients: a packed copy of the target if that is faster
     """
 
     predictor = "stream"
@@ -99,7 +100,7 @@ class StreamObjective:
         self.predictors = adapter.config.num_streams
 
     def vocabulary(self, batch: Batch) -> Vocabulary:
-        """The draft vocabulary and the batch's own tokens, as decoding adds a row's own tokens to it."""
+        """The draft vocabulary with the batch's own tokens; decoding adds a row's own tokens in the same way."""
         return Vocabulary.of(self.target, self.adapter.vocabulary, batch.tokens_BT)
 
     @torch.no_grad()
@@ -116,29 +117,29 @@ class StreamObjective:
             torch.stack([x_MD[found.nodes(row)] for row in range(rows)])
             for x_MD in (found.taps[start], found.hidden_MD)
         )
-        # copies, so that the lower layers' cache is freed
+        # copies, so that the cache of the lower layers is freed
         keys, values = cache.keys[start:].clone(), cache.values[start:].clone()
         return Frozen(entry.to(self.target.dtype), hidden, list(zip(keys, values, strict=True)))
 
     def keep(self, frozen: Frozen, keep: Callable[[Tensor], Tensor]) -> Frozen:
-        """Every tensor replaced by ``keep(tensor)``."""
+        """A copy with every tensor replaced by ``keep(tensor)``."""
         pairs = [(keep(keys), keep(values)) for keys, values in frozen.keys_values]
         return Frozen(keep(frozen.entry_BTD), keep(frozen.hidden_BTD), pairs)
 
     def segments(self, batch: Batch) -> Iterator[Segment]:
-        """The positions that carry streams; stream 1 of a position predicts the token two places further."""
+        """The positions with streams; stream 1 of a position predicts the token two positions later."""
         return segments(batch, size=self.segment, ahead=2, device=self.target.device)
 
     def predictions(self, batch: Batch) -> float:
-        """Predictions of all streams, those past the end of the text included."""
+        """The number of predictions of all streams, including those past the end of the text."""
         return float((batch.lengths_B - 2 - batch.starts_B).clamp(min=0).sum()) * self.predictors
 
     def states(
-        self, frozen: Frozen, tokens_BT: Tensor, positions_BP: Tensor, untold_BP: Tensor | None = None
+        self, frozen: Frozen, tokens_BT: Tensor, positions_BP: Tensor, riding_BP: Tensor | None = None
     ) -> Tensor:
         """Stream states after the last norm [B, P, S, D] of some positions, conditioned on the token after each.
 
-        ``untold_BP`` says where they are not conditioned on it, like streams that ride in the pass.
+        ``riding_BP`` marks positions that are not conditioned on it, as when streams ride in the pass.
         """
         width, d = frozen.entry_BTD.shape[1:]
         entry = frozen.entry_BTD.gather(1, positions_BP[:, :, None].expand(-1, -1, d))
@@ -152,28 +153,28 @@ class StreamObjective:
         emitted = None
         if self.adapter.root is not None:
             emitted = self.target.embedding(tokens_BT.gather(1, (positions_BP + 1).clamp(max=width - 1)))
-            if untold_BP is not None:
-                emitted = emitted.masked_fill(untold_BP[:, :, None], 0.0)
+            if riding_BP is not None:
+                emitted = emitted.masked_fill(riding_BP[:, :, None], 0.0)
         return trail(self.target, self.adapter, entry, emitted, positions_BP, frozen.keys_values, visible, width)
 
     def conditioned(self, states_BPSD: Tensor, tokens_BT: Tensor, positions_BP: Tensor) -> Tensor:
-        """States conditioned on the true tokens on the path to each prediction (teacher forcing) [B, P, S, D]."""
+        """States [B, P, S, D] conditioned on the true tokens of the path to each prediction (teacher forcing)."""
         conditioner = self.adapter.conditioner
         if conditioner is None:
             return states_BPSD
         width = tokens_BT.shape[1]
         carried: Tensor | None = None
-        told = []
+        conditioned = []
         for j in range(states_BPSD.shape[2]):
             parents = tokens_BT.gather(1, (positions_BP + 1 + j).clamp(max=width - 1))
             state, carried = conditioner(states_BPSD[:, :, j], self.target.embedding(parents), carried)
-            told.append(state)
-        return torch.stack(told, dim=2)
+            conditioned.append(state)
+        return torch.stack(conditioned, dim=2)
 
     def _cross_entropy(
         self, words: Vocabulary, states_MD: Tensor, tokens_M: Tensor, teacher_MD: Tensor | None, weight_M: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Weighted loss and right predictions; ``teacher_MD`` are the target's states that emit the tokens."""
+        """Weighted loss and correct predictions; ``teacher_MD`` are the target's states that emit the tokens."""
         soft = self.options.soft if teacher_MD is not None else 0.0
         cap = self.target.config.logit_softcap
         found: tuple[Tensor, Tensor] = VocabularyLoss.apply(  # type: ignore[no-untyped-call]
@@ -199,9 +200,9 @@ class StreamObjective:
         weight_M = self.options.decay ** stream_M.float()
 
         # streams that ride are not conditioned on the emitted token: an eighth of the positions trains that case
-        states = self.states(frozen, tokens, positions_BP, positions_BP % UNTOLD_STRIDE == 0)
-        told = self.conditioned(states, tokens, positions_BP)
-        loss, right = self._cross_entropy(words, told[inside], place_BPS[inside], teacher, weight_M)
+        states = self.states(frozen, tokens, positions_BP, positions_BP % RIDING_STRIDE == 0)
+        conditioned = self.conditioned(states, tokens, positions_BP)
+        loss, right = self._cross_entropy(words, conditioned[inside], place_BPS[inside], teacher, weight_M)
         if self.adapter.conditioner is not None and self.options.unconditioned:
             # a fifth of the predictions is enough to keep the streams useful without conditioning
             some = slice(None, None, UNCONDITIONED_STRIDE)
@@ -215,7 +216,7 @@ class StreamObjective:
         return Scores(loss, right_S, inside.sum((0, 1)).float())
 
     def _pruning_loss(self, frozen: Frozen, tokens_BT: Tensor, positions_BP: Tensor, real_BP: Tensor) -> Tensor:
-        """Next-token loss of the early-exit adapter at some of the positions, scaled up to all of them."""
+        """Next-token loss of the early-exit adapter at some positions, scaled to the number of all positions."""
         stride = self.options.pruning_stride
         positions, real = positions_BP[:, ::stride], real_BP[:, ::stride]
         rows = torch.arange(len(tokens_BT), device=tokens_BT.device)[:, None].expand_as(positions)[real]
@@ -224,8 +225,8 @@ class StreamObjective:
         return stride * F.cross_entropy(logits, tokens_BT[rows, positions[real] + 1], reduction="sum")
 
     def evaluate(self, examples: Sequence[Example], *, nodes: Sequence[int] = ()) -> dict[str, Any]:
-        """Predicted mean acceptance length and accuracy by stream; "tree" is the default tree of 16 nodes.
+        """Predicted mean acceptance length and accuracy by stream, for the default tree of 16 nodes ("tree").
 
-        Also of a chain, and of the tree without conditioning where the adapter has one.
+        The length is also given for a chain, and for the tree without conditioning if the adapter has conditioning.
         """
         return evaluate(self, examples, nodes=nodes)

@@ -1,7 +1,7 @@
-"""How stream adapters are trained: recipes, the single values of them that users may override, and the entry's part.
+"""Training of stream adapters: recipes, the values that users can override, and the registry's entry.
 
-default-adapter    the adapter that ships for the default model
-small              a first adapter in minutes, to see that everything works
+default-adapter    the adapter shipped for the default model
+small              a first adapter in minutes, to check that everything works
 paper-lossless     ACL section 2, lossless mode: stream adapters of rank 8 in place of the MLP, no conditioning
 """
 
@@ -22,7 +22,7 @@ __all__ = ["OPTIONS", "RECIPES", "TRAINED", "change"]
 
 
 def paper_lossless() -> Recipe:
-    """The paper's lossless mode with gamma = 4, N_s = 4: learns the text's tokens alone, all streams weigh the same."""
+    """The paper's lossless mode with gamma = 4, N_s = 4: no distillation, equal weights for all streams."""
     return Recipe(StreamConfig(), LossOptions(decay=1.0, soft=0.0, unconditioned=0.0))
 
 
@@ -36,7 +36,7 @@ def small() -> Recipe:
 
 
 def default_adapter() -> Recipe:
-    """The adapter that ships: twelve layers, frozen MLP with deltas, conditioned on the root and on the path."""
+    """The shipped adapter: twelve layers, frozen MLP with deltas, conditioned on the root and on the path."""
     config = StreamConfig(
         num_streams=5,
         num_stream_layers=12,
@@ -67,9 +67,9 @@ OPTIONS: dict[str, Option] = {
     "conditioning_rank": Option(int, "width of the conditioning term", "config"),
     "root_width": Option(int, "width of the term that conditions streams on the root; 0: none", "config"),
     "pruning_rank": Option(int, "rank of the early-exit pruning layer; 0: none", "config"),
-    "soft": Option(float, "share of the target's distribution in the loss", "loss"),
+    "soft": Option(float, "weight of the target's distribution in the loss (distillation)", "loss"),
     "unconditioned": Option(float, "weight of the loss without conditioning", "loss"),
-    "decay": Option(float, "stream j weighs decay ** (j - 1)", "loss"),
+    "decay": Option(float, "weight of stream j is decay ** (j - 1)", "loss"),
     **COMMON,
 }
 

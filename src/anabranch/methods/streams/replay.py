@@ -1,4 +1,4 @@
-"""Replay of completions through the tree builder that decoding uses: all stream states come from one pass.
+"""Replay completions through the tree builder of decoding, with all stream states from one pass.
 
 B rows of the batch, P positions from the last prompt token on, S streams, D model width.
 """
@@ -7,28 +7,45 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from anabranch.learning.examples import Batch, Example
-from anabranch.learning.loss import hits
+from anabranch.learning.loss import Vocabulary, hits
+from anabranch.learning.objective import Objective
 from anabranch.learning.replay import Accuracy, Replay, evaluation, walk
+from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.draft import DraftOptions, RowVocabulary, StreamDraft
+from anabranch.model.decoder import Decoder
 from anabranch.tree import DraftTree
 
-if TYPE_CHECKING:
-    from anabranch.methods.streams.objective import StreamObjective
+__all__ = ["StreamPredictions", "evaluate", "replay", "replay_all"]
 
-__all__ = ["evaluate", "replay", "replay_all"]
-
+F = TypeVar("F")
 TOP = 8  # accuracy counts a token among that many best, too
+
+
+class StreamPredictions(Objective[F], Protocol[F]):
+    """The part of the streams' objective that a replay reads."""
+
+    target: Decoder
+    adapter: StreamAdapter
+
+    def vocabulary(self, batch: Batch) -> Vocabulary:
+        """The draft vocabulary and the batch's own tokens."""
+
+    def states(self, frozen: F, tokens_BT: Tensor, positions_BP: Tensor) -> Tensor:
+        """Stream states [B, P, S, D] of some positions, conditioned on the token after each."""
+
+    def conditioned(self, states_BPSD: Tensor, tokens_BT: Tensor, positions_BP: Tensor) -> Tensor:
+        """States [B, P, S, D] conditioned on the true tokens on the path to each prediction."""
 
 
 @dataclass(frozen=True)
 class _Recorded:
-    """A group of completions with the stream states of all their positions."""
+    """A group of completions with the stream states of all positions."""
 
     group: Sequence[Example]
     batch: Batch
@@ -36,7 +53,7 @@ class _Recorded:
     real_BP: Tensor
 
 
-def _record(objective: StreamObjective, examples: Sequence[Example], rows: int) -> Iterator[_Recorded]:
+def _record(objective: StreamPredictions[Any], examples: Sequence[Example], rows: int) -> Iterator[_Recorded]:
     """``rows`` completions at a time, alike in length."""
     order = sorted(examples, key=len)
     for first in range(0, len(order), rows):
@@ -63,7 +80,7 @@ def _walk(total: Replay, recorded: _Recorded, draft: StreamDraft) -> None:
     walk(total, recorded.group, propose)
 
 
-def _score(total: Accuracy, recorded: _Recorded, objective: StreamObjective) -> None:
+def _score(total: Accuracy, recorded: _Recorded, objective: StreamPredictions[Any]) -> None:
     """Add the ranks of the text's own tokens to ``total``, over the vocabulary that training scores them with."""
     device = recorded.states_BPSD.device
     batch, words = recorded.batch, objective.vocabulary(recorded.batch)
@@ -82,7 +99,9 @@ def _score(total: Accuracy, recorded: _Recorded, objective: StreamObjective) -> 
 
 
 @torch.no_grad()
-def replay(objective: StreamObjective, draft: StreamDraft, examples: Sequence[Example], *, rows: int = 16) -> Replay:
+def replay(
+    objective: StreamPredictions[Any], draft: StreamDraft, examples: Sequence[Example], *, rows: int = 16
+) -> Replay:
     """Replay ``examples`` with the trees that ``draft`` builds, ``rows`` completions at a time."""
     total = Replay()
     for recorded in _record(objective, examples, rows):
@@ -92,14 +111,14 @@ def replay(objective: StreamObjective, draft: StreamDraft, examples: Sequence[Ex
 
 @torch.no_grad()
 def replay_all(
-    objective: StreamObjective,
+    objective: StreamPredictions[Any],
     drafts: Mapping[str, StreamDraft],
     examples: Sequence[Example],
     *,
     top: int = TOP,
     rows: int = 16,
 ) -> tuple[dict[str, Replay], Accuracy]:
-    """Replay ``examples`` with each of ``drafts`` and count right predictions by stream, in one target pass for all."""
+    """Replay ``examples`` with each of ``drafts`` and count correct predictions by stream, with one target pass."""
     totals = {name: Replay() for name in drafts}
     accuracy = Accuracy.empty(top, objective.predictors)
     for recorded in _record(objective, examples, rows):
@@ -109,7 +128,9 @@ def replay_all(
     return totals, accuracy
 
 
-def evaluate(objective: StreamObjective, examples: Sequence[Example], *, nodes: Sequence[int] = ()) -> dict[str, Any]:
+def evaluate(
+    objective: StreamPredictions[Any], examples: Sequence[Example], *, nodes: Sequence[int] = ()
+) -> dict[str, Any]:
     """See ``StreamObjective.evaluate``."""
     settings = {"tree": DraftOptions(), "chain": DraftOptions(tree="chain")}
     settings |= {f"{n} nodes": DraftOptions(nodes=n) for n in nodes}

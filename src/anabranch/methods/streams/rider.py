@@ -1,9 +1,9 @@
-"""Streams in the target's forward: riding inside the pass, or trailing behind it for the accepted node alone.
+"""Stream rows in the target's pass (riding), or after it for the accepted node only (trailing).
 
-In lossless mode the main rows never look at streams, so both yield the same stream states: riding computes them for
-every node before anyone knows which is accepted, trailing computes them for one node and reads the top layers'
-weights once more. But when streams trail, the token that the node emitted is known, and an adapter with a root term
-tells them; so trailing drafts better. Training is trailing over all positions of a segment.
+In lossless mode main rows do not attend to streams, so both give the same stream states. Riding computes them for every
+node before it is known which one is accepted; trailing computes them for one node but reads the top layers' weights
+again. Trailing streams can be conditioned on the emitted token (the adapter's root term), which makes better drafts.
+Training is trailing over all positions of a segment.
 
 B rows of the batch, N nodes, S streams, D model width.
 """
@@ -19,14 +19,16 @@ from torch import Tensor
 from anabranch.methods.streams.adapter import StreamAdapter, StreamSide
 from anabranch.methods.streams.attention import stream_attention, stream_bias, stream_positions
 from anabranch.methods.streams.prune import prune_nodes
-from anabranch.model.decoder import Block, Decoder, Entry, Pass
+from anabranch.model.blocks import Block
+from anabranch.model.decoder import Decoder
+from anabranch.model.passes import Entry, Pass
 
 __all__ = ["StreamRider", "trail"]
 
 
 @dataclass
 class _Own:
-    """What the layers of one pass need for stream rows: rotations, alone and behind those of main rows, and masks."""
+    """Inputs of the layers for stream rows: rotations, by themselves and after those of main rows, and masks."""
 
     rotations: tuple[Tensor, Tensor]
     all_rotations: tuple[Tensor, Tensor]
@@ -36,8 +38,8 @@ class _Own:
 class StreamRider:
     """A ``Rider``: prunes the tree at layer N - N_s, then inserts gamma stream rows at every remaining node.
 
-    ride   whether stream rows are inserted (the paper); where they trail the pass, there is nothing to insert
-    prune  nodes that pass the early-exit pruning layer; 0: all
+    ride   whether stream rows are inserted (the paper); not if they trail the pass
+    prune  number of nodes that the early-exit pruning layer keeps; 0: all
     """
 
     def __init__(self, target: Decoder, adapter: StreamAdapter, *, ride: bool, prune: int = 0) -> None:
@@ -62,10 +64,10 @@ class StreamRider:
         return torch.cat((x_BND, streams.to(x_BND.dtype)), dim=1), Entry(kept, own)
 
     def layer(self, index: int, block: Block, x_BRD: Tensor, run: Pass, entry: Entry) -> Tensor:
-        """One block over main rows and stream rows together: the weights are read once.
+        """One block over main rows and stream rows together, which reads the weights once.
 
-        Where the native kernels run the target, they compute the main rows, which are then bit-identical to a pass
-        without streams, and the streams follow separately.
+        If the target runs on the native kernels, they compute the main rows, which are then bit-identical to a pass
+        without streams, and stream rows are computed separately.
         """
         n, weights, own = run.width, self.adapter.layer(index), entry.own
         assert isinstance(own, _Own)
@@ -80,7 +82,7 @@ class StreamRider:
             main = run.attend(index, q[:, :n], k[:, :n], v[:, :n])
             return torch.cat((main, look(q[:, n:], k[:, n:], v[:, n:], q[:, :n])), dim=1)
 
-        if self.target.stack is None:
+        if self.target.backend.kernels is None:
             return block(x_BRD, *own.all_rotations, attend, StreamSide(weights, n))  # type: ignore[no-any-return]
         narrow = x_BRD.to(self.target.dtype)
         main_q = None
@@ -115,16 +117,16 @@ def trail(
 ) -> Tensor:
     """Stream states after the last norm [B, N, S, D] of nodes whose main rows are already in the cache.
 
-    ``entry_BND`` are their main rows before layer N - N_s, ``emitted_BND`` embeds the tokens that they emitted (zero or
-    None where those are not to be known), ``keys_values`` and ``visible_BNL`` the main stream of
-    each top layer and what each node may see of it.
+    ``entry_BND`` are their main rows before layer N - N_s, ``emitted_BND`` the embeddings of the tokens emitted at them
+    (zero or None: not conditioned on these), ``keys_values`` the main stream's cache of each top layer, and
+    ``visible_BNL`` the mask of what each node attends to.
     """
     b, n, d = entry_BND.shape
     assert adapter.config.context_top == 0, "context_top needs the main rows' queries: ride"
     x = adapter.initial(entry_BND, emitted_BND)
     positions = stream_positions(positions_BN, adapter.config.num_streams)
     cos, sin = target.rope()(positions, planned)
-    biases: dict[int, Tensor | None] = {}  # layers that see alike share one visible tensor, hence one mask
+    biases: dict[int, Tensor | None] = {}  # layers with the same visible tensor share one mask
     for index in range(adapter.start, len(target.blocks)):
         block = target.blocks[index]
         keys, values = keys_values[index - adapter.start]

@@ -1,7 +1,7 @@
-"""From stream states to scores of draft tokens.
+"""Scores of draft tokens from stream states.
 
-A stream at position t does not see the token t + 1 that the main stream emits beside it, nor the draft tokens above
-it in the tree. Its score of a child c can be told afterwards, for the price of a small product:
+A stream at position t sees neither the token t + 1 that the main stream emits nor the draft tokens above it in the
+tree. Its score of a child c can be conditioned on them afterwards, with a small product:
 
     parent:  score(c | parent) = head[c] . (s_j + W U E[parent])            a low-rank bilinear term
     path:    z_j = silu(A z_{j-1} + U E[parent_j] + C s_j),  score(c | path) = head[c] . (s_j + W z_j)
@@ -26,7 +26,7 @@ __all__ = ["Conditioner"]
 
 
 class Conditioner(Packable):
-    """The trained term; one set of weights for all streams. W starts at zero: no conditioning."""
+    """The trained conditioning term, shared by all streams. W is initialised to zero: no conditioning."""
 
     def __init__(self, width: int, kind: Literal["parent", "path"], rank: int) -> None:
         super().__init__()
@@ -41,11 +41,11 @@ class Conditioner(Packable):
                     nn.init.normal_(weight, std=1.0 / math.sqrt(weight.shape[1]))
 
     def forward(self, states: Tensor, parents: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Conditioned states and what to carry to the children.
+        """Conditioned states, and the z to pass to the children.
 
         ``states`` [..., D] are streams after the last norm, ``parents`` [..., D] the parent tokens' embeddings,
-        ``carried`` [..., Z] the parent's z (None at the root's children). Returns ([..., D], [..., Z]). One state may
-        serve many parents: the leading axes broadcast.
+        ``carried`` [..., Z] the parent's z (None for the root's children). Returns ([..., D], [..., Z]). Leading axes
+        broadcast.
         """
         parents = F.rms_norm(parents.to(states.dtype), (parents.shape[-1],))
         z = self.linear(parents, "token")

@@ -39,7 +39,7 @@ int anabranch_draft(int kind, void* runner, const DraftConfig* config, const voi
   });
 }
 
-// streams from the main rows that they trail to their states; see ``trail``
+// runs streams from the main rows that they trail to their final states; see ``trail``
 int anabranch_trail(int kind, void* runner, const Shape* shape, const Layer* layers, int count, const RaggedBatch* batch,
                     const TrailEntry* entry, void* states) {
   return guarded([&] {

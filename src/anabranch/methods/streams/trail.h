@@ -1,8 +1,8 @@
 // Trailing: the streams of the newest committed nodes run through the top layers after the target's pass (native.py).
 //
-// Stream j of a batch row begins with m + p_j + up silu(inputs [m', e'] + h_j): m is the main row that is trailed, e the
-// embedding of the token emitted at it, ' means scaled to unit RMS, p_j and h_j are learned. Batch rows without streams take
-// no part, and what is given for them is not read.
+// Stream j of a batch row starts as m + p_j + up silu(inputs [m', e'] + h_j): m is the main row that is trailed, e the
+// embedding of the token emitted at it, ' means scaled to unit RMS, p_j and h_j are trained. Batch rows without streams are
+// skipped, and their inputs are not read.
 #pragma once
 
 #include "layer.h"
@@ -25,7 +25,7 @@ struct TrailMemory {
   Workspace active, main, inputs, hidden;
 };
 
-// how the streams of a pass begin
+// the initial states of streams
 template <class T>
 class TrailStart {
  public:
@@ -41,7 +41,7 @@ class TrailStart {
     ones_.assign(static_cast<size_t>(d_), 1.0f);
   }
 
-  // a thread's part, into the rows of the pass; ends with a barrier
+  // a thread's part, written to the rows of the pass; ends with a barrier
   void run(int thread) {
     gather_inputs(thread);
     pool_.barrier();
@@ -132,7 +132,7 @@ void check(int kind, const Shape& s, const RaggedBatch& batch, const TrailEntry&
   check(entry.up, kind, s.d, entry.inputs.outputs);
   for (int b = 0; b < batch.batch; ++b) {
     if (batch.count(b) == 0) continue;
-    require(batch.count(b) <= entry.streams_count, "a row has more streams than there are");
+    require(batch.count(b) <= entry.streams_count, "a row has too many streams");
     require(in_range(entry.nodes[b], 0, static_cast<int64_t>(entry.rows) - 1), "a trailed node is not in the pass");
     require(in_range(entry.emitted[b], 0, entry.embedding.words - 1), "a token is not in the vocabulary");
   }

@@ -1,4 +1,4 @@
-"""economize: prompt lookup on its own decoding loop, around the model that transformers loads."""
+"""economize: prompt lookup with its own decoding loop, on a model loaded by transformers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .wire import Request, serve, versions
 
 
 class Economize(Transformers):
-    """The same call of ``generate``, which economize replaces. Sampling needs its verifier for sampled drafts."""
+    """The same call of ``generate``, which economize replaces. Sampling requires its verifier for sampled drafts."""
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)

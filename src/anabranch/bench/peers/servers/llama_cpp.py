@@ -1,4 +1,4 @@
-"""llama.cpp's server inside this process (the wheel xllamacpp), asked over its own HTTP interface."""
+"""llama.cpp's server in this process (the wheel xllamacpp), called through its HTTP interface."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .wire import Request, serve, versions
 
 
 class LlamaCpp:
-    """One slot, no cache of earlier prompts. The clock is around one request; the first token is llama.cpp's own."""
+    """One slot, no prompt cache. Seconds are those of one request; the time to first token is llama.cpp's own."""
 
     def __init__(self, request: Request) -> None:
         xllamacpp = import_module("xllamacpp")

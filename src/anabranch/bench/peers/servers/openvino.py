@@ -10,7 +10,7 @@ from .wire import Request, serve, versions
 
 
 class OpenVINO:
-    """One pipeline, without the cache of earlier prompts that it would keep by default."""
+    """One pipeline, without its default prompt cache."""
 
     def __init__(self, request: Request) -> None:
         self.numpy, self.openvino = import_module("numpy"), import_module("openvino")

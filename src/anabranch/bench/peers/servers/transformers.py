@@ -9,7 +9,7 @@ from .wire import Request, Times, serve, versions
 
 
 class Transformers:
-    """A causal model and the options of its ``generate``. The model's own generation defaults are put aside."""
+    """A causal model and the options of its ``generate``, without the model's own generation defaults."""
 
     def __init__(self, request: Request) -> None:
         import torch
@@ -36,7 +36,7 @@ class Transformers:
     def decode(self, request: Request) -> tuple[list[int], float, float | None]:
         """Decode one prompt."""
         ids = self.torch.tensor([request["ids"]], device=self.device)
-        options = {**self.options, **law(request), "max_new_tokens": request["max_new_tokens"]}
+        options = {**self.options, **sampling(request), "max_new_tokens": request["max_new_tokens"]}
         self.torch.manual_seed(request["seed"])
         times = Times()
         with self.torch.inference_mode():
@@ -47,10 +47,10 @@ class Transformers:
         return tokens, seconds, times.at[0] - began if times.at else None
 
     def batch(self, request: Request) -> tuple[list[list[int]], float, list[float]]:
-        """Decode several prompts together, padded on the left: new token ids, seconds, and seconds to each step."""
+        """Decode a left-padded batch: new token ids, seconds, and seconds to each step."""
         if self.options:
             raise NotImplementedError("transformers drafts for one prompt at a time")
-        torch, prompts, options = self.torch, request["prompts"], law(request)
+        torch, prompts, options = self.torch, request["prompts"], sampling(request)
         longest, padding = max(map(len, prompts)), options["pad_token_id"]
         ids = torch.tensor([[padding] * (longest - len(p)) + p for p in prompts], device=self.device)
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=self.device)
@@ -72,8 +72,8 @@ def _ended(row: list[int], eos: list[int]) -> list[int]:
     return row[: end + 1]
 
 
-def law(request: Request) -> dict[str, Any]:
-    """How tokens are chosen and where the text ends, in the words of ``generate``."""
+def sampling(request: Request) -> dict[str, Any]:
+    """Sampling parameters and end tokens as options of ``generate``."""
     eos = request["eos"]
     chosen: dict[str, Any] = {"do_sample": request["temperature"] > 0, "pad_token_id": eos[0] if eos else 0}
     if eos:

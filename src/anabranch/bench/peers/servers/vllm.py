@@ -1,4 +1,4 @@
-"""vLLM on the CPU: plain, or with drafts of n-grams from the text so far."""
+"""vLLM on the CPU: plain, or with n-gram drafts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .wire import Request, serve, versions
 
 
 class Vllm:
-    """One sequence at a time, without the cache of earlier prompts that it would keep by default."""
+    """One sequence at a time, without its default prompt cache."""
 
     def __init__(self, request: Request) -> None:
         self.vllm = import_module("vllm")
@@ -37,7 +37,7 @@ class Vllm:
 
     def decode(self, request: Request) -> tuple[list[int], float, float | None]:
         """Decode one prompt."""
-        law = self.vllm.SamplingParams(
+        sampling = self.vllm.SamplingParams(
             temperature=request["temperature"],
             top_k=request["top_k"],
             top_p=request["top_p"],
@@ -49,7 +49,7 @@ class Vllm:
         )
         prompt = {"prompt_token_ids": request["ids"]}
         began = time.perf_counter()
-        result = self.model.generate([prompt], law, use_tqdm=False)[0]
+        result = self.model.generate([prompt], sampling, use_tqdm=False)[0]
         seconds = time.perf_counter() - began
         first = getattr(result.metrics, "first_token_latency", None)
         return list(result.outputs[0].token_ids), seconds, first or None

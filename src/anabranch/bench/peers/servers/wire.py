@@ -1,4 +1,4 @@
-"""The loop of every server: a line in, a line out. The standard library only."""
+"""The main loop of every server: a JSON line in, a JSON line out. Uses only the standard library."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ Request = dict[str, Any]
 
 
 class Engine(Protocol):
-    """What a server wraps; ``info`` says what was loaded."""
+    """The engine of a server; ``info`` says what was loaded."""
 
     info: dict[str, Any]
 
     def decode(self, request: Request) -> tuple[list[int], float, float | None]:
-        """New token ids, seconds of the engine's own call, and seconds to the first token where it can be told."""
+        """New token ids, seconds of the engine's own call, and seconds to the first token, if known."""
 
 
 class Times:
-    """A streamer in the manner of transformers that keeps when tokens arrived: the prompt comes first, then tokens."""
+    """A streamer for transformers that records the arrival times of tokens; the prompt arrives first."""
 
     def __init__(self) -> None:
         self.at: list[float] = []
         self._begun = False
 
     def put(self, tokens: Any) -> None:
-        """Called with the prompt, then with new tokens."""
+        """Called with the prompt, and then with new tokens."""
         if self._begun:
             self.at.append(time.perf_counter())
         self._begun = True
@@ -43,7 +43,7 @@ class Times:
 
 
 def versions(*projects: str) -> dict[str, str]:
-    """The installed versions, and Python's."""
+    """The versions of installed projects and of Python."""
     found = {"python": platform.python_version()}
     for project in projects:
         try:
@@ -54,9 +54,9 @@ def versions(*projects: str) -> dict[str, str]:
 
 
 def serve(load: Callable[[Request], Engine]) -> None:
-    """Answer requests until told to quit, or until nobody is there to ask.
+    """Answer requests until a request to quit or the end of the input.
 
-    Engines print as they like: what they write to standard output goes to standard error, and the wire is elsewhere.
+    Replies have their own file descriptor: whatever engines print on standard output is redirected to standard error.
     """
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     requests = os.fdopen(os.dup(0), encoding="utf-8")
@@ -91,7 +91,7 @@ def serve(load: Callable[[Request], Engine]) -> None:
 
 
 def _batch(engine: Any, request: Request) -> dict[str, Any]:
-    """Several prompts at a time, where the engine has ``batch``: new token ids, seconds, and seconds to each step."""
+    """Decode a batch, if the engine has ``batch``: new token ids, seconds, and seconds to each step."""
     if not hasattr(engine, "batch"):
         raise NotImplementedError("this server decodes one prompt at a time")
     ids, seconds, steps = engine.batch(request)
@@ -104,7 +104,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _peak() -> int | None:
-    """The most memory that this process has had, in bytes; getrusage would count the parent before the start."""
+    """Peak memory of this process in bytes; getrusage would include the parent's before the start."""
     try:
         with open("/proc/self/status", encoding="ascii", errors="replace") as status:
             for line in status:

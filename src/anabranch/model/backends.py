@@ -1,0 +1,206 @@
+"""How forward passes are run: the one seam between a decoder and PyTorch, captured graphs or the native kernels.
+
+The native backend stands with its layers (``stack``). A backend keeps nothing of a network but what it made of its
+weights, so each call is given the network.
+
+B rows of the batch, M nodes of all rows, N nodes of the widest row, R rows of one pass, S rows a node of a rider,
+V vocabulary, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from anabranch.model.blocks import Block
+from anabranch.model.graphs import Capture, capture_for, span_bucket, width_bucket
+from anabranch.model.network import Network
+from anabranch.model.passes import Nodes, Pass, PassRequest, PassResult, Rider
+from anabranch.native.library import Library
+from anabranch.sampling import SamplingParams, argmax, target_tokens
+
+__all__ = ["Backend", "GraphBackend", "TorchBackend", "backend_for"]
+
+
+class Backend(Protocol):
+    """Runs the passes of a network."""
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the rows of a pass may differ in their number of nodes; otherwise they are padded to the widest."""
+
+    @property
+    def kernels(self) -> Library | None:
+        """The native kernels where they run the layers, None where PyTorch does.
+
+        Where they do, main rows are float32 between layers, and a rider's rows go through a layer separately.
+        """
+
+    @property
+    def capture(self) -> Capture | None:
+        """How computations of fixed shapes are captured as graphs; None: they are not."""
+
+    def run(self, network: Network, request: PassRequest) -> PassResult:
+        """A whole pass, up to the last norm."""
+
+    def layers(self, network: Network, x_BND: Tensor, run: Pass, low: int, high: int) -> Tensor:
+        """Main rows [B, N, D] through layers ``low`` to ``high`` - 1."""
+
+    def normed(self, network: Network, x: Tensor) -> Tensor:
+        """The last norm [..., D], in the weights' type."""
+
+    def head_rows(self, network: Network, tokens: Tensor) -> Tensor:
+        """The rows of the head's weight [..., D] for some tokens [...]."""
+
+    def choose(self, network: Network, x: Tensor) -> Tensor:
+        """Normed hidden states [..., D] -> the greedy tokens [...], the lowest token id among equals."""
+
+    def draw(
+        self,
+        logits_NV: Tensor,
+        params: SamplingParams,
+        keys_N: NDArray[np.uint64],
+        histories: Sequence[Sequence[int]] | None,
+    ) -> Tensor:
+        """The target's own tokens [N], as ``sampling.target_tokens`` draws them."""
+
+    def decoding(self, network: Network) -> AbstractContextManager[None]:
+        """A context to decode in."""
+
+
+class TorchBackend:
+    """Runs passes in PyTorch, one operation at a time."""
+
+    ragged: bool = False
+    kernels: Library | None = None
+    capture: Capture | None = None
+
+    def run(self, network: Network, request: PassRequest) -> PassResult:
+        """A whole pass; see ``Backend``."""
+        inputs, cache, slots, planned, taps, rider, _ = request
+        nodes = Nodes.of(inputs, cache.lengths[slots])
+        run = Pass(network.config, nodes, cache, slots, planned, network.rope())
+        return self._through(network, run, inputs.counts_B, taps, rider)
+
+    def _through(
+        self, network: Network, run: Pass, counts_B: Sequence[int], taps: Sequence[int], rider: Rider | None
+    ) -> PassResult:
+        """All rows through all layers and the last norm."""
+        x, top, entry = network.embed(run.tokens_BN, run.positions_BN), len(network.blocks), None
+        tapped: dict[int, Tensor] = {}
+        stops = sorted({0, *taps, top} | (set() if rider is None else {rider.start}))
+        for low, high in pairwise([*stops, top]):
+            if rider is not None and low == rider.start:
+                x, entry = rider.enter(x, run)
+            if low in taps:
+                tapped[low] = x[:, : run.width].to(network.dtype).flatten(0, 1)
+            if rider is not None and entry is not None and rider.rides:
+                for index in range(low, high):
+                    block = network.blocks[index]
+                    assert isinstance(block, Block)
+                    x = rider.layer(index, block, x, run, entry)
+            elif low < high:
+                x = self.layers(network, x, run, low, high)
+        riding = None
+        if rider is not None and rider.rides:
+            x, riding = rider.leave(x, run)
+        kept = None if entry is None else entry.kept
+        if kept is not None:
+            counts_B = [int((row < count).sum()) for row, count in zip(kept, counts_B, strict=True)]
+        b, n = x.shape[:2]
+        return PassResult(
+            counts_B,
+            range(0, b * n, n),
+            self.normed(network, x).flatten(0, 1),
+            taps=tapped,
+            kept=None if kept is None else [row[:count] for row, count in zip(kept, counts_B, strict=True)],
+            riding_MSD=riding,
+        )
+
+    def layers(self, network: Network, x_BND: Tensor, run: Pass, low: int, high: int) -> Tensor:
+        """Layers ``low`` to ``high`` - 1; see ``Backend``."""
+        x = x_BND
+        for index in range(low, high):
+            x = network.blocks[index](x, run.cos, run.sin, lambda q, k, v, i=index: run.attend(i, q, k, v))
+        return x
+
+    def normed(self, network: Network, x: Tensor) -> Tensor:
+        """The last norm; see ``Backend``."""
+        return network.norm(x)  # type: ignore[no-any-return]
+
+    def head_rows(self, network: Network, tokens: Tensor) -> Tensor:
+        """Rows of the head; see ``Backend``."""
+        rows: Tensor = network.head.weight[tokens]
+        return rows
+
+    def choose(self, network: Network, x: Tensor) -> Tensor:
+        """Greedy tokens; see ``Backend``."""
+        return argmax(network.logits(x).flatten(0, -2)).view(x.shape[:-1])
+
+    def draw(
+        self,
+        logits_NV: Tensor,
+        params: SamplingParams,
+        keys_N: NDArray[np.uint64],
+        histories: Sequence[Sequence[int]] | None,
+    ) -> Tensor:
+        """Sampled tokens; see ``Backend``."""
+        return target_tokens(logits_NV, params, keys_N, histories)
+
+    def decoding(self, network: Network) -> AbstractContextManager[None]:
+        """On a GPU, keep attention from cuDNN, which makes a plan for each new shape."""
+        if network.device.type == "cuda":
+            return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+        return nullcontext()
+
+
+class GraphBackend(TorchBackend):
+    """Captures passes as graphs at a few padded shapes and replays them; others run as in ``TorchBackend``."""
+
+    def __init__(self, capture: Capture) -> None:
+        self.capture = capture
+
+    def run(self, network: Network, request: PassRequest) -> PassResult:
+        """A whole pass at the next larger shapes; see ``Backend``."""
+        inputs, cache, slots, planned, taps, rider, _ = request
+        if slots.start or (rider is not None and not rider.fixed):
+            return super().run(network, request)  # a pass that does not start at the first row reads a prompt
+        rows, nodes = len(inputs.counts_B), inputs.width
+        width, longest = width_bucket(nodes, rows), max(cache.lengths[slots])
+        if width is None or longest + width > cache.capacity:
+            return super().run(network, request)
+        cache.begin(width, slots)
+        span, rope = span_bucket(longest + width, cache.capacity), network.rope()
+        table = rope.table(planned)
+
+        def compute(*nodes: Tensor) -> tuple[Tensor, ...]:
+            run = Pass(network.config, Nodes(*nodes), cache, slots, planned, rope, span=span)
+            found = self._through(network, run, inputs.counts_B, taps, rider)
+            riding = () if found.riding_MSD is None else (found.riding_MSD,)
+            return (found.hidden_MD, *(found.taps[layer] for layer in taps), *riding)
+
+        key = ("pass", rows, slots.start, width, span, id(rider), tuple(taps), table.data_ptr())
+        padded = Nodes.of(inputs.widened(width), cache.lengths[slots])
+        hidden, *found = cache.graphs.run(self.capture, key, compute, padded, network.device, held=(table, rider))
+        tapped, riding = found[: len(taps)], found[len(taps) :]
+        return PassResult(
+            inputs.counts_B,
+            range(0, rows * width, width),
+            hidden,
+            taps=dict(zip(taps, tapped, strict=True)),
+            riding_MSD=riding[0] if riding else None,
+        )
+
+
+def backend_for(device: torch.device) -> TorchBackend:
+    """The backend of weights as they are loaded: captured graphs on a GPU, plain PyTorch elsewhere."""
+    capture = capture_for(device)
+    return TorchBackend() if capture is None else GraphBackend(capture)

@@ -1,0 +1,105 @@
+"""What a forward pass is given: the nodes of every row, and how they hang together.
+
+A pass verifies trees; a chain or a stretch of a prompt is a tree without branches.
+
+B rows of the batch, M nodes of all rows, N nodes of the widest row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anabranch.tree import DraftTree, depths_of, mask_of
+
+__all__ = ["Inputs"]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The nodes of one forward pass, row by row: tokens and parents [M], and the number of nodes of each row [B].
+
+    Parents are indices within the row and precede their children; -1 marks a node without a parent. A row of 0 nodes
+    takes no part in the pass. Where all rows must have one width, they are padded at the end to [B, N]; a padding node
+    sees only itself, and no other node sees it.
+    """
+
+    tokens_M: NDArray[np.int64]
+    parents_M: NDArray[np.int64]
+    counts_B: Sequence[int]
+
+    @staticmethod
+    def of_trees(trees: Sequence[DraftTree]) -> Inputs:
+        """The draft trees of one step, one for each row."""
+        if len(trees) == 1:
+            return Inputs(trees[0].tokens, trees[0].parents, (trees[0].size,))
+        tokens, parents = (
+            np.concatenate(x) for x in zip(*((tree.tokens, tree.parents) for tree in trees), strict=True)
+        )
+        return Inputs(tokens, parents, [tree.size for tree in trees])
+
+    @staticmethod
+    def of_chains(tokens_BN: NDArray[np.int64]) -> Inputs:
+        """Stretches of text of equal length [B, N], a chain for each row."""
+        rows, width = tokens_BN.shape
+        return Inputs(tokens_BN.reshape(-1), np.tile(np.arange(-1, width - 1), rows), (width,) * rows)
+
+    @staticmethod
+    def of_prompt(tokens: Sequence[int]) -> Inputs:
+        """A stretch of one prompt: one row, a chain."""
+        return Inputs.of_chains(np.asarray([tokens], np.int64))
+
+    @cached_property
+    def starts_B(self) -> list[int]:
+        """The index of each row's first node in [M]."""
+        return [0, *accumulate(self.counts_B)][:-1]
+
+    @property
+    def width(self) -> int:
+        """The number of nodes of the widest row."""
+        return max(self.counts_B)
+
+    @cached_property
+    def alike(self) -> bool:
+        """Whether all rows have the same number of nodes."""
+        return min(self.counts_B) == self.width
+
+    def _padded(self, values_M: NDArray[np.int64], padding: int) -> NDArray[np.int64]:
+        shape = len(self.counts_B), self.width
+        if self.alike:
+            return values_M.reshape(shape)
+        whole = np.full(shape, padding, np.int64)
+        for row, start, count in zip(whole, self.starts_B, self.counts_B, strict=True):
+            row[:count] = values_M[start : start + count]
+        return whole
+
+    @cached_property
+    def tokens_BN(self) -> NDArray[np.int64]:
+        """Tokens [B, N], padded with 0."""
+        return self._padded(self.tokens_M, 0)
+
+    @cached_property
+    def parents_BN(self) -> NDArray[np.int64]:
+        """Parents [B, N], padded with -1."""
+        return self._padded(self.parents_M, -1)
+
+    @cached_property
+    def depths_BN(self) -> NDArray[np.int64]:
+        """The depth of each node below the last committed token [B, N]."""
+        return np.stack([depths_of(parents) for parents in self.parents_BN])
+
+    @cached_property
+    def mask_BNN(self) -> NDArray[np.bool_]:
+        """The nodes of its row that each node sees, itself included [B, N, N]."""
+        return np.stack([mask_of(parents) for parents in self.parents_BN])
+
+    def widened(self, width: int) -> Inputs:
+        """The same nodes, with every row padded to ``width``."""
+        more = ((0, 0), (0, width - self.width))
+        tokens, parents = np.pad(self.tokens_BN, more), np.pad(self.parents_BN, more, constant_values=-1)
+        return Inputs(tokens.reshape(-1), parents.reshape(-1), (width,) * len(self.counts_B))

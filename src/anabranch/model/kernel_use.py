@@ -1,0 +1,97 @@
+"""Which kernels decode a target, and why the native ones cannot where they cannot."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from anabranch.errors import PerformanceWarning
+from anabranch.model.decoder import Decoder
+from anabranch.model.quantize import QuantizedLinear
+from anabranch.native import library as native
+from anabranch.native.build import Shortfall
+
+__all__ = ["KernelUse", "kernels_of", "native_for", "warn_about_kernels", "why_not_native"]
+
+
+@dataclass(frozen=True)
+class KernelUse:
+    """Which kernels decode a target: ``name`` is "torch" or one of ``build.FORMS``.
+
+    why         why no faster ones do; empty where these are the fastest that this processor can run
+    advice      what the user can do about it; empty if nothing
+    accepted    no warning is due: the user asked for these kernels, or this machine can run no faster ones
+    """
+
+    name: str
+    why: str = ""
+    advice: str = ""
+    accepted: bool = False
+
+
+_warned: set[str] = set()  # the reasons that ``warn_about_kernels`` already gave
+
+
+def kernels_of(target: Decoder) -> KernelUse:
+    """The kernels that decode a packed target, and why no faster ones do."""
+    kernels = target.backend.kernels
+    name = "torch" if kernels is None else kernels.form
+    lacking = _lacking(target) if kernels is None else native.shortfall()
+    if lacking is None:
+        return KernelUse(name)
+    return KernelUse(name, lacking.why, lacking.advice, lacking.accepted)
+
+
+def warn_about_kernels(target: Decoder, *, stacklevel: int = 2) -> None:
+    """Issue a PerformanceWarning where a packed target is decoded by slower kernels than the machine could run.
+
+    Warns once per reason and process; not where the user chose the kernels, nor on a GPU.
+    """
+    use = kernels_of(target)
+    if not use.why or use.accepted or use.why in _warned:
+        return
+    _warned.add(use.why)
+    slower = "decoding runs on PyTorch's kernels, which are slower: " if use.name == "torch" else ""
+    advice = f"; {use.advice}" if use.advice else ""
+    warnings.warn(f"{slower}{use.why}{advice}", PerformanceWarning, stacklevel=stacklevel + 1)
+
+
+def why_not_native(target: Decoder) -> str:
+    """Why the native kernels cannot run this target; empty where they can."""
+    lacking = _lacking(target)
+    return "" if lacking is None else lacking.why
+
+
+def _lacking(target: Decoder) -> Shortfall | None:
+    """What keeps the native kernels from running this target: the target itself, else the machine."""
+    c = target.config
+    if target.device.type != "cpu":
+        return Shortfall(f"the native kernels are for CPUs, not {target.device.type}", accepted=True)
+    if target.dtype not in (torch.bfloat16, torch.float32):
+        dtype = str(target.dtype).removeprefix("torch.")
+        return Shortfall(f"the native kernels take bfloat16 and float32, not {dtype}", "load it in bfloat16")
+    if isinstance(target.head, QuantizedLinear) and target.dtype != torch.bfloat16:
+        return Shortfall("the native kernels run quantised weights beside bfloat16 only", "load it in bfloat16")
+    wired = c.wiring == "sequential" and c.norm == "rms" and c.gated_mlp and c.activation == "silu"
+    plain = not (c.post_norms or c.mlp_bias or c.attention_softcap is not None) and c.position == "rope"
+    alike = len({c.is_sliding(layer) for layer in range(c.num_layers)}) == 1
+    other = "use a model of the Llama, Mistral, SmolLM, Qwen2 or Qwen3 families for the faster kernels"
+    if not (wired and plain and alike and c.embedding_scale == 1.0):
+        return Shortfall(f"the native kernels do not cover the {c.family} family", other)
+    sizes = {"hidden_size": c.hidden_size, "head_dim": c.head_dim, "intermediate_size": c.intermediate_size}
+    for name, size in sizes.items():
+        if size % native.BLOCK:
+            return Shortfall(f"the native kernels take sizes in multiples of 32, and {name} is {size}")
+    if c.head_dim > 128:
+        return Shortfall(f"the native kernels take heads of at most 128 channels, and these have {c.head_dim}")
+    if c.rope.dim % 2 or c.rope.dim > c.head_dim:
+        channels = f"{c.rope.dim} of {c.head_dim} channels"
+        return Shortfall(f"the native kernels rotate an even number of a head's channels, not {channels}")
+    return native.shortfall() if native.library() is None else None
+
+
+def native_for(target: Decoder) -> bool:
+    """Whether the native kernels can run this target."""
+    return not why_not_native(target)

@@ -1,0 +1,128 @@
+"""Linear layers over weights packed for the native kernels.
+
+M rows, D inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anabranch.model.network import Network
+from anabranch.model.quantize import QuantizedWeight
+from anabranch.native import library as native
+
+__all__ = ["HeadTable", "NativeLinear", "table_of"]
+
+
+class NativeLinear(nn.Module):
+    """``nn.Linear`` over a packed weight, for inference; a row's result does not depend on the other rows.
+
+    weight  bf16 or float32 [N, D], or quantised; inputs and outputs have its type, or bf16 if it is quantised
+    wide    return float32 (logits) instead
+    keep    an unpacked copy to keep beside the packed weight, where ``rows`` cannot be read from that
+    gated   interleave the two halves of the outputs, gate and up, block by block, so that they are read together
+
+    bf16 weights are packed in pairs of inputs: an odd D is padded with a zero.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor | QuantizedWeight,
+        bias: Tensor | None,
+        *,
+        keep: Tensor | None = None,
+        wide: bool = False,
+        gated: bool = False,
+    ) -> None:
+        super().__init__()
+        kernels = native.library()
+        assert kernels is not None, native.why_not()
+        self.kernels, self.wide, self.gated, self.weight = kernels, wide, gated, keep
+        self.kind: str  # one of native.KINDS
+        if isinstance(weight, QuantizedWeight):
+            q = weight.outputs(self._interleave) if gated else weight
+            self.kind, self.dtype = q.kind, torch.bfloat16
+            self.packed, self._memory = kernels.pack(q.kind, q.values, q.scale, q.least)
+        else:
+            self.kind, self.dtype = str(weight.dtype).removeprefix("torch."), weight.dtype
+            more = -weight.shape[1] % (4 // weight.dtype.itemsize)
+            whole = F.pad(weight.detach(), (0, more)) if more else weight
+            self.packed, self._memory = kernels.pack(self.kind, self._interleave(whole) if gated else whole)
+        self.in_features = (weight.values if isinstance(weight, QuantizedWeight) else weight).shape[1]
+        self.out_features = self.packed.outputs
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.offset = None if bias is None else bias.detach().float().contiguous()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a product reads."""
+        return self._memory.nbytes
+
+    @staticmethod
+    def _interleave(y: Tensor, *, back: bool = False) -> Tensor:
+        """Interleave blocks of the first half and of the second of axis 0, or undo that (``back``)."""
+        shape = (-1, 2, native.BLOCK) if back else (2, -1, native.BLOCK)
+        return y.view(*shape, *y.shape[1:]).transpose(0, 1).reshape(y.shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        y = self.kernels.linear(self._padded(x), self.packed, self.offset)
+        if self.gated:
+            y = self._interleave(y.T.contiguous(), back=True).T
+        y = y.reshape(*x.shape[:-1], self.out_features)
+        return y if self.wide else y.to(self.dtype)
+
+    def choose(self, x: Tensor) -> Tensor:
+        """The first index of the largest output of each row [..., in]: int64 [...]."""
+        return self.kernels.choose(self._padded(x), self.packed, self.offset).view(x.shape[:-1])
+
+    def _padded(self, x: Tensor) -> Tensor:
+        """Rows [..., in] as the kernels read them: [M, packed width]."""
+        rows = x.reshape(-1, self.in_features).to(self.dtype)
+        more = self.packed.width - self.in_features
+        return F.pad(rows, (0, more)) if more else rows
+
+    def rows(self, outputs: Tensor) -> Tensor:
+        """Rows of the unpacked weight for some outputs [...]: [..., in]."""
+        if self.weight is not None:
+            return self.weight[outputs]
+        return self._blocks()[outputs // native.BLOCK, :, outputs % native.BLOCK].flatten(-2)[..., : self.in_features]
+
+    def _blocks(self) -> Tensor:
+        """A packed weight that is not quantised [blocks, packed width / together, BLOCK, together]."""
+        together = 4 // self.dtype.itemsize
+        return self._memory.view(self.dtype).view(-1, self.packed.width // together, native.BLOCK, together)
+
+    def dense(self) -> Tensor:
+        """The unpacked weight [out, in], rounded to the inputs' type; a quantised one as products see it."""
+        if self.kind in ("int8", "int4"):
+            # each column of the unit matrix is exact in int8, so its product is the weight's column
+            y = self.kernels.linear(torch.eye(self.in_features), self.packed, None).T.to(self.dtype)
+        else:
+            y = self._blocks().permute(0, 2, 1, 3).reshape(-1, self.packed.width)
+            y = y[: self.out_features, : self.in_features].contiguous()
+        return self._interleave(y, back=True) if self.gated else y
+
+
+class HeadTable(nn.Module):
+    """The embedding of a target that is tied to its packed head."""
+
+    def __init__(self, head: NativeLinear) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Token ids [...] -> [..., D]."""
+        return self.head.rows(tokens)
+
+
+def table_of(target: Network) -> native.Table:
+    """A target's embedding for the kernels; the target must outlive their calls."""
+    if isinstance(target.embedding, HeadTable):
+        packed = target.embedding.head.packed
+        return native.Table(rows=packed.data, packed=1, words=packed.outputs)
+    weight = target.embedding.weight
+    assert weight.is_contiguous()
+    return native.Table(rows=weight.data_ptr(), packed=0, words=len(weight))

@@ -1,0 +1,229 @@
+"""One forward pass: what a backend is asked for, what the layers read meanwhile, who may ride along, and the result.
+
+B rows of the batch, M nodes of all rows, N nodes of the widest row, R rows of one pass (N main rows, then those of a
+rider), S rows a node that a rider brings, V vocabulary, D model width, H query heads, K kv heads, G = H / K,
+E head width, L cache length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from anabranch.model.blocks import Block, attention
+from anabranch.model.cache import Cache
+from anabranch.model.config import ModelConfig
+from anabranch.model.inputs import Inputs
+from anabranch.model.rope import Rope
+
+__all__ = ["Entry", "Nodes", "Pass", "PassRequest", "PassResult", "Rider"]
+
+
+class Nodes(NamedTuple):
+    """The inputs of a pass over rows of known lengths, as tensors; ``tree_BNN`` is the mask among the nodes."""
+
+    tokens_BN: Tensor
+    positions_BN: Tensor
+    lengths_B: Tensor
+    tree_BNN: Tensor
+
+    @staticmethod
+    def of(inputs: Inputs, lengths: Sequence[int]) -> Nodes:
+        """The tensors on the host; ``lengths`` are the committed tokens of each row [B]."""
+        lengths_B = np.asarray(lengths, np.int64)
+        arrays = (inputs.tokens_BN, inputs.depths_BN + lengths_B[:, None], lengths_B, inputs.mask_BNN)
+        return Nodes(*map(torch.from_numpy, arrays))
+
+
+class Pass:
+    """The device side of a pass over some rows of a cache: positions, rotations and masks of its nodes.
+
+    With a ``span`` the pass reads that many positions of the cache, in use or not, and everything that changes from
+    step to step lies in tensors, so that it can be captured as a graph (``graphs``).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        nodes: Nodes,
+        cache: Cache,
+        slots: slice,
+        planned: int,
+        rope: Rope,
+        *,
+        span: int | None = None,
+    ) -> None:
+        self.config, self.cache, self.slots, self.planned, self.rope = config, cache, slots, planned, rope
+        device, self.dtype = cache.keys.device, cache.keys.dtype
+        self.tokens_BN, self.positions_BN, self.lengths_B, self.tree_BNN = (x.to(device) for x in nodes)
+        self.fixed = span
+        # a single node sees the whole text: no mask needed
+        self.plain = self.tokens_BN.shape == (1, 1) and span is None
+        if span is not None:
+            cache.place(self.lengths_B[:, None] + torch.arange(self.width, device=device))
+        self._prepare()
+
+    @property
+    def width(self) -> int:
+        """The number of nodes of each row, padding included."""
+        return self.tokens_BN.shape[1]
+
+    def _prepare(self) -> None:
+        self.cos, self.sin = (table.to(self.dtype) for table in self.rope(self.positions_BN, self.planned))
+        self.span = int(max(self.cache.lengths[self.slots])) + self.width if self.fixed is None else self.fixed
+        self._visible: Tensor | None = None
+        self._parents: Tensor | None = None
+        self._bias: dict[bool, Tensor | None] = {}
+
+    @property
+    def parents_BN(self) -> Tensor:
+        """The parent of each node, which is its last ancestor before itself; -1: none."""
+        if self._parents is None:
+            nodes = torch.arange(self.width, device=self.tree_BNN.device)
+            above = self.tree_BNN & (nodes[None, :] < nodes[:, None])
+            self._parents = torch.where(above, nodes, -1).max(-1).values
+        return self._parents
+
+    @property
+    def visible_BNL(self) -> Tensor:
+        """The cache positions that each node may see [B, N, L]: committed tokens, ancestors, itself."""
+        if self._visible is None:
+            self._visible = self._see()
+        return self._visible
+
+    def _see(self) -> Tensor:
+        relative_BL = torch.arange(self.span, device=self.lengths_B.device)[None] - self.lengths_B[:, None]
+        inside = (relative_BL >= 0) & (relative_BL < self.width)
+        index = relative_BL.clamp(0, self.width - 1)[:, None, :].expand(-1, self.width, -1)
+        tree = self.tree_BNN.gather(2, index) & inside[:, None, :]
+        return tree | (relative_BL < 0)[:, None, :]
+
+    def key_positions(self) -> Tensor:
+        """The text position of each cache position [B, L]; a tree node's follows from its depth."""
+        relative_BL = torch.arange(self.span, device=self.lengths_B.device)[None] - self.lengths_B[:, None]
+        node = self.positions_BN.gather(1, relative_BL.clamp(0, self.width - 1))
+        return torch.where(relative_BL < 0, relative_BL + self.lengths_B[:, None], node)
+
+    def visible(self, layer: int) -> Tensor:
+        """The cache positions that each node sees in a layer [B, N, L], sliding window included."""
+        if not self.config.is_sliding(layer):
+            return self.visible_BNL
+        assert self.config.sliding_window is not None
+        near = self.positions_BN[:, :, None] - self.key_positions()[:, None, :] < self.config.sliding_window
+        return self.visible_BNL & near
+
+    def bias(self, layer: int) -> Tensor | None:
+        """The additive attention mask of a layer [B, 1, G N, L]; None where every position is seen."""
+        sliding = self.config.is_sliding(layer)
+        if sliding not in self._bias:
+            if self.plain and not sliding:
+                self._bias[sliding] = None
+            else:
+                visible = self.visible(layer)
+                bias = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)
+                bias.masked_fill_(~visible, float("-inf"))
+                group = self.config.num_heads // self.config.num_kv_heads
+                self._bias[sliding] = bias[:, None].repeat(1, 1, group, 1)
+        return self._bias[sliding]
+
+    def select(self, layer: int, kept_Bn: Tensor) -> None:
+        """Keep only the nodes ``kept_Bn`` from ``layer`` on."""
+        self.cache.select(layer, kept_Bn)
+        n = kept_Bn.shape[1]
+        self.tokens_BN = self.tokens_BN.gather(1, kept_Bn)
+        self.positions_BN = self.positions_BN.gather(1, kept_Bn)
+        rows = self.tree_BNN.gather(1, kept_Bn[:, :, None].expand(-1, -1, self.tree_BNN.shape[2]))
+        self.tree_BNN = rows.gather(2, kept_Bn[:, None, :].expand(-1, n, -1))
+        self._prepare()
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of the main rows: append k and v [B, N, K, E] to the cache; returns [B, N, H E]."""
+        self.cache.append(layer, k, v)
+        keys, values = self.cache.read(layer, self.span)
+        return attention(self.config, q, keys, values, self.bias(layer))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a rider decided when it entered a pass: the nodes it ``kept`` (as in ``PassResult``), and what its layers
+    need of their own.
+    """
+
+    kept: Sequence[NDArray[np.int64]] | None = None
+    own: Any = None
+
+
+class Rider(Protocol):
+    """A drafter's part in the target's forward pass: from layer ``start`` on it adds rows, or prunes nodes, or both.
+
+    rides  whether it adds rows; if not, ``layer`` and ``leave`` are not called
+    fixed  whether its shapes follow from the pass alone, so that the pass can be captured as a graph
+
+    A rider keeps nothing between calls: what it found at the entry travels as an ``Entry``.
+    """
+
+    start: int
+    rides: bool
+    fixed: bool
+
+    def enter(self, x_BND: Tensor, run: Pass) -> tuple[Tensor, Entry]:
+        """All rows [B, R, D] from the main rows before layer ``start``, which come first; may ``run.select``."""
+
+    def layer(self, index: int, block: Block, x_BRD: Tensor, run: Pass, entry: Entry) -> Tensor:
+        """Run one block over all rows."""
+
+    def leave(self, x_BRD: Tensor, run: Pass) -> tuple[Tensor, Tensor]:
+        """Split the last layer's output into the main rows [B, N, D] and the states of the rider's rows [M, S, D]."""
+
+
+class PassRequest(NamedTuple):
+    """What a backend is asked to run; ``Decoder.forward`` has checked that it fits the cache and made room there.
+
+    slots    the cache slots of the rows
+    planned  the length that the longest row will reach, for rotations that depend on it
+    taps     layers before which the main rows are returned
+    rider    a drafter's part in the pass
+    choose   whether only the greedy tokens are needed, which a backend may then return
+    """
+
+    inputs: Inputs
+    cache: Cache
+    slots: slice
+    planned: int
+    taps: Sequence[int]
+    rider: Rider | None
+    choose: bool
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """What one pass computed. The nodes of all rows share one axis M, where those of row b are ``nodes(b)``.
+
+    counts_B      nodes of each row, after pruning
+    starts_B      where each row begins in M, which has gaps where rows were padded to one width
+    hidden_MD     main rows after the last norm
+    tokens_M      the target's greedy token after each node, where asked for
+    logits_MV     logits, where asked for
+    taps          main rows [M, D] before each layer that was tapped
+    kept          the nodes of each row that were not pruned on the way, ascending; None: nothing was pruned
+    riding_MSD    states of the rows that a rider added, after the last norm; None: it added none
+    """
+
+    counts_B: Sequence[int]
+    starts_B: Sequence[int]
+    hidden_MD: Tensor
+    tokens_M: Tensor | None = None
+    logits_MV: Tensor | None = None
+    taps: Mapping[int, Tensor] = field(default_factory=dict)
+    kept: Sequence[NDArray[np.int64]] | None = None
+    riding_MSD: Tensor | None = None
+
+    def nodes(self, row: int) -> slice:
+        """The places of a row's nodes in M."""
+        return slice(self.starts_B[row], self.starts_B[row] + self.counts_B[row])
