@@ -23,7 +23,8 @@ from anabranch.methods.draft_model.load import check_vocabulary
 from anabranch.methods.draft_model.reader import Continuations
 from anabranch.methods.prompt_lookup import PromptLookupDrafter
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Decoder, Inputs
+from anabranch.model.decoder import Decoder
+from anabranch.model.inputs import Inputs
 from anabranch.model.weights import build_decoder
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree

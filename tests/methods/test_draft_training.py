@@ -24,7 +24,7 @@ from anabranch.methods.draft_model.module import DraftConfig, DraftModule, begin
 from anabranch.methods.draft_model.objective import DistillationLoss, DraftObjective, LossOptions
 from anabranch.methods.draft_model.recipes import TRAINED
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Inputs
+from anabranch.model.inputs import Inputs
 from anabranch.model.load import load_target
 from small import LLAMA, VOCABULARY, decode, prompt, request, small
 from toy_text import ToyFolders

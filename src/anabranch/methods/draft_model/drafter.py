@@ -19,7 +19,8 @@ from anabranch.methods.base import Drafter, Observation, Row
 from anabranch.methods.draft_model.grow import Growth, best_first, product_size, sampled
 from anabranch.methods.draft_model.inner import Guesser
 from anabranch.methods.draft_model.reader import Continuations, Reader
-from anabranch.model.decoder import Decoder, PassResult
+from anabranch.model.decoder import Decoder
+from anabranch.model.passes import PassResult
 from anabranch.sampling import SamplingParams, generator, gumbels, position_keys, process_logits, target_probs
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule

@@ -24,7 +24,7 @@ def load_draft(name: str, target: Decoder, *, quantize: str = "none") -> Decoder
     raises, and CapabilityError where the vocabularies differ by more than padding.
     """
     check_quantization(quantize)
-    path, packed = locate(name).resolve(), target.stack is not None
+    path, packed = locate(name).resolve(), target.backend.kernels is not None
     key = (str(path), quantize, str(target.dtype), str(target.device), str(packed))
     model = _loaded.get(key)
     if model is None:

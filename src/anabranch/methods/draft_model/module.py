@@ -22,10 +22,10 @@ from anabranch.errors import AdapterError, InputError
 from anabranch.files import write_atomically
 from anabranch.jsonfiles import is_whole, shown
 from anabranch.methods.trained import TrainedModule
+from anabranch.model.backends import backend_for
 from anabranch.model.config import ModelConfig, RopeConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import weight_source
-from anabranch.model.graphs import recorder_for
 from anabranch.model.load import Target
 from anabranch.model.pack import pack_decoder
 
@@ -151,20 +151,19 @@ def begin_with(module: DraftModule, trained: DraftModule) -> None:
     module.load_state_dict(trained.state_dict())
 
 
-_packed: WeakKeyDictionary[DraftModule, dict[bool, Decoder]] = WeakKeyDictionary()
+_packed: WeakKeyDictionary[DraftModule, Decoder] = WeakKeyDictionary()
 
 
 def decoder_of(module: DraftModule, target: Decoder) -> Decoder:
     """The module's decoder, packed where the target is; all drafters of the module share that copy."""
-    if target.stack is None:
-        if target.recorder is not None and module.model.recorder is None:
-            module.model.recorder = recorder_for(target.device)
+    if target.backend.kernels is None:
+        if target.backend.capture is not None and module.model.backend.capture is None:
+            module.model.backend = backend_for(target.device)
         return module.model
-    made = _packed.setdefault(module, {})
-    if True not in made:
-        made[True] = copy.deepcopy(module.model)
-        pack_decoder(made[True])
-    return made[True]
+    if module not in _packed:
+        _packed[module] = copy.deepcopy(module.model)
+        pack_decoder(_packed[module])
+    return _packed[module]
 
 
 def export(folder: Path, module: DraftModule, target: Target) -> None:

@@ -24,7 +24,8 @@ from anabranch.methods.base import Row
 from anabranch.methods.draft_model.drafter import DraftModelDrafter, Shape
 from anabranch.methods.draft_model.module import DraftModule
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Decoder, Inputs
+from anabranch.model.decoder import Decoder
+from anabranch.model.inputs import Inputs
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
 

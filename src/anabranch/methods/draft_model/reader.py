@@ -23,7 +23,8 @@ from torch import Tensor
 
 from anabranch.methods.base import Row
 from anabranch.model.cache import Cache
-from anabranch.model.decoder import Decoder, Inputs
+from anabranch.model.decoder import Decoder
+from anabranch.model.inputs import Inputs
 
 __all__ = ["Continuations", "Reader"]
 
@@ -124,7 +125,7 @@ class Reader:
         self._rows.pop()
         if moved is not row:
             self._places[moved].slot = place.slot
-        if not self._rows and self.model.recorder is None and self.cache.rows * self.cache.capacity > IDLE:
+        if not self._rows and self.model.backend.capture is None and self.cache.rows * self.cache.capacity > IDLE:
             self.cache = None
             self._left.clear()
 
@@ -192,7 +193,7 @@ class Reader:
         if cache is not None:
             self.cache = cache.resized(count, capacity)
             return
-        kernels = None if model.stack is None else model.stack.kernels
+        kernels = model.backend.kernels
         self.cache = Cache(
             *(model.config,), rows=count, capacity=capacity, dtype=model.dtype, device=model.device, kernels=kernels
         )
