@@ -137,8 +137,7 @@ class DraftModule(TrainedModule):
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q, k, v [B, T, H, E] -> [B, T, H E]."""
-    heads = (part.transpose(1, 2) for part in (q, k, v))
-    seen = F.scaled_dot_product_attention(*heads, is_causal=True)
+    seen = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
     return seen.transpose(1, 2).flatten(2)
 
 
