@@ -236,8 +236,7 @@ class Engine:
                 )
             self.cache.commit([range(len(tokens))])
             member.read += len(tokens)
-            if member.drafter.needs.prompt:
-                member.drafter.read(row, result, start)
+            member.drafter.read(row, result, start)
             if member.request.on_prompt is not None:
                 self.at_fault = row.id
                 member.request.on_prompt(member.read, total)

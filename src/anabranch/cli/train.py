@@ -37,7 +37,8 @@ class Methods(Verbs):
 
     def list_commands(self, ctx: Any) -> list[str]:
         """The names of the commands."""
-        return [*super().list_commands(ctx), *sorted({*trainable_methods(), *table_commands()})]
+        trained = [name.replace("_", "-") for name in trainable_methods()]
+        return [*super().list_commands(ctx), *sorted({*trained, *table_commands()})]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command of this name, or None."""
@@ -47,7 +48,7 @@ class Methods(Verbs):
         from anabranch.methods import methods
 
         for method in methods():
-            if method.name == cmd_name and method.trained is not None:
+            if method.name == cmd_name.replace("-", "_") and method.trained is not None:
                 return _verb(method)
             if method.tables is not None and method.tables.command == cmd_name:
                 from anabranch.cli.train_tables import table_command
@@ -97,6 +98,7 @@ def answers(config: AnswersConfig) -> None:
     from anabranch.errors import FileError
     from anabranch.train import AnswerProgress, read_prompts, write_answers
     from anabranch.train.answers import check_out
+    from anabranch.train.job import trainable
 
     sampling = config.sampling.params
     if not config.prompts.is_file():
@@ -134,7 +136,7 @@ def answers(config: AnswersConfig) -> None:
     print(f"{done.answers:,} answers in {config.out}, {done.tokens:,} tokens by this run")
     if left_out:
         print(f"left out: {left_out:,} prompts longer than {config.longest_prompt:,} tokens")
-    print(f"Next: anabranch train {next(trainable_methods())} --answers {config.out} --out FOLDER")
+    print(f"Next: anabranch train {trainable().name} --answers {config.out} --out FOLDER")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +196,7 @@ def _verb(method: Method) -> Any:
     {", ".join(trained.recipes)}. Stop with Ctrl-C or SIGTERM at any time; the same command resumes exactly there.
     """
     single = typer.Typer(add_completion=False, **HELP)
-    single.command(method.name, cls=Verb)(train)
+    single.command(method.name.replace("_", "-"), cls=Verb)(train)
     return get_command(single)
 
 

@@ -35,6 +35,7 @@ def summary(
     record: Mapping[str, Any], log: Sequence[Mapping[str, Any]], speeds: Mapping[str, float], *, model: str, out: Path
 ) -> dict[str, Any]:
     """The result for ``show`` and --json: curve, table, what to try next, and the command to use the adapter."""
+    from anabranch.methods import methods
     from anabranch.train.advice import curve_of, next_steps
 
     measured = record["measured"]
@@ -47,6 +48,8 @@ def summary(
     for spec, length in tokens_a_pass(record).items():
         rows[spec] = {"tokens_per_pass": length} | ({"tokens_per_second": speeds[spec]} if spec in speeds else {})
     where = [] if model == "default" else ["--model", model]
+    if not next(method.default for method in methods() if method.name == record["method"]):
+        where += ["--drafter", record["method"]]
     return {
         "curve": [list(point) for point in curve],
         "predicted": rows,

@@ -8,7 +8,18 @@ from __future__ import annotations
 from torch import nn
 
 from anabranch.errors import InputError
-from anabranch.methods import lookahead, ngram, none, prompt_lookup, rest, spec, streams, suffix
+from anabranch.methods import (
+    draft_model,
+    lookahead,
+    ngram,
+    none,
+    prompt_lookup,
+    rest,
+    spec,
+    staged,
+    streams,
+    suffix,
+)
 from anabranch.methods.base import Drafter, Method, Observation, Row, Taps
 from anabranch.methods.spec import AUTO, Spec
 from anabranch.model.decoder import Decoder
@@ -36,6 +47,8 @@ _registry: tuple[Method, ...] = (
     lookahead.METHOD,
     ngram.METHOD,
     rest.METHOD,
+    draft_model.METHOD,
+    staged.METHOD,
 )
 _own = frozenset(method.name for method in _registry)
 

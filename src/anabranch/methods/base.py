@@ -40,7 +40,8 @@ class Taps:
     """The hidden states of the target that a drafter needs.
 
     layers  the main rows' states before these layers, in ``PassResult.taps``
-    prompt  whether those of prompts are needed too, through ``Drafter.read``
+    prompt  whether those of the whole prompt are needed too, through ``Drafter.read``; otherwise that is not called for
+            the beginning of a prompt whose keys and values are known from an earlier text
     """
 
     layers: tuple[int, ...] = ()
@@ -139,7 +140,7 @@ class Drafter(ABC):
         """A row joins the batch; its prompt has not been processed yet."""
 
     def read(self, row: Row, result: PassResult, start: int) -> None:  # noqa: B027 - most need nothing
-        """Called after each pass over part of the row's prompt, from token ``start`` on, if ``needs.prompt``."""
+        """Called after each pass over part of the row's prompt, from token ``start`` on."""
 
     @abstractmethod
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:

@@ -72,10 +72,9 @@ class CombinedDrafter(Drafter):
             part.join(row)
 
     def read(self, row: Row, result: PassResult, start: int) -> None:
-        """The parts that need the prompt see it."""
+        """Every part sees the prompt."""
         for part in self.parts:
-            if part.needs.prompt:
-                part.read(row, result, start)
+            part.read(row, result, start)
 
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
         """The merged trees, truncated to the most probable nodes."""

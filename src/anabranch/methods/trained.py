@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -66,6 +67,8 @@ class Trained:
     describe   a module's config -> its size in a few words, for the card
     begin      (module with fresh weights, trained module): copy the trained weights into the fresh module, which may be
                larger. Raises InputError that names what does not fit
+    export     (folder, trained module, target): write the module in a form of its own beside the adapter, if there is
+               one; a folder ``model`` inside the adapter's receives it
     """
 
     title: str
@@ -78,6 +81,7 @@ class Trained:
     change: Callable[[Recipe, Mapping[str, Any]], Recipe]
     describe: Callable[[Any], str]
     begin: Callable[[Any, Any], None]
+    export: Callable[[Path, Any, Any], None] | None = None
 
     def recipe(self, name: str | None = None, given: Mapping[str, Any] | None = None) -> Recipe:
         """The recipe of a name (default: the first) with the ``given`` values. Raises InputError."""

@@ -98,7 +98,7 @@ class Decoder(Network):
         planned, longest = limit if planned is None else planned, max(cache.lengths[slots])
         reach = longest + inputs.width
         if reach > min(planned, limit):  # perhaps less: nodes side by side reach no further than one of them
-            reach = longest + int(inputs.depths_BN.max()) + 1
+            reach = int((inputs.depths_BN.max(axis=1) + cache.lengths[slots]).max()) + 1
         if self.config.position == "learned" and reach > limit:
             raise InputError(
                 f"the text with its drafts needs {reach} positions, but the target has {self.config.max_positions}; "

@@ -155,6 +155,8 @@ def train_adapter(
         "held_out": recipe.held_out,
         "max_tokens": recipe.max_tokens,
     }
+    if method.trained.export is not None:
+        method.trained.export(folder / "model", module, target)
     identity = TargetIdentity.of(target)
     return save_adapter(folder, module, method=method, target=identity, training=record, measured=measured)
 

@@ -202,8 +202,7 @@ class _Beside(Drafter):
 
     def read(self, row: Row, result: PassResult, start: int) -> None:
         for drafter in self.watched:
-            if drafter.needs.prompt:
-                drafter.read(row, result, start)
+            drafter.read(row, result, start)
 
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
         for drafter in self.watched:

@@ -1,0 +1,69 @@
+"""The inner drafter of staged speculative decoding: it guesses what the draft model will draft.
+
+Its guesses join the passes of the draft model, which computes what follows each of them. A guess that the draft model
+drafts too costs no pass of its own; the tree that is drafted does not depend on the guesses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from anabranch.errors import CapabilityError
+from anabranch.methods.base import Drafter, Row, Taps
+from anabranch.methods.draft_model.reader import Continuations
+
+__all__ = ["Guesser"]
+
+
+@dataclass
+class _Inside:
+    """A row as the inner drafter sees it, and whether that keeps anything for it."""
+
+    row: Row
+    keeps: bool
+
+
+class Guesser:
+    """An inner drafter and its view of the rows.
+
+    A drafter that keeps nothing for a row is a function of the text, so it is asked behind each node whose next tokens
+    are wanted. One that indexes the text, which must only grow, is asked behind the text alone.
+    """
+
+    def __init__(self, drafter: Drafter) -> None:
+        if drafter.rider is not None or drafter.needs != Taps():
+            raise CapabilityError(
+                f"the inner drafter {drafter.name!r} needs hidden states of its target; use a model-free one, such as "
+                "inner=prompt_lookup"
+            )
+        self.drafter = drafter
+        self._rows: dict[Row, _Inside] = {}
+
+    def join(self, row: Row) -> None:
+        """A row joins the batch."""
+        inside = Row(row.tokens, row.prompt_length, row.sampling)
+        self.drafter.join(inside)
+        self._rows[row] = _Inside(inside, self.drafter in inside.state)
+
+    def leave(self, row: Row) -> None:
+        """A row leaves the batch."""
+        inside = self._rows.pop(row, None)
+        if inside is not None:
+            self.drafter.leave(inside.row)
+
+    def guesses(self, row: Row, asked: Continuations, node: int, *, depth: int, words: int) -> list[int]:
+        """Guessed descendants of a node of a row's continuations, at most ``depth`` deep, of token ids below ``words``.
+
+        Nodes whose next tokens are known already are left out.
+        """
+        inside = self._rows[row]
+        if (inside.keeps and node > 0) or asked.depths[node] >= depth:
+            return []
+        inside.row.tokens = [*row.tokens, *asked.path(node)] if node else row.tokens
+        inside.row.max_depth = depth - asked.depths[node]
+        (tree,) = self.drafter.draft([inside.row], self.drafter.max_nodes)
+        at = [node]
+        for parent, token in zip(tree.parents[1:].tolist(), tree.tokens[1:].tolist(), strict=True):
+            above = at[parent]
+            at.append(asked.child(above, token) if above >= 0 and token < words else -1)
+        return [guess for guess in dict.fromkeys(at[1:]) if guess > 0 and guess not in asked.found]

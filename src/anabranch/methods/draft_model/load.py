@@ -1,0 +1,58 @@
+"""Load a draft model for a target, and compare their vocabularies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from weakref import WeakValueDictionary
+
+from anabranch.errors import CapabilityError
+from anabranch.model.decoder import Decoder
+from anabranch.model.load import load_target, locate, tokenizer_of
+from anabranch.model.pack import pack_decoder
+from anabranch.model.quantize import check_quantization
+
+__all__ = ["check_vocabulary", "load_draft"]
+
+NAMED = 3  # differing tokens that a message names
+_loaded: WeakValueDictionary[tuple[str, ...], Decoder] = WeakValueDictionary()
+
+
+def load_draft(name: str, target: Decoder, *, quantize: str = "none") -> Decoder:
+    """The draft model of a name in the target's type, on its device, packed where the target is.
+
+    ``name`` is whatever ``anabranch.load`` takes. Drafters of one draft model share it. Raises what loading a target
+    raises, and CapabilityError where the vocabularies differ by more than padding.
+    """
+    check_quantization(quantize)
+    path, packed = locate(name).resolve(), target.backend.kernels is not None
+    key = (str(path), quantize, str(target.dtype), str(target.device), str(packed))
+    model = _loaded.get(key)
+    if model is None:
+        model = load_target(str(path), dtype=target.dtype, device=str(target.device), quantize=quantize).decoder
+        if packed:
+            pack_decoder(model)
+        _loaded[key] = model
+    theirs, own = tokenizer_of(target), tokenizer_of(model)
+    if theirs is not None and own is not None:
+        check_vocabulary(theirs.get_vocab(), own.get_vocab(), name)
+    return model
+
+
+def check_vocabulary(target: Mapping[str, int], draft: Mapping[str, int], name: str) -> None:
+    """Compare two tokenizers' token ids; ids that no token has are padding. Raises CapabilityError."""
+    if target == draft:
+        return
+    theirs, own = ({number: token for token, number in words.items()} for words in (target, draft))
+    wrong = [number for number in sorted({*theirs, *own}) if theirs.get(number) != own.get(number)]
+    if not wrong:
+        return
+    named = ", ".join(f"{number} is {_told(theirs, number)} and {_told(own, number)}" for number in wrong[:NAMED])
+    more = f", and {len(wrong) - NAMED:,} more differ" if len(wrong) > NAMED else ""
+    raise CapabilityError(
+        f"the draft model {name} has another vocabulary than the target: token id {named}{more}; use a draft model "
+        "with the target's tokenizer"
+    )
+
+
+def _told(words: Mapping[int, str], number: int) -> str:
+    return ascii(words[number]) if number in words else "no token"

@@ -1,0 +1,198 @@
+"""A draft model that is trained for one target: a small Llama with the target's vocabulary and one table for both ends.
+
+V vocabulary of the target, D width of the draft model.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from anabranch.errors import AdapterError, InputError
+from anabranch.files import write_atomically
+from anabranch.jsonfiles import is_whole, shown
+from anabranch.methods.trained import TrainedModule
+from anabranch.model.backends import backend_for
+from anabranch.model.config import ModelConfig, RopeConfig
+from anabranch.model.decoder import Decoder
+from anabranch.model.families import weight_source
+from anabranch.model.load import Target
+from anabranch.model.pack import pack_decoder
+
+__all__ = ["DraftConfig", "DraftModule", "begin_with", "decoder_of", "export"]
+
+STD = 0.02  # of fresh weights
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """The shape of a trained draft model; vocabulary and context length are the target's.
+
+    The default is 14 MB in bf16 for a vocabulary of 49,152: 12.6 MB of it are the table of token embeddings.
+    """
+
+    hidden_size: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    intermediate_size: int = 384
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if not is_whole(value, 1, 1 << 16):
+                raise InputError(f"{name} must be a whole number from 1 to 65536, got {shown(value)}")
+        if self.hidden_size % (2 * self.num_heads):
+            raise InputError(
+                f"hidden_size must be a multiple of twice num_heads, got {self.hidden_size} and {self.num_heads}"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As stored in adapter_config.json."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_dict(record: dict[str, Any]) -> DraftConfig:
+        """From adapter_config.json; unknown or malformed fields are refused."""
+        try:
+            return DraftConfig(**record)
+        except (InputError, TypeError) as error:
+            raise AdapterError(f"adapter_config.json is malformed: {error}") from error
+
+    def model(self, target: ModelConfig) -> ModelConfig:
+        """The draft model for a target."""
+        width = self.hidden_size // self.num_heads
+        return ModelConfig(
+            family="llama",
+            vocab_size=target.vocab_size,
+            hidden_size=self.hidden_size,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_heads,
+            head_dim=width,
+            intermediate_size=self.intermediate_size,
+            max_positions=target.max_positions,
+            rope=RopeConfig(dim=width, max_positions=target.max_positions),
+            tied_head=True,
+            eos_token_ids=target.eos_token_ids,
+            bos_token_id=target.bos_token_id,
+        )
+
+
+class TiedHead(nn.Module):
+    """The head whose weight is the embedding's. It has no parameter of its own, so the table is stored once."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self._embedding = [embedding]  # in a list: no part of this module
+        self.bias = None
+
+    @property
+    def weight(self) -> Tensor:
+        """[V, D]."""
+        return self._embedding[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., V]."""
+        return F.linear(x, self.weight)
+
+
+class DraftModule(TrainedModule):
+    """The trained module of ``draft_model``; ``model`` is the decoder."""
+
+    def __init__(self, target: ModelConfig, config: DraftConfig, vocabulary: Tensor | None = None) -> None:
+        super().__init__()
+        if vocabulary is not None and len(vocabulary) != target.vocab_size:
+            raise InputError(
+                f"a draft model drafts from the whole vocabulary of {target.vocab_size:,} tokens, got "
+                f"{len(vocabulary):,} of them"
+            )
+        self.config = config
+        self.register_buffer("vocabulary", torch.arange(target.vocab_size))
+        self.model = Decoder(config.model(target))
+        self.model.head = TiedHead(self.model.embedding)
+        for parameter in self.model.parameters():
+            if parameter.dim() == 2 and not parameter.is_meta:
+                nn.init.normal_(parameter, std=STD)
+
+    def states(self, tokens_BT: Tensor) -> Tensor:
+        """States after the last norm [B, T, D] of whole texts, with gradients."""
+        model, (rows, length) = self.model, tokens_BT.shape
+        positions = torch.arange(length, device=tokens_BT.device).expand(rows, length)
+        # copies: tables that a replay made in inference mode take no part in gradients
+        cos, sin = (turn.clone().to(model.dtype) for turn in model.rope()(positions, length))
+        x = model.embed(tokens_BT, positions)
+        for block in model.blocks:
+            x = block(x, cos, sin, _causal)
+        return model.normed(x)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q, k, v [B, T, H, E] -> [B, T, H E]."""
+    seen = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
+    return seen.transpose(1, 2).flatten(2)
+
+
+def begin_with(module: DraftModule, trained: DraftModule) -> None:
+    """Copy the weights of a trained draft model of the same shape. Raises InputError."""
+    mine, theirs = module.config.to_dict(), trained.config.to_dict()
+    for name, value in mine.items():
+        if theirs[name] != value:
+            raise InputError(f"it has {name} {theirs[name]}, and this training asks for {value}; give the same option")
+    module.load_state_dict(trained.state_dict())
+
+
+_packed: WeakKeyDictionary[DraftModule, Decoder] = WeakKeyDictionary()
+
+
+def decoder_of(module: DraftModule, target: Decoder) -> Decoder:
+    """The module's decoder, packed where the target is; all drafters of the module share that copy."""
+    if target.backend.kernels is None:
+        if target.backend.capture is not None and module.model.backend.capture is None:
+            module.model.backend = backend_for(target.device)
+        return module.model
+    if module not in _packed:
+        _packed[module] = copy.deepcopy(module.model)
+        pack_decoder(_packed[module])
+    return _packed[module]
+
+
+def export(folder: Path, module: DraftModule, target: Target) -> None:
+    """Write the draft model as a folder that ``anabranch.load`` and ``draft_model:model=`` read."""
+    config = module.model.config
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in sorted(module.model.named_parameters()):
+        names = [alternatives[0] for alternatives in weight_source(config, name).tensors]
+        parts = parameter.detach().to("cpu", torch.bfloat16).chunk(len(names))  # q, k, v are alike, and gate and up
+        tensors.update((each, part.clone()) for each, part in zip(names, parts, strict=True))
+    described = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope.theta,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "eos_token_id": list(config.eos_token_ids),
+        "bos_token_id": config.bos_token_id,
+        "torch_dtype": "bfloat16",
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "model.safetensors", save(tensors, metadata={"format": "pt"}))
+    target.tokenizer.save_pretrained(folder)
+    write_atomically(folder / "config.json", json.dumps(described, indent=2) + "\n")

@@ -1,0 +1,199 @@
+"""What a draft model learns: the target's next-token distribution on its own completions (Leviathan et al. 2023, 3.6).
+
+The acceptance rate of a draft is one minus the distance of the two distributions, so the draft model learns the
+target's distribution and not the text alone.
+
+B rows, T text length, P positions, D and H widths of draft model and target, V vocabulary, M predictions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from anabranch.errors import InputError
+from anabranch.learning.examples import Batch, Example
+from anabranch.learning.objective import Scores, Segment, segments
+from anabranch.learning.replay import Accuracy, Replay, evaluation, walk
+from anabranch.methods.base import Row
+from anabranch.methods.draft_model.drafter import DraftModelDrafter, Shape
+from anabranch.methods.draft_model.module import DraftModule
+from anabranch.model.cache import Cache
+from anabranch.model.decoder import Decoder
+from anabranch.model.inputs import Inputs
+from anabranch.sampling import SamplingParams
+from anabranch.tree import DraftTree
+
+__all__ = ["DistillationLoss", "DraftObjective", "LossOptions"]
+
+CHUNK = 256  # predictions scored at once: 256 x 49,152 float32 are 48 MiB
+TOP = 8  # accuracy counts a token among that many best, too
+ROWS = 16  # completions replayed side by side
+DEPTH = 5
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """Weights of the loss.
+
+    soft  share of the target's distribution in the training target; the rest is the completion's token
+    """
+
+    soft: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.soft <= 1:
+            raise InputError(f"soft must be from 0 to 1, got {self.soft}")
+
+
+class DistillationLoss(torch.autograd.Function):
+    """Cross-entropy of a draft model's states and head to tokens and to a teacher's distributions, in chunks.
+
+    The gradients of both are computed together with the loss, so nothing of size M x V is kept. Returns the loss and
+    which predictions are right [M].
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states_MD: Tensor,
+        head_VD: Tensor,
+        tokens_M: Tensor,
+        teacher: Callable[[slice], Tensor],
+        soft: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Loss = sum of (1 - soft) * CE(token) + soft * CE(teacher); ``teacher`` gives distributions [m, V]."""
+        total = torch.zeros((), device=states_MD.device)
+        right = torch.empty(len(tokens_M), dtype=torch.bool, device=states_MD.device)
+        states, head = states_MD.float(), head_VD.float()
+        to_states, to_head = torch.empty_like(states), torch.zeros_like(head)
+        with torch.autocast(states_MD.device.type, enabled=False):
+            for first in range(0, len(tokens_M), CHUNK):
+                part = slice(first, first + CHUNK)
+                tokens = tokens_M[part, None]
+                z = states[part] @ head.T
+                right[part] = z.argmax(-1) == tokens[:, 0]
+                loss = z.logsumexp(-1) - (1 - soft) * z.gather(1, tokens)[:, 0]
+                g = z.softmax(-1)
+                g.scatter_add_(1, tokens, torch.full_like(z[:, :1], soft - 1))
+                if soft:
+                    wanted = teacher(part)
+                    loss = loss - soft * torch.linalg.vecdot(wanted, z)
+                    g.sub_(wanted, alpha=soft)
+                total += loss.sum()
+                to_states[part] = g @ head
+                to_head.addmm_(g.T, states[part])
+        ctx.save_for_backward(to_states.to(states_MD.dtype), to_head.to(head_VD.dtype))
+        ctx.mark_non_differentiable(right)
+        return total, right
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        """The gradients kept by ``forward``, scaled."""
+        to_states, to_head = ctx.saved_tensors
+        return to_states * upstream[0], to_head * upstream[0], None, None, None
+
+
+class DraftObjective:
+    """How a draft model learns from its frozen target; an ``Objective``.
+
+    frozen  runs the passes without gradients: a packed copy of the target where that is faster
+    """
+
+    predictor = "draft model"
+    predictors = 1
+
+    def __init__(
+        self, target: Decoder, module: DraftModule, options: LossOptions | None = None, *, frozen: Decoder | None = None
+    ) -> None:
+        self.target, self.module = target, module
+        self.options = options or LossOptions()
+        self.frozen = target if frozen is None else frozen
+
+    @torch.no_grad()
+    def freeze(self, batch: Batch) -> Tensor:
+        """The target's states after the last norm [B, T, H]."""
+        rows, width = batch.tokens_BT.shape
+        cache = Cache(self.target.config, rows=rows, capacity=width, dtype=self.target.dtype, device=self.target.device)
+        for _ in range(rows):
+            cache.add_row()
+        with self.frozen.decoding():
+            found = self.frozen(Inputs.of_chains(batch.tokens_BT.numpy()), cache, need="hidden", planned=width)
+        return torch.stack([found.hidden_MD[found.nodes(row)] for row in range(rows)]).to(self.target.dtype)
+
+    def keep(self, frozen: Tensor, keep: Callable[[Tensor], Tensor]) -> Tensor:
+        """The tensor replaced by ``keep(tensor)``."""
+        return keep(frozen)
+
+    def segments(self, batch: Batch) -> Iterator[Segment]:
+        """All positions of the completions at once: each needs the pass over the whole text before it."""
+        return segments(batch, size=batch.tokens_BT.shape[1], ahead=1, device=self.target.device)
+
+    def predictions(self, batch: Batch) -> float:
+        """Tokens of the completions."""
+        return float((batch.lengths_B - 1 - batch.starts_B).clamp(min=0).sum())
+
+    def loss(self, batch: Batch, frozen: Tensor, segment: Segment) -> Scores:
+        """The loss of a batch: a sum over its completion tokens."""
+        states_MD, tokens_M, rows_M, places_M = self._scored(batch, segment)
+        hidden_MH = frozen[rows_M, places_M]
+
+        def teacher(part: slice) -> Tensor:
+            with torch.no_grad():
+                return self.target.logits(hidden_MH[part]).float().softmax(-1)
+
+        found: tuple[Tensor, Tensor] = DistillationLoss.apply(  # type: ignore[no-untyped-call]
+            states_MD, self.module.model.head.weight, tokens_M, teacher, self.options.soft
+        )
+        loss, right = found
+        return Scores(loss, right.sum().float()[None], torch.tensor([float(len(tokens_M))], device=right.device))
+
+    def _scored(self, batch: Batch, segment: Segment) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """States [M, D] that predict, the tokens [M] that follow, and the row and position [M] of each."""
+        tokens_BT = batch.tokens_BT.to(self.target.device)
+        positions_BP, real_BP = segment
+        rows_M = torch.arange(batch.size, device=tokens_BT.device)[:, None].expand_as(positions_BP)[real_BP]
+        places_M = positions_BP[real_BP]
+        return self.module.states(tokens_BT)[rows_M, places_M], tokens_BT[rows_M, places_M + 1], rows_M, places_M
+
+    def evaluate(self, examples: Sequence[Example], *, nodes: Sequence[int] = ()) -> dict[str, Any]:
+        """Predicted mean acceptance length of greedy decoding and accuracy; "tree" is the default tree of 16 nodes."""
+        shapes = {"tree": Shape("best", DEPTH), "chain": Shape("chain", DEPTH)}
+        shapes |= {f"{n} nodes": Shape("best", DEPTH, n) for n in nodes}
+        totals, accuracy = {name: Replay() for name in shapes}, Accuracy.empty(TOP, 1)
+        order = sorted(examples, key=len)
+        with torch.autocast(self.target.device.type, enabled=False):  # the draft model's cache has one type
+            for first in range(0, len(order), ROWS):
+                group = order[first : first + ROWS]
+                for name, shape in shapes.items():
+                    self._replay(totals[name], group, shape)
+                self._score(accuracy, Batch.of(group))
+        return evaluation(totals, accuracy, DEPTH)
+
+    def _replay(self, total: Replay, group: Sequence[Example], shape: Shape) -> None:
+        drafter = DraftModelDrafter(self.target, self.module.model, shape)
+        texts = [[*example.prompt_ids, *example.answer_ids] for example in group]
+        rows = [Row(text, len(text), SamplingParams(), max_depth=DEPTH) for text in texts]
+
+        def propose(active: Sequence[int], at: Sequence[int]) -> list[DraftTree]:
+            for b, position in zip(active, at, strict=True):
+                rows[b].tokens = texts[b][: position + 2]
+            return drafter.draft([rows[b] for b in active], drafter.max_nodes)
+
+        walk(total, group, propose)
+
+    @torch.no_grad()
+    def _score(self, accuracy: Accuracy, batch: Batch) -> None:
+        for segment in self.segments(batch):
+            states_MD, tokens_M, _, _ = self._scored(batch, segment)
+            for part in range(0, len(tokens_M), CHUNK):
+                z = F.linear(states_MD[part : part + CHUNK], self.module.model.head.weight)
+                hit = z.topk(min(TOP, z.shape[-1]), dim=-1).indices == tokens_M[part : part + CHUNK, None]
+                accuracy.first_S[0] += float(hit[:, 0].sum())
+                accuracy.among_S[0] += float(hit.any(-1).sum())
+                accuracy.count_S[0] += len(hit)

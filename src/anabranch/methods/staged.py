@@ -1,0 +1,73 @@
+"""Staged speculative decoding (Spector & Re 2023): the draft model's own decoding is drafted for, too.
+
+    inner drafter  guesses what the draft model will draft
+    draft model    judges these guesses in one pass and drafts a tree, shaped by probability under a node budget
+    target         verifies the tree
+
+The tree is the one that the draft model drafts without the inner drafter; it takes fewer passes of the draft model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from anabranch.errors import InputError
+from anabranch.methods.base import Drafter, Method
+from anabranch.methods.draft_model import BUDGETS, DraftModelSettings, draft_of
+from anabranch.methods.draft_model.drafter import DraftModelDrafter
+from anabranch.model.decoder import Decoder
+
+__all__ = ["METHOD", "StagedDrafter", "StagedSettings"]
+
+
+class StagedDrafter(DraftModelDrafter):
+    """A draft model with an inner drafter."""
+
+    name = "staged"
+
+
+@dataclass(frozen=True)
+class StagedSettings(DraftModelSettings):
+    """Settings of ``staged:...``: those of ``draft_model``, and the inner drafter.
+
+    inner  its specification, with ; between settings: inner=prompt_lookup:tokens=4;ngram=2
+    """
+
+    inner: str = "prompt_lookup"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        from anabranch.methods import parse_spec
+
+        spec = parse_spec(self.inner.replace(";", ","))
+        if spec.auto or spec.plain or any(part.method.trained is not None for part in spec.parts):
+            raise InputError(f"inner must be a drafter that needs no training, got {self.inner!r}; use prompt_lookup")
+
+    @classmethod
+    def under_load(cls) -> StagedSettings:
+        """``tree=auto``."""
+        return cls(tree="auto")
+
+
+def _build(target: Decoder, settings: StagedSettings, module: nn.Module | None) -> Drafter:
+    from anabranch.methods import make_drafter
+
+    model = draft_of(target, settings, "staged")
+    inner = make_drafter(settings.inner.replace(";", ","), model)
+    return StagedDrafter(target, model, settings.shape, adaptive=settings.adaptive, inner=inner)
+
+
+def _candidates(nodes: int) -> Iterator[StagedSettings]:
+    return (StagedSettings(nodes=budget) for budget in BUDGETS if budget <= nodes)
+
+
+METHOD = Method(
+    name="staged",
+    summary="a draft model whose own tokens are drafted for by a model-free drafter; needs model=FOLDER",
+    settings=StagedSettings,
+    build=_build,
+    candidates=_candidates,
+)

@@ -1,0 +1,556 @@
+"""A draft model: its trees are those of its own distributions, whatever rows did before, and the output is exact."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import anabranch
+from anabranch.engine import Engine, Request
+from anabranch.errors import CapabilityError, FileError, InputError
+from anabranch.methods import Row, make_drafter, parse_spec, resolve_spec
+from anabranch.methods.combined import CombinedDrafter
+from anabranch.methods.draft_model.drafter import DraftModelDrafter, Shape
+from anabranch.methods.draft_model.grow import best_first, product_size, sampled
+from anabranch.methods.draft_model.load import check_vocabulary
+from anabranch.methods.draft_model.reader import Continuations
+from anabranch.methods.prompt_lookup import PromptLookupDrafter
+from anabranch.model.cache import Cache
+from anabranch.model.decoder import Decoder
+from anabranch.model.inputs import Inputs
+from anabranch.model.weights import build_decoder
+from anabranch.sampling import SamplingParams
+from anabranch.tree import DraftTree
+from small import CASES, LLAMA, SOME_CASES, VOCABULARY, decode, prompt, randomise, request, small, small_adapter
+from toy_text import ToyFolders, byte_tokenizer, save_toys
+
+SHAPES = {
+    "chain": Shape("chain", 4),
+    "best": Shape("best", 4, 9, (4,)),
+    "iid": Shape("iid", 3, widths=(2, 1)),
+    "without": Shape("without", 3, widths=(2,)),
+    "unsure": Shape("chain", 6, threshold=0.2),
+}
+SOME_SHAPES = [s if s in ("best", "without") else pytest.param(s, marks=pytest.mark.thorough) for s in SHAPES]
+
+
+def near(target: Decoder, scale: float = 0.03, seed: int = 7) -> Decoder:
+    """A copy of a target whose weights differ a little: its drafts are right now and then."""
+    model = copy.deepcopy(target)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, parameter in sorted(model.named_parameters()):
+            parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def other(vocabulary: int = VOCABULARY, **changes: Any) -> Decoder:
+    """A draft model of another shape with random weights."""
+    model = build_decoder(replace(LLAMA, num_layers=1, vocab_size=vocabulary, **changes), device="cpu")
+    randomise(model, seed=5)
+    return model
+
+
+def logits_after(model: Decoder, text: Sequence[int]) -> torch.Tensor:
+    cache = Cache(model.config, rows=1, capacity=len(text), dtype=model.dtype, device=model.device)
+    cache.add_row()
+    with torch.inference_mode():
+        result = model(Inputs.of_prompt(text), cache, need="logits")
+    assert result.logits_MV is not None
+    return result.logits_MV[-1].float()
+
+
+class Compared(DraftModelDrafter):
+    """Drafts each tree a second time with an empty cache."""
+
+    compared = 0
+
+    def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
+        trees = super().draft(rows, budget)
+        for row, tree in zip(rows, trees, strict=True):
+            fresh = DraftModelDrafter(self.target, self.model, self.shape)
+            again = Row(row.tokens, row.prompt_length, row.sampling, row.rule, row.max_depth)
+            (wanted,) = fresh.draft([again], budget)
+            assert tree.tokens.tolist() == wanted.tokens.tolist()
+            assert tree.parents.tolist() == wanted.parents.tolist()
+            assert (tree.log_probs is None) == (wanted.log_probs is None)
+            if tree.log_probs is not None and wanted.log_probs is not None:
+                np.testing.assert_allclose(tree.log_probs, wanted.log_probs, atol=1e-3)
+            self.compared += tree.size > 1
+        return trees
+
+
+# -- what is drafted -------------------------------------------------------------------------------------------------
+def test_a_chain_is_the_draft_models_own_greedy_text() -> None:
+    target, model = small(), other()
+    drafter = DraftModelDrafter(target, model, Shape("chain", 4))
+    row = Row(prompt(9), 9, SamplingParams(), max_depth=20)
+    (tree,) = drafter.draft([row], 5)
+    text, joint = list(row.tokens), 0.0
+    for token, stated in zip(tree.tokens[1:].tolist(), tree.log_probs[1:].tolist(), strict=True):  # type: ignore[index]
+        law = logits_after(model, text).log_softmax(-1)
+        assert token == int(law.argmax())
+        joint += float(law[token])
+        assert stated == pytest.approx(joint, abs=1e-4)
+        text.append(token)
+    assert tree.size == 5
+    assert tree.sources == ("target", "draft 1", "draft 2", "draft 3", "draft 4")
+
+
+def test_a_best_first_tree_holds_the_most_probable_continuations() -> None:
+    target, model = small(), other()
+    nodes, depth = 8, 3
+    drafter = DraftModelDrafter(target, model, Shape("best", depth, nodes, (VOCABULARY,)))
+    row = Row(prompt(9), 9, SamplingParams(), max_depth=20)
+    (tree,) = drafter.draft([row], nodes)
+    every: list[tuple[float, tuple[int, ...]]] = []
+
+    def spread(path: tuple[int, ...], joint: float) -> None:
+        law = logits_after(model, [*row.tokens, *path]).log_softmax(-1)
+        for token in law.topk(nodes).indices.tolist():
+            every.append((joint + float(law[token]), (*path, token)))
+            if len(path) + 1 < depth:
+                spread((*path, token), joint + float(law[token]))
+
+    spread((), 0.0)
+    wanted = {path for _, path in sorted(every, reverse=True)[: nodes - 1]}
+    found = {tuple(tree.tokens[list(tree.path_to(n)[1:])].tolist()) for n in range(1, tree.size)}
+    assert found == wanted
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), SamplingParams(temperature=0.9, seed=3)], ids=["greedy", "warm"]
+)
+def test_trees_do_not_depend_on_what_the_cache_went_through(shape: str, sampling: SamplingParams) -> None:
+    target = small()
+    drafter = Compared(target, near(target), SHAPES[shape])
+    asked = [request(4 + 3 * n, n, 5 + 4 * n, sampling=replace(sampling, seed=n)) for n in range(6)]
+    wanted, _ = decode(target, asked)
+    assert decode(target, asked, drafter, rows=3)[0] == wanted
+    assert drafter.compared > 20
+
+
+@pytest.mark.parametrize("case", SOME_CASES)
+@pytest.mark.parametrize("shape", ["chain", "best"])
+def test_draft_models_of_every_wiring(case: str, shape: str) -> None:
+    target, model = small(), build_decoder(CASES[case], device="cpu")
+    randomise(model, seed=4)
+    drafter = Compared(target, model, SHAPES[shape])
+    asked = [request(4 + 5 * n, n, 12) for n in range(3)]
+    assert decode(target, asked, drafter, rows=2)[0] == decode(target, asked)[0]
+    assert drafter.compared
+
+
+@pytest.mark.parametrize("rule", ["match", "rejection"])
+@pytest.mark.parametrize("shape", ["chain", "iid", "without"])
+def test_sampled_trees_do_not_depend_on_what_the_cache_went_through(shape: str, rule: Any) -> None:
+    target = small()
+    drafter = Compared(target, near(target), SHAPES[shape])
+    warm = [SamplingParams(temperature=0.9, top_k=6, seed=n) for n in range(5)]
+    asked = [request(4 + 3 * n, n, 9 + n, sampling=warm[n], rule=rule) for n in range(5)]
+    tokens, _ = decode(target, asked, drafter, rows=3)
+    assert [len(row) for row in tokens] == [9 + n for n in range(5)]
+    assert drafter.compared > 5
+
+
+# -- what is emitted -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("shape", SOME_SHAPES)
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.8, seed=1),
+        SamplingParams(temperature=1.2, top_k=5, top_p=0.9, min_p=0.01, seed=2),
+        SamplingParams(repetition_penalty=1.3),
+        SamplingParams(temperature=1.0, processors=(lambda tokens, logits: logits - 50 * (logits > 2),)),
+    ],
+    ids=["greedy", "warm", "cut", "penalty", "processors"],
+)
+def test_matching_emits_what_plain_decoding_emits(shape: str, sampling: SamplingParams) -> None:
+    target = small("gemma2")
+    asked = [request(3 + 4 * n, n, 14, sampling=replace(sampling, seed=n)) for n in range(4)]
+    wanted, _ = decode(target, asked)
+    for rows in (1, 3):
+        drafter = DraftModelDrafter(target, near(target), SHAPES[shape])
+        assert decode(target, asked, drafter, rows=rows)[0] == wanted
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [SamplingParams(), SamplingParams(temperature=1.0, seed=4), SamplingParams(repetition_penalty=1.5)],
+    ids=["greedy", "warm", "penalty"],
+)
+@pytest.mark.parametrize("shape", [Shape("chain", 4), Shape("best", 4, 5, (3,))], ids=["chain", "best"])
+def test_a_draft_model_that_is_the_target_is_always_right(sampling: SamplingParams, shape: Shape) -> None:
+    target = small()
+    _, ((*steps, last),) = decode(
+        target, [request(7, 1, 23, sampling=sampling)], DraftModelDrafter(target, target, shape)
+    )
+    if shape.tree == "chain":
+        assert [len(step.tokens) for step in steps] == [5] * len(steps)
+        assert len(last.tokens) == 23 % 5
+    assert all(step.verdict.accepted >= 1 for step in steps)
+
+
+@pytest.mark.parametrize("shape", ["chain", "iid", "without"])
+def test_rejection_accepts_all_that_is_sampled_from_the_target_itself(shape: str) -> None:
+    target = small()
+    asked = [request(7, n, 20, sampling=SamplingParams(temperature=1.0, seed=n), rule="rejection") for n in range(4)]
+    _, steps = decode(target, asked, DraftModelDrafter(target, target, SHAPES[shape]), rows=2)
+    for row in steps:
+        assert all(step.verdict.accepted == min(SHAPES[shape].tokens, step.tree.max_depth) for step in row)
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        (Shape("chain", 2), 5),
+        (Shape("iid", 2, widths=(2,)), 7),
+        (Shape("without", 2, widths=(3, 2)), 4),
+        *(
+            pytest.param(shape, words, marks=pytest.mark.thorough)
+            for shape in (
+                Shape("chain", 2, threshold=0.2),
+                Shape("iid", 2, widths=(2,)),
+                Shape("without", 2, widths=(3,)),
+            )
+            for words in (4, 5)
+        ),
+    ],
+)
+def test_rejection_keeps_the_joint_distribution_of_two_tokens(shape: Shape, words: int) -> None:
+    """The first two tokens of 1,600 samples; the draft model may have more words than the target's 5, or fewer."""
+    count = 1600
+    target = build_decoder(replace(LLAMA, vocab_size=5, num_layers=2), device="cpu")
+    randomise(target, seed=3, scale=0.2)
+    model = build_decoder(replace(LLAMA, vocab_size=words, num_layers=1), device="cpu")
+    randomise(model, seed=8, scale=0.2)
+    text = [1, 4, 2]
+    first = (logits_after(target, text) / 3).softmax(-1)
+    joint = torch.stack([first[a] * (logits_after(target, [*text, a]) / 3).softmax(-1) for a in range(5)])
+    asked = [Request(text, 3, SamplingParams(temperature=3.0, seed=seed), rule="rejection") for seed in range(count)]
+    found, steps = decode(target, asked, DraftModelDrafter(target, model, shape), rows=64)
+    seen = torch.zeros(5, 5)
+    for one, two, _ in found:
+        seen[one, two] += 1
+    wanted = joint * count
+    assert float(wanted.min()) > 4
+    # 24 degrees of freedom: 51.2 is passed once in a thousand
+    assert float(((seen - wanted) ** 2 / wanted).sum()) < 51.2
+    assert 0.2 < np.mean([row[0].verdict.accepted > 0 for row in steps]) < 1.0  # drafts were judged both ways
+
+
+def test_rejection_of_a_sharp_distribution_at_temperature_zero() -> None:
+    target = small()
+    asked = [request(5, n, 16, rule="rejection") for n in range(3)]
+    plain = [replace(each, rule="match") for each in asked]
+    for shape in ("chain", "without", "iid"):
+        drafter = DraftModelDrafter(target, near(target), SHAPES[shape])
+        assert decode(target, asked, drafter, rows=2)[0] == decode(target, plain)[0]
+
+
+@pytest.mark.parametrize("vocabulary", [VOCABULARY - 2, VOCABULARY + 4])
+def test_padding_of_the_vocabulary_is_accepted(vocabulary: int) -> None:
+    target = small()
+    for sampling in (SamplingParams(), SamplingParams(temperature=1.0)):
+        asked = [request(5 + n, n, 15, sampling=replace(sampling, seed=n)) for n in range(3)]
+        wanted, _ = decode(target, asked)
+        for shape in ("chain", "best"):
+            drafter = DraftModelDrafter(target, other(vocabulary), SHAPES[shape])
+            found, steps = decode(target, asked, drafter, rows=2)
+            assert found == wanted
+            assert max(int(step.tree.tokens.max()) for row in steps for step in row) < VOCABULARY
+
+
+@pytest.mark.parametrize("position", ["rope", "learned"])
+def test_a_text_that_outgrows_the_draft_model_is_decoded_plainly_from_there(position: Any) -> None:
+    target = small()
+    short = other(max_positions=24, position=position)
+    asked = [request(6, 1, 40), request(20, 2, 12), request(30, 3, 9)]
+    for shape in ("chain", "best"):
+        found, steps = decode(target, asked, DraftModelDrafter(target, short, SHAPES[shape]), rows=3)
+        assert found == decode(target, asked)[0]
+        assert [any(step.tree.size > 1 for step in row) for row in steps] == [True, True, False]
+
+
+def test_scores_that_are_no_numbers_draft_nothing() -> None:
+    target, broken = small(), copy.deepcopy(small())
+    with torch.no_grad():
+        broken.norm.weight.fill_(float("nan"))
+    for rule in ("match", "rejection"):
+        asked = [request(5, 1, 6, sampling=SamplingParams(temperature=1.0), rule=rule)]
+        _, (steps,) = decode(target, asked, DraftModelDrafter(target, broken))
+        assert all(step.tree.size == 1 for step in steps)
+
+
+# -- under load, and with others -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("inner", [None, PromptLookupDrafter(tokens=3)])
+def test_the_load_decides_how_much_is_drafted(inner: PromptLookupDrafter | None) -> None:
+    target = small()
+    asked = [request(4 + n, n, 25) for n in range(4)]
+    wanted, _ = decode(target, asked)
+    for shape in (SHAPES["best"], SHAPES["chain"]):
+        drafter = DraftModelDrafter(target, near(target), shape, adaptive=True, inner=inner)
+        found, steps = decode(target, asked, drafter, rows=3)
+        assert found == wanted
+        assert len({step.tree.size for row in steps for step in row}) > 2
+
+
+def test_trees_are_merged_with_those_of_others() -> None:
+    target = small()
+    parts = [DraftModelDrafter(target, near(target), SHAPES["best"]), PromptLookupDrafter(tokens=3)]
+    for sampling in (SamplingParams(), SamplingParams(temperature=1.0)):
+        asked = [Request([3, 4, 5, 6, 3, 4, 5, 6, 3], 20, replace(sampling, seed=n)) for n in range(3)]
+        found, steps = decode(target, asked, CombinedDrafter(parts, nodes=8), rows=2)
+        assert found == decode(target, asked)[0]
+        sources = {source for row in steps for step in row for source in step.tree.sources}
+        assert {"draft 1", "prompt_lookup"} < sources
+
+
+def test_an_error_in_a_draft_leaves_nothing_half_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = small()
+    drafter = DraftModelDrafter(target, near(target), SHAPES["chain"])
+    engine = Engine(target, drafter, rows=2)
+    asked = request(8, 1, 20)
+    engine.add(asked)
+    engine.step()
+    ask, calls = drafter.reader.model.logits, 0
+
+    def fails(hidden: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise RuntimeError("no memory")
+        return ask(hidden)
+
+    monkeypatch.setattr(drafter.reader.model, "logits", fails)
+    with pytest.raises(RuntimeError, match="no memory"):
+        engine.step()
+    engine.clear()
+    monkeypatch.undo()
+    engine.add(asked)
+    assert [token for step in engine.run() for token in step.tokens] == decode(target, [asked])[0][0]
+
+
+def test_a_text_that_begins_like_an_earlier_one_is_not_read_again() -> None:
+    target = small()
+    drafter = Compared(target, near(target), SHAPES["chain"])
+    first = request(40, 1, 10)
+    (said,), _ = decode(target, [first], drafter)
+    tokens = [*first.prompt_ids, *said, 4, 5]
+    row = Row(tokens, len(tokens), SamplingParams(), max_depth=9)
+    reader = drafter.reader
+    drafter.join(row)
+    reader.read(row, 1, most=1)
+    assert reader.cache is not None
+    assert reader.cache.lengths[0] >= 45
+    drafter.draft([row], 5)
+    beside = Row([*tokens[:30], 7, 8], 32, SamplingParams(), max_depth=9)
+    drafter.draft([row, beside], 5)
+    drafter.leave(row)
+    drafter.draft([beside], 5)
+    assert reader.cache.count == 1
+
+
+# -- growth by itself ------------------------------------------------------------------------------------------------
+def test_the_drawing_of_a_growth() -> None:
+    asked = Continuations(9)
+    growth = best_first(asked, widths=(2,), depth=2, nodes=4, frontier=9, floor=-9.0, chain=False)
+    assert list(next(growth)) == [0]
+    asked.found[0] = [(5, -0.2), (7, -1.9)]
+    assert list(next(growth)) == [1, 2]
+    asked.found |= {1: [(6, -0.5), (5, -1.0)], 2: [(1, -0.1), (2, -3.0)]}
+    with pytest.raises(StopIteration) as end:
+        next(growth)
+    tree: DraftTree = end.value.value
+    assert tree.tokens.tolist() == [9, 5, 6, 5]
+    assert tree.parents.tolist() == [-1, 0, 1, 1]
+
+
+def test_siblings_without_replacement_are_as_many_as_have_a_probability() -> None:
+    asked = Continuations(0)
+    asked.found[0] = torch.tensor([0.0, 0.5, 0.5, 0.0])
+    growth = sampled(asked, widths=(3,), depth=1, floor=-9.0, replacement=False, noise=np.random.default_rng(0))
+    with pytest.raises(StopIteration) as end:
+        next(growth)
+    tree: DraftTree = end.value.value
+    assert sorted(tree.tokens.tolist()) == [0, 1, 2]
+    assert not tree.replacement
+
+
+def test_sizes() -> None:
+    assert [product_size((2, 1), depth) for depth in range(4)] == [1, 3, 5, 7]
+    assert product_size((3,), 2) == 13
+    assert Shape("without", 3, widths=(3, 2, 1)).fitting(10) == 2
+    assert Shape("chain", 5).fitting(3) == 2
+
+
+# -- staged ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("shape", ["chain", "best", "unsure"])
+def test_an_inner_drafter_saves_passes_and_changes_no_tree(shape: str) -> None:
+    target = small()
+    asked = [Request([3, 4, 5, 6, 7] * 5, 30), Request([8, 9] * 9, 20), request(6, 1, 30)]
+    alone = DraftModelDrafter(target, near(target), SHAPES[shape])
+    staged = Compared(target, alone.model, SHAPES[shape], inner=PromptLookupDrafter(tokens=4))
+    found, with_inner = decode(target, asked, staged, rows=2)
+    wanted, without = decode(target, asked, alone, rows=2)
+    assert found == wanted == decode(target, asked)[0]
+    for one, two in zip(with_inner, without, strict=True):
+        assert [step.tree.tokens.tolist() for step in one] == [step.tree.tokens.tolist() for step in two]
+    assert staged.reader.passes < alone.reader.passes
+
+
+@pytest.mark.parametrize("shape", ["chain", "iid", "without"])
+def test_an_inner_drafter_changes_no_sampled_tree(shape: str) -> None:
+    target = small()
+    warm = SamplingParams(temperature=0.7, seed=3)
+    asked = [Request([3, 4, 5, 6, 7] * 4, 20, warm, rule="rejection")]
+    alone = DraftModelDrafter(target, near(target), SHAPES[shape])
+    staged = DraftModelDrafter(target, alone.model, SHAPES[shape], inner=PromptLookupDrafter(tokens=3))
+    assert decode(target, asked, staged)[0] == decode(target, asked, alone)[0]
+
+
+# -- from folders ----------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def strangers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of a model whose tokenizer calls its end token something else."""
+    folders = save_toys(tmp_path_factory.mktemp("strangers"))
+    path = folders.model / "tokenizer.json"
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace('"<end>"', '"<stop>"'), encoding="utf-8")
+    return folders.model
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [",tree=chain", ",tree=6", ",tree=without,k=2/1,tokens=3", ",tree=auto", ",tokens=auto", ",quantize=int8"],
+)
+def test_a_draft_model_from_a_folder(toys: ToyFolders, settings: str) -> None:
+    model = anabranch.load(toys.model, drafter=f"draft_model:model={toys.model}{settings}", dtype="float32")
+    with model:
+        asked: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True}
+        found = model.generate(["the other", "a"], **asked)
+        wanted = model.generate(["the other", "a"], drafter="none", **asked)
+        assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
+        pieces = list(model.stream("the other", **asked))
+        assert "".join(piece.text for piece in pieces) == wanted[0].text
+        if settings == ",tree=chain":
+            assert found[0].stats.mean_acceptance_length > 4
+            warm = model.generate("the other", temperature=1.0, rule="rejection", **asked)
+            assert warm.stats.mean_acceptance_length > 4
+
+
+def test_staged_from_folders(toys: ToyFolders) -> None:
+    text = f"staged:model={toys.model},nodes=8,inner=prompt_lookup:tokens=3;ngram=2"
+    assert str(parse_spec(text)) == text
+    with anabranch.load(toys.model, drafter=text, dtype="float32") as model:
+        asked: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True}
+        for temperature in (0.0, 0.9):
+            found = model.generate("the the the", temperature=temperature, **asked)
+            assert (
+                found.token_ids
+                == model.generate("the the the", drafter="none", temperature=temperature, **asked).token_ids
+            )
+            assert found.stats.mean_acceptance_length > 1.5
+
+
+def test_combined_from_folders(toys: ToyFolders) -> None:
+    text = f"draft_model:model={toys.model},nodes=6+prompt_lookup"
+    with anabranch.load(toys.model, drafter=text, dtype="float32") as model:
+        asked: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True}
+        assert model.generate("the", **asked).token_ids == model.generate("the", drafter="none", **asked).token_ids
+
+
+def test_drafters_of_one_folder_share_the_model(toys: ToyFolders) -> None:
+    with anabranch.load(toys.model, dtype="float32") as loaded:
+        target = loaded.target.decoder
+        one, two = (make_drafter(f"{name}:model={toys.model}", target) for name in ("draft_model", "staged"))
+        assert isinstance(one, DraftModelDrafter)
+        assert isinstance(two, DraftModelDrafter)
+        assert one.model is two.model
+        assert one.model is not target
+
+
+def test_another_vocabulary_is_refused_and_named(toys: ToyFolders, strangers: Path) -> None:
+    with pytest.raises(CapabilityError, match=r"another vocabulary.*token id 262 is '<end>' and '<stop>'"):
+        anabranch.load(toys.model, drafter=f"draft_model:model={strangers}")
+
+
+def test_vocabularies_are_compared_by_id() -> None:
+    words = byte_tokenizer().get_vocab()
+    check_vocabulary(words, dict(words), "m")
+    with pytest.raises(CapabilityError, match="token id 5 is 'a' and no token, 6 is 'b' and 'c'; use a draft model"):
+        check_vocabulary({"a": 5, "b": 6, "e": 1}, {"c": 6, "e": 1}, "m")
+    with pytest.raises(CapabilityError, match="and 7 more differ"):
+        check_vocabulary({str(n): n for n in range(10)}, {}, "m")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("draft_model:tree=oak", "best, chain, iid, without, auto, got 'oak'"),
+        ("draft_model:tokens=0", "tokens must be from 1 to 256, got 0"),
+        ("draft_model:tokens=300", "tokens must be from 1 to 256, got 300"),
+        ("draft_model:tokens=few", "at least 1, or auto, got 'few'"),
+        ("draft_model:nodes=0", "nodes must be at least 2"),
+        ("draft_model:tree=1", "nodes must be at least 2"),
+        ("draft_model:nodes=9999", "to 1024, got 9999"),
+        ("draft_model:tree=chain,nodes=8", "nodes is the budget of tree=best, got it with tree=chain"),
+        ("draft_model:tree=iid,k=0", "k must be at least 1, got 0"),
+        ("draft_model:tree=iid,k=2/", "k must be a whole number, or several"),
+        ("draft_model:tree=iid,k=8,tokens=9", "9 tokens with 8 children a node make more than 1,024 nodes"),
+        ("draft_model:threshold=1", "threshold must be a probability"),
+        ("draft_model:quantize=int3", "quantize must be one of"),
+        ("draft_model:folder=x", "has no setting 'folder=x'; settings are model, tree"),
+        ("staged:inner=none", "inner must be a drafter that needs no training, got 'none'"),
+        ("staged:inner=streams", "inner must be a drafter that needs no training, got 'streams'"),
+        ("staged:inner=auto", "inner must be a drafter that needs no training, got 'auto'"),
+        ("staged:inner=oak", "there is no drafter 'oak'"),
+        ("staged:inner=prompt_lookup:tokens=0", "at least 1, or auto, got '0'"),
+    ],
+)
+def test_what_is_no_specification_is_refused_before_any_model_is_loaded(text: str, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        parse_spec(text)
+
+
+def test_draft_models_that_cannot_be_had(toys: ToyFolders, tmp_path: Path) -> None:
+    with anabranch.load(toys.model, dtype="float32") as loaded:
+        target = loaded.target.decoder
+        for name in ("draft_model", "staged"):
+            with pytest.raises(CapabilityError, match=f"the drafter '{name}' needs a draft model.*none is named"):
+                make_drafter(name, target)
+            with pytest.raises(FileError, match="there is no folder /nowhere"):
+                make_drafter(f"{name}:model=/nowhere", target)
+            with pytest.raises(FileError, match=r"no config\.json"):
+                make_drafter(f"{name}:model={tmp_path}", target)
+        with pytest.raises(CapabilityError, match="reads 96 tokens at most, too few to draft 96; lower tokens"):
+            make_drafter(f"draft_model:model={toys.model},tokens=96", target)
+        assert loaded.generate("a", max_new_tokens=3, drafter="none").token_ids
+    assert str(resolve_spec("auto")) == "prompt_lookup:tokens=auto", "not a default"
+
+
+def test_rejection_is_refused_where_it_would_not_be_exact() -> None:
+    target = small()
+    warm = SamplingParams(temperature=1.0)
+    for drafter, words in (
+        (DraftModelDrafter(target, target, SHAPES["best"]), "best-first trees hold the most probable nodes"),
+        (DraftModelDrafter(target, target, SHAPES["chain"], adaptive=True), "drafts that the load may cut"),
+    ):
+        with pytest.raises(CapabilityError, match=words):
+            Engine(target, drafter).add(request(4, 1, 5, sampling=warm, rule="rejection"))
+
+
+def test_what_an_inner_drafter_cannot_be() -> None:
+    target = small()
+    streams = make_drafter("streams", target, small_adapter(target))
+    with pytest.raises(CapabilityError, match="needs hidden states"):
+        DraftModelDrafter(target, target, inner=streams)
