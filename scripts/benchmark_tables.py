@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from anabranch.bench.report import blocks
+from anabranch.bench.throughput import throughput_rows
 
 __all__ = ["at_a_time", "comparison", "kind_of", "machine_line", "table", "tables_of"]
 
@@ -206,9 +207,24 @@ def _listed(result: Result) -> list[str]:
     return []
 
 
+def _throughput(result: Result) -> list[str]:
+    """Rates and latencies by number of concurrent prompts (``anabranch bench --rows``)."""
+    run = result["run"]
+    titles = ("contender", "rows", "tokens/s", "ratio to plain", "TTFT ms, median / p95", "ITL ms, median / p95")
+    titles += ("tokens a step", "equal texts")
+    rows = [[row[0], *row[1:7], row[8]] for row in throughput_rows(result["results"])]
+    return [
+        f"{run['prompts']} prompts, {run['max_new_tokens']} new tokens, {run['dtype']}, {run['repeats']} repeats; medians "
+        f"(lowest-highest). {_memory_line(result['machine'])}",
+        "",
+        *table(titles, rows),
+    ]
+
+
 # what a kind is called, the keys that only its files have, and its tables; the page has them in this order
 KINDS: tuple[tuple[str, tuple[str, ...], Callable[[Result], list[str]]], ...] = (
     ("Spec-Bench: drafters and other engines", ("contenders", "prompts_done"), comparison),
+    ("Several prompts at a time", ("contenders", "results"), _throughput),
     ("Long context", ("passages", "rows"), _long_context),
     ("Exactness", ("methods", "what"), _exactness),
     ("Tuning", ("interval_90", "candidates"), _tune),

@@ -227,7 +227,7 @@ def page(results: Mapping[str, Result]) -> str:
             command = result.get("command") or result.get("run", {}).get("command")
             for paragraph in (machine_line(result), f"`{command}`" if command else ""):
                 lines += [paragraph, ""] if paragraph else []
-            if "contenders" in result:
+            if "prompts_done" in result:
                 lines += [f"![Tokens per second](pictures/{stem}.svg)", ""]
             lines += tables_of(result)
     return "\n".join(lines).rstrip() + "\n"
@@ -247,7 +247,7 @@ def outputs() -> dict[str, str]:
         README: before + readme_part(comparisons) + after,
         f"{PICTURES}/speed.svg": readme_chart(machine, comparisons[machine]),
     }
-    files |= {f"{PICTURES}/{stem}.svg": page_chart(stem, r) for stem, r in results.items() if "contenders" in r}
+    files |= {f"{PICTURES}/{stem}.svg": page_chart(stem, r) for stem, r in results.items() if "prompts_done" in r}
     return files
 
 
