@@ -95,7 +95,7 @@ def serve() -> None:
     for _ in range(rows):
         cache.lengths[cache.add_row()] = context
     passes = {name: pass_of(model, cache, *shape) for name, shape in shapes.items()}
-    print(json.dumps({"kernels": stack_in(model).kernels.form}), flush=True)
+    print(json.dumps({"kernels": stack_in(model).kernels.instruction_set}), flush=True)
     with torch.inference_mode(), model.decoding():
         for line in sys.stdin:
             run, times = passes[line.strip()], []

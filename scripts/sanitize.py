@@ -49,7 +49,7 @@ def main() -> None:
     compilers = [name for name in ("g++", "clang++") if _found(name)]
     if not compilers:
         sys.exit("sanitize: there is no g++ and no clang++")
-    forms = build.forms()
+    forms = build.instruction_sets()
     if not forms:
         sys.exit("sanitize: this processor cannot run the kernels")
     if asked.tests is None:
@@ -58,7 +58,7 @@ def main() -> None:
                 _say(f"{compiler} {' '.join(WARN)}, {form}")
                 # uninitialised values are found while optimising; g++ 12 finds some in its own AVX-512 header
                 how = ("-O2", "-c", "-o", os.devnull) if form == "avx2" else ("-fsyntax-only",)
-                command = [compiler, *build.FLAGS, *build.FORMS[form][1], *WARN, *how]
+                command = [compiler, *build.FLAGS, *build.INSTRUCTION_SETS[form][1], *WARN, *how]
                 subprocess.run([*command, *build.translation_unit()], check=True)
         _races(compilers[0], forms)
     for form in dict.fromkeys((forms[0], forms[-1])):
@@ -90,7 +90,15 @@ def _races(compiler: str, forms: list[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             made = Path(folder) / "race"
             flags = [flag for flag in build.FLAGS if flag not in ("-shared", "-fPIC")]
-            command = [compiler, *flags, *build.FORMS[form][1], "-O1", "-g1", "-fsanitize=thread", f"-I{NATIVE}"]
+            command = [
+                compiler,
+                *flags,
+                *build.INSTRUCTION_SETS[form][1],
+                "-O1",
+                "-g1",
+                "-fsanitize=thread",
+                f"-I{NATIVE}",
+            ]
             subprocess.run([*command, "-o", made, ROOT / "tests" / "native" / "race.cpp"], check=True)
             subprocess.run([made], env={**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}, check=True)
 

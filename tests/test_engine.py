@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from anabranch.engine import Engine, Request
+from anabranch.engine import CHUNK, Engine, Request
 from anabranch.errors import AnabranchError, CapabilityError, InputError, NumericsError
 from anabranch.methods.base import Drafter, Row, Wrapped
 from anabranch.methods.combined import CombinedDrafter
@@ -205,6 +205,27 @@ def test_drafts_keep_to_their_room_up_to_the_models_last_position(name: str, cas
     assert len(found[0]) == 96 - 80
     assert steps[0][-1].finish == "length"
     assert watched.drafts > 0
+
+
+@pytest.mark.parametrize("name", ["ride", "combined"])
+def test_a_prompt_of_several_chunks_is_as_one_that_is_read_at_once(name: str) -> None:
+    long = 3 * CHUNK
+    target = build_decoder(
+        replace(LLAMA, max_positions=long, rope=replace(LLAMA.rope, max_positions=long)), device="cpu"
+    )
+    randomise(target, seed=1)
+    read: list[tuple[int, int]] = []
+    asked = replace(request(2 * CHUNK + 102, 1, 24), on_prompt=lambda done, total: read.append((done, total)))
+    engine, texts = Engine(target, DRAFTERS[name](target), capacity=long), []
+    for chunk, drafter in ((CHUNK, None), (long, NoDrafter())):
+        engine.join(asked, drafter)
+        while not engine.read(chunk):
+            pass
+        texts.append([token for step in engine.run() for token in step.tokens])
+    total = 2 * CHUNK + 101  # the last token is the first root
+    assert read == [(CHUNK, total), (2 * CHUNK, total), (total, total), (total, total)]
+    assert len(texts[0]) == 24
+    assert texts[0] == texts[1]
 
 
 def test_a_cancelled_row_leaves_the_others_alone() -> None:

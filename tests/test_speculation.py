@@ -145,10 +145,10 @@ def trials(made: Speculation, steps: int, *, drafts: bool) -> list[int]:
 
 
 def test_the_opposite_of_what_pays_is_tried_now_and_then() -> None:
-    # with a draft 0.8 of the rate without: worth a trial
+    # with a draft 0.9 of the rate without: worth a trial
     expected = [EXPLORE - 1 + i for i in range(TRIAL)] + [2 * EXPLORE - 1 + i for i in range(TRIAL)]
-    assert trials(controller("1:10/2:18.5/512:5120"), 2 * EXPLORE + 9, drafts=True) == expected
-    assert trials(controller("1:10/2:12/3:50/512:5120"), 2 * EXPLORE + 9, drafts=False) == expected
+    assert trials(controller("1:10/2:16.5/512:5120"), 2 * EXPLORE + 9, drafts=True) == expected
+    assert trials(controller("1:10/2:13.2/3:50/512:5120"), 2 * EXPLORE + 9, drafts=False) == expected
     assert trials(controller("1:10/2:100/512:9000"), 3 * EXPLORE, drafts=True) == []
     assert trials(controller(FREE), 3 * EXPLORE, drafts=False) == []
 

@@ -25,7 +25,7 @@ from anabranch.methods import Spec, make_drafter
 from anabranch.model.cache import Cache
 from anabranch.model.inputs import Inputs
 from anabranch.model.load import Target
-from anabranch.sampling import COLDEST, SamplingParams, gumbels, position_keys, process_logits
+from anabranch.sampling import MIN_TEMPERATURE, SamplingParams, gumbels, position_keys, process_logits
 
 __all__ = ["Certificate", "certify"]
 
@@ -124,7 +124,7 @@ def _margin(target: Target, text: list[int], tokens: tuple[int, int], sampling: 
         keys = position_keys(sampling.seed, [len(text)])
         noise_V = gumbels(keys, torch.arange(len(scores[0]), device=scores[0].device))[0]
         scores = [score + noise_V for score in scores]
-        floor /= max(sampling.temperature, COLDEST)
+        floor /= max(sampling.temperature, MIN_TEMPERATURE)
     curves = [score.max() - score for score in scores]
     needed = [max(float(curve[token]) for token in tokens) for curve in curves]
     # only the largest logits and the two tokens: others vary more and do not matter

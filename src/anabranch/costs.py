@@ -346,7 +346,7 @@ def _typical(target: Decoder) -> StepCosts:
     if stack is None:
         name = ("torch", "float32" if target.dtype == torch.float32 else "bfloat16")
     elif stack.kind == "bfloat16":
-        name = ("avx2" if stack.kernels.form == "avx2" else "avx512", "bfloat16")
+        name = ("avx2" if stack.kernels.instruction_set == "avx2" else "avx512", "bfloat16")
     else:
         name = ("native", "float32" if stack.kind == "float32" else "quantised")
     return StepCosts.parse(TYPICAL[name])

@@ -35,7 +35,7 @@ VARIABLES = (
 )
 # processor features that the kernels require, and others that the compiler uses
 FEATURES = frozenset(("amx_int8", "avx512_bf16", "avx512_vnni", "avx_vnni")).union(
-    *(features for features, _ in build.FORMS.values())
+    *(features for features, _ in build.INSTRUCTION_SETS.values())
 )
 
 
@@ -64,7 +64,7 @@ def describe_installation() -> dict[str, Any]:
         "kernels": kernels,
         "caches": _caches(),
         "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
-        "auto": _auto(str(kernels["form"])),
+        "auto": _auto(str(kernels["instruction_set"])),
     }
 
 
@@ -79,8 +79,8 @@ def _kernels() -> dict[str, Any]:
     """The kernels in use, why not faster ones and what to do about it, and the compiler."""
     found, shortfall = native.library(), native.shortfall()
     return {
-        "form": "torch" if found is None else found.form,
-        "forms": list(build.FORMS),
+        "instruction_set": "torch" if found is None else found.instruction_set,
+        "instruction_sets": list(build.INSTRUCTION_SETS),
         "why": "" if shortfall is None else shortfall.why,
         "advice": "" if shortfall is None else shortfall.advice,
         "compiler": _compiler(),

@@ -67,7 +67,7 @@ class Situation:
             device=torch.cuda.get_device_name(decoder.device) if on_gpu else "cpu",
             processor=processor_name(),
             threads=torch.get_num_threads(),
-            kernels="torch" if decoder.backend.kernels is None else decoder.backend.kernels.form,
+            kernels="torch" if decoder.backend.kernels is None else decoder.backend.kernels.instruction_set,
             anabranch=here,
             torch=torch.__version__,
         )

@@ -48,7 +48,7 @@ LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
 BLOCK = 256  # vocabulary entries: inverse_cdf first sums blocks of them, to keep its float64 prefix sums short
 NUCLEUS = 256  # candidates that top-p tries before it sorts the whole vocabulary
 SPAN = 4096  # positions whose keys are computed together; 32 KiB
-COLDEST = 1e-30  # lower ones are raised to it: they would overflow float32 without changing the result
+MIN_TEMPERATURE = 1e-30  # lower ones are raised to it: they would overflow float32 without changing the result
 WORD = 2**64 - 1
 GOLDEN, MASK = 0x9E3779B9, 2**32 - 1
 HALF, SHIFTS = np.uint64(MASK), (np.uint64(0), np.uint64(32))
@@ -126,7 +126,7 @@ def process_logits(
         logits_NV = _apply_history(logits_NV, params, histories)
     if params.greedy:
         return logits_NV  # nothing below changes which logit is the largest
-    logits_NV = logits_NV / max(params.temperature, COLDEST)  # a copy, so that masking can be in place
+    logits_NV = logits_NV / max(params.temperature, MIN_TEMPERATURE)  # a copy, so that masking can be in place
     if 0 < params.top_k < logits_NV.shape[-1]:
         weakest_N1 = logits_NV.topk(params.top_k, dim=-1).values[:, -1:]
         logits_NV.masked_fill_(logits_NV < weakest_N1, -math.inf)

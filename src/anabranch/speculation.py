@@ -36,11 +36,12 @@ RATE = 0.08  # weight of a row's newest draft in what nodes are expected to be w
 PRIOR = tuple(0.55 * 0.82**k for k in range(BUDGETS[-1]))
 EXPLORE = 100  # steps with drafts, or without, after which the opposite is tried
 TRIAL = 4  # steps long
-WORTH = 0.75  # if it is expected to reach that much of the rate
-FADING = 0.97  # weight of a step relative to the next one in what is learned of predictions
+WORTH = 0.85  # if it is expected to reach that much of the rate
+FADING = 0.98  # weight of a step relative to the next one in what is learned of predictions
 STATED = 10.0  # steps that a prediction is worth before any was checked
 SELDOM = 8  # steps after which free drafts are asked for again where they did not pay lately
-MARGIN = 1.02  # times the rate without a draft that one has to promise: estimates that look best are often too high
+FREE_GAIN = 2.0  # times the milliseconds that free drafts take which they have to be expected to save
+MARGIN = 1.04  # times the rate without a draft that one has to promise: estimates that look best are often too high
 
 
 def best_count(beliefs: Sequence[float] | NDArray[np.float64], ms: Sequence[float] | NDArray[np.float64]) -> int:
@@ -216,7 +217,7 @@ class Speculation:
         """Whether to ask for free drafts: where they lately paid for the milliseconds they take, else now and then."""
         lately = self.lately(drafter)
         lately.free_idle += 1
-        if lately.free_gain > self.costs.free_ms(rows) or lately.free_idle >= SELDOM:
+        if lately.free_gain > FREE_GAIN * self.costs.free_ms(rows) or lately.free_idle >= SELDOM:
             lately.free_idle = 0
             return True
         return False

@@ -53,7 +53,7 @@ def test_a_machine(anabranch: Anabranch, home: Path, monkeypatch: pytest.MonkeyP
     assert found["processor"]["name"] == processor_name()
     assert found["processor"]["threads"] == torch.get_num_threads()
     kernels = native.library()
-    assert found["kernels"]["form"] == ("torch" if kernels is None else kernels.form)
+    assert found["kernels"]["instruction_set"] == ("torch" if kernels is None else kernels.instruction_set)
     shortfall = native.shortfall()
     assert found["kernels"]["why"] == ("" if shortfall is None else shortfall.why)
     assert found["caches"]["home"] == str(home)
@@ -101,7 +101,7 @@ def test_a_machine_without_kernels(anabranch: Anabranch, home: Path, monkeypatch
     finally:
         monkeypatch.undo()
         native.forget()
-    assert (kernels["form"], kernels["compiler"]) == ("torch", None)
+    assert (kernels["instruction_set"], kernels["compiler"]) == ("torch", None)
     assert "ANABRANCH_NATIVE is 0" in kernels["why"]
 
 

@@ -62,7 +62,7 @@ def test_the_best_kernels_are_not_mentioned(monkeypatch: pytest.MonkeyPatch) -> 
     native.forget()
     assert warned(FITS) == []
     use = kernels_of(packed(FITS))
-    assert (use.name, use.why, use.advice) == (build.forms()[0], "", "")
+    assert (use.name, use.why, use.advice) == (build.instruction_sets()[0], "", "")
 
 
 @needs_kernels

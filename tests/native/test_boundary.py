@@ -134,7 +134,7 @@ def test_the_c_side_refuses_by_itself() -> None:
     assert "odd width" in refused(
         c.anabranch_pack(ctypes.byref(native.Packed(room.data_ptr(), 8, 5, 0)), at, None, None)
     )
-    assert "whole groups" in refused(
+    assert "multiple of 32" in refused(
         c.anabranch_pack(ctypes.byref(native.Packed(room.data_ptr(), 8, 40, 3)), at, at, at)
     )
     assert "null" in refused(c.anabranch_pack(ctypes.byref(native.Packed(room.data_ptr(), 8, 32, 3)), at, at, None))
@@ -169,11 +169,11 @@ def test_passes_that_do_not_fit_are_refused() -> None:
     run([10], chain)
     run([252], chain)
     for lengths, parents, shape, step, why in (
-        ([253], chain, {}, {}, "no room"),
-        ([-1], chain, {}, {}, "no room"),
+        ([253], chain, {}, {}, "the cache is too small"),
+        ([-1], chain, {}, {}, "the cache is too small"),
         ([10], [-1, 1, 1, 2], {}, {}, "parent"),
         ([10], [-2, 0, 1, 2], {}, {}, "parent"),
-        ([10], chain, {}, {"positions": 13}, "rotation"),
+        ([10], chain, {}, {"positions": 13}, "rotary"),
         ([10], chain, {}, {"nodes": 0}, "no rows"),
         ([10], chain, {}, {"cos": None}, "null"),
         ([10], chain, {"rope_dim": 64}, {}, "rotations"),
@@ -222,10 +222,10 @@ def test_rows_of_a_pass_that_do_not_fit_are_refused() -> None:
         ([10, 0, 10], [0, 2, 2, 2**40], None, {}, "too many nodes"),
         ([10, 0, 10], [0, 2, 2, 4], None, {"nodes": 5}, "number of nodes"),
         ([10, 0, 10], [0, 2, 2, 4], None, {"starts": None}, "null"),
-        ([10, 0, 255], [0, 2, 2, 4], None, {}, "no room"),
-        ([10, 257, 10], [0, 2, 2, 4], None, {}, "no room"),
-        ([10, 256, 10], [0, 2, 3, 4], None, {}, "no room"),
-        ([0, 0, 10], [0, 2, 2, 4], None, {"trailing": 1}, "no room"),
+        ([10, 0, 255], [0, 2, 2, 4], None, {}, "the cache is too small"),
+        ([10, 257, 10], [0, 2, 2, 4], None, {}, "the cache is too small"),
+        ([10, 256, 10], [0, 2, 3, 4], None, {}, "the cache is too small"),
+        ([0, 0, 10], [0, 2, 2, 4], None, {"trailing": 1}, "the cache is too small"),
         ([10, 0, 10], [0, 2, 2, 4], [-1, 0, 1, 0], {}, "parent"),
     ):
         with pytest.raises(AssertionError, match=why):
@@ -256,7 +256,7 @@ def test_streams_that_do_not_fit_are_refused() -> None:
         ([2, 2], [0, 6], [3, 4], {}, "not in the pass"),
         ([2, 2], [-1, 5], [3, 4], {}, "not in the pass"),
         ([2, 2], [0, 5], [3, BASE.vocab_size], {}, "vocabulary"),
-        ([3, 1], [0, 5], [3, 4], {"streams_count": 2}, "more streams"),
+        ([3, 1], [0, 5], [3, 4], {"streams_count": 2}, "too many streams"),
         ([2, 2], [0, 5], [3, 4], {"main": None}, "null"),
     ):
         with pytest.raises(AssertionError, match=why):
@@ -393,7 +393,7 @@ def test_a_huge_frontier_is_that_of_all_nodes() -> None:
     found = draft.native(states, 5, None, None)
     assert found.tokens.tolist() == wanted.tokens.tolist()
     draft.native._config.nodes = 2**31 - 1
-    with pytest.raises(AssertionError, match="no depth or no nodes"):
+    with pytest.raises(AssertionError, match="depth or nodes are out of range"):
         kernels()._c.anabranch_draft(
             *(
                 draft.native._config.head.kind,
@@ -478,7 +478,7 @@ def test_nobody_keeps_a_wrong_count_of_threads() -> None:
     meet, part = threading.Barrier(2, timeout=30), threading.Barrier(2, timeout=30)
 
     def decode() -> None:
-        with kernels().alone():
+        with kernels().single_threaded():
             seen.append(torch.get_num_threads())
             meet.wait()
             part.wait()
@@ -495,7 +495,7 @@ def test_nobody_keeps_a_wrong_count_of_threads() -> None:
         late = threading.Thread(target=born)
         late.start()
         late.join()
-        with kernels().alone(), kernels().alone():  # overlapping the other thread's
+        with kernels().single_threaded(), kernels().single_threaded():  # overlapping the other thread's
             assert torch.get_num_threads() == 1
             part.wait()
             thread.join()
@@ -511,7 +511,7 @@ def test_the_kernels_keep_their_threads_meanwhile() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        with k.alone(), k._lock:
+        with k.single_threaded(), k._lock:
             k._run()
         assert 2 in k._runners
     finally:

@@ -19,7 +19,7 @@ from anabranch.native import build
 from anabranch.native import library as native
 
 # an early form, compiled quickly
-QUICK = (*build.FLAGS, "-O0", *build.FORMS["avx2"][1])
+QUICK = (*build.FLAGS, "-O0", *build.INSTRUCTION_SETS["avx2"][1])
 
 
 @pytest.fixture(scope="module")
@@ -224,19 +224,21 @@ def test_threads_and_processes_compile_once(home: Path, quick: Path) -> None:
 def test_structs_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "layout", lambda last: [1, 2, 3])
     with pytest.raises(AssertionError, match=r"structs of the compiled kernels differ"):
-        native.Library(build.opened((*build.FLAGS, *build.FORMS[build.forms()[0]][1])).library)
+        native.Library(build.opened((*build.FLAGS, *build.INSTRUCTION_SETS[build.instruction_sets()[0]][1])).library)
 
 
 @needs_kernels
 def test_a_lesser_form(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    best = build.forms()[0]
+    best = build.instruction_sets()[0]
     if best == "avx2":
         pytest.skip("this processor has no better form than AVX2")
-    monkeypatch.setitem(build.FORMS, best, (build.FORMS[best][0], ("-DNOT_A_HEADER", "-include", "/no/such.h")))
+    monkeypatch.setitem(
+        build.INSTRUCTION_SETS, best, (build.INSTRUCTION_SETS[best][0], ("-DNOT_A_HEADER", "-include", "/no/such.h"))
+    )
     kernels, found = native.library(), native.shortfall()
     assert kernels is not None
     assert found is not None
-    assert kernels.form != best
+    assert kernels.instruction_set != best
     assert f"instead of {best}" in found.why
     assert "/no/such.h" in found.why
     assert not found.accepted

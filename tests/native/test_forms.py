@@ -20,10 +20,10 @@ from anabranch.native import build
 from anabranch.native import library as native
 
 HEADER, SCALAR = Path(__file__).with_name("pretended_tiles.h"), Path(__file__).with_name("scalar.h")
-TILES = build.FORMS["amx"][1][0]
+TILES = build.INSTRUCTION_SETS["amx"][1][0]
 
 needs_avx512 = pytest.mark.skipif(
-    native.library() is None or "avx512" not in build.forms(), reason="this processor has no AVX-512"
+    native.library() is None or "avx512" not in build.instruction_sets(), reason="this processor has no AVX-512"
 )
 FASTER = [
     pytest.param("avx2", marks=needs_avx512),
@@ -39,14 +39,14 @@ def other(request: pytest.FixtureRequest) -> Iterator[str]:
     """The kernels in another form, AMX's with pretended tiles."""
     digest = f"-DPRETENDED={zlib.crc32(HEADER.read_bytes() + SCALAR.read_bytes())}"  # another header, another library
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(build.FORMS, "scalar", (frozenset(), (f'-DANABRANCH_SIMD="{SCALAR}"', digest)))
-        patch.setitem(build.FORMS, "amx", (frozenset(), (TILES, "-O1", "-include", str(HEADER), digest)))
-        patch.setattr(build, "forms", lambda: [request.param])
+        patch.setitem(build.INSTRUCTION_SETS, "scalar", (frozenset(), (f'-DANABRANCH_SIMD="{SCALAR}"', digest)))
+        patch.setitem(build.INSTRUCTION_SETS, "amx", (frozenset(), (TILES, "-O1", "-include", str(HEADER), digest)))
+        patch.setattr(build, "instruction_sets", lambda: [request.param])
         patch.setattr(test_kernels, "MODELS", {})
         native.forget()
         library = native.library()
         assert library is not None
-        assert library.form == request.param
+        assert library.instruction_set == request.param
         yield request.param
     native.forget()
 
@@ -107,7 +107,7 @@ def test_tiles_are_used(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = torch.randn(64, 1536).bfloat16(), torch.randn(4, 1536).bfloat16()
     inside = NativeLinear(weight, None, wide=True)(x)
     native.forget()
-    monkeypatch.setattr(build, "forms", lambda: ["avx512"])
+    monkeypatch.setattr(build, "instruction_sets", lambda: ["avx512"])
     outside = NativeLinear(weight, None, wide=True)(x)
     torch.testing.assert_close(inside, outside, rtol=1e-4, atol=1e-3)
     assert not torch.equal(inside, outside)
@@ -130,13 +130,13 @@ def test_without_tiles_where_they_fail(flaw: str, monkeypatch: pytest.MonkeyPatc
     broken = tmp_path / "broken.h"
     broken.write_text(f'#include "{HEADER}"\n{flaw}\n')
     flags = (TILES, "-include", str(broken))
-    monkeypatch.setitem(build.FORMS, "amx", (frozenset(), flags))
-    monkeypatch.setattr(build, "forms", lambda: ["amx", "avx512"])
+    monkeypatch.setitem(build.INSTRUCTION_SETS, "amx", (frozenset(), flags))
+    monkeypatch.setattr(build, "instruction_sets", lambda: ["amx", "avx512"])
     native.forget()
     try:
         library = native.library()
         assert library is not None
-        assert library.form == "avx512"
+        assert library.instruction_set == "avx512"
         with pytest.raises(build.BuildError):
             build.opened((*build.FLAGS, *flags))
     finally:
@@ -145,22 +145,22 @@ def test_without_tiles_where_they_fail(flaw: str, monkeypatch: pytest.MonkeyPatc
 
 def test_who_may_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor without something, and whoever asks to do without it."""
-    needs = {name: needed for name, (needed, _) in build.FORMS.items()}
+    needs = {name: needed for name, (needed, _) in build.INSTRUCTION_SETS.items()}
     monkeypatch.delenv("ANABRANCH_NATIVE", raising=False)
     monkeypatch.setattr(build, "processor_flags", lambda: needs["avx2"])
-    assert build.forms() == ["avx2"]
+    assert build.instruction_sets() == ["avx2"]
     monkeypatch.setattr(build, "processor_flags", lambda: needs["avx2"] - {"fma"})
-    assert build.forms() == []
+    assert build.instruction_sets() == []
     lacking = build.unfit()
     assert lacking is not None
     assert "fma" in lacking.why
     monkeypatch.setattr(build, "processor_flags", lambda: needs["avx2"] | needs["amx"])
     monkeypatch.setenv("ANABRANCH_NATIVE", "avx512")
-    assert build.forms() == ["avx512", "avx2"]
+    assert build.instruction_sets() == ["avx512", "avx2"]
     monkeypatch.setenv("ANABRANCH_NATIVE", "avx2")
-    assert build.forms() == ["avx2"]
+    assert build.instruction_sets() == ["avx2"]
     monkeypatch.setenv("ANABRANCH_NATIVE", "1")
-    assert build.forms()[-2:] == ["avx512", "avx2"]
+    assert build.instruction_sets()[-2:] == ["avx512", "avx2"]
     monkeypatch.setenv("ANABRANCH_NATIVE", "avx1024")
-    with pytest.raises(InputError, match=r"0 \(no native kernels\), 1, or one of amx, avx512, avx2, not 'avx1024'"):
-        build.forms()
+    with pytest.raises(InputError, match=r"0 \(no native kernels\), 1, or one of amx, avx512, avx2, got 'avx1024'"):
+        build.instruction_sets()

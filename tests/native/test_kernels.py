@@ -539,9 +539,9 @@ def test_torch_keeps_its_threads() -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        with kernels.alone():
+        with kernels.single_threaded():
             assert torch.get_num_threads() == 1
-            with kernels.alone():
+            with kernels.single_threaded():
                 assert torch.get_num_threads() == 1
         assert torch.get_num_threads() == 2
     finally:

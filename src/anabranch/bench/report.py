@@ -40,7 +40,7 @@ def _instructions() -> list[str]:
 def _kernels(device: torch.device) -> str:
     """The instruction set of the native kernels; "torch" without them."""
     kernels = library() if device.type == "cpu" else None
-    return "torch" if kernels is None else kernels.form
+    return "torch" if kernels is None else kernels.instruction_set
 
 
 def _commit(package: Path = PACKAGE) -> str:

@@ -118,7 +118,7 @@ def _installation(as_json: bool) -> None:
                 "GPUs": ", ".join(found["gpus"]) or "none",
             },
             "Kernels": {
-                "in use": kernels["form"],
+                "in use": kernels["instruction_set"],
                 **({"why": kernels["why"]} if kernels["why"] else {}),
                 **({"what to do": kernels["advice"]} if kernels["advice"] else {}),
                 "compiler": kernels["compiler"] or "none found",

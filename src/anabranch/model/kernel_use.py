@@ -18,7 +18,7 @@ __all__ = ["KernelUse", "kernels_of", "native_for", "warn_about_kernels", "why_n
 
 @dataclass(frozen=True)
 class KernelUse:
-    """Which kernels decode a target: ``name`` is "torch" or one of ``build.FORMS``.
+    """Which kernels decode a target: ``name`` is "torch" or one of ``build.INSTRUCTION_SETS``.
 
     why         why no faster ones do; empty where these are the fastest that this processor can run
     advice      what the user can do about it; empty if nothing
@@ -37,7 +37,7 @@ _warned: set[str] = set()  # the reasons that ``warn_about_kernels`` already gav
 def kernels_of(target: Decoder) -> KernelUse:
     """The kernels that decode a packed target, and why no faster ones do."""
     kernels = target.backend.kernels
-    name = "torch" if kernels is None else kernels.form
+    name = "torch" if kernels is None else kernels.instruction_set
     lacking = _lacking(target) if kernels is None else native.shortfall()
     if lacking is None:
         return KernelUse(name)

@@ -22,7 +22,7 @@ from anabranch.model.native_linear import NativeLinear, table_of
 from anabranch.model.network import Network
 from anabranch.model.passes import Pass, PassRequest, PassResult
 from anabranch.native import library as native
-from anabranch.sampling import COLDEST, SamplingParams
+from anabranch.sampling import MIN_TEMPERATURE, SamplingParams
 
 __all__ = ["LayerWeights", "NativeBackend", "Stack", "StackStep", "norm_weight", "stack_of"]
 
@@ -301,12 +301,12 @@ class NativeBackend(TorchBackend):
     ) -> Tensor:
         """Sampled tokens, by the kernels where nothing truncates the distribution; see ``Backend``."""
         if params.whole and logits_NV.dtype == torch.float32:
-            return self.stack.kernels.draw(logits_NV, max(params.temperature, COLDEST), keys_N)
+            return self.stack.kernels.draw(logits_NV, max(params.temperature, MIN_TEMPERATURE), keys_N)
         return super().draw(logits_NV, params, keys_N, histories)
 
     def decoding(self, network: Network) -> AbstractContextManager[None]:
         """Keep PyTorch's threads from competing with the kernels' own."""
-        return self.stack.kernels.alone()
+        return self.stack.kernels.single_threaded()
 
 
 def stack_of(backend: Backend) -> Stack | None:

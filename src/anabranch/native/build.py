@@ -30,12 +30,12 @@ from anabranch.files import cache_home
 from anabranch.processor import processor_flags
 
 __all__ = [
-    "FORMS",
+    "INSTRUCTION_SETS",
     "BuildError",
     "Opened",
     "Shortfall",
     "compiler",
-    "forms",
+    "instruction_sets",
     "opened",
     "shortfall_of",
     "sources",
@@ -47,7 +47,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")
 AVX512 = frozenset(("avx512f", "avx512bw", "avx512dq", "avx512vl"))
 # required processor flags and additional compiler flags of each instruction set, the fastest first
-FORMS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
+INSTRUCTION_SETS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
     "amx": (AVX512 | {"amx_tile", "amx_bf16"}, ("-DANABRANCH_TILES", "-mamx-tile", "-mamx-bf16")),
     "avx512": (AVX512, ()),
     "avx2": (frozenset(("avx2", "fma", "f16c")), ("-DANABRANCH_AVX2",)),
@@ -216,30 +216,30 @@ def unfit() -> Shortfall | None:
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         here = f"{platform.system()} on {platform.machine()}"
         return Shortfall(f"the native kernels are for x86-64 Linux, not {here}", accepted=True)
-    if not forms():
-        lacking = sorted(FORMS["avx2"][0] - processor_flags())[0]
+    if not instruction_sets():
+        lacking = sorted(INSTRUCTION_SETS["avx2"][0] - processor_flags())[0]
         return Shortfall(f"the native kernels need AVX2, FMA and F16C; this processor lacks {lacking}", accepted=True)
     return None
 
 
-def shortfall_of(form: str, failures: dict[str, BuildError], not_kept: str) -> Shortfall | None:
-    """Why ``form`` is not the fastest instruction set of the processor, or its library not in the cache; else None.
+def shortfall_of(instruction_set: str, failures: dict[str, BuildError], not_kept: str) -> Shortfall | None:
+    """Why ``instruction_set`` is not the processor's fastest, or its library not in the cache; else None.
 
     ``failures`` are those of faster ones.
     """
-    names = list(FORMS)
+    names = list(INSTRUCTION_SETS)
     for better, failed in failures.items():
-        return Shortfall(f"the {form} kernels run instead of {better}: {failed.why}", failed.advice)
+        return Shortfall(f"the {instruction_set} kernels run instead of {better}: {failed.why}", failed.advice)
     if not_kept:
         advice = "set ANABRANCH_HOME to a writable folder"
         return Shortfall(f"the native kernels are compiled again at every start: {not_kept}", advice)
-    has = [name for name in names[: names.index(form)] if FORMS[name][0] <= processor_flags()]
+    has = [name for name in names[: names.index(instruction_set)] if INSTRUCTION_SETS[name][0] <= processor_flags()]
     if not has:
         return None
-    if _wanted() == form:
-        return Shortfall(f"ANABRANCH_NATIVE is {form}", "unset it", accepted=True)
+    if _wanted() == instruction_set:
+        return Shortfall(f"ANABRANCH_NATIVE is {instruction_set}", "unset it", accepted=True)
     if has == ["amx"] and not _tiles_granted():
-        why = f"the {form} kernels run instead of amx: the system does not grant AMX tiles to this process"
+        why = f"the {instruction_set} kernels run instead of amx: the system does not grant AMX tiles to this process"
         return Shortfall(why, "use Linux 5.16 or later, and a container that allows arch_prctl")
     return None
 
@@ -247,18 +247,19 @@ def shortfall_of(form: str, failures: dict[str, BuildError], not_kept: str) -> S
 def _wanted() -> str:
     """The value of ANABRANCH_NATIVE: "0", an instruction set, or "1" for the fastest one. Raises InputError."""
     wanted = os.environ.get("ANABRANCH_NATIVE") or "1"
-    if wanted not in ("0", "1", *FORMS):
+    if wanted not in ("0", "1", *INSTRUCTION_SETS):
         raise InputError(
-            f"ANABRANCH_NATIVE must be 0 (no native kernels), 1, or one of {', '.join(FORMS)}, got {wanted!r}"
+            "ANABRANCH_NATIVE must be 0 (no native kernels), 1, or one of "
+            f"{', '.join(INSTRUCTION_SETS)}, got {wanted!r}"
         )
     return wanted
 
 
-def forms() -> list[str]:
+def instruction_sets() -> list[str]:
     """The instruction sets that this process may use, the fastest first."""
-    wanted, names = _wanted(), list(FORMS)
+    wanted, names = _wanted(), list(INSTRUCTION_SETS)
     names = names[names.index(wanted) :] if wanted in names else names
-    names = [name for name in names if FORMS[name][0] <= processor_flags()]
+    names = [name for name in names if INSTRUCTION_SETS[name][0] <= processor_flags()]
     if "amx" in names and not _tiles_granted():
         names.remove("amx")
     return names

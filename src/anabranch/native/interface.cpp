@@ -97,8 +97,8 @@ constexpr int32_t LAYOUT[] = {
 
 extern "C" {
 
-// one of FORMS in build.py
-const char* anabranch_form() { return INSTRUCTION_SET; }
+// one of INSTRUCTION_SETS in build.py
+const char* anabranch_instruction_set() { return INSTRUCTION_SET; }
 
 // why the calling thread's last failed call failed
 const char* anabranch_message() { return message; }

@@ -83,12 +83,12 @@ class Library:
 
     def __init__(self, c: ctypes.CDLL) -> None:
         self._c = c
-        c.anabranch_form.restype = c.anabranch_message.restype = ctypes.c_char_p
+        c.anabranch_instruction_set.restype = c.anabranch_message.restype = ctypes.c_char_p
         self.check_layout("layout", LAST)
         for name, arguments in _FUNCTIONS.items():
             self.function(name, arguments)
         c.anabranch_advise.argtypes, c.anabranch_advise.restype = (_POINTER, _LONG), None
-        self._mine = threading.local()  # ``threads``: torch's count in this thread before ``alone``
+        self._mine = threading.local()  # ``threads``: torch's count in this thread before ``single_threaded``
         self._free = torch.empty(0, dtype=torch.uint8)
         self._begin()
         _alive.add(self)
@@ -127,13 +127,13 @@ class Library:
         raise AssertionError(f"the native kernels rejected a call: {message}")
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def single_threaded(self) -> Iterator[None]:
         """Restrict torch to one thread in the calling thread, since torch's workers would spin on the kernels' cores.
 
         Other threads, including new ones, are not affected.
         """
         threads, set_threads = torch.get_num_threads(), set_openmp_threads()
-        if threads == 1 or set_threads is None:  # 1: also within another ``alone``
+        if threads == 1 or set_threads is None:  # 1: also within another ``single_threaded``
             yield
             return
         self._mine.threads = threads
@@ -168,9 +168,9 @@ class Library:
         return self._runners[count]
 
     @property
-    def form(self) -> str:
-        """One of ``build.FORMS``."""
-        return str(self._c.anabranch_form().decode())
+    def instruction_set(self) -> str:
+        """One of ``build.INSTRUCTION_SETS``."""
+        return str(self._c.anabranch_instruction_set().decode())
 
     def pack(
         self, kind: str, weight: Tensor, scale: Tensor | None = None, least: Tensor | None = None
@@ -386,12 +386,12 @@ def _find() -> _Found:
     if (lacking := build.unfit()) is not None:
         return _Found(None, lacking)
     failures: dict[str, build.BuildError] = {}
-    for form in build.forms():
+    for name in build.instruction_sets():
         try:
-            opened = build.opened((*build.FLAGS, *build.FORMS[form][1]))
+            opened = build.opened((*build.FLAGS, *build.INSTRUCTION_SETS[name][1]))
         except build.BuildError as failed:
-            failures[form] = failed
+            failures[name] = failed
             continue
-        return _Found(Library(opened.library), build.shortfall_of(form, failures, opened.not_kept))
+        return _Found(Library(opened.library), build.shortfall_of(name, failures, opened.not_kept))
     first = next(iter(failures.values()))
     return _Found(None, build.Shortfall(f"the native kernels are missing: {first.why}", first.advice))

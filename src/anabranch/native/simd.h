@@ -1,12 +1,12 @@
 // The interface of instruction sets, and what they share. The kernels use only these names: a new instruction set needs a
-// new header with everything in this list, an include in vector_math.h, and an entry of FORMS in build.py. There are
+// new header with everything in this list, an include in vector_math.h, and an entry of INSTRUCTION_SETS in build.py. There are
 // avx512.h and avx2.h; tests/native/scalar.h is one in plain C++.
 //
 // Results of different instruction sets may differ in rounding. Within one, a row's result must not depend on how many rows
 // are computed together: where a function below sums over k, the order of the sum is fixed.
 //
 // ---- constants ----
-//   INSTRUCTION_SET      const char*: its name in FORMS (build.py)
+//   INSTRUCTION_SET      const char*: its name in INSTRUCTION_SETS (build.py)
 //   TILE_ROWS            rows that share one read of a block of weights in bf16 or float
 //   QUANTIZED_TILE_ROWS  the same for weights in int8 and int4
 //   MATRIX_TILES         bool: bf16 is multiplied in a matrix unit (AMX) where the width is a multiple of 32

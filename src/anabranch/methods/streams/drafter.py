@@ -20,7 +20,7 @@ from anabranch.model.blocks import Block
 from anabranch.model.decoder import Decoder
 from anabranch.model.graphs import span_bucket
 from anabranch.model.passes import Rider
-from anabranch.sampling import COLDEST, SamplingParams, generator, position_keys
+from anabranch.sampling import MIN_TEMPERATURE, SamplingParams, generator, position_keys
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule
 
@@ -175,7 +175,7 @@ class StreamDrafter(Drafter):
         if sampling.greedy:
             return None
         positions = len(row.tokens) + np.arange(depth)
-        return DrawNoise(max(sampling.temperature, COLDEST), position_keys(sampling.seed, positions))
+        return DrawNoise(max(sampling.temperature, MIN_TEMPERATURE), position_keys(sampling.seed, positions))
 
     def _words(self, row: Row) -> RowVocabulary:
         state: _State = row.state[self]
