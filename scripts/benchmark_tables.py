@@ -214,8 +214,8 @@ def _throughput(result: Result) -> list[str]:
     titles += ("tokens a step", "equal texts")
     rows = [[row[0], *row[1:7], row[8]] for row in throughput_rows(result["results"])]
     return [
-        f"{run['prompts']} prompts, {run['max_new_tokens']} new tokens, {run['dtype']}, {run['repeats']} repeats; medians "
-        f"(lowest-highest). {_memory_line(result['machine'])}",
+        f"{run['prompts']} prompts, {run['max_new_tokens']} new tokens, {run['dtype']}, {run['repeats']} repeats: "
+        f"medians (lowest-highest). {_memory_line(result['machine'])}",
         "",
         *table(titles, rows),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from anabranch.methods.beliefs import Beliefs, Calibration
 from anabranch.methods.none import NoDrafter
 from anabranch.sampling import SamplingParams
 from anabranch.scheduler import Scheduler
-from anabranch.speculation import EXPLORE, TRIAL, Speculation, best_count
+from anabranch.speculation import EXPLORE, SOONER, TRIAL, Speculation, best_count
 from anabranch.tree import DraftTree
 from small import decode, prompt, request, small, small_adapter
 
@@ -145,17 +146,35 @@ def trials(made: Speculation, steps: int, *, drafts: bool) -> list[int]:
 
 
 def test_the_opposite_of_what_pays_is_tried_now_and_then() -> None:
-    # with a draft 0.9 of the rate without: worth a trial
-    expected = [EXPLORE - 1 + i for i in range(TRIAL)] + [2 * EXPLORE - 1 + i for i in range(TRIAL)]
-    assert trials(controller("1:10/2:16.5/512:5120"), 2 * EXPLORE + 9, drafts=True) == expected
-    assert trials(controller("1:10/2:13.2/3:50/512:5120"), 2 * EXPLORE + 9, drafts=False) == expected
+    # with a draft 0.89 and 1.13 times the rate without one
+    for table, drafts in (("1:10/2:16.8/512:5120", True), ("1:10/2:13.2/3:50/512:5120", False)):
+        tried = trials(controller(table), 4 * EXPLORE, drafts=drafts)
+        starts = [step for step in tried if step - 1 not in tried]
+        assert len(tried) == TRIAL * len(starts)
+        assert all(SOONER * EXPLORE <= later - start < EXPLORE for start, later in pairwise(starts))
+        assert len(starts) > 4
+    # where the opposite is equally fast it is tried more often, and never where it is far behind
+    often = trials(controller("1:10/2:14.95/512:5120"), 4 * EXPLORE, drafts=True)
+    assert len(often) > len(trials(controller("1:10/2:16.8/512:5120"), 4 * EXPLORE, drafts=True))
     assert trials(controller("1:10/2:100/512:9000"), 3 * EXPLORE, drafts=True) == []
     assert trials(controller(FREE), 3 * EXPLORE, drafts=False) == []
 
 
+def test_what_small_drafts_do_not_show_follows_what_they_do() -> None:
+    made, drafter = controller(FREE), Adaptive()
+    tail = made.lately(drafter).worth[1:4].copy()
+    for _ in range(40):
+        made.choose([Row([9], 1, SamplingParams())], [drafter], [star(0.1)], {drafter: 2})
+    low = made.lately(drafter).worth[1:4].copy()
+    for _ in range(200):
+        made.choose([Row([9], 1, SamplingParams())], [drafter], [star(0.7)], {drafter: 2})
+    assert (low < 0.5 * tail).all()
+    assert (made.lately(drafter).worth[1:4] > 2 * low).all()
+
+
 def test_a_plan_that_fails_is_not_repeated() -> None:
     made, drafter = controller("1:10/2:12/3:50/512:5120"), Adaptive()  # 1.55 / 12 > 1 / 10
-    for _ in range(30):
+    for _ in range(150):
         drafting = made.plan({drafter: 1}, 0.0)[drafter] > 1
         made.saw_step(1, 1, 12.0 if drafting else 10.0)
     assert made.plan({drafter: 1}, 0.0) == {drafter: 1}

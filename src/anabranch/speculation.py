@@ -16,6 +16,7 @@ right if the difficulty of a text did not persist, replays were no faster: docs/
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -31,14 +32,18 @@ from anabranch.verify import Verdict
 __all__ = ["Speculation", "best_count"]
 
 BUDGETS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # nodes of a draft, root included
-RATE = 0.08  # weight of a row's newest draft in what nodes are expected to be worth
+RATE = 0.05  # weight of a row's newest draft in what nodes are expected to be worth
+NEARLY = 0.985  # times the best rate at which the widest draft is preferred: what is not worth it need not be verified
 # what the best, second best, ... draft node of a row is taken to be worth before any was seen
 PRIOR = tuple(0.55 * 0.82**k for k in range(BUDGETS[-1]))
 EXPLORE = 100  # steps with drafts, or without, after which the opposite is tried
+SOONER = 0.2  # times as many where both are expected to be equally fast
 TRIAL = 4  # steps long
 WORTH = 0.85  # if it is expected to reach that much of the rate
-FADING = 0.98  # weight of a step relative to the next one in what is learned of predictions
-STATED = 10.0  # steps that a prediction is worth before any was checked
+FADING = 0.98  # weight of a step relative to the next one in what is learned of planned milliseconds
+STATED = 10.0  # steps that a plan's milliseconds are worth before any was checked
+STATED_TOKENS = 200.0  # tokens that a plan's tokens are worth before any was checked: acceptance varies much more
+FORGOTTEN = 1000.0  # tokens after which what was learned of them counts a third
 SELDOM = 8  # steps after which free drafts are asked for again where they did not pay lately
 FREE_GAIN = 2.0  # times the milliseconds that free drafts take which they have to be expected to save
 MARGIN = 1.04  # times the rate without a draft that one has to promise: estimates that look best are often too high
@@ -88,8 +93,10 @@ class _Lately:
             best = sorted(row, reverse=True)[:size]
             mean[: len(best)] += best
         rate = 1 - (1 - RATE) ** len(beliefs)
+        before = self.worth[:size].sum()
         self.worth[:size] += rate * (mean / len(beliefs) - self.worth[:size])
-        self.worth[size:] = np.minimum(self.worth[size:], self.worth[size - 1])
+        # nodes that such drafts do not have are taken to have become better or worse with the others
+        self.worth[size:] = np.minimum(self.worth[size:] * self.worth[:size].sum() / before, self.worth[size - 1])
 
     def learn_free(self, beliefs: Sequence[Sequence[float]], gain: float) -> None:
         """Take in the probabilities of the draft nodes of some rows that cost nothing to draft and were verified."""
@@ -116,7 +123,7 @@ class _Trust:
     The parts of a prediction are learned one by one; this catches what they miss together.
     """
 
-    tokens: tuple[float, float] = (STATED, STATED)
+    tokens: tuple[float, float] = (STATED_TOKENS, STATED_TOKENS)
     ms: tuple[float, float] = (STATED, STATED)
 
     @property
@@ -125,9 +132,10 @@ class _Trust:
         return self.tokens[0] / self.tokens[1] * self.ms[1] / self.ms[0]
 
     def learn(self, plan: _Plan, tokens: float, ms: float) -> None:
-        """Compare a step with its plan; sums are in units of plans."""
+        """Compare a step with its plan."""
         took = min(2.0, ms / plan.ms)  # a step that was interrupted says little
-        self.tokens = (FADING * self.tokens[0] + tokens / plan.tokens, FADING * self.tokens[1] + 1)
+        fading = math.exp(-plan.tokens / FORGOTTEN)
+        self.tokens = (fading * self.tokens[0] + tokens, fading * self.tokens[1] + plan.tokens)
         self.ms = (FADING * self.ms[0] + took, FADING * self.ms[1] + 1)
 
 
@@ -189,7 +197,7 @@ class Speculation:
         rates = tokens / ms
         rates[0] *= MARGIN * self._trusted(False, rows).factor
         rates[1:] *= self._trusted(True, rows).factor
-        wide = 1 + int(np.argmax(rates[1:]))
+        wide = 1 + int(np.flatnonzero(rates[1:] >= NEARLY * rates[1:].max())[-1])
         drafting = self._tried(lately, bool(rates[wide] > rates[0]), rates[wide] / rates[0])
         place = wide if drafting else 0
         self._plan = _Plan(rows, drafting, float(tokens[place]), float(ms[place]))
@@ -209,7 +217,8 @@ class Speculation:
         if pays != lately.pays:
             lately.pays, lately.since, lately.trial = pays, 0, 0
         lately.since += 1
-        if lately.since >= EXPLORE and (1 / ratio if pays else ratio) > WORTH:
+        behind = 1 - (1 / ratio if pays else ratio)  # of the opposite, as a share of the rate
+        if behind < 1 - WORTH and lately.since >= EXPLORE * max(SOONER, behind / (1 - WORTH)):
             lately.since, lately.trial = 0, TRIAL
         if lately.trial:
             lately.trial -= 1
