@@ -174,10 +174,12 @@ def test_what_small_drafts_do_not_show_follows_what_they_do() -> None:
 
 def test_a_plan_that_fails_is_not_repeated() -> None:
     made, drafter = controller("1:10/2:12/3:50/512:5120"), Adaptive()  # 1.55 / 12 > 1 / 10
-    for _ in range(150):
+    assert made.plan({drafter: 1}, 0.0) == {drafter: 2}
+    for _ in range(400):
         drafting = made.plan({drafter: 1}, 0.0)[drafter] > 1
         made.saw_step(1, 1, 12.0 if drafting else 10.0)
-    assert made.plan({drafter: 1}, 0.0) == {drafter: 1}
+    drafts = [made.plan({drafter: 1}, 0.0)[drafter] > 1 for _ in range(EXPLORE)]
+    assert sum(drafts) <= EXPLORE * TRIAL / (SOONER * EXPLORE)  # only trials
 
 
 def test_nodes_that_are_rarely_accepted_are_believed_less() -> None:
@@ -220,7 +222,7 @@ def test_a_small_draft_says_nothing_good_of_what_it_left_out() -> None:
     for _ in range(100):
         made.choose([Row([9], 1, SamplingParams())], [drafter], [star(0.2)], {drafter: 2})
     worth = made.lately(drafter).worth
-    assert worth[0] == pytest.approx(0.2, rel=0.01)
+    assert worth[0] == pytest.approx(0.2, rel=0.02)
     assert (worth[1:] <= worth[0]).all()
 
 

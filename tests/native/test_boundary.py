@@ -180,8 +180,8 @@ def test_passes_that_do_not_fit_are_refused() -> None:
         ([10], chain, {"e": 48}, {}, "channels"),
         ([10], chain, {"e": 160}, {}, "channels"),
         ([10], chain, {"d": 60}, {}, "multiple of 32"),
-        ([10], chain, {"d": 96}, {}, "another size"),
-        ([10], chain, {"inner": 128}, {}, "another size"),
+        ([10], chain, {"d": 96}, {}, "wrong size"),
+        ([10], chain, {"inner": 128}, {}, "wrong size"),
         ([10], chain, {"heads": 3}, {}, "key heads"),
         ([10], chain, {"kv_heads": 0}, {}, "key heads"),
     ):

@@ -69,6 +69,7 @@ def test_plain_lines_in_a_pipe(capfd: pytest.CaptureFixture[str], monkeypatch: p
 
 
 RECORD: dict[str, Any] = {
+    "method": "streams",
     "parameters": 3_712_345,
     "bytes": 7_440_000,
     "training": {"steps": 12_000},

@@ -111,7 +111,8 @@ def test_predicted_acceptance_is_decoded_acceptance(
 
 
 def test_candidates_are_those_of_the_registry(target: Target, adapter: LoadedAdapter) -> None:
-    here = [method for method in methods.methods() if method.tables is None]  # no tables were built for the toy
+    # no tables were built and no draft model trained for the toy
+    here = [m for m in methods.methods() if m.tables is None and m.name not in ("draft_model", "staged")]
     alone = {method.name for method in here if next(iter(method.candidates(MOST)), None) is not None}
     with_adapter = find_candidates(target.decoder, [adapter.module])
     groups = {candidate.group for candidate in with_adapter.tried}

@@ -15,12 +15,16 @@ from dataclasses import dataclass
 from torch import nn
 
 from anabranch.errors import InputError
+from anabranch.methods import ngram, prompt_lookup, rest, suffix
 from anabranch.methods.base import Drafter, Method
 from anabranch.methods.draft_model import BUDGETS, DraftModelSettings, draft_of
 from anabranch.methods.draft_model.drafter import DraftModelDrafter
+from anabranch.methods.spec import build, parse
 from anabranch.model.decoder import Decoder
 
 __all__ = ["METHOD", "StagedDrafter", "StagedSettings"]
+
+INNER = (prompt_lookup.METHOD, suffix.METHOD, ngram.METHOD, rest.METHOD)  # what may guess a draft model's tokens
 
 
 class StagedDrafter(DraftModelDrafter):
@@ -40,10 +44,7 @@ class StagedSettings(DraftModelSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        from anabranch.methods import parse_spec
-
-        spec = parse_spec(self.inner.replace(";", ","))
-        if spec.auto or spec.plain or any(part.method.trained is not None for part in spec.parts):
+        if parse(self.inner.replace(";", ","), INNER).auto:
             raise InputError(f"inner must be a drafter that needs no training, got {self.inner!r}; use prompt_lookup")
 
     @classmethod
@@ -53,10 +54,8 @@ class StagedSettings(DraftModelSettings):
 
 
 def _build(target: Decoder, settings: StagedSettings, module: nn.Module | None) -> Drafter:
-    from anabranch.methods import make_drafter
-
     model = draft_of(target, settings, "staged")
-    inner = make_drafter(settings.inner.replace(";", ","), model)
+    inner = build(parse(settings.inner.replace(";", ","), INNER), model, [])
     return StagedDrafter(target, model, settings.shape, adaptive=settings.adaptive, inner=inner)
 
 

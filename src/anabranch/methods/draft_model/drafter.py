@@ -147,6 +147,7 @@ class DraftModelDrafter(Drafter):
         if end < self.model.config.max_positions:
             self.reader.read(row, end, most=2 * result.counts_B[0])
 
+    @torch.inference_mode()
     def leave(self, row: Row) -> None:
         """Free the row's slot."""
         super().leave(row)
