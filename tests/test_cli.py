@@ -106,6 +106,7 @@ def _installed() -> bool:
         return False
 
 
+@pytest.mark.thorough  # measures the machine twice
 @pytest.mark.skipif(not _installed(), reason="a result file names the installed version")
 def test_bench_writes_a_result(anabranch: Anabranch, toys: ToyFolders, tmp_path: Path) -> None:
     methods = ("--method", "none", "--method", "prompt_lookup", "--method", "streams", "--peer", "transformers")

@@ -212,8 +212,8 @@ def test_rejection_accepts_all_that_is_sampled_from_the_target_itself(shape: str
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
-        (Shape("chain", 2), 5),
-        (Shape("iid", 2, widths=(2,)), 7),
+        pytest.param(Shape("chain", 2), 5, marks=pytest.mark.thorough),
+        pytest.param(Shape("iid", 2, widths=(2,)), 7, marks=pytest.mark.thorough),
         (Shape("without", 2, widths=(3, 2)), 4),
         *(
             pytest.param(shape, words, marks=pytest.mark.thorough)
