@@ -25,7 +25,7 @@ from anabranch.cli import app
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 RECORDS = ("benchmarks.md", "log.md")  # the commands of older versions stand there as they were
-PAGES = [README, *(path for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in RECORDS)]
+PAGES = [README, *(path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name not in RECORDS)]
 PYTHON = re.compile(r"(<!-- not run: .+ -->\n+)?```python\n(.*?)```", re.DOTALL)
 
 
@@ -42,7 +42,15 @@ def imports(block: str) -> str:
 
 
 @pytest.mark.default_model
-@pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=() if page.parent.name != "methods" else pytest.mark.thorough)
+        for page in PAGES
+        if python_blocks(page)
+    ],
+    ids=lambda page: page.name,
+)
 def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # for files that an example writes
     module = ModuleType(f"example_{page.stem}")
