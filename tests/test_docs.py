@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import typer
 
+from anabranch import methods
 from anabranch.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,6 +54,7 @@ def imports(block: str) -> str:
 )
 def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # for files that an example writes
+    monkeypatch.setattr(methods, "_registry", methods._registry)  # an example registers a method
     module = ModuleType(f"example_{page.stem}")
     monkeypatch.setitem(sys.modules, module.__name__, module)  # dataclasses look their module up there
     for number, block in enumerate(python_blocks(page), start=1):
