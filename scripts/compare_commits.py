@@ -2,7 +2,7 @@
 
 Every prompt is decoded by the one, then by the other, and in the opposite order next time, so that a machine that
 drifts drifts for both. Reports tokens/s of each, the median and quartiles of the pairwise ratios (this checkout over
-the other), and on how many prompts the tokens are the same. Greedy, batch 1. Let nothing else run meanwhile.
+the other), and on how many prompts the tokens are the same. Greedy, batch 1. Run nothing else at the same time.
 
     python scripts/compare_commits.py --before ../base --data ../shared/data --limit 20 \\
         --case bf16:auto --case int4:auto --out benchmarks/NAME.json
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -20,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from checkouts import HERE, Worker
 
 from anabranch.bench.report import environment
 from anabranch.bench.suites import load_suite
 from anabranch.files import shown_command, write_atomically
-
-HERE = Path(__file__).resolve().parents[1]
 
 
 def serve() -> None:
@@ -44,42 +42,12 @@ def serve() -> None:
         print(json.dumps(took), file=answers, flush=True)
 
 
-class Worker:
-    """One checkout, ready to decode."""
-
-    def __init__(self, checkout: Path, settings: dict[str, Any]) -> None:
-        environment = os.environ | {"PYTHONPATH": str(checkout / "src")}
-        command = [sys.executable, str(Path(__file__).resolve()), "--serve"]
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-            text=True,
-        )
-        self.drafter = self.ask(json.dumps(settings))["drafter"]
-
-    def ask(self, line: str) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(line, file=self._process.stdin, flush=True)
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise SystemExit(f"a worker ended with status {self._process.wait()}")
-        found: dict[str, Any] = json.loads(answer)
-        return found
-
-    def close(self) -> None:
-        self._process.communicate()
-
-
 def compare(case: str, args: argparse.Namespace, prompts: list[str]) -> dict[str, Any]:
     kind, _, drafter = case.partition(":")
     quantize = "none" if kind == "bf16" else kind
     settings = {"quantize": quantize, "drafter": drafter or "auto", "prompts": prompts}
     settings["max_new_tokens"] = args.max_new_tokens
-    workers = {"before": Worker(args.before.resolve(), settings), "now": Worker(HERE, settings)}
+    workers = {"before": Worker(__file__, args.before.resolve(), settings), "now": Worker(__file__, HERE, settings)}
     rates: dict[str, list[float]] = {"before": [], "now": []}
     same = 0
     for turn in range(args.repeats):
@@ -95,7 +63,7 @@ def compare(case: str, args: argparse.Namespace, prompts: list[str]) -> dict[str
     low, median, high = statistics.quantiles(ratios, n=4)
     return {
         "case": case,
-        "drafter": {name: worker.drafter for name, worker in workers.items()},
+        "drafter": {name: worker.ready["drafter"] for name, worker in workers.items()},
         "median_tokens_per_second": {name: round(statistics.median(found), 1) for name, found in rates.items()},
         "ratio": {"median": round(median, 4), "quartiles": [round(low, 4), round(high, 4)]},
         "same_tokens": f"{same} of {len(ratios)}",

@@ -3,8 +3,8 @@
 A pass takes a batch of B sequences with N nodes each, written BxN, through a model of the default model's sizes with
 random weights, in the native kernels. Both checkouts take the same pass one after the other, in the opposite order next
 time, so that drift of the machine affects both. Reports the median time, the median and quartiles of the pairwise
-ratios of time (this checkout over the other one), and whether hidden states and tokens are the same to the bit. Let
-nothing else run meanwhile.
+ratios of time (this checkout over the other one), and whether hidden states and tokens are the same to the bit. Run
+nothing else at the same time.
 
     python scripts/compare_passes.py --before ../base --out benchmarks/NAME.json
 """
@@ -15,9 +15,7 @@ import argparse
 import hashlib
 import inspect
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -26,8 +24,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from checkouts import HERE, Worker
 
-HERE = Path(__file__).resolve().parents[1]
 FORMATS = ("bf16", "float32", "int8", "int4")
 SHAPES = ("1x1", "1x8", "1x32", "8x1", "32x1")
 
@@ -95,7 +93,9 @@ def serve() -> None:
     for _ in range(rows):
         cache.lengths[cache.add_row()] = context
     passes = {name: pass_of(model, cache, *shape) for name, shape in shapes.items()}
-    print(json.dumps({"kernels": stack_in(model).kernels.instruction_set}), flush=True)
+    kernels = stack_in(model).kernels
+    name = kernels.instruction_set if hasattr(kernels, "instruction_set") else kernels.form  # in older checkouts
+    print(json.dumps({"kernels": name}), flush=True)
     with torch.inference_mode(), model.decoding():
         for line in sys.stdin:
             run, times = passes[line.strip()], []
@@ -108,39 +108,10 @@ def serve() -> None:
             print(json.dumps({"ms": statistics.median(times) * 1e3, "digest": digest}), flush=True)
 
 
-class Worker:
-    """One checkout with a model."""
-
-    def __init__(self, checkout: Path, settings: dict[str, Any]) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), "--serve"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": str(checkout / "src")},
-            text=True,
-        )
-        self.kernels = self.ask(json.dumps(settings))["kernels"]
-
-    def ask(self, line: str) -> dict[str, Any]:
-        """One line to the worker, and its answer."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(line, file=self._process.stdin, flush=True)
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise SystemExit(f"a worker ended with status {self._process.wait()}")
-        found: dict[str, Any] = json.loads(answer)
-        return found
-
-    def close(self) -> None:
-        """End the worker."""
-        self._process.communicate()
-
-
 def compare(kind: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """All shapes of passes in one format."""
     settings = {"format": kind, "shapes": args.shape, "context": args.context, "passes": args.passes}
-    workers = {"before": Worker(args.before.resolve(), settings), "now": Worker(HERE, settings)}
+    workers = {"before": Worker(__file__, args.before.resolve(), settings), "now": Worker(__file__, HERE, settings)}
     found = []
     for shape in args.shape:
         times: dict[str, list[float]] = {"before": [], "now": []}
@@ -157,7 +128,7 @@ def compare(kind: str, args: argparse.Namespace) -> list[dict[str, Any]]:
             {
                 "format": kind,
                 "pass": shape,
-                "kernels": {name: worker.kernels for name, worker in workers.items()},
+                "kernels": {name: worker.ready["kernels"] for name, worker in workers.items()},
                 "median_ms": {name: round(statistics.median(values), 3) for name, values in times.items()},
                 "ratio": {"median": round(median, 4), "quartiles": [round(low, 4), round(high, 4)]},
                 "same_results": same,

@@ -28,7 +28,7 @@ from anabranch.costs import costs_of
 from anabranch.errors import InputError, NumericsError
 from anabranch.methods.base import Drafter, Observation, Row
 from anabranch.methods.none import NoDrafter
-from anabranch.model.cache import Cache
+from anabranch.model.cache import Cache, shared_length
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
 from anabranch.model.passes import PassResult
@@ -274,11 +274,7 @@ class Engine:
         """How many of ``tokens`` a row in use has in its cache from the start, the most of all rows, and its slot."""
         best, slot = 0, 0
         for place, member in enumerate(self._members):
-            count = 0
-            for mine, wanted in zip(member.row.tokens[: self.cache.lengths[place]], tokens, strict=False):
-                if mine != wanted:
-                    break
-                count += 1
+            count = shared_length(member.row.tokens[: self.cache.lengths[place]], tokens)
             if count > best:
                 best, slot = count, place
         return best, slot

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -27,6 +27,7 @@ from anabranch.engine import CHUNK, Engine, Request, Step
 from anabranch.errors import DeviceError, InputError
 from anabranch.memory import give_back
 from anabranch.methods.base import Drafter, Row
+from anabranch.model.cache import shared_length
 from anabranch.model.decoder import Decoder
 from anabranch.speculation import Speculation
 
@@ -340,7 +341,7 @@ class Scheduler:
         slot, most = engine.cache.count, len(prompt) - 1
         best, source = 0, None
         for prefix in self._prefixes:
-            shared = min(most, _shared(prefix.tokens, prompt))
+            shared = min(most, shared_length(prefix.tokens, prompt))
             if shared >= max(best, 1):
                 best, source = shared, prefix
         live, from_slot = engine.longest_shared(prompt[:most])
@@ -423,13 +424,3 @@ def _told(error: BaseException, device: torch.device) -> BaseException:
         made.__cause__ = error
         return made
     return error
-
-
-def _shared(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two texts begin with in common."""
-    count = 0
-    for mine, other in zip(a, b, strict=False):
-        if mine != other:
-            break
-        count += 1
-    return count

@@ -1,4 +1,4 @@
-"""The adapter folder: what a training leaves behind and a user passes on. One format for every method.
+"""The adapter folder: what training writes and users share. One format for all methods.
 
     FOLDER/adapter_config.json     method, config, target, recipe, measurements, and the SHA-256 of the weights
     FOLDER/adapter.safetensors     the weights

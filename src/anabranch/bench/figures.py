@@ -1,6 +1,6 @@
 """Figures of a result: speedup by task, acceptance by depth, time by part, tokens/s against the memory floor.
 
-A figure shows at most ten contenders (``leading``) and says so; the result's tables have all of them.
+A figure shows at most ten contenders (``leading``) and notes how many were left out; the tables list them all.
 """
 
 from __future__ import annotations

@@ -19,11 +19,19 @@ A field that is itself a configuration contributes its fields, with the defaults
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Annotated, Any, Optional, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Optional, TypeVar, get_args, get_origin, get_type_hints
 
-__all__ = ["build", "configured", "parameters"]
+import typer
+from typer.main import get_command
+
+from anabranch.cli.help import HELP, Verb
+
+if TYPE_CHECKING:
+    from anabranch.learning.recipe import Option
+
+__all__ = ["build", "configured", "extended", "parameters"]
 
 C = TypeVar("C")
 
@@ -41,6 +49,33 @@ def configured(verb: Callable[..., None]) -> Callable[..., None]:
 
     found = [*(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in others), *parameters(kind)]
     called.__name__, called.__doc__, called.__module__ = verb.__name__, verb.__doc__, verb.__module__
+    return _signed(called, found)
+
+
+def extended(
+    name: str, verb: Callable[[Any, dict[str, Any]], None], kind: type[Any], more: Mapping[str, Option], help: str
+) -> Any:
+    """A command with the options of a configuration and ``more``, which have no defaults.
+
+    ``verb`` gets the configuration, and those values of ``more`` that were given, by name.
+    """
+
+    def called(**values: Any) -> None:
+        given = {name: value for name in more if (value := values.pop(name)) is not None}
+        verb(build(kind, values), given)
+
+    found = list(parameters(kind))
+    for name, option in more.items():
+        hint: Any = Annotated[Optional[option.kind], typer.Option(help=option.help)]  # noqa: UP045
+        found.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint))
+    called.__doc__ = help
+    single = typer.Typer(add_completion=False, **HELP)
+    single.command(name, cls=Verb)(_signed(called, found))
+    return get_command(single)
+
+
+def _signed(called: Callable[..., None], found: list[inspect.Parameter]) -> Callable[..., None]:
+    """Give a function the signature that typer reads."""
     called.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
     called.__annotations__ = {parameter.name: parameter.annotation for parameter in found}
     return called

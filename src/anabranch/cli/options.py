@@ -97,14 +97,7 @@ class Sampling:
         """The engine's parameters. Raises InputError for a value out of range."""
         from anabranch.sampling import SamplingParams
 
-        return SamplingParams(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            seed=self.seed,
-        )
+        return SamplingParams(**vars(self))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,20 +7,19 @@ Methods that draft from tables have a command that builds them (``cli.train_tabl
 
 from __future__ import annotations
 
-import inspect
 import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.main import get_command
 
 from anabranch.cli import options
-from anabranch.cli.configured import build, configured, parameters
+from anabranch.cli.configured import configured, extended
 from anabranch.cli.help import HELP, Verb, Verbs, table_commands, trainable_methods
 
 if TYPE_CHECKING:
@@ -179,25 +178,12 @@ def _verb(method: Method) -> Any:
     trained = method.trained
     assert trained is not None
 
-    def train(**values: Any) -> None:
-        recipe = {name: values.pop(name) for name in trained.options}
-        given = {name: value for name, value in recipe.items() if value is not None}
-        _train(method, build(TrainConfig, values), given)
-
-    found = list(parameters(TrainConfig))
-    for name, option in trained.options.items():
-        hint: Any = Annotated[Optional[option.kind], typer.Option(help=option.help)]  # noqa: UP045
-        found.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint))
-    train.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
-    train.__annotations__ = {parameter.name: parameter.annotation for parameter in found}
-    train.__doc__ = f"""Train an adapter for {trained.title} and write its folder.
+    help = f"""Train an adapter for {trained.title} and write its folder.
 
     Learns from the model's own completions, or from plain text. Options override the recipe's values; recipes are
     {", ".join(trained.recipes)}. Stop with Ctrl-C or SIGTERM at any time; the same command resumes exactly there.
     """
-    single = typer.Typer(add_completion=False, **HELP)
-    single.command(method.name.replace("_", "-"), cls=Verb)(train)
-    return get_command(single)
+    return extended(method.name.replace("_", "-"), partial(_train, method), TrainConfig, trained.options, help)
 
 
 def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:

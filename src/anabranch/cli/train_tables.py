@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.main import get_command
 
 from anabranch.cli import options
-from anabranch.cli.configured import build, parameters
-from anabranch.cli.help import HELP, Verb
+from anabranch.cli.configured import extended
 
 if TYPE_CHECKING:
     from anabranch.methods import Method
@@ -47,23 +45,11 @@ def table_command(method: Method) -> Any:
     tables = method.tables
     assert tables is not None
 
-    def train(**values: Any) -> None:
-        given = {name: values.pop(name) for name in tables.options}
-        _build(method, build(TablesConfig, values), given)
-
-    found = list(parameters(TablesConfig))
-    for name, option in tables.options.items():
-        hint: Any = Annotated[Optional[option.kind], typer.Option(help=option.help)]  # noqa: UP045
-        found.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint))
-    train.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
-    train.__annotations__ = {parameter.name: parameter.annotation for parameter in found}
-    train.__doc__ = f"""Build {tables.title} from text, for the drafter '{method.name}'.
+    help = f"""Build {tables.title} from text, for the drafter '{method.name}'.
 
     It serves every model with the same tokenizer. A build that is interrupted leaves nothing behind.
     """
-    single = typer.Typer(add_completion=False, **HELP)
-    single.command(tables.command, cls=Verb)(train)
-    return get_command(single)
+    return extended(tables.command, partial(_build, method), TablesConfig, tables.options, help)
 
 
 def _build(method: Method, config: TablesConfig, given: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from anabranch.methods.tables import Tables
     from anabranch.methods.trained import Trained
 
-__all__ = ["Drafter", "Method", "Observation", "Row", "Taps", "Wrapped"]
+__all__ = ["Drafter", "Method", "Observation", "Row", "Taps", "Wrapped", "numbered", "sized"]
 
 _ids = itertools.count()
 
@@ -147,7 +147,7 @@ class Drafter(ABC):
         """One tree per row: at most ``budget`` nodes (counting the root), no deeper than ``row.max_depth``."""
 
     def probe(self, rows: Sequence[Row]) -> list[DraftTree]:
-        """What travels in the pass beside each row's draft, to be looked at and never emitted, if ``probes``.
+        """Extra nodes for the pass, whose tokens are observed but never emitted; called if ``probes``.
 
         A tree below the row's root, no deeper than ``row.max_depth``. Asked for after ``draft``, unless nothing was to
         be drafted; ``observe`` gets the target's own token after each of its nodes (``Observation.probed``).
@@ -217,6 +217,21 @@ class Wrapped(Drafter):
     def depth_of(self, budget: int) -> int:
         """The drafter's own."""
         return self.drafter.depth_of(budget)
+
+
+def numbered(word: str) -> Callable[[str], int | None]:
+    """``Method.order`` of the sources "WORD 1", "WORD 2", ..."""
+
+    def order(source: str) -> int | None:
+        name, _, number = source.partition(" ")
+        return int(number) if name == word and number.isdigit() else None
+
+    return order
+
+
+def sized(settings: Callable[..., Settings], budgets: Sequence[int]) -> Callable[[int], Iterable[Settings]]:
+    """``Method.candidates`` that differ in ``nodes``, one of the ``budgets``."""
+    return lambda nodes: (settings(nodes=budget) for budget in budgets if budget <= nodes)
 
 
 @dataclass(frozen=True, eq=False)

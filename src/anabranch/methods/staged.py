@@ -9,14 +9,13 @@ The tree is the one that the draft model drafts without the inner drafter; it ta
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
 
 from anabranch.errors import InputError
 from anabranch.methods import ngram, prompt_lookup, rest, suffix
-from anabranch.methods.base import Drafter, Method
+from anabranch.methods.base import Drafter, Method, sized
 from anabranch.methods.draft_model import BUDGETS, DraftModelSettings, draft_of
 from anabranch.methods.draft_model.drafter import DraftModelDrafter
 from anabranch.methods.spec import build, parse
@@ -59,14 +58,10 @@ def _build(target: Decoder, settings: StagedSettings, module: nn.Module | None) 
     return StagedDrafter(target, model, settings.shape, adaptive=settings.adaptive, inner=inner)
 
 
-def _candidates(nodes: int) -> Iterator[StagedSettings]:
-    return (StagedSettings(nodes=budget) for budget in BUDGETS if budget <= nodes)
-
-
 METHOD = Method(
     name="staged",
     summary="a draft model whose own tokens are drafted for by a model-free drafter; needs model=FOLDER",
     settings=StagedSettings,
     build=_build,
-    candidates=_candidates,
+    candidates=sized(StagedSettings, BUDGETS),
 )

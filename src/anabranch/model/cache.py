@@ -23,7 +23,17 @@ from anabranch.model.config import ModelConfig
 from anabranch.model.graphs import Graphs
 from anabranch.native import library as native
 
-__all__ = ["Cache"]
+__all__ = ["Cache", "shared_length"]
+
+
+def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many items two sequences have in common from the start."""
+    count = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
 
 
 class Cache:

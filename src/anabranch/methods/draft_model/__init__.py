@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from anabranch.errors import CapabilityError, InputError
-from anabranch.methods.base import Drafter, Method
+from anabranch.methods.base import Drafter, Method, numbered, sized
 from anabranch.methods.draft_model.drafter import DraftModelDrafter, Shape
 from anabranch.methods.draft_model.load import load_draft
 from anabranch.methods.draft_model.module import DraftModule, decoder_of
@@ -111,21 +110,12 @@ def _build(target: Decoder, settings: DraftModelSettings, module: nn.Module | No
     return DraftModelDrafter(target, model, settings.shape, adaptive=settings.adaptive)
 
 
-def _candidates(nodes: int) -> Iterator[DraftModelSettings]:
-    return (DraftModelSettings(nodes=budget) for budget in BUDGETS if budget <= nodes)
-
-
-def _order(source: str) -> int | None:
-    name, _, number = source.partition(" ")
-    return int(number) if name == "draft" and number.isdigit() else None
-
-
 METHOD = Method(
     name="draft_model",
     summary="a separate small model with the same vocabulary drafts; needs model=FOLDER or a trained adapter",
     settings=DraftModelSettings,
     build=_build,
     trained=TRAINED,
-    candidates=_candidates,
-    order=_order,
+    candidates=sized(DraftModelSettings, BUDGETS),
+    order=numbered("draft"),
 )

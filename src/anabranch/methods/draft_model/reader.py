@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from anabranch.methods.base import Row
-from anabranch.model.cache import Cache
+from anabranch.model.cache import Cache, shared_length
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
 
@@ -171,7 +171,7 @@ class Reader:
         assert self.cache is not None
         wanted, slot = row.tokens[:-1], self.cache.count
         texts = {place.slot: other.tokens[: self.cache.lengths[place.slot]] for other, place in self._places.items()}
-        shared = {at: _shared(text, wanted) for at, text in (self._left | texts).items()}
+        shared = {at: shared_length(text, wanted) for at, text in (self._left | texts).items()}
         source = max(shared, key=shared.__getitem__, default=slot)
         self.cache.add_row()
         if shared.get(source, 0) >= SHORTEST:
@@ -292,7 +292,7 @@ class Reader:
         paths: list[list[int]] = []
         for row, nodes in zip(self._rows, kept, strict=True):
             place = self._places[row]
-            path, same = list(range(place.base)), _shared(place.held, nodes)
+            path, same = list(range(place.base)), shared_length(place.held, nodes)
             if same == len(place.held):
                 places = {node: place.base + i for i, node in enumerate(place.read)}
                 for node in nodes[same:]:
@@ -306,13 +306,3 @@ class Reader:
             place.held = place.held[:same]
         self.cache.commit(paths)
         self._open = False
-
-
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many items two sequences have in common from the start."""
-    count = 0
-    for a, b in zip(one, other, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count

@@ -6,12 +6,11 @@ and bigrams are the trivial approximation models of Leviathan et al. 2023, secti
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from anabranch.errors import InputError
 from anabranch.learning.recipe import Option
-from anabranch.methods.base import Drafter, Method
+from anabranch.methods.base import Drafter, Method, sized
 from anabranch.methods.ngram.counts import build
 from anabranch.methods.ngram.drafter import NGramDrafter
 from anabranch.methods.ngram.model import NGramModel
@@ -51,10 +50,6 @@ def _build(target: Decoder, settings: NGramSettings, module: object) -> Drafter:
     return NGramDrafter(model, nodes=settings.nodes, chain=settings.tree == "chain", adaptive=settings.adaptive)
 
 
-def _candidates(nodes: int) -> Iterator[NGramSettings]:
-    return (NGramSettings(nodes=budget) for budget in BUDGETS if budget <= nodes)
-
-
 METHOD = Method(
     name="ngram",
     summary="a trigram model of token ids; needs a table of counts (anabranch train ngram)",
@@ -66,6 +61,6 @@ METHOD = Method(
         options={"memory": Option(int, "use at most this many MB (default: 512)")},
         build=build,
     ),
-    candidates=_candidates,
+    candidates=sized(NGramSettings, BUDGETS),
     order=lambda source: 1 if source == "ngram" else None,
 )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from anabranch.errors import InputError
 from anabranch.learning.recipe import Option
-from anabranch.methods.base import Drafter, Method
+from anabranch.methods.base import Drafter, Method, sized
 from anabranch.methods.rest.datastore import Datastore
 from anabranch.methods.rest.drafter import RestDrafter
 from anabranch.methods.rest.suffixes import WIDTH, build
@@ -48,10 +47,6 @@ def _build(target: Decoder, settings: RestSettings, module: object) -> Drafter:
     )
 
 
-def _candidates(nodes: int) -> Iterator[RestSettings]:
-    return (RestSettings(nodes=budget) for budget in BUDGETS if budget <= nodes)
-
-
 METHOD = Method(
     name="rest",
     summary="continuations of the longest match in a datastore of text; needs one (anabranch train datastore)",
@@ -63,6 +58,6 @@ METHOD = Method(
         options={"memory": Option(int, "use at most this many MB (default: 512)")},
         build=build,
     ),
-    candidates=_candidates,
+    candidates=sized(RestSettings, BUDGETS),
     order=lambda source: 1 if source == "rest" else None,
 )

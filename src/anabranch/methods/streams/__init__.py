@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from anabranch.errors import CapabilityError, InputError
-from anabranch.methods.base import Drafter, Method
+from anabranch.methods.base import Drafter, Method, numbered, sized
 from anabranch.methods.settings import Settings
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.counting import COUNTS
@@ -104,24 +103,15 @@ def _build(target: Decoder, settings: StreamSettings, module: nn.Module | None) 
     )
 
 
-def _candidates(nodes: int) -> Iterator[StreamSettings]:
-    return (StreamSettings(nodes=budget) for budget in BUDGETS if budget <= nodes)
-
-
-def _order(source: str) -> int | None:
-    name, _, number = source.partition(" ")
-    return int(number) if name == "stream" and number.isdigit() else None
-
-
 METHOD = Method(
     name="streams",
     summary="Speculative Streaming: the model's own streams draft; needs a trained adapter",
     settings=StreamSettings,
     build=_build,
     trained=TRAINED,
-    candidates=_candidates,
+    candidates=sized(StreamSettings, BUDGETS),
     default=True,
-    order=_order,
+    order=numbered("stream"),
     counts=COUNTS,
     published=PUBLISHED,
 )

@@ -1,0 +1,48 @@
+"""Two checkouts of the project measured in turns, each in a process of its own: what the comparing scripts share."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+__all__ = ["HERE", "Worker"]
+
+HERE = Path(__file__).resolve().parents[1]
+
+
+class Worker:
+    """A script run with ``--serve``, and with the package of one checkout on the path.
+
+    It reads its settings as a line of JSON, and then one line a question; it answers each with a line of JSON.
+
+    ready  its answer to the settings
+    """
+
+    def __init__(self, script: str, checkout: Path, settings: dict[str, Any]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(script).resolve()), "--serve"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": str(checkout / "src")},
+            text=True,
+        )
+        self.ready = self.ask(json.dumps(settings))
+
+    def ask(self, line: str) -> dict[str, Any]:
+        """Send one line to the worker and read its answer."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(line, file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise SystemExit(f"a worker ended with status {self._process.wait()}")
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+    def close(self) -> None:
+        """End the worker."""
+        self._process.communicate()
