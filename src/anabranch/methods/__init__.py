@@ -11,6 +11,7 @@ from anabranch.errors import InputError
 from anabranch.methods import (
     draft_model,
     lookahead,
+    medusa,
     ngram,
     none,
     prompt_lookup,
@@ -48,6 +49,7 @@ _registry: tuple[Method, ...] = (
     ngram.METHOD,
     rest.METHOD,
     draft_model.METHOD,
+    medusa.METHOD,
     staged.METHOD,
 )
 _own = frozenset(method.name for method in _registry)
