@@ -10,6 +10,7 @@ from torch import nn
 from anabranch.errors import InputError
 from anabranch.methods import (
     draft_model,
+    hydra,
     lookahead,
     medusa,
     ngram,
@@ -50,6 +51,7 @@ _registry: tuple[Method, ...] = (
     rest.METHOD,
     draft_model.METHOD,
     medusa.METHOD,
+    hydra.METHOD,
     staged.METHOD,
 )
 _own = frozenset(method.name for method in _registry)
