@@ -77,13 +77,14 @@ class DrawNoise:
         return DrawNoise(max(row.sampling.temperature, MIN_TEMPERATURE), position_keys(row.sampling.seed, positions))
 
     @staticmethod
-    def together(noise: Sequence[DrawNoise | None], depth: int) -> Drawn | None:
-        """The noise of several rows, for ``depth`` levels; None if no row is sampled."""
+    def together(noise: Sequence[DrawNoise | None], depth: int, device: torch.device | None = None) -> Drawn | None:
+        """The noise of several rows, for ``depth`` levels, on a device; None if no row is sampled."""
         if not any(noise):
             return None
         keys_BD = np.stack([np.zeros(depth, np.uint64) if n is None else n.keys_D[:depth] for n in noise])
         temperatures_B = torch.tensor([1.0 if n is None else n.temperature for n in noise])
-        return Drawn(*halves(keys_BD), temperatures_B, torch.tensor([n is not None for n in noise]))
+        sampled_B = torch.tensor([n is not None for n in noise])
+        return Drawn(*(x.to(device) for x in (*halves(keys_BD), temperatures_B, sampled_B)))
 
 
 @dataclass

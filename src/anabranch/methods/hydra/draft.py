@@ -67,7 +67,7 @@ class HydraDraft:
         """
         budget = self.max_nodes if budget is None else min(budget, self.max_nodes)
         depth = self.depth_of(budget if depths is None else min(budget, 1 + max(depths)))
-        drawn = None if noise is None else DrawNoise.together(noise, depth)
+        drawn = None if noise is None else DrawNoise.together(noise, depth, states_BSD.device)
         host = to_host(self._grow(states_BSD, roots, rows, drawn, budget, depth))
         found = []
         for b, root in enumerate(roots):

@@ -70,7 +70,7 @@ class MedusaDraft:
         """
         budget = self.max_nodes if budget is None else min(budget, self.max_nodes)
         depth = self.depth_of(budget)
-        drawn = None if noise is None else DrawNoise.together(noise, depth)
+        drawn = None if noise is None else DrawNoise.together(noise, depth, states_BSD.device)
         k = 1 if self.shape.tree == "chain" else min(self.shape.k, budget - 1)
         states_BKD = states_BSD[:, :depth]
         if self.heads.shared is not None:
