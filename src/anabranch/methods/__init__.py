@@ -10,7 +10,9 @@ from torch import nn
 from anabranch.errors import InputError
 from anabranch.methods import (
     draft_model,
+    hydra,
     lookahead,
+    medusa,
     ngram,
     none,
     prompt_lookup,
@@ -48,6 +50,8 @@ _registry: tuple[Method, ...] = (
     ngram.METHOD,
     rest.METHOD,
     draft_model.METHOD,
+    medusa.METHOD,
+    hydra.METHOD,
     staged.METHOD,
 )
 _own = frozenset(method.name for method in _registry)

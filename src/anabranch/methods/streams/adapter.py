@@ -6,8 +6,7 @@ B rows of the batch, N nodes, S streams, R rows of a pass, D model width, H quer
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -15,35 +14,16 @@ from torch import Tensor, nn
 
 from anabranch.errors import InputError
 from anabranch.memory import give_back
+from anabranch.methods.low_rank import LowRank
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.scorer import Conditioner
 from anabranch.methods.trained import TrainedModule
 from anabranch.model.blocks import MLP, Block
 from anabranch.model.config import ModelConfig
-from anabranch.model.decoder import Decoder
 from anabranch.model.native_linear import NativeLinear
 from anabranch.model.pack import Packable, PackedLinear, PackedWeight, packed_like
 
 __all__ = ["StreamAdapter", "StreamLayer"]
-
-T = TypeVar("T")
-
-
-class LowRank(nn.Module):
-    """x -> up(down(x)), initialised to zero like LoRA (Hu et al. 2022). 2 * rank parameters per channel."""
-
-    def __init__(self, width_in: int, width_out: int, rank: int, *, activation: bool = False) -> None:
-        super().__init__()
-        self.down = nn.Parameter(torch.empty(rank, width_in))
-        self.up = nn.Parameter(torch.zeros(width_out, rank))
-        self.activation = activation
-        if not self.down.is_meta:
-            nn.init.normal_(self.down, std=1.0 / math.sqrt(width_in))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., width_in] -> [..., width_out]."""
-        y = F.linear(x, self.down)
-        return F.linear(F.silu(y) if self.activation else y, self.up)
 
 
 class StreamLayer(nn.Module):
@@ -190,22 +170,6 @@ class StreamAdapter(TrainedModule):
         )
         ids = torch.arange(model.vocab_size) if vocabulary is None else vocabulary.long().cpu()
         self.register_buffer("vocabulary", ids, persistent=True)
-        # in a tuple, so that the head is not registered as a submodule
-        self._shared: tuple[nn.Module | None, dict[str, object]] = (None, {})
-
-    def shared(self, target: Decoder, kind: type[T], make: Callable[[], T]) -> T:
-        """The object of a ``kind`` shared by all drafters of this adapter and ``target``; built by ``make`` once.
-
-        Packed copies of weights take tens of MB and are the same for every drafter. Only those for one target are kept:
-        another target, or the same one after it was packed, replaces them.
-        """
-        if self._shared[0] is not target.head:
-            self._shared = (target.head, {})
-        kept = self._shared[1]
-        found = kept.get(kind.__name__)
-        if not isinstance(found, kind):
-            found = kept[kind.__name__] = make()
-        return found
 
     def layer(self, index: int) -> StreamLayer:
         """The trained part of the target's layer ``index`` (counted from the bottom of the target)."""
