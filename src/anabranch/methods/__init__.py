@@ -15,6 +15,7 @@ from anabranch.methods import (
     none,
     prompt_lookup,
     rest,
+    space,
     spec,
     staged,
     streams,
@@ -42,6 +43,7 @@ __all__ = [
 _registry: tuple[Method, ...] = (
     none.METHOD,
     streams.METHOD,
+    space.METHOD,
     prompt_lookup.METHOD,
     suffix.METHOD,
     lookahead.METHOD,

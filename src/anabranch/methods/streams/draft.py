@@ -24,7 +24,7 @@ from torch import Tensor
 
 from anabranch.errors import InputError
 from anabranch.memory import give_back
-from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.methods.streams.adapter import StreamModule
 from anabranch.methods.streams.kernels import DraftConfig, StreamKernels
 from anabranch.model.decoder import Decoder
 from anabranch.model.graphs import Graphs
@@ -181,7 +181,7 @@ class _DraftHead:
     scores      states [..., D] -> scores of the draft vocabulary [..., Vd]
     """
 
-    def __init__(self, target: Decoder, adapter: StreamAdapter) -> None:
+    def __init__(self, target: Decoder, adapter: StreamModule) -> None:
         self.vocabulary = adapter.vocabulary.to(target.device)
         self.common = frozenset(self.vocabulary.tolist())
         self.bias: Tensor | None = target.head.bias
@@ -198,9 +198,9 @@ class _DraftHead:
 class StreamDraft:
     """Builds trees for one target and adapter."""
 
-    def __init__(self, target: Decoder, adapter: StreamAdapter, options: DraftOptions | None = None) -> None:
+    def __init__(self, target: Decoder, adapter: StreamModule, options: DraftOptions | None = None) -> None:
         self.options = options or DraftOptions()
-        gamma = adapter.config.num_streams
+        gamma = adapter.shape.num_streams
         if self.options.depth > gamma:
             raise InputError(f"depth is {self.options.depth}, but the adapter has only {gamma} streams")
         self.target, self.adapter = target, adapter
@@ -300,7 +300,10 @@ class StreamDraft:
         floor = math.log(options.threshold) if options.threshold else -math.inf
         levels = self._captured(states_BSD, torch.tensor(roots), self._vocabulary(rows, len(roots)), self._drawn(noise))
         host = _to_host(levels)
-        return [_collect(root, [(t[b], j[b], p[b]) for t, j, p in host], budget, floor) for b, root in enumerate(roots)]
+        return [
+            _collect(root, [(t[b], j[b], p[b]) for t, j, p in host], budget, floor, self.adapter.predictor)
+            for b, root in enumerate(roots)
+        ]
 
     def _drawn(self, noise: Sequence[DrawNoise | None]) -> tuple[Tensor, ...]:
         """The noise of rows as tensors: halves of keys [B, D], temperatures [B], and whether a row is sampled [B]."""
@@ -435,7 +438,7 @@ class StreamDraft:
             np.asarray(parents, np.int64),
             draft_probs=torch.cat((*probs, leaves)),
             replacement=True,
-            sources=_sources(depths),
+            sources=_sources(depths, self.adapter.predictor),
         )
 
 
@@ -444,7 +447,10 @@ class NativeDraft:
 
     def __init__(self, draft: StreamDraft, linears: dict[str, NativeLinear], head: NativeLinear) -> None:
         options, chain = draft.options, draft.options.tree == "chain"
-        self._kernels, self._sources = StreamKernels(head.kernels), _sources(np.arange(draft.depth + 1))
+        self._kernels, self._sources = (
+            StreamKernels(head.kernels),
+            _sources(np.arange(draft.depth + 1), draft.adapter.predictor),
+        )
         self._kept = (linears, head, draft.vocabulary, draft.target.embedding)
         self._config = DraftConfig(
             embedding=table_of(draft.target),
@@ -501,8 +507,8 @@ def _children(ids_BV: Tensor, best_BFk: Tensor, joint_BFk: Tensor) -> _Level:
     return _Level(children.reshape(rows, -1), joint_BFk.reshape(rows, -1), above.reshape(rows, -1))
 
 
-def _sources(depths: NDArray[np.int64]) -> tuple[str, ...]:
-    return tuple("target" if d == 0 else f"stream {d}" for d in depths.tolist())
+def _sources(depths: NDArray[np.int64], predictor: str) -> tuple[str, ...]:
+    return tuple("target" if d == 0 else f"{predictor} {d}" for d in depths.tolist())
 
 
 Candidates = tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]
@@ -517,10 +523,10 @@ def _to_host(levels: Sequence[_Level]) -> list[Candidates]:
     return [(t.astype(np.int64), j.astype(np.float32), p.astype(np.int64)) for t, j, p in split]
 
 
-def _collect(root: int, levels: list[Candidates], budget: int | None, floor: float = -math.inf) -> DraftTree:
+def _collect(root: int, levels: list[Candidates], budget: int | None, floor: float, predictor: str) -> DraftTree:
     """The tree of the ``budget`` best candidates of all levels (None: all), breadth first.
 
-    ``floor`` is the minimum joint log probability of a node.
+    ``floor`` is the minimum joint log probability of a node, ``predictor`` names its source.
     """
     sizes = [len(tokens) for tokens, _, _ in levels]
     joint = np.concatenate([j for _, j, _ in levels])
@@ -542,6 +548,6 @@ def _collect(root: int, levels: list[Candidates], budget: int | None, floor: flo
     return DraftTree(
         np.concatenate(([root], tokens)).astype(np.int64),
         np.concatenate(([-1], parents)).astype(np.int64),
-        sources=_sources(depths),
+        sources=_sources(depths, predictor),
         log_probs=np.concatenate(([0.0], joint[chosen])).astype(np.float32),
     )

@@ -16,7 +16,7 @@ from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import Vocabulary, hits
 from anabranch.learning.objective import Objective
 from anabranch.learning.replay import Accuracy, Replay, evaluation, walk
-from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.methods.streams.adapter import StreamModule
 from anabranch.methods.streams.draft import DraftOptions, RowVocabulary, StreamDraft
 from anabranch.model.decoder import Decoder
 from anabranch.tree import DraftTree
@@ -31,7 +31,7 @@ class StreamPredictions(Objective[F], Protocol[F]):
     """The part of the streams' objective that a replay reads."""
 
     target: Decoder
-    adapter: StreamAdapter
+    adapter: StreamModule
 
     def vocabulary(self, batch: Batch) -> Vocabulary:
         """The draft vocabulary and the batch's own tokens."""

@@ -1,0 +1,66 @@
+"""Training of SPACE's masks: recipes, the values that users can override, and the registry's entry.
+
+frozen   five masks on the frozen target, trained on its tokens and its distributions
+tokens   the same on tokens alone with equal weights, the loss of the paper
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from anabranch.learning.recipe import COMMON, Option, Recipe, TrainOptions
+from anabranch.methods.space.module import MaskConfig, MaskModule, begin_with
+from anabranch.methods.streams.objective import LossOptions, StreamObjective
+from anabranch.methods.trained import Trained
+from anabranch.model.decoder import Decoder
+
+__all__ = ["OPTIONS", "RECIPES", "TRAINED"]
+
+
+def frozen() -> Recipe:
+    """Five masks, half of the loss to the target's distribution; embeddings take a larger step than matrices."""
+    options = TrainOptions(epochs=3.0, lr=1e-2)
+    return Recipe(MaskConfig(), LossOptions(unconditioned=0.0, pruning=0.0), options, draft_vocabulary=8192)
+
+
+def tokens() -> Recipe:
+    """The paper's loss: cross-entropy of the tokens, equal for all masks."""
+    loss = LossOptions(decay=1.0, soft=0.0, unconditioned=0.0, pruning=0.0)
+    return Recipe(MaskConfig(), loss, TrainOptions(epochs=3.0, lr=1e-2), draft_vocabulary=8192)
+
+
+RECIPES: dict[str, Callable[[], Recipe]] = {"frozen": frozen, "tokens": tokens}
+
+OPTIONS: dict[str, Option] = {
+    "num_masks": Option(int, "mask tokens behind each node (k), tokens drafted beyond the next one", "config"),
+    "soft": Option(float, "weight of the target's distribution in the loss (distillation)", "loss"),
+    "decay": Option(float, "weight of mask j is decay ** (j - 1)", "loss"),
+    **COMMON,
+}
+
+
+def _change(recipe: Recipe, given: Mapping[str, Any]) -> Recipe:
+    return recipe.changed(OPTIONS, given)
+
+
+def _objective(target: Decoder, module: MaskModule, recipe: Recipe, *, frozen: Decoder) -> StreamObjective:
+    return StreamObjective(target, module, recipe.loss, segment=recipe.options.segment, frozen=frozen)
+
+
+def _describe(config: MaskConfig) -> str:
+    return f"{config.num_masks} mask tokens"
+
+
+TRAINED = Trained(
+    title="SPACE",
+    module=MaskModule,
+    config=MaskConfig,
+    make=MaskModule,
+    objective=_objective,
+    recipes=RECIPES,
+    options=OPTIONS,
+    change=_change,
+    describe=_describe,
+    begin=begin_with,
+)
