@@ -43,7 +43,6 @@ __all__ = [
 _registry: tuple[Method, ...] = (
     none.METHOD,
     streams.METHOD,
-    space.METHOD,
     prompt_lookup.METHOD,
     suffix.METHOD,
     lookahead.METHOD,
@@ -51,6 +50,7 @@ _registry: tuple[Method, ...] = (
     rest.METHOD,
     draft_model.METHOD,
     staged.METHOD,
+    space.METHOD,
 )
 _own = frozenset(method.name for method in _registry)
 

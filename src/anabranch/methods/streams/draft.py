@@ -469,12 +469,14 @@ class NativeDraft:
 
     @staticmethod
     def of(draft: StreamDraft) -> NativeDraft | None:
-        """None unless the target runs on the kernels, with path conditioning and best-first trees or chains."""
+        """None unless the target runs on the kernels, with best-first trees or chains, conditioned on paths or not."""
         conditioner, width = draft.conditioner, draft.target.config.hidden_size
-        if conditioner is None or not isinstance(draft.head, NativeLinear):
+        if not isinstance(draft.head, NativeLinear):
             return None
-        linears = {name: linear for name, linear in conditioner.packed.items() if isinstance(linear, NativeLinear)}
-        known = len(linears) == 4 and conditioner.rank % native.BLOCK == 0 and width % native.BLOCK == 0
+        terms = {} if conditioner is None else conditioner.packed
+        linears = {name: linear for name, linear in terms.items() if isinstance(linear, NativeLinear)}
+        known = conditioner is None or (len(linears) == 4 and conditioner.rank % native.BLOCK == 0)
+        known = known and width % native.BLOCK == 0
         plain = draft.options.tree != "product" and not draft.options.shortlist and draft.bias is None
         if (
             not (known and plain and width <= native.MAX_EMBEDDING_WIDTH)

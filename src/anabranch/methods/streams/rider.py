@@ -113,7 +113,8 @@ def _initial(
     if not adapter.positioned or target.positions is None:
         return x
     table = target.positions  # streams of the last nodes may reach past its end: they are never used
-    return x + table((positions_BR + target.config.learned_offset).clamp(max=table.num_embeddings - 1))
+    places: Tensor = table((positions_BR + target.config.learned_offset).clamp(max=table.num_embeddings - 1))
+    return x + places
 
 
 def trail(
