@@ -65,6 +65,7 @@ METHOD = Method(
     settings=SpaceSettings,
     build=_build,
     trained=TRAINED,
+    variants=("", "tree=auto", "tree=chain", "tree=product", "placement=ride"),
     candidates=sized(SpaceSettings, BUDGETS),
     order=numbered("mask"),
     counts={"space": _count},
