@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ from anabranch.prompts import check_stream
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["QUESTIONS", "Ask", "Capabilities", "StandIn", "Support", "matrix", "refuse", "support_of", "supports"]
+__all__ = ["COMBINED", "QUESTIONS", "Capabilities", "StandIn", "Support", "matrix", "refuse", "support_of", "supports"]
 
 LAYERS = 16  # of the stand-in: as many as any recipe's module needs
 WORDS = 64
@@ -56,7 +56,6 @@ QUESTIONS: dict[str, dict[str, Any]] = {
     "batch": {"prompts": 8},
     "stream": {"stream": True},
 }
-DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -71,13 +70,6 @@ class Support:
 
     def __bool__(self) -> bool:
         return self.supported
-
-
-class Ask(Protocol):
-    """A function that answers like ``supports``: for a drafter and options."""
-
-    def __call__(self, drafter: str, /, **options: Any) -> Support:
-        """Whether a model supports this."""
 
 
 def support_of(question: Callable[[], object]) -> Support:
@@ -149,8 +141,9 @@ class StandIn:
     """A small Llama with random weights in a target's place, for which every method has what it needs."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, quantize: str) -> None:
+        # of sizes that the native kernels take
         config = ModelConfig(
-            *("llama", WORDS, 32, LAYERS, 2, 1, 16, 48, 4096), rope=RopeConfig(dim=16, max_positions=4096)
+            *("llama", WORDS, 32, LAYERS, 2, 1, 32, 64, 4096), rope=RopeConfig(dim=32, max_positions=4096)
         )
         kind = check_quantization(quantize)
         with torch.random.fork_rng(devices=[]):
@@ -222,7 +215,7 @@ class Capabilities:
     cells: Mapping[str, Support]
 
 
-def matrix(ask: Ask = supports) -> tuple[Capabilities, ...]:
+def matrix(ask: Callable[..., Support] = supports) -> tuple[Capabilities, ...]:
     """The answers to all ``QUESTIONS``, and to being combined, for each method with each of its variants.
 
     ask  whom to ask: ``supports``, or ``Model.supports`` of a loaded model
