@@ -18,6 +18,7 @@ from anabranch.methods import make_drafter, parse_spec
 from anabranch.methods.base import Observation, Row
 from anabranch.methods.space import METHOD, SpaceSettings
 from anabranch.methods.space.module import MaskConfig, MaskModule, begin_with
+from anabranch.methods.space.objective import MaskLossOptions, MaskObjective
 from anabranch.methods.space.recipes import TRAINED
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.model.cache import Cache
@@ -174,7 +175,7 @@ def test_training_lowers_the_loss_of_the_masks_alone() -> None:
     texts = [Example(tuple(each.prompt_ids), tuple(answer)) for each, answer in zip(asked, said, strict=True)]
     torch.manual_seed(0)
     module = MaskModule(target.config, MaskConfig(2))
-    learner = TRAINED.objective(target, module, TRAINED.recipe(given={"num_masks": 2}), frozen=target)
+    learner = TRAINED.objective(target, module, TRAINED.recipe(given={"num_masks": 2, "stride": 1}), frozen=target)
     assert (learner.predictor, learner.predictors) == ("mask", 2)
     batch = Batch.of(texts)
     frozen = learner.freeze(batch)
@@ -194,6 +195,21 @@ def test_training_lowers_the_loss_of_the_masks_alone() -> None:
     assert found == said
     # the replay predicts what decoding reaches
     assert sum(map(len, found)) / sum(map(len, steps)) == pytest.approx(after["4 nodes"], abs=0.15)
+
+
+def test_masks_are_trained_behind_every_nth_position() -> None:
+    target = small()
+    texts = [Example(tuple(prompt(4, seed=n)), tuple(prompt(15 + n, seed=9 + n))) for n in range(3)]
+    batch, module = Batch.of(texts), masks(target)
+    every, some = (MaskObjective(target, module, MaskLossOptions(stride=n), segment=6) for n in (1, 3))
+    frozen = every.freeze(batch)
+    whole, part = ([each.loss(batch, frozen, s) for s in each.segments(batch)] for each in (every, some))
+    counts = [float(sum(scores.count_S.sum() for scores in found)) for found in (whole, part)]
+    assert every.predictions(batch) == pytest.approx(3 * some.predictions(batch))
+    assert 0 < counts[1] < 0.5 * counts[0]
+    assert all(torch.isfinite(scores.loss) for scores in part)
+    with pytest.raises(InputError, match="stride must be at least 1, got 0"):
+        MaskLossOptions(stride=0)
 
 
 def test_a_folder_gives_back_the_masks(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from anabranch.learning.recipe import COMMON, Option, Recipe, TrainOptions
 from anabranch.methods.space.module import MaskConfig, MaskModule, begin_with
-from anabranch.methods.streams.objective import LossOptions, StreamObjective
+from anabranch.methods.space.objective import MaskLossOptions, MaskObjective
 from anabranch.methods.trained import Trained
 from anabranch.model.decoder import Decoder
 
@@ -21,13 +21,14 @@ __all__ = ["OPTIONS", "RECIPES", "TRAINED"]
 def frozen() -> Recipe:
     """Five masks, half of the loss to the target's distribution; embeddings take a larger step than matrices."""
     options = TrainOptions(epochs=3.0, lr=1e-2)
-    return Recipe(MaskConfig(), LossOptions(unconditioned=0.0, pruning=0.0), options, draft_vocabulary=8192)
+    return Recipe(MaskConfig(), MaskLossOptions(), options, draft_vocabulary=8192)
 
 
 def tokens() -> Recipe:
     """The paper's loss: cross-entropy of the tokens, equal for all masks."""
-    loss = LossOptions(decay=1.0, soft=0.0, unconditioned=0.0, pruning=0.0)
-    return Recipe(MaskConfig(), loss, TrainOptions(epochs=3.0, lr=1e-2), draft_vocabulary=8192)
+    return Recipe(
+        MaskConfig(), MaskLossOptions(decay=1.0, soft=0.0), TrainOptions(epochs=3.0, lr=1e-2), draft_vocabulary=8192
+    )
 
 
 RECIPES: dict[str, Callable[[], Recipe]] = {"frozen": frozen, "tokens": tokens}
@@ -36,6 +37,7 @@ OPTIONS: dict[str, Option] = {
     "num_masks": Option(int, "mask tokens behind each node (k), tokens drafted beyond the next one", "config"),
     "soft": Option(float, "weight of the target's distribution in the loss (distillation)", "loss"),
     "decay": Option(float, "weight of mask j is decay ** (j - 1)", "loss"),
+    "stride": Option(int, "train masks behind every n-th position: more texts in the same time", "loss"),
     **COMMON,
 }
 
@@ -44,8 +46,8 @@ def _change(recipe: Recipe, given: Mapping[str, Any]) -> Recipe:
     return recipe.changed(OPTIONS, given)
 
 
-def _objective(target: Decoder, module: MaskModule, recipe: Recipe, *, frozen: Decoder) -> StreamObjective:
-    return StreamObjective(target, module, recipe.loss, segment=recipe.options.segment, frozen=frozen)
+def _objective(target: Decoder, module: MaskModule, recipe: Recipe, *, frozen: Decoder) -> MaskObjective:
+    return MaskObjective(target, module, recipe.loss, segment=recipe.options.segment, frozen=frozen)
 
 
 def _describe(config: MaskConfig) -> str:
