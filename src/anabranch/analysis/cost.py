@@ -125,26 +125,6 @@ def _draft_model(decoder: Decoder, s: DraftShape) -> DraftCost:
     return DraftCost(parameters(small), s.gamma * WEIGHT_BYTES * (read + cache), s.gamma * (2 * read + attention))
 
 
-def _medusa(decoder: Decoder, s: DraftShape) -> DraftCost:
-    """gamma heads, each a residual block and an output head: gamma (h^2 + h v) parameters (Cai et al. 2024)."""
-    h, v = decoder.config.hidden_size, decoder.config.vocab_size
-    heads = nn.ModuleList(nn.Sequential(nn.Linear(h, h), nn.Linear(h, v, bias=False)) for _ in range(s.gamma))
-    return _once(heads)
-
-
-def _hydra(decoder: Decoder, s: DraftShape) -> DraftCost:
-    """Medusa's heads conditioned on the previous tokens: head i also reads i + 1 embeddings (Ankner et al. 2024).
-
-    Its residual connection has a matrix, since the widths differ. One path is counted; a tree runs heads at every node.
-    """
-    h, v = decoder.config.hidden_size, decoder.config.vocab_size
-    heads = nn.ModuleList(
-        nn.ModuleList((nn.Linear((i + 2) * h, h), nn.Linear((i + 2) * h, h), nn.Linear(h, v, bias=False)))
-        for i in range(s.gamma)
-    )
-    return _once(heads)
-
-
 def _eagle(decoder: Decoder, s: DraftShape) -> DraftCost:
     """gamma steps of a 2h x h matrix and one decoder layer, each followed by the target's head (Li et al. 2024)."""
     config = decoder.config
@@ -162,17 +142,9 @@ def _lookahead(decoder: Decoder, s: DraftShape) -> DraftCost:
     return DraftCost(0, 0, rows * per_row)
 
 
-def _once(heads: nn.Module) -> DraftCost:
-    """The cost of heads that are read once per draft."""
-    read = matrix_weights(heads)
-    return DraftCost(parameters(heads), WEIGHT_BYTES * read, 2 * read)
-
-
 def _counts() -> dict[str, Count]:
     found: dict[str, Count] = {
         "draft model": _draft_model,
-        "medusa": _medusa,
-        "hydra": _hydra,
         "eagle": _eagle,
         "lookahead": _lookahead,
     }

@@ -10,7 +10,9 @@ from torch import nn
 from anabranch.errors import InputError
 from anabranch.methods import (
     draft_model,
+    hydra,
     lookahead,
+    medusa,
     ngram,
     none,
     prompt_lookup,
@@ -49,6 +51,8 @@ _registry: tuple[Method, ...] = (
     ngram.METHOD,
     rest.METHOD,
     draft_model.METHOD,
+    medusa.METHOD,
+    hydra.METHOD,
     staged.METHOD,
     space.METHOD,
 )
