@@ -9,7 +9,8 @@ from torch import nn
 
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods.base import Drafter, Method, numbered, sized
-from anabranch.methods.draft_model.drafter import DraftModelDrafter, Shape
+from anabranch.methods.draft_model.drafter import DraftModelDrafter
+from anabranch.methods.growing import Shape
 from anabranch.methods.draft_model.load import load_draft
 from anabranch.methods.draft_model.module import DraftModule, decoder_of
 from anabranch.methods.draft_model.recipes import TRAINED

@@ -21,7 +21,8 @@ from anabranch.learning.examples import Batch, Example
 from anabranch.learning.objective import Scores, Segment, segments
 from anabranch.learning.replay import Accuracy, Replay, evaluation, walk
 from anabranch.methods.base import Row
-from anabranch.methods.draft_model.drafter import DraftModelDrafter, Shape
+from anabranch.methods.draft_model.drafter import DraftModelDrafter
+from anabranch.methods.growing import Shape
 from anabranch.methods.draft_model.module import DraftModule
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
