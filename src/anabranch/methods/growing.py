@@ -85,14 +85,16 @@ class Shape:
 class GrowingDrafter(Drafter, Generic[R]):
     """Asks its reader what follows the root, then what follows the best nodes found, until the tree is complete.
 
-    One pass of the reader's model serves all rows. A subclass turns what the reader returns into the best next tokens of
-    each node, or into distributions where tokens are sampled.
+    One pass of the reader's model serves all rows. A subclass turns what the reader returns into the best next tokens
+    of each node, or into distributions where tokens are sampled.
 
     adaptive       whether the load decides how many nodes are drafted and verified, up to the shape's
     sampled_trees  the settings of trees whose nodes can be sampled, for messages
+    label          of the sources of its nodes, before their depth
     """
 
     sampled_trees: str
+    label = "draft"
 
     def __init__(self, target: Decoder, reader: R, shape: Shape, *, adaptive: bool = False) -> None:
         self.target, self.reader, self.shape, self.adaptive = target, reader, shape, adaptive
@@ -182,6 +184,7 @@ class GrowingDrafter(Drafter, Generic[R]):
                 floor=floor,
                 replacement=shape.tree != "without",
                 noise=generator(row.sampling.seed, len(row.tokens), lane=DRAFT_LANE),
+                label=self.label,
             )
         return best_first(
             asked,
@@ -191,6 +194,7 @@ class GrowingDrafter(Drafter, Generic[R]):
             frontier=FRONTIER if shape.tree == "best" else MOST_NODES,
             floor=floor,
             chain=shape.tree == "chain",
+            label=self.label,
         )
 
     @property

@@ -255,7 +255,7 @@ class NativeBackend(TorchBackend):
         self.kernels = stack.kernels
 
     def run(self, network: Network, request: PassRequest) -> PassResult:
-        """A whole pass, whose rows are not padded. With a rider, or where several layers are tapped, it is not one call."""
+        """A whole pass, whose rows are not padded; with a rider or several tapped layers it takes several calls."""
         inputs, cache, slots, planned, taps, rider, choose = request
         if rider is not None or len(taps) > 1:
             return super().run(network, request)
