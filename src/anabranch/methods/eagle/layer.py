@@ -118,7 +118,8 @@ class NativeEagleLayer(EagleLayer):
         x_MD = self._fc(self.module.inputs(embeddings, features_MD))
         step = self.stack.step(cache.lengths[slots], inputs.counts_B, inputs.parents_M, planned, x_MD)
         self.stack.run(x_MD, step, cache, slots.start, 0, 1)
-        return x_MD.to(self.dtype)
+        found: Tensor = x_MD.to(self.dtype)
+        return found
 
 
 def layer_of(target: Decoder, module: EagleModule) -> EagleLayer:
