@@ -19,7 +19,7 @@ from anabranch.model.passes import Nodes, Pass
 from anabranch.model.quantize import QuantizedWeight
 from anabranch.model.stack import LayerWeights, Stack
 
-__all__ = ["EagleLayer", "layer_of"]
+__all__ = ["EagleLayer", "NativeEagleLayer", "layer_of", "new_layer"]
 
 
 class EagleLayer:
@@ -122,7 +122,11 @@ class NativeEagleLayer(EagleLayer):
         return found
 
 
+def new_layer(target: Decoder, module: EagleModule) -> EagleLayer:
+    """The head's passes for a target, with a packed copy of its present weights where the target is packed."""
+    return (EagleLayer if target.backend.kernels is None else NativeEagleLayer)(target, module)
+
+
 def layer_of(target: Decoder, module: EagleModule) -> EagleLayer:
     """The head's passes for a target, built once."""
-    kind = EagleLayer if target.backend.kernels is None else NativeEagleLayer
-    return module.shared(target, EagleLayer, lambda: kind(target, module))
+    return module.shared(target, EagleLayer, lambda: new_layer(target, module))
