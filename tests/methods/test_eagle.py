@@ -24,6 +24,7 @@ from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
 from anabranch.model.weights import build_decoder
 from anabranch.sampling import SamplingParams
+from anabranch.scheduler import Scheduler
 from anabranch.tree import DraftTree
 from small import CASES, LLAMA, decode, prompt, randomise, request, small
 
@@ -267,6 +268,28 @@ def test_rows_leave_early_and_others_go_on() -> None:
         engine.step()
     assert drafter.compared > 10
     assert not drafter.reader._places
+
+
+def test_a_prompt_that_begins_like_an_earlier_text_is_read_from_where_they_differ() -> None:
+    target = small()
+    drafter = Compared(target, head(target), **SHAPES["best"])
+    scheduler = Scheduler(target)
+
+    def said(ids: Sequence[int], least: int, most: int) -> list[int]:
+        compared = drafter.compared
+        ticket = scheduler.submit(Request(ids, 12), drafter)
+        while scheduler.busy:
+            scheduler.tick()
+        assert ticket.emitted == decode(target, [Request(ids, 12)])[0][0]
+        assert least <= ticket.reused <= most
+        assert drafter.compared > compared
+        return [*ids, *ticket.emitted]
+
+    text = said(prompt(24, 1), 0, 0)
+    later = said([*text, *prompt(6, 8)], 23, len(text) - 1)  # what the last step emitted may be unread
+    said(later[:30], 28, 28)  # the root's position is computed again
+    said([*later[:20], *[t % 15 + 3 for t in later[20:26]]], 19, 19)
+    said(prompt(24, 5), 0, 0)
 
 
 # -- settings, shapes, bad input -------------------------------------------------------------------------------------

@@ -75,12 +75,19 @@ class EagleDrafter(GrowingDrafter[FeatureReader]):
         return min(deepest, -(-2 * budget // 3)) if self.shape.tree == "best" else deepest
 
     # -- rows ------------------------------------------------------------------------------------------
+    def recalls(self, tokens: Sequence[int]) -> int:
+        """What the head's cache holds of an earlier text that begins like this one."""
+        return self.reader.known(tokens)[0]
+
+    @torch.inference_mode()
     def join(self, row: Row) -> None:
         """The row's own tokens are drafted too once they occur in its text."""
         row.state[self] = RowVocabulary(self.layer.head)
+        self.reader.seat(row)
 
     def read(self, row: Row, result: PassResult, start: int) -> None:
         """Read the features of a chunk of the prompt."""
+        self.reader.resume(row, start)
         self.feed(row, result, range(result.starts_B[0], result.starts_B[0] + result.counts_B[0]))
         self.reader.catch_up(row)
 
