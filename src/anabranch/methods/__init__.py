@@ -10,6 +10,7 @@ from torch import nn
 from anabranch.errors import InputError
 from anabranch.methods import (
     draft_model,
+    eagle,
     hydra,
     lookahead,
     medusa,
@@ -54,6 +55,7 @@ _registry: tuple[Method, ...] = (
     medusa.METHOD,
     hydra.METHOD,
     staged.METHOD,
+    eagle.METHOD,
     space.METHOD,
 )
 _own = frozenset(method.name for method in _registry)
