@@ -17,7 +17,7 @@ from anabranch.learning.examples import Batch, Example
 from anabranch.methods import make_drafter, parse_spec
 from anabranch.methods.base import Observation, Row
 from anabranch.methods.space import METHOD, SpaceSettings
-from anabranch.methods.space.module import MaskConfig, MaskModule, begin_with
+from anabranch.methods.space.module import MaskConfig, MaskModule, begin_with, start_from_target
 from anabranch.methods.space.objective import MaskLossOptions, MaskObjective
 from anabranch.methods.space.recipes import TRAINED
 from anabranch.methods.streams.drafter import StreamDrafter
@@ -39,6 +39,7 @@ MASKS = 3
 def masks(target: Decoder, count: int = MASKS) -> MaskModule:
     module = MaskModule(target.config, MaskConfig(count))
     randomise(module, seed=5)
+    module.scale.fill_(0.7)
     return module.to(target.dtype).eval().requires_grad_(False)
 
 
@@ -68,7 +69,8 @@ def as_tokens(target: Decoder, module: MaskModule, text: list[int]) -> torch.Ten
     """What the target computes of the masks if they are tokens of its vocabulary [S, D]."""
     wider = copy.deepcopy(target)
     assert module.embeddings is not None
-    table = torch.cat((target.embedding.weight, module.embeddings / target.config.embedding_scale))
+    rows = module.embeddings * module.scale / target.config.embedding_scale
+    table = torch.cat((target.embedding.weight, rows))
     wider.embedding = nn.Embedding.from_pretrained(table)  # type: ignore[no-untyped-call]
     cache = Cache(target.config, rows=1, capacity=40, dtype=target.dtype, device=target.device)
     cache.add_row()
@@ -175,6 +177,7 @@ def test_training_lowers_the_loss_of_the_masks_alone() -> None:
     texts = [Example(tuple(each.prompt_ids), tuple(answer)) for each, answer in zip(asked, said, strict=True)]
     torch.manual_seed(0)
     module = MaskModule(target.config, MaskConfig(2))
+    start_from_target(target, module)
     learner = TRAINED.objective(target, module, TRAINED.recipe(given={"num_masks": 2, "stride": 1}), frozen=target)
     assert (learner.predictor, learner.predictors) == ("mask", 2)
     batch = Batch.of(texts)
@@ -227,6 +230,7 @@ def test_a_folder_gives_back_the_masks(tmp_path: Path) -> None:
     assert loaded.method is METHOD
     assert loaded.module.config == module.config
     assert torch.equal(loaded.module.embeddings, module.embeddings)  # type: ignore[arg-type]
+    assert torch.equal(loaded.module.scale, module.scale)  # type: ignore[arg-type]
     (tmp_path / WEIGHTS).write_bytes(b"cut")
     with pytest.raises(AdapterError, match="truncated"):
         load_adapter(tmp_path, target)
@@ -255,9 +259,20 @@ def test_bad_input() -> None:
     assert SpaceSettings.under_load().adaptive
 
 
+def test_fresh_masks_are_as_large_as_the_targets_embeddings() -> None:
+    for case in ("llama", "gemma2"):
+        target = small(case)
+        module = MaskModule(target.config, MaskConfig(4))
+        start_from_target(target, module)
+        wanted = target.embed(torch.arange(19), torch.zeros(19, dtype=torch.long)).std().item()
+        assert module.initial(torch.zeros(1, 1, 32)).std().item() == pytest.approx(wanted, rel=0.3)
+
+
 def test_training_starts_from_fewer_masks() -> None:
     few, many = masks(small(), 2), masks(small(), 4)
+    few.scale.fill_(0.2)
     begin_with(many, few)
+    assert torch.equal(many.scale, few.scale)
     assert few.embeddings is not None
     assert many.embeddings is not None
     assert torch.equal(many.embeddings, few.embeddings[[0, 1, 1, 1]])

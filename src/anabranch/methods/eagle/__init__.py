@@ -101,6 +101,7 @@ METHOD = Method(
     settings=EagleSettings,
     build=_build,
     trained=TRAINED,
+    variants=("", "tree=auto", "tree=chain", "tree=static"),
     candidates=sized(EagleSettings, BUDGETS),
     order=numbered("eagle"),
     counts=COUNTS,

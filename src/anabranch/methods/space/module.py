@@ -17,8 +17,9 @@ from anabranch.jsonfiles import is_whole, shown
 from anabranch.methods.streams.adapter import StreamModule
 from anabranch.methods.streams.config import MOST_STREAMS, StreamConfig
 from anabranch.model.config import ModelConfig
+from anabranch.model.decoder import Decoder
 
-__all__ = ["MaskConfig", "MaskModule", "begin_with"]
+__all__ = ["MaskConfig", "MaskModule", "begin_with", "start_from_target"]
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,15 @@ class MaskModule(StreamModule):
     """The embeddings of k masks [S, D]: k * h parameters.
 
     A mask is a stream that runs through all layers with the target's own weights. It starts from its embedding alone,
-    as a token does, and not from its node's main row.
+    as a token does, and not from its node's main row. ``scale`` is the size of the target's own embeddings, in units of
+    which those of the masks are learned: so one learning rate fits all targets.
     """
 
     predictor = "mask"
     reads_main = False
     positioned = True
     config: MaskConfig
+    scale: Tensor
 
     def __init__(self, model: ModelConfig, config: MaskConfig, vocabulary: Tensor | None = None) -> None:
         shape = StreamConfig(
@@ -74,12 +77,22 @@ class MaskModule(StreamModule):
         )
         super().__init__(model, shape, vocabulary)
         self.config = config
+        self.register_buffer("scale", torch.ones(1))
+        assert isinstance(self.embeddings, nn.Parameter)
+        if not self.embeddings.is_meta:
+            nn.init.normal_(self.embeddings)
 
     def initial(self, main_BND: Tensor, emitted_BND: Tensor | None = None) -> Tensor:
         """The masks' embeddings, node by node [B, N S, D]; of ``main_BND`` only the shape and type matter."""
         b, n, d = main_BND.shape
         assert isinstance(self.embeddings, nn.Parameter)
-        return self.embeddings.to(main_BND.dtype).expand(b, n, -1, -1).reshape(b, n * self.config.num_masks, d)
+        rows = (self.embeddings * self.scale).to(main_BND.dtype)
+        return rows.expand(b, n, -1, -1).reshape(b, n * self.config.num_masks, d)
+
+
+def start_from_target(target: Decoder, module: MaskModule) -> None:
+    """Set the scale of the masks to that of the target's own embeddings, as layer 0 sees them."""
+    module.scale.fill_(target.embedding.weight.detach().float().std() * target.config.embedding_scale)
 
 
 def begin_with(module: MaskModule, trained: MaskModule) -> None:
@@ -98,3 +111,4 @@ def begin_with(module: MaskModule, trained: MaskModule) -> None:
     with torch.no_grad():
         more = trained.embeddings[-1:].expand(mine - theirs, -1)
         module.embeddings.copy_(torch.cat((trained.embeddings, more)))
+        module.scale.copy_(trained.scale)

@@ -10,25 +10,25 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from anabranch.learning.recipe import COMMON, Option, Recipe, TrainOptions
-from anabranch.methods.space.module import MaskConfig, MaskModule, begin_with
+from anabranch.methods.space.module import MaskConfig, MaskModule, begin_with, start_from_target
 from anabranch.methods.space.objective import MaskLossOptions, MaskObjective
 from anabranch.methods.trained import Trained
 from anabranch.model.decoder import Decoder
 
 __all__ = ["OPTIONS", "RECIPES", "TRAINED"]
 
+LR = 0.07  # embeddings are learned in units of the target's own
+
 
 def frozen() -> Recipe:
-    """Five masks, half of the loss to the target's distribution; embeddings take a larger step than matrices."""
-    options = TrainOptions(epochs=3.0, lr=1e-2)
-    return Recipe(MaskConfig(), MaskLossOptions(), options, draft_vocabulary=8192)
+    """Five masks, half of the loss to the target's distribution."""
+    return Recipe(MaskConfig(), MaskLossOptions(), TrainOptions(epochs=3.0, lr=LR), draft_vocabulary=8192)
 
 
 def tokens() -> Recipe:
     """The paper's loss: cross-entropy of the tokens, equal for all masks."""
-    return Recipe(
-        MaskConfig(), MaskLossOptions(decay=1.0, soft=0.0), TrainOptions(epochs=3.0, lr=1e-2), draft_vocabulary=8192
-    )
+    loss = MaskLossOptions(decay=1.0, soft=0.0)
+    return Recipe(MaskConfig(), loss, TrainOptions(epochs=3.0, lr=LR), draft_vocabulary=8192)
 
 
 RECIPES: dict[str, Callable[[], Recipe]] = {"frozen": frozen, "tokens": tokens}
@@ -65,4 +65,5 @@ TRAINED = Trained(
     change=_change,
     describe=_describe,
     begin=begin_with,
+    fresh=start_from_target,
 )
