@@ -37,6 +37,7 @@ ROOMS = (
     *("stats", "generation", "prompts", "options", "loading", "profiles"),
     *("train", "analysis", "certify", "bench", "tune", "installation"),
     "api",
+    "integrations",
     *("cli", "__main__"),
 )
 HEIGHT = {room: height for height, room in enumerate(ROOMS)}

@@ -93,7 +93,7 @@ class Model:
         self._worker = Worker()
         self._drafters: dict[str, Drafter] = {}
         self._scheduler = Scheduler(target.decoder)
-        self._drafter(self.spec)  # raise for unsupported combinations now
+        self.drafter_of(self.spec)  # raise for unsupported combinations now
 
     @property
     def drafter(self) -> str:
@@ -106,10 +106,15 @@ class Model:
         return self.adapters[0] if self.adapters else None
 
     @property
+    def scheduler(self) -> Scheduler:
+        """What decodes the requests of all calls; for callers that work with token ids instead of text."""
+        return self._scheduler
+
+    @property
     def _modules(self) -> list[nn.Module]:
         return [loaded.module for loaded in self.adapters]
 
-    def _drafter(self, spec: str | Spec) -> Drafter:
+    def drafter_of(self, spec: str | Spec) -> Drafter:
         """The drafter of a specification, from the cache or newly built. Raises what ``make_drafter`` raises."""
         with self._lock:
             resolved = resolve_spec(spec, *self._modules)
@@ -217,7 +222,7 @@ class Model:
         single, prompts = read_prompts(prompt, self.tokenizer)
         call = Options.of(options)
         requests = [call.request(ids, self.target) for ids in prompts]
-        drafter = self._drafter(call.drafter or self.spec)
+        drafter = self.drafter_of(call.drafter or self.spec)
         try:
             found = generation.generate(
                 *(self._scheduler, requests, drafter, self.tokenizer),
@@ -239,7 +244,7 @@ class Model:
             raise InputError(f"stream takes one prompt at a time, got {len(prompts)}; use generate for several")
         call = Options.of(options)
         request = call.request(prompts[0], self.target)
-        drafter = self._drafter(call.drafter or self.spec)
+        drafter = self.drafter_of(call.drafter or self.spec)
         self._scheduler.check(request, drafter)  # raise now, not with the first chunk
         return self._stream(request, drafter, call.stops)
 

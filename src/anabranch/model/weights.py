@@ -129,9 +129,17 @@ def build_decoder(
 
 
 def fill_decoder(
-    config: ModelConfig, tensors: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device
+    config: ModelConfig,
+    tensors: Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    share: bool = False,
 ) -> tuple[Decoder, str]:
     """A decoder with the weights of ``tensors`` (Hugging Face names) in ``dtype`` on ``device``, and their fingerprint.
+
+    share  use tensors themselves where type, device and layout are those of the decoder; otherwise all are copied,
+           since tensors read from a file may be views that are valid only while it is open
 
     The fingerprint is taken before the cast to ``dtype``, so that it identifies the stored weights.
     """
@@ -146,7 +154,7 @@ def fill_decoder(
     for name, parameter in parameters:
         stored = _assemble(config, tensors, name, parameter.shape)
         _add(digest, name, stored)
-        value = _empty(stored.shape, dtype, device).copy_(stored)
+        value = stored.to(device, dtype).contiguous() if share else _empty(stored.shape, dtype, device).copy_(stored)
         _check_finite(config, name, stored, value)
         _put(decoder, name, value)
     decoder.backend = backend_for(device)
