@@ -249,6 +249,7 @@ class Method:
                 smaller draft is the best nodes of the largest one, up to ``Drafter.depth_of``
     default     whether "auto" uses it, if its module (if any) is available
     combines    whether its trees can be merged with those of other methods
+    detached    whether its drafts follow from the text alone, so that it can also draft for another engine's target
     order       the order of its sources in legends: source -> rank from 1 on, or None for sources of other methods
     counts      the costs of its drafts, for figures: label -> (target on the meta device, shape) -> cost
     published   tokens per step and speedup reported in its paper, by target
@@ -263,6 +264,7 @@ class Method:
     candidates: Callable[[int], Iterable[Settings]] = lambda nodes: ()
     default: bool = False
     combines: bool = True
+    detached: bool = False
     order: Callable[[str], int | None] = lambda source: None
     counts: Mapping[str, Callable[[Decoder, DraftShape], DraftCost]] = field(default_factory=dict)
     published: Mapping[str, tuple[float, float]] = field(default_factory=dict)

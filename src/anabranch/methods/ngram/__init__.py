@@ -62,5 +62,6 @@ METHOD = Method(
         build=build,
     ),
     candidates=sized(NGramSettings, BUDGETS),
+    detached=True,
     order=lambda source: 1 if source == "ngram" else None,
 )

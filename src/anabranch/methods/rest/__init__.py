@@ -59,5 +59,6 @@ METHOD = Method(
         build=build,
     ),
     candidates=sized(RestSettings, BUDGETS),
+    detached=True,
     order=lambda source: 1 if source == "rest" else None,
 )
