@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.engine import Engine, Request
+from anabranch.methods.draft_head import DrawNoise, RowVocabulary
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.prompt_lookup import PromptLookupDrafter
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.config import StreamConfig
-from anabranch.methods.streams.draft import BLOCKS, DraftOptions, DrawNoise, RowVocabulary, StreamDraft
+from anabranch.methods.streams.draft import BLOCKS, DraftOptions, StreamDraft
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.methods.streams.native import NativeTrail
 from anabranch.methods.streams.rider import trail
@@ -580,7 +581,7 @@ def test_drafts_as_in_pytorch(
     draft = StreamDraft(model, adapter, options)
     ours = draft.native
     assert ours is not None
-    alike, off, row = 0.0, 0.0, RowVocabulary(draft)
+    alike, off, row = 0.0, 0.0, RowVocabulary(draft.head)
     for seed in range(20):
         states = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(seed)).to(dtype)
         row.extend(tokens(3 * seed))
@@ -619,7 +620,7 @@ def test_levels_score_the_blocks_of_a_streams_best_tokens(dtype: torch.dtype) ->
     assert pack_decoder(model)
     draft = StreamDraft(model, adapter, DraftOptions(nodes=12))
     assert draft.native is not None
-    row, seen = RowVocabulary(draft), set()
+    row, seen = RowVocabulary(draft.head), set()
     row.extend(range(vocabulary, vocabulary + 40))
     for seed in range(10):
         states = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(seed))

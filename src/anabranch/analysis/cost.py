@@ -26,7 +26,6 @@ from anabranch.methods.counting import (
     matrix_weights,
     parameters,
 )
-from anabranch.model.blocks import Block
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import model_config
 from anabranch.model.weights import build_decoder
@@ -145,16 +144,6 @@ def _hydra(decoder: Decoder, s: DraftShape) -> DraftCost:
     return _once(heads)
 
 
-def _eagle(decoder: Decoder, s: DraftShape) -> DraftCost:
-    """gamma steps of a 2h x h matrix and one decoder layer, each followed by the target's head (Li et al. 2024)."""
-    config = decoder.config
-    own = nn.ModuleList((nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False), Block(config)))
-    read = matrix_weights(own) + decoder.head.weight.numel()
-    cache = 2 * config.num_kv_heads * config.head_dim * s.context
-    operations = 2 * read + attention_operations(config, s.context)
-    return DraftCost(parameters(own), s.gamma * WEIGHT_BYTES * (read + cache), s.gamma * operations)
-
-
 def _lookahead(decoder: Decoder, s: DraftShape) -> DraftCost:
     """(W + G)(N - 1) more rows in the target's own pass; no parameters and no extra reads (Fu et al. 2024)."""
     rows = (s.window + s.guesses) * (s.ngram - 1)
@@ -173,7 +162,6 @@ def _counts() -> dict[str, Count]:
         "draft model": _draft_model,
         "medusa": _medusa,
         "hydra": _hydra,
-        "eagle": _eagle,
         "lookahead": _lookahead,
     }
     for method in registered():

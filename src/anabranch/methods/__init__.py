@@ -10,6 +10,7 @@ from torch import nn
 from anabranch.errors import InputError
 from anabranch.methods import (
     draft_model,
+    eagle,
     lookahead,
     ngram,
     none,
@@ -49,6 +50,7 @@ _registry: tuple[Method, ...] = (
     rest.METHOD,
     draft_model.METHOD,
     staged.METHOD,
+    eagle.METHOD,
 )
 _own = frozenset(method.name for method in _registry)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
@@ -16,6 +16,8 @@ from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 
 __all__ = ["Config", "Learn", "Trained", "TrainedModule"]
+
+T = TypeVar("T")
 
 
 class Config(Protocol):
@@ -39,9 +41,28 @@ class TrainedModule(nn.Module):
     config: Any
     vocabulary: Tensor
 
+    def __init__(self) -> None:
+        super().__init__()
+        # in a tuple, so that the head is not registered as a submodule
+        self._shared: tuple[nn.Module | None, dict[str, object]] = (None, {})
+
     def num_parameters(self) -> int:
         """The number of trained parameters; works on the meta device."""
         return sum(parameter.numel() for parameter in self.parameters())
+
+    def shared(self, target: Decoder, kind: type[T], make: Callable[[], T]) -> T:
+        """The object of a ``kind`` shared by all drafters of this module and ``target``; built by ``make`` once.
+
+        Packed copies of weights take tens of MB and are the same for every drafter. Only those for one target are kept:
+        another target, or the same one after it was packed, replaces them.
+        """
+        if self._shared[0] is not target.head:
+            self._shared = (target.head, {})
+        kept = self._shared[1]
+        found = kept.get(kind.__name__)
+        if not isinstance(found, kind):
+            found = kept[kind.__name__] = make()
+        return found
 
 
 class Learn(Protocol):

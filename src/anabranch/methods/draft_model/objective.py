@@ -20,12 +20,12 @@ from anabranch.errors import InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.objective import Scores, Segment, segments
 from anabranch.learning.replay import Accuracy, Replay, evaluation, walk
+from anabranch.learning.target import run_frozen
 from anabranch.methods.base import Row
-from anabranch.methods.draft_model.drafter import DraftModelDrafter, Shape
+from anabranch.methods.draft_model.drafter import DraftModelDrafter
 from anabranch.methods.draft_model.module import DraftModule
-from anabranch.model.cache import Cache
+from anabranch.methods.growing import Shape
 from anabranch.model.decoder import Decoder
-from anabranch.model.inputs import Inputs
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
 
@@ -115,16 +115,9 @@ class DraftObjective:
         self.options = options or LossOptions()
         self.frozen = target if frozen is None else frozen
 
-    @torch.no_grad()
     def freeze(self, batch: Batch) -> Tensor:
         """The target's states after the last norm [B, T, H]."""
-        rows, width = batch.tokens_BT.shape
-        cache = Cache(self.target.config, rows=rows, capacity=width, dtype=self.target.dtype, device=self.target.device)
-        for _ in range(rows):
-            cache.add_row()
-        with self.frozen.decoding():
-            found = self.frozen(Inputs.of_chains(batch.tokens_BT.numpy()), cache, need="hidden", planned=width)
-        return torch.stack([found.hidden_MD[found.nodes(row)] for row in range(rows)]).to(self.target.dtype)
+        return run_frozen(self.target, batch, frozen=self.frozen).hidden_BTD
 
     def keep(self, frozen: Tensor, keep: Callable[[Tensor], Tensor]) -> Tensor:
         """The tensor replaced by ``keep(tensor)``."""

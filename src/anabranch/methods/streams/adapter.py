@@ -6,8 +6,7 @@ B rows of the batch, N nodes, S streams, R rows of a pass, D model width, H quer
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -20,13 +19,10 @@ from anabranch.methods.streams.scorer import Conditioner
 from anabranch.methods.trained import TrainedModule
 from anabranch.model.blocks import MLP, Block
 from anabranch.model.config import ModelConfig
-from anabranch.model.decoder import Decoder
 from anabranch.model.native_linear import NativeLinear
 from anabranch.model.pack import Packable, PackedLinear, PackedWeight, packed_like
 
 __all__ = ["StreamAdapter", "StreamLayer"]
-
-T = TypeVar("T")
 
 
 class LowRank(nn.Module):
@@ -190,22 +186,6 @@ class StreamAdapter(TrainedModule):
         )
         ids = torch.arange(model.vocab_size) if vocabulary is None else vocabulary.long().cpu()
         self.register_buffer("vocabulary", ids, persistent=True)
-        # in a tuple, so that the head is not registered as a submodule
-        self._shared: tuple[nn.Module | None, dict[str, object]] = (None, {})
-
-    def shared(self, target: Decoder, kind: type[T], make: Callable[[], T]) -> T:
-        """The object of a ``kind`` shared by all drafters of this adapter and ``target``; built by ``make`` once.
-
-        Packed copies of weights take tens of MB and are the same for every drafter. Only those for one target are kept:
-        another target, or the same one after it was packed, replaces them.
-        """
-        if self._shared[0] is not target.head:
-            self._shared = (target.head, {})
-        kept = self._shared[1]
-        found = kept.get(kind.__name__)
-        if not isinstance(found, kind):
-            found = kept[kind.__name__] = make()
-        return found
 
     def layer(self, index: int) -> StreamLayer:
         """The trained part of the target's layer ``index`` (counted from the bottom of the target)."""

@@ -11,39 +11,32 @@ B rows of the batch, F frontier nodes, S streams, V vocabulary, Vd draft vocabul
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.errors import InputError
-from anabranch.memory import give_back
+from anabranch.methods.draft_head import TRUST, DraftHead, Drawn, DrawNoise, RowVocabulary, Words
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.kernels import DraftConfig, StreamKernels
 from anabranch.model.decoder import Decoder
 from anabranch.model.graphs import Graphs
 from anabranch.model.native_linear import NativeLinear, table_of
-from anabranch.model.pack import packed_like
 from anabranch.native import library as native
-from anabranch.sampling import SamplingParams, gumbels_of, halves, inverse_cdf, target_probs
+from anabranch.sampling import SamplingParams, inverse_cdf, target_probs
 from anabranch.tree import DraftTree
 
-__all__ = ["DraftOptions", "DrawNoise", "RowVocabulary", "StreamDraft"]
+__all__ = ["DraftOptions", "StreamDraft"]
 
-# Confidence in a stream's sampled tokens: (scores + noise) times this are the logits of its acceptance probability.
-# Measured with the default model at temperature 1 (docs/log.md).
-TRUST = 0.85
-SCORES: Literal["int8"] = "int8"  # quantisation of the draft head, finer than that of other weights of drafts
 # Number of blocks of 32 draft tokens for which the kernels compute conditioned scores: those with a stream's best
 # tokens without conditioning; at least four times the nodes of a tree (docs/log.md).
 BLOCKS = 64
-OWN = 64  # in CUDA graphs the rows' own tokens are padded to a multiple of this, for few distinct shapes
 MOST_NODES = 1024  # limit of a product tree, which grows with k ** depth
 
 
@@ -106,18 +99,6 @@ class DraftOptions:
             )
 
 
-@dataclass(frozen=True)
-class DrawNoise:
-    """The noise for drafting sampled tokens of a row: the temperature, and the keys of the positions by level [D].
-
-    The target samples the argmax of logits / temperature + ``sampling.gumbels``. Streams add the same noise to their
-    scores: with the target's scores, every draft would be accepted.
-    """
-
-    temperature: float
-    keys_D: NDArray[np.uint64]
-
-
 @dataclass
 class _Level:
     """Candidates of one depth: tokens, joint log probabilities and parent slot in the frontier above, each [B, F k]."""
@@ -125,74 +106,6 @@ class _Level:
     tokens: Tensor
     joint: Tensor
     parents: Tensor
-
-
-class RowVocabulary:
-    """The tokens of a row's text that are not in the draft vocabulary, with their rows of the head.
-
-    Names and numbers of a prompt are rare in general but frequent in its answer, so they are added to the draft
-    vocabulary of this row once they occur in its text.
-    """
-
-    def __init__(self, draft: StreamDraft) -> None:
-        self._draft = draft
-        self._read = 0
-        self._known: set[int] = set()
-        self._new: list[int] = []
-        self.ids = draft.vocabulary[:0]
-        self.head_XD = draft.target.head_rows(self.ids)
-        self.bias_X = None if draft.bias is None else draft.bias[:0]
-        self.head: Callable[[Tensor], Tensor] | None = None  # packed if the target's is
-
-    def extend(self, text: Sequence[int]) -> RowVocabulary:
-        """Add the tokens of ``text`` (which only grows) that are new since the last call."""
-        common = self._draft.common
-        for token in text[self._read :]:
-            if token not in common and token not in self._known:
-                self._known.add(token)
-                self._new.append(token)
-        self._read = len(text)
-        if self._new:
-            ids = torch.tensor(self._new, device=self.ids.device)
-            self._new = []
-            self.ids = torch.cat((self.ids, ids))
-            self.head_XD = torch.cat((self.head_XD, self._draft.target.head_rows(ids)))
-            if self.bias_X is not None and self._draft.bias is not None:
-                self.bias_X = torch.cat((self.bias_X, self._draft.bias[ids]))
-            self.head = packed_like(self._draft.target.head, self.head_XD, self.bias_X, SCORES)
-        return self
-
-
-@dataclass
-class _Vocabulary:
-    """The vocabulary of a batch of rows: ids [B, V'], and the rows' own part of the head, padded [B, X, D]."""
-
-    ids_BV: Tensor
-    own_BXD: Tensor | None = None
-    offset_B1X: Tensor | None = None
-    head: Callable[[Tensor], Tensor] | None = None  # if there is only one row
-
-
-class _DraftHead:
-    """The head's rows for an adapter's draft vocabulary, shared by all drafters of the target and the adapter.
-
-    vocabulary  [Vd] token ids on the target's device; ``common`` has the same ids
-    bias        [V] of the full head, if it has one
-    scores      states [..., D] -> scores of the draft vocabulary [..., Vd]
-    """
-
-    def __init__(self, target: Decoder, adapter: StreamAdapter) -> None:
-        self.vocabulary = adapter.vocabulary.to(target.device)
-        self.common = frozenset(self.vocabulary.tolist())
-        self.bias: Tensor | None = target.head.bias
-        # a contiguous copy of the frequent tokens' head rows: reading them dominates the cost of a draft
-        whole = len(self.vocabulary) == target.config.vocab_size
-        rows = target.head.weight if whole and target.backend.kernels is None else target.head_rows(self.vocabulary)
-        bias = None if self.bias is None else self.bias[self.vocabulary]
-        packed = packed_like(target.head, rows, bias, SCORES)
-        self.scores: Callable[[Tensor], Tensor] = packed or partial(F.linear, weight=rows, bias=bias)
-        del rows
-        give_back()
 
 
 class StreamDraft:
@@ -208,13 +121,7 @@ class StreamDraft:
         self.options.check_size(self.depth)
         self.graphs = Graphs()
         self.conditioner = adapter.conditioner if self.options.condition else None
-        shared = adapter.shared(target, _DraftHead, lambda: _DraftHead(target, adapter))
-        self.vocabulary, self.common, self.bias, self.head = (
-            shared.vocabulary,
-            shared.common,
-            shared.bias,
-            shared.scores,
-        )
+        self.head = adapter.shared(target, DraftHead, lambda: DraftHead(target, adapter.vocabulary))
         if self.conditioner is not None:
             self.conditioner.pack(target.head)
 
@@ -223,44 +130,11 @@ class StreamDraft:
         """The same with the native kernels, if they support it; created on first use, since training needs none."""
         return NativeDraft.of(self)
 
-    def _vocabulary(self, rows: Sequence[RowVocabulary] | None, count: int) -> _Vocabulary:
-        ids = self.vocabulary.expand(count, -1)
-        widest = max((len(row.ids) for row in rows or ()), default=0)
-        if self.target.backend.capture is not None:
-            widest = -(-max(widest, 1) // OWN) * OWN  # few shapes
-        if rows is None or widest == 0:
-            return _Vocabulary(ids)
-        if count == 1 and rows[0].head is not None:
-            return _Vocabulary(torch.cat((ids, rows[0].ids[None]), dim=1), head=rows[0].head)
-        own_ids = torch.zeros(count, widest, dtype=torch.long, device=ids.device)
-        width = self.target.config.hidden_size
-        own = torch.zeros(count, widest, width, dtype=self.target.dtype, device=ids.device)
-        offset = torch.full((count, 1, widest), float("-inf"), device=ids.device)
-        for b, row in enumerate(rows):
-            n = len(row.ids)
-            own_ids[b, :n], own[b, :n] = row.ids, row.head_XD
-            offset[b, 0, :n] = 0.0 if row.bias_X is None else row.bias_X.float()
-        return _Vocabulary(torch.cat((ids, own_ids), dim=1), own, offset)
-
-    def logits(self, states_BFD: Tensor, words: _Vocabulary) -> Tensor:
-        """Scores over the draft vocabulary and the rows' own tokens [B, F, V'], float32."""
-        z = self._cap(self.head(states_BFD).float())
-        if words.head is not None:
-            return torch.cat((z, self._cap(words.head(states_BFD).float())), dim=-1)
-        if words.own_BXD is None or words.offset_B1X is None:
-            return z
-        own = (states_BFD.to(words.own_BXD.dtype) @ words.own_BXD.transpose(1, 2)).float() + words.offset_B1X
-        # mask padding again: the soft cap makes minus infinity finite
-        return torch.cat((z, self._cap(own).masked_fill(words.offset_B1X.isinf(), float("-inf"))), dim=-1)
-
     def _shortlist_logits(self, states_BFD: Tensor, tokens_Bn: Tensor) -> Tensor:
         rows_BnD = self.target.head_rows(tokens_Bn)
         z = (states_BFD.to(rows_BnD.dtype) @ rows_BnD.transpose(1, 2)).float()
-        return self._cap(z if self.bias is None else z + self.bias[tokens_Bn][:, None])
-
-    def _cap(self, z: Tensor) -> Tensor:
-        cap = self.target.config.logit_softcap
-        return z if cap is None else torch.tanh(z / cap) * cap
+        bias = self.head.bias
+        return self.head.capped(z if bias is None else z + bias[tokens_Bn][:, None])
 
     def condition(self, states: Tensor, tokens: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """A stream's states [B, 1, D] conditioned on parent tokens [B, F]: [B, F, D], or unchanged."""
@@ -298,21 +172,12 @@ class StreamDraft:
         options = self.options
         budget = options.nodes if options.tree == "best" else None
         floor = math.log(options.threshold) if options.threshold else -math.inf
-        levels = self._captured(states_BSD, torch.tensor(roots), self._vocabulary(rows, len(roots)), self._drawn(noise))
+        words, drawn = self.head.words(rows, len(roots)), DrawNoise.together(noise, self.depth)
+        levels = self._captured(states_BSD, torch.tensor(roots), words, drawn)
         host = _to_host(levels)
         return [_collect(root, [(t[b], j[b], p[b]) for t, j, p in host], budget, floor) for b, root in enumerate(roots)]
 
-    def _drawn(self, noise: Sequence[DrawNoise | None]) -> tuple[Tensor, ...]:
-        """The noise of rows as tensors: halves of keys [B, D], temperatures [B], and whether a row is sampled [B]."""
-        if not any(noise):
-            return ()
-        keys_BD = np.stack([np.zeros(self.depth, np.uint64) if n is None else n.keys_D[: self.depth] for n in noise])
-        temperatures_B = torch.tensor([1.0 if n is None else n.temperature for n in noise])
-        return *halves(keys_BD), temperatures_B, torch.tensor([n is not None for n in noise])
-
-    def _captured(
-        self, states_BSD: Tensor, roots_B: Tensor, words: _Vocabulary, drawn: tuple[Tensor, ...]
-    ) -> list[_Level]:
+    def _captured(self, states_BSD: Tensor, roots_B: Tensor, words: Words, drawn: Drawn | None) -> list[_Level]:
         """``_grow``, captured as a graph where the backend captures them."""
         own = () if words.own_BXD is None or words.offset_B1X is None else (words.own_BXD, words.offset_B1X)
 
@@ -320,14 +185,15 @@ class StreamDraft:
             told = replace(words, ids_BV=ids_BV)
             if own:
                 told.own_BXD, told.offset_B1X = more[: len(own)]
-            levels = self._grow(states_BSD, roots_B, told, more[len(own) :])
+            levels = self._grow(states_BSD, roots_B, told, Drawn(*more[len(own) :]) if drawn is not None else None)
             return tuple(part for level in levels for part in (level.tokens, level.joint, level.parents))
 
-        key, inputs = (words.ids_BV.shape, len(drawn)), (states_BSD, roots_B, words.ids_BV, *own, *drawn)
+        key = (words.ids_BV.shape, drawn is not None)
+        inputs = (states_BSD, roots_B, words.ids_BV, *own, *(drawn or ()))
         found = self.graphs.run(self.target.backend.capture, key, compute, inputs, states_BSD.device)
         return [_Level(*found[i : i + 3]) for i in range(0, len(found), 3)]
 
-    def _grow(self, states_BSD: Tensor, roots_B: Tensor, words: _Vocabulary, drawn: tuple[Tensor, ...]) -> list[_Level]:
+    def _grow(self, states_BSD: Tensor, roots_B: Tensor, words: Words, drawn: Drawn | None) -> list[_Level]:
         options = self.options
         k = options.children
         tokens, joint = roots_B[:, None], torch.zeros(len(roots_B), 1, device=roots_B.device)
@@ -335,20 +201,16 @@ class StreamDraft:
         shortlists: Tensor | None = None
         if options.shortlist and self.conditioner is not None:
             n = min(options.shortlist, words.ids_BV.shape[1])
-            best = self.logits(states_BSD[:, : self.depth], words).topk(n, dim=-1).indices
+            best = self.head.logits(states_BSD[:, : self.depth], words).topk(n, dim=-1).indices
             shortlists = words.ids_BV.gather(1, best.flatten(1)).view_as(best)
         levels: list[_Level] = []
         for d in range(self.depth):
             states, carried = self.condition(states_BSD[:, d : d + 1], tokens, carried)
             ids = words.ids_BV if shortlists is None else shortlists[:, d]
-            scores = self.logits(states, words) if shortlists is None else self._shortlist_logits(states, ids)
-            if drawn:
-                low_BD, high_BD, temperatures_B, draws_B = drawn
-                own_BV = gumbels_of(low_BD[:, d : d + 1], high_BD[:, d : d + 1], ids)
-                noisy = (scores / temperatures_B[:, None, None] + own_BV[:, None]) * TRUST
-                scores = torch.where(draws_B[:, None, None], noisy, scores)
-            log_probs, best = self._best(scores, min(k, ids.shape[1]))
-            log_probs = log_probs.nan_to_num(nan=-math.inf, neginf=-math.inf)  # states may have overflowed
+            scores = self.head.logits(states, words) if shortlists is None else self._shortlist_logits(states, ids)
+            if drawn is not None:
+                scores = drawn.added(scores, ids, slice(d, d + 1))
+            log_probs, best = self.head.best(scores, min(k, ids.shape[1]))
             level = _children(ids, best, joint[:, :, None] + log_probs)
             width = level.tokens.shape[1]
             if options.tree == "best":
@@ -367,13 +229,6 @@ class StreamDraft:
                 index = level.parents[:, :width, None].expand(-1, -1, carried.shape[-1])
                 carried = carried.gather(1, index)
         return levels
-
-    def _best(self, scores_BFV: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The log probabilities and indices [B, F, k] of the k best tokens."""
-        if not isinstance(self.head, NativeLinear):
-            return scores_BFV.log_softmax(-1).topk(k, dim=-1)
-        values, places = self.head.kernels.best(scores_BFV.flatten(0, 1), k)
-        return values.view(*scores_BFV.shape[:2], k), places.view(*scores_BFV.shape[:2], k)
 
     def _worth_expanding(self, levels: list[_Level], width: int) -> int:
         """How many of the last level's nodes, best first, may have children within the budget, in any row.
@@ -407,7 +262,7 @@ class StreamDraft:
         """
         k = self.options.children
         vocabulary = self.target.config.vocab_size
-        words = self._vocabulary(None if row is None else [row], 1)
+        words = self.head.words(None if row is None else [row], 1)
         tokens, parents, probs = [root], [-1], []
         carried: Tensor | None = None
         frontier = [0]
@@ -415,7 +270,7 @@ class StreamDraft:
             above = torch.tensor([[tokens[i] for i in frontier]], device=states_SD.device)
             states, carried = self.condition(states_SD[None, d : d + 1], above, carried)
             scores = torch.full((len(frontier), vocabulary), float("-inf"), device=states_SD.device)
-            scores[:, words.ids_BV[0]] = self.logits(states, words)[0].expand(len(frontier), -1)
+            scores[:, words.ids_BV[0]] = self.head.logits(states, words)[0].expand(len(frontier), -1)
             q = target_probs(scores, params)
             probs.append(q)
             uniforms = noise.random((k, len(frontier)))
@@ -445,14 +300,15 @@ class NativeDraft:
     def __init__(self, draft: StreamDraft, linears: dict[str, NativeLinear], head: NativeLinear) -> None:
         options, chain = draft.options, draft.options.tree == "chain"
         self._kernels, self._sources = StreamKernels(head.kernels), _sources(np.arange(draft.depth + 1))
-        self._kept = (linears, head, draft.vocabulary, draft.target.embedding)
+        vocabulary = draft.head.vocabulary
+        self._kept = (linears, head, vocabulary, draft.target.embedding)
         self._config = DraftConfig(
             embedding=table_of(draft.target),
             head=head.packed,
-            ids=draft.vocabulary.data_ptr(),
+            ids=vocabulary.data_ptr(),
             d=draft.target.config.hidden_size,
             depth=draft.depth,
-            children=min(options.children, len(draft.vocabulary)),
+            children=min(options.children, len(vocabulary)),
             nodes=draft.depth + 1 if chain else options.nodes,
             frontier=1 if chain else options.frontier,
             blocks=max(BLOCKS, 4 * options.nodes),
@@ -465,17 +321,17 @@ class NativeDraft:
     def of(draft: StreamDraft) -> NativeDraft | None:
         """None unless the target runs on the kernels, with path conditioning and best-first trees or chains."""
         conditioner, width = draft.conditioner, draft.target.config.hidden_size
-        if conditioner is None or not isinstance(draft.head, NativeLinear):
+        if conditioner is None or not isinstance(draft.head.scores, NativeLinear):
             return None
         linears = {name: linear for name, linear in conditioner.packed.items() if isinstance(linear, NativeLinear)}
         known = len(linears) == 4 and conditioner.rank % native.BLOCK == 0 and width % native.BLOCK == 0
-        plain = draft.options.tree != "product" and not draft.options.shortlist and draft.bias is None
+        plain = draft.options.tree != "product" and not draft.options.shortlist and draft.head.bias is None
         if (
             not (known and plain and width <= native.MAX_EMBEDDING_WIDTH)
             or draft.target.config.logit_softcap is not None
         ):
             return None
-        return NativeDraft(draft, linears, draft.head)
+        return NativeDraft(draft, linears, draft.head.scores)
 
     def __call__(self, states_SD: Tensor, root: int, row: RowVocabulary | None, noise: DrawNoise | None) -> DraftTree:
         """The tree of one row."""

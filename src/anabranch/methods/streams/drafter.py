@@ -6,21 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods.base import Drafter, Observation, Row, Taps
+from anabranch.methods.draft_head import DrawNoise, RowVocabulary
 from anabranch.methods.streams.adapter import StreamAdapter
-from anabranch.methods.streams.draft import DraftOptions, DrawNoise, RowVocabulary, StreamDraft
+from anabranch.methods.streams.draft import DraftOptions, StreamDraft
 from anabranch.methods.streams.native import NativeTrail
 from anabranch.methods.streams.rider import StreamRider, trail
 from anabranch.model.blocks import Block
 from anabranch.model.decoder import Decoder
 from anabranch.model.graphs import span_bucket
 from anabranch.model.passes import Rider
-from anabranch.sampling import MIN_TEMPERATURE, SamplingParams, generator, position_keys
+from anabranch.sampling import SamplingParams, generator
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule
 
@@ -127,7 +127,7 @@ class StreamDrafter(Drafter):
 
     def join(self, row: Row) -> None:
         """A new row has no stream states before its first step."""
-        row.state[self] = _State(RowVocabulary(self.tree))
+        row.state[self] = _State(RowVocabulary(self.tree.head))
 
     def _sized(self, budget: int) -> StreamDraft:
         """The builder of best-first trees of ``budget`` nodes; all sizes share packed weights."""
@@ -151,7 +151,7 @@ class StreamDrafter(Drafter):
                 budget = min(budget, draft.options.nodes) - 1
                 draft = self._sized(budget)
             words = [self._words(rows[b]) for b in batch]
-            roots, drawn = [rows[b].root for b in batch], [self._noise(rows[b], draft.depth) for b in batch]
+            roots, drawn = [rows[b].root for b in batch], [DrawNoise.of(rows[b], draft.depth) for b in batch]
             for b, tree in zip(batch, draft.build(states, roots, words, drawn), strict=True):
                 limit = rows[b].max_depth
                 fits = draft.depth <= limit or tree.max_depth <= limit
@@ -168,14 +168,6 @@ class StreamDrafter(Drafter):
     def _states(self, row: Row) -> Tensor | None:
         state: _State = row.state[self]
         return state.states_SD
-
-    def _noise(self, row: Row, depth: int) -> DrawNoise | None:
-        """The noise with which the target will sample the next tokens of a row."""
-        sampling = row.sampling
-        if sampling.greedy:
-            return None
-        positions = len(row.tokens) + np.arange(depth)
-        return DrawNoise(max(sampling.temperature, MIN_TEMPERATURE), position_keys(sampling.seed, positions))
 
     def _words(self, row: Row) -> RowVocabulary:
         state: _State = row.state[self]

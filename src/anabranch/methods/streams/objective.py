@@ -21,13 +21,12 @@ from anabranch.errors import CapabilityError, InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import Vocabulary, VocabularyLoss
 from anabranch.learning.objective import Scores, Segment, segments
+from anabranch.learning.target import run_frozen
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.prune import early_exit_logits
 from anabranch.methods.streams.replay import evaluate
 from anabranch.methods.streams.rider import trail
-from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
-from anabranch.model.inputs import Inputs
 
 __all__ = ["Frozen", "LossOptions", "StreamObjective"]
 
@@ -103,23 +102,13 @@ class StreamObjective:
         """The draft vocabulary with the batch's own tokens; decoding adds a row's own tokens in the same way."""
         return Vocabulary.of(self.target, self.adapter.vocabulary, batch.tokens_BT)
 
-    @torch.no_grad()
     def freeze(self, batch: Batch) -> Frozen:
         """Run the target over the batch."""
-        rows, width = batch.tokens_BT.shape
-        cache = Cache(self.target.config, rows=rows, capacity=width, dtype=self.target.dtype, device=self.target.device)
-        for _ in range(rows):
-            cache.add_row()
-        start, inputs = self.adapter.start, Inputs.of_chains(batch.tokens_BT.numpy())
-        with self.frozen.decoding():
-            found = self.frozen(inputs, cache, taps=(start,), need="hidden", planned=width)
-        entry, hidden = (
-            torch.stack([x_MD[found.nodes(row)] for row in range(rows)])
-            for x_MD in (found.taps[start], found.hidden_MD)
-        )
+        start = self.adapter.start
+        found = run_frozen(self.target, batch, frozen=self.frozen, taps=(start,))
         # copies, so that the cache of the lower layers is freed
-        keys, values = cache.keys[start:].clone(), cache.values[start:].clone()
-        return Frozen(entry.to(self.target.dtype), hidden, list(zip(keys, values, strict=True)))
+        keys, values = found.cache.keys[start:].clone(), found.cache.values[start:].clone()
+        return Frozen(found.taps[start], found.hidden_BTD, list(zip(keys, values, strict=True)))
 
     def keep(self, frozen: Frozen, keep: Callable[[Tensor], Tensor]) -> Frozen:
         """A copy with every tensor replaced by ``keep(tensor)``."""

@@ -16,8 +16,9 @@ from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import Vocabulary, hits
 from anabranch.learning.objective import Objective
 from anabranch.learning.replay import Accuracy, Replay, evaluation, walk
+from anabranch.methods.draft_head import RowVocabulary
 from anabranch.methods.streams.adapter import StreamAdapter
-from anabranch.methods.streams.draft import DraftOptions, RowVocabulary, StreamDraft
+from anabranch.methods.streams.draft import DraftOptions, StreamDraft
 from anabranch.model.decoder import Decoder
 from anabranch.tree import DraftTree
 
@@ -68,7 +69,7 @@ def _record(objective: StreamPredictions[Any], examples: Sequence[Example], rows
 def _walk(total: Replay, recorded: _Recorded, draft: StreamDraft) -> None:
     texts = [(*example.prompt_ids, *example.answer_ids) for example in recorded.group]
     starts = recorded.batch.starts_B.tolist()
-    words = [RowVocabulary(draft) for _ in texts]
+    words = [RowVocabulary(draft.head) for _ in texts]
 
     def propose(active: Sequence[int], at: Sequence[int]) -> list[DraftTree]:
         offsets = torch.tensor([position - starts[b] for b, position in zip(active, at, strict=True)])
