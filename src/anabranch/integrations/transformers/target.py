@@ -147,5 +147,6 @@ def _hooked(model: Any) -> Iterator[str]:
     for name, module in model.named_modules():
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         own = any(not getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks)
-        if own or "forward" in vars(module):
+        forward = getattr(module.forward, "__func__", None)
+        if own or forward is not type(module).forward:
             yield name
