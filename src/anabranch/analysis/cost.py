@@ -124,13 +124,6 @@ def _draft_model(decoder: Decoder, s: DraftShape) -> DraftCost:
     return DraftCost(parameters(small), s.gamma * WEIGHT_BYTES * (read + cache), s.gamma * (2 * read + attention))
 
 
-def _medusa(decoder: Decoder, s: DraftShape) -> DraftCost:
-    """gamma heads, each a residual block and an output head: gamma (h^2 + h v) parameters (Cai et al. 2024)."""
-    h, v = decoder.config.hidden_size, decoder.config.vocab_size
-    heads = nn.ModuleList(nn.Sequential(nn.Linear(h, h), nn.Linear(h, v, bias=False)) for _ in range(s.gamma))
-    return _once(heads)
-
-
 def _hydra(decoder: Decoder, s: DraftShape) -> DraftCost:
     """Medusa's heads conditioned on the previous tokens: head i also reads i + 1 embeddings (Ankner et al. 2024).
 
@@ -160,7 +153,6 @@ def _once(heads: nn.Module) -> DraftCost:
 def _counts() -> dict[str, Count]:
     found: dict[str, Count] = {
         "draft model": _draft_model,
-        "medusa": _medusa,
         "hydra": _hydra,
         "lookahead": _lookahead,
     }

@@ -12,6 +12,7 @@ from anabranch.methods import (
     draft_model,
     eagle,
     lookahead,
+    medusa,
     ngram,
     none,
     prompt_lookup,
@@ -49,6 +50,7 @@ _registry: tuple[Method, ...] = (
     ngram.METHOD,
     rest.METHOD,
     draft_model.METHOD,
+    medusa.METHOD,
     staged.METHOD,
     eagle.METHOD,
 )

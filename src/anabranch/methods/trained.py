@@ -89,6 +89,7 @@ class Trained:
     describe   a module's config -> its size in a few words, for the card
     begin      (module with fresh weights, trained module): copy the trained weights into the fresh module, which may be
                larger. Raises InputError that names what does not fit
+    fresh      (target, module with fresh weights): copy those weights of the target that training begins with
     export     (folder, trained module, target): write the module in a form of its own beside the adapter, if there is
                one; a folder ``model`` inside the adapter's receives it
     published  the layouts of others' checkpoints that are read as adapters of this method
@@ -105,6 +106,7 @@ class Trained:
     describe: Callable[[Any], str]
     begin: Callable[[Any, Any], None]
     export: Callable[[Path, Any, Any], None] | None = None
+    fresh: Callable[[Decoder, Any], None] | None = None
     published: tuple[Layout, ...] = ()
 
     def recipe(self, name: str | None = None, given: Mapping[str, Any] | None = None) -> Recipe:

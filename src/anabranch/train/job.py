@@ -127,6 +127,8 @@ def train_adapter(
     torch.manual_seed(recipe.options.seed)  # for the initial weights; besides, only the order of batches is random
     vocabulary = _vocabulary(target, recipe, training)
     module = method.trained.make(target.config, recipe.config, vocabulary).to(target.decoder.device)
+    if method.trained.fresh is not None:
+        method.trained.fresh(target.decoder, module)
     begun = None if init is None else _begin(method, method.trained, module, init, target)
     check_folder(folder, "the adapter", "folder (--out)")
     objective = method.trained.objective(target.decoder, module, recipe, frozen=_frozen(target))

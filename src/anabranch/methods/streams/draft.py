@@ -142,6 +142,10 @@ class StreamDraft:
             return states, None
         return self.conditioner(states, self.target.embedding(tokens), carried)  # type: ignore[no-any-return]
 
+    def row(self) -> RowVocabulary:
+        """The own tokens of a new row."""
+        return RowVocabulary(self.head)
+
     # -- deterministic trees ------------------------------------------------------------------------
     def build(
         self,

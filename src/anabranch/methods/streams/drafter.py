@@ -127,7 +127,7 @@ class StreamDrafter(Drafter):
 
     def join(self, row: Row) -> None:
         """A new row has no stream states before its first step."""
-        row.state[self] = _State(RowVocabulary(self.tree.head))
+        row.state[self] = _State(self.tree.row())
 
     def _sized(self, budget: int) -> StreamDraft:
         """The builder of best-first trees of ``budget`` nodes; all sizes share packed weights."""

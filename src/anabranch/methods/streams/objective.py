@@ -21,10 +21,12 @@ from anabranch.errors import CapabilityError, InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import Vocabulary, VocabularyLoss
 from anabranch.learning.objective import Scores, Segment, segments
+from anabranch.learning.replay import evaluation
 from anabranch.learning.target import run_frozen
+from anabranch.methods.replay import replay_all
 from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.methods.streams.draft import DraftOptions, StreamDraft
 from anabranch.methods.streams.prune import early_exit_logits
-from anabranch.methods.streams.replay import evaluate
 from anabranch.methods.streams.rider import trail
 from anabranch.model.decoder import Decoder
 
@@ -101,6 +103,10 @@ class StreamObjective:
     def vocabulary(self, batch: Batch) -> Vocabulary:
         """The draft vocabulary with the batch's own tokens; decoding adds a row's own tokens in the same way."""
         return Vocabulary.of(self.target, self.adapter.vocabulary, batch.tokens_BT)
+
+    def vocabularies(self, batch: Batch) -> list[Vocabulary]:
+        """The same for all streams."""
+        return [self.vocabulary(batch)] * self.predictors
 
     def freeze(self, batch: Batch) -> Frozen:
         """Run the target over the batch."""
@@ -218,4 +224,10 @@ class StreamObjective:
 
         The length is also given for a chain, and for the tree without conditioning if the adapter has conditioning.
         """
-        return evaluate(self, examples, nodes=nodes)
+        settings = {"tree": DraftOptions(), "chain": DraftOptions(tree="chain")}
+        settings |= {f"{n} nodes": DraftOptions(nodes=n) for n in nodes}
+        if self.adapter.conditioner is not None:
+            settings["tree without conditioning"] = DraftOptions(condition=False)
+        drafts = {name: StreamDraft(self.target, self.adapter, options) for name, options in settings.items()}
+        totals, accuracy = replay_all(self, drafts, examples)
+        return evaluation(totals, accuracy, self.predictors)
