@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -50,7 +51,7 @@ def eagle(target: Target, *, bias: bool = True, norm: bool = False) -> tuple[dic
 def written(folder: Path, weights: dict[str, Tensor], config: dict[str, Any] | None = None) -> Path:
     """A checkpoint folder with safetensors."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: value.contiguous() for name, value in weights.items()}, folder / "model.safetensors")
+    save_file({name: value.clone() for name, value in weights.items()}, folder / "model.safetensors")
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -123,6 +124,94 @@ def test_eagle_3_is_named(target: Target, tmp_path: Path) -> None:
     weights = {"midlayer.hidden_norm.weight": torch.zeros(32), "fc.weight": torch.zeros(32, 96)}
     with pytest.raises(AdapterError, match="is an EAGLE-3 head"):
         converted(written(tmp_path / "three", weights), target)
+
+
+# -- Medusa -------------------------------------------------------------------------------------------
+class Residual(nn.Module):
+    """Medusa's block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.linear(x))
+
+
+def medusa(target: Target, *, heads: int = 3, layers: int = 2) -> nn.ModuleList:
+    """Medusa's heads, whose state dict is what the authors publish."""
+    torch.manual_seed(2)
+    width, words = target.config.hidden_size, target.config.vocab_size
+    made = nn.ModuleList(
+        nn.Sequential(*(Residual(width) for _ in range(layers)), nn.Linear(width, words, bias=False))
+        for _ in range(heads)
+    )
+    return made.requires_grad_(False)
+
+
+def for_vllm(weights: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
+    """The same weights in vLLM's names."""
+    found = {}
+    for name, value in weights.items():
+        head, layer, *rest = name.split(".")
+        output = int(layer) == layers
+        found[f"lm_heads.{head}.weight" if output else f"blocks.{head}.layers.{layer}.{rest[-1]}"] = value
+    return found
+
+
+@pytest.mark.parametrize("form", ["authors'", "prefixed", "vLLM's"])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_medusa_computes_the_same(target: Target, tmp_path: Path, form: str, layers: int) -> None:
+    made = medusa(target, layers=layers)
+    weights = dict(made.state_dict())
+    if form == "prefixed":
+        weights = {f"medusa_head.{name}": value for name, value in weights.items()}
+    elif form == "vLLM's":
+        weights = for_vllm(weights, layers)
+    found = converted(written(tmp_path / "medusa", weights, {"medusa_num_heads": 2}), target)
+    module: Any = found.module
+    assert found.method.name == "medusa"
+    assert module.config.num_heads == 3
+    states = torch.randn(5, target.config.hidden_size)
+    scored = [
+        F.linear(state, weight)
+        for state, weight in zip(
+            module.predicted(target.decoder, states, torch.zeros(0)).unbind(1), module.weights, strict=True
+        )
+    ]
+    for head, ours in zip(made, scored, strict=True):
+        torch.testing.assert_close(ours, head(states))
+
+
+def test_medusa_as_an_adapter(anabranch: Anabranch, toys: ToyFolders, target: Target, tmp_path: Path) -> None:
+    torch.save(medusa(target).state_dict(), tmp_path / "medusa_lm_head.pt")
+    done = anabranch(
+        *("convert", tmp_path / "medusa_lm_head.pt", "--model", toys.model, "--out", tmp_path / "out", "--json")
+    )
+    assert done.code == 0, done.err
+    record = json.loads(done.out)
+    assert record["method"] == "medusa"
+    assert record["config"] == {"num_heads": 3, "num_layers": 2, "head": "own"}
+    with Model(target, [load_adapter(tmp_path / "out", target)], "medusa") as model:
+        ours = model.generate("the cat", max_new_tokens=12)
+        assert ours.stats.draft_nodes
+        assert ours.token_ids == model.generate("the cat", max_new_tokens=12, drafter="none").token_ids
+
+
+def test_medusa_of_another_target(target: Target, tmp_path: Path) -> None:
+    weights = dict(medusa(target, layers=1).state_dict())
+    gap = {name: value for name, value in weights.items() if not name.startswith("1.")}
+    with pytest.raises(AdapterError, match=r"\[0, 2\] and lacks some"):
+        converted(written(tmp_path / "gap", gap), target)
+    lacking = {name: value for name, value in weights.items() if name != "1.1.weight"}
+    with pytest.raises(AdapterError, match=r"has no 1\.1\.weight"):
+        converted(written(tmp_path / "lacking", lacking), target)
+    small = weights | {"0.1.weight": weights["0.1.weight"][:-1]}
+    with pytest.raises(AdapterError, match=r"0\.1\.weight with the shape \(262, 32\).*asks for \(263, 32\)"):
+        converted(written(tmp_path / "small", small), target)
+    many = {f"{head}{name[1:]}": weights[name] for head in range(17) for name in weights if name.startswith("0.")}
+    with pytest.raises(AdapterError, match="num_heads must be"):
+        converted(written(tmp_path / "many", many), target)
 
 
 # -- files ----------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from anabranch.methods.heads.objective import HeadObjective, LossOptions
 from anabranch.methods.heads.recipes import OPTIONS, change, read_once
 from anabranch.methods.medusa.draft import MedusaDraft
 from anabranch.methods.medusa.module import MedusaModule
+from anabranch.methods.medusa.published import LAYOUTS
 from anabranch.methods.trained import Trained
 from anabranch.model.decoder import Decoder
 
@@ -70,4 +71,5 @@ TRAINED = Trained(
     describe=_describe,
     begin=begin_with,
     fresh=start_from_target,
+    published=LAYOUTS,
 )
