@@ -16,7 +16,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer, TextStreamer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    TextIteratorStreamer,
+    TextStreamer,
+    pipeline,
+)
 from transformers.generation.configuration_utils import WatermarkingConfig
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
@@ -27,6 +38,7 @@ from anabranch.integrations.transformers import SpeculativeOutput, custom_genera
 from anabranch.integrations.transformers.config import HONOURED, REFUSED
 from anabranch.integrations.transformers.target import _kept, model_of
 from model.toys import CASES, VOCABULARY, toy_hf
+from toy_text import ToyFolders
 
 NEW = 14
 # drafts from earlier outputs, so that the second of two equal calls accepts most of them
@@ -270,6 +282,46 @@ def test_max_time() -> None:
 def test_stop_sequence_stopping_criteria() -> None:
     with pytest.raises(ValueError, match="tokenizer"):  # transformers keeps the tokenizer from custom functions
         toy().generate(ids(), stop_strings=["w5"], max_new_tokens=3, **LOOKUP)
+
+
+def test_stop_strings_as_a_criterion(toys: ToyFolders) -> None:
+    model = AutoModelForCausalLM.from_pretrained(toys.model)
+    tokenizer = AutoTokenizer.from_pretrained(toys.model)
+    plain = model.generate(ids(), max_new_tokens=NEW)[0, 9:]
+    criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, [tokenizer.decode(plain[5:7])])])
+    theirs, ours = both(model, ids(), stopping_criteria=criteria)
+    assert torch.equal(theirs, ours)
+    assert ours.shape[1] < 9 + NEW
+
+
+# -- adapters and other models --------------------------------------------------------------------------
+def test_an_adapter_drafts(toys: ToyFolders) -> None:
+    model = AutoModelForCausalLM.from_pretrained(toys.model)
+    theirs = model.generate(ids(), max_new_tokens=NEW)
+    options = {"max_new_tokens": NEW, "custom_generate": custom_generate, "return_dict_in_generate": True}
+    ours = model.generate(ids(), drafter="streams", adapter=toys.adapter, **options)
+    assert torch.equal(theirs, ours.sequences)
+    assert ours.stats[0].draft_nodes
+    with pytest.raises(AdapterError, match="was trained for another"):
+        model.generate(ids(), drafter="streams", adapter=[toys.other], **options)
+    with pytest.raises(CapabilityError, match="needs"):
+        model.generate(ids(), drafter="streams", **options)
+    drafted = model.generate(ids(), drafter=f"draft_model:model={toys.model}", **options)
+    assert torch.equal(theirs, drafted.sequences)
+    assert drafted.stats[0].mean_acceptance_length > 2
+    other = PreTrainedTokenizerFast(tokenizer_object=AutoTokenizer.from_pretrained(toys.model).backend_tokenizer)
+    other.add_tokens(["extra"])
+    release(model)
+    with pytest.raises(CapabilityError, match="another vocabulary than the target"):
+        model.generate(ids(), drafter=f"draft_model:model={toys.model}", target_tokenizer=other, **options)
+
+
+def test_pipelines(toys: ToyFolders) -> None:
+    pipe = pipeline("text-generation", model=str(toys.model), device="cpu")
+    texts = ["the cat and the", "the"]
+    options = {"max_new_tokens": NEW, "batch_size": 2, "do_sample": False}
+    pipe.tokenizer.pad_token, pipe.tokenizer.padding_side = pipe.tokenizer.eos_token, "left"
+    assert pipe(texts, **options, **LOOKUP) == pipe(texts, **options)
 
 
 # -- streamers ----------------------------------------------------------------------------------------

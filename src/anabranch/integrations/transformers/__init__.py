@@ -28,6 +28,7 @@ from anabranch.integrations.transformers.decoding import decode
 from anabranch.integrations.transformers.processors import check_processors, sampling_of
 from anabranch.integrations.transformers.target import model_of, release
 from anabranch.methods import AUTO, Spec, parse_spec
+from anabranch.model.load import name_tokenizer
 from anabranch.stats import Stats
 from anabranch.verify import Rule
 
@@ -55,15 +56,18 @@ def custom_generate(
     drafter: str | Spec = AUTO,
     adapter: str | Path | Sequence[str | Path] | None = None,
     rule: Rule = "match",
+    target_tokenizer: Any = None,
     streamer: Any = None,
     **model_kwargs: Any,
 ) -> Tensor | SpeculativeOutput:
     """The decoding loop of ``model.generate``; pass it as ``custom_generate``, with these options beside it:
 
-    drafter  a method and its settings, as in ``anabranch.load``; "auto" uses those that need no training, and those
-             whose adapter is available
-    adapter  an adapter folder, or several; None: those shipped for this model
-    rule     the verification rule: "match" or "rejection"
+    drafter           a method and its settings, as in ``anabranch.load``; "auto" uses those that need no training, and
+                      those whose adapter is available
+    adapter           an adapter folder, or several; None: those shipped for this model
+    rule              the verification rule: "match" or "rejection"
+    target_tokenizer  the model's tokenizer, with which draft models and tables are compared; None: they are compared by
+                      the size of the vocabulary at most
 
     A ``streamer`` of the ``generate`` call is used.
 
@@ -83,6 +87,8 @@ def custom_generate(
     prompts = prompts_of(input_ids, model_kwargs)
     folders = () if adapter is None else (adapter,) if isinstance(adapter, str | Path) else tuple(adapter)
     target = model_of(model, [Path(folder).expanduser() for folder in folders])
+    if target_tokenizer is not None:
+        name_tokenizer(target.target.decoder, target_tokenizer)
     new = _new_tokens(stopping_criteria, generation_config, input_ids, prompts, target.target.config.max_positions)
     ends = _end_tokens(stopping_criteria)
     recording = bool(
