@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
 
 from anabranch.errors import InputError
 from anabranch.methods import methods as registered
@@ -124,19 +123,6 @@ def _draft_model(decoder: Decoder, s: DraftShape) -> DraftCost:
     return DraftCost(parameters(small), s.gamma * WEIGHT_BYTES * (read + cache), s.gamma * (2 * read + attention))
 
 
-def _hydra(decoder: Decoder, s: DraftShape) -> DraftCost:
-    """Medusa's heads conditioned on the previous tokens: head i also reads i + 1 embeddings (Ankner et al. 2024).
-
-    Its residual connection has a matrix, since the widths differ. One path is counted; a tree runs heads at every node.
-    """
-    h, v = decoder.config.hidden_size, decoder.config.vocab_size
-    heads = nn.ModuleList(
-        nn.ModuleList((nn.Linear((i + 2) * h, h), nn.Linear((i + 2) * h, h), nn.Linear(h, v, bias=False)))
-        for i in range(s.gamma)
-    )
-    return _once(heads)
-
-
 def _lookahead(decoder: Decoder, s: DraftShape) -> DraftCost:
     """(W + G)(N - 1) more rows in the target's own pass; no parameters and no extra reads (Fu et al. 2024)."""
     rows = (s.window + s.guesses) * (s.ngram - 1)
@@ -144,16 +130,9 @@ def _lookahead(decoder: Decoder, s: DraftShape) -> DraftCost:
     return DraftCost(0, 0, rows * per_row)
 
 
-def _once(heads: nn.Module) -> DraftCost:
-    """The cost of heads that are read once per draft."""
-    read = matrix_weights(heads)
-    return DraftCost(parameters(heads), WEIGHT_BYTES * read, 2 * read)
-
-
 def _counts() -> dict[str, Count]:
     found: dict[str, Count] = {
         "draft model": _draft_model,
-        "hydra": _hydra,
         "lookahead": _lookahead,
     }
     for method in registered():

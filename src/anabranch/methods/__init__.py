@@ -11,6 +11,7 @@ from anabranch.errors import InputError
 from anabranch.methods import (
     draft_model,
     eagle,
+    hydra,
     lookahead,
     medusa,
     ngram,
@@ -51,6 +52,7 @@ _registry: tuple[Method, ...] = (
     rest.METHOD,
     draft_model.METHOD,
     medusa.METHOD,
+    hydra.METHOD,
     staged.METHOD,
     eagle.METHOD,
 )

@@ -16,13 +16,14 @@ from anabranch.methods.base import Drafter, Observation, Row
 from anabranch.methods.draft_head import DrawNoise, RowVocabulary
 from anabranch.tree import DraftTree
 
-__all__ = ["HeadDraft", "HeadDrafter"]
+__all__ = ["HeadDraft", "HeadDrafter", "HeadState"]
 
 
 class HeadDraft(Protocol):
     """Builds trees from the states of draft heads."""
 
     max_nodes: int
+    trees: tuple[str, ...]  # the kinds of trees that it builds
 
     def row(self) -> RowVocabulary | None:
         """The own tokens of a new row; None if its drafts have the draft vocabulary only."""
@@ -47,7 +48,7 @@ class HeadDraft(Protocol):
 
 
 @dataclass
-class _State:
+class HeadState:
     """The state of a row: its own part of the draft vocabulary, and the states [S, D] of its last accepted node."""
 
     words: RowVocabulary | None
@@ -72,7 +73,7 @@ class HeadDrafter(Drafter):
 
     def join(self, row: Row) -> None:
         """A new row has no states before its first step."""
-        row.state[self] = _State(self.tree.row())
+        row.state[self] = self._fresh()
 
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
         """Trees from the states of the last step; only the root for rows that have none yet."""
@@ -105,10 +106,19 @@ class HeadDrafter(Drafter):
         result = seen.result
         last = [result.starts_B[seen.slots[i]] + seen.verdicts[i].path[-1] for i in going]
         with torch.inference_mode():
-            states_BSD = self.tree.states(result.hidden_MD[torch.tensor(last, device=result.hidden_MD.device)])
+            last_BD = result.hidden_MD[torch.tensor(last, device=result.hidden_MD.device)]
+            states_BSD = self.tree.states(self._read_by_heads([rows[i] for i in going], last_BD))
         for i, states_SD in zip(going, states_BSD, strict=True):
             self._of(rows[i]).states_SD = states_SD
 
-    def _of(self, row: Row) -> _State:
-        state: _State = row.state[self]
+    def _read_by_heads(self, rows: Sequence[Row], last_BD: Tensor) -> Tensor:
+        """What the heads read for the next draft [B, D]; ``last_BD`` are the target's states of the accepted nodes."""
+        return last_BD
+
+    def _fresh(self) -> HeadState:
+        """The state of a new row."""
+        return HeadState(self.tree.row())
+
+    def _of(self, row: Row) -> HeadState:
+        state: HeadState = row.state[self]
         return state

@@ -222,8 +222,11 @@ class HeadObjective:
 
     def evaluate(self, examples: Sequence[Example], *, nodes: Sequence[int] = ()) -> dict[str, Any]:
         """Predicted mean acceptance length and accuracy by head; "tree" is the default tree of 16 nodes."""
-        shapes = {"tree": TreeShape(), "chain": TreeShape("chain"), "sparse tree": TreeShape("sparse")}
+        drafts = {"tree": self.draft(self.target, self.module, TreeShape())}
+        shapes = {"chain": TreeShape("chain")}
+        if "sparse" in drafts["tree"].trees:
+            shapes["sparse tree"] = TreeShape("sparse")
         shapes |= {f"{n} nodes": TreeShape(nodes=n) for n in nodes}
-        drafts = {name: self.draft(self.target, self.module, shape) for name, shape in shapes.items()}
+        drafts |= {name: self.draft(self.target, self.module, shape) for name, shape in shapes.items()}
         totals, accuracy = replay_all(self, {name: _FromTarget(draft) for name, draft in drafts.items()}, examples)
         return evaluation(totals, accuracy, self.predictors)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from anabranch.errors import InputError
 from anabranch.methods.settings import Settings
 
 __all__ = ["BUDGETS", "HeadSettings", "TreeShape"]
 
-TREES = ("best", "chain", "sparse", "product", "auto")
 MOST = 24  # nodes of a tree whose size follows the load, unless ``nodes`` says otherwise
 MOST_NODES = 1024  # of a product tree, which grows with k ** heads
 BUDGETS = (3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
@@ -70,14 +69,15 @@ class HeadSettings(Settings):
     k      maximum number of children of a node; 0: 10, or in a product tree 3
     """
 
+    trees: ClassVar[tuple[str, ...]] = ("best", "chain", "sparse", "product", "auto")
     tree: str = "best"
     nodes: int = 0
     k: int = 0
     depth: int = 0
 
     def __post_init__(self) -> None:
-        if self.tree not in TREES:
-            raise InputError(f"tree must be a number of nodes or one of {', '.join(TREES)}, got {self.tree!r}")
+        if self.tree not in self.trees:
+            raise InputError(f"tree must be a number of nodes or one of {', '.join(self.trees)}, got {self.tree!r}")
         if self.nodes < 0 or self.nodes == 1:
             raise InputError(f"nodes must be at least 2 (the root and one draft), got {self.nodes}")
         if self.nodes and self.tree in ("chain", "product"):

@@ -32,6 +32,8 @@ RANKS = 1.5
 class MedusaDraft:
     """Builds trees for one target and module."""
 
+    trees: tuple[str, ...] = ("best", "chain", "sparse", "product")
+
     def __init__(self, target: Decoder, module: MedusaModule, shape: TreeShape | None = None) -> None:
         self.shape = shape or TreeShape()
         self.depth = self.shape.heads(module.config.num_heads)

@@ -18,11 +18,11 @@ from typing import Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.errors import InputError
 from anabranch.methods.draft_head import TRUST, DraftHead, Drawn, DrawNoise, RowVocabulary, Words
+from anabranch.methods.levels import Level, collect, sources_of, to_host, worth_expanding
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.kernels import DraftConfig, StreamKernels
 from anabranch.model.decoder import Decoder
@@ -99,15 +99,6 @@ class DraftOptions:
             )
 
 
-@dataclass
-class _Level:
-    """Candidates of one depth: tokens, joint log probabilities and parent slot in the frontier above, each [B, F k]."""
-
-    tokens: Tensor
-    joint: Tensor
-    parents: Tensor
-
-
 class StreamDraft:
     """Builds trees for one target and adapter."""
 
@@ -178,10 +169,13 @@ class StreamDraft:
         floor = math.log(options.threshold) if options.threshold else -math.inf
         words, drawn = self.head.words(rows, len(roots)), DrawNoise.together(noise, self.depth)
         levels = self._captured(states_BSD, torch.tensor(roots), words, drawn)
-        host = _to_host(levels)
-        return [_collect(root, [(t[b], j[b], p[b]) for t, j, p in host], budget, floor) for b, root in enumerate(roots)]
+        host = to_host(levels)
+        return [
+            collect(root, [(t[b], j[b], p[b]) for t, j, p in host], "stream", budget, floor)
+            for b, root in enumerate(roots)
+        ]
 
-    def _captured(self, states_BSD: Tensor, roots_B: Tensor, words: Words, drawn: Drawn | None) -> list[_Level]:
+    def _captured(self, states_BSD: Tensor, roots_B: Tensor, words: Words, drawn: Drawn | None) -> list[Level]:
         """``_grow``, captured as a graph where the backend captures them."""
         own = () if words.own_BXD is None or words.offset_B1X is None else (words.own_BXD, words.offset_B1X)
 
@@ -195,9 +189,9 @@ class StreamDraft:
         key = (words.ids_BV.shape, drawn is not None)
         inputs = (states_BSD, roots_B, words.ids_BV, *own, *(drawn or ()))
         found = self.graphs.run(self.target.backend.capture, key, compute, inputs, states_BSD.device)
-        return [_Level(*found[i : i + 3]) for i in range(0, len(found), 3)]
+        return [Level(*found[i : i + 3]) for i in range(0, len(found), 3)]
 
-    def _grow(self, states_BSD: Tensor, roots_B: Tensor, words: Words, drawn: Drawn | None) -> list[_Level]:
+    def _grow(self, states_BSD: Tensor, roots_B: Tensor, words: Words, drawn: Drawn | None) -> list[Level]:
         options = self.options
         k = options.children
         tokens, joint = roots_B[:, None], torch.zeros(len(roots_B), 1, device=roots_B.device)
@@ -207,7 +201,7 @@ class StreamDraft:
             n = min(options.shortlist, words.ids_BV.shape[1])
             best = self.head.logits(states_BSD[:, : self.depth], words).topk(n, dim=-1).indices
             shortlists = words.ids_BV.gather(1, best.flatten(1)).view_as(best)
-        levels: list[_Level] = []
+        levels: list[Level] = []
         for d in range(self.depth):
             states, carried = self.condition(states_BSD[:, d : d + 1], tokens, carried)
             ids = words.ids_BV if shortlists is None else shortlists[:, d]
@@ -221,10 +215,10 @@ class StreamDraft:
                 # nodes that are not expanded may still be leaves, so they stay candidates after the frontier
                 keep = min(width, options.nodes - 1)
                 joint_falling, order = level.joint.topk(keep, dim=-1)
-                level = _Level(level.tokens.gather(1, order), joint_falling, level.parents.gather(1, order))
+                level = Level(level.tokens.gather(1, order), joint_falling, level.parents.gather(1, order))
                 width = min(options.frontier, keep)
                 if states.device.type == "cpu" and self.target.backend.capture is None:
-                    width = self._worth_expanding([*levels, level], width)
+                    width = worth_expanding([*levels, level], width, options.nodes - 1)
             levels.append(level)
             if width == 0:
                 break
@@ -233,19 +227,6 @@ class StreamDraft:
                 index = level.parents[:, :width, None].expand(-1, -1, carried.shape[-1])
                 carried = carried.gather(1, index)
         return levels
-
-    def _worth_expanding(self, levels: list[_Level], width: int) -> int:
-        """How many of the last level's nodes, best first, may have children within the budget, in any row.
-
-        A child is no more probable than its parent, so a parent below the budget's least probable node has none. Not on
-        a GPU, where reading this on the host costs more than a few rows.
-        """
-        joint = torch.cat([level.joint for level in levels], dim=1)
-        budget = self.options.nodes - 1
-        if joint.shape[1] <= budget:
-            return width
-        least = joint.topk(budget, dim=-1).values[:, -1:]
-        return min(width, int((levels[-1].joint > least).sum(1).max()))
 
     # -- sampled trees, with the distributions they were sampled from ---------------------------------
     @torch.inference_mode()
@@ -294,7 +275,7 @@ class StreamDraft:
             np.asarray(parents, np.int64),
             draft_probs=torch.cat((*probs, leaves)),
             replacement=True,
-            sources=_sources(depths),
+            sources=sources_of("stream", depths.tolist()),
         )
 
 
@@ -303,7 +284,7 @@ class NativeDraft:
 
     def __init__(self, draft: StreamDraft, linears: dict[str, NativeLinear], head: NativeLinear) -> None:
         options, chain = draft.options, draft.options.tree == "chain"
-        self._kernels, self._sources = StreamKernels(head.kernels), _sources(np.arange(draft.depth + 1))
+        self._kernels, self._sources = StreamKernels(head.kernels), sources_of("stream", range(draft.depth + 1))
         vocabulary = draft.head.vocabulary
         self._kept = (linears, head, vocabulary, draft.target.embedding)
         self._config = DraftConfig(
@@ -353,55 +334,9 @@ class NativeDraft:
         return DraftTree(tokens, parents, sources=sources, log_probs=log_probs)
 
 
-def _children(ids_BV: Tensor, best_BFk: Tensor, joint_BFk: Tensor) -> _Level:
+def _children(ids_BV: Tensor, best_BFk: Tensor, joint_BFk: Tensor) -> Level:
     """The k best children of every frontier node; without conditioning they are the same for all nodes of a row."""
     rows, f, k = joint_BFk.shape
     children = ids_BV.gather(1, best_BFk.flatten(1)).view_as(best_BFk).expand(-1, f, -1)
     above = torch.arange(f, device=ids_BV.device)[:, None].expand(rows, f, k)
-    return _Level(children.reshape(rows, -1), joint_BFk.reshape(rows, -1), above.reshape(rows, -1))
-
-
-def _sources(depths: NDArray[np.int64]) -> tuple[str, ...]:
-    return tuple("target" if d == 0 else f"stream {d}" for d in depths.tolist())
-
-
-Candidates = tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]
-
-
-def _to_host(levels: Sequence[_Level]) -> list[Candidates]:
-    """Tokens, joint log probabilities and parents [B, n] of all rows, in one transfer: float64 represents all three."""
-    each = [torch.stack((level.tokens.double(), level.joint.double(), level.parents.double())) for level in levels]
-    host = torch.cat(each, dim=-1).cpu().numpy()
-    bounds = np.cumsum([level.tokens.shape[1] for level in levels])[:-1]
-    split = np.split(host, bounds, axis=-1)
-    return [(t.astype(np.int64), j.astype(np.float32), p.astype(np.int64)) for t, j, p in split]
-
-
-def _collect(root: int, levels: list[Candidates], budget: int | None, floor: float = -math.inf) -> DraftTree:
-    """The tree of the ``budget`` best candidates of all levels (None: all), breadth first.
-
-    ``floor`` is the minimum joint log probability of a node.
-    """
-    sizes = [len(tokens) for tokens, _, _ in levels]
-    joint = np.concatenate([j for _, j, _ in levels])
-    depth = np.repeat(np.arange(1, len(levels) + 1), sizes)
-    if budget is None:
-        chosen = np.arange(len(joint))
-    else:
-        # stable sort: among equals the shallower one comes first, so that no node is kept without its parent
-        best = np.argsort(-joint, kind="stable")[: budget - 1]
-        chosen = np.sort(best[joint[best] >= floor])
-    offsets = np.concatenate(([0], np.cumsum(sizes)[:-1]))
-    above = np.concatenate([p + (offsets[i - 1] if i else 0) for i, (_, _, p) in enumerate(levels)])
-    place = np.full(len(joint), -1)
-    place[chosen] = np.arange(1, len(chosen) + 1)
-    parents = np.where(depth[chosen] == 1, 0, place[above[chosen]])
-    assert (parents >= 0).all(), "a draft node lost its parent"
-    tokens = np.concatenate([t for t, _, _ in levels])[chosen]
-    depths = np.concatenate(([0], depth[chosen]))
-    return DraftTree(
-        np.concatenate(([root], tokens)).astype(np.int64),
-        np.concatenate(([-1], parents)).astype(np.int64),
-        sources=_sources(depths),
-        log_probs=np.concatenate(([0.0], joint[chosen])).astype(np.float32),
-    )
+    return Level(children.reshape(rows, -1), joint_BFk.reshape(rows, -1), above.reshape(rows, -1))
