@@ -214,6 +214,98 @@ def test_medusa_of_another_target(target: Target, tmp_path: Path) -> None:
         converted(written(tmp_path / "many", many), target)
 
 
+# -- Hydra --------------------------------------------------------------------------------------------
+class Conditioned(nn.Module):
+    """Hydra's block."""
+
+    def __init__(self, width: int, conditions: int = 0) -> None:
+        super().__init__()
+        self.linear = nn.Linear((1 + conditions) * width, width)
+        self.res_connection = nn.Linear((1 + conditions) * width, width) if conditions else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.res_connection(x) + F.silu(self.linear(x))
+
+
+class Heads(nn.Module):
+    """Hydra's heads, or Hydra++'s with a prefix layer, in the authors' names."""
+
+    def __init__(self, target: Target, *, prefix: bool, heads: int = 3, layers: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        width, words = target.config.hidden_size, target.config.vocab_size
+        drop = [nn.Dropout(0.0)] if prefix else []
+        self.hydra_mlp = nn.ModuleList(
+            nn.Sequential(
+                *drop,
+                Conditioned(width, head + 1),
+                *(part for _ in range(layers - 1) for part in (*drop, Conditioned(width))),
+            )
+            for head in range(heads)
+        )
+        last = [nn.Linear(width, words) for _ in range(heads)]
+        self.hydra_lm_head = nn.ModuleList(nn.Sequential(nn.Dropout(0.0), x) for x in last) if prefix else None
+        self.hydra_lm_head = nn.ModuleList(last) if self.hydra_lm_head is None else self.hydra_lm_head
+        self.prefix_embeding_layer = layer_of(target).model if prefix else None
+        self.eval().requires_grad_(False)
+
+    def forward(self, states_TD: Tensor, path_TKD: Tensor) -> list[Tensor]:
+        """Scores of each head [T, V] from states and the embeddings of each position's next tokens."""
+        if self.prefix_embeding_layer is not None:
+            states_TD = self.prefix_embeding_layer(inputs_embeds=states_TD[None]).last_hidden_state[0]
+        read = [states_TD, *path_TKD.unbind(1)]
+        pairs = zip(self.hydra_mlp, self.hydra_lm_head, strict=True)
+        return [head(mlp(torch.cat(read[: k + 2], -1))) for k, (mlp, head) in enumerate(pairs)]
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_hydra_computes_the_same(target: Target, tmp_path: Path, prefix: bool, layers: int) -> None:
+    made = Heads(target, prefix=prefix, layers=layers)
+    found = converted(written(tmp_path / "hydra", dict(made.state_dict())), target)
+    module: Any = found.module
+    assert found.method.name == "hydra"
+    assert module.num_parameters() == sum(
+        value.numel() for name, value in made.state_dict().items() if "embed_tokens" not in name
+    )
+    states, path = torch.randn(6, target.config.hidden_size), torch.randint(3, 200, (6, 3))
+    with torch.no_grad():
+        theirs = made(states, target.decoder.embedding(path))
+        read = module.prefix(target.decoder, states[None])[0]
+        predicted = module.predicted(target.decoder, read, path).unbind(1)
+    for ours, weight, bias, wanted in zip(predicted, module.weights, module.biases, theirs, strict=True):
+        torch.testing.assert_close(F.linear(ours, weight, bias), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+def test_hydra_as_an_adapter(
+    anabranch: Anabranch, toys: ToyFolders, target: Target, tmp_path: Path, prefix: bool
+) -> None:
+    torch.save(Heads(target, prefix=prefix).state_dict(), tmp_path / "hydra_lm_head.pt")
+    done = anabranch("convert", tmp_path / "hydra_lm_head.pt", "--model", toys.model, "--out", tmp_path / "out")
+    assert done.code == 0, done.err
+    with Model(target, [load_adapter(tmp_path / "out", target)], "hydra") as model:
+        ours = model.generate(["the cat", "the cat and the"], max_new_tokens=12)
+        plain = model.generate(["the cat", "the cat and the"], max_new_tokens=12, drafter="none")
+    assert [one.token_ids for one in ours] == [one.token_ids for one in plain]
+    assert all(one.stats.draft_nodes for one in ours)
+
+
+def test_hydra_of_another_form(target: Target, tmp_path: Path) -> None:
+    weights = dict(Heads(target, prefix=True, layers=1).state_dict())
+    ungrounded = {name: value for name, value in weights.items() if "res_connection" not in name}
+    with pytest.raises(AdapterError, match=r"has no hydra_mlp\..*res_connection"):
+        converted(written(tmp_path / "ungrounded", ungrounded), target)
+    deeper = weights | {"prefix_embeding_layer.layers.1.input_layernorm.weight": torch.zeros(32)}
+    with pytest.raises(AdapterError, match=r"also has prefix_embeding_layer\.layers\.1"):
+        converted(written(tmp_path / "deeper", deeper), target)
+    lacking = {name: value for name, value in weights.items() if "k_proj" not in name}
+    with pytest.raises(AdapterError, match="no prefix layer like this target's"):
+        converted(written(tmp_path / "lacking", lacking), target)
+    with pytest.raises(AdapterError, match="before the target's last layer"):
+        converted(written(tmp_path / "offset", weights, {"hidden_state_offset": 1}), target)
+
+
 # -- files ----------------------------------------------------------------------------------------------
 def test_files_that_cannot_be_read(target: Target, tmp_path: Path) -> None:
     weights, _ = eagle(target)
