@@ -22,9 +22,11 @@ from anabranch.methods.reader import Continuations
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
+from anabranch.model.weights import build_decoder
 from anabranch.sampling import SamplingParams
+from anabranch.scheduler import Scheduler
 from anabranch.tree import DraftTree
-from small import LLAMA, SOME_CASES, decode, prompt, randomise, request, small
+from small import CASES, LLAMA, decode, prompt, randomise, request, small
 
 SHAPES: dict[str, dict[str, Any]] = {
     "best": {"shape": Shape("best", 4, 9, (4,))},
@@ -149,9 +151,16 @@ def test_the_static_tree_is_the_papers() -> None:
     assert tree.parents.tolist() == [-1, 0, 0, 1]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("config", [EagleConfig(), TAPS], ids=["feature", "taps"])
-@pytest.mark.parametrize("sampling", [SamplingParams(), WARM], ids=["greedy", "warm"])
+@pytest.mark.parametrize(
+    ("shape", "config", "sampling"),
+    [
+        ("best", EagleConfig(), SamplingParams()),
+        ("best", TAPS, WARM),
+        ("chain", TAPS, SamplingParams()),
+        ("static", EagleConfig(), WARM),
+        ("cut", EagleConfig(), SamplingParams()),
+    ],
+)
 def test_trees_do_not_depend_on_what_the_cache_went_through(
     shape: str, config: EagleConfig, sampling: SamplingParams
 ) -> None:
@@ -173,20 +182,27 @@ def test_rejection_of_chains_does_not_depend_on_what_the_cache_went_through() ->
 
 
 # -- what is emitted -------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("case", SOME_CASES)
+SAMPLINGS = {
+    "greedy": SamplingParams(),
+    "warm": SamplingParams(temperature=0.8, seed=1),
+    "cut": SamplingParams(temperature=1.2, top_k=5, top_p=0.9, min_p=0.01, seed=2),
+    "penalty": SamplingParams(repetition_penalty=1.3),
+    "processors": SamplingParams(temperature=1.0, processors=(lambda tokens, logits: logits - 50 * (logits > 2),)),
+}
+
+
 @pytest.mark.parametrize(
-    "sampling",
+    ("case", "sampled"),
     [
-        SamplingParams(),
-        SamplingParams(temperature=0.8, seed=1),
-        SamplingParams(temperature=1.2, top_k=5, top_p=0.9, min_p=0.01, seed=2),
-        SamplingParams(repetition_penalty=1.3),
-        SamplingParams(temperature=1.0, processors=(lambda tokens, logits: logits - 50 * (logits > 2),)),
+        (case, name)
+        if case == "llama" or (case in ("gemma2", "gpt2") and name == "warm")
+        else pytest.param(case, name, marks=pytest.mark.thorough)
+        for case in sorted(CASES)
+        for name in SAMPLINGS
     ],
-    ids=["greedy", "warm", "cut", "penalty", "processors"],
 )
-def test_matching_emits_what_plain_decoding_emits(case: str, sampling: SamplingParams) -> None:
-    target = small(case)
+def test_matching_emits_what_plain_decoding_emits(case: str, sampled: str) -> None:
+    target, sampling = small(case), SAMPLINGS[sampled]
     asked = [request(1 + 4 * n, n, 12, sampling=replace(sampling, seed=n)) for n in range(4)]
     wanted, _ = decode(target, asked)
     words = torch.tensor([0, 2, 3, 5, 7, 8, 11, 13, 17])  # rows add their own tokens
@@ -197,10 +213,9 @@ def test_matching_emits_what_plain_decoding_emits(case: str, sampling: SamplingP
         assert any(step.tree.size > 1 for row in steps for step in row)
 
 
+@pytest.mark.thorough
 def test_rejection_keeps_the_joint_distribution_of_two_tokens() -> None:
-    """The two tokens after the first of 1,600 samples, whose drafts are judged; plain sampling is the control."""
-    from anabranch.model.weights import build_decoder
-
+    """The first two tokens of 1,600 samples; the head drafts from the end of the prompt on."""
     count, text = 1600, [1, 4, 2, 3]
     target = build_decoder(replace(LLAMA, vocab_size=5, num_layers=2), device="cpu")
     randomise(target, seed=3, scale=0.2)
@@ -253,6 +268,28 @@ def test_rows_leave_early_and_others_go_on() -> None:
         engine.step()
     assert drafter.compared > 10
     assert not drafter.reader._places
+
+
+def test_a_prompt_that_begins_like_an_earlier_text_is_read_from_where_they_differ() -> None:
+    target = small()
+    drafter = Compared(target, head(target), **SHAPES["best"])
+    scheduler = Scheduler(target)
+
+    def said(ids: Sequence[int], least: int, most: int) -> list[int]:
+        compared = drafter.compared
+        ticket = scheduler.submit(Request(ids, 12), drafter)
+        while scheduler.busy:
+            scheduler.tick()
+        assert ticket.emitted == decode(target, [Request(ids, 12)])[0][0]
+        assert least <= ticket.reused <= most
+        assert drafter.compared > compared
+        return [*ids, *ticket.emitted]
+
+    text = said(prompt(24, 1), 0, 0)
+    later = said([*text, *prompt(6, 8)], 23, len(text) - 1)  # what the last step emitted may be unread
+    said(later[:30], 28, 28)  # the root's position is computed again
+    said([*later[:20], *[t % 15 + 3 for t in later[20:26]]], 19, 19)
+    said(prompt(24, 5), 0, 0)
 
 
 # -- settings, shapes, bad input -------------------------------------------------------------------------------------

@@ -40,8 +40,8 @@ class Taps:
     """The hidden states of the target that a drafter needs.
 
     layers  the main rows' states before these layers, in ``PassResult.taps``
-    prompt  whether those of the whole prompt are needed too, through ``Drafter.read``; otherwise that is not called for
-            the beginning of a prompt whose keys and values are known from an earlier text
+    prompt  whether those of the whole prompt are needed too, through ``Drafter.read``; that is not called for the
+            beginning of a prompt whose keys and values are known from an earlier text, as far as ``Drafter.recalls``
     """
 
     layers: tuple[int, ...] = ()
@@ -136,6 +136,10 @@ class Drafter(ABC):
                 f"rule={rule!r} would not be exact; use rule='match'"
             )
 
+    def recalls(self, tokens: Sequence[int]) -> int:
+        """How many tokens at the beginning of a new row's prompt this drafter need not read again."""
+        return 0 if self.needs.prompt else len(tokens)
+
     def join(self, row: Row) -> None:  # noqa: B027 - most need nothing
         """A row joins the batch; its prompt has not been processed yet."""
 
@@ -188,6 +192,10 @@ class Wrapped(Drafter):
     def check(self, sampling: SamplingParams, rule: Rule) -> None:
         """Ask the drafter."""
         self.drafter.check(sampling, rule)
+
+    def recalls(self, tokens: Sequence[int]) -> int:
+        """The drafter's own."""
+        return self.drafter.recalls(tokens)
 
     def join(self, row: Row) -> None:
         """Pass the row on."""

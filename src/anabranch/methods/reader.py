@@ -104,13 +104,11 @@ class Reader(ABC):
     longest    the longest text that the model reads
     place      what is kept for a row
     skipped    tokens at the beginning of a text that take no position in the cache
-    reuses     whether a text may begin with a copy of another text's keys and values
     passes     over continuations, for tests and figures of cost
     """
 
     place: ClassVar[type[Place]] = Place
     skipped = 0
-    reuses = True
 
     def __init__(self, longest: int) -> None:
         self.longest = longest
@@ -146,8 +144,7 @@ class Reader(ABC):
         if place is None or self.cache is None:
             return
         last, moved = self.cache.count - 1, self._rows[-1]
-        if self.reuses:
-            self._left[last] = moved.tokens[: self.cache.lengths[last]]
+        self._left[last] = moved.tokens[: self.cache.lengths[last] + self.skipped]
         self.cache.remove_row(place.slot)
         self._rows[place.slot] = moved
         self._rows.pop()
@@ -183,21 +180,30 @@ class Reader(ABC):
         assert self.cache is not None
         return min(self.cache.capacity, self.longest)
 
+    def known(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """The most positions at the beginning of a text, before its root, that the cache holds; and their slot.
+
+        0 positions where it holds too few to be worth a copy.
+        """
+        if self.cache is None:
+            return 0, 0
+        held = {place.slot: (row.tokens, self.cache.lengths[place.slot]) for row, place in self._places.items()}
+        texts = self._left | {slot: text[: length + self.skipped] for slot, (text, length) in held.items()}
+        shared = {slot: shared_length(text, tokens[:-1]) - self.skipped for slot, text in texts.items()}
+        source = max(shared, key=shared.__getitem__, default=0)
+        return (shared[source], source) if shared.get(source, 0) >= SHORTEST else (0, 0)
+
     def _seat(self, row: Row) -> Any:
         """The row's place; a new one begins with the longest beginning of its text that the cache holds anywhere."""
-        known = self._places.get(row)
-        if known is not None:
-            return known
+        if row in self._places:
+            return self._places[row]
         self._reserve(len(row.tokens) + TOGETHER, rows=len(self._rows) + 1)
         assert self.cache is not None
-        wanted, slot = row.tokens[:-1], self.cache.count
-        texts = {place.slot: other.tokens[: self.cache.lengths[place.slot]] for other, place in self._places.items()}
-        shared = {at: shared_length(text, wanted) for at, text in (self._left | texts).items()} if self.reuses else {}
-        source = max(shared, key=shared.__getitem__, default=slot)
+        slot, (count, source) = self.cache.count, self.known(row.tokens)
         self.cache.add_row()
-        if shared.get(source, 0) >= SHORTEST:
-            self.cache.fork(source, slot, shared[source])
-            self.cache.lengths[slot] = shared[source]
+        if count:
+            self.cache.fork(source, slot, count)
+            self.cache.lengths[slot] = count
         self._left.pop(slot, None)
         self._rows.append(row)
         self._places[row] = place = self.place(slot)

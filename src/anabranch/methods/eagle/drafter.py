@@ -17,7 +17,7 @@ from torch import Tensor
 
 from anabranch.methods.base import Observation, Row, Taps
 from anabranch.methods.draft_head import TRUST, RowVocabulary
-from anabranch.methods.eagle.layer import layer_of
+from anabranch.methods.eagle.layer import EagleLayer, layer_of
 from anabranch.methods.eagle.module import EagleModule
 from anabranch.methods.eagle.reader import FeatureReader
 from anabranch.methods.grow import Growth, ranked
@@ -47,6 +47,7 @@ class EagleDrafter(GrowingDrafter[FeatureReader]):
 
     shape   "best" (EAGLE-2's dynamic tree: the nodes of the highest joint probability) or "chain"
     static  EAGLE-1's tree instead, or the best ``shape.nodes`` of its nodes
+    layer   the head's passes, where they are not those that all drafters of the module share
     """
 
     name = label = "eagle"
@@ -61,8 +62,9 @@ class EagleDrafter(GrowingDrafter[FeatureReader]):
         *,
         static: bool = False,
         adaptive: bool = False,
+        layer: EagleLayer | None = None,
     ) -> None:
-        self.layer = layer_of(target, module)
+        self.layer = layer or layer_of(target, module)
         super().__init__(target, FeatureReader(self.layer), shape or Shape("best"), adaptive=adaptive)
         self.module, self.static = module, static
         self.needs = Taps(module.config.layers, prompt=True)
@@ -73,12 +75,19 @@ class EagleDrafter(GrowingDrafter[FeatureReader]):
         return min(deepest, -(-2 * budget // 3)) if self.shape.tree == "best" else deepest
 
     # -- rows ------------------------------------------------------------------------------------------
+    def recalls(self, tokens: Sequence[int]) -> int:
+        """What the head's cache holds of an earlier text that begins like this one."""
+        return self.reader.known(tokens)[0]
+
+    @torch.inference_mode()
     def join(self, row: Row) -> None:
         """The row's own tokens are drafted too once they occur in its text."""
         row.state[self] = RowVocabulary(self.layer.head)
+        self.reader.seat(row)
 
     def read(self, row: Row, result: PassResult, start: int) -> None:
         """Read the features of a chunk of the prompt."""
+        self.reader.resume(row, start)
         self.feed(row, result, range(result.starts_B[0], result.starts_B[0] + result.counts_B[0]))
         self.reader.catch_up(row)
 
@@ -114,7 +123,7 @@ class EagleDrafter(GrowingDrafter[FeatureReader]):
 
     def _tell(self, asked: Sequence[tuple[Row, Continuations, Sequence[int]]], features_nD: Tensor) -> None:
         head = self.layer.head
-        states_nD = self.module.states(features_nD)
+        states_nD = self.module.states(features_nD).to(self.target.dtype)
         counts = [len(nodes) for _, _, nodes in asked]
         scored = zip(torch.split(states_nD, counts), torch.split(head.scores(states_nD).float(), counts), strict=True)
         for (row, known, nodes), (states, z_nW) in zip(asked, scored, strict=True):

@@ -19,7 +19,7 @@ from anabranch.model.passes import Nodes, Pass
 from anabranch.model.quantize import QuantizedWeight
 from anabranch.model.stack import LayerWeights, Stack
 
-__all__ = ["EagleLayer", "layer_of"]
+__all__ = ["EagleLayer", "NativeEagleLayer", "layer_of", "new_layer"]
 
 
 class EagleLayer:
@@ -118,10 +118,15 @@ class NativeEagleLayer(EagleLayer):
         x_MD = self._fc(self.module.inputs(embeddings, features_MD))
         step = self.stack.step(cache.lengths[slots], inputs.counts_B, inputs.parents_M, planned, x_MD)
         self.stack.run(x_MD, step, cache, slots.start, 0, 1)
-        return x_MD.to(self.dtype)
+        found: Tensor = x_MD.to(self.dtype)
+        return found
+
+
+def new_layer(target: Decoder, module: EagleModule) -> EagleLayer:
+    """The head's passes for a target, with a packed copy of its present weights where the target is packed."""
+    return (EagleLayer if target.backend.kernels is None else NativeEagleLayer)(target, module)
 
 
 def layer_of(target: Decoder, module: EagleModule) -> EagleLayer:
     """The head's passes for a target, built once."""
-    kind = EagleLayer if target.backend.kernels is None else NativeEagleLayer
-    return module.shared(target, EagleLayer, lambda: kind(target, module))
+    return module.shared(target, EagleLayer, lambda: new_layer(target, module))

@@ -26,6 +26,7 @@ from anabranch.learning.replay import Accuracy, Replay, evaluation, walk
 from anabranch.learning.target import run_frozen
 from anabranch.methods.base import Row
 from anabranch.methods.eagle.drafter import EagleDrafter
+from anabranch.methods.eagle.layer import new_layer
 from anabranch.methods.eagle.module import EagleModule
 from anabranch.methods.growing import Shape
 from anabranch.model.decoder import Decoder
@@ -182,18 +183,24 @@ class EagleObjective:
         shapes |= {f"{n} nodes": Shape("best", DEPTH, n) for n in nodes}
         totals, accuracy = {name: Replay() for name in shapes}, Accuracy.empty(TOP, self.predictors)
         order = sorted(examples, key=len)
+        layer = new_layer(self.frozen, self.module)  # as it will draft
         for first in range(0, len(order), ROWS):
             group = order[first : first + ROWS]
             batch = Batch.of(group)
             frozen = self.freeze(batch)
             self._score(accuracy, batch, frozen)
-            with torch.autocast(self.target.device.type, enabled=False):  # the head's cache has one type
+            with torch.autocast(self.target.device.type, enabled=False), self.frozen.decoding():
                 for name, shape in shapes.items():
-                    self._replay(totals[name], group, frozen, shape, static=name == "static tree")
+                    self._replay(
+                        totals[name],
+                        group,
+                        frozen,
+                        EagleDrafter(self.frozen, self.module, shape, static=name == "static tree", layer=layer),
+                    )
         return evaluation(totals, accuracy, DEPTH)
 
-    def _replay(self, total: Replay, group: Sequence[Example], frozen: Frozen, shape: Shape, *, static: bool) -> None:
-        drafter = EagleDrafter(self.target, self.module, shape, static=static)
+    @staticmethod
+    def _replay(total: Replay, group: Sequence[Example], frozen: Frozen, drafter: EagleDrafter) -> None:
         texts = [[*example.prompt_ids, *example.answer_ids] for example in group]
         rows = [Row(text, len(text), SamplingParams(), max_depth=DEPTH) for text in texts]
         features = drafter.layer.features(frozen.hidden_BTD, list(frozen.taps))

@@ -57,7 +57,6 @@ class FeatureReader(Reader):
 
     place = _Fed
     skipped = 1
-    reuses = False  # another text's features are not this one's
 
     def __init__(self, layer: EagleLayer) -> None:
         super().__init__(layer.target.config.max_positions)
@@ -67,6 +66,18 @@ class FeatureReader(Reader):
         return self.layer.new_cache(rows, capacity)
 
     # -- features ---------------------------------------------------------------------------------------
+    def seat(self, row: Row) -> None:
+        """Begin a row with what the cache holds of its prompt."""
+        self.settle()
+        self._seat(row)
+
+    def resume(self, row: Row, start: int) -> None:
+        """The features that follow begin with that of token ``start``."""
+        self.settle()
+        place: _Fed = self._seat(row)
+        assert self.cache is not None
+        self.cache.rewind(place.slot, min(self.cache.lengths[place.slot], start))
+
     def feed(self, row: Row, features_nD: Tensor) -> None:
         """The target's features of a row's next tokens, in order; the tokens that follow them are known."""
         self.settle()
@@ -84,7 +95,7 @@ class FeatureReader(Reader):
     def knows(self, row: Row) -> bool:
         """Whether the features of all tokens before the root were fed, and there is one."""
         place: _Fed | None = self._places.get(row)
-        if place is None or self.cache is None:
+        if place is None or self.cache is None or len(row.tokens) <= self.skipped:
             return False
         return self.cache.lengths[place.slot] + place.count == len(row.tokens) - self.skipped
 
