@@ -6,7 +6,8 @@ next token, and the joint distributions of tokens 1 and 2 and of tokens 2 and 3 
 first step). Holm's procedure keeps the probability of any false alarm below ``alpha``, and the number of samples
 follows from the smallest difference that must be found.
 
-A third arm is wrong on purpose (``TopKAsSampled``) and must be found to be wrong after every context.
+A third arm is wrong on purpose (``TopKAsSampled``), by an effect of about twice the smallest one, and must be found
+after every context.
 """
 
 from __future__ import annotations
@@ -224,7 +225,7 @@ def certify_sampling(
     for index, context in enumerate(contexts):
         control, _ = one(CONTROL, make_drafter("none", target.decoder), index, "match")
         drafted, drafting = one(DRAFTER, drafter, index, rule)
-        wrong, _ = one(WRONG, _wrong(target, control, context), index, "rejection")
+        wrong, _ = one(WRONG, _wrong(target, control, context, design), index, "rejection")
         stats.append(drafting)
         for arm, found in ((DRAFTER, drafted), (WRONG, wrong)):
             tests += _tests(index, arm, found, control, design)
@@ -235,11 +236,12 @@ def certify_sampling(
     )
 
 
-def _wrong(target: Target, control: Samples, context: Context) -> Drafter:
+def _wrong(target: Target, control: Samples, context: Context, design: Design) -> Drafter:
+    """Errs by a total variation of ``effect``, and so by an effect of at least twice that."""
     probs_V = torch.zeros(target.config.vocab_size, device=target.decoder.device)
     for sample, count in control.items():
         probs_V[sample[0]] += count
-    return TopKAsSampled(probs_V / probs_V.sum(), len(context.tokens))
+    return TopKAsSampled(probs_V / probs_V.sum(), len(context.tokens), wrong=design.effect)
 
 
 def _tests(context: int, arm: str, found: Samples, control: Samples, design: Design) -> list[Finding]:

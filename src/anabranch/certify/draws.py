@@ -29,7 +29,7 @@ __all__ = ["LENGTH", "Context", "TopKAsSampled", "choose_contexts", "draw", "see
 
 LENGTH = 3  # tokens of a sample
 BEHIND = 16  # tokens that could still follow a sample, so that drafts have their usual depth
-CERTAIN = 0.98  # a context whose most probable next token exceeds this tells distributions apart too slowly
+CERTAIN = 0.95  # a context whose most probable next token exceeds this tells distributions apart too slowly
 CHILDREN = 3  # of the wrong rule's trees
 WORD = 2**64 - 1
 
@@ -72,24 +72,29 @@ class _Whole(Speculation):
 class TopKAsSampled(Drafter):
     """Wrong on purpose: it proposes the most probable tokens and states that they were sampled.
 
-    *Rejection* then accepts them too often. A test that does not notice has no power.
+    *Rejection* then emits the most probable one almost always. Only a share of the rows are drafted for, so that their
+    distribution is wrong by a known amount: a test that does not notice lacks the power that it claims.
 
-    probs_V  a next-token distribution
+    probs_V  the target's next-token distribution
     length   of the context: nothing is drafted after longer texts
+    wrong    the total variation to err by, if so much is possible
     """
 
     name, rules, max_nodes = "top-k as sampled", ("match", "rejection"), CHILDREN + 1
 
-    def __init__(self, probs_V: torch.Tensor, length: int) -> None:
+    def __init__(self, probs_V: torch.Tensor, length: int, wrong: float) -> None:
         self.probs_V, self.length = probs_V, length
+        self.share = wrong / max(wrong, 1.0 - float(probs_V.max()))
         best = probs_V.topk(min(CHILDREN, len(probs_V))).indices
         self.tokens = best[probs_V[best] > 0].tolist()
 
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
-        """The same tree for each row that is at the context's end."""
-        return [self._tree(row) if len(row.tokens) == self.length else DraftTree.root(row.root) for row in rows]
+        """The same tree for each row at the context's end whose seed, a uniform 64-bit number, is in the share."""
+        return [self._tree(row) for row in rows]
 
     def _tree(self, row: Row) -> DraftTree:
+        if len(row.tokens) != self.length or row.sampling.seed >= self.share * 2**64:
+            return DraftTree.root(row.root)
         parents = np.array([-1, *[0] * len(self.tokens)], np.int64)
         return DraftTree(np.array([row.root, *self.tokens], np.int64), parents, draft_probs=self.probs_V[None])
 

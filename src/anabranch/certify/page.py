@@ -29,7 +29,8 @@ drew with other seeds, are counted by outcome; outcomes too rare for the chi-squ
 p-value means that the two arms differ by more than chance explains. "Differs" is decided by Holm's procedure over all
 tests of an arm, so that the probability of any false alarm stays below alpha. "Noise" is the total variation that two
 samples of one distribution are expected to show. The wrong rule judges the three most probable tokens as if they had
-been sampled; a test that did not find it would prove nothing.
+been sampled, for as many samples as makes it err by twice the effect that the test must find; a test that missed it
+would prove nothing.
 """.strip()
 
 Decode = Callable[[Sequence[int]], str]
