@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from anabranch.errors import CapabilityError
@@ -211,6 +213,28 @@ def test_rejection_at_temperature_zero_is_the_target_argmax() -> None:
     assert reject(hit, one_hot, generator(0, 0)) == Verdict((0, 2), 3)
     miss = DraftTree.chain(0, [1, 3], draft_probs=torch.full((2, 4), 0.25))
     assert reject(miss, one_hot, generator(0, 0)) == Verdict((0,), 2)
+
+
+# --- trees of any shape ---------------------------------------------------------------------------------------------
+
+
+def shaped(draw: st.DrawFn, most: int) -> list[int]:
+    return [-1, *(draw(st.integers(0, node - 1)) for node in range(1, draw(st.integers(1, most))))]
+
+
+@given(st.data())
+@settings(max_examples=30, deadline=None)
+def test_matching_is_exact_for_random_trees(data: st.DataObject) -> None:
+    parents = data.draw(st.composite(shaped)(5))
+    words = data.draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=len(parents), max_size=len(parents)))
+    tree = DraftTree(np.array([ROOT, *words[1:]]), np.array(parents))
+    np.testing.assert_allclose(match_distribution(tree), plain_distribution(), rtol=0, atol=1e-12)
+
+
+@given(st.composite(shaped)(5), st.booleans())
+@settings(max_examples=15, deadline=None)
+def test_rejection_is_exact_for_random_trees(parents: list[int], replacement: bool) -> None:
+    np.testing.assert_allclose(rejection_distribution(parents, replacement), plain_distribution(), rtol=0, atol=1e-12)
 
 
 # --- the check can fail ---------------------------------------------------------------------------------------------

@@ -210,14 +210,15 @@ def test_rejection_accepts_all_that_is_sampled_from_the_target_itself(shape: str
         assert all(step.verdict.accepted == min(SHAPES[shape].tokens, step.tree.max_depth) for step in row)
 
 
+@pytest.mark.thorough  # test_enumerated.py computes such distributions exactly
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
-        pytest.param(Shape("chain", 2), 5, marks=pytest.mark.thorough),
-        pytest.param(Shape("iid", 2, widths=(2,)), 7, marks=pytest.mark.thorough),
+        (Shape("chain", 2), 5),
+        (Shape("iid", 2, widths=(2,)), 7),
         (Shape("without", 2, widths=(3, 2)), 4),
         *(
-            pytest.param(shape, words, marks=pytest.mark.thorough)
+            (shape, words)
             for shape in (
                 Shape("chain", 2, threshold=0.2),
                 Shape("iid", 2, widths=(2,)),

@@ -96,6 +96,7 @@ def test_the_load_sizes_the_trees(spec: str, folders: dict[str, Path]) -> None:
     assert [ticket.emitted for ticket in tickets] == wanted
 
 
+@pytest.mark.thorough  # test_enumerated.py computes the same distribution exactly
 def test_rejection_of_sampled_chains_keeps_the_joint_distribution_of_two_tokens(tmp_path: Path) -> None:
     words, count, text = 5, 1600, [1, 4, 2]
     target = build_decoder(replace(LLAMA, vocab_size=words, num_layers=2), device="cpu")
