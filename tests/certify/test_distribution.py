@@ -16,7 +16,7 @@ from torch import nn
 from anabranch import verify
 from anabranch.certify import Design, SamplingCertificate, certify_sampling, html_page
 from anabranch.certify.distribution import DRAFTER, TOKENS, WRONG
-from anabranch.certify.draws import LENGTH, TopKAsSampled, choose_contexts, draw, seeds
+from anabranch.certify.draws import LENGTH, TopKAsSampled, choose_contexts, draw, sampling_scheduler, seeds
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods import make_drafter
 from anabranch.methods.none import NoDrafter
@@ -120,9 +120,10 @@ def test_a_drafter_that_proposes_nothing_is_inconclusive(target: Target) -> None
 
 def test_samples_of_equal_seeds_are_equal_whatever_drafts(target: Target, modules: list[nn.Module]) -> None:
     """The control arm is drawn by the machinery that it controls."""
-    asked: dict[str, Any] = {"rule": "match", "seeds": seeds(1, 0, 0, 40), "rows": 8}
-    plain, steps = draw(target, NoDrafter(), TEXT[0], WARM, **asked)
-    drafted, fewer = draw(target, make_drafter("streams", target.decoder, *modules), TEXT[0], WARM, **asked)
+    asked: dict[str, Any] = {"rule": "match", "seeds": seeds(1, 0, 0, 40)}
+    plain, steps = draw(sampling_scheduler(target, 8), NoDrafter(), TEXT[0], WARM, **asked)
+    streams = make_drafter("streams", target.decoder, *modules)
+    drafted, fewer = draw(sampling_scheduler(target, 8), streams, TEXT[0], WARM, **asked)
     assert plain == drafted
     assert plain.total() == 40
     assert all(len(sample) == LENGTH for sample in plain)
@@ -132,7 +133,7 @@ def test_samples_of_equal_seeds_are_equal_whatever_drafts(target: Target, module
 def test_the_wrong_rule_errs_by_what_it_should(target: Target) -> None:
     probs_V = next_probs(target.decoder, TEXT[0], WARM.temperature)
     drafter = TopKAsSampled(probs_V.float(), len(TEXT[0]), wrong=0.3)
-    drawn, _ = draw(target, drafter, TEXT[0], WARM, rule="rejection", seeds=seeds(0, 0, 0, 600), rows=64)
+    drawn, _ = draw(sampling_scheduler(target, 64), drafter, TEXT[0], WARM, rule="rejection", seeds=seeds(0, 0, 0, 600))
     wanted_V = 600 * (1 - drafter.share) * probs_V
     wanted_V[probs_V.argmax()] += 600 * drafter.share
     counts = torch.zeros(8)
@@ -164,8 +165,9 @@ def test_failures_while_sampling_are_raised(target: Target) -> None:
     def failing(tokens: Any, logits: torch.Tensor) -> torch.Tensor:
         raise ZeroDivisionError
 
+    scheduler = sampling_scheduler(target, 1)
     with pytest.raises(ZeroDivisionError):
-        draw(target, NoDrafter(), [1, 2, 3], replace(WARM, processors=(failing,)), rule="match", seeds=[1], rows=1)
+        draw(scheduler, NoDrafter(), [1, 2, 3], replace(WARM, processors=(failing,)), rule="match", seeds=[1])
 
 
 def test_what_cannot_be_tested_is_refused(target: Target, modules: list[nn.Module]) -> None:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from anabranch.certify.draws import Context, TopKAsSampled, choose_contexts, draw, seeds
+from anabranch.certify.draws import Context, TopKAsSampled, choose_contexts, draw, sampling_scheduler, seeds
 from anabranch.certify.statistics import (
     Cell,
     ChiSquare,
@@ -216,11 +216,11 @@ def certify_sampling(
         f"{len(TOKENS) * len(contexts)} tests"
     )
     tests: list[Finding] = []
-    stats = []
+    stats, scheduler = [], sampling_scheduler(target, rows)
 
     def one(arm: str, drafter: Drafter, index: int, rule: Rule) -> tuple[Samples, Stats]:
         drawn = seeds(sampling.seed, ARMS.index(arm), index, samples)
-        return draw(target, drafter, contexts[index].tokens, sampling, rule=rule, seeds=drawn, rows=rows)
+        return draw(scheduler, drafter, contexts[index].tokens, sampling, rule=rule, seeds=drawn)
 
     for index, context in enumerate(contexts):
         control, _ = one(CONTROL, make_drafter("none", target.decoder), index, "match")

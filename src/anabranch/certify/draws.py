@@ -25,7 +25,7 @@ from anabranch.stats import Stats
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule
 
-__all__ = ["LENGTH", "Context", "TopKAsSampled", "choose_contexts", "draw", "seeds"]
+__all__ = ["LENGTH", "Context", "TopKAsSampled", "choose_contexts", "draw", "sampling_scheduler", "seeds"]
 
 LENGTH = 3  # tokens of a sample
 BEHIND = 16  # tokens that could still follow a sample, so that drafts have their usual depth
@@ -105,32 +105,34 @@ def seeds(seed: int, arm: int, context: int, count: int) -> list[int]:
     return found
 
 
+def sampling_scheduler(target: Target, rows: int) -> Scheduler:
+    """A scheduler for ``draw``: ``rows`` samples at a time, which join as others leave, and whole drafts.
+
+    Of texts that ended nothing is kept: rows in use have the context.
+    """
+    return Scheduler(target.decoder, rows=rows, speculation=_Whole(ragged=target.decoder.ragged), prefix_bytes=1)
+
+
 def draw(
-    target: Target,
+    scheduler: Scheduler,
     drafter: Drafter,
     context: Sequence[int],
     sampling: SamplingParams,
     *,
     rule: Rule,
     seeds: Iterable[int],
-    rows: int,
 ) -> tuple[Counter[tuple[int, ...]], Stats]:
-    """Sample the first ``LENGTH`` tokens after a context once with each seed; and the statistics of all steps.
-
-    rows  samples that are decoded at a time; they share the context's keys and values, and join as others leave
-    """
-    # of texts that ended nothing is kept: rows in use have the context
-    whole = _Whole(ragged=target.decoder.ragged)
-    scheduler = Scheduler(target.decoder, rows=rows, speculation=whole, prefix_bytes=1)
+    """Sample the first ``LENGTH`` tokens after a context once with each seed; and the statistics of all steps."""
     requests = (Request(context, LENGTH + BEHIND, replace(sampling, seed=seed), rule=rule) for seed in seeds)
     tickets = [scheduler.submit(request, drafter) for request in requests]
     stats = Stats()
-    while scheduler.busy:
-        for ticket, step in scheduler.tick():
-            stats.add(step)
-            ticket.steps.clear()  # trees to be verified by rejection are large
-            if len(ticket.emitted) >= LENGTH:
-                scheduler.cancel(ticket)
+    with scheduler.target.decoding():
+        while scheduler.busy:
+            for ticket, step in scheduler.tick():
+                stats.add(step)
+                ticket.steps.clear()  # trees to be verified by rejection are large
+                if len(ticket.emitted) >= LENGTH:
+                    scheduler.cancel(ticket)
     for ticket in tickets:
         if ticket.error is not None:
             raise ticket.error
@@ -153,7 +155,7 @@ def choose_contexts(
 
     Raises InputError if no prompt has one, and what ``Scheduler.submit`` raises.
     """
-    scheduler = Scheduler(target.decoder, rows=1, speculation=_Whole(ragged=target.decoder.ragged), prefix_bytes=0)
+    scheduler = sampling_scheduler(target, 1)
     requests = [
         Request(prompt, max_new_tokens, sampling, frozenset(target.config.eos_token_ids), rule) for prompt in prompts
     ]
