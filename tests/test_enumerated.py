@@ -81,6 +81,23 @@ def test_a_draft_model_with_rejection(shape: Shape, words: int, monkeypatch: pyt
     assert 0 < accepted < 1
 
 
+@pytest.mark.parametrize(
+    "shape", [Shape("chain", 1), Shape("iid", 1, widths=(2,)), Shape("without", 1, widths=(2,))], ids=str
+)
+def test_adversaries_and_oracles_with_rejection(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The adversary samples tokens with probabilities proportional to 1 / p, the oracle with the target's own."""
+    target, adversary = model(3), model(3)
+    with torch.no_grad():
+        adversary.head.weight.neg_()
+    wanted, accepted = pair_probs(target, TEXT, temperature=TEMPERATURE), []
+    for drafts in (adversary, target):
+        found, share = distribution(target, DraftModelDrafter(target, drafts, shape), monkeypatch)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+        accepted.append(share)
+    assert accepted[0] < 0.8
+    assert accepted[1] == pytest.approx(1.0, abs=1e-6)
+
+
 def chain_of_ngrams(target: Decoder, folder: Path) -> Drafter:
     write("ngram", [[1, 3, 2, 0, 3, 3, 2, 1, 0, 2, 2]], folder / "t", vocab_size=WORDS)
     return make_drafter(f"ngram:tree=chain,nodes=3,data={folder / 't'}", target)

@@ -29,7 +29,7 @@ from small import LLAMA, as_target, prompt, randomise, small_adapter
 from toy_distribution import assert_counts_from, next_probs
 
 WARM = SamplingParams(temperature=1.5, seed=11)
-COARSE = Design(effect=0.5, cells=8)
+COARSE, COARSEST = Design(effect=0.5, cells=8), Design(effect=1, cells=8)
 
 
 @pytest.fixture(scope="module")
@@ -106,14 +106,14 @@ def test_a_test_that_misses_the_wrong_rule_is_inconclusive(
     target: Target, modules: list[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TopKAsSampled, "draft", lambda self, rows, budget: [DraftTree.root(row.root) for row in rows])
-    found = outcome(target, modules, "prompt_lookup")
+    found = outcome(target, modules, "prompt_lookup", design=COARSEST)
     assert found.verdict == "inconclusive"
     assert "wrong rule was not noticed after 1 of 1 contexts" in found.reason
     assert found.missed == [0]
 
 
 def test_a_drafter_that_proposes_nothing_is_inconclusive(target: Target) -> None:
-    found = outcome(target, [], "none")
+    found = outcome(target, [], "none", design=COARSEST)
     assert (found.verdict, found.missed) == ("inconclusive", [])
     assert "proposed nothing" in found.reason
 
@@ -223,7 +223,7 @@ class _Page(HTMLParser):
 
 
 def test_the_page_stands_alone(target: Target) -> None:
-    found = outcome(target, [], "prompt_lookup")
+    found = outcome(target, [], "prompt_lookup", design=COARSEST)
     page = html_page(found, "toy <b>", lambda ids: " ".join(f"<w{i}>&" for i in ids))
     parser = _Page()
     parser.feed(page)
