@@ -127,9 +127,9 @@ class Model:
             return drafter
 
     def drafter_of(self, spec: str | Spec) -> Drafter:
-        """A drafter that is ready to decode: steps were timed if it follows the load. Raises what ``make_drafter`` raises.
+        """The drafter of a specification, ready to decode: if it follows the load, steps were timed.
 
-        ``spec`` is a specification or its text.
+        Raises what ``make_drafter`` raises.
         """
         with self._lock:
             drafter = self._built(spec)
