@@ -10,6 +10,7 @@ from torch import nn
 from anabranch.errors import InputError
 from anabranch.methods import (
     draft_model,
+    eagle,
     hydra,
     lookahead,
     medusa,
@@ -17,6 +18,7 @@ from anabranch.methods import (
     none,
     prompt_lookup,
     rest,
+    space,
     spec,
     staged,
     streams,
@@ -53,6 +55,8 @@ _registry: tuple[Method, ...] = (
     medusa.METHOD,
     hydra.METHOD,
     staged.METHOD,
+    eagle.METHOD,
+    space.METHOD,
 )
 _own = frozenset(method.name for method in _registry)
 

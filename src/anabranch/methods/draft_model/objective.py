@@ -23,8 +23,9 @@ from anabranch.learning.objective import Scores, Segment, segments
 from anabranch.learning.replay import Accuracy, Replay, evaluation, walk
 from anabranch.learning.target import run_frozen
 from anabranch.methods.base import Row
-from anabranch.methods.draft_model.drafter import DraftModelDrafter, Shape
+from anabranch.methods.draft_model.drafter import DraftModelDrafter
 from anabranch.methods.draft_model.module import DraftModule
+from anabranch.methods.growing import Shape
 from anabranch.model.decoder import Decoder
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
