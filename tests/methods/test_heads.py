@@ -86,7 +86,7 @@ def paths(tree: Any) -> set[tuple[int, ...]]:
 
 @pytest.mark.parametrize("head", ["shared", "own"])
 @pytest.mark.parametrize("case", ["llama", "gemma2", "phi"])
-@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("layers", [pytest.param(1, marks=MORE), 2])
 def test_a_best_first_tree_holds_the_most_probable_nodes(case: str, head: str, layers: int) -> None:
     target = small(case)
     module = heads(target, head=head, num_layers=layers)

@@ -240,7 +240,7 @@ def test_packed_heads_draft_as_the_unpacked_ones_do(dtype: torch.dtype) -> None:
     assert decode(packed, asked, made, rows=2)[0] == decode(packed, asked)[0]
 
 
-@pytest.mark.parametrize("prefix", [False, True])
+@pytest.mark.parametrize("prefix", [pytest.param(False, marks=MORE), True])
 def test_training_reaches_what_replay_predicts(prefix: bool) -> None:
     target = small()
     asked = [request(4 + n, n, 14) for n in range(6)]
