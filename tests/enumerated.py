@@ -6,6 +6,7 @@ runs is the shipped one. Sums over the outcomes are exact.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -13,11 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from anabranch import sampling
+
 T = TypeVar("T")
-DRAWING = ("anabranch.verify", "anabranch.methods.draft_model.grow", "anabranch.methods.ngram.drafter",
-           "anabranch.methods.streams.draft")  # fmt: skip
-SEEDING = ("anabranch.engine", "anabranch.methods.draft_model.drafter", "anabranch.methods.ngram.drafter",
-           "anabranch.methods.streams.drafter")  # fmt: skip
 
 
 class Draws:
@@ -66,8 +65,10 @@ def outcomes(run: Callable[[Draws], T]) -> Iterator[tuple[T, float]]:
 
 
 def drawn_from(draws: Draws, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let everything that samples drafts, and *rejection*, draw from ``draws``."""
-    for module in DRAWING:
-        monkeypatch.setattr(f"{module}.inverse_cdf", draws.inverse_cdf)
-    for module in SEEDING:
-        monkeypatch.setattr(f"{module}.generator", lambda *_, **__: draws)
+    """Let everything in the package that samples drafts, and *rejection*, draw from ``draws``."""
+    stand_ins = {sampling.inverse_cdf: draws.inverse_cdf, sampling.generator: lambda *_, **__: draws}
+    for name, module in list(sys.modules.items()):
+        if name.startswith("anabranch."):
+            for real, stand_in in stand_ins.items():
+                if vars(module).get(real.__name__) is real:
+                    monkeypatch.setattr(module, real.__name__, stand_in)

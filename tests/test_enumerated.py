@@ -16,6 +16,7 @@ from torch import Tensor
 from anabranch.engine import Engine, Request
 from anabranch.methods import Drafter, Row, make_drafter
 from anabranch.methods.draft_model.drafter import DraftModelDrafter, Shape
+from anabranch.methods.eagle.module import EagleConfig, EagleModule
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.weights import build_decoder
@@ -111,10 +112,17 @@ def streams(tree: str) -> Callable[[Decoder, Path], Drafter]:
     return made
 
 
+def eagle(target: Decoder, folder: Path) -> Drafter:
+    module = EagleModule(target.config, EagleConfig(), None)
+    randomise(module, seed=4, scale=0.2)
+    return make_drafter("eagle:tree=chain,depth=2", target, module.eval().requires_grad_(False))
+
+
 @pytest.mark.parametrize(
     ("made", "skipped"),
     [
         pytest.param(chain_of_ngrams, 0, id="ngram"),
+        pytest.param(eagle, 0, id="eagle"),
         pytest.param(streams("chain"), 1, id="streams chain"),
         pytest.param(streams("product,k=2,depth=1"), 1, id="streams product"),
     ],
