@@ -131,10 +131,7 @@ def _lookahead(decoder: Decoder, s: DraftShape) -> DraftCost:
 
 
 def _counts() -> dict[str, Count]:
-    found: dict[str, Count] = {
-        "draft model": _draft_model,
-        "lookahead": _lookahead,
-    }
+    found: dict[str, Count] = {"draft model": _draft_model, "lookahead": _lookahead}
     for method in registered():
         found |= method.counts
     return found

@@ -18,6 +18,7 @@ from anabranch.methods import (
     none,
     prompt_lookup,
     rest,
+    space,
     spec,
     staged,
     streams,
@@ -55,6 +56,7 @@ _registry: tuple[Method, ...] = (
     hydra.METHOD,
     staged.METHOD,
     eagle.METHOD,
+    space.METHOD,
 )
 _own = frozenset(method.name for method in _registry)
 

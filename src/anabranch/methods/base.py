@@ -252,9 +252,11 @@ class Method:
     build       (target, settings, module) -> Drafter; ``module`` is the module trained for the target, or None.
                 Raises CapabilityError for unsupported combinations
     trained     its trained module, adapter format and training objective; None: nothing is trained
+    reads       the trained part of another method, whose module it drafts with too; None: it needs none
     tables      the memory-mapped arrays that it drafts from, built from text; None: it has none
     candidates  settings for the tuner to try, for drafts of at most this many nodes. They must differ only in size: a
                 smaller draft is the best nodes of the largest one, up to ``Drafter.depth_of``
+    variants    settings that support different things, as text; a row each in the table of capabilities
     default     whether "auto" uses it, if its module (if any) is available
     combines    whether its trees can be merged with those of other methods
     detached    whether its drafts follow from the text alone, so that it can also draft for another engine's target
@@ -268,8 +270,10 @@ class Method:
     settings: type[Settings]
     build: Callable[[Decoder, Any, Any], Drafter]
     trained: Trained | None = None
+    reads: Trained | None = None
     tables: Tables | None = None
     candidates: Callable[[int], Iterable[Settings]] = lambda nodes: ()
+    variants: tuple[str, ...] = ("",)
     default: bool = False
     combines: bool = True
     detached: bool = False

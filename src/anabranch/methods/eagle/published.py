@@ -33,7 +33,7 @@ def _fits(names: Mapping[str, Tensor]) -> bool:
 def _read(found: Published, target: Decoder) -> tuple[EagleConfig, dict[str, Tensor]]:
     _check_config(found, target)
     width = target.config.hidden_size
-    config = EagleConfig(input_norm="layers.0.input_layernorm.weight" in found, bias="fc.bias" in found)
+    config = EagleConfig(input_norm=False, bias="fc.bias" in found)
     weights = {"fc.weight": found.take("fc.weight", width, 2 * width)}
     if config.bias:
         weights["fc.bias"] = found.take("fc.bias", width)

@@ -43,6 +43,7 @@ METHOD = Method(
     settings=HydraSettings,
     build=_build,
     trained=TRAINED,
+    variants=("", "tree=auto", "tree=chain", "tree=product,k=2"),
     candidates=sized(HydraSettings, BUDGETS),
     order=numbered("head"),
     counts=COUNTS,

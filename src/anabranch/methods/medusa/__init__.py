@@ -38,6 +38,7 @@ METHOD = Method(
     settings=MedusaSettings,
     build=_build,
     trained=TRAINED,
+    variants=("", "tree=auto", "tree=chain", "tree=sparse", "tree=product,k=2"),
     candidates=sized(MedusaSettings, BUDGETS),
     order=numbered("head"),
     counts=COUNTS,

@@ -23,7 +23,7 @@ from torch import Tensor
 from anabranch.errors import InputError
 from anabranch.methods.draft_head import TRUST, DraftHead, Drawn, DrawNoise, RowVocabulary, Words
 from anabranch.methods.levels import Level, collect, sources_of, to_host, worth_expanding
-from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.methods.streams.adapter import StreamModule
 from anabranch.methods.streams.kernels import DraftConfig, StreamKernels
 from anabranch.model.decoder import Decoder
 from anabranch.model.graphs import Graphs
@@ -102,9 +102,9 @@ class DraftOptions:
 class StreamDraft:
     """Builds trees for one target and adapter."""
 
-    def __init__(self, target: Decoder, adapter: StreamAdapter, options: DraftOptions | None = None) -> None:
+    def __init__(self, target: Decoder, adapter: StreamModule, options: DraftOptions | None = None) -> None:
         self.options = options or DraftOptions()
-        gamma = adapter.config.num_streams
+        gamma = adapter.shape.num_streams
         if self.options.depth > gamma:
             raise InputError(f"depth is {self.options.depth}, but the adapter has only {gamma} streams")
         self.target, self.adapter = target, adapter
@@ -171,7 +171,7 @@ class StreamDraft:
         levels = self._captured(states_BSD, torch.tensor(roots), words, drawn)
         host = to_host(levels)
         return [
-            collect(root, [(t[b], j[b], p[b]) for t, j, p in host], "stream", budget, floor)
+            collect(root, [(t[b], j[b], p[b]) for t, j, p in host], self.adapter.predictor, budget, floor)
             for b, root in enumerate(roots)
         ]
 
@@ -275,7 +275,7 @@ class StreamDraft:
             np.asarray(parents, np.int64),
             draft_probs=torch.cat((*probs, leaves)),
             replacement=True,
-            sources=sources_of("stream", depths.tolist()),
+            sources=sources_of(self.adapter.predictor, depths.tolist()),
         )
 
 
@@ -284,7 +284,8 @@ class NativeDraft:
 
     def __init__(self, draft: StreamDraft, linears: dict[str, NativeLinear], head: NativeLinear) -> None:
         options, chain = draft.options, draft.options.tree == "chain"
-        self._kernels, self._sources = StreamKernels(head.kernels), sources_of("stream", range(draft.depth + 1))
+        self._kernels = StreamKernels(head.kernels)
+        self._sources = sources_of(draft.adapter.predictor, range(draft.depth + 1))
         vocabulary = draft.head.vocabulary
         self._kept = (linears, head, vocabulary, draft.target.embedding)
         self._config = DraftConfig(
@@ -304,12 +305,14 @@ class NativeDraft:
 
     @staticmethod
     def of(draft: StreamDraft) -> NativeDraft | None:
-        """None unless the target runs on the kernels, with path conditioning and best-first trees or chains."""
+        """None unless the target runs on the kernels, with best-first trees or chains, conditioned on paths or not."""
         conditioner, width = draft.conditioner, draft.target.config.hidden_size
-        if conditioner is None or not isinstance(draft.head.scores, NativeLinear):
+        if not isinstance(draft.head.scores, NativeLinear):
             return None
-        linears = {name: linear for name, linear in conditioner.packed.items() if isinstance(linear, NativeLinear)}
-        known = len(linears) == 4 and conditioner.rank % native.BLOCK == 0 and width % native.BLOCK == 0
+        terms = {} if conditioner is None else conditioner.packed
+        linears = {name: linear for name, linear in terms.items() if isinstance(linear, NativeLinear)}
+        known = conditioner is None or (len(linears) == 4 and conditioner.rank % native.BLOCK == 0)
+        known = known and width % native.BLOCK == 0
         plain = draft.options.tree != "product" and not draft.options.shortlist and draft.head.bias is None
         if (
             not (known and plain and width <= native.MAX_EMBEDDING_WIDTH)

@@ -24,7 +24,7 @@ from anabranch.learning.objective import Scores, Segment, segments
 from anabranch.learning.replay import evaluation
 from anabranch.learning.target import run_frozen
 from anabranch.methods.replay import replay_all
-from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.methods.streams.adapter import StreamModule
 from anabranch.methods.streams.draft import DraftOptions, StreamDraft
 from anabranch.methods.streams.prune import early_exit_logits
 from anabranch.methods.streams.rider import trail
@@ -82,23 +82,21 @@ class StreamObjective:
     frozen   the decoder for passes without gradients: a packed copy of the target if that is faster
     """
 
-    predictor = "stream"
-
     def __init__(
         self,
         target: Decoder,
-        adapter: StreamAdapter,
+        adapter: StreamModule,
         options: LossOptions | None = None,
         *,
         segment: int = 128,
         frozen: Decoder | None = None,
     ) -> None:
-        if adapter.config.context_top:
+        if adapter.shape.context_top:
             raise CapabilityError("context_top is for decoding; train with context_top 0 and set it afterwards")
         self.target, self.adapter, self.segment = target, adapter, segment
         self.options = options or LossOptions()
         self.frozen = target if frozen is None else frozen
-        self.predictors = adapter.config.num_streams
+        self.predictor, self.predictors = adapter.predictor, adapter.shape.num_streams
 
     def vocabulary(self, batch: Batch) -> Vocabulary:
         """The draft vocabulary with the batch's own tokens; decoding adds a row's own tokens in the same way."""
