@@ -84,7 +84,9 @@ class Compared(EagleDrafter):
 
 
 # -- what is drafted -------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("config", [EagleConfig(), TAPS, EagleConfig(input_norm=False, bias=True)])
+@pytest.mark.parametrize(
+    "config", [EagleConfig(), TAPS, EagleConfig(embedding_norm=False, input_norm=False, bias=True)]
+)
 def test_a_chain_continues_the_features_one_by_one(config: EagleConfig) -> None:
     """The reference runs the layer over the whole text and its own features at every step, without a cache."""
     target = small()

@@ -43,7 +43,7 @@ CASES = {
 CONFIGS = {
     "eagle": EagleConfig(),
     "taps": EagleConfig(taps="0/2"),
-    "published": EagleConfig(input_norm=False, bias=True),
+    "published": EagleConfig(embedding_norm=False, input_norm=False, bias=True),
 }
 
 

@@ -36,14 +36,16 @@ STD = 0.02  # of fresh weights
 class EagleConfig:
     """The shape of the head. The defaults are EAGLE's, with two norms.
 
-    taps        layers before which the target's states are taken and fused, as in 2/15/27; empty: the state after the
-                last norm. With taps, the head has norms of its own: of both inputs, and before the target's head
-    input_norm  whether embeddings pass a norm, since they are much smaller than features in many models, and the layer
-                begins with its own; published EAGLE heads have neither
-    bias        whether ``fc`` has a bias; published EAGLE heads have one
+    taps            layers before which the target's states are taken and fused, as in 2/15/27; empty: the state after
+                    the last norm. With taps, both inputs have a norm, and so have states before the target's head
+    embedding_norm  whether embeddings pass a norm, since they are much smaller than features in many models; always
+                    with taps, never in published EAGLE heads
+    input_norm      whether the layer begins with its norm; most published EAGLE heads have none there
+    bias            whether ``fc`` has a bias; published EAGLE heads have one
     """
 
     taps: str = ""
+    embedding_norm: bool = True
     input_norm: bool = True
     bias: bool = False
 
@@ -52,7 +54,7 @@ class EagleConfig:
             raise InputError(f"taps must be numbers of layers as in 2/15/27, or empty, got {shown(self.taps)}")
         if list(self.layers) != sorted(set(self.layers)):
             raise InputError(f"taps must be different layers in ascending order, got {self.taps}")
-        for name in ("input_norm", "bias"):
+        for name in ("embedding_norm", "input_norm", "bias"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name} must be true or false, got {shown(getattr(self, name))}")
 
@@ -98,7 +100,7 @@ class EagleModule(TrainedModule):
         width = target.hidden_size
         self.fc = nn.Linear(2 * width, width, bias=config.bias)
         self.fuse = nn.Linear(len(config.layers) * width, width, bias=False) if config.layers else None
-        of_inputs = (config.input_norm or bool(config.layers), bool(config.layers))
+        of_inputs = (config.embedding_norm or bool(config.layers), bool(config.layers))
         self.norms = nn.ModuleList(Norm(self.model) if normed else nn.Identity() for normed in of_inputs)
         self.block = Block(self.model)
         if not config.input_norm:

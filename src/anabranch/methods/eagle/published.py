@@ -1,4 +1,4 @@
-"""EAGLE's heads as published by its authors (SafeAILab/EAGLE): one Llama layer, without its first norm and the last.
+"""EAGLE's heads as published by its authors (SafeAILab/EAGLE): one Llama layer, mostly without its first norm.
 
     fc.weight, fc.bias, layers.0.self_attn.q_proj.weight, ..., layers.0.post_attention_layernorm.weight, and a copy of
     the target's embedding, embed_tokens.weight
@@ -33,7 +33,8 @@ def _fits(names: Mapping[str, Tensor]) -> bool:
 def _read(found: Published, target: Decoder) -> tuple[EagleConfig, dict[str, Tensor]]:
     _check_config(found, target)
     width = target.config.hidden_size
-    config = EagleConfig(input_norm=False, bias="fc.bias" in found)
+    norm, bias = "layers.0.input_layernorm.weight" in found, "fc.bias" in found
+    config = EagleConfig(embedding_norm=False, input_norm=norm, bias=bias)
     weights = {"fc.weight": found.take("fc.weight", width, 2 * width)}
     if config.bias:
         weights["fc.bias"] = found.take("fc.bias", width)

@@ -31,7 +31,11 @@ def eagle() -> Recipe:
 def eagle_1() -> Recipe:
     """EAGLE's published loss, over all tokens of the vocabulary."""
     loss = LossOptions(feature=1.0, token=0.1, soft=1.0, unroll=1, noise=0.1)
-    return Recipe(EagleConfig(input_norm=False, bias=True), loss, TrainOptions(epochs=3.0, lr=1e-3, clip=0.5))
+    return Recipe(
+        EagleConfig(embedding_norm=False, input_norm=False, bias=True),
+        loss,
+        TrainOptions(epochs=3.0, lr=1e-3, clip=0.5),
+    )
 
 
 def small() -> Recipe:
@@ -43,6 +47,7 @@ def small() -> Recipe:
 RECIPES: dict[str, Callable[[], Recipe]] = {"eagle": eagle, "eagle-1": eagle_1, "small": small}
 OPTIONS: dict[str, Option] = {
     "taps": Option(str, "layers whose states are fused, as in 2/15/27; empty: the state after the last norm", "config"),
+    "embedding_norm": Option(bool, "give the embeddings a norm; they always have one with taps", "config"),
     "input_norm": Option(bool, "begin the layer with a norm", "config"),
     "bias": Option(bool, "give the matrix before the layer a bias", "config"),
     "unroll": Option(int, "steps of the head on its own features in training", "loss"),
