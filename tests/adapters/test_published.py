@@ -191,7 +191,7 @@ def test_medusa_as_an_adapter(anabranch: Anabranch, toys: ToyFolders, target: Ta
     assert done.code == 0, done.err
     record = json.loads(done.out)
     assert record["method"] == "medusa"
-    assert record["config"] == {"num_heads": 3, "num_layers": 2, "head": "own"}
+    assert record["config"] == {"num_heads": 3, "num_layers": 2, "head": "own", "lora_rank": 0}
     with Model(target, [load_adapter(tmp_path / "out", target)], "medusa") as model:
         ours = model.generate("the cat", max_new_tokens=12)
         assert ours.stats.draft_nodes

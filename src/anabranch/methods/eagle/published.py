@@ -1,4 +1,4 @@
-"""EAGLE's heads as published by its authors (SafeAILab/EAGLE): one Llama layer, without its first norm and the last.
+"""EAGLE's heads as published by its authors (SafeAILab/EAGLE): one Llama layer, mostly without its first norm.
 
     fc.weight, fc.bias, layers.0.self_attn.q_proj.weight, ..., layers.0.post_attention_layernorm.weight, and a copy of
     the target's embedding, embed_tokens.weight

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from anabranch.methods.heads.module import HeadConfig
 from anabranch.methods.heads.published import numbers
+from anabranch.methods.medusa.module import MedusaConfig
 from anabranch.methods.published import Layout, Published
 from anabranch.model.decoder import Decoder
 
@@ -27,7 +27,7 @@ def _fits(names: Mapping[str, Tensor]) -> bool:
     return any(re.fullmatch(rf"(?:{re.escape(PREFIX)})?0\.0\.linear\.weight", name) for name in names)
 
 
-def _read(found: Published, target: Decoder) -> tuple[HeadConfig, dict[str, Tensor]]:
+def _read(found: Published, target: Decoder) -> tuple[MedusaConfig, dict[str, Tensor]]:
     prefix = PREFIX if any(name.startswith(PREFIX) for name in found) else ""
     start = re.escape(prefix)
     heads = numbers(found, found, rf"{start}(\d+)\.\d+\.linear\.weight")
@@ -43,7 +43,7 @@ def _fits_vllm(names: Mapping[str, Tensor]) -> bool:
     return "blocks.0.layers.0.weight" in names and "lm_heads.0.weight" in names
 
 
-def _read_vllm(found: Published, target: Decoder) -> tuple[HeadConfig, dict[str, Tensor]]:
+def _read_vllm(found: Published, target: Decoder) -> tuple[MedusaConfig, dict[str, Tensor]]:
     heads = numbers(found, found, r"blocks\.(\d+)\.layers\.\d+\.weight")
     blocks = numbers(found, found, r"blocks\.0\.layers\.(\d+)\.weight")
     return _weights(
@@ -55,10 +55,10 @@ def _read_vllm(found: Published, target: Decoder) -> tuple[HeadConfig, dict[str,
 
 def _weights(
     found: Published, target: Decoder, heads: int, blocks: int, *, block: str, output: str
-) -> tuple[HeadConfig, dict[str, Tensor]]:
+) -> tuple[MedusaConfig, dict[str, Tensor]]:
     """The module's weights from names with the numbers of ``head`` and ``block`` in them."""
     width, vocabulary = target.config.hidden_size, target.config.vocab_size
-    config = HeadConfig(heads, blocks, head="own")
+    config = MedusaConfig(heads, blocks, head="own")
     weights: dict[str, Tensor] = {}
     for head in range(heads):
         for number in range(blocks):
