@@ -199,7 +199,7 @@ class Costs:
     def passes_ms(self, first: int, count: int, rows: int, context: float) -> list[float]:
         """Of passes over ``first``, ``first`` + 1, ... nodes, ``count`` numbers; as ``pass_ms``, but faster."""
         if first + count > len(self._by_nodes):
-            return self.pass_ms(np.arange(first, first + count), rows, context).tolist()
+            return list(map(float, self.pass_ms(np.arange(first, first + count), rows, context)))
         of_rows, of_node = self.passes.row_ms * rows * context / 1000, self.passes.node_ms * context / 1000
         known = self._by_nodes[first : first + count]
         return [ms + of_rows + of_node * nodes for nodes, ms in enumerate(known, first)]

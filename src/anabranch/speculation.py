@@ -273,6 +273,11 @@ class Speculation:
         }
         if not beliefs:
             return list(trees)
+        if all(len(known) == 1 for known in beliefs.values()):
+            for drafter, count in _counts([drafters[b] for b in beliefs]).items():
+                if budgets[drafter] < 2 or drafter.free:
+                    self.lately(drafter).learn_free([()] * count, 0.0)
+            return list(trees)
         rest = self.costs.rest_ms(len(rows))
         beside = [drafter.probes if budgets[drafter] > 1 else 0 for drafter in drafters]
         for drafter, count in _counts(drafters).items():

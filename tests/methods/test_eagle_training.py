@@ -110,10 +110,10 @@ def test_every_published_target_has_a_head(name: str) -> None:
     config = published(name).config
     with torch.device("meta"):
         plain, fused = (EagleModule(config, EagleConfig(taps=taps)) for taps in ("", "2/12/21"))
-    h, norms = config.hidden_size, 3 * (2 if config.norm == "layer" else 1)
+    h, norm = config.hidden_size, config.hidden_size * (2 if config.norm == "layer" else 1)
     layer = sum(parameter.numel() for parameter in published(name).blocks[0].parameters())
-    assert plain.num_parameters() == 2 * h * h + layer
-    assert fused.num_parameters() == plain.num_parameters() + 3 * h * h + norms * h
+    assert plain.num_parameters() == 2 * h * h + layer + norm
+    assert fused.num_parameters() == plain.num_parameters() + 3 * h * h + 2 * norm
 
 
 def test_options_that_are_refused() -> None:

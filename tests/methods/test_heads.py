@@ -24,11 +24,11 @@ from anabranch.methods.base import Row
 from anabranch.methods.combined import CombinedDrafter
 from anabranch.methods.draft_head import DrawNoise
 from anabranch.methods.heads.drafter import HeadDrafter
-from anabranch.methods.heads.module import HeadConfig, begin_with, start_from_target
+from anabranch.methods.heads.module import begin_with, start_from_target
 from anabranch.methods.heads.objective import HeadObjective, LossOptions
 from anabranch.methods.heads.shape import TreeShape
 from anabranch.methods.medusa.draft import MedusaDraft
-from anabranch.methods.medusa.module import MedusaModule
+from anabranch.methods.medusa.module import MedusaConfig, MedusaModule
 from anabranch.methods.prompt_lookup import PromptLookupDrafter
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import load_target
@@ -52,7 +52,7 @@ SAMPLED = SamplingParams(temperature=0.9, seed=5)
 
 def heads(target: Decoder, seed: int = 2, vocabulary: Tensor | None = IDS, **config: Any) -> MedusaModule:
     """Heads with random weights, near enough to the target's own scores to be right now and then."""
-    module = MedusaModule(target.config, HeadConfig(**{"num_heads": 3, **config}), vocabulary)
+    module = MedusaModule(target.config, MedusaConfig(**{"num_heads": 3, **config}), vocabulary)
     randomise(module, seed, scale=0.05)
     generator = torch.Generator().manual_seed(seed)
     for weight in module.weights or ():
@@ -256,7 +256,7 @@ def test_the_loss_is_the_sum_over_heads(case: str, head: str) -> None:
 @pytest.mark.parametrize("head", ["shared", "own"])
 def test_training_reaches_what_replay_predicts(head: str) -> None:
     target, texts = small(), examples(small())
-    module = MedusaModule(target.config, HeadConfig(3, head=head), None)  # type: ignore[arg-type]
+    module = MedusaModule(target.config, MedusaConfig(3, head=head), None)  # type: ignore[arg-type]
     start_from_target(target, module)
     objective = HeadObjective(target, module, MedusaDraft, LossOptions(soft=0.0))
     batch = Batch.of(texts)
@@ -283,7 +283,7 @@ def test_fresh_heads_score_as_the_target_does() -> None:
     hidden = torch.randn(2, 32, generator=torch.Generator().manual_seed(3))
     wanted = target.logits(hidden)[:, IDS].log_softmax(-1).topk(4, dim=-1)
     for head in ("shared", "own"):
-        module = MedusaModule(target.config, HeadConfig(3, head=head), IDS)  # type: ignore[arg-type]
+        module = MedusaModule(target.config, MedusaConfig(3, head=head), IDS)  # type: ignore[arg-type]
         start_from_target(target, module)
         draft = MedusaDraft(target, module.requires_grad_(False))
         states = draft.states(hidden)
@@ -295,7 +295,7 @@ def test_fresh_heads_score_as_the_target_does() -> None:
 def test_weights_to_begin_with() -> None:
     target = small()
     trained = heads(target, head="own")
-    fresh = MedusaModule(target.config, HeadConfig(3, head="own"), torch.tensor([1, 3, 17]))
+    fresh = MedusaModule(target.config, MedusaConfig(3, head="own"), torch.tensor([1, 3, 17]))
     start_from_target(target, fresh)
     begin_with(fresh, trained)
     assert fresh.weights is not None
@@ -322,8 +322,8 @@ def test_weights_to_begin_with() -> None:
 def test_the_papers_parameter_counts(name: str, printed: float, digits: int) -> None:
     config = published_target(name).config
     with torch.device("meta"):
-        found = MedusaModule(config, HeadConfig(head="own")).num_parameters()
-        shared = MedusaModule(config, HeadConfig()).num_parameters()
+        found = MedusaModule(config, MedusaConfig(head="own")).num_parameters()
+        shared = MedusaModule(config, MedusaConfig()).num_parameters()
     h, v = config.hidden_size, config.vocab_size
     assert found == 4 * (h * h + h * v + h)  # with the block's bias
     assert shared == 4 * (h * h + h)
@@ -366,10 +366,10 @@ def test_heads_that_cannot_be_had() -> None:
         make_drafter("medusa", target, heads(target)).check(SAMPLED, "rejection")
     for wrong in ({"num_heads": 0}, {"num_layers": 17}, {"head": "both"}):
         with pytest.raises(InputError, match="must be"):
-            HeadConfig(**wrong)  # type: ignore[arg-type]
+            MedusaConfig(**wrong)  # type: ignore[arg-type]
     for record in ({"width": 3}, {"num_heads": "two"}):
         with pytest.raises(AdapterError, match="malformed"):
-            HeadConfig.from_dict(record)
+            MedusaConfig.from_dict(record)
     for options in ({"decay": 0.0}, {"soft": 1.5}):
         with pytest.raises(InputError, match="must be"):
             LossOptions(**options)
@@ -391,7 +391,7 @@ def test_from_completions_to_heads_that_draft(head: str, toys: ToyFolders, tmp_p
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
     assert record["method"] == "medusa"
-    assert record["config"] == {"num_heads": 3, "num_layers": 1, "head": head}
+    assert record["config"] == {"num_heads": 3, "num_layers": 1, "head": head, "lora_rank": 0}
     assert record["measured"]["predicted mean acceptance length"]["tree"] > 1.1
     text: dict[str, Any] = {"max_new_tokens": 20, "ignore_eos": True}
     with anabranch.load(toys.model, adapter=folder, drafter="medusa:tree=8", dtype="float32") as model:

@@ -14,6 +14,7 @@ from anabranch.learning.objective import Objective
 from anabranch.learning.recipe import Option, Recipe
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
+from anabranch.model.load import Target
 
 __all__ = ["Config", "Learn", "Trained", "TrainedModule"]
 
@@ -90,7 +91,8 @@ class Trained:
                larger. Raises InputError that names what does not fit
     fresh      (target, module with fresh weights): copy those weights of the target that training begins with
     export     (folder, trained module, target): write the module in a form of its own beside the adapter, if there is
-               one; a folder ``model`` inside the adapter's receives it
+               one; a folder ``model`` inside the adapter's receives it. Returns the module to store and the target that
+               it belongs to where training has made another target, otherwise None
     """
 
     title: str
@@ -103,7 +105,7 @@ class Trained:
     change: Callable[[Recipe, Mapping[str, Any]], Recipe]
     describe: Callable[[Any], str]
     begin: Callable[[Any, Any], None]
-    export: Callable[[Path, Any, Any], None] | None = None
+    export: Callable[[Path, Any, Target], tuple[TrainedModule, Target] | None] | None = None
     fresh: Callable[[Decoder, Any], None] | None = None
 
     def recipe(self, name: str | None = None, given: Mapping[str, Any] | None = None) -> Recipe:

@@ -158,7 +158,8 @@ def train_adapter(
         "max_tokens": recipe.max_tokens,
     }
     if method.trained.export is not None:
-        method.trained.export(folder / "model", module, target)
+        made = method.trained.export(folder / "model", module, target)
+        module, target = (module, target) if made is None else made
     identity = TargetIdentity.of(target)
     return save_adapter(folder, module, method=method, target=identity, training=record, measured=measured)
 

@@ -34,11 +34,12 @@ STD = 0.02  # of fresh weights
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """The shape of the head. The defaults are EAGLE's, with a norm before the layer.
+    """The shape of the head. The defaults are EAGLE's, with two norms.
 
     taps        layers before which the target's states are taken and fused, as in 2/15/27; empty: the state after the
                 last norm. With taps, the head has norms of its own: of both inputs, and before the target's head
-    input_norm  whether the layer begins with its norm; published EAGLE heads have none there
+    input_norm  whether embeddings pass a norm, since they are much smaller than features in many models, and the layer
+                begins with its own; published EAGLE heads have neither
     bias        whether ``fc`` has a bias; published EAGLE heads have one
     """
 
@@ -80,7 +81,7 @@ def _one_layer(target: ModelConfig) -> ModelConfig:
 
 
 class EagleModule(TrainedModule):
-    """The trained parameters of the head: 2 D^2 of ``fc`` and a layer; with n taps, n D^2 more and three norms.
+    """The trained parameters of the head: 2 D^2 of ``fc``, a layer and a norm; with n taps, n D^2 and two norms more.
 
     The embedding and the output head are the target's. ``vocabulary`` are the tokens that are drafted.
     """
@@ -94,10 +95,11 @@ class EagleModule(TrainedModule):
                 f"taps has layer {config.layers[-1]}, but the target's layers end at {target.num_layers - 1}"
             )
         self.config, self.model = config, _one_layer(target)
-        width, norms = target.hidden_size, 2 if config.layers else 0
+        width = target.hidden_size
         self.fc = nn.Linear(2 * width, width, bias=config.bias)
         self.fuse = nn.Linear(len(config.layers) * width, width, bias=False) if config.layers else None
-        self.norms = nn.ModuleList(Norm(self.model) for _ in range(norms))
+        of_inputs = (config.input_norm or bool(config.layers), bool(config.layers))
+        self.norms = nn.ModuleList(Norm(self.model) if normed else nn.Identity() for normed in of_inputs)
         self.block = Block(self.model)
         if not config.input_norm:
             self.block.norm_in = nn.Identity()  # type: ignore[assignment]
@@ -129,8 +131,8 @@ class EagleModule(TrainedModule):
 
     def inputs(self, embeddings: Tensor, features: Tensor) -> Tensor:
         """The input of ``fc`` [..., 2 D], from embeddings of the next tokens and features [..., D]."""
-        parts = (embeddings, features)
-        return torch.cat([norm(x) for norm, x in zip(self.norms, parts, strict=True)] if self.norms else parts, dim=-1)
+        embedding_norm, feature_norm = self.norms
+        return torch.cat((embedding_norm(embeddings), feature_norm(features)), dim=-1)
 
     def states(self, features: Tensor) -> Tensor:
         """What the target's output head reads, from the head's features [..., D]."""

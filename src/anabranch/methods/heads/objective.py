@@ -127,7 +127,11 @@ class HeadObjective:
 
     def loss(self, batch: Batch, frozen: Tensor, segment: Segment) -> Scores:
         """The loss of one segment: a sum over its predictions."""
-        asked = self._asked(batch, self.module.prefix(self.target, frozen), segment)
+        return self.heads_loss(batch, self.module.prefix(self.target, frozen), frozen, segment)
+
+    def heads_loss(self, batch: Batch, read_BTD: Tensor, frozen: Tensor, segment: Segment) -> Scores:
+        """The loss of the heads where they read some states [B, T, D]; ``frozen`` are the target's own."""
+        asked = self._asked(batch, read_BTD, segment)
         states_MKD = self.module.predicted(self.target, asked.states_MD, asked.path_MK)
         words = self.module.vocabularies(self.target, batch.tokens_BT)
         if self.module.weights is None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from anabranch.errors import InputError
 from anabranch.memory import give_back
+from anabranch.methods.low_rank import LowRank
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.scorer import Conditioner
 from anabranch.methods.trained import TrainedModule
@@ -23,23 +24,6 @@ from anabranch.model.native_linear import NativeLinear
 from anabranch.model.pack import Packable, PackedLinear, PackedWeight, packed_like
 
 __all__ = ["StreamAdapter", "StreamLayer", "StreamModule"]
-
-
-class LowRank(nn.Module):
-    """x -> up(down(x)), initialised to zero like LoRA (Hu et al. 2022). 2 * rank parameters per channel."""
-
-    def __init__(self, width_in: int, width_out: int, rank: int, *, activation: bool = False) -> None:
-        super().__init__()
-        self.down = nn.Parameter(torch.empty(rank, width_in))
-        self.up = nn.Parameter(torch.zeros(width_out, rank))
-        self.activation = activation
-        if not self.down.is_meta:
-            nn.init.normal_(self.down, std=1.0 / math.sqrt(width_in))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., width_in] -> [..., width_out]."""
-        y = F.linear(x, self.down)
-        return F.linear(F.silu(y) if self.activation else y, self.up)
 
 
 class StreamLayer(nn.Module):

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anabranch.memory import give_back
-from anabranch.methods.streams.adapter import LowRank, StreamLayer, StreamModule
+from anabranch.methods.low_rank import LowRank
+from anabranch.methods.streams.adapter import StreamLayer, StreamModule
 from anabranch.methods.streams.kernels import StreamKernels, TrailEntry
 from anabranch.model.blocks import Block
 from anabranch.model.cache import Cache
