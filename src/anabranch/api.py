@@ -94,7 +94,7 @@ class Model:
         self._worker = Worker()
         self._drafters: dict[str, Drafter] = {}
         self._scheduler = Scheduler(target.decoder)
-        self._drafter(self.spec)  # raise for unsupported combinations now
+        self.drafter_of(self.spec)  # raise for unsupported combinations now
 
     @property
     def drafter(self) -> str:
@@ -105,6 +105,11 @@ class Model:
     def adapter(self) -> LoadedAdapter | None:
         """The first adapter, or None."""
         return self.adapters[0] if self.adapters else None
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """What decodes the requests of all calls; for callers that work with token ids instead of text."""
+        return self._scheduler
 
     @property
     def _modules(self) -> list[nn.Module]:
@@ -121,8 +126,11 @@ class Model:
             self._drafters[name] = drafter
             return drafter
 
-    def _drafter(self, spec: str | Spec) -> Drafter:
-        """The same, with the costs of steps if it follows the load."""
+    def drafter_of(self, spec: str | Spec) -> Drafter:
+        """The drafter of a specification, ready to decode: if it follows the load, steps were timed.
+
+        Raises what ``make_drafter`` raises.
+        """
         with self._lock:
             drafter = self._built(spec)
             if drafter.adaptive and self.known is None:
@@ -224,7 +232,7 @@ class Model:
         single, prompts = read_prompts(prompt, self.tokenizer)
         call = Options.of(options)
         requests = [call.request(ids, self.target) for ids in prompts]
-        drafter = self._drafter(call.drafter or self.spec)
+        drafter = self.drafter_of(call.drafter or self.spec)
         try:
             found = generation.generate(
                 *(self._scheduler, requests, drafter, self.tokenizer),
@@ -245,7 +253,7 @@ class Model:
         check_stream(len(prompts))
         call = Options.of(options)
         request = call.request(prompts[0], self.target)
-        drafter = self._drafter(call.drafter or self.spec)
+        drafter = self.drafter_of(call.drafter or self.spec)
         self._scheduler.check(request, drafter)  # raise now, not with the first chunk
         return self._stream(request, drafter, call.stops)
 

@@ -259,6 +259,7 @@ class Method:
     variants    settings that support different things, as text; a row each in the table of capabilities
     default     whether "auto" uses it, if its module (if any) is available
     combines    whether its trees can be merged with those of other methods
+    detached    whether its drafts follow from the text alone, so that it can also draft for another engine's target
     order       the order of its sources in legends: source -> rank from 1 on, or None for sources of other methods
     counts      the costs of its drafts, for figures: label -> (target on the meta device, shape) -> cost
     published   tokens per step and speedup reported in its paper, by target
@@ -275,6 +276,7 @@ class Method:
     variants: tuple[str, ...] = ("",)
     default: bool = False
     combines: bool = True
+    detached: bool = False
     order: Callable[[str], int | None] = lambda source: None
     counts: Mapping[str, Callable[[Decoder, DraftShape], DraftCost]] = field(default_factory=dict)
     published: Mapping[str, tuple[float, float]] = field(default_factory=dict)

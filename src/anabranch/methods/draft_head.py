@@ -105,8 +105,10 @@ class DraftHead:
                 where the target runs on native kernels, otherwise packed or PyTorch's like the target's head
     """
 
-    def __init__(self, target: Decoder, vocabulary: Tensor, weight: Tensor | None = None) -> None:
-        """``weight`` [Vd, D] replaces the target's own rows of the head."""
+    def __init__(
+        self, target: Decoder, vocabulary: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
+    ) -> None:
+        """``weight`` [Vd, D] replaces the target's own rows of the head, and ``bias`` [Vd] those of its bias."""
         self.target = target
         self.vocabulary = vocabulary.to(target.device)
         self.common = frozenset(self.vocabulary.tolist())
@@ -116,7 +118,8 @@ class DraftHead:
             whole = len(self.vocabulary) == target.config.vocab_size
             unpacked = whole and target.backend.kernels is None
             weight = target.head.weight if unpacked else target.head_rows(self.vocabulary)
-        bias = None if self.bias is None else self.bias[self.vocabulary]
+        if bias is None and self.bias is not None:
+            bias = self.bias[self.vocabulary]
         packed = packed_like(target.head, weight, bias, SCORES)
         self.scores: Callable[[Tensor], Tensor] = packed or partial(F.linear, weight=weight, bias=bias)
         del weight

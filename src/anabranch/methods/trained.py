@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from anabranch.errors import InputError
 from anabranch.learning.objective import Objective
 from anabranch.learning.recipe import Option, Recipe
+from anabranch.methods.published import Layout
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import Target
@@ -93,6 +94,7 @@ class Trained:
     export     (folder, trained module, target): write the module in a form of its own beside the adapter, if there is
                one; a folder ``model`` inside the adapter's receives it. Returns the module to store and the target that
                it belongs to where training has made another target, otherwise None
+    published  the layouts of others' checkpoints that are read as adapters of this method
     """
 
     title: str
@@ -107,6 +109,7 @@ class Trained:
     begin: Callable[[Any, Any], None]
     export: Callable[[Path, Any, Target], tuple[TrainedModule, Target] | None] | None = None
     fresh: Callable[[Decoder, Any], None] | None = None
+    published: tuple[Layout, ...] = ()
 
     def recipe(self, name: str | None = None, given: Mapping[str, Any] | None = None) -> Recipe:
         """The recipe of a name (default: the first) with the ``given`` values. Raises InputError."""

@@ -15,6 +15,7 @@ from typing import Any
 from anabranch.learning.recipe import COMMON, Option, Recipe, TrainOptions
 from anabranch.methods.eagle.module import EagleConfig, EagleModule, begin_with
 from anabranch.methods.eagle.objective import EagleObjective, LossOptions
+from anabranch.methods.eagle.published import LAYOUTS
 from anabranch.methods.trained import Trained
 from anabranch.model.decoder import Decoder
 
@@ -78,4 +79,5 @@ TRAINED = Trained(
     change=change,
     describe=_describe,
     begin=begin_with,
+    published=LAYOUTS,
 )

@@ -115,6 +115,7 @@ class DraftHeads(TrainedModule):
 
     blocks      the residual blocks of each head
     weights     each head's own vocabulary head [Vd, D], over the draft vocabulary; None: the target's is used
+    biases      a bias [Vd] for each of these; None: the target's is used, if it has one
     vocabulary  [Vd] the sorted token ids of the draft vocabulary
     """
 
@@ -139,6 +140,7 @@ class DraftHeads(TrainedModule):
             if config.head == "own"
             else None
         )
+        self.biases: nn.ParameterList | None = None
 
     def chain(self, k: int) -> list[ResidualBlock]:
         """The blocks of a head, counted from 0."""
@@ -177,7 +179,8 @@ class DraftHeads(TrainedModule):
         place = torch.full((target.config.vocab_size,), -1, device=ids.device)
         place[ids] = torch.arange(len(ids), device=ids.device)
         bias = None if target.head.bias is None else target.head.bias[ids]
-        return [Vocabulary(weight, bias, place) for weight in self.weights]
+        biases = [bias] * len(self.weights) if self.biases is None else self.biases
+        return [Vocabulary(weight, bias, place) for weight, bias in zip(self.weights, biases, strict=True)]
 
 
 class VocabularyHeads:
@@ -189,8 +192,12 @@ class VocabularyHeads:
 
     def __init__(self, target: Decoder, module: DraftHeads) -> None:
         self.shared = DraftHead(target, module.vocabulary) if module.weights is None else None
-        weights = () if module.weights is None else module.weights
-        self.own = [DraftHead(target, module.vocabulary, weight.detach()) for weight in weights]
+        weights = list(module.weights or ())
+        biases = module.biases or [None] * len(weights)
+        self.own = [
+            DraftHead(target, module.vocabulary, weight.detach(), None if bias is None else bias.detach())
+            for weight, bias in zip(weights, biases, strict=True)
+        ]
 
     def __getitem__(self, k: int) -> DraftHead:
         """The scores of head ``k``, counted from 0."""
@@ -226,12 +233,15 @@ def begin_with(module: DraftHeads, trained: DraftHeads) -> None:
     weights = {
         name: value
         for name, value in trained.state_dict().items()
-        if name != "vocabulary" and not name.startswith("weights.")
+        if name != "vocabulary" and not name.startswith(("weights.", "biases."))
     }
     module.load_state_dict(weights, strict=False)
     known = {token: place for place, token in enumerate(trained.vocabulary.tolist())}
     both = [(place, known[token]) for place, token in enumerate(module.vocabulary.tolist()) if token in known]
-    for mine_VD, theirs_VD in zip(module.weights or (), trained.weights or (), strict=True):
-        here, there = torch.tensor(both).T.to(mine_VD.device)
+    ours, others = (
+        [value for values in (heads.weights, heads.biases) for value in values or ()] for heads in (module, trained)
+    )
+    for mine_V, theirs_V in zip(ours, others, strict=True):
+        here, there = torch.tensor(both).T.to(mine_V.device)
         with torch.no_grad():
-            mine_VD[here] = theirs_VD[there].to(mine_VD)
+            mine_V[here] = theirs_V[there].to(mine_V)

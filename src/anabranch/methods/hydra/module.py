@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from anabranch.errors import InputError
 from anabranch.jsonfiles import shown
 from anabranch.methods.heads.module import DraftHeads, HeadConfig
-from anabranch.model.blocks import Block, attention
+from anabranch.model.blocks import Block, Norm, attention
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.pack import packed_like
@@ -37,10 +37,13 @@ class HydraConfig(HeadConfig):
 
     embeddings  of draft tokens: "unit" at unit RMS, or "raw" as the target has them (the paper)
     prefix      whether the heads read a prefix layer (Hydra++)
+    published   the form in which the authors publish heads: their vocabulary heads have biases, and a norm follows the
+                prefix layer
     """
 
     embeddings: Literal["unit", "raw"] = "unit"
     prefix: bool = False
+    published: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,6 +51,10 @@ class HydraConfig(HeadConfig):
             raise InputError(f"embeddings must be unit or raw, got {shown(self.embeddings)}")
         if not isinstance(self.prefix, bool):
             raise InputError(f"prefix must be true or false, got {shown(self.prefix)}")
+        if not isinstance(self.published, bool) or (self.published and self.head != "own"):
+            raise InputError(
+                f"published must be true or false, and true only with head own, got {shown(self.published)}"
+            )
 
 
 class HydraModule(DraftHeads):
@@ -58,6 +65,9 @@ class HydraModule(DraftHeads):
     def __init__(self, model: ModelConfig, config: HydraConfig, vocabulary: Tensor | None = None) -> None:
         super().__init__(model, config, vocabulary, range(1, config.num_heads + 1))
         self.reads_texts = config.prefix
+        if config.published:
+            self.biases = nn.ParameterList(nn.Parameter(torch.zeros(len(self.vocabulary))) for _ in self.blocks)
+        self.norm = Norm(model) if config.prefix and config.published else None
         self.layer = Block(model) if config.prefix else None
         if self.layer is not None:
             for linear in (self.layer.out, self.layer.mlp.down):  # at first the layer passes the states on
@@ -87,8 +97,11 @@ class HydraModule(DraftHeads):
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attention(self.model, q, k.transpose(1, 2), v.transpose(1, 2), bias.to(q.dtype))
 
-        found: Tensor = self.layer(hidden_BTD, cos, sin, attend)
-        return found
+        return self.normed(self.layer(hidden_BTD, cos, sin, attend))
+
+    def normed(self, x: Tensor) -> Tensor:
+        """What the heads read, from the output of the prefix layer [..., D]."""
+        return x if self.norm is None else self.norm(x)
 
     def states(self, k: int, state_BFD: Tensor, path_BFC: Tensor) -> Tensor:
         """The states of head ``k`` (from 0) [B, F, D] after some paths.
@@ -143,7 +156,7 @@ class PrefixLayer:
 
     def __init__(self, target: Decoder, module: HydraModule) -> None:
         assert module.layer is not None
-        self.target, self.layer = target, module.layer
+        self.target, self.module, self.layer = target, module, module.layer
         packed, block = copy.deepcopy(module.layer), target.blocks[0]
         assert isinstance(block, Block)
         like = block.qkv  # its outputs have the weights' type, those of the head may not
@@ -185,4 +198,4 @@ class PrefixLayer:
         read: Tensor = self.layer(x_1MD, cos, sin, attend)
         for memory in memories:
             memory.waiting.clear()
-        return read[0, torch.tensor(counts, device=device).cumsum(0) - 1]
+        return self.module.normed(read[0, torch.tensor(counts, device=device).cumsum(0) - 1])

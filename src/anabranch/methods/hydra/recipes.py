@@ -18,6 +18,7 @@ from anabranch.methods.heads.recipes import OPTIONS as SHARED_OPTIONS
 from anabranch.methods.heads.recipes import change, read_once
 from anabranch.methods.hydra.draft import HydraDraft
 from anabranch.methods.hydra.module import HydraConfig, HydraModule
+from anabranch.methods.hydra.published import LAYOUTS
 from anabranch.methods.trained import Trained
 from anabranch.model.decoder import Decoder
 
@@ -89,4 +90,5 @@ TRAINED = Trained(
     describe=_describe,
     begin=begin_with,
     fresh=start_from_target,
+    published=LAYOUTS,
 )

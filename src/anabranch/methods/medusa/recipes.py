@@ -19,6 +19,7 @@ from anabranch.methods.heads.recipes import change, read_once
 from anabranch.methods.medusa.draft import MedusaDraft
 from anabranch.methods.medusa.joint import JointObjective, MedusaLoss
 from anabranch.methods.medusa.module import MedusaConfig, MedusaModule, begin_with_heads, export
+from anabranch.methods.medusa.published import LAYOUTS
 from anabranch.methods.trained import Trained
 from anabranch.model.decoder import Decoder
 
@@ -87,4 +88,5 @@ TRAINED = Trained(
     begin=begin_with_heads,
     export=export,
     fresh=start_from_target,
+    published=LAYOUTS,
 )

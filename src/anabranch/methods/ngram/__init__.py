@@ -63,5 +63,6 @@ METHOD = Method(
     ),
     variants=("", "tree=auto", "tree=chain"),
     candidates=sized(NGramSettings, BUDGETS),
+    detached=True,
     order=lambda source: 1 if source == "ngram" else None,
 )

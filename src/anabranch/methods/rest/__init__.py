@@ -60,5 +60,6 @@ METHOD = Method(
     ),
     variants=("", "tree=auto"),
     candidates=sized(RestSettings, BUDGETS),
+    detached=True,
     order=lambda source: 1 if source == "rest" else None,
 )
