@@ -117,7 +117,7 @@ METHOD = Method(
     settings=DraftModelSettings,
     build=_build,
     trained=TRAINED,
-    variants=("", "tree=auto", "tree=chain", "tokens=auto", "tree=iid", "tree=without"),
+    variants=("", "tree=chain", "tree=auto", "tokens=auto", "tree=iid", "tree=without"),
     candidates=sized(DraftModelSettings, BUDGETS),
     order=numbered("draft"),
 )

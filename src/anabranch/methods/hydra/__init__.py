@@ -43,7 +43,7 @@ METHOD = Method(
     settings=HydraSettings,
     build=_build,
     trained=TRAINED,
-    variants=("", "tree=auto", "tree=chain", "tree=product,k=2"),
+    variants=("", "tree=auto"),
     candidates=sized(HydraSettings, BUDGETS),
     order=numbered("head"),
     counts=COUNTS,

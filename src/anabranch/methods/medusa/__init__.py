@@ -38,7 +38,7 @@ METHOD = Method(
     settings=MedusaSettings,
     build=_build,
     trained=TRAINED,
-    variants=("", "tree=auto", "tree=chain", "tree=sparse", "tree=product,k=2"),
+    variants=("", "tree=auto", "tree=sparse"),
     candidates=sized(MedusaSettings, BUDGETS),
     order=numbered("head"),
     counts=COUNTS,

@@ -17,7 +17,7 @@ from anabranch.model.decoder import Decoder
 
 __all__ = ["OPTIONS", "RECIPES", "TRAINED"]
 
-LR = 0.07  # embeddings are learned in units of the target's own
+LR = 0.1  # embeddings are learned in units of the target's own
 
 
 def frozen() -> Recipe:

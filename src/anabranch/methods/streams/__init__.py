@@ -58,7 +58,7 @@ METHOD = Method(
     settings=StreamSettings,
     build=_build,
     trained=TRAINED,
-    variants=("", "tree=auto", "tree=chain", "tree=product", "tree=chain,prune=3", "placement=ride"),
+    variants=("", "tree=chain", "tree=auto", "tree=product", "tree=chain,prune=3", "placement=ride"),
     candidates=sized(StreamSettings, BUDGETS),
     default=True,
     order=numbered("stream"),
