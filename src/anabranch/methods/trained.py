@@ -69,6 +69,8 @@ class Trained:
                larger. Raises InputError that names what does not fit
     export     (folder, trained module, target): write the module in a form of its own beside the adapter, if there is
                one; a folder ``model`` inside the adapter's receives it
+    any_dtype  whether the objective's target may have another type than its ``frozen`` copy: float32 is faster on some
+               processors
     """
 
     title: str
@@ -82,6 +84,7 @@ class Trained:
     describe: Callable[[Any], str]
     begin: Callable[[Any, Any], None]
     export: Callable[[Path, Any, Any], None] | None = None
+    any_dtype: bool = False
 
     def recipe(self, name: str | None = None, given: Mapping[str, Any] | None = None) -> Recipe:
         """The recipe of a name (default: the first) with the ``given`` values. Raises InputError."""

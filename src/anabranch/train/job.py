@@ -31,7 +31,8 @@ from anabranch.model.load import Target
 from anabranch.model.pack import pack_decoder
 from anabranch.train.advice import Watch, before
 from anabranch.train.appended import settings_path
-from anabranch.train.checkpoint import read_log
+from anabranch.train.arithmetic import ARITHMETIC, chosen_dtype, float32_copy
+from anabranch.train.checkpoint import read_checkpoint, read_log
 from anabranch.train.data import frequent_tokens, read_examples, read_texts, split
 from anabranch.train.trainer import TREES, Progress, Trainer
 
@@ -150,10 +151,14 @@ def train_adapter(
     module = method.trained.make(target.config, recipe.config, vocabulary).to(target.decoder.device)
     begun = None if init is None else _begin(method, method.trained, module, init, target)
     check_folder(folder, "the adapter", "folder (--out)")
-    objective = method.trained.objective(target.decoder, module, recipe, frozen=packed_copy(target))
-    plan = {"method": method.name, **_made_with(recipe)}
     run = folder / "training"
-    trainer = Trainer(target.decoder, module, objective, training, held_out, recipe.options, run, plan=plan)
+    dtype = target.decoder.dtype
+    if method.trained.any_dtype:
+        dtype = chosen_dtype(target.decoder, read_checkpoint(run) if resume else None)
+    learner = target.decoder if dtype == target.decoder.dtype else float32_copy(target.decoder)
+    objective = method.trained.objective(learner, module, recipe, frozen=packed_copy(target))
+    plan = {"method": method.name, **_made_with(recipe), ARITHMETIC: str(dtype)}
+    trainer = Trainer(learner, module, objective, training, held_out, recipe.options, run, plan=plan)
     longest = min(recipe.max_tokens, target.config.max_positions)
     _warn(before(training, recipe.options, trainer.steps, module.num_parameters(), max_tokens=longest))
     watch = Watch(bool(held_out))
@@ -174,6 +179,7 @@ def train_adapter(
         "examples": len(training),
         "answer_tokens": sum(len(example.answer_ids) for example in training),
         "steps": trainer.done,
+        ARITHMETIC: str(dtype).removeprefix("torch."),
         "options": {**asdict(recipe.options), "loss": asdict(recipe.loss)},
         "held_out": recipe.held_out,
         "max_tokens": recipe.max_tokens,

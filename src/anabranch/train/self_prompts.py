@@ -21,6 +21,7 @@ from anabranch.engine import Request
 from anabranch.errors import CapabilityError, InputError
 from anabranch.files import check_writable
 from anabranch.jsonfiles import is_whole
+from anabranch.memory import keep_memory
 from anabranch.methods.none import NoDrafter
 from anabranch.model.load import Target
 from anabranch.model.text import foreign_errors
@@ -92,6 +93,7 @@ def write_prompts(
     for name, value in (("count", count), ("rows", rows)):
         if value < 1:
             raise InputError(f"{name} must be at least 1, got {value}")
+    keep_memory()  # sampling allocates a few vectors of the size of the vocabulary for each token
     turn = open_turn(target)
     check_writable(out, "prompts")
     settings = {

@@ -107,7 +107,7 @@ class StreamObjective:
     def freeze(self, batch: Batch) -> Frozen:
         """Run the target over the batch."""
         rows, width = batch.tokens_BT.shape
-        cache = Cache(self.target.config, rows=rows, capacity=width, dtype=self.target.dtype, device=self.target.device)
+        cache = Cache(self.target.config, rows=rows, capacity=width, dtype=self.frozen.dtype, device=self.target.device)
         for _ in range(rows):
             cache.add_row()
         start, inputs = self.adapter.start, Inputs.of_chains(batch.tokens_BT.numpy())
@@ -118,8 +118,9 @@ class StreamObjective:
             for x_MD in (found.taps[start], found.hidden_MD)
         )
         # copies, so that the cache of the lower layers is freed
-        keys, values = cache.keys[start:].clone(), cache.values[start:].clone()
-        return Frozen(entry.to(self.target.dtype), hidden, list(zip(keys, values, strict=True)))
+        dtype = self.target.dtype
+        keys, values = (part[start:].to(dtype, copy=True) for part in (cache.keys, cache.values))
+        return Frozen(entry.to(dtype), hidden.to(dtype), list(zip(keys, values, strict=True)))
 
     def keep(self, frozen: Frozen, keep: Callable[[Tensor], Tensor]) -> Frozen:
         """A copy with every tensor replaced by ``keep(tensor)``."""

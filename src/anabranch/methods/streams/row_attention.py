@@ -9,10 +9,10 @@ B rows of the batch, N nodes, S streams, H query heads, K kv heads, G = H / K, R
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from anabranch.model.config import ModelConfig
@@ -64,48 +64,42 @@ class _RowAttention(torch.autograd.Function):
             own = length - keys_BKLE.shape[2]
             q_BKNRE = _by_node(q * scale, n, own, kv)
             k_BKNSE, v_BKNSE = _by_node(k, n, own, kv), _by_node(v, n, own, kv)
-            near = q_BKNRE @ k_BKNSE.transpose(-1, -2)
+            near = q_BKNRE @ k_BKNSE.transpose(-1, -2) + mask[:, None, ..., -own:]
+            # the columns of a node's own streams, which have other keys in every row, are filled in afterwards
+            keys, values = (F.pad(part, (0, 0, 0, own)) for part in (keys_BKLE, values_BKLE))
             weights, out = [], torch.empty_like(q_BKNRE)
-            for part in _parts(q):
-                rows = q_BKNRE[part].flatten(2, 3)
-                scores = torch.cat((rows @ keys_BKLE[part].transpose(-1, -2), near[part].flatten(2, 3)), dim=-1)
-                scores += mask[part].flatten(1, 2)[:, None]
-                weight = scores.softmax(-1)
-                weights.append(weight)
-                out[part] = (weight[..., :-own] @ values_BKLE[part]).view(-1, kv, n, r, e)
-            near = torch.cat([weight[..., -own:] for weight in weights]).view(b, kv, n, r, own)
+            for i in range(b):
+                hidden = mask[i].flatten(0, 1).expand(kv, -1, -1)
+                scores = torch.baddbmm(hidden, q_BKNRE[i].flatten(1, 2), keys[i].transpose(-1, -2))
+                scores[..., -own:] = near[i].flatten(1, 2)
+                weights.append(scores.softmax(-1))
+                out[i] = (weights[i] @ values[i]).view(kv, n, r, e)
+            near = torch.stack([weight[..., -own:] for weight in weights]).view(b, kv, n, r, own)
             out += near @ v_BKNSE
-            ctx.save_for_backward(q_BKNRE, k_BKNSE, v_BKNSE, keys_BKLE, values_BKLE, near, *weights)
+            ctx.save_for_backward(q_BKNRE, k_BKNSE, v_BKNSE, keys, values, near, *weights)
             ctx.scale = scale
             return _by_row(out, own).flatten(2)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
         """The gradients of q, k and v."""
-        q_BKNRE, k_BKNSE, v_BKNSE, keys_BKLE, values_BKLE, near, *weights = ctx.saved_tensors
-        _, kv, n, r, own = near.shape
+        q_BKNRE, k_BKNSE, v_BKNSE, keys, values, near, *weights = ctx.saved_tensors
+        b, kv, n, r, own = near.shape
         slope = upstream[0].unflatten(-1, (-1, q_BKNRE.shape[-1]))
         slope_BKNRE = _by_node(slope, n, own, kv)
         to_near = slope_BKNRE @ v_BKNSE.transpose(-1, -2)
-        to_q = torch.empty_like(q_BKNRE)
-        to_scores = torch.empty_like(near)
-        for part, weight in zip(_parts(slope), weights, strict=True):
-            rows = slope_BKNRE[part].flatten(2, 3)
-            to_weight = torch.cat((rows @ values_BKLE[part].transpose(-1, -2), to_near[part].flatten(2, 3)), dim=-1)
-            change = torch._softmax_backward_data(to_weight, weight, -1, weight.dtype)
-            to_scores[part] = change[..., -own:].view(-1, kv, n, r, own)
-            to_q[part] = (change[..., :-own] @ keys_BKLE[part]).view(to_q[part].shape)
+        to_q, to_scores = torch.empty_like(q_BKNRE), torch.empty_like(near)
+        for i in range(b):
+            to_weight = slope_BKNRE[i].flatten(1, 2) @ values[i].transpose(-1, -2)
+            to_weight[..., -own:] = to_near[i].flatten(1, 2)
+            change = torch._softmax_backward_data(to_weight, weights[i], -1, near.dtype)
+            to_scores[i] = change[..., -own:].view(kv, n, r, own)
+            to_q[i] = (change @ keys[i]).view(to_q[i].shape)
         to_q += to_scores @ k_BKNSE
         to_k = to_scores.transpose(-1, -2) @ q_BKNRE
         to_v = near.transpose(-1, -2) @ slope_BKNRE
         gradients = (_by_row(to_q, own) * ctx.scale, _by_row(to_k, own), _by_row(to_v, own))
         return (*gradients, None, None, None, None)
-
-
-def _parts(x: Tensor) -> Iterator[slice]:
-    """One row of the batch at a time; on an accelerator, all of them."""
-    each = 1 if x.device.type == "cpu" else len(x)
-    return (slice(first, first + each) for first in range(0, len(x), each))
 
 
 def _by_node(x: Tensor, nodes: int, streams: int, kv: int) -> Tensor:
