@@ -144,7 +144,7 @@ def _show(shown: Screen, now: DataProgress) -> None:
         f"writing {now.stage}: {now.tokens:,}/{now.wanted:,} {share:.0%}, {now.tokens_per_second:,.0f} tokens/s{left}"
     )
     second = f"{now.answers:,} answers, {now.kept:,} of {now.sampled:,} prompts: {told(now.dropped)}"
-    shown.show(first, second, plain=f"{first}, {second}", now=now.tokens >= now.wanted)
+    shown.show(first, second, plain=f"{first}, {second}")
 
 
 def _folder(out: Path) -> Path:

@@ -82,7 +82,7 @@ class _SiluGate(torch.autograd.Function):
     The gradient is written where it belongs instead of being concatenated, a few rows at a time.
     """
 
-    ROWS = 64
+    ROWS = 512
 
     @staticmethod
     def forward(ctx: Any, both: Tensor) -> Tensor:

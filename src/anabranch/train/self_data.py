@@ -27,7 +27,6 @@ from anabranch.train.self_prompts import PromptProgress, check_prompts, write_pr
 __all__ = ["DataProgress", "SelfData", "check_self_data", "write_self_data"]
 
 FIRST_ROUND = 4  # prompts a row in the first round
-TYPICAL = 128  # tokens of an answer before any is known
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ def _needed(plan: SelfData, clock: _Clock) -> int:
     """How many prompts there should be, so that their answers have as many tokens as are wanted."""
     first = FIRST_ROUND * plan.rows
     if not clock.answers:
-        return min(first, max(1, plan.tokens // min(TYPICAL, plan.max_new_tokens)))
+        return min(first, math.ceil(plan.tokens / plan.max_new_tokens))  # so few are certainly needed
     each = clock.tokens / clock.answers
     return clock.answers + math.ceil((plan.tokens - clock.tokens) / each)
 
