@@ -1,7 +1,7 @@
 """Mean acceptance length as predicted by replay, beside the one that decoding reaches, on the same prompts.
 
 The prompts are decoded with the shipped adapter; the completions are then replayed through the tree builder, without
-decoding (``anabranch.methods.streams.replay``). Training reports the replayed figure, so the two must agree.
+decoding (``anabranch.methods.replay``). Training reports the replayed figure, so the two must agree.
 
     python scripts/predicted.py --data DIR --limit 30 --out benchmarks/NAME.json
 """
@@ -21,11 +21,11 @@ from anabranch.bench.report import environment
 from anabranch.engine import Engine, Request
 from anabranch.files import write_atomically
 from anabranch.learning.examples import Example
+from anabranch.methods.replay import replay
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.draft import DraftOptions, StreamDraft
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.methods.streams.objective import StreamObjective
-from anabranch.methods.streams.replay import replay
 from anabranch.model.load import load_target
 
 

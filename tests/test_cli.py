@@ -18,7 +18,7 @@ from anabranch.engine import Engine
 from toy_text import ToyFolders
 from verbs import Anabranch
 
-VERBS = ("pull", "generate", "chat", "info", "certify", "tune", "simulate", "analyze", "bench", "train")
+VERBS = ("pull", "generate", "chat", "info", "convert", "certify", "tune", "simulate", "analyze", "bench", "train")
 PROGRAM = [sys.executable, "-c", "from anabranch.cli import main; main()"]
 
 

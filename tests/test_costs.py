@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from anabranch import costs, profiles
-from anabranch.costs import Costs, PassCosts, PassTimes, StepCosts
+from anabranch.costs import TOGETHER, Costs, PassCosts, PassTimes, StepCosts
 from anabranch.costs import measure_passes as real_measure
 from anabranch.errors import InputError, PerformanceWarning
 from anabranch.profiles import Situation, save_profile, settle
@@ -206,7 +206,7 @@ def pass_ms(made: Costs, nodes: int, rows: int = 1, context: float = 0.0) -> flo
 
 def test_costs_follow_what_steps_take() -> None:
     made = begun()
-    for _ in range(200):
+    for _ in range(400):
         made.saw_pass(9.0, 8, 1, 0.0)
         made.saw_draft(1.5, 12, 3)
         made.saw_prepare(2.5, 8)
@@ -220,11 +220,37 @@ def test_costs_follow_what_steps_take() -> None:
 
 def test_one_disturbed_step_changes_little() -> None:
     made = begun()
-    for _ in range(20):
-        made.saw_pass(pass_ms(made, 8), 8, 1, 0.0)
     before = pass_ms(made, 8)
-    made.saw_pass(100 * before, 8, 1, 0.0)
-    assert pass_ms(made, 8) < 1.03 * before
+    for step in range(4 * TOGETHER):
+        made.saw_pass(before if step != TOGETHER else 100 * before, 8, 1, 0.0)
+    assert before < pass_ms(made, 8) < 1.03 * before
+
+
+def test_a_machine_that_slows_down_slows_down_widths_that_were_not_seen_too() -> None:
+    made, before = begun(), begun()
+    for _ in range(100):
+        for nodes in (1, 2):
+            made.saw_pass(1.3 * pass_ms(before, nodes), nodes, 1, 0.0)
+    assert pass_ms(made, 16) == pytest.approx(1.3 * pass_ms(before, 16), rel=0.05)
+
+
+def test_what_one_width_cost_in_the_past_is_forgotten() -> None:
+    made, before = begun(), begun()
+    for _ in range(100):
+        made.saw_pass(pass_ms(before, 1), 1, 1, 0.0)
+        made.saw_pass(2 * pass_ms(before, 16), 16, 1, 0.0)
+    assert pass_ms(made, 16) == pytest.approx(2 * pass_ms(before, 16), rel=0.1)
+    assert pass_ms(made, 1) == pytest.approx(pass_ms(before, 1), rel=0.1)
+    for _ in range(400):
+        made.saw_pass(pass_ms(before, 1), 1, 1, 0.0)
+    assert pass_ms(made, 16) == pytest.approx(pass_ms(before, 16), rel=0.05)
+
+
+def test_passes_by_nodes_are_the_same_one_by_one_and_in_a_row() -> None:
+    made = begun()
+    for first, count in ((1, 20), (500, 8), (508, 40)):
+        wanted = made.pass_ms(np.arange(first, first + count), 3, 500.0)
+        np.testing.assert_allclose(made.passes_ms(first, count, 3, 500.0), wanted)
 
 
 def test_wider_passes_never_cost_less_than_narrow_ones() -> None:
@@ -238,7 +264,8 @@ def test_wider_passes_never_cost_less_than_narrow_ones() -> None:
 def test_context_costs_by_row_and_by_node() -> None:
     made = begun()
     assert pass_ms(made, 8, 4, 2000.0) - pass_ms(made, 8, 4) == pytest.approx(2.0 * (4 * 1.0 + 8 * 0.5))
-    made.saw_pass(pass_ms(made, 8, 4, 2000.0), 8, 4, 2000.0)
+    for _ in range(TOGETHER):
+        made.saw_pass(pass_ms(made, 8, 4, 2000.0), 8, 4, 2000.0)
     assert pass_ms(made, 8) == pytest.approx(pass_ms(begun(), 8)), "what the context took is not put down to the nodes"
 
 

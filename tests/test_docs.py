@@ -26,6 +26,7 @@ from anabranch.cli import app
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 RECORDS = ("benchmarks.md", "log.md")  # the commands of older versions stand there as they were
+SLOW = ("integrations.md",)  # loads the model twice
 PAGES = [README, *(path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name not in RECORDS)]
 PYTHON = re.compile(r"(<!-- not run: .+ -->\n+)?```python\n(.*?)```", re.DOTALL)
 
@@ -46,7 +47,7 @@ def imports(block: str) -> str:
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=() if page.parent.name != "methods" else pytest.mark.thorough)
+        pytest.param(page, marks=pytest.mark.thorough if page.parent.name == "methods" or page.name in SLOW else ())
         for page in PAGES
         if python_blocks(page)
     ],

@@ -36,7 +36,7 @@ ROOMS = (
     *("speculation", "engine", "scheduler"),
     *("stats", "generation", "prompts", "options", "loading", "profiles"),
     *("train", "analysis", "certify", "bench", "tune", "installation"),
-    "api",
+    *("capabilities", "api", "integrations"),
     *("cli", "__main__"),
 )
 HEIGHT = {room: height for height, room in enumerate(ROOMS)}

@@ -605,8 +605,8 @@ def test_many_specifications_share_one_cache_and_few_drafters_are_kept() -> None
         assert model.generate("the thing", max_new_tokens=6, drafter=f"streams:tree={n}").token_ids == wanted
         assert model._scheduler.engine is engine
     assert len(model._drafters) == DRAFTERS
-    kept = model._drafter(f"streams:tree={3 * DRAFTERS - 1}")
-    assert kept is model._drafter(f"streams:nodes={3 * DRAFTERS - 1}"), "the same settings, written otherwise"
+    kept = model.drafter_of(f"streams:tree={3 * DRAFTERS - 1}")
+    assert kept is model.drafter_of(f"streams:nodes={3 * DRAFTERS - 1}"), "the same settings, written otherwise"
 
 
 def test_rows_leave_nothing_with_their_drafter() -> None:

@@ -16,7 +16,7 @@ from anabranch.methods.beliefs import Beliefs, Calibration
 from anabranch.methods.none import NoDrafter
 from anabranch.sampling import SamplingParams
 from anabranch.scheduler import Scheduler
-from anabranch.speculation import EXPLORE, SOONER, TRIAL, Speculation, best_count
+from anabranch.speculation import EXPLORE, KEPT, SOONER, TRIAL, Speculation, best_count
 from anabranch.tree import DraftTree
 from small import decode, prompt, request, small, small_adapter
 
@@ -31,6 +31,13 @@ class Adaptive(NoDrafter):
 
 def controller(table: str, *, ragged: bool = True, draft: float = 0.0) -> Speculation:
     return Speculation(Costs(PassCosts(StepCosts.parse(table)), draft), ragged=ragged)
+
+
+def settled(made: Speculation, drafter: Drafter, rows: int = 1) -> int:
+    """The budget once no earlier plan is kept."""
+    for _ in range(KEPT):
+        budget = made.plan({drafter: rows}, 0.0)[drafter]
+    return budget
 
 
 def star(*beliefs: float) -> DraftTree:
@@ -152,7 +159,7 @@ def test_the_opposite_of_what_pays_is_tried_now_and_then() -> None:
         starts = [step for step in tried if step - 1 not in tried]
         assert len(tried) == TRIAL * len(starts)
         assert all(SOONER * EXPLORE <= later - start < EXPLORE for start, later in pairwise(starts))
-        assert len(starts) > 4
+        assert len(starts) >= 4
     # where the opposite is equally fast it is tried more often, and never where it is far behind
     often = trials(controller("1:10/2:14.95/512:5120"), 4 * EXPLORE, drafts=True)
     assert len(often) > len(trials(controller("1:10/2:16.8/512:5120"), 4 * EXPLORE, drafts=True))
@@ -209,10 +216,10 @@ def test_what_drafts_were_worth_decides_about_the_next_ones() -> None:
     see(star(0.01, 0.01), 100)
     assert (made.lately(drafter).worth <= before).all()
     assert made.lately(drafter).worth[0] < 0.02
-    assert made.plan({drafter: 1}, 0.0) == {drafter: 1}
+    assert settled(made, drafter) == 1
     see(star(*[0.95] * 15), 100)
     assert made.lately(drafter).worth[14] == pytest.approx(0.95, rel=0.01)
-    assert made.plan({drafter: 1}, 0.0) == {drafter: 16}
+    assert settled(made, drafter) == 16
     other = Adaptive()
     assert made.lately(other) is made.lately(drafter), "drafters of one name share what they were worth"
 
@@ -233,7 +240,7 @@ def test_costs_that_turn_out_higher_end_the_drafts() -> None:
         made.costs.saw_pass(10.0, 1, 1, 0.0)
         for nodes in (2, 3, 4, 5, 6, 8, 10, 12, 16):
             made.costs.saw_pass(10.0 * nodes, nodes, 1, 0.0)
-    assert made.plan({drafter: 1}, 0.0) == {drafter: 1}
+    assert settled(made, drafter) == 1
 
 
 def test_the_engine_times_its_steps() -> None:

@@ -24,6 +24,7 @@ from anabranch.errors import (
 
 if TYPE_CHECKING:
     from anabranch.api import Model, load
+    from anabranch.capabilities import Support, supports
     from anabranch.generation import Chunk, Generation
     from anabranch.stats import Stats
 
@@ -43,11 +44,21 @@ __all__ = [
     "ModelError",
     "PerformanceWarning",
     "Stats",
+    "Support",
     "__version__",
     "load",
+    "supports",
 ]
 
-_HOMES = {"Model": "api", "load": "api", "Chunk": "generation", "Generation": "generation", "Stats": "stats"}
+_HOMES = {
+    "Model": "api",
+    "load": "api",
+    "Support": "capabilities",
+    "supports": "capabilities",
+    "Chunk": "generation",
+    "Generation": "generation",
+    "Stats": "stats",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -15,6 +15,7 @@ from torch import nn
 from anabranch import generation, loading
 from anabranch.adapters.folder import LoadedAdapter
 from anabranch.background import Worker
+from anabranch.capabilities import Support, refuse, support_of
 from anabranch.engine import Request
 from anabranch.errors import InputError
 from anabranch.generation import Chunk, Generation
@@ -25,7 +26,7 @@ from anabranch.model.kernel_use import kernels_of
 from anabranch.model.load import Target
 from anabranch.options import Keywords, Options
 from anabranch.profiles import Known, settle
-from anabranch.prompts import Arrays, Ids, conversation_ids, read_prompts
+from anabranch.prompts import Arrays, Ids, check_stream, conversation_ids, read_prompts
 from anabranch.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class Model:
         self._worker = Worker()
         self._drafters: dict[str, Drafter] = {}
         self._scheduler = Scheduler(target.decoder)
-        self._drafter(self.spec)  # raise for unsupported combinations now
+        self.drafter_of(self.spec)  # raise for unsupported combinations now
 
     @property
     def drafter(self) -> str:
@@ -106,10 +107,15 @@ class Model:
         return self.adapters[0] if self.adapters else None
 
     @property
+    def scheduler(self) -> Scheduler:
+        """What decodes the requests of all calls; for callers that work with token ids instead of text."""
+        return self._scheduler
+
+    @property
     def _modules(self) -> list[nn.Module]:
         return [loaded.module for loaded in self.adapters]
 
-    def _drafter(self, spec: str | Spec) -> Drafter:
+    def _built(self, spec: str | Spec) -> Drafter:
         """The drafter of a specification, from the cache or newly built. Raises what ``make_drafter`` raises."""
         with self._lock:
             resolved = resolve_spec(spec, *self._modules)
@@ -118,6 +124,15 @@ class Model:
             while len(self._drafters) >= DRAFTERS:
                 del self._drafters[next(iter(self._drafters))]
             self._drafters[name] = drafter
+            return drafter
+
+    def drafter_of(self, spec: str | Spec) -> Drafter:
+        """The drafter of a specification, ready to decode: if it follows the load, steps were timed.
+
+        Raises what ``make_drafter`` raises.
+        """
+        with self._lock:
+            drafter = self._built(spec)
             if drafter.adaptive and self.known is None:
                 self.known = settle(self.target, self.adapters)
                 self._scheduler.speculate(self.known.costs)
@@ -217,7 +232,7 @@ class Model:
         single, prompts = read_prompts(prompt, self.tokenizer)
         call = Options.of(options)
         requests = [call.request(ids, self.target) for ids in prompts]
-        drafter = self._drafter(call.drafter or self.spec)
+        drafter = self.drafter_of(call.drafter or self.spec)
         try:
             found = generation.generate(
                 *(self._scheduler, requests, drafter, self.tokenizer),
@@ -235,11 +250,10 @@ class Model:
         The last chunk holds the ``result``. Closing the generator cancels decoding and frees its row.
         """
         _, prompts = read_prompts(prompt, self.tokenizer)
-        if len(prompts) > 1:
-            raise InputError(f"stream takes one prompt at a time, got {len(prompts)}; use generate for several")
+        check_stream(len(prompts))
         call = Options.of(options)
         request = call.request(prompts[0], self.target)
-        drafter = self._drafter(call.drafter or self.spec)
+        drafter = self.drafter_of(call.drafter or self.spec)
         self._scheduler.check(request, drafter)  # raise now, not with the first chunk
         return self._stream(request, drafter, call.stops)
 
@@ -250,6 +264,31 @@ class Model:
                 yield from chunks
         finally:
             scheduler.settle()
+
+    def supports(
+        self,
+        drafter: str | Spec | None = None,
+        /,
+        *,
+        prompts: int = 1,
+        stream: bool = False,
+        **options: Unpack[Keywords],
+    ) -> Support:
+        """Whether a call with these options is supported; if not, ``reason`` is the message that it would raise.
+
+        drafter  a specification; None: the model's own
+        prompts  the number of prompts decoded together
+        stream   whether the call is ``stream``
+        options  those of ``generate``
+
+        Builds the drafter if no call did so yet, and decodes nothing. ``anabranch.supports`` needs no model.
+        """
+        given: Keywords = options if drafter is None else {**options, "drafter": drafter}
+        return support_of(
+            lambda: refuse(
+                self.target, given, lambda spec: self._built(spec or self.spec), prompts=prompts, stream=stream
+            )
+        )
 
     def chat(self, messages: Sequence[dict[str, str]], **options: Unpack[Keywords]) -> Generation:
         """Answer a conversation [{"role": "user", "content": "..."}, ...] using the model's chat template."""

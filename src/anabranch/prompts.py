@@ -15,7 +15,7 @@ from anabranch.errors import CapabilityError, InputError
 from anabranch.files import LONE_SURROGATES
 from anabranch.model.text import encode, render_chat
 
-__all__ = ["Arrays", "Ids", "chat_ids", "conversation_ids", "read_prompts"]
+__all__ = ["Arrays", "Ids", "chat_ids", "check_stream", "conversation_ids", "read_prompts"]
 
 Ids: TypeAlias = Sequence[int]
 # one prompt or several, depending on the number of dimensions
@@ -50,6 +50,12 @@ def read_prompts(prompt: Any, tokenizer: Any) -> tuple[bool, list[list[int]]]:
     if (ids := _ids(prompt)) is not None:
         return True, [ids]
     return False, [_one(item, tokenizer) for item in prompt]
+
+
+def check_stream(prompts: int) -> None:
+    """Raise InputError for a number of prompts that cannot be streamed."""
+    if prompts > 1:
+        raise InputError(f"stream takes one prompt at a time, got {prompts}; use generate for several")
 
 
 def chat_ids(

@@ -335,10 +335,10 @@ class Scheduler:
 
     def _reuse(self, engine: Engine, ticket: Ticket) -> int:
         """Copy the longest beginning that a kept text, or a row in use, shares with a prompt; returns its length."""
-        if ticket.drafter.needs.prompt or not self.prefix_bytes:
-            return 0
         prompt = list(ticket.remaining.prompt_ids)
-        slot, most = engine.cache.count, len(prompt) - 1
+        slot, most = engine.cache.count, min(len(prompt) - 1, ticket.drafter.recalls(prompt))
+        if not most or not self.prefix_bytes:
+            return 0
         best, source = 0, None
         for prefix in self._prefixes:
             shared = min(most, shared_length(prefix.tokens, prompt))

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +40,7 @@ PRIOR = tuple(0.55 * 0.82**k for k in range(BUDGETS[-1]))
 EXPLORE = 100  # steps with drafts, or without, after which the opposite is tried
 SOONER = 0.2  # times as many where both are expected to be equally fast
 TRIAL = 4  # steps long
+KEPT = 8  # steps for which a plan is kept while the rows stay the same: making one takes a tenth of a small pass
 WORTH = 0.85  # if it is expected to reach that much of the rate
 FADING = 0.98  # weight of a step relative to the next one in what is learned of planned milliseconds
 STATED = 10.0  # steps that a plan's milliseconds are worth before any was checked
@@ -62,6 +64,21 @@ def best_count(beliefs: Sequence[float] | NDArray[np.float64], ms: Sequence[floa
     return 1 + int(np.argmax(tokens / np.asarray(ms, np.float64)[: len(tokens)]))
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """What a step was expected to yield when its draft was planned. ``budget``: 1 where nothing is drafted."""
+
+    rows: int
+    budget: int
+    tokens: float
+    ms: float
+
+    @property
+    def drafting(self) -> bool:
+        """Whether anything is drafted."""
+        return self.budget > 1
+
+
 @dataclass
 class _Lately:
     """What one drafter's nodes were worth lately.
@@ -73,6 +90,7 @@ class _Lately:
     free_gain      milliseconds that they were expected to save in such a step
     free_idle      steps since its free parts drafted
     since          steps since the opposite of what pays was tried, and ``trial`` how many of that are to come
+    plan           the latest one with its budget, for how many rows it was made, and for how many steps it was kept
     """
 
     depths: NDArray[np.int64]
@@ -84,6 +102,9 @@ class _Lately:
     since: int = 0
     trial: int = 0
     pays: bool = False
+    plan: _Plan | None = None
+    planned_for: tuple[int, int, int] = (0, 0, 0)
+    kept: int = 0
 
     def learn(self, beliefs: Sequence[Sequence[float]], budget: int) -> None:
         """Take in the draft nodes' probabilities of some rows, from drafts of at most ``budget`` nodes."""
@@ -104,16 +125,6 @@ class _Lately:
         rate = 1 - (1 - RATE) ** len(beliefs)
         self.free_nodes += rate * (sum(map(len, beliefs)) / len(beliefs) - self.free_nodes)
         self.free_tokens += rate * (sum(map(sum, beliefs)) / len(beliefs) - self.free_tokens)
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What a step was expected to yield when its draft was planned."""
-
-    rows: int
-    drafting: bool
-    tokens: float
-    ms: float
 
 
 @dataclass
@@ -183,6 +194,20 @@ class Speculation:
         return budgets
 
     def _budget(self, drafter: Drafter, count: int, rows: int, others: int, context: float) -> int:
+        lately, planned_for = self.lately(drafter), (count, rows, others)
+        lately.since += 1
+        lately.kept += 1
+        if lately.plan is None or lately.kept >= KEPT or lately.planned_for != planned_for:
+            lately.plan = self._planned(drafter, count, rows, others, context)
+            trying = lately.plan.drafting != lately.pays
+            lately.planned_for, lately.kept = planned_for, KEPT if trying else 0
+        self._plan = lately.plan
+        if self._plan.drafting:
+            return self._plan.budget
+        return 1 if self._ask(drafter, rows) else 0
+
+    def _planned(self, drafter: Drafter, count: int, rows: int, others: int, context: float) -> _Plan:
+        """The best budget for the next steps of ``count`` of the ``rows``, beside ``others`` nodes."""
         lately, costs = self.lately(drafter), self.costs
         tried = np.array([n for n in BUDGETS if n < drafter.max_nodes] + [min(drafter.max_nodes, BUDGETS[-1])])
         gains = np.concatenate(([0.0], np.cumsum(lately.worth)))
@@ -200,10 +225,7 @@ class Speculation:
         wide = 1 + int(np.flatnonzero(rates[1:] >= NEARLY * rates[1:].max())[-1])
         drafting = self._tried(lately, bool(rates[wide] > rates[0]), rates[wide] / rates[0])
         place = wide if drafting else 0
-        self._plan = _Plan(rows, drafting, float(tokens[place]), float(ms[place]))
-        if drafting:
-            return int(nodes[wide])
-        return 1 if self._ask(drafter, rows) else 0
+        return _Plan(rows, int(nodes[place]), float(tokens[place]), float(ms[place]))
 
     def _trusted(self, drafting: bool, rows: int) -> _Trust:
         return self._trust.setdefault((drafting, rows.bit_length()), _Trust())
@@ -216,7 +238,6 @@ class Speculation:
         """
         if pays != lately.pays:
             lately.pays, lately.since, lately.trial = pays, 0, 0
-        lately.since += 1
         behind = 1 - (1 / ratio if pays else ratio)  # of the opposite, as a share of the rate
         if behind < 1 - WORTH and lately.since >= EXPLORE * max(SOONER, behind / (1 - WORTH)):
             lately.since, lately.trial = 0, TRIAL
@@ -251,6 +272,11 @@ class Speculation:
             if drafter.adaptive
         }
         if not beliefs:
+            return list(trees)
+        if all(len(known) == 1 for known in beliefs.values()):
+            for drafter, count in _counts([drafters[b] for b in beliefs]).items():
+                if budgets[drafter] < 2 or drafter.free:
+                    self.lately(drafter).learn_free([()] * count, 0.0)
             return list(trees)
         rest = self.costs.rest_ms(len(rows))
         beside = [drafter.probes if budgets[drafter] > 1 else 0 for drafter in drafters]
@@ -295,16 +321,21 @@ class Speculation:
             tokens = falling.sum(axis=0).cumsum() + len(others)
             ms = self.costs.pass_ms(nodes, len(rows), context) + rest
             best = int(np.argmax(tokens / ms))
-            return {b: min(1 + best, trees[b].size) for b in beliefs}, _saved(tokens, ms, best)
-        owners = np.repeat(list(beliefs), [len(known) - 1 for known in beliefs.values()])
-        drafted = np.concatenate([np.asarray(known[1:]) for known in beliefs.values()])
-        order = np.argsort(-drafted, kind="stable")
-        tokens = len(rows) + np.concatenate(([0.0], np.cumsum(drafted[order])))
-        nodes = sum(others) + sum(beside) + len(beliefs) + np.arange(len(tokens))
-        ms = self.costs.pass_ms(nodes, len(rows), context) + rest
-        best = int(np.argmax(tokens / ms))
-        counts = np.bincount(owners[order[:best]], minlength=len(trees))
-        return {b: 1 + int(counts[b]) for b in beliefs}, _saved(tokens, ms, best)
+            saved = float(tokens[best] * ms[0] / tokens[0] - ms[best])
+            return {b: min(1 + best, trees[b].size) for b in beliefs}, saved
+        drafted = [(belief, b) for b, known in beliefs.items() for belief in known[1:]]
+        ranked = sorted(drafted, key=itemgetter(0), reverse=True)
+        fixed = sum(others) + sum(beside) + len(beliefs)
+        costs = self.costs.passes_ms(fixed, len(ranked) + 1, len(rows), context)
+        best, tokens, sizes = 0, float(len(rows)), dict.fromkeys(beliefs, 1)
+        most = tokens, costs[0] + rest
+        for k, (belief, _) in enumerate(ranked, 1):
+            tokens += belief
+            if tokens * most[1] > most[0] * (costs[k] + rest):
+                best, most = k, (tokens, costs[k] + rest)
+        for _, b in ranked[:best]:
+            sizes[b] += 1
+        return sizes, most[0] * (costs[0] + rest) / len(rows) - most[1]
 
     def learn(self, row: Row, tree: DraftTree, verdict: Verdict) -> None:
         """Take in what was accepted of a tree, before ``row.beliefs`` does."""
@@ -314,11 +345,6 @@ class Speculation:
         """Compare a step with its plan: the tokens of all its rows, and its milliseconds with preparing its draft."""
         if self._plan is not None and self._plan.rows == rows:
             self._trusted(self._plan.drafting, rows).learn(self._plan, tokens, ms)
-
-
-def _saved(tokens: NDArray[np.float64], ms: NDArray[np.float64], best: int) -> float:
-    """The milliseconds by which the ``best`` choice yields its tokens sooner than choice 0 would."""
-    return float(tokens[best] * ms[0] / tokens[0] - ms[best])
 
 
 def _counts(drafters: Sequence[Drafter]) -> dict[Drafter, int]:

@@ -168,6 +168,9 @@ class DraftTree:
         source     one label, or one per path
         log_probs  joint log probabilities, in the shape of ``paths``; a shared node keeps the highest
         """
+        if len(paths) == 1:
+            label = source if isinstance(source, str) else source[0]
+            return cls.chain(root, paths[0], source=label, log_probs=None if log_probs is None else log_probs[0])
         trie = _Trie(root)
         for k, path in enumerate(paths):
             label = source if isinstance(source, str) else source[k]
@@ -297,6 +300,8 @@ class DraftTree:
                   +-- 4 (4: -2.0), dropped at budget 4
         """
         assert trees, "at least one tree"
+        if len(trees) == 1 and trees[0].log_probs is not None and trees[0].draft_probs is None:
+            return trees[0] if budget is None else trees[0].truncate(budget)
         trie = _Trie(int(trees[0].tokens[0]), independent=True)
         for tree in trees:
             assert tree.tokens[0] == trees[0].tokens[0], "merged trees share their root"

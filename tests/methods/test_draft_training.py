@@ -16,12 +16,13 @@ from typer.testing import CliRunner
 import anabranch
 from anabranch.cli.train import app
 from anabranch.errors import AdapterError, InputError
+from anabranch.learning import loss as loss_module
 from anabranch.learning.examples import Batch, Example
+from anabranch.learning.loss import DistillationLoss
 from anabranch.methods import make_drafter
-from anabranch.methods.draft_model import objective as objective_module
 from anabranch.methods.draft_model.drafter import DraftModelDrafter
 from anabranch.methods.draft_model.module import DraftConfig, DraftModule, begin_with
-from anabranch.methods.draft_model.objective import DistillationLoss, DraftObjective, LossOptions
+from anabranch.methods.draft_model.objective import DraftObjective, LossOptions
 from anabranch.methods.draft_model.recipes import TRAINED
 from anabranch.model.cache import Cache
 from anabranch.model.inputs import Inputs
@@ -44,17 +45,24 @@ def examples(count: int = 6) -> list[Example]:
     return [Example(tuple(each.prompt_ids), tuple(answer)) for each, answer in zip(asked, said, strict=True)]
 
 
+@pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize("soft", [0.0, 0.3, 1.0])
-def test_the_loss_is_cross_entropy_to_tokens_and_teacher(soft: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objective_module, "CHUNK", 4)  # several chunks and a rest
+def test_the_loss_is_cross_entropy_to_tokens_and_teacher(
+    soft: float, cap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss_module, "CHUNK", 4)  # several chunks and a rest
     torch.manual_seed(0)
     states, head = torch.randn(11, 6, requires_grad=True), torch.randn(9, 6, requires_grad=True)
     tokens, teacher = torch.randint(9, (11,)), torch.randn(11, 9).softmax(-1)
-    found, right = DistillationLoss.apply(states, head, tokens, teacher.__getitem__, soft)
+    bias = None if cap is None else torch.randn(9)
+    found, right = DistillationLoss.apply(states, head, tokens, teacher.__getitem__, soft, bias, cap)
     (3 * found).backward()
     mine = states.grad, head.grad
     states.grad = head.grad = None
     z = states @ head.T
+    if cap is not None:
+        assert bias is not None
+        z = torch.tanh((z + bias) / cap) * cap
     wanted = (1 - soft) * F.cross_entropy(z, tokens, reduction="sum") + soft * F.cross_entropy(
         z, teacher, reduction="sum"
     )

@@ -13,15 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from anabranch.costs import Costs, PassCosts, StepCosts
 from anabranch.engine import Request
 from anabranch.errors import CapabilityError, FileError
 from anabranch.methods import Drafter, Row, make_drafter, tables
 from anabranch.methods.tables import ArrayWriter, checksum, default_folder, find_tables
-from anabranch.model.cache import Cache
-from anabranch.model.decoder import Decoder, Inputs
+from anabranch.model.decoder import Decoder
 from anabranch.model.text import fingerprint
 from anabranch.model.weights import build_decoder
 from anabranch.sampling import SamplingParams
@@ -29,6 +27,7 @@ from anabranch.scheduler import Scheduler
 from anabranch.speculation import Speculation
 from anabranch.train.documents import read_documents
 from small import LLAMA, SOME_CASES, VOCABULARY, as_target, decode, randomise, request, small
+from toy_distribution import assert_pairs_from, pair_probs
 from toy_tables import TOY, method, opened, write
 from toy_text import ToyFolders, byte_tokenizer
 from verbs import Anabranch
@@ -97,36 +96,17 @@ def test_the_load_sizes_the_trees(spec: str, folders: dict[str, Path]) -> None:
     assert [ticket.emitted for ticket in tickets] == wanted
 
 
+@pytest.mark.thorough  # test_enumerated.py computes the same distribution exactly
 def test_rejection_of_sampled_chains_keeps_the_joint_distribution_of_two_tokens(tmp_path: Path) -> None:
     words, count, text = 5, 1600, [1, 4, 2]
     target = build_decoder(replace(LLAMA, vocab_size=words, num_layers=2), device="cpu")
     randomise(target, seed=3, scale=0.2)
     write("ngram", [[1, 4, 2, 0, 3, 3, 4, 2, 1, 0, 2, 2, 4]], tmp_path / "t", vocab_size=words)
     drafter = make_drafter(f"ngram:tree=chain,nodes=3,data={tmp_path / 't'}", target)
-    joint = torch.zeros(words, words)
-    for first in range(words):  # the first step drafts nothing, the second two tokens deep
-        one, second = next_probs(target, text)[first], next_probs(target, [*text, first])
-        joint += one * torch.stack([p * next_probs(target, [*text, first, t]) for t, p in enumerate(second)])
     asked = [Request(text, 4, SamplingParams(temperature=1.0, seed=seed), rule="rejection") for seed in range(count)]
     found, steps = decode(target, asked, drafter, rows=64)
-    seen = torch.zeros(words, words)
-    for _, second, third, _ in found:
-        seen[second, third] += 1
-    wanted = joint * count
-    assert float(joint.sum()) == pytest.approx(1.0, abs=1e-5)
-    assert float(wanted.min()) > 4
-    # 24 degrees of freedom: 51.2 is passed once in a thousand
-    assert float(((seen - wanted) ** 2 / wanted).sum()) < 51.2
+    assert_pairs_from([(second, third) for _, second, third, _ in found], pair_probs(target, text, skipped=1))
     assert 0.2 < np.mean([row[1].verdict.accepted > 0 for row in steps]) < 1.0  # drafts were judged both ways
-
-
-def next_probs(target: Decoder, text: list[int]) -> torch.Tensor:
-    """The target's distribution after a text [V], from one pass over it."""
-    cache = Cache(target.config, rows=1, capacity=len(text), dtype=target.dtype, device=target.device)
-    cache.add_row()
-    with torch.no_grad():
-        hidden_MD = target(Inputs.of_prompt(text), cache).hidden_MD
-        return target.logits(hidden_MD)[-1].softmax(-1)
 
 
 # -- the folder ------------------------------------------------------------------------------------------------------

@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.engine import Engine, Request
+from anabranch.methods.draft_head import DrawNoise, RowVocabulary
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.prompt_lookup import PromptLookupDrafter
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.config import StreamConfig
-from anabranch.methods.streams.draft import BLOCKS, DraftOptions, DrawNoise, RowVocabulary, StreamDraft
+from anabranch.methods.streams.draft import BLOCKS, DraftOptions, StreamDraft
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.methods.streams.native import NativeTrail
 from anabranch.methods.streams.rider import trail
@@ -296,7 +297,7 @@ def in_four_bits(model: Decoder, adapter: StreamAdapter) -> None:
             weight, delta = getattr(block, name).weight, None if layer is None else getattr(layer, name)
             change = 0.0 if delta is None else (delta.up @ delta.down).to(weight.dtype)
             weight.copy_(held(weight + change) - change)
-        if layer is not None:
+        if layer is not None and layer.mlp is not None:
             layer.mlp.down.copy_(held(layer.mlp.down))
             layer.mlp.up.copy_(held(layer.mlp.up))
     if adapter.root is not None:
@@ -310,6 +311,7 @@ ADAPTERS: list[dict[str, object]] = [
     {"stream_mlp": "adapter"},
     {"conditioning": "path", "conditioning_rank": 8},
     {"adapter_rank": 40},
+    {"adapter_rank": 0},
     {"root_width": 32},
 ]
 
@@ -561,18 +563,18 @@ def test_torch_keeps_its_threads() -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("vocabulary", [None, 20])
+@pytest.mark.parametrize(("vocabulary", "rank"), [(None, 32), (20, 32), (None, 0), (20, 0)])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @torch.inference_mode()
 def test_drafts_as_in_pytorch(
-    options: DraftOptions, vocabulary: int | None, temperature: float, dtype: torch.dtype
+    options: DraftOptions, vocabulary: int | None, rank: int, temperature: float, dtype: torch.dtype
 ) -> None:
     """The kernels and PyTorch build the same trees, but for candidates that are equally good within int8 and bf16."""
     model = decoder(BASE, dtype)
     ids = None if vocabulary is None else torch.arange(0, 4 * vocabulary, 4)
     torch.manual_seed(5)
-    shape = StreamConfig(num_stream_layers=2, conditioning="path", conditioning_rank=32)
+    shape = StreamConfig(num_stream_layers=2, conditioning="path" if rank else "none", conditioning_rank=rank)
     adapter = StreamAdapter(model.config, shape, ids).to(dtype).eval().requires_grad_(False)
     for value in adapter.parameters():
         torch.nn.init.normal_(value, std=0.15)
@@ -580,7 +582,7 @@ def test_drafts_as_in_pytorch(
     draft = StreamDraft(model, adapter, options)
     ours = draft.native
     assert ours is not None
-    alike, off, row = 0.0, 0.0, RowVocabulary(draft)
+    alike, off, row = 0.0, 0.0, RowVocabulary(draft.head)
     for seed in range(20):
         states = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(seed)).to(dtype)
         row.extend(tokens(3 * seed))
@@ -601,16 +603,17 @@ def test_drafts_as_in_pytorch(
 
 
 @needs_kernels
+@pytest.mark.parametrize("rank", [32, 0])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @torch.inference_mode()
-def test_levels_score_the_blocks_of_a_streams_best_tokens(dtype: torch.dtype) -> None:
+def test_levels_score_the_blocks_of_a_streams_best_tokens(dtype: torch.dtype, rank: int) -> None:
     """Of 32 tokens each; where paths tell a stream nothing they are all that matter. Rows' own tokens always count."""
     vocabulary = 2 * native.BLOCK * BLOCKS + 11
     model = decoder(variant(vocab_size=vocabulary + 100), dtype)
-    shape = StreamConfig(num_stream_layers=2, conditioning="path", conditioning_rank=32)
+    shape = StreamConfig(num_stream_layers=2, conditioning="path" if rank else "none", conditioning_rank=rank)
     adapter = StreamAdapter(model.config, shape, torch.arange(vocabulary)).to(dtype).eval().requires_grad_(False)
-    assert adapter.conditioner is not None
-    adapter.conditioner.to_state.zero_()
+    if adapter.conditioner is not None:
+        adapter.conditioner.to_state.zero_()
     torch.manual_seed(7)
     # the last block, which is not whole, has tokens that some streams like best; what is behind them is none
     liked = torch.randn(64)
@@ -619,7 +622,7 @@ def test_levels_score_the_blocks_of_a_streams_best_tokens(dtype: torch.dtype) ->
     assert pack_decoder(model)
     draft = StreamDraft(model, adapter, DraftOptions(nodes=12))
     assert draft.native is not None
-    row, seen = RowVocabulary(draft), set()
+    row, seen = RowVocabulary(draft.head), set()
     row.extend(range(vocabulary, vocabulary + 40))
     for seed in range(10):
         states = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(seed))

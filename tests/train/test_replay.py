@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from anabranch.learning.examples import Batch, Example
+from anabranch.methods.replay import replay, replay_all
 from anabranch.methods.streams import objective as objective_module
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.draft import DraftOptions, StreamDraft
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.methods.streams.objective import LossOptions, StreamObjective
-from anabranch.methods.streams.replay import replay, replay_all
 from small import RICH, VOCABULARY, decode, request, small, small_adapter
 
 PARENT = StreamConfig(num_streams=4, num_stream_layers=2, conditioning="parent", conditioning_rank=5)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
 
 from anabranch.errors import InputError
 from anabranch.methods import methods as registered
@@ -26,7 +25,6 @@ from anabranch.methods.counting import (
     matrix_weights,
     parameters,
 )
-from anabranch.model.blocks import Block
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import model_config
 from anabranch.model.weights import build_decoder
@@ -125,36 +123,6 @@ def _draft_model(decoder: Decoder, s: DraftShape) -> DraftCost:
     return DraftCost(parameters(small), s.gamma * WEIGHT_BYTES * (read + cache), s.gamma * (2 * read + attention))
 
 
-def _medusa(decoder: Decoder, s: DraftShape) -> DraftCost:
-    """gamma heads, each a residual block and an output head: gamma (h^2 + h v) parameters (Cai et al. 2024)."""
-    h, v = decoder.config.hidden_size, decoder.config.vocab_size
-    heads = nn.ModuleList(nn.Sequential(nn.Linear(h, h), nn.Linear(h, v, bias=False)) for _ in range(s.gamma))
-    return _once(heads)
-
-
-def _hydra(decoder: Decoder, s: DraftShape) -> DraftCost:
-    """Medusa's heads conditioned on the previous tokens: head i also reads i + 1 embeddings (Ankner et al. 2024).
-
-    Its residual connection has a matrix, since the widths differ. One path is counted; a tree runs heads at every node.
-    """
-    h, v = decoder.config.hidden_size, decoder.config.vocab_size
-    heads = nn.ModuleList(
-        nn.ModuleList((nn.Linear((i + 2) * h, h), nn.Linear((i + 2) * h, h), nn.Linear(h, v, bias=False)))
-        for i in range(s.gamma)
-    )
-    return _once(heads)
-
-
-def _eagle(decoder: Decoder, s: DraftShape) -> DraftCost:
-    """gamma steps of a 2h x h matrix and one decoder layer, each followed by the target's head (Li et al. 2024)."""
-    config = decoder.config
-    own = nn.ModuleList((nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False), Block(config)))
-    read = matrix_weights(own) + decoder.head.weight.numel()
-    cache = 2 * config.num_kv_heads * config.head_dim * s.context
-    operations = 2 * read + attention_operations(config, s.context)
-    return DraftCost(parameters(own), s.gamma * WEIGHT_BYTES * (read + cache), s.gamma * operations)
-
-
 def _lookahead(decoder: Decoder, s: DraftShape) -> DraftCost:
     """(W + G)(N - 1) more rows in the target's own pass; no parameters and no extra reads (Fu et al. 2024)."""
     rows = (s.window + s.guesses) * (s.ngram - 1)
@@ -162,20 +130,8 @@ def _lookahead(decoder: Decoder, s: DraftShape) -> DraftCost:
     return DraftCost(0, 0, rows * per_row)
 
 
-def _once(heads: nn.Module) -> DraftCost:
-    """The cost of heads that are read once per draft."""
-    read = matrix_weights(heads)
-    return DraftCost(parameters(heads), WEIGHT_BYTES * read, 2 * read)
-
-
 def _counts() -> dict[str, Count]:
-    found: dict[str, Count] = {
-        "draft model": _draft_model,
-        "medusa": _medusa,
-        "hydra": _hydra,
-        "eagle": _eagle,
-        "lookahead": _lookahead,
-    }
+    found: dict[str, Count] = {"draft model": _draft_model, "lookahead": _lookahead}
     for method in registered():
         found |= method.counts
     return found

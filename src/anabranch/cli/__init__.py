@@ -13,6 +13,7 @@ from anabranch.cli import bench, train
 from anabranch.cli.analysis import analyze, simulate
 from anabranch.cli.certify import certify
 from anabranch.cli.chat import chat
+from anabranch.cli.convert import convert
 from anabranch.cli.generate import generate
 from anabranch.cli.help import HELP, Verb, Verbs
 from anabranch.cli.models import info, pull
@@ -31,7 +32,7 @@ app = typer.Typer(
     help="Decode language models faster without changing what they say.",
     **HELP,
 )
-for verb in (pull, generate, chat, info, certify, tune, simulate, analyze):
+for verb in (pull, generate, chat, info, convert, certify, tune, simulate, analyze):
     app.command(cls=Verb)(verb)
 app.add_typer(bench.app, name="bench", cls=Verbs)
 app.add_typer(train.app, name="train", cls=train.Methods)

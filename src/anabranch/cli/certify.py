@@ -1,20 +1,58 @@
-"""``anabranch certify``: compare a drafter's output with plain decoding and explain every difference."""
+"""``anabranch certify``: compare a drafter's output with plain decoding, token by token or as a distribution."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from anabranch.cli import options
 from anabranch.cli.configured import configured
+from anabranch.errors import InputError
+from anabranch.files import check_output, write_atomically
 
 if TYPE_CHECKING:
-    from anabranch.certify import Certificate
+    from rich.console import Console
+    from rich.table import Table
 
-__all__ = ["CertifyConfig", "certify"]
+    from anabranch.certify import Certificate, Design, SamplingCertificate
+    from anabranch.loading import Loaded
+    from anabranch.methods import Spec
+
+__all__ = ["CertifyConfig", "DistributionTest", "certify"]
+
+ROWS, SAMPLED_ROWS = 1, 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributionTest:
+    """The options of ``--sampling``."""
+
+    rule: Annotated[str, typer.Option(help="with --sampling: verify drafts by this rule: match or rejection")] = "match"
+    effect: Annotated[float, typer.Option(help="with --sampling: find differences of this effect size (Cohen's w)")] = (
+        0.2
+    )
+    alpha: Annotated[
+        float, typer.Option(help="with --sampling: keep the probability of any false alarm below this")
+    ] = 0.01
+    power: Annotated[
+        float, typer.Option(help="with --sampling: find a difference of that size with this probability")
+    ] = 0.95
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="with --sampling: write a page with all tests")] = (
+        None
+    )
+
+    @property
+    def design(self) -> Design:
+        """What the tests must find. Raises InputError for a value out of range."""
+        from anabranch.certify import Design
+
+        if self.rule not in ("match", "rejection"):
+            raise InputError(f"--rule must be match or rejection, got {self.rule!r}")
+        return Design(self.effect, self.alpha, self.power)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,47 +63,92 @@ class CertifyConfig:
     drafter: options.Drafter = "auto"
     prompts: options.Prompts = field(default=options.Prompts())
     max_new_tokens: options.NewTokens = 64
+    rows: Annotated[
+        int | None,
+        typer.Option(help=f"decode this many at a time (default: {ROWS}, with --sampling {SAMPLED_ROWS})"),
+    ] = None
     sampling: options.Sampling = field(default=options.Sampling())
+    distribution: Annotated[
+        bool, typer.Option("--sampling", help="test the distribution of sampled tokens statistically")
+    ] = False
+    test: DistributionTest = field(default=DistributionTest())
+    force: options.Force = False
     as_json: options.AsJson = False
 
 
 @configured
 def certify(config: CertifyConfig) -> None:
-    """Check that a drafter does not change the output.
+    """Check that a drafter does not change the output. The exit status is the verdict: 0 if it does not.
 
     Decodes every prompt plainly and with the drafter, and explains the first token that differs: a tie if both
-    tokens' logits are within the target's own rounding error, a BUG otherwise. Exits with status 1 if there is a BUG.
+    tokens' logits are within the target's own rounding error, a BUG otherwise. At a temperature above 0 both use the
+    same seed, which must give the same text.
 
-    At a temperature above 0 both use the same seed, which must give the same text.
+    --sampling tests the distribution instead: it draws many samples with different seeds after one context of each
+    prompt, with the drafter and by plain decoding, and compares them by chi-square tests. A deliberately wrong rule
+    must be found, or the result is inconclusive.
     """
-    from rich.console import Console
-
-    from anabranch.certify import certify as run
     from anabranch.methods import parse_spec, resolve_spec
-    from anabranch.prompts import chat_ids
 
     # check everything possible before a model is loaded
     parse_spec(config.drafter)
-    options.check_at_least(1, max_new_tokens=config.max_new_tokens)
-    sampling = config.sampling.params
+    options.check_at_least(1, max_new_tokens=config.max_new_tokens, rows=config.rows)
+    _check(config)
     suite = config.prompts.read()
     loaded = options.load(config.loading)
-    target, drafter = loaded.target, resolve_spec(config.drafter, *loaded.modules)
-    console = Console(stderr=True)
+    drafter = resolve_spec(config.drafter, *loaded.modules)
+    if config.distribution:
+        _distribution(config, loaded, drafter, [prompt.text for prompt in suite])
+    else:
+        _tokens(config, loaded, drafter, [(prompt.text, prompt.task) for prompt in suite])
+
+
+def _check(config: CertifyConfig) -> None:
+    """Check the options of one mode or the other. Raises InputError or FileError."""
+    sampling = config.sampling.params
+    if not config.distribution:
+        if config.test != DistributionTest():
+            raise InputError("--rule, --effect, --alpha, --power and --html are for the test of --sampling; add it")
+        return
+    _ = config.test.design
+    if sampling.greedy:
+        raise InputError("--sampling tests a distribution, and temperature 0 has none; give --temperature 1, say")
+    if config.test.html is not None:
+        check_output(config.test.html, force=config.force, what="the page", option="--html")
+
+
+def _ids(config: CertifyConfig, loaded: Loaded, text: str) -> list[int]:
+    from anabranch.prompts import chat_ids
+
+    return chat_ids(loaded.target.tokenizer, text, raw=config.prompts.raw, model=loaded.target.name)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+
+
+# -- the same tokens -----------------------------------------------------------------------------------------------
+def _tokens(config: CertifyConfig, loaded: Loaded, drafter: Spec, prompts: list[tuple[str, str]]) -> None:
+    from anabranch.certify import certify as run
+
+    console = _console()
 
     def report(found: Certificate) -> None:
         where = ""
         if found.at is not None:
             where = f" at token {found.at}: margin {found.margin}, rounding {found.noise}"
-        console.print(f"{found.prompt + 1}/{len(suite)} {suite[found.prompt].task}: {found.verdict}{where}")
+        console.print(f"{found.prompt + 1}/{len(prompts)} {prompts[found.prompt][1]}: {found.verdict}{where}")
 
     found = run(
-        target,
+        loaded.target,
         loaded.modules,
         drafter,
-        [chat_ids(target.tokenizer, prompt.text, raw=config.prompts.raw) for prompt in suite],
+        [_ids(config, loaded, text) for text, _ in prompts],
         max_new_tokens=config.max_new_tokens,
-        sampling=sampling,
+        sampling=config.sampling.params,
+        rows=config.rows or ROWS,
         report=report,
     )
     counts = {verdict: sum(c.verdict == verdict for c in found) for verdict in ("equal", "tie", "BUG")}
@@ -75,3 +158,55 @@ def certify(config: CertifyConfig) -> None:
         said = f"{counts['equal']} equal, {counts['tie']} ties, {counts['BUG']} bugs"
         print(f"{said} of {len(found)} prompts with {drafter}")
     raise typer.Exit(1 if counts["BUG"] else 0)
+
+
+# -- the same distribution -----------------------------------------------------------------------------------------
+def _distribution(config: CertifyConfig, loaded: Loaded, drafter: Spec, prompts: list[str]) -> None:
+    from anabranch.certify import certify_sampling, html_page
+    from anabranch.cli.layout import print_tables
+
+    found = certify_sampling(
+        loaded.target,
+        loaded.modules,
+        drafter,
+        [_ids(config, loaded, text) for text in prompts],
+        sampling=config.sampling.params,
+        rule="rejection" if config.test.rule == "rejection" else "match",
+        design=config.test.design,
+        max_new_tokens=config.max_new_tokens,
+        rows=config.rows or SAMPLED_ROWS,
+        report=_console().print,
+    )
+    if config.test.html is not None:
+        page = html_page(found, loaded.target.name, lambda ids: str(loaded.target.tokenizer.decode(list(ids))))
+        write_atomically(config.test.html, page)
+    if config.as_json:
+        print(json.dumps({"model": loaded.target.name, **found.to_dict()}))
+    else:
+        print_tables([_table(found)])
+        print(f"{found.verdict}: {found.reason} ({found.drafter}, rule {found.rule})")
+    raise typer.Exit(0 if found.verdict == "lossless" else 1)
+
+
+def _table(found: SamplingCertificate) -> Table:
+    """One row for each test of the drafter, with the p-value of the wrong rule beside it."""
+    from anabranch.bench.report import plain_table
+    from anabranch.certify import DRAFTER
+
+    table = plain_table(f"{found.samples:,} samples per arm and context")
+    for title in ("context", "tokens", "cells", "chi-square", "p", "total\nvariation", "noise", "wrong rule's\np"):
+        table.add_column(title, justify="right")
+    wrong = {(each.context, each.tokens): each for each in found.findings if each.arm != DRAFTER}
+    for each in found.findings:
+        if each.arm == DRAFTER:
+            table.add_row(
+                f"{each.context + 1}",
+                each.tokens,
+                f"{len(each.cells)}",
+                f"{each.test.statistic:.1f}",
+                f"{each.test.p_value:.2g}",
+                f"{each.total_variation:.4f}",
+                f"{each.noise:.4f}",
+                f"{wrong[each.context, each.tokens].test.p_value:.2g}",
+            )
+    return table

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,15 +70,21 @@ def info(
             show_default=False,
         ),
     ] = None,
+    capabilities: Annotated[
+        bool, typer.Option("--matrix", help="show what each method supports; of a model: with its adapters")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print as JSON")] = False,
 ) -> None:
-    """Describe this machine, a model or an adapter.
+    """Describe this machine, a model, an adapter, or what each method supports.
 
     Without an argument: versions, processor, kernels, caches and measured costs, for bug reports. For a model: family,
     sizes and the adapter shipped for it. For an adapter: target, recipe and measured acceptance.
     """
     from anabranch.adapters.folder import CONFIG, shipped
 
+    if capabilities:
+        _capabilities(what, as_json)
+        return
     if what is None:
         _installation(as_json)
         return
@@ -132,6 +139,41 @@ def _installation(as_json: bool) -> None:
             "Drafter auto": _auto(found["auto"]),
         }
     )
+
+
+def _capabilities(model: str | None, as_json: bool) -> None:
+    """The table of ``capabilities.matrix``, for any target or for a loaded one, and the reasons by number."""
+    from anabranch.capabilities import matrix
+
+    if model is None:
+        found = matrix()
+    else:
+        from anabranch.api import load
+
+        if model == "default":
+            fetch_default()
+        with load(model, drafter="none") as loaded:
+            found = matrix(loaded.supports)
+    if as_json:
+        print(json.dumps([asdict(row) for row in found]))
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    from anabranch.cli.layout import output, print_tables
+
+    reasons = list(dict.fromkeys(cell.reason for row in found for cell in row.cells.values() if not cell))
+    titles = [name.replace(", ", "\n") for name in found[0].cells]
+    table = Table("drafter", "follows\nload", *titles, "made by", box=None, pad_edge=False)
+    for row in found:
+        cells = ["yes" if cell else f"no ({reasons.index(cell.reason) + 1})" for cell in row.cells.values()]
+        made = f"train {row.trained}" if row.trained else ""
+        table.add_row(row.drafter, "yes" if row.adaptive else "no", *cells, made)
+    console = output()
+    print_tables([table], console)
+    console.print()
+    for number, reason in enumerate(reasons, 1):
+        console.print(Text(f"({number}) {reason}"), soft_wrap=True)
 
 
 def _auto(auto: dict[str, Any]) -> dict[str, str]:

@@ -160,12 +160,14 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
         shown.keep()
         timed = train_result.timing_pays(target) if config.timing is None else config.timing
         speeds, timings = {}, {}
-        if timed and plan.held_out:
+        tuned = record["target"]["fingerprint"] != target.fingerprint  # training made a target of its own
+        if timed and plan.held_out and not tuned:
             speeds = train_result.predicted_speeds(target, record, config.out, examples, shown)
             asked = own_examples or split(examples, plan.held_out, plan.options.seed)[1]
             timings = measured_speeds(target, record, config.out, asked, shown)
     log = read_log(run)
-    found = train_result.summary(record, log, speeds, timings, model=config.loading.model, out=config.out)
+    used = str(config.out / "model") if tuned else config.loading.model
+    found = train_result.summary(record, log, speeds, timings, model=used, out=config.out)
     if config.as_json:
         print(json.dumps({**record, "run": found}))
     else:

@@ -5,6 +5,7 @@ M predictions, D model width, V draft vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from anabranch.model.decoder import Decoder
 
-__all__ = ["Vocabulary", "VocabularyLoss", "hits"]
+__all__ = ["DistillationLoss", "Vocabulary", "VocabularyLoss", "hits"]
 
 CHUNK = 256  # predictions scored at once: 256 x 8,192 float32 are 8 MiB
 RANKED = 1024  # predictions ranked at once
@@ -116,6 +117,66 @@ def _distributions(
     z = F.linear(states, head_VD, bias_V).float()
     probs = (z if cap is None else torch.tanh(z / cap) * cap).softmax(-1)
     return probs if each is None else probs[each]
+
+
+class DistillationLoss(torch.autograd.Function):
+    """Cross-entropy of trained states and a trained head to tokens and to a teacher's distributions, in chunks.
+
+    The gradients of both are computed together with the loss, so nothing of size M x V is kept. Returns the loss and
+    which predictions are right [M].
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states_MD: Tensor,
+        head_VD: Tensor,
+        tokens_M: Tensor,
+        teacher: Callable[[slice], Tensor],
+        soft: float,
+        bias_V: Tensor | None = None,
+        cap: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Loss = sum of (1 - soft) * CE(token) + soft * CE(teacher); ``teacher`` gives distributions [m, V].
+
+        ``bias_V`` is not trained; ``cap`` is the soft cap of the logits.
+        """
+        total = torch.zeros((), device=states_MD.device)
+        right = torch.empty(len(tokens_M), dtype=torch.bool, device=states_MD.device)
+        states, head = states_MD.float(), head_VD.float()
+        to_states, to_head = torch.empty_like(states), torch.zeros_like(head)
+        with torch.autocast(states_MD.device.type, enabled=False):
+            for first in range(0, len(tokens_M), CHUNK):
+                part = slice(first, first + CHUNK)
+                tokens = tokens_M[part, None]
+                z = states[part] @ head.T if bias_V is None else states[part] @ head.T + bias_V.float()
+                slope = None
+                if cap is not None:
+                    z = torch.tanh(z / cap)
+                    slope = 1 - z * z
+                    z = z * cap
+                right[part] = z.argmax(-1) == tokens[:, 0]
+                loss = z.logsumexp(-1) - (1 - soft) * z.gather(1, tokens)[:, 0]
+                g = z.softmax(-1)
+                g.scatter_add_(1, tokens, torch.full_like(z[:, :1], soft - 1))
+                if soft:
+                    wanted = teacher(part)
+                    loss = loss - soft * torch.linalg.vecdot(wanted, z)
+                    g.sub_(wanted, alpha=soft)
+                total += loss.sum()
+                if slope is not None:
+                    g.mul_(slope)
+                to_states[part] = g @ head
+                to_head.addmm_(g.T, states[part])
+        ctx.save_for_backward(to_states.to(states_MD.dtype), to_head.to(head_VD.dtype))
+        ctx.mark_non_differentiable(right)
+        return total, right
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        """The gradients kept by ``forward``, scaled."""
+        to_states, to_head = ctx.saved_tensors
+        return to_states * upstream[0], to_head * upstream[0], None, None, None, None, None
 
 
 def hits(words: Vocabulary, states_MD: Tensor, tokens_M: Tensor, top: int) -> tuple[int, int]:

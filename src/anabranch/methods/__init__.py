@@ -10,11 +10,15 @@ from torch import nn
 from anabranch.errors import InputError
 from anabranch.methods import (
     draft_model,
+    eagle,
+    hydra,
     lookahead,
+    medusa,
     ngram,
     none,
     prompt_lookup,
     rest,
+    space,
     spec,
     staged,
     streams,
@@ -48,7 +52,11 @@ _registry: tuple[Method, ...] = (
     ngram.METHOD,
     rest.METHOD,
     draft_model.METHOD,
+    medusa.METHOD,
+    hydra.METHOD,
     staged.METHOD,
+    eagle.METHOD,
+    space.METHOD,
 )
 _own = frozenset(method.name for method in _registry)
 

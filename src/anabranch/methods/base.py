@@ -40,8 +40,8 @@ class Taps:
     """The hidden states of the target that a drafter needs.
 
     layers  the main rows' states before these layers, in ``PassResult.taps``
-    prompt  whether those of the whole prompt are needed too, through ``Drafter.read``; otherwise that is not called for
-            the beginning of a prompt whose keys and values are known from an earlier text
+    prompt  whether those of the whole prompt are needed too, through ``Drafter.read``; that is not called for the
+            beginning of a prompt whose keys and values are known from an earlier text, as far as ``Drafter.recalls``
     """
 
     layers: tuple[int, ...] = ()
@@ -136,6 +136,10 @@ class Drafter(ABC):
                 f"rule={rule!r} would not be exact; use rule='match'"
             )
 
+    def recalls(self, tokens: Sequence[int]) -> int:
+        """How many tokens at the beginning of a new row's prompt this drafter need not read again."""
+        return 0 if self.needs.prompt else len(tokens)
+
     def join(self, row: Row) -> None:  # noqa: B027 - most need nothing
         """A row joins the batch; its prompt has not been processed yet."""
 
@@ -188,6 +192,10 @@ class Wrapped(Drafter):
     def check(self, sampling: SamplingParams, rule: Rule) -> None:
         """Ask the drafter."""
         self.drafter.check(sampling, rule)
+
+    def recalls(self, tokens: Sequence[int]) -> int:
+        """The drafter's own."""
+        return self.drafter.recalls(tokens)
 
     def join(self, row: Row) -> None:
         """Pass the row on."""
@@ -244,11 +252,14 @@ class Method:
     build       (target, settings, module) -> Drafter; ``module`` is the module trained for the target, or None.
                 Raises CapabilityError for unsupported combinations
     trained     its trained module, adapter format and training objective; None: nothing is trained
+    reads       the trained part of another method, whose module it drafts with too; None: it needs none
     tables      the memory-mapped arrays that it drafts from, built from text; None: it has none
     candidates  settings for the tuner to try, for drafts of at most this many nodes. They must differ only in size: a
                 smaller draft is the best nodes of the largest one, up to ``Drafter.depth_of``
+    variants    settings that support different things, as text; a row each in the table of capabilities
     default     whether "auto" uses it, if its module (if any) is available
     combines    whether its trees can be merged with those of other methods
+    detached    whether its drafts follow from the text alone, so that it can also draft for another engine's target
     order       the order of its sources in legends: source -> rank from 1 on, or None for sources of other methods
     counts      the costs of its drafts, for figures: label -> (target on the meta device, shape) -> cost
     published   tokens per step and speedup reported in its paper, by target
@@ -259,10 +270,13 @@ class Method:
     settings: type[Settings]
     build: Callable[[Decoder, Any, Any], Drafter]
     trained: Trained | None = None
+    reads: Trained | None = None
     tables: Tables | None = None
     candidates: Callable[[int], Iterable[Settings]] = lambda nodes: ()
+    variants: tuple[str, ...] = ("",)
     default: bool = False
     combines: bool = True
+    detached: bool = False
     order: Callable[[str], int | None] = lambda source: None
     counts: Mapping[str, Callable[[Decoder, DraftShape], DraftCost]] = field(default_factory=dict)
     published: Mapping[str, tuple[float, float]] = field(default_factory=dict)

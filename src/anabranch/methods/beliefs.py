@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from anabranch.tree import DraftTree
 
@@ -107,6 +108,8 @@ def joint_beliefs(found: Sequence[tuple[Sequence[int], Sequence[float]]]) -> lis
     [0.5, 0.25]
     [0.5, 0.1]
     """
+    if len(found) == 1:  # by far the most frequent case
+        return [list(accumulate(map(math.log, found[0][1][: len(found[0][0])])))]
     joints: dict[tuple[int, ...], float] = {}
     left: dict[tuple[int, ...], float] = {}  # of each node, what its children so far leave over
     whole = []

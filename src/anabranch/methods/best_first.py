@@ -27,13 +27,13 @@ def best_first(
     *,
     nodes: int,
     depth: int,
-    source: str,
+    source: str | Sequence[str],
 ) -> DraftTree:
     """The tree of the ``nodes`` most probable nodes, the root included, at most ``depth`` deep.
 
     state     of the root; of any other node it is what ``children`` returned with it
     children  of a state: token, log probability given the parent (at most 0) and state, most probable first
-    source    label of the nodes
+    source    label of the nodes, or one for each depth from 1 on
 
     Where siblings are equally probable the earlier one is taken first.
     """
@@ -63,6 +63,6 @@ def best_first(
     return DraftTree(
         np.array(tokens, np.int64),
         np.array(parents, np.int64),
-        sources=("target", *[source] * (len(tokens) - 1)),
+        sources=("target", *(source if isinstance(source, str) else source[d - 1] for d in depths[1:])),
         log_probs=np.array(joint, np.float32),
     )

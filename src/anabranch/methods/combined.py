@@ -66,6 +66,10 @@ class CombinedDrafter(Drafter):
         for part in self.parts:
             part.check(sampling, "match")
 
+    def recalls(self, tokens: Sequence[int]) -> int:
+        """As many tokens as every part recalls."""
+        return min(part.recalls(tokens) for part in self.parts)
+
     def join(self, row: Row) -> None:
         """Every part sees the row."""
         for part in self.parts:

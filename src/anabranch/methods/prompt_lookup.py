@@ -171,8 +171,10 @@ METHOD = Method(
     name="prompt_lookup",
     summary="the continuation of the most recent earlier match of the current n-gram; needs no model",
     settings=LookupSettings,
+    variants=("", "tokens=auto", "matches=3"),
     build=_build,
     candidates=lambda nodes: (LookupSettings(tokens=str(n)) for n in (2, 3, 6, 10) if n < nodes),
     default=True,
+    detached=True,
     order=lambda source: 1 if source == "prompt_lookup" else None,
 )

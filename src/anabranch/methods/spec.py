@@ -89,9 +89,8 @@ def _part(text: str, registry: Sequence[Method]) -> Part:
 
 def module_of(method: Method, modules: Sequence[nn.Module | None]) -> nn.Module | None:
     """The trained module of a method among several, or None."""
-    if method.trained is None:
-        return None
-    return next((module for module in modules if isinstance(module, method.trained.module)), None)
+    trained = method.trained or method.reads
+    return None if trained is None else next((found for found in modules if isinstance(found, trained.module)), None)
 
 
 def resolve(spec: Spec, modules: Sequence[nn.Module | None], registry: Sequence[Method]) -> Spec:

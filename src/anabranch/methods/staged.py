@@ -18,6 +18,7 @@ from anabranch.methods import ngram, prompt_lookup, rest, suffix
 from anabranch.methods.base import Drafter, Method, sized
 from anabranch.methods.draft_model import BUDGETS, DraftModelSettings, draft_of
 from anabranch.methods.draft_model.drafter import DraftModelDrafter
+from anabranch.methods.draft_model.recipes import TRAINED
 from anabranch.methods.spec import build, parse
 from anabranch.model.decoder import Decoder
 
@@ -53,15 +54,17 @@ class StagedSettings(DraftModelSettings):
 
 
 def _build(target: Decoder, settings: StagedSettings, module: nn.Module | None) -> Drafter:
-    model = draft_of(target, settings, "staged")
+    model = draft_of(target, settings, "staged", module)
     inner = build(parse(settings.inner.replace(";", ","), INNER), model, [])
     return StagedDrafter(target, model, settings.shape, adaptive=settings.adaptive, inner=inner)
 
 
 METHOD = Method(
     name="staged",
-    summary="a draft model whose own tokens are drafted for by a model-free drafter; needs model=FOLDER",
+    summary="a draft model whose own tokens are drafted for by a model-free drafter; needs the same",
     settings=StagedSettings,
     build=_build,
+    reads=TRAINED,
+    variants=("", "tree=auto", "tree=chain", "tree=iid", "tree=without"),
     candidates=sized(StagedSettings, BUDGETS),
 )

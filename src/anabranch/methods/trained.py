@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
 from anabranch.errors import InputError
 from anabranch.learning.objective import Objective
 from anabranch.learning.recipe import Option, Recipe
+from anabranch.methods.published import Layout
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
+from anabranch.model.load import Target
 
 __all__ = ["Config", "Learn", "Trained", "TrainedModule"]
+
+T = TypeVar("T")
 
 
 class Config(Protocol):
@@ -39,9 +43,28 @@ class TrainedModule(nn.Module):
     config: Any
     vocabulary: Tensor
 
+    def __init__(self) -> None:
+        super().__init__()
+        # in a tuple, so that the head is not registered as a submodule
+        self._shared: tuple[nn.Module | None, dict[str, object]] = (None, {})
+
     def num_parameters(self) -> int:
         """The number of trained parameters; works on the meta device."""
         return sum(parameter.numel() for parameter in self.parameters())
+
+    def shared(self, target: Decoder, kind: type[T], make: Callable[[], T]) -> T:
+        """The object of a ``kind`` shared by all drafters of this module and ``target``; built by ``make`` once.
+
+        Packed copies of weights take tens of MB and are the same for every drafter. Only those for one target are kept:
+        another target, or the same one after it was packed, replaces them.
+        """
+        if self._shared[0] is not target.head:
+            self._shared = (target.head, {})
+        kept = self._shared[1]
+        found = kept.get(kind.__name__)
+        if not isinstance(found, kind):
+            found = kept[kind.__name__] = make()
+        return found
 
 
 class Learn(Protocol):
@@ -67,8 +90,11 @@ class Trained:
     describe   a module's config -> its size in a few words, for the card
     begin      (module with fresh weights, trained module): copy the trained weights into the fresh module, which may be
                larger. Raises InputError that names what does not fit
+    fresh      (target, module with fresh weights): copy those weights of the target that training begins with
     export     (folder, trained module, target): write the module in a form of its own beside the adapter, if there is
-               one; a folder ``model`` inside the adapter's receives it
+               one; a folder ``model`` inside the adapter's receives it. Returns the module to store and the target that
+               it belongs to where training has made another target, otherwise None
+    published  the layouts of others' checkpoints that are read as adapters of this method
     any_dtype  whether the objective's target may have another type than its ``frozen`` copy: float32 is faster on some
                processors
     """
@@ -83,7 +109,9 @@ class Trained:
     change: Callable[[Recipe, Mapping[str, Any]], Recipe]
     describe: Callable[[Any], str]
     begin: Callable[[Any, Any], None]
-    export: Callable[[Path, Any, Any], None] | None = None
+    export: Callable[[Path, Any, Target], tuple[TrainedModule, Target] | None] | None = None
+    fresh: Callable[[Decoder, Any], None] | None = None
+    published: tuple[Layout, ...] = ()
     any_dtype: bool = False
 
     def recipe(self, name: str | None = None, given: Mapping[str, Any] | None = None) -> Recipe:

@@ -26,7 +26,16 @@ from anabranch.model.text import foreign_errors
 from anabranch.model.weights import build_decoder, fill_decoder, load_safetensors_dir, stored_dtype
 from anabranch.processor import set_threads
 
-__all__ = ["Target", "build_decoder", "load_target", "locate", "resolve_device", "resolve_dtype", "tokenizer_of"]
+__all__ = [
+    "Target",
+    "build_decoder",
+    "load_target",
+    "locate",
+    "name_tokenizer",
+    "resolve_device",
+    "resolve_dtype",
+    "tokenizer_of",
+]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -98,13 +107,18 @@ def load_target(
     tokenizer.model_max_length = sys.maxsize  # no warning from transformers: the engine checks lengths
     config = replace(config, eos_token_ids=_eos(ends, tokenizer))
     decoder.config = config
-    _tokenizers[decoder] = tokenizer
+    name_tokenizer(decoder, tokenizer)
     give_back()
     return Target(decoder, tokenizer, config, name, path, identity, kind)
 
 
+def name_tokenizer(decoder: Decoder, tokenizer: Any) -> None:
+    """Say which tokenizer a decoder has, for ``tokenizer_of``."""
+    _tokenizers[decoder] = tokenizer
+
+
 def tokenizer_of(decoder: Decoder) -> Any:
-    """The tokenizer that a decoder was loaded with; None where it was not loaded here."""
+    """The tokenizer that a decoder was loaded with; None where it is not known."""
     return _tokenizers.get(decoder)
 
 

@@ -115,7 +115,7 @@ class Stack:
         block = layer.block
         assert block.norm_mlp is not None
         return native.Layer(
-            norm_in=self._pointer(norm_weight(block.norm_in)),
+            norm_in=self._pointer(norm_weight(block.norm_in) if isinstance(block.norm_in, Norm) else None),
             norm_mlp=self._pointer(norm_weight(block.norm_mlp)),
             q_norm=self._pointer(None if block.q_norm is None else norm_weight(block.q_norm)),
             k_norm=self._pointer(None if block.k_norm is None else norm_weight(block.k_norm)),
@@ -244,7 +244,8 @@ def norm_weight(norm: Norm) -> Tensor:
 class NativeBackend(TorchBackend):
     """Runs the layers in the native kernels: a pass without a rider is one call, from token ids to chosen tokens.
 
-    With a rider, the kernels run the main rows layer by layer, and PyTorch the rows that ride.
+    With a rider, the kernels run the main rows layer by layer, and PyTorch the rows that ride. Several tapped layers
+    take one call for the layers between two of them.
     """
 
     ragged = True
@@ -254,11 +255,10 @@ class NativeBackend(TorchBackend):
         self.kernels = stack.kernels
 
     def run(self, network: Network, request: PassRequest) -> PassResult:
-        """A whole pass; rows are not padded, and at most one layer can be tapped where no rider is."""
+        """A whole pass, whose rows are not padded; with a rider or several tapped layers it takes several calls."""
         inputs, cache, slots, planned, taps, rider, choose = request
-        if rider is not None:
+        if rider is not None or len(taps) > 1:
             return super().run(network, request)
-        assert len(taps) <= 1, "the native kernels tap one layer"
         step = self.stack.step(cache.lengths[slots], inputs.counts_B, inputs.parents_M, planned)
         tapped, choose = taps[0] if taps else None, choose and network.config.logit_softcap is None
         hidden, tokens, seen = self.stack.through(

@@ -25,6 +25,7 @@ from anabranch.model.decoder import Decoder
 from anabranch.model.families import FAMILIES, Source, model_config, weight_source
 
 __all__ = [
+    "assemble",
     "build_decoder",
     "fill_decoder",
     "fingerprint",
@@ -129,9 +130,17 @@ def build_decoder(
 
 
 def fill_decoder(
-    config: ModelConfig, tensors: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device
+    config: ModelConfig,
+    tensors: Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    share: bool = False,
 ) -> tuple[Decoder, str]:
     """A decoder with the weights of ``tensors`` (Hugging Face names) in ``dtype`` on ``device``, and their fingerprint.
+
+    share  use tensors themselves where type, device and layout are those of the decoder; otherwise all are copied,
+           since tensors read from a file may be views that are valid only while it is open
 
     The fingerprint is taken before the cast to ``dtype``, so that it identifies the stored weights.
     """
@@ -140,13 +149,13 @@ def fill_decoder(
     parameters = sorted(decoder.named_parameters())
     _check_names(config, tensors, [name for name, _ in parameters])
     # check the shapes first: a damaged config may ask for any amount of memory
-    _assemble(config, tensors, "embedding.weight", decoder.embedding.weight.shape)
+    assemble(config, tensors, "embedding.weight", decoder.embedding.weight.shape)
     _check_memory(sum(parameter.numel() for _, parameter in parameters) * dtype.itemsize, device)
     digest = _digest(config)
     for name, parameter in parameters:
-        stored = _assemble(config, tensors, name, parameter.shape)
+        stored = assemble(config, tensors, name, parameter.shape)
         _add(digest, name, stored)
-        value = _empty(stored.shape, dtype, device).copy_(stored)
+        value = stored.to(device, dtype).contiguous() if share else _empty(stored.shape, dtype, device).copy_(stored)
         _check_finite(config, name, stored, value)
         _put(decoder, name, value)
     decoder.backend = backend_for(device)
@@ -266,8 +275,11 @@ def _fetch(config: ModelConfig, tensors: Mapping[str, Tensor], parameter: str) -
     return found
 
 
-def _assemble(config: ModelConfig, tensors: Mapping[str, Tensor], parameter: str, shape: torch.Size) -> Tensor:
-    """One of our parameters, in the dtype of the file."""
+def assemble(config: ModelConfig, tensors: Mapping[str, Tensor], parameter: str, shape: torch.Size) -> Tensor:
+    """One of our parameters, by its name in the decoder, from tensors with Hugging Face names, in their dtype.
+
+    Raises ModelError if tensors are missing or do not have this ``shape``.
+    """
     source = weight_source(config, parameter)
     parts = _fetch(config, tensors, parameter)
     if source.layout == "transposed":
@@ -310,7 +322,7 @@ def fingerprint(weights: Decoder | Path) -> str:
     tensors = load_safetensors_dir(weights)
     digest = _digest(config)
     for name, parameter in sorted(build_decoder(config).named_parameters()):
-        _add(digest, name, _assemble(config, tensors, name, parameter.shape))
+        _add(digest, name, assemble(config, tensors, name, parameter.shape))
     return digest.hexdigest()
 
 

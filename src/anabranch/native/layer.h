@@ -43,10 +43,17 @@ class LayerPart {
   }
 
  private:
-  // h = norm of all rows, computed redundantly by each thread, which is cheaper than a barrier
+  // h = norm of all rows, computed redundantly by each thread, which is cheaper than a barrier; the rows as they are
+  // where there is no weight
   void norm(const float* weight) {
-    for (int i = 0; i < m_; ++i)
-      rms_norm(plan_.x + static_cast<int64_t>(i) * s_.d, weight, s_.d, s_.eps, h_ + row_offset<T>(i, s_.d));
+    for (int i = 0; i < m_; ++i) {
+      const float* x = plan_.x + static_cast<int64_t>(i) * s_.d;
+      T* h = h_ + row_offset<T>(i, s_.d);
+      if (weight != nullptr)
+        rms_norm(x, weight, s_.d, s_.eps, h);
+      else
+        for (int b = 0; b < s_.d / BLOCK; ++b) store32(h, b, load16(x + b * BLOCK), load16(x + b * BLOCK + 16));
+    }
   }
 
   static void add_bias(const float* bias, int b, F32x16* low, F32x16* high) {

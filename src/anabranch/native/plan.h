@@ -13,7 +13,7 @@ namespace {
 
 // the weights and the cache of a layer
 struct Layer {
-  const float *norm_in, *norm_mlp, *q_norm, *k_norm, *qkv_bias, *out_bias;
+  const float *norm_in, *norm_mlp, *q_norm, *k_norm, *qkv_bias, *out_bias;  // norm_mlp alone is required
   Packed qkv, out, up, down, low, high;  // low, high: a low-rank term added to the MLP (data null: none)
   void *keys, *values;                   // of the pass's first batch row: [K, capacity, E]
 };
@@ -195,7 +195,7 @@ void check(const Shape& s, const RaggedBatch& batch) {
 }
 
 void check(int kind, const Shape& s, const Layer& l) {
-  require(l.norm_in != nullptr && l.norm_mlp != nullptr, "a layer has no norms");
+  require(l.norm_mlp != nullptr, "a layer has no norm before its MLP");
   require(l.keys != nullptr && l.values != nullptr, "a layer has no cache");
   check(l.qkv, kind, (s.heads + 2 * s.kv_heads) * s.e, s.d);
   check(l.out, kind, s.d, s.heads * s.e);

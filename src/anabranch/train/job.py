@@ -149,6 +149,8 @@ def train_adapter(
     torch.manual_seed(recipe.options.seed)  # for the initial weights; besides, only the order of batches is random
     vocabulary = _vocabulary(target, recipe, training)
     module = method.trained.make(target.config, recipe.config, vocabulary).to(target.decoder.device)
+    if method.trained.fresh is not None:
+        method.trained.fresh(target.decoder, module)
     begun = None if init is None else _begin(method, method.trained, module, init, target)
     check_folder(folder, "the adapter", "folder (--out)")
     run = folder / "training"
@@ -185,7 +187,8 @@ def train_adapter(
         "max_tokens": recipe.max_tokens,
     }
     if method.trained.export is not None:
-        method.trained.export(folder / "model", module, target)
+        made = method.trained.export(folder / "model", module, target)
+        module, target = (module, target) if made is None else made
     identity = TargetIdentity.of(target)
     return save_adapter(folder, module, method=method, target=identity, training=record, measured=measured)
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from anabranch.methods.draft_head import DrawNoise, RowVocabulary
 from anabranch.methods.streams.config import StreamConfig
-from anabranch.methods.streams.draft import DraftOptions, DrawNoise, RowVocabulary, StreamDraft
+from anabranch.methods.streams.draft import DraftOptions, StreamDraft
 from anabranch.sampling import SamplingParams, generator, inverse_cdf, position_keys, target_probs, target_tokens
 from anabranch.tree import DraftTree
 from small import RICH, VOCABULARY, small, small_adapter
@@ -162,7 +163,11 @@ def test_a_rows_own_tokens_join_its_vocabulary(case: str) -> None:
     draft = StreamDraft(
         target, small_adapter(target, RICH, torch.tensor(ids)), DraftOptions(nodes=14, k=6, frontier=64)
     )
-    rows = [RowVocabulary(draft).extend([5, 11, 11, 14]), RowVocabulary(draft).extend([5, 9]), RowVocabulary(draft)]
+    rows = [
+        RowVocabulary(draft.head).extend([5, 11, 11, 14]),
+        RowVocabulary(draft.head).extend([5, 9]),
+        RowVocabulary(draft.head),
+    ]
     texts = [[*ids, 11, 14], [*ids, 9], ids]
     trees = draft.build(states(3), [ROOT] * 3, rows)
     for b, tree in enumerate(trees):

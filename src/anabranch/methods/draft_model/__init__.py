@@ -9,10 +9,11 @@ from torch import nn
 
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods.base import Drafter, Method, numbered, sized
-from anabranch.methods.draft_model.drafter import DraftModelDrafter, Shape
+from anabranch.methods.draft_model.drafter import DraftModelDrafter
 from anabranch.methods.draft_model.load import load_draft
 from anabranch.methods.draft_model.module import DraftModule, decoder_of
 from anabranch.methods.draft_model.recipes import TRAINED
+from anabranch.methods.growing import Shape
 from anabranch.methods.settings import Settings
 from anabranch.model.decoder import Decoder
 from anabranch.model.quantize import check_quantization
@@ -116,6 +117,7 @@ METHOD = Method(
     settings=DraftModelSettings,
     build=_build,
     trained=TRAINED,
+    variants=("", "tree=auto", "tree=chain", "tokens=auto", "tree=iid", "tree=without"),
     candidates=sized(DraftModelSettings, BUDGETS),
     order=numbered("draft"),
 )

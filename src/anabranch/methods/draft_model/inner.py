@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from anabranch.errors import CapabilityError
 from anabranch.methods.base import Drafter, Row, Taps
-from anabranch.methods.draft_model.reader import Continuations
+from anabranch.methods.reader import Continuations
 
 __all__ = ["Guesser"]
 

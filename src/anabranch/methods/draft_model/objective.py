@@ -18,18 +18,19 @@ from torch import Tensor
 
 from anabranch.errors import InputError
 from anabranch.learning.examples import Batch, Example
+from anabranch.learning.loss import DistillationLoss
 from anabranch.learning.objective import Scores, Segment, segments
 from anabranch.learning.replay import Accuracy, Replay, evaluation, walk
+from anabranch.learning.target import run_frozen
 from anabranch.methods.base import Row
-from anabranch.methods.draft_model.drafter import DraftModelDrafter, Shape
+from anabranch.methods.draft_model.drafter import DraftModelDrafter
 from anabranch.methods.draft_model.module import DraftModule
-from anabranch.model.cache import Cache
+from anabranch.methods.growing import Shape
 from anabranch.model.decoder import Decoder
-from anabranch.model.inputs import Inputs
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
 
-__all__ = ["DistillationLoss", "DraftObjective", "LossOptions"]
+__all__ = ["DraftObjective", "LossOptions"]
 
 CHUNK = 256  # predictions scored at once: 256 x 49,152 float32 are 48 MiB
 TOP = 8  # accuracy counts a token among that many best, too
@@ -51,54 +52,6 @@ class LossOptions:
             raise InputError(f"soft must be from 0 to 1, got {self.soft}")
 
 
-class DistillationLoss(torch.autograd.Function):
-    """Cross-entropy of a draft model's states and head to tokens and to a teacher's distributions, in chunks.
-
-    The gradients of both are computed together with the loss, so nothing of size M x V is kept. Returns the loss and
-    which predictions are right [M].
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        states_MD: Tensor,
-        head_VD: Tensor,
-        tokens_M: Tensor,
-        teacher: Callable[[slice], Tensor],
-        soft: float,
-    ) -> tuple[Tensor, Tensor]:
-        """Loss = sum of (1 - soft) * CE(token) + soft * CE(teacher); ``teacher`` gives distributions [m, V]."""
-        total = torch.zeros((), device=states_MD.device)
-        right = torch.empty(len(tokens_M), dtype=torch.bool, device=states_MD.device)
-        states, head = states_MD.float(), head_VD.float()
-        to_states, to_head = torch.empty_like(states), torch.zeros_like(head)
-        with torch.autocast(states_MD.device.type, enabled=False):
-            for first in range(0, len(tokens_M), CHUNK):
-                part = slice(first, first + CHUNK)
-                tokens = tokens_M[part, None]
-                z = states[part] @ head.T
-                right[part] = z.argmax(-1) == tokens[:, 0]
-                loss = z.logsumexp(-1) - (1 - soft) * z.gather(1, tokens)[:, 0]
-                g = z.softmax(-1)
-                g.scatter_add_(1, tokens, torch.full_like(z[:, :1], soft - 1))
-                if soft:
-                    wanted = teacher(part)
-                    loss = loss - soft * torch.linalg.vecdot(wanted, z)
-                    g.sub_(wanted, alpha=soft)
-                total += loss.sum()
-                to_states[part] = g @ head
-                to_head.addmm_(g.T, states[part])
-        ctx.save_for_backward(to_states.to(states_MD.dtype), to_head.to(head_VD.dtype))
-        ctx.mark_non_differentiable(right)
-        return total, right
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
-        """The gradients kept by ``forward``, scaled."""
-        to_states, to_head = ctx.saved_tensors
-        return to_states * upstream[0], to_head * upstream[0], None, None, None
-
-
 class DraftObjective:
     """How a draft model learns from its frozen target; an ``Objective``.
 
@@ -115,16 +68,9 @@ class DraftObjective:
         self.options = options or LossOptions()
         self.frozen = target if frozen is None else frozen
 
-    @torch.no_grad()
     def freeze(self, batch: Batch) -> Tensor:
         """The target's states after the last norm [B, T, H]."""
-        rows, width = batch.tokens_BT.shape
-        cache = Cache(self.target.config, rows=rows, capacity=width, dtype=self.target.dtype, device=self.target.device)
-        for _ in range(rows):
-            cache.add_row()
-        with self.frozen.decoding():
-            found = self.frozen(Inputs.of_chains(batch.tokens_BT.numpy()), cache, need="hidden", planned=width)
-        return torch.stack([found.hidden_MD[found.nodes(row)] for row in range(rows)]).to(self.target.dtype)
+        return run_frozen(self.target, batch, frozen=self.frozen).hidden_BTD
 
     def keep(self, frozen: Tensor, keep: Callable[[Tensor], Tensor]) -> Tensor:
         """The tensor replaced by ``keep(tensor)``."""

@@ -1,308 +1,59 @@
-"""What a draft model reads: its own KV cache for the rows of a batch, and the continuations that it is asked about.
-
-    text   a b c d        d is the root: not in the cache yet
-    asked  d +-- e        the first pass reads what the cache lacks of the text, d at least; later passes read the nodes
-             +-- f -- g   that are asked about, together with their ancestors
-
-Nodes are read again in each pass that asks about their descendants, and dropped after it, since only the text is
-committed. A chain is different: its nodes stay in the cache (``held``) until the target has judged them. ``settle``
-then commits the nodes that the target accepted and forgets the others.
-
-B rows of the cache, M nodes of a pass, n nodes that are asked about, V vocabulary of the draft model.
-"""
+"""What a draft model reads: texts and continuations as token ids."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.methods.base import Row
-from anabranch.model.cache import Cache, shared_length
+from anabranch.methods.reader import Reader
+from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
 
-__all__ = ["Continuations", "Reader"]
-
-CHUNK = 512  # tokens of a text that one pass reads
-TOGETHER = 32  # tokens that a row may lack in a pass that it shares with others
-SHORTEST = 16  # tokens that a shared beginning must have to be copied
-LEAST = 256  # positions of the smallest cache
-IDLE = 4608  # positions of all rows that a cache may hold when no row uses it
+__all__ = ["DraftReader"]
 
 
-class Continuations:
-    """A trie of continuations of one text; node 0 is the text's last token.
-
-    found   what is known to follow each node that was asked about
-    chain   nodes that are drafted for sure, each the child of the one before; stays empty where trees are drafted
-    """
-
-    def __init__(self, root: int) -> None:
-        self.tokens, self.parents, self.depths = [root], [-1], [0]
-        self.found: dict[int, Any] = {}
-        self.chain: list[int] = []
-        self._at: dict[tuple[int, int], int] = {}
-
-    def child(self, node: int, token: int) -> int:
-        """The child of a node that carries a token, added if it is not there."""
-        known = self.look(node, token)
-        if known is not None:
-            return known
-        self._at[node, token] = added = len(self.tokens)
-        self.tokens.append(token)
-        self.parents.append(node)
-        self.depths.append(self.depths[node] + 1)
-        return added
-
-    def look(self, node: int, token: int) -> int | None:
-        """The child of a node that carries a token, if it is there."""
-        return self._at.get((node, token))
-
-    def above(self, nodes: Iterable[int]) -> list[int]:
-        """Some nodes and all their ancestors but the root, ascending."""
-        seen: set[int] = set()
-        for node in nodes:
-            while node > 0 and node not in seen:
-                seen.add(node)
-                node = self.parents[node]
-        return sorted(seen)
-
-    def path(self, node: int) -> list[int]:
-        """The tokens from below the root to a node."""
-        found: list[int] = []
-        while node > 0:
-            found.append(self.tokens[node])
-            node = self.parents[node]
-        return found[::-1]
-
-
-@dataclass(eq=False)
-class _Place:
-    """A row's place in the cache.
-
-    asked   continuations that the target has not judged yet, of a text of ``length`` tokens
-    base    tokens of the text in the last pass, not committed yet
-    read    nodes in the last pass, behind these tokens
-    held    nodes of a chain that are in the cache
-    """
-
-    slot: int
-    asked: Continuations | None = None
-    length: int = 0
-    base: int = 0
-    read: list[int] = field(default_factory=list)
-    held: list[int] = field(default_factory=list)
-
-
-class Reader:
-    """A draft model and its KV cache. Rows get a slot when they are first read for."""
+class DraftReader(Reader):
+    """A draft model and its KV cache; it answers with the logits [n, V] over its own vocabulary."""
 
     def __init__(self, model: Decoder) -> None:
+        super().__init__(model.config.max_positions)
         self.model = model
-        self.cache: Cache | None = None
-        self.passes = 0  # over continuations, for tests and figures of cost
-        self._rows: list[Row] = []  # by slot
-        self._places: dict[Row, _Place] = {}
-        self._left: dict[int, list[int]] = {}  # by free slot, the text whose keys and values still lie there
-        self._open = False  # whether the last pass is neither committed nor dropped
 
-    # -- rows leave, texts are read ---------------------------------------------------------------------
-    def leave(self, row: Row) -> None:
-        """Free a row's slot; its keys and values serve the next text that begins like it."""
-        self.settle()
-        place = self._places.pop(row, None)
-        if place is None or self.cache is None:
-            return
-        last, moved = self.cache.count - 1, self._rows[-1]
-        self._left[last] = moved.tokens[: self.cache.lengths[last]]
-        self.cache.remove_row(place.slot)
-        self._rows[place.slot] = moved
-        self._rows.pop()
-        if moved is not row:
-            self._places[moved].slot = place.slot
-        if not self._rows and self.model.backend.capture is None and self.cache.rows * self.cache.capacity > IDLE:
-            self.cache = None
-            self._left.clear()
+    @property
+    def persists(self) -> bool:
+        """Graphs are captured over a cache, so it is kept where they are."""
+        return self.model.backend.capture is not None
 
-    def read(self, row: Row, length: int, *, most: int | None = None) -> None:
-        """Read a row's text up to ``length`` tokens into the cache, at most ``most`` tokens of it now."""
-        self.settle()
-        place = self._seat(row)
-        assert self.cache is not None
-        start = self.cache.lengths[place.slot]
-        end = length if most is None else min(length, start + most)
-        while start < end:
-            tokens = row.tokens[start : min(end, start + CHUNK)]
-            self._reserve(start + len(tokens))
-            with self.model.decoding():
-                where = slice(place.slot, place.slot + 1)
-                inputs = Inputs.of_prompt(self._known(tokens).tolist())
-                self.model(inputs, self.cache, slots=where, planned=self._planned(), need="hidden")
-            self.cache.commit([range(len(tokens))])
-            start += len(tokens)
+    def _new_cache(self, rows: int, capacity: int) -> Cache:
+        model = self.model
+        kernels = model.backend.kernels
+        return Cache(
+            *(model.config,), rows=rows, capacity=capacity, dtype=model.dtype, device=model.device, kernels=kernels
+        )
 
-    def forget(self, row: Row) -> None:
-        """Drop what was read of a row that no draft is made for any more."""
-        self.settle()
-        place = self._places.get(row)
-        if place is not None and self.cache is not None:
-            self.cache.rewind(place.slot, 0)
-
-    def _known(self, tokens: Sequence[int]) -> Any:
+    def _known(self, tokens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """Token ids [n]; 0 stands for those that the draft model's vocabulary lacks."""
         ids = np.asarray(tokens, np.int64)
         return np.where(ids < self.model.config.vocab_size, ids, 0)
 
-    def _planned(self) -> int:
+    def _read(self, row: Row, tokens: Sequence[int]) -> None:
         assert self.cache is not None
-        return min(self.cache.capacity, self.model.config.max_positions)
-
-    def _seat(self, row: Row) -> _Place:
-        """The row's place; a new one begins with the longest beginning of its text that the cache holds anywhere."""
-        known = self._places.get(row)
-        if known is not None:
-            return known
-        self._reserve(len(row.tokens) + TOGETHER, rows=len(self._rows) + 1)
-        assert self.cache is not None
-        wanted, slot = row.tokens[:-1], self.cache.count
-        texts = {place.slot: other.tokens[: self.cache.lengths[place.slot]] for other, place in self._places.items()}
-        shared = {at: shared_length(text, wanted) for at, text in (self._left | texts).items()}
-        source = max(shared, key=shared.__getitem__, default=slot)
-        self.cache.add_row()
-        if shared.get(source, 0) >= SHORTEST:
-            self.cache.fork(source, slot, shared[source])
-            self.cache.lengths[slot] = shared[source]
-        self._left.pop(slot, None)
-        self._rows.append(row)
-        self._places[row] = place = _Place(slot)
-        return place
-
-    def _reserve(self, positions: int, *, rows: int = 1) -> None:
-        """Make room. Raises DeviceError where memory does not suffice."""
-        model, cache = self.model, self.cache
-        capacity, count = (0, 0) if cache is None else (cache.capacity, cache.rows)
-        if positions <= capacity and rows <= count:
-            return
-        capacity = max(capacity, LEAST, 1 << (positions - 1).bit_length()) if positions > capacity else capacity
-        count = max(count, 1 << (rows - 1).bit_length())
-        if cache is not None:
-            self.cache = cache.resized(count, capacity)
-            return
-        kernels = model.backend.kernels
-        self.cache = Cache(
-            *(model.config,), rows=count, capacity=capacity, dtype=model.dtype, device=model.device, kernels=kernels
-        )
-
-    # -- continuations ----------------------------------------------------------------------------------
-    def begin(self, rows: Sequence[Row]) -> list[Continuations]:
-        """Continuations of the rows' texts, nothing asked yet; all but the end of each text is read."""
-        self.settle()
-        for row in rows:
-            place = self._seat(row)
-            assert self.cache is not None
-            last = len(row.tokens) - 1  # the root is read again where the text has not grown since its last draft
-            self.cache.rewind(place.slot, min(self.cache.lengths[place.slot], last))
-            if last - self.cache.lengths[place.slot] >= TOGETHER:
-                self.read(row, last)
-        found = []
-        for row in rows:
-            place = self._places[row]
-            place.asked, place.length = Continuations(row.root), len(row.tokens)
-            found.append(place.asked)
-        return found
-
-    def ask(self, wanted: Mapping[Row, Sequence[int]]) -> Tensor:
-        """The logits [n, V] after some nodes of each row's continuations, row by row, in one forward pass."""
-        self._close()
-        assert self.cache is not None
-        tokens: list[int] = []
-        parents: list[int] = []
-        counts = [0] * len(self._rows)
-        places = []
-        for row, place in ((row, self._places[row]) for row in self._rows):
-            if row in wanted:
-                start = len(tokens)
-                self._feed(row, place, wanted[row], tokens, parents)
-                counts[place.slot] = len(tokens) - start
-        self._reserve(max(self.cache.lengths) + max(counts))
-        inputs = Inputs(self._known(tokens), np.asarray(parents, np.int64), counts)
+        slot = self._places[row].slot
         with self.model.decoding():
-            result = self.model(inputs, self.cache, planned=self._planned(), need="hidden")
-            for row, nodes in wanted.items():
-                place = self._places[row]
-                at = {0: place.base - 1} | {node: place.base + i for i, node in enumerate(place.read)}
-                places += [result.starts_B[place.slot] + at[node] for node in nodes]
-            logits: Tensor = self.model.logits(result.hidden_MD[torch.tensor(places, device=self.model.device)])
-        self._open = True
-        self.passes += 1
+            inputs = Inputs.of_prompt(self._known(tokens).tolist())
+            self.model(inputs, self.cache, slots=slice(slot, slot + 1), planned=self.planned(), need="hidden")
+
+    def _run(self, inputs: Inputs, at: Sequence[tuple[int, int]]) -> Tensor:
+        assert self.cache is not None
+        inputs = Inputs(self._known(inputs.tokens_M), inputs.parents_M, inputs.counts_B)
+        with self.model.decoding():
+            result = self.model(inputs, self.cache, planned=self.planned(), need="hidden")
+            places = torch.tensor([result.starts_B[slot] + place for slot, place in at], device=self.model.device)
+            logits: Tensor = self.model.logits(result.hidden_MD[places])
         return logits
-
-    def _feed(self, row: Row, place: _Place, wanted: Sequence[int], tokens: list[int], parents: list[int]) -> None:
-        """Append a row's nodes of a pass: what the cache lacks of its text, then nodes with their ancestors."""
-        assert self.cache is not None
-        assert place.asked is not None
-        base, held = row.tokens[self.cache.lengths[place.slot] : place.length], set(place.held)
-        place.base, place.read = len(base), [node for node in place.asked.above(wanted) if node not in held]
-        tokens += base
-        parents += range(-1, len(base) - 1)
-        at = {0: len(base) - 1} | dict.fromkeys(held, -1)
-        for i, node in enumerate(place.read):
-            at[node] = len(base) + i
-            above = place.asked.parents[node]
-            assert above not in held or above == place.held[-1], "a chain goes on at its end"
-            tokens.append(place.asked.tokens[node])
-            parents.append(at[above])
-
-    def _close(self) -> None:
-        """Between two passes of a draft: commit the text and chains, drop the nodes of trees."""
-        if self._open:
-            asked = [self._places[row].asked for row in self._rows]
-            self._commit([[] if each is None else each.chain for each in asked])
-
-    def settle(self) -> None:
-        """After the target's verdict, or before any other pass: commit what became text, forget the rest."""
-        judged = self._open  # otherwise a pass has failed
-        if judged:
-            self._commit([self._accepted(row) for row in self._rows])
-        for place in self._places.values():
-            if place.asked is not None and self.cache is not None:
-                kept = place.length + (len(place.held) if judged else 0)
-                self.cache.rewind(place.slot, min(self.cache.lengths[place.slot], kept))
-            place.asked, place.base, place.read, place.held = None, 0, [], []
-
-    def _accepted(self, row: Row) -> list[int]:
-        """The nodes that the text went on with, without its new last token: that is the next root."""
-        place, found, node = self._places[row], [], 0
-        if place.asked is not None:
-            for token in row.tokens[place.length : -1]:
-                child = place.asked.look(node, token)
-                if child is None:
-                    break
-                found.append(node := child)
-        return found
-
-    def _commit(self, kept: Sequence[Sequence[int]]) -> None:
-        """Commit the text's tokens and the ``kept`` nodes of each row's last pass, as far as they are in the cache."""
-        assert self.cache is not None
-        paths: list[list[int]] = []
-        for row, nodes in zip(self._rows, kept, strict=True):
-            place = self._places[row]
-            path, same = list(range(place.base)), shared_length(place.held, nodes)
-            if same == len(place.held):
-                places = {node: place.base + i for i, node in enumerate(place.read)}
-                for node in nodes[same:]:
-                    if node not in places:
-                        break
-                    path.append(places[node])
-                    place.held.append(node)
-                same = len(place.held)
-            paths.append(path)
-            place.base, place.read = 0, []
-            place.held = place.held[:same]
-        self.cache.commit(paths)
-        self._open = False

@@ -61,6 +61,8 @@ METHOD = Method(
         options={"memory": Option(int, "use at most this many MB (default: 512)")},
         build=build,
     ),
+    variants=("", "tree=auto", "tree=chain"),
     candidates=sized(NGramSettings, BUDGETS),
+    detached=True,
     order=lambda source: 1 if source == "ngram" else None,
 )

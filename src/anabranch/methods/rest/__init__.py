@@ -58,6 +58,8 @@ METHOD = Method(
         options={"memory": Option(int, "use at most this many MB (default: 512)")},
         build=build,
     ),
+    variants=("", "tree=auto"),
     candidates=sized(RestSettings, BUDGETS),
+    detached=True,
     order=lambda source: 1 if source == "rest" else None,
 )

@@ -6,8 +6,7 @@ B rows of the batch, N nodes, S streams, R rows of a pass, D model width, H quer
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -15,35 +14,16 @@ from torch import Tensor, nn
 
 from anabranch.errors import InputError
 from anabranch.memory import give_back
+from anabranch.methods.low_rank import LowRank
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.scorer import Conditioner
 from anabranch.methods.trained import TrainedModule
 from anabranch.model.blocks import MLP, Block
 from anabranch.model.config import ModelConfig
-from anabranch.model.decoder import Decoder
 from anabranch.model.native_linear import NativeLinear
 from anabranch.model.pack import Packable, PackedLinear, PackedWeight, packed_like
 
-__all__ = ["StreamAdapter", "StreamLayer"]
-
-T = TypeVar("T")
-
-
-class LowRank(nn.Module):
-    """x -> up(down(x)), initialised to zero like LoRA (Hu et al. 2022). 2 * rank parameters per channel."""
-
-    def __init__(self, width_in: int, width_out: int, rank: int, *, activation: bool = False) -> None:
-        super().__init__()
-        self.down = nn.Parameter(torch.empty(rank, width_in))
-        self.up = nn.Parameter(torch.zeros(width_out, rank))
-        self.activation = activation
-        if not self.down.is_meta:
-            nn.init.normal_(self.down, std=1.0 / math.sqrt(width_in))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., width_in] -> [..., width_out]."""
-        y = F.linear(x, self.down)
-        return F.linear(F.silu(y) if self.activation else y, self.up)
+__all__ = ["StreamAdapter", "StreamLayer", "StreamModule"]
 
 
 class StreamLayer(nn.Module):
@@ -53,10 +33,10 @@ class StreamLayer(nn.Module):
         super().__init__()
         q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
         self.keep_mlp = config.stream_mlp == "mlp+adapter"
-        self.mlp = LowRank(model.hidden_size, model.hidden_size, config.adapter_rank, activation=True)
-        rank = config.attention_rank
-        self.qkv = LowRank(model.hidden_size, q + 2 * kv, rank) if rank else None
-        self.out = LowRank(q, model.hidden_size, rank) if rank else None
+        width, rank = model.hidden_size, config.attention_rank
+        self.mlp = LowRank(width, width, config.adapter_rank, activation=True) if config.adapter_rank else None
+        self.qkv = LowRank(width, q + 2 * kv, rank) if rank else None
+        self.out = LowRank(q, width, rank) if rank else None
         self.merged: tuple[PackedWeight, PackedWeight] | None = None
 
     def merge(self, block: Block) -> None:
@@ -113,6 +93,7 @@ class StreamSide:
         """The frozen MLP for main rows; the adapter in its place, or added to it, for stream rows."""
         if self.weights.keep_mlp:
             return self._add(self.weights.mlp, h_BRD, mlp(h_BRD))
+        assert self.weights.mlp is not None, "the config refuses rows without an MLP"
         streams: Tensor = self.weights.mlp(h_BRD[:, self.main :])
         return streams if self.main == 0 else torch.cat((mlp(h_BRD[:, : self.main]), streams), dim=1)
 
@@ -155,17 +136,21 @@ class RootTerm(Packable):
         return self.linear(F.silu(z[:, :, None] + self.streams), "up")
 
 
-class StreamAdapter(TrainedModule):
-    """All parameters that Speculative Streaming trains for one target.
+class StreamModule(TrainedModule):
+    """The trained module of a method that drafts by streams: Speculative Streaming and its relatives.
 
-    Parameters with the paper's configuration: gamma * h stream embeddings, 2 * 8 * h of the pruning adapter, and
-    N_s * 2 * R_s * h of the stream adapters in lossless mode (ACL table 3; ``tests/streams/test_parameters.py``).
+    shape        the configuration of its streams; ``config`` is what the adapter folder stores
+    predictor    what a stream is called in sources, logs and cards
+    reads_main   whether streams start from their node's main row; otherwise the target is not tapped
+    positioned   whether the target's learned positions, if it has any, are added to streams as to tokens
 
     ``vocabulary`` [Vd] has the sorted token ids of the draft vocabulary: drafting only frequent tokens is cheaper
     (FR-Spec, Zhao et al. 2025) and does not affect verification.
     """
 
-    config: StreamConfig
+    predictor = "stream"
+    reads_main = True
+    positioned = False
 
     def __init__(self, model: ModelConfig, config: StreamConfig, vocabulary: Tensor | None = None) -> None:
         super().__init__()
@@ -173,7 +158,7 @@ class StreamAdapter(TrainedModule):
             raise InputError(
                 f"num_stream_layers is {config.num_stream_layers}, but the target has only {model.num_layers} layers"
             )
-        self.model, self.config = model, config
+        self.model, self.shape = model, config
         width = model.hidden_size
         self.start = model.num_layers - config.num_stream_layers
         self.embeddings = (
@@ -190,22 +175,6 @@ class StreamAdapter(TrainedModule):
         )
         ids = torch.arange(model.vocab_size) if vocabulary is None else vocabulary.long().cpu()
         self.register_buffer("vocabulary", ids, persistent=True)
-        # in a tuple, so that the head is not registered as a submodule
-        self._shared: tuple[nn.Module | None, dict[str, object]] = (None, {})
-
-    def shared(self, target: Decoder, kind: type[T], make: Callable[[], T]) -> T:
-        """The object of a ``kind`` shared by all drafters of this adapter and ``target``; built by ``make`` once.
-
-        Packed copies of weights take tens of MB and are the same for every drafter. Only those for one target are kept:
-        another target, or the same one after it was packed, replaces them.
-        """
-        if self._shared[0] is not target.head:
-            self._shared = (target.head, {})
-        kept = self._shared[1]
-        found = kept.get(kind.__name__)
-        if not isinstance(found, kind):
-            found = kept[kind.__name__] = make()
-        return found
 
     def layer(self, index: int) -> StreamLayer:
         """The trained part of the target's layer ``index`` (counted from the bottom of the target)."""
@@ -220,13 +189,28 @@ class StreamAdapter(TrainedModule):
         """
         b, n, d = main_BND.shape
         base = main_BND if self.init is None else main_BND + self.init(main_BND)
-        streams = base[:, :, None, :].expand(b, n, self.config.num_streams, d)
+        streams = base[:, :, None, :].expand(b, n, self.shape.num_streams, d)
         if self.embeddings is not None:
             streams = streams + self.embeddings.to(streams.dtype)
         if self.root is not None:
             streams = streams + self.root(main_BND, emitted_BND)
-        return streams.reshape(b, n * self.config.num_streams, d)
+        return streams.reshape(b, n * self.shape.num_streams, d)
 
     def early_exit(self, main_BND: Tensor) -> Tensor:
         """o(M) of ACL section 2.3, in residual form M + up(down(M)): at zero it is the logit lens."""
         return main_BND if self.prune is None else main_BND + self.prune(main_BND)
+
+
+class StreamAdapter(StreamModule):
+    """All parameters that Speculative Streaming trains for one target.
+
+    Parameters with the paper's configuration: gamma * h stream embeddings, 2 * 8 * h of the pruning adapter, and
+    N_s * 2 * R_s * h of the stream adapters in lossless mode (ACL table 3;
+    ``tests/methods/streams/test_parameters.py``).
+    """
+
+    config: StreamConfig
+
+    def __init__(self, model: ModelConfig, config: StreamConfig, vocabulary: Tensor | None = None) -> None:
+        super().__init__(model, config, vocabulary)
+        self.config = config

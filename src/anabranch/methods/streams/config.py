@@ -18,7 +18,7 @@ _WIDEST = 1 << 16
 _RANGES = {
     "num_streams": (1, MOST_STREAMS),
     "num_stream_layers": (1, 1 << 12),
-    "adapter_rank": (1, _WIDEST),
+    "adapter_rank": (0, _WIDEST),
     "attention_rank": (0, _WIDEST),
     "init_rank": (0, _WIDEST),
     "pruning_rank": (0, _WIDEST),
@@ -35,7 +35,7 @@ class StreamConfig:
     num_streams        gamma: stream j of position t predicts token t + 1 + j
     num_stream_layers  N_s: the streams run through the top N_s layers
     stream_mlp         "adapter" replaces the MLP for stream rows (the paper); "mlp+adapter" adds to the frozen MLP
-    adapter_rank       R_s, rank of the stream adapter
+    adapter_rank       R_s, rank of the stream adapter; 0: none, with "mlp+adapter" only
     attention_rank     rank of the deltas on q, k, v and o of stream rows; 0: none (the paper)
     init_rank          eta of f in ``S = f(M) + P`` (ACL eq. 4); 0: identity (the paper)
     position           "embedding": stream embeddings P_j; "rotation": value rotation instead (ACL eq. 8)
@@ -78,6 +78,8 @@ class StreamConfig:
         ):
             if getattr(self, name) not in allowed:
                 raise InputError(f"{name} must be one of {', '.join(allowed)}, got {shown(getattr(self, name))}")
+        if not self.adapter_rank and self.stream_mlp == "adapter":
+            raise InputError("adapter_rank 0 leaves stream rows without an MLP; use stream_mlp 'mlp+adapter'")
         if (self.conditioning == "none") != (self.conditioning_rank == 0):
             raise InputError("conditioning and conditioning_rank go together: give both, or 'none' and 0")
 

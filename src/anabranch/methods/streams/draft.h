@@ -2,7 +2,8 @@
 //
 // Node i of level j, whose parent has the token t and the hidden state z', is conditioned on its path:
 //   z = silu(A z' + U E[t] / rms(E[t]) + C s_j),   score = head . (s_j + W z)
-// with s_j the state of stream j. T is the type of the rows between two products; see products.h.
+// with s_j the state of stream j. Without a conditioner the score is head . s_j, the same for all nodes of a level, and is
+// computed once. T is the type of the rows between two products; see products.h.
 #pragma once
 
 #include <functional>
@@ -16,7 +17,7 @@ namespace {
 
 struct DraftConfig {
   Table embedding;
-  Packed token, state, carry, to_state;  // U, C, A, W of the conditioner
+  Packed token, state, carry, to_state;  // U, C, A, W of the conditioner; without outputs: there is none
   Packed head, row_head;                 // of the draft vocabulary, and of the sequence's own tokens
   const int64_t *ids, *row_ids;          // token ids of the outputs of head and row_head
   int32_t d, depth;                      // model width, number of streams
@@ -47,6 +48,7 @@ class Drafter {
       : pool_(runner.pool), c_(config), given_(states), root_(root), keep_(config.nodes - 1) {
     limit_ = std::max(1, std::min(c_.frontier, keep_));  // a level has at most the nodes of the tree
     wide_ = c_.token.outputs;
+    conditional_ = wide_ != 0;
     words_ = c_.head.outputs;
     // Noise may favour any token, so all blocks are scored for sampled rows.
     partial_ = c_.keys == nullptr && 2 * c_.blocks <= c_.head.blocks();
@@ -146,29 +148,40 @@ class Drafter {
 
   // A thread's part of one level: the children of all expanded nodes of the level above.
   void level(int depth, int thread) {
-    const int rows = static_cast<int>(tokens_.size());
+    const int expanded = static_cast<int>(tokens_.size()), rows = conditional_ ? expanded : 1;
+    if (conditional_) embed_parents(rows, thread);
+    pool_.barrier();
+    if (partial_ && thread == 0) choose_blocks(depth);
+    if (conditional_) {
+      condition(depth, rows, thread);
+      pool_.barrier();
+      apply_condition(depth, rows, thread);
+    }
+    pool_.barrier();
+    score(conditional_ ? conditioned_ : states_ + row_offset<T>(depth, c_.d), rows, thread);
+    if (c_.keys != nullptr) draw_noise(c_.keys[depth], thread);
+    pool_.barrier();
+    pool_.parallel_for(rows, thread, [&](int i) { best_children(i); });
+    pool_.barrier();
+    if (thread == 0) collect(depth, expanded);
+    pool_.barrier();
+  }
+
+  void embed_parents(int rows, int thread) {
     int first, last;
     split_range(rows, pool_.size(), thread, &first, &last);
     for (int i = first; i < last; ++i)
       embed_normed(c_.embedding, tokens_[static_cast<size_t>(i)], ones_.data(), c_.d, RMS_EPS,
                    embeddings_ + row_offset<T>(i, c_.d));
-    pool_.barrier();
-    if (partial_ && thread == 0) choose_blocks(depth);
-    condition(depth, rows, thread);
-    pool_.barrier();
+  }
+
+  // s_j + W z
+  void apply_condition(int depth, int rows, int thread) {
     const P* state = given_ + static_cast<int64_t>(depth) * c_.d;
     multiply(pool_, hidden_, rows, c_.to_state, thread, [&](int m, int b, F32x16 low, F32x16 high) {
       store32(conditioned_ + row_offset<T>(m, c_.d), b, low + load16(state + b * BLOCK),
               high + load16(state + b * BLOCK + 16));
     });
-    pool_.barrier();
-    score(rows, thread);
-    if (c_.keys != nullptr) draw_noise(c_.keys[depth], thread);
-    pool_.barrier();
-    pool_.parallel_for(rows, thread, [&](int i) { best_children(i); });
-    pool_.barrier();
-    if (thread == 0) collect(depth, rows);
-    pool_.barrier();
   }
 
   // hidden = silu(A z' + U E' + C s_j), block by block
@@ -195,10 +208,10 @@ class Drafter {
   }
 
   // scores of the chosen blocks of the head, followed by those of the sequence's own tokens
-  void score(int rows, int thread) {
+  void score(const T* states, int rows, int thread) {
     pool_.parallel_for(blocks_, thread, [&](int i) {
       const int chosen = chosen_[static_cast<size_t>(i)];
-      multiply_block(conditioned_, rows, c_.head, chosen, [&](int m, int b, F32x16 low, F32x16 high) {
+      multiply_block(states, rows, c_.head, chosen, [&](int m, int b, F32x16 low, F32x16 high) {
         float* to = scores_ + static_cast<int64_t>(m) * width_ + i * BLOCK;
         const int left = words_ - b * BLOCK;
         store_outputs(to, left, low, high);
@@ -207,7 +220,7 @@ class Drafter {
     });
     const int own = c_.row_head.outputs;
     if (own == 0) return;
-    multiply(pool_, conditioned_, rows, c_.row_head, thread, [&](int m, int b, F32x16 low, F32x16 high) {
+    multiply(pool_, states, rows, c_.row_head, thread, [&](int m, int b, F32x16 low, F32x16 high) {
       store_outputs(scores_ + static_cast<int64_t>(m) * width_ + scored_ + b * BLOCK, own - b * BLOCK, low, high);
     });
   }
@@ -243,12 +256,13 @@ class Drafter {
   void collect(int depth, int rows) {
     level_.clear();
     for (int i = 0; i < rows * c_.children; ++i) {
-      if (!(values_[i] > -INFINITY)) continue;  // padding: there are fewer candidates
-      const int64_t token = token_at(at_[i]);
+      const int from = conditional_ ? i : i % c_.children;
+      if (!(values_[from] > -INFINITY)) continue;  // padding: there are fewer candidates
+      const int64_t token = token_at(at_[from]);
       if (token < 0 || token >= c_.embedding.words)
         unknown_token_ = true;
       else
-        level_.push_back({token, joints_[static_cast<size_t>(i / c_.children)] + values_[i], i / c_.children});
+        level_.push_back({token, joints_[static_cast<size_t>(i / c_.children)] + values_[from], i / c_.children});
     }
     std::stable_sort(level_.begin(), level_.end(), [](const Candidate& a, const Candidate& b) { return a.joint > b.joint; });
     if (static_cast<int>(level_.size()) > keep_) level_.resize(static_cast<size_t>(keep_));
@@ -267,8 +281,9 @@ class Drafter {
       depths_.push_back(depth + 1);
       expand = expand && static_cast<int>(tokens_.size()) < limit_ && node.joint > least;
       if (!expand) continue;
-      std::memcpy(parent_hidden_ + row_offset<T>(static_cast<int64_t>(tokens_.size()), wide_),
-                  hidden_ + row_offset<T>(node.parent, wide_), sizeof(T) * static_cast<size_t>(row_offset<T>(1, wide_)));
+      if (conditional_)
+        std::memcpy(parent_hidden_ + row_offset<T>(static_cast<int64_t>(tokens_.size()), wide_),
+                    hidden_ + row_offset<T>(node.parent, wide_), sizeof(T) * static_cast<size_t>(row_offset<T>(1, wide_)));
       tokens_.push_back(node.token);
       joints_.push_back(node.joint);
       places_.push_back(place);
@@ -306,7 +321,7 @@ class Drafter {
   const P* given_;  // stream states [depth, D]
   int64_t root_;
   int keep_, limit_, wide_, words_, blocks_, scored_, width_;
-  bool partial_, unknown_token_ = false;
+  bool conditional_, partial_, unknown_token_ = false;
   float rest_ = -INFINITY;
   std::vector<float> ones_;
   std::vector<int32_t> chosen_;  // blocks of the head, those that are scored first
@@ -328,11 +343,13 @@ void check(int kind, const DraftConfig& c, int64_t root) {
   require(in_range(root, 0, c.embedding.words - 1), "the root is not in the vocabulary");
   require(in_range(c.d, BLOCK, MAX_EMBEDDING_WIDTH) && c.d % BLOCK == 0, "the model is too wide, or not a multiple of 32");
   const int wide = c.token.outputs;
-  require(in_range(wide, BLOCK, MAX_VALUES) && wide % BLOCK == 0, "the conditioner's rank is not a multiple of 32");
-  check(c.token, kind, wide, c.d);
-  check(c.state, kind, wide, c.d);
-  check(c.carry, kind, wide, wide);
-  check(c.to_state, kind, c.d, wide);
+  require(in_range(wide, 0, MAX_VALUES) && wide % BLOCK == 0, "the conditioner's rank is not a multiple of 32");
+  if (wide != 0) {
+    check(c.token, kind, wide, c.d);
+    check(c.state, kind, wide, c.d);
+    check(c.carry, kind, wide, wide);
+    check(c.to_state, kind, c.d, wide);
+  }
   check(c.head, kind, c.head.outputs, c.d);
   require(c.ids != nullptr, "a draft vocabulary has no tokens");
   require(c.row_head.outputs == 0 || c.row_ids != nullptr, "a sequence's own vocabulary has no tokens");

@@ -11,39 +11,32 @@ B rows of the batch, F frontier nodes, S streams, V vocabulary, Vd draft vocabul
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.errors import InputError
-from anabranch.memory import give_back
-from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.methods.draft_head import TRUST, DraftHead, Drawn, DrawNoise, RowVocabulary, Words
+from anabranch.methods.levels import Level, collect, sources_of, to_host, worth_expanding
+from anabranch.methods.streams.adapter import StreamModule
 from anabranch.methods.streams.kernels import DraftConfig, StreamKernels
 from anabranch.model.decoder import Decoder
 from anabranch.model.graphs import Graphs
 from anabranch.model.native_linear import NativeLinear, table_of
-from anabranch.model.pack import packed_like
 from anabranch.native import library as native
-from anabranch.sampling import SamplingParams, gumbels_of, halves, inverse_cdf, target_probs
+from anabranch.sampling import SamplingParams, inverse_cdf, target_probs
 from anabranch.tree import DraftTree
 
-__all__ = ["DraftOptions", "DrawNoise", "RowVocabulary", "StreamDraft"]
+__all__ = ["DraftOptions", "StreamDraft"]
 
-# Confidence in a stream's sampled tokens: (scores + noise) times this are the logits of its acceptance probability.
-# Measured with the default model at temperature 1 (docs/log.md).
-TRUST = 0.85
-SCORES: Literal["int8"] = "int8"  # quantisation of the draft head, finer than that of other weights of drafts
 # Number of blocks of 32 draft tokens for which the kernels compute conditioned scores: those with a stream's best
 # tokens without conditioning; at least four times the nodes of a tree (docs/log.md).
 BLOCKS = 64
-OWN = 64  # in CUDA graphs the rows' own tokens are padded to a multiple of this, for few distinct shapes
 MOST_NODES = 1024  # limit of a product tree, which grows with k ** depth
 
 
@@ -106,101 +99,12 @@ class DraftOptions:
             )
 
 
-@dataclass(frozen=True)
-class DrawNoise:
-    """The noise for drafting sampled tokens of a row: the temperature, and the keys of the positions by level [D].
-
-    The target samples the argmax of logits / temperature + ``sampling.gumbels``. Streams add the same noise to their
-    scores: with the target's scores, every draft would be accepted.
-    """
-
-    temperature: float
-    keys_D: NDArray[np.uint64]
-
-
-@dataclass
-class _Level:
-    """Candidates of one depth: tokens, joint log probabilities and parent slot in the frontier above, each [B, F k]."""
-
-    tokens: Tensor
-    joint: Tensor
-    parents: Tensor
-
-
-class RowVocabulary:
-    """The tokens of a row's text that are not in the draft vocabulary, with their rows of the head.
-
-    Names and numbers of a prompt are rare in general but frequent in its answer, so they are added to the draft
-    vocabulary of this row once they occur in its text.
-    """
-
-    def __init__(self, draft: StreamDraft) -> None:
-        self._draft = draft
-        self._read = 0
-        self._known: set[int] = set()
-        self._new: list[int] = []
-        self.ids = draft.vocabulary[:0]
-        self.head_XD = draft.target.head_rows(self.ids)
-        self.bias_X = None if draft.bias is None else draft.bias[:0]
-        self.head: Callable[[Tensor], Tensor] | None = None  # packed if the target's is
-
-    def extend(self, text: Sequence[int]) -> RowVocabulary:
-        """Add the tokens of ``text`` (which only grows) that are new since the last call."""
-        common = self._draft.common
-        for token in text[self._read :]:
-            if token not in common and token not in self._known:
-                self._known.add(token)
-                self._new.append(token)
-        self._read = len(text)
-        if self._new:
-            ids = torch.tensor(self._new, device=self.ids.device)
-            self._new = []
-            self.ids = torch.cat((self.ids, ids))
-            self.head_XD = torch.cat((self.head_XD, self._draft.target.head_rows(ids)))
-            if self.bias_X is not None and self._draft.bias is not None:
-                self.bias_X = torch.cat((self.bias_X, self._draft.bias[ids]))
-            self.head = packed_like(self._draft.target.head, self.head_XD, self.bias_X, SCORES)
-        return self
-
-
-@dataclass
-class _Vocabulary:
-    """The vocabulary of a batch of rows: ids [B, V'], and the rows' own part of the head, padded [B, X, D]."""
-
-    ids_BV: Tensor
-    own_BXD: Tensor | None = None
-    offset_B1X: Tensor | None = None
-    head: Callable[[Tensor], Tensor] | None = None  # if there is only one row
-
-
-class _DraftHead:
-    """The head's rows for an adapter's draft vocabulary, shared by all drafters of the target and the adapter.
-
-    vocabulary  [Vd] token ids on the target's device; ``common`` has the same ids
-    bias        [V] of the full head, if it has one
-    scores      states [..., D] -> scores of the draft vocabulary [..., Vd]
-    """
-
-    def __init__(self, target: Decoder, adapter: StreamAdapter) -> None:
-        self.vocabulary = adapter.vocabulary.to(target.device)
-        self.common = frozenset(self.vocabulary.tolist())
-        self.bias: Tensor | None = target.head.bias
-        # a contiguous copy of the frequent tokens' head rows: reading them dominates the cost of a draft
-        whole = len(self.vocabulary) == target.config.vocab_size
-        rows = target.head.weight if whole and target.backend.kernels is None else target.head_rows(self.vocabulary)
-        bias = None if self.bias is None else self.bias[self.vocabulary]
-        packed = packed_like(target.head, rows, bias, SCORES)
-        self.scores: Callable[[Tensor], Tensor] = packed or partial(F.linear, weight=rows, bias=bias)
-        del rows
-        give_back()
-
-
 class StreamDraft:
     """Builds trees for one target and adapter."""
 
-    def __init__(self, target: Decoder, adapter: StreamAdapter, options: DraftOptions | None = None) -> None:
+    def __init__(self, target: Decoder, adapter: StreamModule, options: DraftOptions | None = None) -> None:
         self.options = options or DraftOptions()
-        gamma = adapter.config.num_streams
+        gamma = adapter.shape.num_streams
         if self.options.depth > gamma:
             raise InputError(f"depth is {self.options.depth}, but the adapter has only {gamma} streams")
         self.target, self.adapter = target, adapter
@@ -208,13 +112,7 @@ class StreamDraft:
         self.options.check_size(self.depth)
         self.graphs = Graphs()
         self.conditioner = adapter.conditioner if self.options.condition else None
-        shared = adapter.shared(target, _DraftHead, lambda: _DraftHead(target, adapter))
-        self.vocabulary, self.common, self.bias, self.head = (
-            shared.vocabulary,
-            shared.common,
-            shared.bias,
-            shared.scores,
-        )
+        self.head = adapter.shared(target, DraftHead, lambda: DraftHead(target, adapter.vocabulary))
         if self.conditioner is not None:
             self.conditioner.pack(target.head)
 
@@ -223,50 +121,21 @@ class StreamDraft:
         """The same with the native kernels, if they support it; created on first use, since training needs none."""
         return NativeDraft.of(self)
 
-    def _vocabulary(self, rows: Sequence[RowVocabulary] | None, count: int) -> _Vocabulary:
-        ids = self.vocabulary.expand(count, -1)
-        widest = max((len(row.ids) for row in rows or ()), default=0)
-        if self.target.backend.capture is not None:
-            widest = -(-max(widest, 1) // OWN) * OWN  # few shapes
-        if rows is None or widest == 0:
-            return _Vocabulary(ids)
-        if count == 1 and rows[0].head is not None:
-            return _Vocabulary(torch.cat((ids, rows[0].ids[None]), dim=1), head=rows[0].head)
-        own_ids = torch.zeros(count, widest, dtype=torch.long, device=ids.device)
-        width = self.target.config.hidden_size
-        own = torch.zeros(count, widest, width, dtype=self.target.dtype, device=ids.device)
-        offset = torch.full((count, 1, widest), float("-inf"), device=ids.device)
-        for b, row in enumerate(rows):
-            n = len(row.ids)
-            own_ids[b, :n], own[b, :n] = row.ids, row.head_XD
-            offset[b, 0, :n] = 0.0 if row.bias_X is None else row.bias_X.float()
-        return _Vocabulary(torch.cat((ids, own_ids), dim=1), own, offset)
-
-    def logits(self, states_BFD: Tensor, words: _Vocabulary) -> Tensor:
-        """Scores over the draft vocabulary and the rows' own tokens [B, F, V'], float32."""
-        z = self._cap(self.head(states_BFD).float())
-        if words.head is not None:
-            return torch.cat((z, self._cap(words.head(states_BFD).float())), dim=-1)
-        if words.own_BXD is None or words.offset_B1X is None:
-            return z
-        own = (states_BFD.to(words.own_BXD.dtype) @ words.own_BXD.transpose(1, 2)).float() + words.offset_B1X
-        # mask padding again: the soft cap makes minus infinity finite
-        return torch.cat((z, self._cap(own).masked_fill(words.offset_B1X.isinf(), float("-inf"))), dim=-1)
-
     def _shortlist_logits(self, states_BFD: Tensor, tokens_Bn: Tensor) -> Tensor:
         rows_BnD = self.target.head_rows(tokens_Bn)
         z = (states_BFD.to(rows_BnD.dtype) @ rows_BnD.transpose(1, 2)).float()
-        return self._cap(z if self.bias is None else z + self.bias[tokens_Bn][:, None])
-
-    def _cap(self, z: Tensor) -> Tensor:
-        cap = self.target.config.logit_softcap
-        return z if cap is None else torch.tanh(z / cap) * cap
+        bias = self.head.bias
+        return self.head.capped(z if bias is None else z + bias[tokens_Bn][:, None])
 
     def condition(self, states: Tensor, tokens: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """A stream's states [B, 1, D] conditioned on parent tokens [B, F]: [B, F, D], or unchanged."""
         if self.conditioner is None:
             return states, None
         return self.conditioner(states, self.target.embedding(tokens), carried)  # type: ignore[no-any-return]
+
+    def row(self) -> RowVocabulary:
+        """The own tokens of a new row."""
+        return RowVocabulary(self.head)
 
     # -- deterministic trees ------------------------------------------------------------------------
     def build(
@@ -298,21 +167,15 @@ class StreamDraft:
         options = self.options
         budget = options.nodes if options.tree == "best" else None
         floor = math.log(options.threshold) if options.threshold else -math.inf
-        levels = self._captured(states_BSD, torch.tensor(roots), self._vocabulary(rows, len(roots)), self._drawn(noise))
-        host = _to_host(levels)
-        return [_collect(root, [(t[b], j[b], p[b]) for t, j, p in host], budget, floor) for b, root in enumerate(roots)]
+        words, drawn = self.head.words(rows, len(roots)), DrawNoise.together(noise, self.depth)
+        levels = self._captured(states_BSD, torch.tensor(roots), words, drawn)
+        host = to_host(levels)
+        return [
+            collect(root, [(t[b], j[b], p[b]) for t, j, p in host], self.adapter.predictor, budget, floor)
+            for b, root in enumerate(roots)
+        ]
 
-    def _drawn(self, noise: Sequence[DrawNoise | None]) -> tuple[Tensor, ...]:
-        """The noise of rows as tensors: halves of keys [B, D], temperatures [B], and whether a row is sampled [B]."""
-        if not any(noise):
-            return ()
-        keys_BD = np.stack([np.zeros(self.depth, np.uint64) if n is None else n.keys_D[: self.depth] for n in noise])
-        temperatures_B = torch.tensor([1.0 if n is None else n.temperature for n in noise])
-        return *halves(keys_BD), temperatures_B, torch.tensor([n is not None for n in noise])
-
-    def _captured(
-        self, states_BSD: Tensor, roots_B: Tensor, words: _Vocabulary, drawn: tuple[Tensor, ...]
-    ) -> list[_Level]:
+    def _captured(self, states_BSD: Tensor, roots_B: Tensor, words: Words, drawn: Drawn | None) -> list[Level]:
         """``_grow``, captured as a graph where the backend captures them."""
         own = () if words.own_BXD is None or words.offset_B1X is None else (words.own_BXD, words.offset_B1X)
 
@@ -320,14 +183,15 @@ class StreamDraft:
             told = replace(words, ids_BV=ids_BV)
             if own:
                 told.own_BXD, told.offset_B1X = more[: len(own)]
-            levels = self._grow(states_BSD, roots_B, told, more[len(own) :])
+            levels = self._grow(states_BSD, roots_B, told, Drawn(*more[len(own) :]) if drawn is not None else None)
             return tuple(part for level in levels for part in (level.tokens, level.joint, level.parents))
 
-        key, inputs = (words.ids_BV.shape, len(drawn)), (states_BSD, roots_B, words.ids_BV, *own, *drawn)
+        key = (words.ids_BV.shape, drawn is not None)
+        inputs = (states_BSD, roots_B, words.ids_BV, *own, *(drawn or ()))
         found = self.graphs.run(self.target.backend.capture, key, compute, inputs, states_BSD.device)
-        return [_Level(*found[i : i + 3]) for i in range(0, len(found), 3)]
+        return [Level(*found[i : i + 3]) for i in range(0, len(found), 3)]
 
-    def _grow(self, states_BSD: Tensor, roots_B: Tensor, words: _Vocabulary, drawn: tuple[Tensor, ...]) -> list[_Level]:
+    def _grow(self, states_BSD: Tensor, roots_B: Tensor, words: Words, drawn: Drawn | None) -> list[Level]:
         options = self.options
         k = options.children
         tokens, joint = roots_B[:, None], torch.zeros(len(roots_B), 1, device=roots_B.device)
@@ -335,30 +199,26 @@ class StreamDraft:
         shortlists: Tensor | None = None
         if options.shortlist and self.conditioner is not None:
             n = min(options.shortlist, words.ids_BV.shape[1])
-            best = self.logits(states_BSD[:, : self.depth], words).topk(n, dim=-1).indices
+            best = self.head.logits(states_BSD[:, : self.depth], words).topk(n, dim=-1).indices
             shortlists = words.ids_BV.gather(1, best.flatten(1)).view_as(best)
-        levels: list[_Level] = []
+        levels: list[Level] = []
         for d in range(self.depth):
             states, carried = self.condition(states_BSD[:, d : d + 1], tokens, carried)
             ids = words.ids_BV if shortlists is None else shortlists[:, d]
-            scores = self.logits(states, words) if shortlists is None else self._shortlist_logits(states, ids)
-            if drawn:
-                low_BD, high_BD, temperatures_B, draws_B = drawn
-                own_BV = gumbels_of(low_BD[:, d : d + 1], high_BD[:, d : d + 1], ids)
-                noisy = (scores / temperatures_B[:, None, None] + own_BV[:, None]) * TRUST
-                scores = torch.where(draws_B[:, None, None], noisy, scores)
-            log_probs, best = self._best(scores, min(k, ids.shape[1]))
-            log_probs = log_probs.nan_to_num(nan=-math.inf, neginf=-math.inf)  # states may have overflowed
+            scores = self.head.logits(states, words) if shortlists is None else self._shortlist_logits(states, ids)
+            if drawn is not None:
+                scores = drawn.added(scores, ids, slice(d, d + 1))
+            log_probs, best = self.head.best(scores, min(k, ids.shape[1]))
             level = _children(ids, best, joint[:, :, None] + log_probs)
             width = level.tokens.shape[1]
             if options.tree == "best":
                 # nodes that are not expanded may still be leaves, so they stay candidates after the frontier
                 keep = min(width, options.nodes - 1)
                 joint_falling, order = level.joint.topk(keep, dim=-1)
-                level = _Level(level.tokens.gather(1, order), joint_falling, level.parents.gather(1, order))
+                level = Level(level.tokens.gather(1, order), joint_falling, level.parents.gather(1, order))
                 width = min(options.frontier, keep)
                 if states.device.type == "cpu" and self.target.backend.capture is None:
-                    width = self._worth_expanding([*levels, level], width)
+                    width = worth_expanding([*levels, level], width, options.nodes - 1)
             levels.append(level)
             if width == 0:
                 break
@@ -367,26 +227,6 @@ class StreamDraft:
                 index = level.parents[:, :width, None].expand(-1, -1, carried.shape[-1])
                 carried = carried.gather(1, index)
         return levels
-
-    def _best(self, scores_BFV: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The log probabilities and indices [B, F, k] of the k best tokens."""
-        if not isinstance(self.head, NativeLinear):
-            return scores_BFV.log_softmax(-1).topk(k, dim=-1)
-        values, places = self.head.kernels.best(scores_BFV.flatten(0, 1), k)
-        return values.view(*scores_BFV.shape[:2], k), places.view(*scores_BFV.shape[:2], k)
-
-    def _worth_expanding(self, levels: list[_Level], width: int) -> int:
-        """How many of the last level's nodes, best first, may have children within the budget, in any row.
-
-        A child is no more probable than its parent, so a parent below the budget's least probable node has none. Not on
-        a GPU, where reading this on the host costs more than a few rows.
-        """
-        joint = torch.cat([level.joint for level in levels], dim=1)
-        budget = self.options.nodes - 1
-        if joint.shape[1] <= budget:
-            return width
-        least = joint.topk(budget, dim=-1).values[:, -1:]
-        return min(width, int((levels[-1].joint > least).sum(1).max()))
 
     # -- sampled trees, with the distributions they were sampled from ---------------------------------
     @torch.inference_mode()
@@ -407,7 +247,7 @@ class StreamDraft:
         """
         k = self.options.children
         vocabulary = self.target.config.vocab_size
-        words = self._vocabulary(None if row is None else [row], 1)
+        words = self.head.words(None if row is None else [row], 1)
         tokens, parents, probs = [root], [-1], []
         carried: Tensor | None = None
         frontier = [0]
@@ -415,7 +255,7 @@ class StreamDraft:
             above = torch.tensor([[tokens[i] for i in frontier]], device=states_SD.device)
             states, carried = self.condition(states_SD[None, d : d + 1], above, carried)
             scores = torch.full((len(frontier), vocabulary), float("-inf"), device=states_SD.device)
-            scores[:, words.ids_BV[0]] = self.logits(states, words)[0].expand(len(frontier), -1)
+            scores[:, words.ids_BV[0]] = self.head.logits(states, words)[0].expand(len(frontier), -1)
             q = target_probs(scores, params)
             probs.append(q)
             uniforms = noise.random((k, len(frontier)))
@@ -435,7 +275,7 @@ class StreamDraft:
             np.asarray(parents, np.int64),
             draft_probs=torch.cat((*probs, leaves)),
             replacement=True,
-            sources=_sources(depths),
+            sources=sources_of(self.adapter.predictor, depths.tolist()),
         )
 
 
@@ -444,15 +284,17 @@ class NativeDraft:
 
     def __init__(self, draft: StreamDraft, linears: dict[str, NativeLinear], head: NativeLinear) -> None:
         options, chain = draft.options, draft.options.tree == "chain"
-        self._kernels, self._sources = StreamKernels(head.kernels), _sources(np.arange(draft.depth + 1))
-        self._kept = (linears, head, draft.vocabulary, draft.target.embedding)
+        self._kernels = StreamKernels(head.kernels)
+        self._sources = sources_of(draft.adapter.predictor, range(draft.depth + 1))
+        vocabulary = draft.head.vocabulary
+        self._kept = (linears, head, vocabulary, draft.target.embedding)
         self._config = DraftConfig(
             embedding=table_of(draft.target),
             head=head.packed,
-            ids=draft.vocabulary.data_ptr(),
+            ids=vocabulary.data_ptr(),
             d=draft.target.config.hidden_size,
             depth=draft.depth,
-            children=min(options.children, len(draft.vocabulary)),
+            children=min(options.children, len(vocabulary)),
             nodes=draft.depth + 1 if chain else options.nodes,
             frontier=1 if chain else options.frontier,
             blocks=max(BLOCKS, 4 * options.nodes),
@@ -463,19 +305,21 @@ class NativeDraft:
 
     @staticmethod
     def of(draft: StreamDraft) -> NativeDraft | None:
-        """None unless the target runs on the kernels, with path conditioning and best-first trees or chains."""
+        """None unless the target runs on the kernels, with best-first trees or chains, conditioned on paths or not."""
         conditioner, width = draft.conditioner, draft.target.config.hidden_size
-        if conditioner is None or not isinstance(draft.head, NativeLinear):
+        if not isinstance(draft.head.scores, NativeLinear):
             return None
-        linears = {name: linear for name, linear in conditioner.packed.items() if isinstance(linear, NativeLinear)}
-        known = len(linears) == 4 and conditioner.rank % native.BLOCK == 0 and width % native.BLOCK == 0
-        plain = draft.options.tree != "product" and not draft.options.shortlist and draft.bias is None
+        terms = {} if conditioner is None else conditioner.packed
+        linears = {name: linear for name, linear in terms.items() if isinstance(linear, NativeLinear)}
+        known = conditioner is None or (len(linears) == 4 and conditioner.rank % native.BLOCK == 0)
+        known = known and width % native.BLOCK == 0
+        plain = draft.options.tree != "product" and not draft.options.shortlist and draft.head.bias is None
         if (
             not (known and plain and width <= native.MAX_EMBEDDING_WIDTH)
             or draft.target.config.logit_softcap is not None
         ):
             return None
-        return NativeDraft(draft, linears, draft.head)
+        return NativeDraft(draft, linears, draft.head.scores)
 
     def __call__(self, states_SD: Tensor, root: int, row: RowVocabulary | None, noise: DrawNoise | None) -> DraftTree:
         """The tree of one row."""
@@ -493,55 +337,9 @@ class NativeDraft:
         return DraftTree(tokens, parents, sources=sources, log_probs=log_probs)
 
 
-def _children(ids_BV: Tensor, best_BFk: Tensor, joint_BFk: Tensor) -> _Level:
+def _children(ids_BV: Tensor, best_BFk: Tensor, joint_BFk: Tensor) -> Level:
     """The k best children of every frontier node; without conditioning they are the same for all nodes of a row."""
     rows, f, k = joint_BFk.shape
     children = ids_BV.gather(1, best_BFk.flatten(1)).view_as(best_BFk).expand(-1, f, -1)
     above = torch.arange(f, device=ids_BV.device)[:, None].expand(rows, f, k)
-    return _Level(children.reshape(rows, -1), joint_BFk.reshape(rows, -1), above.reshape(rows, -1))
-
-
-def _sources(depths: NDArray[np.int64]) -> tuple[str, ...]:
-    return tuple("target" if d == 0 else f"stream {d}" for d in depths.tolist())
-
-
-Candidates = tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]
-
-
-def _to_host(levels: Sequence[_Level]) -> list[Candidates]:
-    """Tokens, joint log probabilities and parents [B, n] of all rows, in one transfer: float64 represents all three."""
-    each = [torch.stack((level.tokens.double(), level.joint.double(), level.parents.double())) for level in levels]
-    host = torch.cat(each, dim=-1).cpu().numpy()
-    bounds = np.cumsum([level.tokens.shape[1] for level in levels])[:-1]
-    split = np.split(host, bounds, axis=-1)
-    return [(t.astype(np.int64), j.astype(np.float32), p.astype(np.int64)) for t, j, p in split]
-
-
-def _collect(root: int, levels: list[Candidates], budget: int | None, floor: float = -math.inf) -> DraftTree:
-    """The tree of the ``budget`` best candidates of all levels (None: all), breadth first.
-
-    ``floor`` is the minimum joint log probability of a node.
-    """
-    sizes = [len(tokens) for tokens, _, _ in levels]
-    joint = np.concatenate([j for _, j, _ in levels])
-    depth = np.repeat(np.arange(1, len(levels) + 1), sizes)
-    if budget is None:
-        chosen = np.arange(len(joint))
-    else:
-        # stable sort: among equals the shallower one comes first, so that no node is kept without its parent
-        best = np.argsort(-joint, kind="stable")[: budget - 1]
-        chosen = np.sort(best[joint[best] >= floor])
-    offsets = np.concatenate(([0], np.cumsum(sizes)[:-1]))
-    above = np.concatenate([p + (offsets[i - 1] if i else 0) for i, (_, _, p) in enumerate(levels)])
-    place = np.full(len(joint), -1)
-    place[chosen] = np.arange(1, len(chosen) + 1)
-    parents = np.where(depth[chosen] == 1, 0, place[above[chosen]])
-    assert (parents >= 0).all(), "a draft node lost its parent"
-    tokens = np.concatenate([t for t, _, _ in levels])[chosen]
-    depths = np.concatenate(([0], depth[chosen]))
-    return DraftTree(
-        np.concatenate(([root], tokens)).astype(np.int64),
-        np.concatenate(([-1], parents)).astype(np.int64),
-        sources=_sources(depths),
-        log_probs=np.concatenate(([0.0], joint[chosen])).astype(np.float32),
-    )
+    return Level(children.reshape(rows, -1), joint_BFk.reshape(rows, -1), above.reshape(rows, -1))

@@ -6,21 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods.base import Drafter, Observation, Row, Taps
-from anabranch.methods.streams.adapter import StreamAdapter
-from anabranch.methods.streams.draft import DraftOptions, DrawNoise, RowVocabulary, StreamDraft
+from anabranch.methods.draft_head import DrawNoise, RowVocabulary
+from anabranch.methods.streams.adapter import StreamModule
+from anabranch.methods.streams.draft import DraftOptions, StreamDraft
 from anabranch.methods.streams.native import NativeTrail
 from anabranch.methods.streams.rider import StreamRider, trail
 from anabranch.model.blocks import Block
 from anabranch.model.decoder import Decoder
 from anabranch.model.graphs import span_bucket
 from anabranch.model.passes import Rider
-from anabranch.sampling import MIN_TEMPERATURE, SamplingParams, generator, position_keys
+from anabranch.sampling import SamplingParams, generator
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule
 
@@ -49,20 +49,21 @@ class StreamDrafter(Drafter):
                its streams on the emitted token; otherwise ride, which should be nearly free at batch 1 on a GPU (not
                yet run on one)
     adaptive   whether the number of drafted nodes follows the load, up to ``options.nodes``
+    name       of the method
     """
 
-    name = "streams"
     rules = ("match", "rejection")
 
     def __init__(
         self,
         target: Decoder,
-        adapter: StreamAdapter,
+        adapter: StreamModule,
         options: DraftOptions | None = None,
         *,
         prune: int = 0,
         placement: Literal["auto", "ride", "trail"] = "auto",
         adaptive: bool = False,
+        name: str = "streams",
     ) -> None:
         if placement not in ("auto", "ride", "trail"):
             raise InputError(f"placement must be auto, ride or trail, got {placement!r}")
@@ -70,18 +71,18 @@ class StreamDrafter(Drafter):
             raise InputError(f"prune must be 0 (off) or the number of nodes to keep, at least 2, got {prune!r}")
         if prune and adapter.prune is None:
             raise CapabilityError("the adapter was trained without a pruning layer (pruning_rank 0); use prune=0")
-        if placement == "trail" and adapter.config.context_top:
+        if placement == "trail" and adapter.shape.context_top:
             raise CapabilityError("context_top needs the main rows' attention; use placement=ride")
-        self.target, self.adapter, self.prune, self.adaptive = target, adapter, prune, adaptive
+        self.target, self.adapter, self.prune, self.adaptive, self.name = target, adapter, prune, adaptive, name
         self.tree = StreamDraft(target, adapter, options)
         self._trees = {self.tree.options.nodes: self.tree}
-        better = (target.device.type == "cpu" or adapter.root is not None) and not adapter.config.context_top
+        better = (target.device.type == "cpu" or adapter.root is not None) and not adapter.shape.context_top
         ride = placement == "ride" or (placement == "auto" and not better)
         self._rider = StreamRider(target, adapter, ride=ride, prune=prune) if ride or prune else None
         self._native = (
             NativeTrail(target, adapter, self.tree.depth) if not ride and NativeTrail.fits(target, adapter) else None
         )
-        self.needs = Taps(() if ride else (adapter.start,))
+        self.needs = Taps((adapter.start,) if not ride and adapter.reads_main else ())
         if not ride and self._native is None:
             for index in range(adapter.start, len(target.blocks)):
                 block = target.blocks[index]
@@ -93,7 +94,7 @@ class StreamDrafter(Drafter):
     @property
     def margin(self) -> int:
         """The tree's nodes; if streams trail on the native kernels, at least the streams' positions."""
-        return max(self.max_nodes, 0 if self._native is None else self.adapter.config.num_streams)
+        return max(self.max_nodes, 0 if self._native is None else self.adapter.shape.num_streams)
 
     @property
     def rider(self) -> Rider | None:
@@ -121,13 +122,13 @@ class StreamDrafter(Drafter):
                 )
             if sampling.greedy or sampling.needs_history:
                 raise CapabilityError(
-                    "rule='rejection' samples its drafts from the streams' own distribution and needs temperature > 0 "
+                    "rule='rejection' samples its drafts from the drafter's own distribution and needs temperature > 0 "
                     "without repetition penalty or logits processors; use rule='match'"
                 )
 
     def join(self, row: Row) -> None:
         """A new row has no stream states before its first step."""
-        row.state[self] = _State(RowVocabulary(self.tree))
+        row.state[self] = _State(self.tree.row())
 
     def _sized(self, budget: int) -> StreamDraft:
         """The builder of best-first trees of ``budget`` nodes; all sizes share packed weights."""
@@ -151,7 +152,7 @@ class StreamDrafter(Drafter):
                 budget = min(budget, draft.options.nodes) - 1
                 draft = self._sized(budget)
             words = [self._words(rows[b]) for b in batch]
-            roots, drawn = [rows[b].root for b in batch], [self._noise(rows[b], draft.depth) for b in batch]
+            roots, drawn = [rows[b].root for b in batch], [DrawNoise.of(rows[b], draft.depth) for b in batch]
             for b, tree in zip(batch, draft.build(states, roots, words, drawn), strict=True):
                 limit = rows[b].max_depth
                 fits = draft.depth <= limit or tree.max_depth <= limit
@@ -168,14 +169,6 @@ class StreamDrafter(Drafter):
     def _states(self, row: Row) -> Tensor | None:
         state: _State = row.state[self]
         return state.states_SD
-
-    def _noise(self, row: Row, depth: int) -> DrawNoise | None:
-        """The noise with which the target will sample the next tokens of a row."""
-        sampling = row.sampling
-        if sampling.greedy:
-            return None
-        positions = len(row.tokens) + np.arange(depth)
-        return DrawNoise(max(sampling.temperature, MIN_TEMPERATURE), position_keys(sampling.seed, positions))
 
     def _words(self, row: Row) -> RowVocabulary:
         state: _State = row.state[self]
@@ -195,7 +188,9 @@ class StreamDrafter(Drafter):
                 row.state[self].states_SD = result.riding_MSD[at].clone()
             return
         going = [i for i, live in enumerate(seen.live) if live]
-        main_MD, emitted = result.taps[self.adapter.start], [row.root for row in rows]
+        # streams that start from no main row only need to know how many there are
+        main_MD = result.taps[self.adapter.start] if self.adapter.reads_main else result.hidden_MD
+        emitted = [row.root for row in rows]
         if self._native is None:
             at_B = torch.tensor([last[i] for i in going], device=main_MD.device)
             tokens_B = torch.tensor([emitted[i] for i in going])

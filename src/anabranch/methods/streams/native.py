@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anabranch.memory import give_back
-from anabranch.methods.streams.adapter import LowRank, StreamAdapter, StreamLayer
+from anabranch.methods.low_rank import LowRank
+from anabranch.methods.streams.adapter import StreamLayer, StreamModule
 from anabranch.methods.streams.kernels import StreamKernels, TrailEntry
 from anabranch.model.blocks import Block
 from anabranch.model.cache import Cache
@@ -34,7 +35,7 @@ class _TrailWeights:
     streams, if the kernels support it.
     """
 
-    def __init__(self, target: Decoder, adapter: StreamAdapter) -> None:
+    def __init__(self, target: Decoder, adapter: StreamModule) -> None:
         layers = [self._layer(target.blocks[i], adapter.layer(i)) for i in range(adapter.start, len(target.blocks))]
         self.stack = Stack(target, layers, adapter.start)
         if adapter.root is not None:
@@ -51,10 +52,11 @@ class _TrailWeights:
         assert isinstance(out, NativeLinear)
         up = _narrow(block.mlp.up) if weights.keep_mlp else None
         down = _narrow(block.mlp.down) if weights.keep_mlp else None
-        return LayerWeights(block, qkv, out, up, down, *_whole_blocks(weights.mlp, block.qkv))
+        term = () if weights.mlp is None else _whole_blocks(weights.mlp, block.qkv)
+        return LayerWeights(block, qkv, out, up, down, *term)
 
     @staticmethod
-    def _begin(target: Decoder, adapter: StreamAdapter, layer: LayerWeights) -> tuple[TrailEntry | None, list[object]]:
+    def _begin(target: Decoder, adapter: StreamModule, layer: LayerWeights) -> tuple[TrailEntry | None, list[object]]:
         """The computation of initial stream states, if the kernels support it, and the objects it points to."""
         root, places, width = adapter.root, adapter.embeddings, target.config.hidden_size
         if root is None or places is None or adapter.init is not None or width > MAX_EMBEDDING_WIDTH:
@@ -85,7 +87,7 @@ class NativeTrail:
     the next forward pass overwrites them; the cache needs the capacity.
     """
 
-    def __init__(self, target: Decoder, adapter: StreamAdapter, streams: int) -> None:
+    def __init__(self, target: Decoder, adapter: StreamModule, streams: int) -> None:
         self.target, self.adapter, self.streams = target, adapter, streams
         self._dtype = target.dtype
         self._weights = adapter.shared(target, _TrailWeights, lambda: _TrailWeights(target, adapter))
@@ -95,9 +97,9 @@ class NativeTrail:
         self._entry = None if entry is None else TrailEntry.from_buffer_copy(entry)  # each call writes its rows into it
 
     @staticmethod
-    def fits(target: Decoder, adapter: StreamAdapter) -> bool:
+    def fits(target: Decoder, adapter: StreamModule) -> bool:
         """Whether the kernels run this target and know this adapter's attention."""
-        return target.backend.kernels is not None and adapter.config.position == "embedding"
+        return target.backend.kernels is not None and adapter.shape.position == "embedding"
 
     def run(
         self,

@@ -21,13 +21,14 @@ from anabranch.errors import CapabilityError, InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import Vocabulary, VocabularyLoss
 from anabranch.learning.objective import Scores, Segment, segments
-from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.learning.replay import evaluation
+from anabranch.learning.target import run_frozen
+from anabranch.methods.replay import replay_all
+from anabranch.methods.streams.adapter import StreamModule
+from anabranch.methods.streams.draft import DraftOptions, StreamDraft
 from anabranch.methods.streams.prune import early_exit_logits
-from anabranch.methods.streams.replay import evaluate
 from anabranch.methods.streams.rider import trail
-from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
-from anabranch.model.inputs import Inputs
 
 __all__ = ["Frozen", "LossOptions", "StreamObjective"]
 
@@ -81,46 +82,37 @@ class StreamObjective:
     frozen   the decoder for passes without gradients: a packed copy of the target if that is faster
     """
 
-    predictor = "stream"
-
     def __init__(
         self,
         target: Decoder,
-        adapter: StreamAdapter,
+        adapter: StreamModule,
         options: LossOptions | None = None,
         *,
         segment: int = 128,
         frozen: Decoder | None = None,
     ) -> None:
-        if adapter.config.context_top:
+        if adapter.shape.context_top:
             raise CapabilityError("context_top is for decoding; train with context_top 0 and set it afterwards")
         self.target, self.adapter, self.segment = target, adapter, segment
         self.options = options or LossOptions()
         self.frozen = target if frozen is None else frozen
-        self.predictors = adapter.config.num_streams
+        self.predictor, self.predictors = adapter.predictor, adapter.shape.num_streams
 
     def vocabulary(self, batch: Batch) -> Vocabulary:
         """The draft vocabulary with the batch's own tokens; decoding adds a row's own tokens in the same way."""
         return Vocabulary.of(self.target, self.adapter.vocabulary, batch.tokens_BT)
 
-    @torch.no_grad()
+    def vocabularies(self, batch: Batch) -> list[Vocabulary]:
+        """The same for all streams."""
+        return [self.vocabulary(batch)] * self.predictors
+
     def freeze(self, batch: Batch) -> Frozen:
         """Run the target over the batch."""
-        rows, width = batch.tokens_BT.shape
-        cache = Cache(self.target.config, rows=rows, capacity=width, dtype=self.frozen.dtype, device=self.target.device)
-        for _ in range(rows):
-            cache.add_row()
-        start, inputs = self.adapter.start, Inputs.of_chains(batch.tokens_BT.numpy())
-        with self.frozen.decoding():
-            found = self.frozen(inputs, cache, taps=(start,), need="hidden", planned=width)
-        entry, hidden = (
-            torch.stack([x_MD[found.nodes(row)] for row in range(rows)])
-            for x_MD in (found.taps[start], found.hidden_MD)
-        )
+        start, dtype = self.adapter.start, self.target.dtype
+        found = run_frozen(self.target, batch, frozen=self.frozen, taps=(start,))
         # copies, so that the cache of the lower layers is freed
-        dtype = self.target.dtype
-        keys, values = (part[start:].to(dtype, copy=True) for part in (cache.keys, cache.values))
-        return Frozen(entry.to(dtype), hidden.to(dtype), list(zip(keys, values, strict=True)))
+        keys, values = (part[start:].to(dtype, copy=True) for part in (found.cache.keys, found.cache.values))
+        return Frozen(found.taps[start], found.hidden_BTD, list(zip(keys, values, strict=True)))
 
     def keep(self, frozen: Frozen, keep: Callable[[Tensor], Tensor]) -> Frozen:
         """A copy with every tensor replaced by ``keep(tensor)``."""
@@ -236,4 +228,10 @@ class StreamObjective:
 
         The length is also given for a chain, and for the tree without conditioning if the adapter has conditioning.
         """
-        return evaluate(self, examples, nodes=nodes)
+        settings = {"tree": DraftOptions(), "chain": DraftOptions(tree="chain")}
+        settings |= {f"{n} nodes": DraftOptions(nodes=n) for n in nodes}
+        if self.adapter.conditioner is not None:
+            settings["tree without conditioning"] = DraftOptions(condition=False)
+        drafts = {name: StreamDraft(self.target, self.adapter, options) for name, options in settings.items()}
+        totals, accuracy = replay_all(self, drafts, examples)
+        return evaluation(totals, accuracy, self.predictors)

@@ -10,19 +10,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.methods.streams.adapter import StreamModule
 from anabranch.model.decoder import Decoder
 from anabranch.model.passes import Pass
 
 __all__ = ["early_exit_logits", "prune_nodes"]
 
 
-def early_exit_logits(target: Decoder, adapter: StreamAdapter, main_BND: Tensor) -> Tensor:
+def early_exit_logits(target: Decoder, adapter: StreamModule, main_BND: Tensor) -> Tensor:
     """Early-exit logits [B, N, V] of the target at layer N - N_s."""
     return target.logits(target.norm(adapter.early_exit(main_BND)))
 
 
-def prune_nodes(target: Decoder, adapter: StreamAdapter, main_BND: Tensor, run: Pass, keep: int) -> Tensor:
+def prune_nodes(target: Decoder, adapter: StreamModule, main_BND: Tensor, run: Pass, keep: int) -> Tensor:
     """The ``keep`` best nodes of every row, ascending [B, keep]; padding nodes come last.
 
     root -> a (0.6) -> c (0.4)        weights: root 1, a 0.6, b 0.3, c 0.24, d 0.03

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from anabranch.methods.streams.adapter import StreamAdapter, StreamSide
+from anabranch.methods.streams.adapter import StreamModule, StreamSide
 from anabranch.methods.streams.attention import stream_attention, stream_bias, stream_positions
 from anabranch.methods.streams.prune import prune_nodes
 from anabranch.methods.streams.row_attention import row_attention, row_mask
@@ -44,7 +44,7 @@ class StreamRider:
     prune  number of nodes that the early-exit pruning layer keeps; 0: all
     """
 
-    def __init__(self, target: Decoder, adapter: StreamAdapter, *, ride: bool, prune: int = 0) -> None:
+    def __init__(self, target: Decoder, adapter: StreamModule, *, ride: bool, prune: int = 0) -> None:
         self.start = adapter.start
         self.target, self.adapter, self.rides, self.prune = target, adapter, ride, prune
         self.fixed = not prune
@@ -59,10 +59,10 @@ class StreamRider:
             kept = list(kept_Bn.cpu().numpy())
         if not self.rides:
             return x_BND, Entry(kept)
-        positions = stream_positions(run.positions_BN, self.adapter.config.num_streams)
+        positions = stream_positions(run.positions_BN, self.adapter.shape.num_streams)
         cos, sin = (turn.to(run.dtype) for turn in run.rope(positions, run.planned))
         own = _Own((cos, sin), (torch.cat((run.cos, cos), dim=1), torch.cat((run.sin, sin), dim=1)))
-        streams = self.adapter.initial(x_BND.to(self.target.dtype))
+        streams = _initial(self.target, self.adapter, x_BND.to(self.target.dtype), positions)
         return torch.cat((x_BND, streams.to(x_BND.dtype)), dim=1), Entry(kept, own)
 
     def layer(self, index: int, block: Block, x_BRD: Tensor, run: Pass, entry: Entry) -> Tensor:
@@ -77,7 +77,7 @@ class StreamRider:
         def look(q: Tensor, k: Tensor, v: Tensor, main_q: Tensor | None) -> Tensor:
             keys, values = run.cache.read(index, run.span)
             visible, bias = run.visible(index), self._bias(index, run, own)
-            config, shape = self.target.config, self.adapter.config
+            config, shape = self.target.config, self.adapter.shape
             return stream_attention(config, shape, (q, k, v), keys, values, visible, main_q, bias)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class StreamRider:
             return block(x_BRD, *own.all_rotations, attend, StreamSide(weights, n))  # type: ignore[no-any-return]
         narrow = x_BRD.to(self.target.dtype)
         main_q = None
-        if self.adapter.config.context_top:
+        if self.adapter.shape.context_top:
             main_q = block.split(block.qkv(block.norm_in(narrow[:, :n])), run.cos, run.sin)[0]
         main = self.target.layers(x_BRD[:, :n], run, index, index + 1)
         streams = block(narrow[:, n:], *own.rotations, partial(look, main_q=main_q), StreamSide(weights, 0))
@@ -97,19 +97,31 @@ class StreamRider:
     def _bias(self, index: int, run: Pass, own: _Own) -> Tensor | None:
         sliding = self.target.config.is_sliding(index)
         if sliding not in own.biases:
-            own.biases[sliding] = stream_bias(self.target.config, self.adapter.config, run.visible(index), run.dtype)
+            own.biases[sliding] = stream_bias(self.target.config, self.adapter.shape, run.visible(index), run.dtype)
         return own.biases[sliding]
 
     def leave(self, x_BRD: Tensor, run: Pass) -> tuple[Tensor, Tensor]:
         """The main rows, and the streams' states after the last norm [M, S, D]."""
         streams = self.target.norm(x_BRD[:, run.width :].to(self.target.dtype))
-        states = streams.reshape(-1, self.adapter.config.num_streams, x_BRD.shape[2])
+        states = streams.reshape(-1, self.adapter.shape.num_streams, x_BRD.shape[2])
         return x_BRD[:, : run.width], states
+
+
+def _initial(
+    target: Decoder, adapter: StreamModule, main_BND: Tensor, positions_BR: Tensor, emitted_BND: Tensor | None = None
+) -> Tensor:
+    """Stream rows [B, N S, D], with the target's learned positions where they enter as tokens do."""
+    x = adapter.initial(main_BND, emitted_BND)
+    if not adapter.positioned or target.positions is None:
+        return x
+    table = target.positions  # streams of the last nodes may reach past its end: they are never used
+    places: Tensor = table((positions_BR + target.config.learned_offset).clamp(max=table.num_embeddings - 1))
+    return x + places
 
 
 def trail(
     target: Decoder,
-    adapter: StreamAdapter,
+    adapter: StreamModule,
     entry_BND: Tensor,
     emitted_BND: Tensor | None,
     positions_BN: Tensor,
@@ -124,9 +136,9 @@ def trail(
     ``visible_BNL`` the mask of what each node attends to.
     """
     b, n, d = entry_BND.shape
-    assert adapter.config.context_top == 0, "context_top needs the main rows' queries: ride"
-    x = adapter.initial(entry_BND, emitted_BND)
-    positions = stream_positions(positions_BN, adapter.config.num_streams)
+    assert adapter.shape.context_top == 0, "context_top needs the main rows' queries: ride"
+    positions = stream_positions(positions_BN, adapter.shape.num_streams)
+    x = _initial(target, adapter, entry_BND, positions, emitted_BND)
     cos, sin = target.rope()(positions, planned)
     looks = _Looks(target, adapter, entry_BND.dtype)
     for index in range(adapter.start, len(target.blocks)):
@@ -142,24 +154,24 @@ def trail(
 class _Looks:
     """The attention of trailing rows; layers with the same ``visible`` tensor share one mask."""
 
-    def __init__(self, target: Decoder, adapter: StreamAdapter, dtype: torch.dtype) -> None:
-        self.model, self.config, self.dtype = target.config, adapter.config, dtype
+    def __init__(self, target: Decoder, adapter: StreamModule, dtype: torch.dtype) -> None:
+        self.model, self.shape, self.dtype = target.config, adapter.shape, dtype
         self._biases: dict[int, Tensor | None] = {}
         self._masks: dict[int, Tensor] = {}
 
     def of(self, keys: Tensor, values: Tensor, visible: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """(q, k, v) -> the result for one layer's cache."""
         if id(visible) not in self._biases:
-            self._biases[id(visible)] = stream_bias(self.model, self.config, visible, self.dtype)
+            self._biases[id(visible)] = stream_bias(self.model, self.shape, visible, self.dtype)
         bias = self._biases[id(visible)]
-        if bias is None and self.model.attention_softcap is None and self.config.position == "embedding":
+        if bias is None and self.model.attention_softcap is None and self.shape.position == "embedding":
             if id(visible) not in self._masks:
                 groups = self.model.num_heads // self.model.num_kv_heads
-                self._masks[id(visible)] = row_mask(visible, self.config.num_streams, groups, self.dtype)
+                self._masks[id(visible)] = row_mask(visible, self.shape.num_streams, groups, self.dtype)
             mask = self._masks[id(visible)]
             return lambda q, k, v: row_attention(self.model, (q, k, v), keys, values, mask)
 
         def look(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return stream_attention(self.model, self.config, (q, k, v), keys, values, visible, bias=bias)
+            return stream_attention(self.model, self.shape, (q, k, v), keys, values, visible, bias=bias)
 
         return look

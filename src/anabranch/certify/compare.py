@@ -19,15 +19,16 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from anabranch.engine import Engine, Request
+from anabranch.engine import Request
 from anabranch.errors import InputError
-from anabranch.methods import Spec, make_drafter
+from anabranch.methods import Drafter, Spec, make_drafter
 from anabranch.model.cache import Cache
 from anabranch.model.inputs import Inputs
 from anabranch.model.load import Target
 from anabranch.sampling import MIN_TEMPERATURE, SamplingParams, gumbels, position_keys, process_logits
+from anabranch.scheduler import Scheduler
 
-__all__ = ["Certificate", "certify"]
+__all__ = ["Certificate", "certify", "last_logits"]
 
 # tolerance, since recomputation covers only a few of the widths that decoding uses
 SLACK = 2.0
@@ -64,39 +65,44 @@ def certify(
     *,
     max_new_tokens: int,
     sampling: SamplingParams | None = None,
+    rows: int = 1,
     report: Callable[[Certificate], None] = lambda found: None,
 ) -> list[Certificate]:
     """Decode every prompt plainly and with the drafter ``spec``, and compare the tokens.
 
     modules  the modules trained for the target, as for ``make_drafter``
-    report   called with each prompt's result
+    rows     how many prompts are decoded with the drafter at a time, joining the batch as others leave; plain decoding
+             is always one prompt at a time
+    report   called with each prompt's result, in order
 
-    Raises what ``make_drafter`` and ``Engine.check`` raise, before anything is decoded.
+    Raises what ``make_drafter`` and ``Scheduler.submit`` raise, before anything is decoded.
     """
     if not prompts:
         raise InputError("there is nothing to certify; give at least one prompt")
+    if rows < 1:
+        raise InputError(f"rows must be at least 1, got {rows}")
     sampling = sampling or SamplingParams()
-    capacity = max(len(prompt) for prompt in prompts) + max_new_tokens
-    engines = [
-        Engine(target.decoder, make_drafter(name, target.decoder, *modules), capacity=capacity)
-        for name in ("none", spec)
-    ]
     stop = frozenset(target.config.eos_token_ids)
-    for engine in engines:
-        for prompt in prompts:
-            engine.check(Request(prompt, max_new_tokens, sampling, stop))
+    requests = [Request(prompt, max_new_tokens, sampling, stop) for prompt in prompts]
+    plain = _Decoding(target, make_drafter("none", target.decoder), requests, rows=1)
+    drafted = _Decoding(target, make_drafter(spec, target.decoder, *modules), requests, rows=rows)
     found = []
-    for index, prompt in enumerate(prompts):
-        request = Request(prompt, max_new_tokens, sampling, stop)
-        plain, drafted = (_decode(engine, request) for engine in engines)
-        found.append(_compare(target, index, request, plain, drafted))
+    for index, request in enumerate(requests):
+        found.append(_compare(target, index, request, plain.tokens(index), drafted.tokens(index)))
         report(found[-1])
     return found
 
 
-def _decode(engine: Engine, request: Request) -> list[int]:
-    engine.add(request)
-    return [token for step in engine.run() for token in step.tokens]
+class _Decoding:
+    """Requests that are decoded with one drafter, ``rows`` at a time."""
+
+    def __init__(self, target: Target, drafter: Drafter, requests: Sequence[Request], *, rows: int) -> None:
+        self.scheduler = Scheduler(target.decoder, rows=rows, prefix_bytes=0)
+        self.tickets = [self.scheduler.submit(request, drafter) for request in requests]
+
+    def tokens(self, index: int) -> list[int]:
+        """All tokens of a request; decodes until it is done."""
+        return [token for step in self.scheduler.steps(self.tickets[index]) for token in step.tokens]
 
 
 def _compare(target: Target, index: int, request: Request, plain: list[int], drafted: list[int]) -> Certificate:
@@ -116,7 +122,7 @@ def _compare(target: Target, index: int, request: Request, plain: list[int], dra
 @torch.inference_mode()
 def _margin(target: Target, text: list[int], tokens: tuple[int, int], sampling: SamplingParams) -> tuple[float, float]:
     """The margin of two tokens after ``text``, and the variation of the logits between pass widths."""
-    passes = [_logits(target, text, width) for width in WIDTHS if width <= len(text)]
+    passes = [last_logits(target, text, width)[-1] for width in WIDTHS if width <= len(text)]
     scores = [process_logits(logits[None], sampling, [text])[0] for logits in passes]
     # at least one rounding step of the largest logit
     floor = torch.finfo(target.decoder.dtype).eps * float(passes[0].abs().max())
@@ -135,16 +141,17 @@ def _margin(target: Target, text: list[int], tokens: tuple[int, int], sampling: 
     return min(needed), max(floor, *(float(each.max()) for each in moved))
 
 
-def _logits(target: Target, text: list[int], width: int) -> Tensor:
-    """Float32 logits after ``text``, with its last ``width`` tokens in one pass."""
+@torch.inference_mode()
+def last_logits(target: Target, text: Sequence[int], width: int) -> Tensor:
+    """Float32 logits [width, V] after each of the last ``width`` tokens of a text, from one pass over these."""
     decoder = target.decoder
     cache = Cache(target.config, rows=1, capacity=len(text), dtype=decoder.dtype, device=decoder.device)
     cache.add_row()
-    head = text[: len(text) - width]
+    head = list(text[: len(text) - width])
     if head:
         decoder(Inputs.of_prompt(head), cache, need="hidden", planned=len(text))
         cache.commit([range(len(head))])
-    logits_MV = decoder(Inputs.of_prompt(text[len(head) :]), cache, planned=len(text), need="logits").logits_MV
+    logits_MV = decoder(Inputs.of_prompt(list(text[len(head) :])), cache, planned=len(text), need="logits").logits_MV
     assert logits_MV is not None
-    last: Tensor = logits_MV[-1].float()
-    return last
+    found: Tensor = logits_MV.float()
+    return found

@@ -21,17 +21,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anabranch.methods.draft_model.reader import Continuations
+from anabranch.methods.reader import Continuations
 from anabranch.sampling import inverse_cdf
 from anabranch.tree import DraftTree
 
-__all__ = ["Growth", "best_first", "product_size", "sampled"]
+__all__ = ["Growth", "best_first", "product_size", "ranked", "sampled"]
 
 Growth = Generator[Sequence[int], None, DraftTree]
 
 
 def best_first(
-    asked: Continuations, *, widths: Sequence[int], depth: int, nodes: int, frontier: int, floor: float, chain: bool
+    asked: Continuations,
+    *,
+    widths: Sequence[int],
+    depth: int,
+    nodes: int,
+    frontier: int,
+    floor: float,
+    chain: bool,
+    label: str = "draft",
 ) -> Growth:
     """The ``nodes`` most probable nodes, root included, at most ``depth`` deep.
 
@@ -42,6 +50,7 @@ def best_first(
     widths  children of a node by its depth; the last entry stands for all that follow
     floor   least joint log probability of a node
     chain   the tree is a chain (widths of 1)
+    label   sources are "LABEL 1", "LABEL 2", ... by depth
     """
     tokens, parents, depths, joint, at = [asked.tokens[0]], [-1], [0], [0.0], [0]
     unasked, best = {0}, [0]
@@ -65,15 +74,63 @@ def best_first(
                 joint.append(joint[n] + log_prob)
                 if chain:
                     asked.chain.append(at[-1])
-        # stable: of equals the earlier one first, so that no node is kept without its parent
-        best = sorted(range(len(tokens)), key=joint.__getitem__, reverse=True)[:nodes]
+        best = _most_probable(joint, nodes)
+    return _best(tokens, parents, _sources(depths, label), joint, nodes)
+
+
+def ranked(
+    asked: Continuations,
+    *,
+    ranks: Sequence[tuple[int, ...]],
+    depth: int,
+    nodes: int,
+    floor: float,
+    label: str = "draft",
+) -> Growth:
+    """A tree of a given form, at most ``depth`` deep, or its ``nodes`` most probable nodes, root included.
+
+    ranks  the nodes as paths of ranks, each after its parent: (0, 2) is the third best child of the best child. Nodes
+           whose joint log probability is below ``floor`` are left out
+    label  sources are "LABEL 1", "LABEL 2", ... by depth
+    """
+    tokens, parents, depths, joint, at = [asked.tokens[0]], [-1], [0], [0.0], [0]
+    place: dict[tuple[int, ...], int] = {(): 0}
+    for d in range(1, depth + 1):
+        level = [path for path in ranks if len(path) == d and path[:-1] in place]
+        if needed := list(dict.fromkeys(n for path in level if (n := at[place[path[:-1]]]) not in asked.found)):
+            yield needed
+        for path in level:
+            above = place[path[:-1]]
+            children = asked.found[at[above]]
+            if path[-1] >= len(children) or joint[above] + children[path[-1]][1] < floor:
+                continue
+            token, log_prob = children[path[-1]]
+            place[path] = len(tokens)
+            at.append(asked.child(at[above], token))
+            tokens.append(token)
+            parents.append(above)
+            depths.append(d)
+            joint.append(joint[above] + log_prob)
+    return _best(tokens, parents, _sources(depths, label), joint, nodes)
+
+
+def _best(
+    tokens: Sequence[int], parents: Sequence[int], sources: tuple[str, ...], joint: Sequence[float], nodes: int
+) -> DraftTree:
+    """The tree of the ``nodes`` most probable of some nodes, each of which comes after its parent."""
     whole = DraftTree(
         np.array(tokens, np.int64),
         np.array(parents, np.int64),
-        sources=_sources(depths),
+        sources=sources,
         log_probs=np.array(joint, np.float32),
     )
+    best = _most_probable(joint, nodes)
     return whole if len(best) == len(tokens) else whole.select(sorted(best))
+
+
+def _most_probable(joint: Sequence[float], count: int) -> list[int]:
+    # stable: of equals the earlier one first, so that no node is kept without its parent
+    return sorted(range(len(joint)), key=joint.__getitem__, reverse=True)[:count]
 
 
 def sampled(
@@ -84,6 +141,7 @@ def sampled(
     floor: float,
     replacement: bool,
     noise: np.random.Generator,
+    label: str = "draft",
 ) -> Growth:
     """A tree whose children are all sampled, with the distributions that they were sampled from.
 
@@ -124,7 +182,7 @@ def sampled(
         if known is None
         else torch.stack([torch.zeros_like(known) if law is None else law for law in laws]),
         replacement=replacement,
-        sources=_sources(depths),
+        sources=_sources(depths, label),
         log_probs=np.array(joint, np.float32),
     )
 
@@ -157,5 +215,5 @@ def _drawn(law_V: Tensor, count: int, noise: np.random.Generator, *, replacement
     return found
 
 
-def _sources(depths: Sequence[int]) -> tuple[str, ...]:
-    return tuple("target" if d == 0 else f"draft {d}" for d in depths)
+def _sources(depths: Sequence[int], label: str) -> tuple[str, ...]:
+    return tuple("target" if d == 0 else f"{label} {d}" for d in depths)

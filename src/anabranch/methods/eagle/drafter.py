@@ -1,0 +1,197 @@
+"""EAGLE as a drafter: the head continues the target's features, and the target's output head scores them.
+
+n nodes of a pass, W scored tokens, V vocabulary, D width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from anabranch.methods.base import Observation, Row, Taps
+from anabranch.methods.draft_head import TRUST, RowVocabulary
+from anabranch.methods.eagle.layer import EagleLayer, layer_of
+from anabranch.methods.eagle.module import EagleModule
+from anabranch.methods.eagle.reader import FeatureReader
+from anabranch.methods.grow import Growth, ranked
+from anabranch.methods.growing import GrowingDrafter, Shape
+from anabranch.methods.reader import Continuations
+from anabranch.model.decoder import Decoder
+from anabranch.model.passes import PassResult
+from anabranch.sampling import SamplingParams, gumbels, position_keys, process_logits, target_probs
+
+__all__ = ["STATIC_TREE", "EagleDrafter"]
+
+SHORTLIST = 64  # a node's best tokens, to which the noise is added where the target draws its tokens with it
+UNKNOWN = 0.5772  # mean of the noise, for all other tokens together
+# EAGLE-1's tree, as ranks of children (``mc_sim_7b_63`` of the published code): 25 nodes and the root, five deep
+STATIC_TREE: tuple[tuple[int, ...], ...] = tuple(
+    tuple(map(int, path))
+    for path in (
+        *("0", "1", "2", "3", "00", "01", "02", "10", "11", "20", "21", "30"),
+        *("000", "001", "002", "010", "011", "020", "021", "100"),
+        *("0000", "0001", "0002", "00000", "00001"),
+    )
+)
+
+
+class EagleDrafter(GrowingDrafter[FeatureReader]):
+    """Drafts from one autoregressive layer on the target's features.
+
+    shape   "best" (EAGLE-2's dynamic tree: the nodes of the highest joint probability) or "chain"
+    static  EAGLE-1's tree instead, or the best ``shape.nodes`` of its nodes
+    layer   the head's passes, where they are not those that all drafters of the module share
+    """
+
+    name = label = "eagle"
+    rules = ("match", "rejection")
+    sampled_trees = "tree=chain"
+
+    def __init__(
+        self,
+        target: Decoder,
+        module: EagleModule,
+        shape: Shape | None = None,
+        *,
+        static: bool = False,
+        adaptive: bool = False,
+        layer: EagleLayer | None = None,
+    ) -> None:
+        self.layer = layer or layer_of(target, module)
+        super().__init__(target, FeatureReader(self.layer), shape or Shape("best"), adaptive=adaptive)
+        self.module, self.static = module, static
+        self.needs = Taps(module.config.layers, prompt=True)
+
+    def depth_of(self, budget: int) -> int:
+        """At most ``tokens``, and less in small trees: a level takes a pass of the head."""
+        deepest = super().depth_of(budget)
+        return min(deepest, -(-2 * budget // 3)) if self.shape.tree == "best" else deepest
+
+    # -- rows ------------------------------------------------------------------------------------------
+    def recalls(self, tokens: Sequence[int]) -> int:
+        """What the head's cache holds of an earlier text that begins like this one."""
+        return self.reader.known(tokens)[0]
+
+    @torch.inference_mode()
+    def join(self, row: Row) -> None:
+        """The row's own tokens are drafted too once they occur in its text."""
+        row.state[self] = RowVocabulary(self.layer.head)
+        self.reader.seat(row)
+
+    def read(self, row: Row, result: PassResult, start: int) -> None:
+        """Read the features of a chunk of the prompt."""
+        self.reader.resume(row, start)
+        self.feed(row, result, range(result.starts_B[0], result.starts_B[0] + result.counts_B[0]))
+        self.reader.catch_up(row)
+
+    def feed(self, row: Row, result: PassResult, nodes: Sequence[int]) -> None:
+        """Add the features of a row's next committed nodes in a pass."""
+        at = torch.tensor(list(nodes), device=result.hidden_MD.device)
+        taps = [result.taps[layer][at] for layer in self.needs.layers]
+        self.reader.feed(row, self.layer.features(result.hidden_MD[at], taps))
+
+    def observe(self, rows: Sequence[Row], seen: Observation) -> None:
+        """Keep the features of the accepted nodes."""
+        super().observe(rows, seen)
+        for row, slot, verdict, live in zip(rows, seen.slots, seen.verdicts, seen.live, strict=True):
+            if live:
+                start = seen.result.starts_B[slot]
+                self.feed(row, seen.result, [start + node for node in verdict.path])
+
+    def _able(self, row: Row) -> bool:
+        return self.reader.knows(row)
+
+    # -- drafts ----------------------------------------------------------------------------------------
+    def _growth(self, row: Row, asked: Continuations, budget: int, depth: int) -> Growth:
+        if not self.static:
+            return super()._growth(row, asked, budget, depth)
+        floor = math.log(self.shape.threshold) if self.shape.threshold else -math.inf
+        depth = min(depth, self.depth_of(budget))
+        return ranked(asked, ranks=STATIC_TREE, depth=depth, nodes=budget, floor=floor, label=self.label)
+
+    @property
+    def _children(self) -> int:
+        """The most children of a node."""
+        return 4 if self.static else min(max(self._widths), self.max_nodes - 1)
+
+    def _tell(self, asked: Sequence[tuple[Row, Continuations, Sequence[int]]], features_nD: Tensor) -> None:
+        head = self.layer.head
+        states_nD = self.module.states(features_nD).to(self.target.dtype)
+        counts = [len(nodes) for _, _, nodes in asked]
+        scored = zip(torch.split(states_nD, counts), torch.split(head.scores(states_nD).float(), counts), strict=True)
+        for (row, known, nodes), (states, z_nW) in zip(asked, scored, strict=True):
+            ids_W, z_nW = self._with_own(row, states, z_nW)
+            z_nW = head.capped(z_nW)
+            if row.rule == "rejection":
+                self._distributions(row, known, nodes, ids_W, z_nW)
+            else:
+                self._best(row, known, nodes, ids_W, z_nW)
+
+    def _with_own(self, row: Row, states_nD: Tensor, z_nW: Tensor) -> tuple[Tensor, Tensor]:
+        """Token ids [W] and scores [n, W], those of the row's own tokens included."""
+        words: RowVocabulary = row.state[self].extend(row.tokens)
+        ids_W = self.layer.head.vocabulary
+        if not len(words.ids):
+            return ids_W, z_nW
+        if words.head is None:
+            own = F.linear(states_nD.to(words.head_XD.dtype), words.head_XD, words.bias_X)
+        else:
+            own = words.head(states_nD)
+        return torch.cat((ids_W, words.ids)), torch.cat((z_nW, own.float()), dim=-1)
+
+    def _distributions(self, row: Row, known: Continuations, nodes: Sequence[int], ids_W: Tensor, z_nW: Tensor) -> None:
+        """Write down the distributions [V] that tokens are sampled from."""
+        params, histories = self._history(row, known, nodes)
+        q_nV = target_probs(self._whole(ids_W, z_nW), params, histories)
+        finite = q_nV.isfinite().all(dim=-1).tolist()
+        known.found.update((node, q if ok else None) for node, q, ok in zip(nodes, q_nV, finite, strict=True))
+
+    def _best(self, row: Row, known: Continuations, nodes: Sequence[int], ids_W: Tensor, z_nW: Tensor) -> None:
+        """Write down the best next tokens of each node and their log probabilities."""
+        params, histories = self._history(row, known, nodes)
+        if params.needs_history:
+            z_nW = process_logits(self._whole(ids_W, z_nW), params, histories)[:, ids_W]
+        elif not params.greedy:
+            z_nW = process_logits(z_nW, params)
+        count = self._children if params.greedy else SHORTLIST
+        log_probs, places = (x[0] for x in self.layer.head.best(z_nW[None], min(count, z_nW.shape[1])))
+        tokens = ids_W[places]
+        if not params.greedy:
+            keys = position_keys(params.seed, [len(row.tokens) + known.depths[node] for node in nodes])
+            log_probs, tokens = _with_noise(log_probs, tokens, keys, self._children)
+        for node, *pairs in zip(nodes, tokens.tolist(), log_probs.tolist(), strict=True):
+            known.found[node] = [(token, p) for token, p in zip(*pairs, strict=True) if math.isfinite(p)]
+
+    def _history(
+        self, row: Row, known: Continuations, nodes: Sequence[int]
+    ) -> tuple[SamplingParams, list[list[int]] | None]:
+        """How scores become a distribution, but for the user's own functions, and the texts up to each node."""
+        params = replace(row.sampling, processors=())
+        return params, [[*row.tokens, *known.path(node)] for node in nodes] if params.needs_history else None
+
+    def _whole(self, ids_W: Tensor, z_nW: Tensor) -> Tensor:
+        """Scores [n, V] over the target's vocabulary; tokens that are not drafted have none."""
+        whole_nV = z_nW.new_full((len(z_nW), self.target.config.vocab_size), -math.inf)
+        whole_nV[:, ids_W] = z_nW
+        return whole_nV
+
+
+def _with_noise(
+    log_probs_nk: Tensor, tokens_nk: Tensor, keys_n: NDArray[np.uint64], count: int
+) -> tuple[Tensor, Tensor]:
+    """The ``count`` tokens that the target will most probably draw, and the log probabilities that it does.
+
+    It draws the largest of its scores plus this noise; all other tokens together count as one with the mean noise.
+    """
+    noise_nk = torch.cat([gumbels(keys_n[i : i + 1], tokens) for i, tokens in enumerate(tokens_nk)])
+    left_n1 = (1.0 - log_probs_nk.exp().sum(-1, keepdim=True)).clamp(min=1e-9).log() + UNKNOWN
+    beliefs_nk = (TRUST * torch.cat((log_probs_nk + noise_nk, left_n1), dim=-1)).log_softmax(-1)[:, :-1]
+    best = beliefs_nk.topk(min(count, beliefs_nk.shape[1]), dim=-1)
+    return best.values, tokens_nk.gather(1, best.indices)

@@ -1,0 +1,186 @@
+"""EAGLE's head: one decoder layer that predicts the target's next feature from the last one and the next token.
+
+    x[i] = fc(cat(embedding(token[i + 1]), feature[i]))        position i of the head
+    feature[i + 1] = layer(x[0], ..., x[i])                    token[i + 2] is scored by the target's own head
+
+Features are the target's states after its last norm (EAGLE, Li et al. 2024), or several layers' states fused by a
+matrix (``taps``; EAGLE-3, Li et al. 2025). After the last token that the target has read, the head continues with its
+own features.
+
+B rows, T text length, I positions of the head, K kv heads, E head width, D width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anabranch.errors import AdapterError, InputError
+from anabranch.jsonfiles import shown
+from anabranch.methods.trained import TrainedModule
+from anabranch.model.blocks import Block, Norm, attention
+from anabranch.model.config import ModelConfig
+
+__all__ = ["EagleConfig", "EagleModule", "begin_with"]
+
+STD = 0.02  # of fresh weights
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """The shape of the head. The defaults are EAGLE's, with two norms.
+
+    taps        layers before which the target's states are taken and fused, as in 2/15/27; empty: the state after the
+                last norm. With taps, the head has norms of its own: of both inputs, and before the target's head
+    input_norm  whether embeddings pass a norm, since they are much smaller than features in many models, and the layer
+                begins with its own; published EAGLE heads have neither
+    bias        whether ``fc`` has a bias; published EAGLE heads have one
+    """
+
+    taps: str = ""
+    input_norm: bool = True
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.taps, str) or not all(part.isdigit() for part in self.taps.split("/") if self.taps):
+            raise InputError(f"taps must be numbers of layers as in 2/15/27, or empty, got {shown(self.taps)}")
+        if list(self.layers) != sorted(set(self.layers)):
+            raise InputError(f"taps must be different layers in ascending order, got {self.taps}")
+        for name in ("input_norm", "bias"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"{name} must be true or false, got {shown(getattr(self, name))}")
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The tapped layers; none: the state after the last norm."""
+        return tuple(map(int, self.taps.split("/"))) if self.taps else ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """As stored in adapter_config.json."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_dict(record: dict[str, Any]) -> EagleConfig:
+        """From adapter_config.json; unknown or malformed fields are refused."""
+        try:
+            return EagleConfig(**record)
+        except (InputError, TypeError) as error:
+            raise AdapterError(f"adapter_config.json is malformed: {error}") from error
+
+
+def _one_layer(target: ModelConfig) -> ModelConfig:
+    """The head's layer is wired as the target's; a sliding window is kept where all of the target's layers have it."""
+    sliding = all(target.is_sliding(layer) for layer in range(target.num_layers))
+    return replace(target, num_layers=1, sliding_layers=None, sliding_window=target.sliding_window if sliding else None)
+
+
+class EagleModule(TrainedModule):
+    """The trained parameters of the head: 2 D^2 of ``fc``, a layer and a norm; with n taps, n D^2 and two norms more.
+
+    The embedding and the output head are the target's. ``vocabulary`` are the tokens that are drafted.
+    """
+
+    config: EagleConfig
+
+    def __init__(self, target: ModelConfig, config: EagleConfig, vocabulary: Tensor | None = None) -> None:
+        super().__init__()
+        if config.layers and config.layers[-1] >= target.num_layers:
+            raise InputError(
+                f"taps has layer {config.layers[-1]}, but the target's layers end at {target.num_layers - 1}"
+            )
+        self.config, self.model = config, _one_layer(target)
+        width = target.hidden_size
+        self.fc = nn.Linear(2 * width, width, bias=config.bias)
+        self.fuse = nn.Linear(len(config.layers) * width, width, bias=False) if config.layers else None
+        of_inputs = (config.input_norm or bool(config.layers), bool(config.layers))
+        self.norms = nn.ModuleList(Norm(self.model) if normed else nn.Identity() for normed in of_inputs)
+        self.block = Block(self.model)
+        if not config.input_norm:
+            self.block.norm_in = nn.Identity()  # type: ignore[assignment]
+        self.norm = Norm(self.model) if config.layers else None
+        ids = torch.arange(target.vocab_size) if vocabulary is None else vocabulary.long().cpu()
+        self.register_buffer("vocabulary", ids)
+        if not self.fc.weight.is_meta:
+            self._begin()
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        """Fresh weights: small ones, with which the head passes its feature on."""
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=STD)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+        for norm in self.modules():
+            if isinstance(norm, Norm) and norm.plus_one:
+                nn.init.zeros_(norm.weight)
+        width = self.fc.out_features
+        self.fc.weight[:, width:] += torch.eye(width)
+        if self.fuse is not None:
+            self.fuse.weight[:, -width:] += torch.eye(width)
+
+    def features(self, hidden: Tensor, taps: Sequence[Tensor]) -> Tensor:
+        """The target's features [..., D] from its states after the last norm, or before the tapped layers."""
+        return hidden if self.fuse is None else self.fuse(torch.cat(list(taps), dim=-1).to(self.fuse.weight.dtype))
+
+    def inputs(self, embeddings: Tensor, features: Tensor) -> Tensor:
+        """The input of ``fc`` [..., 2 D], from embeddings of the next tokens and features [..., D]."""
+        embedding_norm, feature_norm = self.norms
+        return torch.cat((embedding_norm(embeddings), feature_norm(features)), dim=-1)
+
+    def states(self, features: Tensor) -> Tensor:
+        """What the target's output head reads, from the head's features [..., D]."""
+        return features if self.norm is None else self.norm(features)
+
+    def unroll(
+        self, embeddings_BID: Tensor, features_BID: Tensor, cos: Tensor, sin: Tensor, steps: int
+    ) -> list[Tensor]:
+        """Features [B, I, D] that the head predicts at every position, with gradients, for each of ``steps`` steps.
+
+        In step k (from 0) position i reads the target's features up to i - k, and then the head's own of the steps
+        before: what it computes at a node of depth k + 1 of a draft whose root is k positions before (EAGLE-3's
+        training-time test).
+        """
+        dtype = self.fc.weight.dtype
+        embeddings, true = embeddings_BID.to(dtype), features_BID.to(dtype)
+        count, device = true.shape[1], true.device
+        distance = torch.arange(count, device=device)[:, None] - torch.arange(count, device=device)
+        group, window = self.model.num_heads // self.model.num_kv_heads, self.model.sliding_window
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        found: list[Tensor] = []
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys.append(k.transpose(1, 2))
+            values.append(v.transpose(1, 2))
+            step = len(keys) - 1
+            text = distance >= step if window is None else (distance >= step) & (distance < window)
+            seen = torch.cat([text, *(distance == step - own for own in range(1, step + 1))], dim=1)
+            bias = torch.zeros(seen.shape, dtype=q.dtype, device=device).masked_fill_(~seen, float("-inf"))
+            return attention(
+                *(self.model, q, torch.cat(keys, dim=2), torch.cat(values, dim=2)), bias.repeat(group, 1)[None, None]
+            )
+
+        x = true
+        for _ in range(steps):
+            found.append(self.block(self.fc(self.inputs(embeddings, x)), cos, sin, attend))
+            x = F.pad(found[-1][:, :-1], (0, 0, 1, 0)) if count > 1 else torch.zeros_like(x)
+        return found
+
+
+def begin_with(module: EagleModule, trained: EagleModule) -> None:
+    """Copy the weights of a trained head of the same shape; the draft vocabulary stays. Raises InputError."""
+    mine, theirs = module.config.to_dict(), trained.config.to_dict()
+    for name, value in mine.items():
+        if theirs[name] != value:
+            raise InputError(
+                f"it has {name} {theirs[name]!r}, and this training asks for {value!r}; give the same option"
+            )
+    weights = {name: value for name, value in trained.state_dict().items() if name != "vocabulary"}
+    module.load_state_dict(weights, strict=False)

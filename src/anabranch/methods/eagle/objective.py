@@ -1,0 +1,232 @@
+"""What EAGLE's head learns: the target's features and its next-token distribution, on the target's own completions.
+
+    loss = feature * SmoothL1(predicted feature, the target's) + token * CE(scores, the target's distribution and token)
+
+EAGLE (Li et al. 2024, section 4.2) has the weights 1 and 0.1 and one step on the target's features. With several steps
+the head also learns on its own features, as it drafts (EAGLE-3's training-time test, Li et al. 2025).
+
+B rows, T text length, I = T - 1 positions of the head, P positions of a segment, M predictions, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from anabranch.errors import InputError
+from anabranch.learning.examples import Batch, Example
+from anabranch.learning.loss import Vocabulary, VocabularyLoss, hits
+from anabranch.learning.objective import Scores, Segment, segments
+from anabranch.learning.replay import Accuracy, Replay, evaluation, walk
+from anabranch.learning.target import run_frozen
+from anabranch.methods.base import Row
+from anabranch.methods.eagle.drafter import EagleDrafter
+from anabranch.methods.eagle.layer import new_layer
+from anabranch.methods.eagle.module import EagleModule
+from anabranch.methods.growing import Shape
+from anabranch.model.decoder import Decoder
+from anabranch.sampling import SamplingParams
+from anabranch.tree import DraftTree
+
+__all__ = ["EagleObjective", "Frozen", "LossOptions"]
+
+TOP = 8  # accuracy counts a token among that many best, too
+ROWS = 16  # completions replayed side by side
+DEPTH = 5
+MOST_STEPS = 16
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """Weights of the loss.
+
+    feature  weight of the Smooth-L1 distance of the features; not used with taps, where the head's features are its own
+    token    weight of the cross-entropy
+    soft     share of the target's distribution in the cross-entropy; the rest is the completion's token
+    unroll   steps of the head on its own features; 1: the target's features only
+    decay    step k (from 0) has the weight decay ** k
+    noise    half the range of uniform noise added to the target's features, times their mean absolute value
+    """
+
+    feature: float = 0.2
+    token: float = 1.0
+    soft: float = 0.9
+    unroll: int = 3
+    decay: float = 0.9
+    noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("feature", "token", "noise"):
+            if not getattr(self, name) >= 0:
+                raise InputError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if not self.feature + self.token:
+            raise InputError("feature and token are both 0, so there is nothing to learn; give one of them a weight")
+        if not 0 <= self.soft <= 1:
+            raise InputError(f"soft must be from 0 to 1, got {self.soft}")
+        if not 0 < self.decay <= 1:
+            raise InputError(f"decay must be greater than 0 and at most 1, got {self.decay}")
+        if not 1 <= self.unroll <= MOST_STEPS:
+            raise InputError(f"unroll must be from 1 to {MOST_STEPS}, got {self.unroll}")
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """The target's states for a batch: after the last norm [B, T, D], and before each tapped layer."""
+
+    hidden_BTD: Tensor
+    taps: tuple[Tensor, ...]
+
+
+class EagleObjective:
+    """How a head learns from its frozen target; an ``Objective``.
+
+    frozen  runs the passes without gradients: a packed copy of the target where that is faster
+    """
+
+    predictor = "step"
+
+    def __init__(
+        self, target: Decoder, module: EagleModule, options: LossOptions | None = None, *, frozen: Decoder | None = None
+    ) -> None:
+        self.target, self.module = target, module
+        self.options = options or LossOptions()
+        self.frozen = target if frozen is None else frozen
+        self.predictors = self.options.unroll
+
+    def vocabulary(self, batch: Batch) -> Vocabulary:
+        """The draft vocabulary with the batch's own tokens; decoding adds a row's own tokens in the same way."""
+        return Vocabulary.of(self.target, self.module.vocabulary, batch.tokens_BT)
+
+    @torch.no_grad()
+    def freeze(self, batch: Batch) -> Frozen:
+        """Run the target over the batch."""
+        layers = self.module.config.layers
+        found = run_frozen(self.target, batch, frozen=self.frozen, taps=layers)
+        return Frozen(found.hidden_BTD, tuple(found.taps[layer] for layer in layers))
+
+    def keep(self, frozen: Frozen, keep: Callable[[Tensor], Tensor]) -> Frozen:
+        """A copy with every tensor replaced by ``keep(tensor)``."""
+        return Frozen(keep(frozen.hidden_BTD), tuple(map(keep, frozen.taps)))
+
+    def segments(self, batch: Batch) -> Iterator[Segment]:
+        """All positions of the completions at once: each needs the pass over the whole text before it."""
+        return segments(batch, size=batch.tokens_BT.shape[1], ahead=1, device=self.target.device)
+
+    def predictions(self, batch: Batch) -> float:
+        """Tokens of the completions that the head can predict, times the steps."""
+        first = batch.starts_B.clamp(min=1)  # the head has no position before the second token
+        return float((batch.lengths_B - 1 - first).clamp(min=0).sum()) * self.predictors
+
+    def unrolled(self, batch: Batch, frozen: Frozen) -> list[Tensor]:
+        """The features [B, I, D] that the head predicts in each step; position i predicts that of token i + 1."""
+        tokens_BT = batch.tokens_BT.to(self.target.device)
+        rows, width = tokens_BT.shape
+        positions = torch.arange(width - 1, device=tokens_BT.device).expand(rows, width - 1)
+        # copies: tables that a replay made in inference mode take no part in gradients
+        cos, sin = (turn.clone().to(self.module.fc.weight.dtype) for turn in self.target.rope()(positions, width))
+        with torch.no_grad():
+            embeddings = self.target.embed(tokens_BT[:, 1:], positions + 1)
+            taps = [self._noisy(tap[:, :-1], tokens_BT) for tap in frozen.taps]
+            hidden = frozen.hidden_BTD[:, :-1]
+            hidden = hidden if taps else self._noisy(hidden, tokens_BT)
+        features = self.module.features(hidden, taps)
+        return self.module.unroll(embeddings, features, cos, sin, self.options.unroll)
+
+    def _noisy(self, states: Tensor, tokens_BT: Tensor) -> Tensor:
+        """States with noise that depends on the batch alone, so that a resumed run sees the same."""
+        if not self.options.noise:
+            return states
+        chance = torch.Generator().manual_seed(int(tokens_BT.sum()))
+        noise = torch.rand(states.shape, generator=chance).to(states.device, states.dtype) - 0.5
+        return states + noise * (2 * self.options.noise * states.abs().mean())
+
+    def _scored(self, batch: Batch, segment: Segment) -> tuple[Tensor, Tensor]:
+        """Rows and positions [M] whose next tokens are predicted: by the head's position before them."""
+        positions_BP, real_BP = segment
+        real_BP = real_BP & (positions_BP > 0)
+        rows_M = torch.arange(batch.size, device=positions_BP.device)[:, None].expand_as(positions_BP)[real_BP]
+        return rows_M, positions_BP[real_BP]
+
+    def loss(self, batch: Batch, frozen: Frozen, segment: Segment) -> Scores:
+        """The loss of a batch: a sum over its predictions in all steps."""
+        options, words = self.options, self.vocabulary(batch)
+        rows_M, places_M = self._scored(batch, segment)
+        tokens_BT = batch.tokens_BT.to(self.target.device)
+        wanted_M = words.place[tokens_BT[rows_M, places_M + 1]]
+        true_MD = frozen.hidden_BTD[rows_M, places_M]
+        total = torch.zeros((), device=tokens_BT.device)
+        right, count = torch.zeros(self.predictors), torch.zeros(self.predictors)
+        for step, features_BID in enumerate(self.unrolled(batch, frozen)):
+            known_M = places_M > step  # a draft that deep begins at a position of the head
+            features_MD, true = features_BID[rows_M, places_M - 1][known_M], true_MD[known_M]
+            weight_M = torch.full((len(true),), options.decay**step, device=total.device)
+            found: tuple[Tensor, Tensor] = VocabularyLoss.apply(  # type: ignore[no-untyped-call]
+                *(self.module.states(features_MD), words.head_VD, words.bias_V, wanted_M[known_M], weight_M),
+                *(true, options.soft, self.target.config.logit_softcap),
+            )
+            total = total + options.token * found[0]
+            if options.feature and not frozen.taps:
+                distance = F.smooth_l1_loss(features_MD.float(), true.float(), reduction="none").mean(-1)
+                total = total + options.feature * (distance * weight_M).sum()
+            right[step], count[step] = found[1].sum(), len(true)
+        return Scores(total, right, count)
+
+    @torch.inference_mode()
+    def evaluate(self, examples: Sequence[Example], *, nodes: Sequence[int] = ()) -> dict[str, Any]:
+        """Predicted mean acceptance length of greedy decoding and accuracy; "tree" is the default tree of 16 nodes."""
+        shapes = {"tree": Shape("best", DEPTH), "chain": Shape("chain", DEPTH), "static tree": Shape("best", DEPTH, 26)}
+        shapes |= {f"{n} nodes": Shape("best", DEPTH, n) for n in nodes}
+        totals, accuracy = {name: Replay() for name in shapes}, Accuracy.empty(TOP, self.predictors)
+        order = sorted(examples, key=len)
+        layer = new_layer(self.frozen, self.module)  # as it will draft
+        for first in range(0, len(order), ROWS):
+            group = order[first : first + ROWS]
+            batch = Batch.of(group)
+            frozen = self.freeze(batch)
+            self._score(accuracy, batch, frozen)
+            with torch.autocast(self.target.device.type, enabled=False), self.frozen.decoding():
+                for name, shape in shapes.items():
+                    self._replay(
+                        totals[name],
+                        group,
+                        frozen,
+                        EagleDrafter(self.frozen, self.module, shape, static=name == "static tree", layer=layer),
+                    )
+        return evaluation(totals, accuracy, DEPTH)
+
+    @staticmethod
+    def _replay(total: Replay, group: Sequence[Example], frozen: Frozen, drafter: EagleDrafter) -> None:
+        texts = [[*example.prompt_ids, *example.answer_ids] for example in group]
+        rows = [Row(text, len(text), SamplingParams(), max_depth=DEPTH) for text in texts]
+        features = drafter.layer.features(frozen.hidden_BTD, list(frozen.taps))
+        fed = [0] * len(rows)
+        for row in rows:
+            drafter.join(row)
+
+        def propose(active: Sequence[int], at: Sequence[int]) -> list[DraftTree]:
+            for b, position in zip(active, at, strict=True):
+                rows[b].tokens = texts[b][: position + 2]
+                drafter.reader.feed(rows[b], features[b, fed[b] : position + 1])
+                fed[b] = position + 1
+            return drafter.draft([rows[b] for b in active], drafter.max_nodes)
+
+        walk(total, group, propose)
+
+    def _score(self, accuracy: Accuracy, batch: Batch, frozen: Frozen) -> None:
+        words, tokens_BT = self.vocabulary(batch), batch.tokens_BT.to(self.target.device)
+        for segment in self.segments(batch):
+            rows_M, places_M = self._scored(batch, segment)
+            wanted_M = words.place[tokens_BT[rows_M, places_M + 1]]
+            for step, features_BID in enumerate(self.unrolled(batch, frozen)):
+                known_M = places_M > step
+                states_MD = self.module.states(features_BID[rows_M, places_M - 1][known_M])
+                top = min(TOP, len(words.head_VD))
+                first, among = hits(words, states_MD, wanted_M[known_M], top)
+                accuracy.first_S[step] += first
+                accuracy.among_S[step] += among
+                accuracy.count_S[step] += int(known_M.sum())

@@ -1,0 +1,213 @@
+"""Drafters that grow their trees by asking a model of their own, level by level, what follows some nodes.
+
+B rows of the batch, n nodes of a pass.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from anabranch.errors import CapabilityError, InputError
+from anabranch.methods.base import Drafter, Observation, Row
+from anabranch.methods.grow import Growth, best_first, product_size, sampled
+from anabranch.methods.reader import Continuations, Reader
+from anabranch.model.decoder import Decoder
+from anabranch.sampling import SamplingParams, generator
+from anabranch.tree import DraftTree
+from anabranch.verify import Rule
+
+__all__ = ["FRONTIER", "MOST_NODES", "GrowingDrafter", "Shape"]
+
+MOST_NODES = 1024  # of a tree, since one in which all nodes have children grows with k ** tokens
+MOST_TOKENS = 256
+DRAFT_LANE = 3  # of the noise that sampled drafts are drawn with; lanes 0 to 2 are the target's and the streams'
+FRONTIER = 12  # nodes of a best-first tree that are asked about in one round
+
+R = TypeVar("R", bound=Reader)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of the trees.
+
+    tree       "chain"; "best": the most probable nodes; "iid" and "without": every node has ``widths`` children, which
+               under *rejection* are sampled independently or without replacement, and under *matching* are the best
+    tokens     depth at most
+    nodes      of a best-first tree at most, root included
+    widths     children of a node by its depth, the last entry for all that follow (iid and without); a best-first tree
+               takes the first
+    threshold  nodes of a lower joint probability are left out; a sampled node of a lower one gets no children
+    """
+
+    tree: Literal["chain", "best", "iid", "without"] = "chain"
+    tokens: int = 5
+    nodes: int = 16
+    widths: tuple[int, ...] = (16,)
+    threshold: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.tree not in ("chain", "best", "iid", "without"):
+            raise InputError(f"tree must be chain, best, iid or without, got {self.tree!r}")
+        if not 1 <= self.tokens <= MOST_TOKENS:
+            raise InputError(f"tokens must be from 1 to {MOST_TOKENS}, got {self.tokens}")
+        if not 2 <= self.nodes <= MOST_NODES:
+            raise InputError(f"nodes must be from 2 (the root and one draft) to {MOST_NODES}, got {self.nodes}")
+        if not self.widths or min(self.widths) < 1:
+            raise InputError(f"k must be at least 1, got {'/'.join(map(str, self.widths)) or 'nothing'}")
+        if not 0.0 <= self.threshold < 1.0:
+            raise InputError(f"threshold must be a probability of at least 0 and below 1, got {self.threshold}")
+        if self.tree in ("iid", "without") and product_size(self.widths, self.tokens) > MOST_NODES:
+            raise InputError(
+                f"{self.tokens} tokens with {'/'.join(map(str, self.widths))} children a node make more than "
+                f"{MOST_NODES:,} nodes; lower k or tokens, or use tree=best with a node budget"
+            )
+
+    @property
+    def size(self) -> int:
+        """The most nodes of a tree, root included."""
+        if self.tree == "best":
+            return self.nodes
+        return self.tokens + 1 if self.tree == "chain" else product_size(self.widths, self.tokens)
+
+    def fitting(self, budget: int) -> int:
+        """The depth at which a sampled tree has at most ``budget`` nodes."""
+        widths = (1,) if self.tree == "chain" else self.widths
+        return max(d for d in range(self.tokens + 1) if product_size(widths, d) <= budget)
+
+
+class GrowingDrafter(Drafter, Generic[R]):
+    """Asks its reader what follows the root, then what follows the best nodes found, until the tree is complete.
+
+    One pass of the reader's model serves all rows. A subclass turns what the reader returns into the best next tokens
+    of each node, or into distributions where tokens are sampled.
+
+    adaptive       whether the load decides how many nodes are drafted and verified, up to the shape's
+    sampled_trees  the settings of trees whose nodes can be sampled, for messages
+    label          of the sources of its nodes, before their depth
+    """
+
+    sampled_trees: str
+    label = "draft"
+
+    def __init__(self, target: Decoder, reader: R, shape: Shape, *, adaptive: bool = False) -> None:
+        self.target, self.reader, self.shape, self.adaptive = target, reader, shape, adaptive
+        self.max_nodes = shape.size
+
+    def check(self, sampling: SamplingParams, rule: Rule) -> None:
+        """*Rejection* needs trees that are verified as they were sampled."""
+        super().check(sampling, rule)
+        if rule == "rejection" and (self.shape.tree == "best" or self.adaptive):
+            what = "drafts that the load may cut" if self.adaptive else "best-first trees"
+            raise CapabilityError(
+                f"{what} hold the most probable nodes, not all that were sampled, so rule='rejection' is not exact; "
+                f"use rule='match', or {self.sampled_trees} with a fixed number of tokens"
+            )
+
+    def depth_of(self, budget: int) -> int:
+        """At most ``tokens``."""
+        return min(self.shape.tokens, budget - 1)
+
+    # -- rows ------------------------------------------------------------------------------------------
+    @torch.inference_mode()
+    def leave(self, row: Row) -> None:
+        """Free the row's slot."""
+        super().leave(row)
+        self.reader.leave(row)
+
+    def observe(self, rows: Sequence[Row], seen: Observation) -> None:
+        """Commit what became text to the cache."""
+        self.reader.settle()
+
+    # -- drafts ----------------------------------------------------------------------------------------
+    @torch.inference_mode()
+    def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
+        """Trees for all rows together: one pass for each level, fewer where nodes were guessed.
+
+        The root alone where a text has reached the end of what the model can read.
+        """
+        found = [DraftTree.root(row.root) for row in rows]
+        longest = self.reader.longest
+        for row in rows:
+            if len(row.tokens) >= longest:
+                self.reader.forget(row)
+        able = [b for b, row in enumerate(rows) if row.max_depth > 0 and len(row.tokens) < longest and self._able(row)]
+        if budget < 2 or not able:
+            return found
+        asked = dict(zip(able, self.reader.begin([rows[b] for b in able]), strict=True))
+        growths: dict[int, Growth] = {}
+        wanted: dict[int, list[int]] = {}
+        depths = {b: min(rows[b].max_depth, longest - len(rows[b].tokens)) for b in able}
+        for b in able:
+            growths[b] = self._growth(rows[b], asked[b], min(budget, self.max_nodes), depths[b])
+            self._resume(b, growths[b], wanted, found)
+        while wanted:
+            for b, nodes in wanted.items():
+                # what follows the deepest nodes is of no use
+                nodes += self._guesses(rows[b], asked[b], nodes, min(self.depth_of(budget), depths[b]) - 1)
+            answer = self.reader.ask({rows[b]: nodes for b, nodes in wanted.items()})
+            self._tell([(rows[b], asked[b], nodes) for b, nodes in wanted.items()], answer)
+            for b in list(wanted):
+                del wanted[b]
+                self._resume(b, growths[b], wanted, found)
+        return found
+
+    def _able(self, row: Row) -> bool:
+        """Whether the model can draft for a row now."""
+        return True
+
+    def _guesses(self, row: Row, asked: Continuations, nodes: Sequence[int], depth: int) -> list[int]:
+        """Further nodes, at most ``depth`` deep, that may be worth asking about in the same pass."""
+        return []
+
+    @staticmethod
+    def _resume(b: int, growth: Growth, wanted: dict[int, list[int]], found: list[DraftTree]) -> None:
+        try:
+            wanted[b] = list(next(growth))
+        except StopIteration as end:
+            found[b] = end.value
+
+    def _growth(self, row: Row, asked: Continuations, budget: int, depth: int) -> Growth:
+        shape = self.shape
+        floor = math.log(shape.threshold) if shape.threshold else -math.inf
+        if row.rule == "rejection":
+            return sampled(
+                asked,
+                widths=(1,) if shape.tree == "chain" else shape.widths,
+                depth=min(depth, shape.fitting(budget)),
+                floor=floor,
+                replacement=shape.tree != "without",
+                noise=generator(row.sampling.seed, len(row.tokens), lane=DRAFT_LANE),
+                label=self.label,
+            )
+        return best_first(
+            asked,
+            widths=self._widths,
+            depth=min(depth, self.depth_of(budget)),
+            nodes=budget,
+            frontier=FRONTIER if shape.tree == "best" else MOST_NODES,
+            floor=floor,
+            chain=shape.tree == "chain",
+            label=self.label,
+        )
+
+    @property
+    def _widths(self) -> tuple[int, ...]:
+        """Children of a node by depth, under *matching*."""
+        if self.shape.tree == "chain":
+            return (1,)
+        return self.shape.widths[:1] if self.shape.tree == "best" else self.shape.widths
+
+    @abstractmethod
+    def _tell(self, asked: Sequence[tuple[Row, Continuations, Sequence[int]]], answer: Tensor) -> None:
+        """Write down what follows the nodes that were asked about, from the reader's answer in the same order.
+
+        ``found`` gets the best next tokens and their log probabilities, or where the rule is *rejection* the
+        distribution that they are sampled from.
+        """

@@ -1,0 +1,236 @@
+"""What draft heads learn: the tokens after the next one, ``sum_k decay^(k-1) * CE(head k)`` on completions.
+
+The target is frozen: one pass over a batch gives the states that all heads read and, for distillation (Hydra++), those
+of the distributions that they are to imitate.
+
+B rows, T text length, P positions of a segment, K heads, D model width, M positions or predictions of a segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from anabranch.errors import InputError
+from anabranch.learning.examples import Batch, Example
+from anabranch.learning.loss import DistillationLoss, Vocabulary, VocabularyLoss
+from anabranch.learning.objective import Scores, Segment, segments
+from anabranch.learning.replay import evaluation
+from anabranch.learning.target import run_frozen
+from anabranch.methods.draft_head import RowVocabulary
+from anabranch.methods.heads.drafter import HeadDraft
+from anabranch.methods.heads.module import DraftHeads
+from anabranch.methods.heads.shape import TreeShape
+from anabranch.methods.replay import replay_all
+from anabranch.model.decoder import Decoder
+from anabranch.tree import DraftTree
+
+__all__ = ["HeadObjective", "LossOptions"]
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """Weights of the loss.
+
+    decay  the weight of head k is decay ** (k - 1)
+    soft   share of the target's own distribution in the training target (distillation); the rest is the token
+    """
+
+    decay: float = 0.8
+    soft: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 < self.decay <= 1:
+            raise InputError(f"decay must be greater than 0 and at most 1, got {self.decay}")
+        if not 0 <= self.soft <= 1:
+            raise InputError(f"soft must be from 0 to 1, got {self.soft}")
+
+
+@dataclass(frozen=True)
+class _Predictions:
+    """The predictions of a segment: where they are made, and what should come out.
+
+    states_MD   the states that the heads read [M, D]
+    path_MK     tokens after each position: those on the path to each prediction
+    wanted_MK   tokens to predict
+    inside_MK   which of them are in the text
+    teacher_at  row and position [M, K] of the target's states that emit them
+    """
+
+    states_MD: Tensor
+    path_MK: Tensor
+    wanted_MK: Tensor
+    inside_MK: Tensor
+    teacher_at: tuple[Tensor, Tensor]
+
+
+class _FromTarget:
+    """A ``Builder`` whose states are the target's [B, 1, D], which the heads read before each draft."""
+
+    def __init__(self, draft: HeadDraft) -> None:
+        self.draft, self.row = draft, draft.row
+
+    def build(
+        self, states_BSD: Tensor, roots: list[int], rows: Sequence[RowVocabulary] | None = None
+    ) -> list[DraftTree]:
+        """One tree per row."""
+        return self.draft.build(self.draft.states(states_BSD[:, 0]), roots, rows)
+
+
+class HeadObjective:
+    """How draft heads learn from their frozen target; an ``Objective``.
+
+    draft    (target, module, shape) -> builds the trees of a shape, for evaluation
+    segment  number of positions whose predictions are in memory at a time; a module whose heads read more than the
+             target's states is trained on whole texts
+    frozen   runs the passes without gradients: a packed copy of the target where that is faster
+    """
+
+    predictor = "head"
+
+    def __init__(
+        self,
+        target: Decoder,
+        module: DraftHeads,
+        draft: Callable[[Decoder, Any, TreeShape], HeadDraft],
+        options: LossOptions | None = None,
+        *,
+        segment: int = 128,
+        frozen: Decoder | None = None,
+    ) -> None:
+        self.target, self.module, self.draft, self.segment = target, module, draft, segment
+        self.options = options or LossOptions()
+        self.frozen = target if frozen is None else frozen
+        self.predictors = module.config.num_heads
+
+    def freeze(self, batch: Batch) -> Tensor:
+        """The target's states after the last norm [B, T, D]."""
+        return run_frozen(self.target, batch, frozen=self.frozen).hidden_BTD
+
+    def keep(self, frozen: Tensor, keep: Callable[[Tensor], Tensor]) -> Tensor:
+        """The tensor replaced by ``keep(tensor)``."""
+        return keep(frozen)
+
+    def segments(self, batch: Batch) -> Iterator[Segment]:
+        """The positions that heads predict from; head 1 of a position predicts the token two positions later."""
+        size = batch.tokens_BT.shape[1] if self.module.reads_texts else self.segment
+        return segments(batch, size=size, ahead=2, device=self.target.device)
+
+    def predictions(self, batch: Batch) -> float:
+        """The number of predictions of all heads, including those past the end of the text."""
+        return float((batch.lengths_B - 2 - batch.starts_B).clamp(min=0).sum()) * self.predictors
+
+    def loss(self, batch: Batch, frozen: Tensor, segment: Segment) -> Scores:
+        """The loss of one segment: a sum over its predictions."""
+        return self.heads_loss(batch, self.module.prefix(self.target, frozen), frozen, segment)
+
+    def heads_loss(self, batch: Batch, read_BTD: Tensor, frozen: Tensor, segment: Segment) -> Scores:
+        """The loss of the heads where they read some states [B, T, D]; ``frozen`` are the target's own."""
+        asked = self._asked(batch, read_BTD, segment)
+        states_MKD = self.module.predicted(self.target, asked.states_MD, asked.path_MK)
+        words = self.module.vocabularies(self.target, batch.tokens_BT)
+        if self.module.weights is None:
+            loss, right_MK = self._shared(asked, states_MKD, frozen, words[0])
+        else:
+            loss, right_MK = self._own(asked, states_MKD, frozen, words)
+        return Scores(loss, right_MK.sum(0).float(), asked.inside_MK.sum(0).float())
+
+    def _asked(self, batch: Batch, states_BTD: Tensor, segment: Segment) -> _Predictions:
+        positions_BP, real_BP = segment
+        tokens_BT, lengths_B = batch.tokens_BT.to(self.target.device), batch.lengths_B.to(self.target.device)
+        rows_M = torch.arange(batch.size, device=tokens_BT.device)[:, None].expand_as(positions_BP)[real_BP]
+        places_M = positions_BP[real_BP]
+        after_MK = places_M[:, None] + torch.arange(1, self.predictors + 1, device=tokens_BT.device)
+        inside_MK = after_MK + 1 < lengths_B[rows_M, None]
+        last = tokens_BT.shape[1] - 1
+        rows_MK, at_MK = rows_M[:, None].expand_as(after_MK), after_MK.clamp(max=last)
+        wanted_MK = tokens_BT[rows_MK, (after_MK + 1).clamp(max=last)]
+        return _Predictions(
+            states_BTD[rows_M, places_M], tokens_BT[rows_MK, at_MK], wanted_MK, inside_MK, (rows_MK, at_MK)
+        )
+
+    def _shared(
+        self, asked: _Predictions, states_MKD: Tensor, frozen: Tensor, words: Vocabulary
+    ) -> tuple[Tensor, Tensor]:
+        """The loss of all heads together, scored by the target's head, and which predictions are right [M, K]."""
+        inside, (rows_MK, at_MK) = asked.inside_MK, asked.teacher_at
+        weights_K = self.options.decay ** torch.arange(self.predictors, device=inside.device)
+        teacher = frozen[rows_MK[inside], at_MK[inside]] if self.options.soft else None
+        found: tuple[Tensor, Tensor] = VocabularyLoss.apply(  # type: ignore[no-untyped-call]
+            states_MKD[inside],
+            words.head_VD,
+            words.bias_V,
+            words.place[asked.wanted_MK[inside]],
+            weights_K.expand_as(inside)[inside],
+            teacher,
+            self.options.soft,
+            self.target.config.logit_softcap,
+        )
+        right_MK = torch.zeros_like(inside)
+        right_MK[inside] = found[1]
+        return found[0], right_MK
+
+    def _own(
+        self, asked: _Predictions, states_MKD: Tensor, frozen: Tensor, words: Sequence[Vocabulary]
+    ) -> tuple[Tensor, Tensor]:
+        """The loss of heads with weights of their own; tokens outside the draft vocabulary are left out."""
+        cap, ids = self.target.config.logit_softcap, self.module.vocabulary.to(self.target.device)
+        with torch.no_grad():
+            head_VD = self.target.head_rows(ids)
+        total, right_MK = torch.zeros((), device=ids.device), torch.zeros_like(asked.inside_MK)
+        for k, vocabulary in enumerate(words):
+            place_M = vocabulary.place[asked.wanted_MK[:, k]]
+            inside_M = asked.inside_MK[:, k] & (place_M >= 0)
+            hidden_mD = frozen[asked.teacher_at[0][inside_M, k], asked.teacher_at[1][inside_M, k]]
+
+            def teacher(part: slice, hidden_mD: Tensor = hidden_mD, bias: Tensor | None = vocabulary.bias_V) -> Tensor:
+                with torch.no_grad():
+                    z = F.linear(hidden_mD[part].to(head_VD.dtype), head_VD, bias).float()
+                    return (z if cap is None else torch.tanh(z / cap) * cap).softmax(-1)
+
+            found: tuple[Tensor, Tensor] = DistillationLoss.apply(  # type: ignore[no-untyped-call]
+                states_MKD[inside_M, k],
+                vocabulary.head_VD,
+                place_M[inside_M],
+                teacher,
+                self.options.soft,
+                vocabulary.bias_V,
+                cap,
+            )
+            total = total + self.options.decay**k * found[0]
+            right_MK[inside_M, k] = found[1]
+        return total, right_MK
+
+    # -- evaluation by replay ----------------------------------------------------------------------------
+    def vocabularies(self, batch: Batch) -> list[Vocabulary]:
+        """What each head scores; heads that share the target's also score the batch's own tokens."""
+        return self.module.vocabularies(self.target, batch.tokens_BT)
+
+    def states(self, frozen: Tensor, tokens_BT: Tensor, positions_BP: Tensor) -> Tensor:
+        """What the heads read at some positions [B, P, 1, D]."""
+        states_BTD = self.module.prefix(self.target, frozen)
+        return states_BTD.gather(1, positions_BP[:, :, None].expand(-1, -1, frozen.shape[2]))[:, :, None]
+
+    def conditioned(self, states_BPSD: Tensor, tokens_BT: Tensor, positions_BP: Tensor) -> Tensor:
+        """The heads' states [B, P, K, D], given the true tokens on the path to each prediction."""
+        after_BPK = positions_BP[:, :, None] + torch.arange(1, self.predictors + 1, device=positions_BP.device)
+        rows = torch.arange(len(tokens_BT), device=tokens_BT.device)[:, None, None]
+        path_BPK = tokens_BT[rows, after_BPK.clamp(max=tokens_BT.shape[1] - 1)]
+        found = self.module.predicted(self.target, states_BPSD[:, :, 0].flatten(0, 1), path_BPK.flatten(0, 1))
+        return found.reshape(*positions_BP.shape, *found.shape[1:])
+
+    def evaluate(self, examples: Sequence[Example], *, nodes: Sequence[int] = ()) -> dict[str, Any]:
+        """Predicted mean acceptance length and accuracy by head; "tree" is the default tree of 16 nodes."""
+        drafts = {"tree": self.draft(self.target, self.module, TreeShape())}
+        shapes = {"chain": TreeShape("chain")}
+        if "sparse" in drafts["tree"].trees:
+            shapes["sparse tree"] = TreeShape("sparse")
+        shapes |= {f"{n} nodes": TreeShape(nodes=n) for n in nodes}
+        drafts |= {name: self.draft(self.target, self.module, shape) for name, shape in shapes.items()}
+        totals, accuracy = replay_all(self, {name: _FromTarget(draft) for name, draft in drafts.items()}, examples)
+        return evaluation(totals, accuracy, self.predictors)

@@ -1,0 +1,23 @@
+"""What the readers of published draft heads share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from anabranch.errors import AdapterError
+from anabranch.methods.published import Published
+
+__all__ = ["numbers"]
+
+
+def numbers(found: Published, names: Iterable[str], pattern: str) -> list[int]:
+    """The numbers in the names that match ``pattern``, whose first group they are: 0, 1, 2, ... without a gap.
+
+    Raises AdapterError where some are missing.
+    """
+    matches = (re.fullmatch(pattern, name) for name in names)
+    ascending = sorted({int(match[1]) for match in matches if match is not None})
+    if ascending != list(range(len(ascending))):
+        raise AdapterError(f"{found.source} has the heads or blocks {ascending} and lacks some; its copy is incomplete")
+    return ascending

@@ -1,0 +1,33 @@
+"""How draft heads are trained: the values that users may override, and the counted cost of their drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from anabranch.learning.recipe import COMMON, Option, Recipe
+from anabranch.methods.counting import WEIGHT_BYTES, DraftCost, matrix_weights, parameters
+
+__all__ = ["OPTIONS", "change", "read_once"]
+
+OPTIONS: dict[str, Option] = {
+    "num_heads": Option(int, "tokens drafted beyond the next one", "config"),
+    "num_layers": Option(int, "residual blocks of a head", "config"),
+    "head": Option(str, "shared: the target's head scores all heads; own: each has one of its own", "config"),
+    "soft": Option(float, "share of the target's distribution in the loss (distillation)", "loss"),
+    "decay": Option(float, "weight of head k is decay ** (k - 1)", "loss"),
+    **COMMON,
+}
+
+
+def change(options: Mapping[str, Option]) -> Callable[[Recipe, Mapping[str, Any]], Recipe]:
+    """``Trained.change`` for these options."""
+    return lambda recipe, given: recipe.changed(options, given)
+
+
+def read_once(heads: nn.Module) -> DraftCost:
+    """The cost of heads that are read once per draft."""
+    read = matrix_weights(heads)
+    return DraftCost(parameters(heads), WEIGHT_BYTES * read, 2 * read)

@@ -1,0 +1,28 @@
+"""Low-rank terms beside a linear layer (LoRA, Hu et al. 2022)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["LowRank"]
+
+
+class LowRank(nn.Module):
+    """x -> up(down(x)), initialised to zero like LoRA (Hu et al. 2022). 2 * rank parameters per channel."""
+
+    def __init__(self, width_in: int, width_out: int, rank: int, *, activation: bool = False) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.empty(rank, width_in))
+        self.up = nn.Parameter(torch.zeros(width_out, rank))
+        self.activation = activation
+        if not self.down.is_meta:
+            nn.init.normal_(self.down, std=1.0 / math.sqrt(width_in))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width_in] -> [..., width_out]."""
+        y = F.linear(x, self.down)
+        return F.linear(F.silu(y) if self.activation else y, self.up)

@@ -1,0 +1,126 @@
+"""Trees from Medusa's heads. A head does not see the others' tokens, so all nodes of a depth have the same children.
+
+B rows of the batch, K heads, D model width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anabranch.methods.best_first import best_first
+from anabranch.methods.draft_head import DrawNoise, RowVocabulary
+from anabranch.methods.heads.module import MOST_HEADS, VocabularyHeads
+from anabranch.methods.heads.shape import TreeShape
+from anabranch.methods.medusa.module import MedusaModule, MedusaStates
+from anabranch.model.decoder import Decoder
+from anabranch.tree import DraftTree
+
+__all__ = ["MedusaDraft"]
+
+# A sparse tree has the nodes that would be the most probable if the best token of head k were right with probability
+# 0.5 * 0.85 ** (k - 1), and the n-th best n ** -RANKS as often. The paper counts this on a calibration set.
+SHARES = tuple(math.log(0.5 * 0.85**k) for k in range(MOST_HEADS))
+RANKS = 1.5
+
+
+class MedusaDraft:
+    """Builds trees for one target and module."""
+
+    trees: tuple[str, ...] = ("best", "chain", "sparse", "product")
+
+    def __init__(self, target: Decoder, module: MedusaModule, shape: TreeShape | None = None) -> None:
+        self.shape = shape or TreeShape()
+        self.depth = self.shape.heads(module.config.num_heads)
+        self.max_nodes = self.shape.size(module.config.num_heads)
+        self._sources = [f"head {d}" for d in range(1, self.depth + 1)]
+        self.states = module.shared(target, MedusaStates, lambda: MedusaStates(target, module))
+        self.heads = module.shared(target, VocabularyHeads, lambda: VocabularyHeads(target, module))
+
+    def row(self) -> RowVocabulary | None:
+        """The own tokens of a new row; heads of their own have rows for the draft vocabulary only."""
+        return None if self.heads.shared is None else RowVocabulary(self.heads.shared)
+
+    def depth_of(self, budget: int) -> int:
+        """The number of heads that a tree of ``budget`` nodes uses."""
+        return min(self.depth, budget - 1)
+
+    @torch.inference_mode()
+    def build(
+        self,
+        states_BSD: Tensor,
+        roots: list[int],
+        rows: Sequence[RowVocabulary] | None = None,
+        noise: Sequence[DrawNoise | None] | None = None,
+        *,
+        budget: int | None = None,
+        depths: Sequence[int] | None = None,
+    ) -> list[DraftTree]:
+        """One tree per row from the heads' states [B, K, D] and the rows' root tokens.
+
+        rows    the rows' own tokens, if ``row`` made some
+        noise   that of the rows that are sampled
+        budget  nodes at most, root included
+        depths  of the rows' trees at most
+        """
+        budget = self.max_nodes if budget is None else min(budget, self.max_nodes)
+        depth = self.depth_of(budget)
+        drawn = None if noise is None else DrawNoise.together(noise, depth)
+        k = 1 if self.shape.tree == "chain" else min(self.shape.k, budget - 1)
+        states_BKD = states_BSD[:, :depth]
+        if self.heads.shared is not None:
+            tokens, log_probs = self.heads.shared.best_tokens(states_BKD, k, rows, drawn, slice(0, depth))
+        else:
+            each = [
+                self.heads[d].best_tokens(states_BKD[:, d : d + 1], k, None, drawn, slice(d, d + 1))
+                for d in range(depth)
+            ]
+            tokens, log_probs = (torch.cat(parts, dim=1) for parts in zip(*each, strict=True))
+        # one transfer: float64 represents both
+        tokens_BKk, log_probs_BKk = torch.stack((tokens.double(), log_probs.double())).tolist()
+        limits = [depth] * len(roots) if depths is None else [min(depth, limit) for limit in depths]
+        return [self._tree(*row, budget) for row in zip(roots, tokens_BKk, log_probs_BKk, limits, strict=True)]
+
+    def _tree(
+        self, root: int, tokens: list[list[float]], log_probs: list[list[float]], depth: int, budget: int
+    ) -> DraftTree:
+        levels = [
+            [
+                (int(token), min(log_prob, 0.0))
+                for token, log_prob in zip(*level, strict=True)
+                if math.isfinite(log_prob)
+            ]
+            for level in list(zip(tokens, log_probs, strict=True))[:depth]
+        ]
+        if self.shape.tree in ("chain", "product"):
+            return DraftTree.product(
+                root,
+                [[token for token, _ in level] for level in levels],
+                level_log_probs=[[log_prob for _, log_prob in level] for level in levels],
+                sources=self._sources,
+            ).truncate(budget)
+        ranked = [[log_prob for _, log_prob in level] for level in levels]
+        if self.shape.tree == "sparse":
+            ranked = [
+                [SHARES[d] - RANKS * math.log(n + 1) for n in range(len(level))] for d, level in enumerate(levels)
+            ]
+        children = [
+            [(token, share, d + 1) for (token, _), share in zip(level, shares, strict=True)]
+            for d, (level, shares) in enumerate(zip(levels, ranked, strict=True))
+        ]
+        tree = best_first(root, 0, [*children, []].__getitem__, nodes=budget, depth=depth, source=self._sources)
+        return tree if self.shape.tree == "best" else _told(tree, [dict(level) for level in levels])
+
+
+def _told(tree: DraftTree, log_probs: list[dict[int, float]]) -> DraftTree:
+    """The tree with the joint log probabilities that follow from those of each depth's tokens."""
+    joint = [0.0]
+    nodes = zip(tree.tokens[1:].tolist(), tree.parents[1:].tolist(), tree.depths[1:].tolist(), strict=True)
+    for token, parent, depth in nodes:
+        joint.append(joint[parent] + log_probs[depth - 1][token])
+    return replace(tree, log_probs=np.array(joint, np.float32))

@@ -1,0 +1,93 @@
+"""Medusa-2's objective: the tuned target's next token and its heads together, ``CE(main) + heads * sum_k CE(head k)``.
+
+Begin with heads that were trained on the frozen target (``--init``): the paper's first stage, without which the large
+loss of fresh heads would disturb the target.
+
+B rows, T text length, P positions, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anabranch.errors import InputError
+from anabranch.learning.examples import Batch
+from anabranch.learning.loss import Vocabulary, VocabularyLoss
+from anabranch.learning.objective import Scores, Segment, segments
+from anabranch.methods.heads.objective import HeadObjective, LossOptions
+from anabranch.methods.medusa.draft import MedusaDraft
+from anabranch.methods.medusa.module import MedusaModule
+from anabranch.methods.medusa.tuning import check_tunable, tuned_states
+from anabranch.model.decoder import Decoder
+
+__all__ = ["JointObjective", "MedusaLoss"]
+
+
+@dataclass(frozen=True)
+class MedusaLoss(LossOptions):
+    """Weights of the loss.
+
+    heads  weight of the heads beside the tuned target's own next token (lambda_0 of the paper)
+    """
+
+    heads: float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.heads > 0:
+            raise InputError(f"heads must be greater than 0, got {self.heads}")
+
+
+class JointObjective(HeadObjective):
+    """How a target's low-rank terms and its heads learn together.
+
+    The frozen target gives the distributions to distil from. Predicted lengths are those of the tuned target's heads on
+    completions of the frozen one.
+    """
+
+    def __init__(
+        self, target: Decoder, module: MedusaModule, options: MedusaLoss, *, frozen: Decoder | None = None
+    ) -> None:
+        check_tunable(target)
+        super().__init__(target, module, MedusaDraft, options, frozen=frozen)
+        self.share = options.heads
+        assert module.tuning is not None
+        self.layers = module.tuning
+
+    def segments(self, batch: Batch) -> Iterator[Segment]:
+        """All positions at once: each needs the tuned pass over the whole text before it."""
+        return segments(batch, size=batch.tokens_BT.shape[1], ahead=2, device=self.target.device)
+
+    def loss(self, batch: Batch, frozen: Tensor, segment: Segment) -> Scores:
+        """The loss of a batch: that of the heads, and the next token's as often as there are heads."""
+        tuned_BTD = tuned_states(self.target, self.layers, batch.tokens_BT.to(self.target.device))
+        scores = self.heads_loss(batch, tuned_BTD, frozen, segment)
+        main = self._main(batch, tuned_BTD, frozen, segment)
+        # a batch's loss is divided by positions times heads
+        return Scores(self.predictors * (main + self.share * scores.loss), scores.right_S, scores.count_S)
+
+    def _main(self, batch: Batch, tuned_BTD: Tensor, frozen: Tensor, segment: Segment) -> Tensor:
+        tokens_BT, (positions_BP, real_BP) = batch.tokens_BT.to(self.target.device), segment
+        rows_M = torch.arange(batch.size, device=tokens_BT.device)[:, None].expand_as(positions_BP)[real_BP]
+        at_M = positions_BP[real_BP]
+        every = torch.arange(self.target.config.vocab_size, device=tokens_BT.device)
+        words = Vocabulary.of(self.target, every if self.options.soft else tokens_BT, self.module.vocabulary)
+        found: tuple[Tensor, Tensor] = VocabularyLoss.apply(  # type: ignore[no-untyped-call]
+            tuned_BTD[rows_M, at_M],
+            words.head_VD,
+            words.bias_V,
+            words.place[tokens_BT[rows_M, at_M + 1]],
+            torch.ones(len(at_M), device=tokens_BT.device),
+            frozen[rows_M, at_M] if self.options.soft else None,
+            self.options.soft,
+            self.target.config.logit_softcap,
+        )
+        return found[0]
+
+    def states(self, frozen: Tensor, tokens_BT: Tensor, positions_BP: Tensor) -> Tensor:
+        """What the heads read at some positions [B, P, 1, D]: the tuned target's states."""
+        return super().states(tuned_states(self.target, self.layers, tokens_BT), tokens_BT, positions_BP)

@@ -1,0 +1,102 @@
+"""Medusa's heads: residual blocks on the target's last hidden state, each head on its own (Cai et al. 2024).
+
+    state of head k = (B_kL o ... o B_k1)(h),    B(x) = x + silu(W x + b)
+
+With heads of their own K (h^2 + h + h v) parameters; with the target's, K (h^2 + h).
+
+K heads, M positions, D model width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anabranch.errors import InputError
+from anabranch.jsonfiles import is_whole, shown
+from anabranch.methods.heads.module import DraftHeads, HeadConfig, begin_with, first_blocks
+from anabranch.methods.medusa.tuning import LayerTuning, save_tuned
+from anabranch.model.config import ModelConfig
+from anabranch.model.decoder import Decoder
+from anabranch.model.load import Target
+
+__all__ = ["MedusaConfig", "MedusaModule", "MedusaStates", "begin_with_heads", "export"]
+
+MOST_RANK = 1024
+
+
+@dataclass(frozen=True)
+class MedusaConfig(HeadConfig):
+    """The shape of Medusa's heads.
+
+    lora_rank  rank of the terms on the target's layers that are trained with the heads (Medusa-2); 0: the target is
+               frozen. An adapter always has 0: the terms are merged into a target of its own
+    """
+
+    lora_rank: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not is_whole(self.lora_rank, 0, MOST_RANK):
+            raise InputError(f"lora_rank must be a whole number from 0 to {MOST_RANK}, got {shown(self.lora_rank)}")
+
+
+class MedusaModule(DraftHeads):
+    """The trained module of ``medusa``; ``tuning`` are the terms of the target's layers, if it is tuned too."""
+
+    config: MedusaConfig
+
+    def __init__(self, model: ModelConfig, config: MedusaConfig, vocabulary: Tensor | None = None) -> None:
+        super().__init__(model, config, vocabulary, [0] * config.num_heads)
+        rank = config.lora_rank
+        self.tuning = nn.ModuleList(LayerTuning(model, rank) for _ in range(model.num_layers)) if rank else None
+
+    def predicted(self, target: Decoder, states_MD: Tensor, path_MK: Tensor) -> Tensor:
+        """The heads' states [M, K, D], which do not depend on the path."""
+        return torch.stack([self.head(k, states_MD) for k in range(self.config.num_heads)], dim=1)
+
+
+class MedusaStates:
+    """The heads' states for drafting: where the target's head is packed, all first blocks are one product."""
+
+    def __init__(self, target: Decoder, module: MedusaModule) -> None:
+        self.module, self.target = module, target
+        self._first: nn.Module | None = first_blocks(target, module)
+        if self._first is not None:
+            module.pack(target, first=1)
+
+    def __call__(self, hidden_BD: Tensor) -> Tensor:
+        """The target's states after the last norm [B, D] -> the heads' [B, K, D]."""
+        module = self.module
+        if self._first is None:
+            return module.predicted(self.target, hidden_BD, hidden_BD.new_zeros(0))
+        heads = module.config.num_heads
+        first_BKD = hidden_BD[:, None] + F.silu(self._first(hidden_BD).unflatten(-1, (heads, -1)))
+        if module.config.num_layers == 1:
+            return first_BKD
+        return torch.stack([module.head(k, first_BKD[:, k], first=1) for k in range(heads)], dim=1)
+
+
+def begin_with_heads(module: MedusaModule, trained: MedusaModule) -> None:
+    """``begin_with``; heads that are tuned with their target may begin with those of the frozen one."""
+    rank = module.config.lora_rank
+    if trained.config.lora_rank == 0:
+        module.config = replace(module.config, lora_rank=0)
+    try:
+        begin_with(module, trained)
+    finally:
+        module.config = replace(module.config, lora_rank=rank)
+
+
+def export(folder: Path, module: MedusaModule, target: Target) -> tuple[MedusaModule, Target] | None:
+    """Write the tuned target as a model folder, to which the heads then belong; None if the target was frozen."""
+    if module.tuning is None:
+        return None
+    tuned = save_tuned(folder, module.tuning, target)
+    heads = MedusaModule(target.config, replace(module.config, lora_rank=0), module.vocabulary)
+    heads.load_state_dict({name: x for name, x in module.state_dict().items() if not name.startswith("tuning.")})
+    return heads, tuned

@@ -1,0 +1,72 @@
+"""Medusa's heads as published: in the authors' names (FasterDecoding/Medusa) and in vLLM's.
+
+    0.0.linear.weight, 0.0.linear.bias, 0.1.weight, 1.0.linear.weight, ...      head.block, then the head's own output
+    blocks.0.layers.0.weight, blocks.0.layers.0.bias, lm_heads.0.weight, ...    vLLM's
+
+The authors' names may begin with ``medusa_head.``. All heads in the file are read: some config.json state fewer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from anabranch.methods.heads.module import HeadConfig
+from anabranch.methods.heads.published import numbers
+from anabranch.methods.published import Layout, Published
+from anabranch.model.decoder import Decoder
+
+__all__ = ["LAYOUTS"]
+
+PREFIX = "medusa_head."
+
+
+def _fits(names: Mapping[str, Tensor]) -> bool:
+    return any(re.fullmatch(rf"(?:{re.escape(PREFIX)})?0\.0\.linear\.weight", name) for name in names)
+
+
+def _read(found: Published, target: Decoder) -> tuple[HeadConfig, dict[str, Tensor]]:
+    prefix = PREFIX if any(name.startswith(PREFIX) for name in found) else ""
+    start = re.escape(prefix)
+    heads = numbers(found, found, rf"{start}(\d+)\.\d+\.linear\.weight")
+    blocks = numbers(found, found, rf"{start}0\.(\d+)\.linear\.weight")
+    return _weights(
+        *(found, target, len(heads), len(blocks)),
+        block=f"{prefix}{{head}}.{{block}}.linear",
+        output=f"{prefix}{{head}}.{len(blocks)}.weight",
+    )
+
+
+def _fits_vllm(names: Mapping[str, Tensor]) -> bool:
+    return "blocks.0.layers.0.weight" in names and "lm_heads.0.weight" in names
+
+
+def _read_vllm(found: Published, target: Decoder) -> tuple[HeadConfig, dict[str, Tensor]]:
+    heads = numbers(found, found, r"blocks\.(\d+)\.layers\.\d+\.weight")
+    blocks = numbers(found, found, r"blocks\.0\.layers\.(\d+)\.weight")
+    return _weights(
+        *(found, target, len(heads), len(blocks)),
+        block="blocks.{head}.layers.{block}",
+        output="lm_heads.{head}.weight",
+    )
+
+
+def _weights(
+    found: Published, target: Decoder, heads: int, blocks: int, *, block: str, output: str
+) -> tuple[HeadConfig, dict[str, Tensor]]:
+    """The module's weights from names with the numbers of ``head`` and ``block`` in them."""
+    width, vocabulary = target.config.hidden_size, target.config.vocab_size
+    config = HeadConfig(heads, blocks, head="own")
+    weights: dict[str, Tensor] = {}
+    for head in range(heads):
+        for number in range(blocks):
+            name = block.format(head=head, block=number)
+            weights[f"blocks.{head}.{number}.weight"] = found.take(f"{name}.weight", width, width)
+            weights[f"blocks.{head}.{number}.bias"] = found.take(f"{name}.bias", width)
+        weights[f"weights.{head}"] = found.take(output.format(head=head), vocabulary, width)
+    return config, weights
+
+
+LAYOUTS = (Layout("Medusa", _fits, _read), Layout("Medusa (vLLM)", _fits_vllm, _read_vllm))

@@ -1,0 +1,71 @@
+"""Weights of draft heads as others publish them: a method reads its layouts, ``anabranch convert`` writes adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from anabranch.errors import AdapterError
+from anabranch.model.decoder import Decoder
+
+__all__ = ["Layout", "Published"]
+
+
+class Published(Mapping[str, Tensor]):
+    """The tensors of a published checkpoint by their names in it, and its config.json.
+
+    source  where it was read from, for messages
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any], source: str) -> None:
+        self._tensors, self.config, self.source = tensors, config, source
+        self._used: set[str] = set()
+
+    def __getitem__(self, name: str) -> Tensor:
+        found = self._tensors[name]
+        self._used.add(name)
+        return found
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors  # that of Mapping would count the tensor as used
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    @property
+    def unused(self) -> list[str]:
+        """The names of tensors that were not read, sorted."""
+        return sorted(set(self._tensors) - self._used)
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """The tensor of a name. Raises AdapterError if it is missing or has another shape."""
+        if name not in self:
+            raise AdapterError(f"{self.source} has no {name}; its copy is incomplete")
+        found = self[name]
+        if tuple(found.shape) != shape:
+            raise AdapterError(
+                f"{self.source} has {name} with the shape {tuple(found.shape)}, and this target asks for {shape}; give "
+                "the target that it was trained for"
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the weights of a method's module are named in published files.
+
+    name  as its authors call it
+    fits  (names of tensors) -> whether they are of this layout
+    read  (checkpoint, target) -> the config and the weights of the method's module. Raises AdapterError for one that
+          cannot be used with this target
+    """
+
+    name: str
+    fits: Callable[[Mapping[str, Tensor]], bool]
+    read: Callable[[Published, Decoder], tuple[Any, dict[str, Tensor]]]

@@ -1,0 +1,114 @@
+"""SPACE's trained parameters: the embeddings of its mask tokens, and nothing else.
+
+B rows of the batch, N nodes, S masks, D model width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anabranch.errors import AdapterError, InputError
+from anabranch.jsonfiles import is_whole, shown
+from anabranch.methods.streams.adapter import StreamModule
+from anabranch.methods.streams.config import MOST_STREAMS, StreamConfig
+from anabranch.model.config import ModelConfig
+from anabranch.model.decoder import Decoder
+
+__all__ = ["MaskConfig", "MaskModule", "begin_with", "start_from_target"]
+
+
+@dataclass(frozen=True)
+class MaskConfig:
+    """The configuration of SPACE's masks.
+
+    num_masks  k: mask j behind the token at position t predicts token t + 1 + j
+    """
+
+    num_masks: int = 5
+
+    def __post_init__(self) -> None:
+        if not is_whole(self.num_masks, 1, MOST_STREAMS):
+            raise InputError(f"num_masks must be a whole number from 1 to {MOST_STREAMS}, got {shown(self.num_masks)}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """As stored in adapter_config.json."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_dict(record: dict[str, Any]) -> MaskConfig:
+        """From adapter_config.json. Raises AdapterError for unknown or malformed fields."""
+        if set(record) != {"num_masks"}:
+            raise AdapterError(
+                f"adapter_config.json must have num_masks and nothing else for the method 'space', got "
+                f"{shown(sorted(record))}; it may come from a newer anabranch"
+            )
+        try:
+            return MaskConfig(**record)
+        except InputError as error:
+            raise AdapterError(f"adapter_config.json is malformed: {error}") from error
+
+
+class MaskModule(StreamModule):
+    """The embeddings of k masks [S, D]: k * h parameters.
+
+    A mask is a stream that runs through all layers with the target's own weights. It starts from its embedding alone,
+    as a token does, and not from its node's main row. ``scale`` is the size of the target's own embeddings, in units of
+    which those of the masks are learned: so one learning rate fits all targets.
+    """
+
+    predictor = "mask"
+    reads_main = False
+    positioned = True
+    config: MaskConfig
+    scale: Tensor
+
+    def __init__(self, model: ModelConfig, config: MaskConfig, vocabulary: Tensor | None = None) -> None:
+        shape = StreamConfig(
+            num_streams=config.num_masks,
+            num_stream_layers=model.num_layers,
+            stream_mlp="mlp+adapter",
+            adapter_rank=0,
+            pruning_rank=0,
+        )
+        super().__init__(model, shape, vocabulary)
+        self.config = config
+        self.register_buffer("scale", torch.ones(1))
+        assert isinstance(self.embeddings, nn.Parameter)
+        if not self.embeddings.is_meta:
+            nn.init.normal_(self.embeddings)
+
+    def initial(self, main_BND: Tensor, emitted_BND: Tensor | None = None) -> Tensor:
+        """The masks' embeddings, node by node [B, N S, D]; of ``main_BND`` only the shape and type matter."""
+        b, n, d = main_BND.shape
+        assert isinstance(self.embeddings, nn.Parameter)
+        rows = (self.embeddings * self.scale).to(main_BND.dtype)
+        return rows.expand(b, n, -1, -1).reshape(b, n * self.config.num_masks, d)
+
+
+def start_from_target(target: Decoder, module: MaskModule) -> None:
+    """Set the scale of the masks to that of the target's own embeddings, as layer 0 sees them."""
+    module.scale.fill_(target.embedding.weight.detach().float().std() * target.config.embedding_scale)
+
+
+def begin_with(module: MaskModule, trained: MaskModule) -> None:
+    """Copy the masks of ``trained`` into the fresh ``module``; more masks start as copies of the last one.
+
+    Raises InputError if ``trained`` has more.
+    """
+    mine, theirs = module.config.num_masks, trained.config.num_masks
+    if theirs > mine:
+        raise InputError(
+            f"it has {theirs} masks, but this training uses {mine}; start from another adapter or give "
+            f"--num-masks {theirs}"
+        )
+    assert isinstance(module.embeddings, nn.Parameter)
+    assert isinstance(trained.embeddings, nn.Parameter)
+    with torch.no_grad():
+        more = trained.embeddings[-1:].expand(mine - theirs, -1)
+        module.embeddings.copy_(torch.cat((trained.embeddings, more)))
+        module.scale.copy_(trained.scale)

@@ -1,0 +1,67 @@
+"""SPACE's training objective: that of streams, at some of the positions of a completion.
+
+k embeddings have few degrees of freedom, and every mask runs through the whole target and back. So a step sees many
+texts at few positions rather than few texts at all of theirs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from anabranch.errors import InputError
+from anabranch.learning.examples import Batch
+from anabranch.learning.objective import Scores, Segment
+from anabranch.methods.space.module import MaskModule
+from anabranch.methods.streams.objective import Frozen, LossOptions, StreamObjective
+from anabranch.model.decoder import Decoder
+
+__all__ = ["MaskLossOptions", "MaskObjective"]
+
+
+@dataclass(frozen=True)
+class MaskLossOptions:
+    """Weights of the loss; ``decay`` and ``soft`` are those of streams (``LossOptions``).
+
+    stride  masks are trained behind every n-th position
+    """
+
+    decay: float = 0.8
+    soft: float = 0.5
+    stride: int = 4
+
+    def __post_init__(self) -> None:
+        if self.stride < 1:
+            raise InputError(f"stride must be at least 1, got {self.stride}")
+        _ = self.of_streams
+
+    @property
+    def of_streams(self) -> LossOptions:
+        """The weights that the streams' objective reads."""
+        return LossOptions(decay=self.decay, soft=self.soft, unconditioned=0.0, pruning=0.0)
+
+
+class MaskObjective(StreamObjective):
+    """The ``Objective`` of masks: the streams' loss at every ``stride``-th position."""
+
+    def __init__(
+        self,
+        target: Decoder,
+        module: MaskModule,
+        options: MaskLossOptions | None = None,
+        *,
+        segment: int = 128,
+        frozen: Decoder | None = None,
+    ) -> None:
+        weights = options or MaskLossOptions()
+        super().__init__(target, module, weights.of_streams, segment=segment, frozen=frozen)
+        self.stride = weights.stride
+
+    def predictions(self, batch: Batch) -> float:
+        """About the number of predictions that ``loss`` scores."""
+        return super().predictions(batch) / self.stride
+
+    def loss(self, batch: Batch, frozen: Frozen, segment: Segment) -> Scores:
+        """The loss of some positions of a segment; which ones depends on the batch, so that epochs differ."""
+        offset = int(batch.lengths_B.sum()) % min(self.stride, segment.positions_BP.shape[1])
+        positions_BP, real_BP = (part[:, offset :: self.stride] for part in segment)
+        return super().loss(batch, frozen, Segment(positions_BP, real_BP))

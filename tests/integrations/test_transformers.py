@@ -1,0 +1,562 @@
+"""Conformance of ``custom_generate`` with transformers' own ``generate``.
+
+The tests are named after those of assisted decoding, of sampling and of stopping in transformers'
+tests/generation/test_utils.py and test_streamers.py where there is one.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    TextIteratorStreamer,
+    TextStreamer,
+    pipeline,
+)
+from transformers.generation.configuration_utils import WatermarkingConfig
+from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from anabranch.errors import AdapterError, CapabilityError, InputError, ModelError
+from anabranch.integrations.transformers import SpeculativeOutput, custom_generate, release
+from anabranch.integrations.transformers.config import HONOURED, REFUSED
+from anabranch.integrations.transformers.target import _kept, model_of
+from model.toys import CASES, VOCABULARY, toy_hf
+from toy_text import ToyFolders
+
+NEW = 14
+# drafts from earlier outputs, so that the second of two equal calls accepts most of them
+LOOKUP = {"custom_generate": custom_generate, "drafter": "suffix:nodes=8"}
+PLAIN = {"custom_generate": custom_generate, "drafter": "none"}
+
+
+@cache
+def toy(case: str = "llama") -> Any:
+    """A toy model of a family; shared by tests that do not change it."""
+    kind, config = CASES[case]
+    made = toy_hf(kind, config)
+    made.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=2, bos_token_id=1)
+    return made
+
+
+def changed() -> Any:
+    """A copy of the toy that may be changed."""
+    return copy.deepcopy(toy())
+
+
+def ids(length: int = 9, seed: int = 1, rows: int = 1) -> Tensor:
+    """Prompts [rows, length] in which n-grams repeat, so that lookup drafts are accepted."""
+    generator = torch.Generator().manual_seed(seed)
+    half = torch.randint(3, VOCABULARY, (rows, (length + 1) // 2), generator=generator)
+    return torch.cat((half, half), 1)[:, :length]
+
+
+def padded() -> dict[str, Tensor]:
+    """Three prompts of 9, 6 and 2 tokens, padded on the left."""
+    input_ids, mask = ids(rows=3), torch.ones(3, 9, dtype=torch.long)
+    for row, pad in enumerate((0, 3, 7)):
+        input_ids[row, :pad], mask[row, :pad] = 0, 0
+    return {"input_ids": input_ids, "attention_mask": mask}
+
+
+def both(model: Any, inputs: Any, **options: Any) -> tuple[Any, Any]:
+    """What transformers generates, and what we do, with drafts that are rejected and with some that are accepted."""
+    inputs = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
+    options = {"max_new_tokens": NEW, **options}
+    theirs, first, ours = (model.generate(**inputs, **options, **by) for by in ({}, LOOKUP, LOOKUP))
+    assert torch.equal(*(getattr(found, "sequences", found) for found in (first, ours)))
+    return theirs, ours
+
+
+# -- greedy -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "case", [c if c in ("llama", "gpt2", "gemma2") else pytest.param(c, marks=pytest.mark.thorough) for c in CASES]
+)
+def test_assisted_decoding_matches_greedy_search(case: str) -> None:
+    theirs, ours = both(toy(case), ids())
+    assert torch.equal(theirs, ours)
+    assert ours.dtype == theirs.dtype
+
+
+@pytest.mark.parametrize("drafter", ["none", "auto", "suffix", "lookahead", "prompt_lookup:matches=2+suffix"])
+def test_prompt_lookup_decoding_matches_greedy_search(drafter: str) -> None:
+    theirs = toy().generate(ids(), max_new_tokens=NEW)
+    assert torch.equal(theirs, toy().generate(ids(), max_new_tokens=NEW, **(LOOKUP | {"drafter": drafter})))
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2", pytest.param("opt", marks=pytest.mark.thorough)])
+def test_left_padding_compatibility(case: str) -> None:
+    theirs, ours = both(toy(case), padded())
+    assert torch.equal(theirs, ours)
+
+
+def test_drafts_are_accepted() -> None:
+    _, ours = both(toy(), padded(), max_new_tokens=40, return_dict_in_generate=True, eos_token_id=None)
+    assert [stats.tokens for stats in ours.stats] == [40, 40, 40]
+    assert all(stats.mean_acceptance_length > 2 for stats in ours.stats)
+
+
+def test_eos_token_id_int_and_list_greedy_search() -> None:
+    plain = toy().generate(ids(rows=3), max_new_tokens=NEW, eos_token_id=None)
+    first, second = int(plain[0, 11]), int(plain[1, 13])
+    for ends in (first, [first, second]):
+        theirs, ours = both(toy(), ids(rows=3), eos_token_id=ends)
+        assert torch.equal(theirs, ours)
+        assert ours.shape[1] <= 9 + NEW
+
+
+def test_max_new_tokens_decoder_only() -> None:
+    for length in ({"max_new_tokens": 3}, {"max_new_tokens": None, "max_length": 12}):
+        theirs, ours = both(toy(), ids(), **length)
+        assert torch.equal(theirs, ours)
+
+
+def test_default_generation_config_of_a_model_is_used() -> None:
+    model = changed()
+    model.generation_config = GenerationConfig(max_new_tokens=5, pad_token_id=0, repetition_penalty=1.3, min_length=12)
+    assert torch.equal(model.generate(ids()), model.generate(ids(), **LOOKUP))
+
+
+# -- logits processors --------------------------------------------------------------------------------
+PROCESSED = {
+    "repetition_penalty": {"repetition_penalty": 1.7},
+    "penalty_after_bias": {"repetition_penalty": 1.7, "sequence_bias": {(5,): 3.0, (6, 7): -4.0}},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
+    "bad_words_ids": {"bad_words_ids": [[5], [7, 8]]},
+    "min_new_tokens": {"min_new_tokens": 8, "eos_token_id": list(range(40, 97))},
+    "min_length": {"min_length": 15, "eos_token_id": list(range(40, 97))},
+    "suppress_tokens": {"suppress_tokens": list(range(20, 60)), "begin_suppress_tokens": list(range(60, 90))},
+    "forced": {"forced_eos_token_id": 2, "forced_bos_token_id": 4},
+    "exponential_decay": {"exponential_decay_length_penalty": (3, 1.5)},
+    "encoder_repetition_penalty": {"encoder_repetition_penalty": 1.8},
+    "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 1},
+    "invalid_values": {"remove_invalid_values": True, "renormalize_logits": True},
+    "watermarking": {"watermarking_config": WatermarkingConfig(bias=2.5, seeding_scheme="lefthash")},
+    "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": lambda row, text: [3 + row, 4 + row, 5 + len(text) % 50]},
+}
+
+
+@pytest.mark.parametrize("name", PROCESSED)
+def test_logits_processors_of_the_config(name: str) -> None:
+    theirs, ours = both(toy(), padded(), **PROCESSED[name])
+    assert torch.equal(theirs, ours)
+
+
+class Shift(LogitsProcessor):
+    """Depends on the text, and on the row's place in the batch."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        rows = torch.arange(len(scores))
+        scores[rows, (input_ids[:, -1] + rows) % VOCABULARY] += 6.0
+        return scores
+
+
+def test_custom_logits_processor() -> None:
+    for inputs in (ids(), padded()):
+        theirs, ours = both(toy(), inputs, logits_processor=LogitsProcessorList([Shift()]))
+        assert torch.equal(theirs, ours)
+
+
+# -- sampling -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_k": 0},
+        {"temperature": 0.7, "top_k": 20, "top_p": 0.9},
+        {"typical_p": 0.8, "repetition_penalty": 1.2},
+        {"min_p": 0.1, "epsilon_cutoff": 0.01, "no_repeat_ngram_size": 3},
+    ],
+)
+def test_assisted_decoding_sample(options: dict[str, Any]) -> None:
+    found = []
+    for drafter in (PLAIN, LOOKUP, LOOKUP):
+        torch.manual_seed(5)
+        found.append(toy().generate(**padded(), do_sample=True, max_new_tokens=NEW, **options, **drafter))
+    assert torch.equal(found[0], found[1]), "a seed fixes the text, whatever is drafted"
+    assert torch.equal(found[1], found[2])
+    assert not torch.equal(
+        found[2], toy().generate(**padded(), do_sample=True, max_new_tokens=NEW, **options, **LOOKUP)
+    )
+
+
+def test_num_return_sequences_differ() -> None:
+    torch.manual_seed(0)
+    found = toy().generate(ids(), do_sample=True, num_return_sequences=4, max_new_tokens=NEW, top_k=0, **LOOKUP)
+    assert len(found) == 4
+    assert len({tuple(row.tolist()) for row in found}) == 4
+
+
+def test_sampled_distribution_is_that_of_transformers() -> None:
+    """The first new token of many rows against the distribution that transformers samples from."""
+    options = {"do_sample": True, "temperature": 1.5, "top_k": 6, "max_new_tokens": 1, "return_dict_in_generate": True}
+    torch.manual_seed(3)
+    theirs = toy().generate(ids(), output_scores=True, **options)
+    p = theirs.scores[0][0].softmax(-1)
+    rows = 600
+    counts = torch.zeros(VOCABULARY)
+    drawn = toy().generate(ids(), num_return_sequences=rows, **options, **LOOKUP).sequences[:, -1]
+    counts.scatter_add_(0, drawn, torch.ones(rows))
+    kept = p > 0
+    assert not bool(counts[~kept].any())
+    chi_square = ((counts[kept] - rows * p[kept]) ** 2 / (rows * p[kept])).sum()
+    assert float(chi_square) < 20.5, "the 0.999 quantile of 5 degrees of freedom"
+
+
+# -- outputs ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("sample", [False, True])
+def test_greedy_generate_dict_outputs(sample: bool) -> None:
+    asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "max_new_tokens": NEW}
+    asked |= {"repetition_penalty": 1.4} | ({"do_sample": True, "top_k": 9} if sample else {})
+    toy().generate(ids(), max_new_tokens=NEW, repetition_penalty=1.4, **LOOKUP)
+    ours = toy().generate(ids(), **asked, **LOOKUP)
+    assert isinstance(ours, GenerateDecoderOnlyOutput)
+    assert isinstance(ours, SpeculativeOutput)
+    assert len(ours.scores) == len(ours.logits) == ours.sequences.shape[1] - 9
+    if sample:
+        return
+    theirs = toy().generate(ids(), **asked)
+    for name in ("scores", "logits"):
+        torch.testing.assert_close(torch.stack(getattr(ours, name)), torch.stack(getattr(theirs, name)))
+    assert ours.past_key_values is None
+
+
+def test_transition_scores_greedy_search() -> None:
+    plain = toy().generate(**padded(), max_new_tokens=NEW, eos_token_id=None)
+    asked = {"return_dict_in_generate": True, "output_scores": True, "eos_token_id": int(plain[1, 12])}
+    theirs, ours = both(toy(), padded(), **asked)
+    assert torch.equal(theirs.sequences, ours.sequences)
+    found = [toy().compute_transition_scores(x.sequences, x.scores, normalize_logits=True) for x in (theirs, ours)]
+    before = theirs.sequences[:, 9:].eq(asked["eos_token_id"]).cumsum(-1).roll(1, -1)
+    before[:, 0] = 0
+    real = before == 0  # up to the end token
+    assert not bool(real.all())
+    torch.testing.assert_close(found[0][real], found[1][real])
+    assert bool((found[1][~real] == 0).all()), "padding is certain"
+
+
+# -- stopping -----------------------------------------------------------------------------------------
+class Every(StoppingCriteria):
+    """Ends a row at its first token that is divisible, and counts its calls."""
+
+    def __init__(self, divisor: int) -> None:
+        self.divisor, self.lengths = divisor, []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.lengths.append(input_ids.shape[1])
+        return input_ids[:, -1] % self.divisor == 0
+
+
+@pytest.mark.parametrize("ends", [2, None])
+def test_custom_stopping_criteria(ends: int | None) -> None:
+    theirs = toy().generate(
+        **padded(), max_new_tokens=NEW, eos_token_id=ends, stopping_criteria=StoppingCriteriaList([Every(4)])
+    )
+    criterion = Every(4)
+    ours = toy().generate(
+        **padded(), max_new_tokens=NEW, eos_token_id=ends, stopping_criteria=StoppingCriteriaList([criterion]), **LOOKUP
+    )
+    assert torch.equal(theirs, ours)
+    assert criterion.lengths == list(range(10, ours.shape[1] + 1)), "called once for each position, in order"
+
+
+def test_max_time() -> None:
+    assert toy().generate(ids(), max_new_tokens=NEW, max_time=0.0, **LOOKUP).shape[1] == 10
+
+
+def test_stop_sequence_stopping_criteria() -> None:
+    with pytest.raises(ValueError, match="tokenizer"):  # transformers keeps the tokenizer from custom functions
+        toy().generate(ids(), stop_strings=["w5"], max_new_tokens=3, **LOOKUP)
+
+
+def test_stop_strings_as_a_criterion(toys: ToyFolders) -> None:
+    model = AutoModelForCausalLM.from_pretrained(toys.model)
+    tokenizer = AutoTokenizer.from_pretrained(toys.model)
+    plain = model.generate(ids(), max_new_tokens=NEW)[0, 9:]
+    criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, [tokenizer.decode(plain[5:7])])])
+    theirs, ours = both(model, ids(), stopping_criteria=criteria)
+    assert torch.equal(theirs, ours)
+    assert ours.shape[1] < 9 + NEW
+
+
+# -- adapters and other models --------------------------------------------------------------------------
+def test_an_adapter_drafts(toys: ToyFolders) -> None:
+    model = AutoModelForCausalLM.from_pretrained(toys.model)
+    theirs = model.generate(ids(), max_new_tokens=NEW)
+    options = {"max_new_tokens": NEW, "custom_generate": custom_generate, "return_dict_in_generate": True}
+    ours = model.generate(ids(), drafter="streams", adapter=toys.adapter, **options)
+    assert torch.equal(theirs, ours.sequences)
+    assert ours.stats[0].draft_nodes
+    with pytest.raises(AdapterError, match="was trained for another"):
+        model.generate(ids(), drafter="streams", adapter=[toys.other], **options)
+    with pytest.raises(CapabilityError, match="needs"):
+        model.generate(ids(), drafter="streams", **options)
+    drafted = model.generate(ids(), drafter=f"draft_model:model={toys.model}", **options)
+    assert torch.equal(theirs, drafted.sequences)
+    assert drafted.stats[0].mean_acceptance_length > 2
+    other = PreTrainedTokenizerFast(tokenizer_object=AutoTokenizer.from_pretrained(toys.model).backend_tokenizer)
+    other.add_tokens(["extra"])
+    release(model)
+    with pytest.raises(CapabilityError, match="another vocabulary than the target"):
+        model.generate(ids(), drafter=f"draft_model:model={toys.model}", target_tokenizer=other, **options)
+
+
+def test_pipelines(toys: ToyFolders) -> None:
+    pipe = pipeline("text-generation", model=str(toys.model), device="cpu")
+    texts = ["the cat and the", "the"]
+    options = {"max_new_tokens": NEW, "batch_size": 2, "do_sample": False}
+    pipe.tokenizer.pad_token, pipe.tokenizer.padding_side = pipe.tokenizer.eos_token, "left"
+    assert pipe(texts, **options, **LOOKUP) == pipe(texts, **options)
+
+
+# -- streamers ----------------------------------------------------------------------------------------
+class Words:
+    """A tokenizer of the words w0, w1, ..."""
+
+    def decode(self, tokens: list[int], **_: Any) -> str:
+        return " ".join(f"w{token}" for token in tokens)
+
+
+def test_text_streamer_matches_non_streaming(capsys: pytest.CaptureFixture[str]) -> None:
+    toy().generate(ids(), max_new_tokens=NEW, streamer=TextStreamer(Words()))
+    theirs = capsys.readouterr().out
+    toy().generate(ids(), max_new_tokens=NEW, streamer=TextStreamer(Words()), **LOOKUP)
+    assert capsys.readouterr().out == theirs != ""
+
+
+def test_text_iterator_streamer_matches_non_streaming() -> None:
+    streamer = TextIteratorStreamer(Words(), skip_prompt=True)
+    options = {"inputs": ids(), "max_new_tokens": NEW, "streamer": streamer, **LOOKUP}
+    thread = threading.Thread(target=toy().generate, kwargs=options)
+    thread.start()
+    text = "".join(streamer)
+    thread.join()
+    assert text.split() == [f"w{token}" for token in toy().generate(ids(), max_new_tokens=NEW)[0, 9:]]
+
+
+class Batches(BaseStreamer):
+    def __init__(self) -> None:
+        self.put_values: list[list[int]] = []
+        self.ended = False
+
+    def put(self, value: Tensor) -> None:
+        self.put_values.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def test_streamer_of_a_batch() -> None:
+    theirs, ours = Batches(), Batches()
+    toy().generate(**padded(), max_new_tokens=NEW, streamer=theirs)
+    toy().generate(**padded(), max_new_tokens=NEW, streamer=ours, **LOOKUP)
+    assert ours.put_values == theirs.put_values
+    assert ours.ended
+
+
+def test_a_failing_streamer_leaves_nothing_running() -> None:
+    class Fails(Batches):
+        def put(self, value: Tensor) -> None:
+            super().put(value)
+            if len(self.put_values) > 2:
+                raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError, match="no more"):
+        toy().generate(**padded(), max_new_tokens=NEW, streamer=Fails(), **LOOKUP)
+    assert not model_of(toy()).scheduler.busy
+
+
+# -- the config: every field is honoured or refused ---------------------------------------------------
+def test_every_field_of_generation_config_is_known() -> None:
+    fields = {name for name in vars(GenerationConfig()) if name[0] != "_" and name != "transformers_version"}
+    assert fields <= HONOURED | set(REFUSED)  # older versions lack some
+    assert not HONOURED & set(REFUSED)
+    assert set(ASKED) == set(REFUSED)
+
+
+ASKED: dict[str, Any] = {
+    "num_beams": 2,
+    "early_stopping": True,
+    "length_penalty": 2.0,
+    "use_cache": False,
+    "cache_config": {"nbits": 4},
+    "max_cache_len": 64,
+    "cache_implementation": "static",
+    "use_mtp": True,
+    "is_assistant": True,
+    "num_assistant_tokens": 5,
+    "num_assistant_tokens_schedule": "heuristic",
+    "assistant_confidence_threshold": 0.9,
+    "prompt_lookup_num_tokens": 3,
+    "max_matching_ngram_size": 3,
+    "assistant_early_exit": 1,
+    "assistant_lookbehind": 3,
+    "target_lookbehind": 3,
+    "assistant_ensemble_weight": 0.5,
+    "speculation_type": "dflash",
+    "guidance_scale": 1.5,
+    "output_attentions": True,
+    "output_hidden_states": True,
+    "num_beam_groups": 2,
+    "diversity_penalty": 1.0,
+    "constraints": ["any"],
+    "force_words_ids": [[5]],
+    "penalty_alpha": 0.6,
+    "low_memory": True,
+    "dola_layers": "low",
+    "prefill_chunk_size": 4,
+    "compile_config": "fast",
+    "continuous_batching_config": "any",
+}
+
+
+@pytest.mark.parametrize("name", sorted(set(REFUSED) & set(vars(GenerationConfig()))))
+def test_a_refused_field_is_named(name: str) -> None:
+    from anabranch.integrations.transformers.config import check_config
+
+    config = GenerationConfig()
+    check_config(config)
+    setattr(config, name, ASKED[name])
+    with pytest.raises(CapabilityError, match=rf"{name}=.*leave {name} out"):
+        check_config(config)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_beams": 2}, {"prompt_lookup_num_tokens": 3}, {"guidance_scale": 1.5}, {"cache_implementation": "static"}],
+    ids=str,
+)
+def test_a_refused_field_is_refused_by_generate(options: dict[str, Any]) -> None:
+    with pytest.raises(CapabilityError, match="is not supported with custom_generate"):
+        toy().generate(ids(), max_new_tokens=3, **options, **LOOKUP)
+
+
+# -- bad input ----------------------------------------------------------------------------------------
+def test_an_assistant_model_is_refused() -> None:
+    with pytest.raises(CapabilityError, match="assistant_model is not supported"):
+        toy().generate(ids(), assistant_model=toy(), max_new_tokens=3, **LOOKUP)
+
+
+def test_inputs_that_transformers_alone_can_use() -> None:
+    embeds = toy().get_input_embeddings()(ids())
+    with pytest.raises(CapabilityError, match="'inputs_embeds'"):
+        toy().generate(inputs_embeds=embeds, max_new_tokens=3, **LOOKUP)
+    cache = toy()(ids(), use_cache=True).past_key_values
+    with pytest.raises(CapabilityError, match="past_key_values"):
+        toy().generate(ids(), past_key_values=cache, max_new_tokens=3, **LOOKUP)
+
+
+def test_masks() -> None:
+    for mask in ([[1] * 5 + [0] * 4], [[1, 0, 1] + [1] * 6]):
+        with pytest.raises(InputError, match="pad prompts on the left"):
+            toy().generate(ids(), attention_mask=torch.tensor(mask), max_new_tokens=3, **LOOKUP)
+    with pytest.raises(InputError, match="a prompt is empty"):
+        toy().generate(ids(), attention_mask=torch.zeros(1, 9), max_new_tokens=3, **LOOKUP)
+    with pytest.raises(InputError, match="position_ids do not count"):
+        toy().generate(ids(), position_ids=torch.arange(9)[None] + 4, max_new_tokens=3, **LOOKUP)
+
+
+def test_lengths_and_options() -> None:
+    with pytest.raises(InputError, match="exceed the model's context length of 128"):
+        toy().generate(ids(), max_new_tokens=120, **LOOKUP)
+    with pytest.raises(InputError, match="there is no drafter"):
+        toy().generate(ids(), max_new_tokens=3, **(LOOKUP | {"drafter": "crystal_ball"}))
+    with pytest.raises(AdapterError, match="there is no adapter folder"):
+        toy().generate(ids(), adapter="missing", max_new_tokens=3, **LOOKUP)
+    with pytest.raises(CapabilityError, match="rule="):
+        toy().generate(ids(), rule="rejection", max_new_tokens=3, **LOOKUP)
+
+
+def test_models_that_compute_something_else() -> None:
+    trained = changed().train()
+    with pytest.raises(CapabilityError, match="training mode"):
+        trained.generate(ids(), max_new_tokens=3, **LOOKUP)
+    hooked = changed()
+    hooked.model.layers[1].register_forward_hook(lambda module, args, output: None)
+    with pytest.raises(CapabilityError, match=r"model\.layers\.1 has forward hooks"):
+        hooked.generate(ids(), max_new_tokens=3, **LOOKUP)
+
+    class Other(torch.nn.Linear):
+        pass
+
+    wrapped = changed()
+    wrapped.model.layers[0].self_attn.q_proj.__class__ = Other
+    with pytest.raises(CapabilityError, match=r"test_transformers\..*Other"):
+        wrapped.generate(ids(), max_new_tokens=3, **LOOKUP)
+    with pytest.raises(CapabilityError, match="autocast"), torch.autocast("cpu", dtype=torch.bfloat16):
+        toy().generate(ids(), max_new_tokens=3, **LOOKUP)
+    _, sizes = CASES["gpt_neox"]
+    unknown = toy_hf("stablelm", sizes)
+    with pytest.raises(ModelError, match="family"):
+        unknown.generate(ids(), max_new_tokens=3, **LOOKUP)
+
+
+# -- weights ------------------------------------------------------------------------------------------
+def test_tensors_are_shared() -> None:
+    decoder = model_of(toy()).target.decoder
+    layer = toy().model.layers[0]
+    assert decoder.blocks[0].norm_in.weight.data_ptr() == layer.input_layernorm.weight.data_ptr()
+    if decoder.backend.kernels is None:
+        assert decoder.embedding.weight.data_ptr() == toy().model.embed_tokens.weight.data_ptr()
+
+
+@pytest.mark.parametrize("how", ["in place", "through data", "replaced"])
+def test_changed_weights_are_noticed(how: str) -> None:
+    model = changed()
+    before = model.generate(ids(), max_new_tokens=NEW, **LOOKUP)
+    weight = model.model.layers[1].mlp.down_proj.weight
+    if how == "in place":
+        with torch.no_grad():
+            weight.mul_(-1.0)
+    elif how == "through data":
+        weight.data.mul_(-1.0)
+    else:
+        model.model.layers[1].mlp.down_proj.weight = torch.nn.Parameter(-weight.detach())
+    theirs, ours = both(model, ids())
+    assert torch.equal(theirs, ours)
+    assert not torch.equal(ours, before)
+
+
+def test_a_model_is_read_once_and_let_go() -> None:
+    model = changed()
+    model.generate(ids(), max_new_tokens=3, **LOOKUP)
+    made = model_of(model)
+    model.generate(ids(seed=2), max_new_tokens=3, **LOOKUP)
+    assert model_of(model) is made
+    release(model)
+    assert model not in _kept
+    model.generate(ids(), max_new_tokens=3, **LOOKUP)
+    kept = weakref.ref(model_of(model))
+    del model, made
+    gc.collect()
+    assert kept() is None
+
+
+def test_inference_mode_and_output_capturing() -> None:
+    model = changed()
+    model(ids(), output_hidden_states=True)  # installs transformers' own hooks
+    theirs = model.generate(ids(), max_new_tokens=NEW)
+    with torch.inference_mode():
+        assert torch.equal(theirs, model.generate(ids(), max_new_tokens=NEW, **LOOKUP))
+
+
+@pytest.mark.thorough
+def test_half_precision_types() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        model = changed().to(dtype)
+        assert model.generate(ids(), max_new_tokens=NEW, **LOOKUP).shape[1] > 9

@@ -1,0 +1,165 @@
+"""EAGLE's training: its loss, parameters, and from completions to a folder that drafts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from typer.testing import CliRunner
+
+import anabranch
+from anabranch.analysis.cost import target as published
+from anabranch.cli.train import app
+from anabranch.errors import AdapterError, InputError
+from anabranch.learning.examples import Batch, Example
+from anabranch.methods.eagle.drafter import EagleDrafter
+from anabranch.methods.eagle.module import EagleConfig, EagleModule
+from anabranch.methods.eagle.objective import EagleObjective, LossOptions
+from anabranch.methods.eagle.recipes import TRAINED
+from anabranch.methods.growing import Shape
+from anabranch.model.load import load_target
+from small import decode, request, small
+from toy_text import ToyFolders
+
+
+def module(config: EagleConfig | None = None, words: torch.Tensor | None = None) -> EagleModule:
+    torch.manual_seed(0)
+    return EagleModule(small().config, config or EagleConfig(), words)
+
+
+def examples(count: int = 6, case: str = "llama") -> list[Example]:
+    """The target's own completions."""
+    asked = [request(1 + n, n, 12) for n in range(count)]
+    said, _ = decode(small(case), asked)
+    return [Example(tuple(each.prompt_ids), tuple(answer)) for each, answer in zip(asked, said, strict=True)]
+
+
+def test_the_first_step_is_the_papers_loss() -> None:
+    """Smooth-L1 on features plus a tenth of the cross-entropy to the target's distribution, summed over tokens."""
+    made, texts, target = module(), examples(3), small()
+    learner = EagleObjective(target, made, LossOptions(feature=1.0, token=0.1, soft=1.0, unroll=1))
+    batch = Batch.of(texts)
+    frozen = learner.freeze(batch)
+    (segment,) = learner.segments(batch)
+    scores = learner.loss(batch, frozen, segment)
+    (features_BID,) = learner.unrolled(batch, frozen)
+    wanted, count, right = 0.0, 0, 0
+    for b, example in enumerate(texts):
+        text = [*example.prompt_ids, *example.answer_ids]
+        for place in range(max(len(example.prompt_ids) - 1, 1), len(text) - 1):  # predicts the token after it
+            mine, true = features_BID[b, place - 1].detach(), frozen.hidden_BTD[b, place]
+            law = target.logits(true).softmax(-1)
+            wanted += float(F.smooth_l1_loss(mine, true) + 0.1 * F.cross_entropy(target.logits(mine), law))
+            right += int(target.logits(mine).argmax()) == text[place + 1]
+            count += 1
+    assert float(scores.loss.detach()) == pytest.approx(wanted, rel=1e-4)
+    assert scores.count_S.tolist() == [count]
+    assert scores.right_S.tolist() == [right]
+    assert learner.predictions(batch) == count
+    scores.loss.backward()  # type: ignore[no-untyped-call]
+    assert all(parameter.grad is not None for parameter in made.parameters())
+
+
+@pytest.mark.parametrize("config", [EagleConfig(), EagleConfig(taps="1/2")], ids=["feature", "taps"])
+def test_the_loss_falls_and_acceptance_rises(config: EagleConfig) -> None:
+    made, texts = module(config, torch.arange(0, 19, 2)), examples()
+    learner = EagleObjective(small(), made, LossOptions(unroll=3, noise=0.05))
+    batch = Batch.of(texts)
+    frozen = learner.freeze(batch)
+    optimizer = torch.optim.AdamW(made.parameters(), lr=5e-3)
+    before, losses = learner.evaluate(texts), []
+    for _ in range(80):
+        (segment,) = learner.segments(batch)
+        scores = learner.loss(batch, frozen, segment)
+        optimizer.zero_grad()
+        scores.loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(scores.loss.item())
+    after = learner.evaluate(texts, nodes=(4,))
+    assert losses[-1] < 0.7 * losses[0]
+    assert set(after) == {"tree", "chain", "static tree", "4 nodes", "top 1", "top 8", "at least", "by source"}
+    assert after["tree"] > before["tree"] + 0.5
+    assert after["static tree"] >= after["chain"]
+    assert len(after["top 1"]) == 3
+    assert min(after["top 1"]) > 0.6
+    # the replay predicts what decoding reaches; decoding drafts for the first token of a longer prompt, too
+    asked = [request(1 + n, n, 12) for n in range(6)]
+    drafter = EagleDrafter(small(), made.requires_grad_(False), Shape("chain", 5))
+    found, steps = decode(small(), asked, drafter, rows=3)
+    assert found == decode(small(), asked)[0]
+    assert sum(map(len, found)) / sum(map(len, steps)) >= after["chain"] - 0.05
+
+
+@pytest.mark.parametrize(("name", "printed"), [("Llama-2-7B", 2.4e8), ("Phi-3", 1.3e8)])
+def test_parameters_are_those_that_the_papers_print(name: str, printed: float) -> None:
+    with torch.device("meta"):
+        made = EagleModule(replace(published(name).config, vocab_size=1), EagleConfig(input_norm=False, bias=True))
+    h = published(name).config.hidden_size
+    layer = sum(parameter.numel() for parameter in published(name).blocks[0].parameters())
+    assert made.num_parameters() == 2 * h * h + h + layer - h
+    assert round(made.num_parameters(), -7) == printed
+
+
+@pytest.mark.parametrize("name", ["OPT-1.3b", "Phi-1.3b", "Mistral-7B"])
+def test_every_published_target_has_a_head(name: str) -> None:
+    config = published(name).config
+    with torch.device("meta"):
+        plain, fused = (EagleModule(config, EagleConfig(taps=taps)) for taps in ("", "2/12/21"))
+    h, norm = config.hidden_size, config.hidden_size * (2 if config.norm == "layer" else 1)
+    layer = sum(parameter.numel() for parameter in published(name).blocks[0].parameters())
+    assert plain.num_parameters() == 2 * h * h + layer + norm
+    assert fused.num_parameters() == plain.num_parameters() + 3 * h * h + 2 * norm
+
+
+def test_options_that_are_refused() -> None:
+    for given, message in (
+        ({"unroll": 0}, "unroll must be from 1 to 16, got 0"),
+        ({"soft": 2.0}, "soft must be from 0 to 1"),
+        ({"decay": 0.0}, "decay must be greater than 0"),
+        ({"noise": -1.0}, "noise must be at least 0"),
+        ({"feature": 0.0, "token": 0.0}, "there is nothing to learn"),
+        ({"taps": "x"}, "taps must be numbers of layers"),
+    ):
+        with pytest.raises(InputError, match=message):
+            TRAINED.recipe("small", given)
+    assert TRAINED.recipe("eagle-1").loss.token == 0.1
+    with pytest.raises(InputError, match="there is no option 'streams'"):
+        TRAINED.recipe(None, {"streams": 3})
+
+
+@pytest.mark.filterwarnings("ignore::anabranch.errors.TrainingWarning")
+def test_from_completions_to_a_head_that_drafts(toys: ToyFolders, tmp_path: Path) -> None:
+    target = load_target(str(toys.model), dtype="float32")
+    asked = [request(4 + n % 5, n, 20) for n in range(24)]
+    said, _ = decode(target.decoder, asked)
+    lines = [{"prompt_ids": a.prompt_ids, "answer_ids": s} for a, s in zip(asked, said, strict=True)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    folder = tmp_path / "head"
+    arguments = ("--model", toys.model, "--answers", tmp_path / "a.jsonl", "--out", folder, "--recipe", "small")
+    rest = ("--taps", "1/2", "--epochs", 12, "--batch-tokens", 200, "--warmup", 4, "--lr", 0.01, "--held-out", 4)
+    result = CliRunner().invoke(app, ["eagle", *map(str, (*arguments, *rest, "--no-timing", "--json"))])
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert record["method"] == "eagle"
+    assert record["config"]["taps"] == "1/2"
+    assert record["measured"]["predicted mean acceptance length"]["tree"] > 1.2
+    text: dict[str, Any] = {"max_new_tokens": 20, "ignore_eos": True}
+    with anabranch.load(toys.model, adapter=folder, drafter="eagle:tree=8", dtype="float32") as model:
+        wanted = model.generate("the other", drafter="none", **text)
+        assert model.generate("the other", **text).token_ids == wanted.token_ids
+        assert "".join(chunk.text for chunk in model.stream("the other", **text)) == wanted.text
+        both = [wanted.token_ids, model.generate("and then", drafter="none", **text).token_ids]
+        found = model.generate(["the other", "and then"], drafter="eagle:tree=auto+suffix", **text)
+        assert [each.token_ids for each in found] == both
+        again = model.generate("the other" * 3, **text)  # begins like an earlier text
+        assert again.token_ids == model.generate("the other" * 3, drafter="none", **text).token_ids
+    with pytest.raises(AdapterError, match="another"):
+        anabranch.load(toys.model, adapter=toys.other)
+    (folder / "adapter.safetensors").write_bytes((folder / "adapter.safetensors").read_bytes()[:-50])
+    with pytest.raises(AdapterError):
+        anabranch.load(toys.model, adapter=folder)

@@ -1,0 +1,157 @@
+"""Medusa-2: the pass that is trained is that of the tuned target, which is written as a model of its own."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import anabranch
+from anabranch.cli.train import app
+from anabranch.errors import AdapterError, CapabilityError, InputError
+from anabranch.learning.examples import Batch, Example
+from anabranch.learning.target import run_frozen
+from anabranch.methods.medusa.joint import JointObjective, MedusaLoss
+from anabranch.methods.medusa.module import MedusaConfig, MedusaModule, begin_with_heads, export
+from anabranch.methods.medusa.tuning import LayerTuning, save_tuned, tuned_states
+from anabranch.model.load import load_target
+from anabranch.model.quantize import quantize_decoder
+from anabranch.model.weights import build_decoder
+from small import CASES, decode, prompt, randomise, request, small
+from toy_text import ToyFolders
+
+BATCH = Batch.of([Example(tuple(prompt(9, 1)), tuple(prompt(6, 2))), Example(tuple(prompt(4, 3)), tuple(prompt(7, 4)))])
+
+
+def tuning(case: str = "llama") -> nn.ModuleList:
+    layers = nn.ModuleList(LayerTuning(CASES[case], 3) for _ in range(CASES[case].num_layers))
+    randomise(layers, 4, scale=0.1)
+    return layers
+
+
+def inside(states_BTD: torch.Tensor) -> torch.Tensor:
+    return torch.cat([row[:n] for row, n in zip(states_BTD, BATCH.lengths_B.tolist(), strict=True)])
+
+
+@pytest.mark.parametrize("case", ["gemma2", "gpt2", "llama", "mistral", "phi", "qwen3"])
+def test_the_pass_that_is_trained_is_the_tuned_targets(case: str) -> None:
+    target, layers = small(case), tuning(case)
+    tuned = copy.deepcopy(target)
+    for block, side in zip(tuned.blocks, layers, strict=True):
+        side.merge(block)  # type: ignore[operator, union-attr]
+    found = tuned_states(target, layers, BATCH.tokens_BT)
+    assert torch.allclose(inside(found), inside(run_frozen(tuned, BATCH).hidden_BTD), atol=1e-4)
+    assert not torch.allclose(inside(found), inside(run_frozen(target, BATCH).hidden_BTD), atol=1e-2)
+    found.sum().backward()  # type: ignore[no-untyped-call]
+    assert all(parameter.grad is not None for parameter in layers.parameters())
+
+
+def test_training_lowers_the_loss_of_both() -> None:
+    target = small()
+    asked = [request(4 + n, n, 14) for n in range(6)]
+    said, _ = decode(target, asked)
+    texts = [Example(tuple(each.prompt_ids), tuple(answer)) for each, answer in zip(asked, said, strict=True)]
+    torch.manual_seed(0)
+    module = MedusaModule(target.config, MedusaConfig(3, lora_rank=4), None)
+    objective, batch = JointObjective(target, module, MedusaLoss()), Batch.of(texts)
+    assert len(list(objective.segments(batch))) == 1
+    before, frozen = objective.evaluate(texts), objective.freeze(batch)
+    optimizer, losses = torch.optim.AdamW(module.parameters(), lr=1e-2), []
+    for _ in range(30):
+        optimizer.zero_grad()
+        (segment,) = objective.segments(batch)
+        scores = objective.loss(batch, frozen, segment)
+        scores.loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(scores.loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    assert objective.evaluate(texts)["tree"] > before["tree"] + 0.3
+    assert all(parameter.grad is None for parameter in target.parameters())
+
+
+def test_heads_of_the_frozen_target_are_where_it_begins() -> None:
+    target = small()
+    trained, fresh = (MedusaModule(target.config, MedusaConfig(3, lora_rank=rank), None) for rank in (0, 2))
+    randomise(trained, 2)
+    begin_with_heads(fresh, trained)
+    assert fresh.config.lora_rank == 2
+    assert torch.equal(fresh.chain(1)[0].weight, trained.chain(1)[0].weight)
+    again = MedusaModule(target.config, MedusaConfig(3, lora_rank=2), None)
+    randomise(fresh, 3)
+    begin_with_heads(again, fresh)
+    assert all(bool((a == b).all()) for a, b in zip(again.parameters(), fresh.parameters(), strict=True))
+    with pytest.raises(InputError, match="it has num_heads 3, and this training asks for 2"):
+        begin_with_heads(MedusaModule(target.config, MedusaConfig(2, lora_rank=2), None), trained)
+    assert export(Path("unused"), trained, None) is None  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_tuned() -> None:
+    def objective(target: Any) -> JointObjective:
+        return JointObjective(target, MedusaModule(target.config, MedusaConfig(2, lora_rank=2), None), MedusaLoss())
+
+    with pytest.raises(CapabilityError, match="family 'gpt2' cannot be written as a model folder"):
+        objective(small("gpt2"))
+    narrow = build_decoder(CASES["llama"], device="cpu")
+    quantize_decoder(narrow, "int8")
+    with pytest.raises(CapabilityError, match="a quantised target cannot be tuned"):
+        objective(narrow)
+    with pytest.raises(InputError, match="lora_rank must be a whole number from 0 to 1024, got -1"):
+        MedusaConfig(lora_rank=-1)
+    with pytest.raises(InputError, match="heads must be greater than 0, got 0"):
+        MedusaLoss(heads=0)
+
+
+def test_a_tuned_target_is_a_model_of_its_own(toys: ToyFolders, tmp_path: Path) -> None:
+    target = load_target(str(toys.model), dtype="float32")
+    layers = nn.ModuleList(LayerTuning(target.config, 3) for _ in range(target.config.num_layers))
+    randomise(layers, 4, scale=0.1)
+    tuned = save_tuned(tmp_path / "model", layers, target)
+    assert tuned.fingerprint != target.fingerprint
+    assert tuned.config.eos_token_ids == target.config.eos_token_ids
+    found = run_frozen(tuned.decoder, BATCH).hidden_BTD
+    assert torch.allclose(inside(found), inside(tuned_states(target.decoder, layers, BATCH.tokens_BT)), atol=1e-4)
+
+
+@pytest.mark.thorough
+@pytest.mark.default_model
+def test_the_default_model_is_tuned_from_its_gguf_file(tmp_path: Path) -> None:
+    target = load_target("default")
+    layers = nn.ModuleList(LayerTuning(target.config, 1) for _ in range(target.config.num_layers))  # at zero
+    tuned = save_tuned(tmp_path / "model", layers, target)
+    assert tuned.config == target.config
+    mine, theirs = (dict(each.decoder.named_parameters()) for each in (tuned, target))
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.filterwarnings("ignore::anabranch.errors.TrainingWarning")
+def test_from_completions_to_a_tuned_target_with_its_heads(toys: ToyFolders, tmp_path: Path) -> None:
+    target = load_target(str(toys.model), dtype="float32")
+    asked = [request(4 + n % 5, n, 20) for n in range(16)]
+    said, _ = decode(target.decoder, asked)
+    lines = [{"prompt_ids": a.prompt_ids, "answer_ids": s} for a, s in zip(asked, said, strict=True)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    shared = ("--model", toys.model, "--answers", tmp_path / "a.jsonl", "--num-heads", 2, "--batch-tokens", 200)
+    rest = ("--warmup", 2, "--held-out", 4, "--lr", 0.01, "--json")
+    first, folder = tmp_path / "first", tmp_path / "joint"
+    for arguments in (
+        ("--out", first, "--recipe", "small", "--epochs", 2, "--no-timing"),
+        ("--out", folder, "--recipe", "medusa-2", "--init", first, "--epochs", 3, "--lora-rank", 4),
+    ):
+        result = CliRunner().invoke(app, ["medusa", *map(str, (*shared, *arguments, *rest))])
+        assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert record["config"]["lora_rank"] == 0
+    assert record["run"]["command"].endswith(f"--model {folder / 'model'} --drafter medusa --adapter {folder}")
+    text: dict[str, Any] = {"max_new_tokens": 20, "ignore_eos": True}
+    with anabranch.load(folder / "model", adapter=folder, drafter="medusa", dtype="float32") as model:
+        assert model.target.fingerprint == record["target"]["fingerprint"] != target.fingerprint
+        wanted = model.generate("the other", drafter="none", **text)
+        assert model.generate("the other", **text).token_ids == wanted.token_ids
+    with pytest.raises(AdapterError, match="was trained for model"):
+        anabranch.load(toys.model, adapter=folder, dtype="float32")

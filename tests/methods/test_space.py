@@ -1,0 +1,280 @@
+"""SPACE: masks are what the target computes of tokens with their embeddings, and drafting with them is exact."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from anabranch.adapters.folder import WEIGHTS, TargetIdentity, load_adapter, save_adapter
+from anabranch.errors import AdapterError, CapabilityError, InputError
+from anabranch.learning.examples import Batch, Example
+from anabranch.methods import make_drafter, parse_spec
+from anabranch.methods.base import Observation, Row
+from anabranch.methods.space import METHOD, SpaceSettings
+from anabranch.methods.space.module import MaskConfig, MaskModule, begin_with, start_from_target
+from anabranch.methods.space.objective import MaskLossOptions, MaskObjective
+from anabranch.methods.space.recipes import TRAINED
+from anabranch.methods.streams.drafter import StreamDrafter
+from anabranch.model.cache import Cache
+from anabranch.model.config import ModelConfig
+from anabranch.model.decoder import Decoder
+from anabranch.model.inputs import Inputs
+from anabranch.model.pack import pack_decoder
+from anabranch.model.weights import build_decoder
+from anabranch.native import library as native
+from anabranch.sampling import SamplingParams
+from anabranch.tree import DraftTree
+from anabranch.verify import Verdict
+from small import CASES, LLAMA, as_target, decode, prompt, randomise, request, small, small_adapter
+
+MASKS = 3
+
+
+def masks(target: Decoder, count: int = MASKS) -> MaskModule:
+    module = MaskModule(target.config, MaskConfig(count))
+    randomise(module, seed=5)
+    module.scale.fill_(0.7)
+    return module.to(target.dtype).eval().requires_grad_(False)
+
+
+def states(target: Decoder, module: MaskModule, placement: str) -> list[torch.Tensor]:
+    """The masks' states [S, D] behind the accepted node of three ragged trees."""
+    drafter = StreamDrafter(target, module, placement=placement)  # type: ignore[arg-type]
+    cache = Cache(target.config, rows=3, capacity=40, dtype=target.dtype, device=target.device)
+    for slot, length in enumerate((9, 4, 12)):
+        cache.add_row()
+        target(Inputs.of_prompt(prompt(length, seed=slot)), cache, slots=slice(slot, slot + 1), need="hidden")
+        cache.commit([range(length)])
+    parents = ([-1, 0, 0, 1, 1, 3], [-1], [-1, 0, 0, 2])
+    trees = [DraftTree(np.array(prompt(len(p), seed=40), np.int64), np.array(p, np.int64)) for p in parents]
+    output = target(Inputs.of_trees(trees), cache, rider=drafter.rider, taps=drafter.needs.layers)
+    paths = ((0, 1, 3), (0,), (0, 2))
+    cache.commit(paths)
+    rows = [Row([7], 1, SamplingParams()) for _ in paths]
+    for row in rows:
+        drafter.join(row)
+    verdicts = [Verdict(path, 0) for path in paths]
+    seen = Observation(output, cache, range(3), trees, verdicts, [True] * 3, 96, drafter.max_nodes)
+    drafter.observe(rows, seen)
+    return [drafter._states(row) for row in rows]  # type: ignore[misc]
+
+
+def as_tokens(target: Decoder, module: MaskModule, text: list[int]) -> torch.Tensor:
+    """What the target computes of the masks if they are tokens of its vocabulary [S, D]."""
+    wider = copy.deepcopy(target)
+    assert module.embeddings is not None
+    rows = module.embeddings * module.scale / target.config.embedding_scale
+    table = torch.cat((target.embedding.weight, rows))
+    wider.embedding = nn.Embedding.from_pretrained(table)  # type: ignore[no-untyped-call]
+    cache = Cache(target.config, rows=1, capacity=40, dtype=target.dtype, device=target.device)
+    cache.add_row()
+    words = [*text, *range(len(target.embedding.weight), len(table))]
+    return wider(Inputs.of_prompt(words), cache, need="hidden").hidden_MD[-len(module.embeddings) :]
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+@torch.no_grad()
+def test_masks_are_tokens_behind_the_accepted_node(case: str) -> None:
+    target = small(case)
+    module = masks(target)
+    nodes = prompt(6, seed=40), prompt(1, seed=40), prompt(4, seed=40)
+    texts = [
+        [*prompt(9, seed=0), nodes[0][0], nodes[0][1], nodes[0][3]],
+        [*prompt(4, seed=1), nodes[1][0]],
+        [*prompt(12, seed=2), nodes[2][0], nodes[2][2]],
+    ]
+    ridden, trailed = states(target, module, "ride"), states(target, module, "trail")
+    for text, mine, other in zip(texts, ridden, trailed, strict=True):
+        torch.testing.assert_close(mine, other, atol=3e-5, rtol=1e-4)
+        if target.config.sliding_window is None:  # masks see their node's window, a token would see its own
+            torch.testing.assert_close(mine, as_tokens(target, module, text), atol=3e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("placement", ["ride", "trail"])
+@pytest.mark.parametrize("case", ["llama", "gpt2"])
+def test_decoding_is_exact_while_rows_join_and_leave(case: str, placement: str) -> None:
+    target = small(case)
+    drafter = make_drafter(f"space:nodes=6,placement={placement}", target, masks(target))
+    asked = [request(3 + n, n, 6 + 5 * (n % 3)) for n in range(5)]
+    asked += [request(4, 9, 12, sampling=SamplingParams(temperature=0.8, seed=3))]
+    wanted, _ = decode(target, asked)
+    found, steps = decode(target, asked, drafter, rows=3)
+    assert found == wanted
+    assert {source for row in steps for step in row for source in step.tree.sources} >= {"target", "mask 1", "mask 2"}
+
+
+@pytest.mark.parametrize("tree", ["chain", "product"])
+def test_rejection_samples_from_the_masks(tree: str) -> None:
+    target = small()
+    drafter = make_drafter(f"space:tree={tree},k=2", target, masks(target))
+    asked = [request(5, n, 8, sampling=SamplingParams(temperature=1.0, seed=n), rule="rejection") for n in range(3)]
+    found, steps = decode(target, asked, drafter, rows=2)
+    assert [len(row) for row in found] == [8, 8, 8]
+    assert any(step.tree.draft_probs is not None for row in steps for step in row)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_the_native_kernels_decode_the_same(dtype: torch.dtype) -> None:
+    if native.library() is None:
+        pytest.skip(f"the native kernels are not available: {native.why_not()}")
+    config = replace(
+        LLAMA, vocab_size=64, hidden_size=64, num_heads=2, num_kv_heads=1, head_dim=32, intermediate_size=96
+    )
+    config = replace(config, rope=replace(LLAMA.rope, dim=32))
+    target = build_decoder(config, device="cpu")
+    randomise(target, seed=1)
+    module = masks(target)
+    reference = [states(target, module, "trail"), decode(target, [request(5, 1, 20)])[0]]
+    target = target.to(dtype)
+    module = masks(target)
+    assert pack_decoder(target)
+    assert target.backend.kernels is not None
+    if dtype == torch.float32:
+        for mine, other in zip(states(target, module, "trail"), reference[0], strict=True):
+            torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-3)
+        assert decode(target, [request(5, 1, 20)])[0] == reference[1]
+    asked = [request(3 + n, n, 10 + n) for n in range(4)]
+    wanted, _ = decode(target, asked)
+    for settings in ("tree=6", "tree=chain", "tree=auto", "nodes=4,placement=ride"):
+        assert decode(target, asked, make_drafter(f"space:{settings}", target, module), rows=2)[0] == wanted
+
+
+def test_combined_with_a_model_free_method_and_with_streams() -> None:
+    target = small()
+    asked = [request(6, n, 12) for n in range(3)]
+    wanted, _ = decode(target, asked)
+    modules = (masks(target), small_adapter(target))
+    for text in ("space:nodes=6+prompt_lookup", "space:placement=trail+streams:tree=6,placement=trail"):
+        assert decode(target, asked, make_drafter(text, target, *modules), rows=2)[0] == wanted
+
+
+def test_an_adapter_of_masks_serves_only_space() -> None:
+    target = small()
+    with pytest.raises(CapabilityError, match="'streams' needs an adapter"):
+        make_drafter("streams", target, masks(target))
+    with pytest.raises(CapabilityError, match="'space' needs an adapter"):
+        make_drafter("space", target, small_adapter(target))
+
+
+@pytest.mark.parametrize("width", [2048, 3072, 4096])
+@pytest.mark.parametrize("count", [1, 5])
+def test_parameters(width: int, count: int) -> None:
+    with torch.device("meta"):
+        module = MaskModule(ModelConfig("llama", 32_000, width, 24, 16, 16, 64, 4 * width, 4096), MaskConfig(count))
+    assert module.num_parameters() == count * width
+
+
+def test_training_lowers_the_loss_of_the_masks_alone() -> None:
+    target = small()
+    asked = [request(4 + n, n, 12) for n in range(5)]
+    said, _ = decode(target, asked)
+    texts = [Example(tuple(each.prompt_ids), tuple(answer)) for each, answer in zip(asked, said, strict=True)]
+    torch.manual_seed(0)
+    module = MaskModule(target.config, MaskConfig(2))
+    start_from_target(target, module)
+    learner = TRAINED.objective(target, module, TRAINED.recipe(given={"num_masks": 2, "stride": 1}), frozen=target)
+    assert (learner.predictor, learner.predictors) == ("mask", 2)
+    batch = Batch.of(texts)
+    frozen = learner.freeze(batch)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=5e-2)
+    losses = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        for segment in learner.segments(batch):
+            scores = learner.loss(batch, frozen, segment)
+            scores.loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(scores.loss.item())
+        optimizer.step()
+    assert losses[-1] < 0.9 * losses[0]
+    after = learner.evaluate(texts, nodes=(4,))
+    drafter = make_drafter("space:nodes=4", target, module.eval().requires_grad_(False))
+    found, steps = decode(target, asked, drafter, rows=3)
+    assert found == said
+    # the replay predicts what decoding reaches
+    assert sum(map(len, found)) / sum(map(len, steps)) == pytest.approx(after["4 nodes"], abs=0.15)
+
+
+def test_masks_are_trained_behind_every_nth_position() -> None:
+    target = small()
+    texts = [Example(tuple(prompt(4, seed=n)), tuple(prompt(15 + n, seed=9 + n))) for n in range(3)]
+    batch, module = Batch.of(texts), masks(target)
+    every, some = (MaskObjective(target, module, MaskLossOptions(stride=n), segment=6) for n in (1, 3))
+    frozen = every.freeze(batch)
+    whole, part = ([each.loss(batch, frozen, s) for s in each.segments(batch)] for each in (every, some))
+    counts = [float(sum(scores.count_S.sum() for scores in found)) for found in (whole, part)]
+    assert every.predictions(batch) == pytest.approx(3 * some.predictions(batch))
+    assert 0 < counts[1] < 0.5 * counts[0]
+    assert all(torch.isfinite(scores.loss) for scores in part)
+    with pytest.raises(InputError, match="stride must be at least 1, got 0"):
+        MaskLossOptions(stride=0)
+
+
+def test_a_folder_gives_back_the_masks(tmp_path: Path) -> None:
+    target = as_target(small())
+    module = masks(small())
+    save_adapter(
+        *(tmp_path, module),
+        method=METHOD,
+        target=TargetIdentity.of(target),
+        training={},
+        measured={},
+        dtype=torch.float32,
+    )
+    loaded = load_adapter(tmp_path, target)
+    assert loaded.method is METHOD
+    assert loaded.module.config == module.config
+    assert torch.equal(loaded.module.embeddings, module.embeddings)  # type: ignore[arg-type]
+    assert torch.equal(loaded.module.scale, module.scale)  # type: ignore[arg-type]
+    (tmp_path / WEIGHTS).write_bytes(b"cut")
+    with pytest.raises(AdapterError, match="truncated"):
+        load_adapter(tmp_path, target)
+
+
+def test_bad_input() -> None:
+    for wrong in (0, 257, 1.5, True):
+        with pytest.raises(InputError, match="num_masks must be a whole number"):
+            MaskConfig(wrong)  # type: ignore[arg-type]
+    with pytest.raises(AdapterError, match="nothing else"):
+        MaskConfig.from_dict({"num_masks": 2, "prompts": 1})
+    with pytest.raises(AdapterError, match="malformed: num_masks"):
+        MaskConfig.from_dict({"num_masks": "2"})
+    for text, message in (
+        ("space:tree=1", "nodes must be at least 2"),
+        ("space:prune=8", "no setting 'prune=8'"),
+        ("space:k=0", "k must be at least 1"),
+    ):
+        with pytest.raises(InputError, match=message):
+            parse_spec(text)
+    with pytest.raises(InputError, match="placement must be"):
+        make_drafter("space:placement=beside", small(), masks(small()))
+    with pytest.raises(InputError, match="only 3 streams"):
+        make_drafter("space:depth=4", small(), masks(small()))
+    assert str(parse_spec("space:tree=8,placement=ride")) == "space:nodes=8,placement=ride"
+    assert SpaceSettings.under_load().adaptive
+
+
+def test_fresh_masks_are_as_large_as_the_targets_embeddings() -> None:
+    for case in ("llama", "gemma2"):
+        target = small(case)
+        module = MaskModule(target.config, MaskConfig(4))
+        start_from_target(target, module)
+        wanted = target.embed(torch.arange(19), torch.zeros(19, dtype=torch.long)).std().item()
+        assert module.initial(torch.zeros(1, 1, 32)).std().item() == pytest.approx(wanted, rel=0.3)
+
+
+def test_training_starts_from_fewer_masks() -> None:
+    few, many = masks(small(), 2), masks(small(), 4)
+    few.scale.fill_(0.2)
+    begin_with(many, few)
+    assert torch.equal(many.scale, few.scale)
+    assert few.embeddings is not None
+    assert many.embeddings is not None
+    assert torch.equal(many.embeddings, few.embeddings[[0, 1, 1, 1]])
+    with pytest.raises(InputError, match="it has 4 masks"):
+        begin_with(few, many)

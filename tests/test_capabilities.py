@@ -1,0 +1,281 @@
+"""What is said to be supported works and decodes exactly; what is said not to be raises the sentence that was given."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import anabranch as public
+from anabranch import methods as registry
+from anabranch.adapters.folder import LoadedAdapter
+from anabranch.api import Model
+from anabranch.capabilities import COMBINED, QUESTIONS, StandIn, matrix, supports
+from anabranch.engine import Engine, Request
+from anabranch.errors import AnabranchError, CapabilityError
+from anabranch.methods import Method, methods, register
+from anabranch.methods.none import NoDrafter
+from anabranch.methods.settings import Settings
+from anabranch.model.pack import pack_decoder
+from anabranch.native import library as native
+from anabranch.options import Options
+from small import Words, decode, prompt, randomise
+from toy_text import toy_model
+from verbs import Anabranch
+
+DRAFTERS = [f"{m.name}:{variant}" if variant else m.name for m in methods() for variant in m.variants]
+NEW = 6  # tokens
+
+
+class Spoken(Words):
+    """Words that generation can decode."""
+
+    def decode(self, ids: Sequence[int], **options: Any) -> str:
+        return super().decode(ids)
+
+
+def made(dtype: torch.dtype = torch.float32, quantize: str = "none", *, packed: bool = False) -> StandIn:
+    """A stand-in whose weights are large enough that a wrong draft shows."""
+    stand_in = StandIn(torch.device("cpu"), torch.float32, "none")
+    randomise(stand_in.target.decoder, seed=1)
+    if dtype != torch.float32 or quantize != "none":
+        weights = stand_in.target.decoder.state_dict()
+        stand_in = StandIn(torch.device("cpu"), dtype, "none")
+        stand_in.target.decoder.load_state_dict(weights)
+        stand_in.target.decoder.to(dtype)
+        if quantize != "none":
+            from anabranch.model.quantize import quantize_decoder
+
+            quantize_decoder(stand_in.target.decoder, quantize)  # type: ignore[arg-type]
+    if packed:
+        assert pack_decoder(stand_in.target.decoder)
+        assert stand_in.target.decoder.backend.kernels is not None
+    return stand_in
+
+
+@pytest.fixture(scope="module")
+def stand_in() -> StandIn:
+    return made()
+
+
+@pytest.fixture(scope="module")
+def model(stand_in: StandIn) -> Iterator[Model]:
+    """The same target with the same modules, as a user has them."""
+    adapters = [LoadedAdapter(stand_in.module(m), {"sha256": "0" * 64}, m) for m in methods() if m.trained is not None]  # type: ignore[arg-type]
+    with Model(replace(stand_in.target, tokenizer=Spoken()), adapters, "none") as loaded:
+        yield loaded
+
+
+def asked_of(stand_in: StandIn) -> list[Request]:
+    """A request for each question, with prompts of several lengths."""
+    asked = []
+    for number, options in enumerate(QUESTIONS.values()):
+        call = {name: value for name, value in options.items() if name in Options.__dataclass_fields__}
+        chosen = Options(max_new_tokens=NEW + number % 3, seed=number, **call)
+        asked.append(chosen.request(prompt(4 + number % 4, seed=number % 3), stand_in.target))
+    return asked
+
+
+def plain_of(stand_in: StandIn) -> list[list[int]]:
+    """What plain decoding says to ``asked_of``."""
+    asked = [replace(each, rule="match") for each in asked_of(stand_in)]
+    return decode(stand_in.target.decoder, asked, rows=4)[0]
+
+
+@pytest.fixture(scope="module")
+def plain(stand_in: StandIn) -> list[list[int]]:
+    return plain_of(stand_in)
+
+
+def check_exact(stand_in: StandIn, drafter: str, plain: list[list[int]], rows: int = 4, *, exact: bool = True) -> None:
+    """Decode what is supported in a batch whose rows join and leave; *matching* gives the tokens of plain decoding."""
+    target, allowed = stand_in.target.decoder, [bool(supports(drafter, **each)) for each in QUESTIONS.values()]
+    asked = list(itertools.compress(asked_of(stand_in), allowed))
+    found, _ = decode(target, asked, stand_in.drafter(drafter), rows=rows)
+    for request, mine, wanted in zip(asked, found, itertools.compress(plain, allowed), strict=True):
+        if exact and request.rule == "match":
+            assert mine == wanted
+        assert len(mine) == request.max_new_tokens
+        assert all(0 <= token < target.config.vocab_size for token in mine)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_every_cell_decodes_exactly_or_raises_its_sentence(
+    drafter: str, stand_in: StandIn, model: Model, plain: list[list[int]]
+) -> None:
+    check_exact(stand_in, drafter, plain)
+    spec = stand_in.spec(drafter)
+    for options in QUESTIONS.values():
+        said = supports(drafter, **options)
+        assert model.supports(spec, **options) == said
+        if not said:
+            call = {name: value for name, value in options.items() if name not in ("prompts", "stream")}
+            with pytest.raises(AnabranchError) as raised:
+                model.generate([5, 7, 9], max_new_tokens=4, drafter=spec, **call)
+            assert str(raised.value) == said.reason
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_every_cell_through_the_public_calls(drafter: str, stand_in: StandIn, model: Model) -> None:
+    spec = stand_in.spec(drafter)
+    prompts = [prompt(3 + n, seed=n) for n in range(8)]
+    for options in QUESTIONS.values():
+        call: dict[str, Any] = {name: value for name, value in options.items() if name not in ("prompts", "stream")}
+        call |= {"max_new_tokens": NEW, "seed": 3, "drafter": spec}
+        if not supports(drafter, **options):
+            continue
+        plain = [model.generate(ids, **{**call, "drafter": "none", "rule": "match"}) for ids in prompts]
+        if options.get("stream"):
+            chunks = [[token for chunk in model.stream(ids, **call) for token in chunk.token_ids] for ids in prompts]
+            assert chunks == [each.token_ids for each in plain]
+            continue
+        found = model.generate(prompts[: options.get("prompts", 3)], **call)
+        if options.get("rule") != "rejection":
+            assert [each.token_ids for each in found] == [each.token_ids for each in plain[: len(found)]]
+        if options.get("log_probs"):
+            assert all(len(each.log_probs) == NEW for each in found)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("dtype", "quantize"),
+    [(torch.float32, "none"), (torch.bfloat16, "none"), (torch.bfloat16, "int8"), (torch.bfloat16, "int4")],
+    ids=str,
+)
+def test_every_cell_on_the_native_kernels(dtype: torch.dtype, quantize: str) -> None:
+    if native.library() is None:
+        pytest.skip(f"the native kernels are not available: {native.why_not()}")
+    stand_in = made(dtype, quantize, packed=True)
+    plain = plain_of(stand_in)
+    for drafter in DRAFTERS:
+        check_exact(stand_in, drafter, plain)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("dtype", "quantize"),
+    [(torch.float32, "int8"), (torch.float32, "int4"), (torch.bfloat16, "none"), (torch.float16, "none")],
+    ids=str,
+)
+def test_every_cell_in_every_type_in_pytorch(dtype: torch.dtype, quantize: str) -> None:
+    stand_in = made(dtype, quantize)
+    plain = plain_of(stand_in)
+    for drafter in DRAFTERS:
+        check_exact(stand_in, drafter, plain, exact=dtype == torch.float32)  # others round by the width of a pass
+
+
+@pytest.mark.thorough
+def test_every_pair_decodes_exactly_or_raises_its_sentence(stand_in: StandIn, plain: list[list[int]]) -> None:
+    for names in itertools.combinations([*(m.name for m in methods()), "streams:placement=ride"], 2):
+        drafter = "+".join(names)
+        said = supports(drafter)
+        if said:
+            check_exact(stand_in, drafter, plain, rows=3)
+        else:
+            with pytest.raises(AnabranchError) as raised:
+                stand_in.drafter(drafter)
+            assert str(raised.value) == said.reason
+
+
+def test_the_matrix_has_every_method_and_follows_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(target: object, settings: Settings, module: object) -> NoDrafter:
+        raise CapabilityError("there is no oak; plant one")
+
+    monkeypatch.setattr(registry, "_registry", methods())
+    register(Method("oak", "a tree", Settings, build, variants=("",)))
+    rows = {row.drafter: row for row in matrix()}
+    assert list(rows) == [*DRAFTERS, "oak"]
+    assert {name: cell.reason for name, cell in rows["oak"].cells.items()} == dict.fromkeys(
+        [*QUESTIONS, COMBINED], "there is no oak; plant one"
+    )
+    assert rows["streams:tree=auto"].adaptive
+    assert not rows["streams"].adaptive
+    assert (rows["streams"].trained, rows["ngram"].trained, rows["suffix"].trained) == ("streams", "ngram", "")
+    assert rows["staged"].trained == "draft-model"
+    assert all(rows[name].cells["match, greedy"] for name in DRAFTERS)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "options", "reason"),
+    [
+        ("steams", {}, "there is no drafter 'steams'"),
+        ("streams:tree=oak", {}, "tree must be a number of nodes or one of"),
+        ("streams", {"rule": "guess"}, "rule must be 'match' or 'rejection', got 'guess'"),
+        ("streams", {"temperature": -1}, "temperature must be 0"),
+        ("streams", {"colour": "red"}, "there is no option 'colour'"),
+        ("streams", {"prompts": 0}, "prompts must be a whole number of at least 1, got 0"),
+        ("streams", {"prompts": 2, "stream": True}, "stream takes one prompt at a time, got 2"),
+        ("streams", {"quantize": "int3"}, "quantize must be one of"),
+        ("streams", {"dtype": "int32"}, "the dtype 'int32' is not known"),
+        ("streams", {"device": "abacus"}, "the device 'abacus' is not known"),
+        ("streams+none", {}, "'none' cannot be combined"),
+        ("lookahead+streams:placement=ride", {}, "cannot share the target's pass"),
+        ("space:placement=ride+streams:placement=ride", {}, "both add rows to the target's pass"),
+        ("streams+suffix", {"rule": "rejection", "temperature": 1.0}, "does not provide the distribution"),
+        ("lookahead:window=1000,ngram=9", {}, "use a smaller window"),
+    ],
+)
+def test_reasons(drafter: str, options: dict[str, Any], reason: str) -> None:
+    said = supports(drafter, **options)
+    assert not said
+    assert reason in said.reason
+
+
+def test_what_works_has_no_reason() -> None:
+    for said in (supports(), supports("auto", quantize="int4", dtype="bfloat16"), public.supports("none", stream=True)):
+        assert said
+        assert said == public.Support(True)
+    assert supports(drafter="suffix")
+    assert not supports(drafter="suffix", rule="rejection")
+
+
+def test_asking_draws_no_random_numbers() -> None:
+    torch.manual_seed(4)
+    wanted = torch.rand(2)
+    torch.manual_seed(4)
+    StandIn(torch.device("cpu"), torch.float32, "none").drafter("streams+space")
+    assert torch.equal(torch.rand(2), wanted)
+
+
+def test_a_model_tells_what_only_it_knows() -> None:
+    with toy_model() as model:
+        assert model.supports()
+        assert model.supports("streams+prompt_lookup", prompts=3)
+        said = model.supports("space")
+        assert "needs an adapter that was trained for this target" in said.reason
+        with pytest.raises(CapabilityError) as raised:
+            model.generate("the", drafter="space")
+        assert str(raised.value) == said.reason
+        refused = model.supports(rule="rejection", temperature=1.0)
+        assert "best-first trees" in refused.reason
+    assert model.supports().reason == "this model is closed; load it again"
+
+
+def test_the_command(anabranch: Anabranch) -> None:
+    rows = json.loads(anabranch("info", "--matrix", "--json").out)
+    assert [row["drafter"] for row in rows] == DRAFTERS
+    shown = anabranch("info", "--matrix").out
+    assert all(drafter in shown for drafter in DRAFTERS)
+    for row in rows:
+        for cell in row["cells"].values():
+            assert cell["supported"] or cell["reason"] in shown
+
+
+def test_the_command_for_a_model(anabranch: Anabranch, toys: Any) -> None:
+    rows = {row["drafter"]: row for row in json.loads(anabranch("info", str(toys.model), "--matrix", "--json").out)}
+    assert rows["suffix"]["cells"]["match, greedy"]["supported"]
+    assert "needs an adapter" in rows["streams"]["cells"]["match, greedy"]["reason"]
+
+
+def test_an_engine_refuses_with_the_same_sentence(stand_in: StandIn) -> None:
+    said = supports("streams", rule="rejection", temperature=1.0)
+    call = Options(rule="rejection", temperature=1.0)
+    with pytest.raises(CapabilityError) as raised:
+        Engine.refuse(stand_in.target.decoder, call.request([3], stand_in.target), stand_in.drafter("streams"))
+    assert str(raised.value) == said.reason

@@ -1,0 +1,144 @@
+"""The distribution of decoded text by every outcome of every draw: drafter, engine and rule together, without sampling.
+
+``test_verify.py`` enumerates the rules by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from anabranch.engine import Engine, Request
+from anabranch.methods import Drafter, Row, make_drafter
+from anabranch.methods.draft_model.drafter import DraftModelDrafter, Shape
+from anabranch.methods.streams.config import StreamConfig
+from anabranch.model.decoder import Decoder
+from anabranch.model.weights import build_decoder
+from anabranch.sampling import SamplingParams
+from anabranch.tree import DraftTree
+from enumerated import Draws, drawn_from, outcomes
+from small import LLAMA, randomise, small_adapter
+from toy_distribution import pair_probs
+from toy_tables import write
+
+WORDS, TEXT, TEMPERATURE = 4, [1, 3, 2], 2.0
+
+
+def model(seed: int, words: int = WORDS) -> Decoder:
+    found = build_decoder(replace(LLAMA, vocab_size=words, num_layers=1), device="cpu")
+    randomise(found, seed=seed, scale=0.2)
+    return found
+
+
+def distribution(
+    target: Decoder, drafter: Drafter, monkeypatch: pytest.MonkeyPatch, *, skipped: int = 0
+) -> tuple[Tensor, float]:
+    """The joint distribution [V, V] of two tokens after ``skipped`` others, and the mean number of drafts accepted."""
+    asked = Request(TEXT, skipped + 2, SamplingParams(temperature=TEMPERATURE), rule="rejection")
+    engine = Engine(target, drafter, capacity=16)
+
+    def decode(draws: Draws) -> tuple[list[int], int]:
+        with monkeypatch.context() as patched:
+            drawn_from(draws, patched)
+            engine.add(asked)
+            steps = list(engine.run())
+        return [token for step in steps for token in step.tokens], sum(step.verdict.accepted for step in steps)
+
+    joint, accepted, total = torch.zeros(WORDS, WORDS, dtype=torch.float64), 0.0, 0.0
+    for (tokens, count), weight in outcomes(decode):
+        joint[tokens[-2], tokens[-1]] += weight
+        accepted += weight * count
+        total += weight
+    assert total == pytest.approx(1.0, abs=1e-12)
+    return joint, accepted
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        (Shape("chain", 2), WORDS),
+        (Shape("chain", 1), WORDS - 1),
+        (Shape("iid", 1, widths=(2,)), WORDS + 2),
+        (Shape("without", 1, widths=(3,)), WORDS),
+        (Shape("chain", 2, threshold=0.3), WORDS),
+        (Shape("without", 1, widths=(2,)), WORDS - 1),
+        pytest.param(Shape("iid", 2, widths=(2, 1)), WORDS, marks=pytest.mark.thorough),
+        pytest.param(Shape("without", 2, widths=(2, 1)), WORDS, marks=pytest.mark.thorough),
+        pytest.param(Shape("without", 2, widths=(3, 2)), WORDS - 1, marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_a_draft_model_with_rejection(shape: Shape, words: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draft models of the target's vocabulary, of more words and of fewer."""
+    target = model(3)
+    found, accepted = distribution(target, DraftModelDrafter(target, model(4, words), shape), monkeypatch)
+    torch.testing.assert_close(found, pair_probs(target, TEXT, temperature=TEMPERATURE), rtol=0, atol=1e-6)
+    assert 0 < accepted < 1
+
+
+@pytest.mark.parametrize(
+    "shape", [Shape("chain", 1), Shape("iid", 1, widths=(2,)), Shape("without", 1, widths=(2,))], ids=str
+)
+def test_adversaries_and_oracles_with_rejection(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The adversary samples tokens with probabilities proportional to 1 / p, the oracle with the target's own."""
+    target, adversary = model(3), model(3)
+    with torch.no_grad():
+        adversary.head.weight.neg_()
+    wanted, accepted = pair_probs(target, TEXT, temperature=TEMPERATURE), []
+    for drafts in (adversary, target):
+        found, share = distribution(target, DraftModelDrafter(target, drafts, shape), monkeypatch)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+        accepted.append(share)
+    assert accepted[0] < 0.8
+    assert accepted[1] == pytest.approx(1.0, abs=1e-6)
+
+
+def chain_of_ngrams(target: Decoder, folder: Path) -> Drafter:
+    write("ngram", [[1, 3, 2, 0, 3, 3, 2, 1, 0, 2, 2]], folder / "t", vocab_size=WORDS)
+    return make_drafter(f"ngram:tree=chain,nodes=3,data={folder / 't'}", target)
+
+
+def streams(tree: str) -> Callable[[Decoder, Path], Drafter]:
+    def made(target: Decoder, folder: Path) -> Drafter:
+        adapter = small_adapter(target, StreamConfig(num_streams=2, num_stream_layers=1, adapter_rank=2))
+        return make_drafter(f"streams:tree={tree}", target, adapter)
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("made", "skipped"),
+    [
+        pytest.param(chain_of_ngrams, 0, id="ngram"),
+        pytest.param(streams("chain"), 1, id="streams chain"),
+        pytest.param(streams("product,k=2,depth=1"), 1, id="streams product"),
+    ],
+)
+def test_other_sampled_drafts_with_rejection(
+    made: Callable[[Decoder, Path], Drafter], skipped: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streams draft from the second step on."""
+    target = model(3)
+    found, accepted = distribution(target, made(target, tmp_path), monkeypatch, skipped=skipped)
+    wanted = pair_probs(target, TEXT, skipped=skipped, temperature=TEMPERATURE)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+    assert 0 < accepted < 1
+
+
+class Overconfident(DraftModelDrafter):
+    """Wrong on purpose: its trees state that tokens were drawn with replacement, and they were not."""
+
+    def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
+        return [replace(tree, replacement=True) for tree in super().draft(rows, budget)]
+
+
+def test_the_enumeration_notices_a_false_statement(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = model(3)
+    drafter = Overconfident(target, model(4), Shape("without", 1, widths=(3,)))
+    found, _ = distribution(target, drafter, monkeypatch)
+    assert float((found - pair_probs(target, TEXT, temperature=TEMPERATURE)).abs().sum()) > 0.01
