@@ -144,7 +144,7 @@ class Words:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [int(word[1:]) % VOCABULARY for word in text.split()]
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], **_: Any) -> str:
         return " ".join(f"w{i}" for i in ids)
 
     def apply_chat_template(self, messages: Any, *, add_generation_prompt: bool, tokenize: bool) -> str:

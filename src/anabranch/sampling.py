@@ -110,8 +110,12 @@ class SamplingParams:
     @property
     def whole(self) -> bool:
         """Whether the distribution is softmax(logits / temperature), with no token cut off and no penalty."""
-        uncut = self.top_k == 0 and self.top_p == 1 and self.min_p == 0
-        return uncut and not self.greedy and not self.needs_history
+        return not (self.cut or self.greedy or self.needs_history)
+
+    @property
+    def cut(self) -> bool:
+        """Whether improbable tokens are cut off."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 def process_logits(
@@ -168,9 +172,22 @@ def target_tokens(
     if params.greedy:  # the argmax needs no noise
         return argmax(process_logits(logits_NV, params, histories) if params.needs_history else logits_NV)
     logits_NV = process_logits(logits_NV, params, histories)
+    if params.cut and logits_NV.device.type == "cpu":
+        return _sampled_of_few(logits_NV, keys_N)
     distinct_K, which_N = np.unique(keys_N, return_inverse=True)
     noise_KV = gumbels(distinct_K, torch.arange(logits_NV.shape[-1], device=logits_NV.device))
     return argmax(logits_NV + noise_KV[torch.from_numpy(which_N.reshape(-1)).to(noise_KV.device)])
+
+
+def _sampled_of_few(logits_NV: Tensor, keys_N: NDArray[np.uint64]) -> Tensor:
+    """``argmax(logits + gumbels)``, computing the noise of those tokens only that are not cut off.
+
+    Noise takes 1.5 ms a row for 49,152 tokens, more than all else, and a nucleus has a few hundred.
+    """
+    rows_C, tokens_C = (logits_NV != -math.inf).nonzero(as_tuple=True)
+    low_N, high_N = halves(keys_N)
+    logits_NV[rows_C, tokens_C] += gumbels_of(low_N[rows_C], high_N[rows_C], tokens_C)
+    return argmax(logits_NV)
 
 
 def gumbels(keys_N: NDArray[np.uint64], tokens_V: Tensor) -> Tensor:
@@ -294,8 +311,17 @@ def _keep_nucleus(logits_NV: Tensor, top_p: float) -> None:
     if few < vocabulary:
         short_N = top_NW.sum(dim=-1, dtype=torch.float64) < top_p
         for row in short_N.nonzero()[:, 0].tolist():
-            weakest_N[row] = _weakest_of_nucleus(probs_NV[row].sort(descending=True).values, top_p)
+            weakest_N[row] = _weakest_of_large_nucleus(probs_NV[row], top_p)
     logits_NV.masked_fill_(probs_NV < weakest_N[:, None], -math.inf)
+
+
+def _weakest_of_large_nucleus(probs_V: Tensor, top_p: float) -> Tensor:
+    """The least probability in the nucleus of one row, sorted only as far as necessary."""
+    few = min(8 * NUCLEUS, len(probs_V))
+    top_W = probs_V.topk(few).values
+    if few < len(probs_V) and float(top_W.sum(dtype=torch.float64)) < top_p:
+        top_W = probs_V.sort(descending=True).values
+    return _weakest_of_nucleus(top_W, top_p)
 
 
 def _weakest_of_nucleus(descending_NW: Tensor, top_p: float) -> Tensor:

@@ -16,7 +16,8 @@ from anabranch.engine import Request
 from anabranch.errors import FileError, InputError
 from anabranch.learning.examples import Example
 from anabranch.sampling import SamplingParams
-from anabranch.train.answers import AnswerProgress, EncodedPrompt, check_out, read_prompts, settings_path, write_answers
+from anabranch.train.answers import AnswerProgress, EncodedPrompt, check_out, read_prompts, write_answers
+from anabranch.train.appended import settings_path
 from anabranch.train.data import batches, digest, frequent_tokens, read_examples, read_texts, split
 from small import VOCABULARY, Words, as_target, decode, prompt, small
 

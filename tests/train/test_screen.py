@@ -90,7 +90,7 @@ def test_the_end_fits_the_terminal(
     columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    found = json.loads(json.dumps(summary(RECORD, LOG, SPEEDS, model="a model", out=Path("d"))))
+    found = json.loads(json.dumps(summary(RECORD, LOG, SPEEDS, {}, model="a model", out=Path("d"))))
     show(RECORD, found, Path("d"))
     said = capsys.readouterr().out
     assert all(cell_len(line) <= columns for line in said.splitlines()[:-1])
@@ -101,10 +101,10 @@ def test_the_end_fits_the_terminal(
 
 
 def test_without_speeds_and_without_held_out_answers(capsys: pytest.CaptureFixture[str]) -> None:
-    show(RECORD, summary(RECORD, LOG, {}, model="default", out=Path("d")), Path("d"))
+    show(RECORD, summary(RECORD, LOG, {}, {}, model="default", out=Path("d")), Path("d"))
     assert "tokens/s" not in capsys.readouterr().out
     bare = RECORD | {"measured": {}}
-    show(bare, summary(bare, [], {}, model="default", out=Path("d")), Path("d"))
+    show(bare, summary(bare, [], {}, {}, model="default", out=Path("d")), Path("d"))
     assert capsys.readouterr().out.endswith('Use it: anabranch generate "..." --adapter d\n')
 
 

@@ -17,7 +17,7 @@ from anabranch.errors import AnabranchError, FileError, InputError, TrainingWarn
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.methods.streams.recipes import RECIPES, TRAINED
 from anabranch.model import load
-from anabranch.train import answers
+from anabranch.train.appended import settings_path
 from anabranch.train.trainer import Trainer
 from small import as_target, decode, prompt, request, small
 from toy_text import ToyFolders
@@ -108,6 +108,8 @@ def test_the_end_of_a_training_with_speeds_and_a_figure(written: Path, tmp_path:
     assert "tokens/s here" in result.stdout
     assert result.stdout.count(" nodes  ") == 2
     assert result.stdout.count("fastest") == 1
+    assert "Measured, one prompt at a time:" in result.stdout
+    assert " tokens/s (auto), plain " in result.stdout
     assert "Held-out tokens per pass (16 nodes) by step:" in result.stdout
     assert "{" not in result.output, "no JSON for people"
     assert figure.read_text(encoding="utf-8").count("</svg>") == 1
@@ -131,6 +133,30 @@ def test_plain_text_and_nothing_held_out(tmp_path: Path) -> None:
     result = call(*text, *SMALL, "--held-out", 0, "--max-tokens", 40, "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["measured"] == {}
+
+
+def test_no_data_at_all_is_one_command_that_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = [{"prompt": " ".join(f"w{i}" for i in prompt(4, n))} for n in range(8)]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in own), encoding="utf-8")
+    folder, mine = tmp_path / "adapter", ("--evaluate", tmp_path / "mine.jsonl")
+    arguments = ("streams", "--out", folder, "--self-tokens", 400, "--self-rows", 8, *mine, *SMALL, "--warmup", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "run", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert call(*arguments).exit_code == 130
+    data = folder / "data"
+    kept = {name: (data / name).read_bytes() for name in ("prompts.jsonl", "answers.jsonl", "evaluate.jsonl")}
+    assert sum(len(json.loads(line)["answer_ids"]) for line in kept["answers.jsonl"].splitlines()) >= 400
+    result = call(*arguments, "--evaluate-every", 2, "--json")
+    assert result.exit_code == 0, result.output
+    assert {name: (data / name).read_bytes() for name in kept} == kept, "nothing was written twice"
+    record = json.loads(result.stdout)
+    assert record["training"]["data"][0]["source"] == "self-written"
+    assert record["training"]["data"][0]["licence"] == "written by the target itself"
+    assert record["training"]["options"]["epochs"] == 1.0
+    assert record["measured"]["own prompts"]["held-out answers"] > 2
+    assert record["run"]["scaling"]["tokens"] == record["training"]["answer_tokens"]
+    assert any("twice the data is predicted to bring" in sentence for sentence in record["run"]["next"])
+    load_adapter(folder, TARGET)
 
 
 def test_beginning_with_another_adapter(written: Path, tmp_path: Path) -> None:
@@ -224,7 +250,10 @@ def test_a_training_that_cannot_be_is_refused_before_a_model_is_loaded(
     for arguments, message in (
         (("streams", "--answers", tmp_path / "none", "--out", tmp_path / "new"), "there is no file"),
         (("streams", "--text", tmp_path / "none", "--out", tmp_path / "new"), "there is no file"),
-        (("streams", "--out", tmp_path / "new"), "give either a file of completions"),
+        ((*fine, "--text", written), "give either a file of completions"),
+        ((*fine, "--self-tokens", 5), "--self-tokens is for data that the model writes itself"),
+        ((*fine, "--evaluate", tmp_path / "none"), "there is no file"),
+        (("streams", "--out", tmp_path / "new", "--self-tokens", 0), "tokens must be at least 1, got 0"),
         ((*fine, "--init", tmp_path), "contains no adapter (no adapter_config.json)"),
         ((*fine, "--figure", tmp_path / "f.jpg"), "must be a .png or .svg file"),
         ((*fine, "--figure", written.with_suffix(".png") / "f.png"), "--figure"),
@@ -262,7 +291,11 @@ def test_ctrl_c_says_how_to_go_on(written: Path, tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("streams", "--out", "x"), "either a file of completions"),
+        (("streams", "--out", "x", "--self-temperature", -1), "temperature"),
+        (("answers", "--out", "x"), "either a file of prompts"),
+        (("answers", "--out", "x", "--prompts", "p", "--self-prompted", 3), "either a file of prompts"),
+        (("answers", "--out", "x", "--self-prompted", 0), "--self-prompted must be at least 1, got 0"),
+        (("answers", "--out", "x", "--self-prompted", 3, "--limit", 2), "--limit is for --prompts"),
         (("streams", "--out", "x", "--answers", "nowhere"), "no file nowhere"),
         (("streams", "--out", "x", "--answers", "a", "--recipe", "grand"), "default-adapter, small, paper-lossless"),
         (("streams", "--out", "x", "--answers", "a", "--num-streams", 0), "num_streams"),
@@ -287,7 +320,7 @@ def test_licences_have_two_sides(written: Path, tmp_path: Path) -> None:
 
 
 def test_answers_of_another_target(written: Path, tmp_path: Path) -> None:
-    settings = answers.settings_path(written)
+    settings = settings_path(written)
     settings.write_text(settings.read_text(encoding="utf-8").replace(TARGET.fingerprint, "f" * 64), encoding="utf-8")
     result = call("streams", "--answers", written, "--out", tmp_path / "e")
     assert isinstance(result.exception, FileError)

@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from anabranch.errors import AnabranchWarning
+from anabranch.interrupt import INTERRUPTED
 
-__all__ = ["Screen", "clock", "screen"]
+__all__ = ["Screen", "clock", "resumable", "screen"]
 
 EVERY = 30.0  # seconds between lines outside a terminal
 
@@ -67,6 +69,16 @@ def screen() -> Iterator[Screen]:
             yield shown
         finally:
             warnings.showwarning = before
+
+
+@contextmanager
+def resumable() -> Iterator[None]:
+    """On Ctrl-C, say that the same command resumes, and exit with the status of an interrupted program."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo("stopped; the same command resumes from here", err=True)
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def clock(seconds: float) -> str:

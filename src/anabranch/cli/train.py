@@ -1,7 +1,8 @@
 """``anabranch train``: let a target write completions, and train a method's adapter on them.
 
-``train answers`` writes the completions. ``train METHOD`` trains an adapter: there is one command for each method with
-trained weights, whose options are those of every training and those of the method's recipes (``Trained.options``).
+``train METHOD`` trains an adapter: there is one command for each method with trained weights, whose options are those
+of every training and those of the method's recipes (``Trained.options``). Without data, the target writes them first.
+``train answers`` only writes completions (``cli.train_answers``).
 Methods that draft from tables have a command that builds them (``cli.train_tables``).
 """
 
@@ -9,8 +10,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,8 +18,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from anabranch.cli import options
-from anabranch.cli.configured import configured, extended
+from anabranch.cli.configured import extended
 from anabranch.cli.help import HELP, Verb, Verbs, table_commands, trainable_methods
+from anabranch.cli.train_answers import answers
+from anabranch.cli.train_data import DataConfig
 
 if TYPE_CHECKING:
     from anabranch.cli.screen import Screen
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from anabranch.train import Progress
     from anabranch.train.advice import Curve
 
-__all__ = ["AnswersConfig", "Methods", "TrainConfig", "app"]
+__all__ = ["Methods", "TrainConfig", "app"]
 
 
 class Methods(Verbs):
@@ -58,7 +59,7 @@ class Methods(Verbs):
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Train an adapter for your own model: first 'answers', then a method.",
+    help="Train an adapter for your own model; without data, the model writes its own.",
     **{**HELP, "cls": Methods},
 )
 
@@ -68,74 +69,7 @@ def _group() -> None:
     pass
 
 
-@dataclass(frozen=True, kw_only=True)
-class AnswersConfig:
-    """The options of ``anabranch train answers``."""
-
-    prompts: Annotated[
-        Path,
-        typer.Option(metavar="FILE", help="read JSONL with 'prompt' or 'messages'; optional: 'chat', 'id', 'source'"),
-    ]
-    out: Annotated[Path, typer.Option(metavar="FILE", help="write JSONL; prompts with a completion in it are skipped")]
-    loading: options.Loading = field(default=options.Loading())
-    rows: Annotated[int, typer.Option(help="decode this many prompts at a time")] = 32
-    max_new_tokens: options.NewTokens = 256
-    longest_prompt: Annotated[int, typer.Option(help="leave out prompts of more tokens than this")] = 1024
-    limit: Annotated[int | None, typer.Option(help="read only the first prompts, this many")] = None
-    sampling: options.Sampling = field(default=options.Sampling())
-    as_json: options.AsJson = False
-
-
-@app.command(cls=Verb)
-@configured
-def answers(config: AnswersConfig) -> None:
-    """Let the model complete prompts, as training data for adapters.
-
-    Each completion is written when it is finished. Stop with Ctrl-C or SIGTERM at any time; the same command resumes.
-    """
-    from anabranch.cli.screen import clock, screen
-    from anabranch.errors import FileError
-    from anabranch.train import AnswerProgress, read_prompts, write_answers
-    from anabranch.train.answers import check_out
-    from anabranch.train.job import trainable
-
-    sampling = config.sampling.params
-    if not config.prompts.is_file():
-        raise FileError(
-            f"there is no file {config.prompts}; give a JSONL file with a field 'prompt' or 'messages' per line"
-        )
-    check_out(config.out, config.prompts)
-    with screen() as shown, _resumable():
-        shown.show(f"loading {config.loading.model}", "", plain=f"loading {config.loading.model}")
-        target = options.load(config.loading, adapters=False).target
-        asked = read_prompts(config.prompts, target.tokenizer, limit=config.limit)
-
-        def report(now: AnswerProgress) -> None:
-            left = f", {clock(now.seconds_left)} left" if now.seconds_left else ""
-            rate = f", {now.tokens_per_second:,.0f} tokens/s{left}" if now.tokens else ""
-            first = f"answer {now.answers:,}/{now.wanted:,} {now.answers / now.wanted:.0%}{rate}"
-            second = f"{now.tokens:,} tokens written in {config.out.name}"
-            shown.show(first, second, plain=first, now=now.answers == now.wanted)
-
-        done = write_answers(
-            target,
-            asked,
-            config.out,
-            rows=config.rows,
-            max_new_tokens=config.max_new_tokens,
-            longest_prompt=config.longest_prompt,
-            sampling=sampling,
-            report=report,
-        )
-    left_out = len(asked) - done.wanted
-    if config.as_json:
-        result = {"answers": done.answers, "left_out": left_out, "tokens": done.tokens}
-        print(json.dumps({**result, "tokens_per_second": done.tokens_per_second}))
-        return
-    print(f"{done.answers:,} answers in {config.out}, {done.tokens:,} tokens by this run")
-    if left_out:
-        print(f"left out: {left_out:,} prompts longer than {config.longest_prompt:,} tokens")
-    print(f"Next: anabranch train {trainable().name} --answers {config.out} --out FOLDER")
+app.command(cls=Verb)(answers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,12 +77,7 @@ class TrainConfig:
     """The options of ``anabranch train METHOD``, without those of the method's recipes."""
 
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="write the adapter, and the run's checkpoint, here")]
-    answers: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="learn from the JSONL that 'train answers' wrote")
-    ] = None
-    text: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="learn from a text file, or JSONL with a field 'text', instead")
-    ] = None
+    data: DataConfig = field(default=DataConfig())
     loading: options.Loading = field(default=options.Loading())
     recipe: Annotated[str | None, typer.Option(help="use the values of this recipe (default: the first)")] = None
     init: Annotated[
@@ -180,7 +109,8 @@ def _verb(method: Method) -> Any:
 
     help = f"""Train an adapter for {trained.title} and write its folder.
 
-    Learns from the model's own completions, or from plain text. Options override the recipe's values; recipes are
+    Learns from the model's own completions, or from plain text. Without either, the model first writes prompts and
+    completions of its own (--self-tokens). Options override the recipe's values; recipes are
     {", ".join(trained.recipes)}. Stop with Ctrl-C or SIGTERM at any time; the same command resumes exactly there.
     """
     return extended(method.name.replace("_", "-"), partial(_train, method), TrainConfig, trained.options, help)
@@ -188,23 +118,29 @@ def _verb(method: Method) -> Any:
 
 def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
     """Train; ``given`` has the recipe's values that are overridden on the command line."""
-    from anabranch.cli import train_result
-    from anabranch.cli.screen import screen
+    from anabranch.cli import train_data, train_result
+    from anabranch.cli.screen import resumable, screen
+    from anabranch.cli.train_measure import measured_speeds
     from anabranch.files import shown_command
+    from anabranch.train import split
     from anabranch.train.advice import curve_of
     from anabranch.train.checkpoint import read_log
     from anabranch.train.figure import draw_curves
     from anabranch.train.job import read_data, train_adapter
+    from anabranch.train.self_prompts import SOURCE
 
     assert method.trained is not None
-    plan = method.trained.recipe(config.recipe, given)
-    licences = _licences(config.licence)
+    plan = method.trained.recipe(config.recipe, train_data.with_new_data(config.data, method.trained.options, given))
+    writing = train_data.self_data(config.data, plan.options.seed)
+    licences = {SOURCE: "written by the target itself", **_licences(config.licence)}
     _check(config)
     run = config.out / "training"
-    with screen() as shown, _resumable():
+    with screen() as shown, resumable():
         shown.show(f"loading {config.loading.model}", "", plain=f"loading {config.loading.model}")
         target = options.load(config.loading, pack=False, adapters=False).target
-        examples = read_data(target, plan, answers=config.answers, text=config.text)
+        answered, own = train_data.write_data(target, config.data, writing, config.out, shown)
+        examples = read_data(target, plan, answers=answered, text=config.data.text)
+        own_examples = train_data.own_examples(target, plan, own)
         tokens = sum(len(example.answer_ids) for example in examples)
         shown.say(f"{len(examples):,} examples, {tokens:,} answer tokens, {plan.held_out:,} examples held out")
         curve = curve_of(read_log(run)) if config.resume else []
@@ -219,16 +155,19 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
             resume=config.resume,
             command=shown_command("anabranch", *sys.argv[1:]),
             licences=licences,
+            own=own_examples,
         )
         shown.keep()
         timed = train_result.timing_pays(target) if config.timing is None else config.timing
-        speeds = {}
+        speeds, timings = {}, {}
         tuned = record["target"]["fingerprint"] != target.fingerprint  # training made a target of its own
         if timed and plan.held_out and not tuned:
             speeds = train_result.predicted_speeds(target, record, config.out, examples, shown)
+            asked = own_examples or split(examples, plan.held_out, plan.options.seed)[1]
+            timings = measured_speeds(target, record, config.out, asked, shown)
     log = read_log(run)
     used = str(config.out / "model") if tuned else config.loading.model
-    found = train_result.summary(record, log, speeds, model=used, out=config.out)
+    found = train_result.summary(record, log, speeds, timings, model=used, out=config.out)
     if config.as_json:
         print(json.dumps({**record, "run": found}))
     else:
@@ -239,15 +178,17 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
 
 def _check(config: TrainConfig) -> None:
     """Check input and output files, before a model is loaded. Raises InputError or FileError."""
+    from anabranch.cli.train_data import check_data_options
     from anabranch.files import check_output
-    from anabranch.train.job import check_data, check_folder_is_free
+    from anabranch.train.job import check_folder_is_free, check_init
     from anabranch.tune.figure import check_figure
 
-    check_data(config.answers, config.text, config.init)
+    check_init(config.init)
     if config.figure is not None:
         check_figure(config.figure)
         check_output(config.figure, force=config.force, what="the figure", option="--figure")
     check_folder_is_free(config.out, force=config.force)
+    check_data_options(config.data, config.out)
 
 
 class _Report:
@@ -287,14 +228,3 @@ def _licences(given: tuple[str, ...]) -> dict[str, str]:
     if wrong := [item for item in given if "=" not in item]:
         raise InputError(f"--licence must be SOURCE=LICENCE, got {wrong[0]!r}")
     return dict(item.split("=", 1) for item in given)
-
-
-@contextmanager
-def _resumable() -> Iterator[None]:
-    from anabranch.interrupt import INTERRUPTED
-
-    try:
-        yield
-    except KeyboardInterrupt:
-        typer.echo("stopped; the same command resumes from here", err=True)
-        raise typer.Exit(INTERRUPTED) from None

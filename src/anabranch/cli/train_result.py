@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +33,22 @@ def timing_pays(target: Target) -> bool:
 
 
 def summary(
-    record: Mapping[str, Any], log: Sequence[Mapping[str, Any]], speeds: Mapping[str, float], *, model: str, out: Path
+    record: Mapping[str, Any],
+    log: Sequence[Mapping[str, Any]],
+    speeds: Mapping[str, float],
+    measured_speeds: Mapping[str, float],
+    *,
+    model: str,
+    out: Path,
 ) -> dict[str, Any]:
-    """The result for ``show`` and --json: curve, table, what to try next, and the command to use the adapter."""
-    from anabranch.methods import methods
-    from anabranch.train.advice import curve_of, next_steps
+    """The result for ``show`` and --json: curve, table, what to try next, and the command to use the adapter.
+
+    speeds           predicted tokens/s by draft
+    measured_speeds  measured tokens/s by drafter
+    """
+    from anabranch.cli.train_measure import drafter_of
+    from anabranch.methods import AUTO
+    from anabranch.train.advice import curve_of, more_data, next_steps, scaling_of
 
     measured = record["measured"]
     lengths = measured.get("predicted mean acceptance length", {})
@@ -48,12 +60,16 @@ def summary(
     for spec, length in tokens_a_pass(record).items():
         rows[spec] = {"tokens_per_pass": length} | ({"tokens_per_second": speeds[spec]} if spec in speeds else {})
     where = [] if model == "default" else ["--model", model]
-    if not next(method.default for method in methods() if method.name == record["method"]):
-        where += ["--drafter", record["method"]]
+    if (drafter := drafter_of(record)) != AUTO:
+        where += ["--drafter", drafter]
+    scaling = scaling_of(curve, record["training"])
+    advice = next_steps(curve, accuracy=trained, held_out_accuracy=top, speeds=speeds) if measured else []
     return {
         "curve": [list(point) for point in curve],
         "predicted": rows,
-        "next": next_steps(curve, accuracy=trained, held_out_accuracy=top, speeds=speeds) if measured else [],
+        "measured": dict(measured_speeds),
+        "scaling": None if scaling is None else {**asdict(scaling), "doubling": scaling.doubling},
+        "next": [*advice, *([] if scaling is None else [more_data(scaling)])],
         "command": 'anabranch generate "..." ' + shlex.join([*where, "--adapter", str(out)]),
     }
 
@@ -114,6 +130,11 @@ def show(record: Mapping[str, Any], found: Mapping[str, Any], out: Path) -> None
     if found["predicted"]:
         say(f"\nPredicted from {record['measured']['held-out answers']} held-out answers:")
         console.print(_table(found["predicted"]))
+    if own := record["measured"].get("own prompts"):
+        say(f"On {own['held-out answers']} prompts of your own: "
+            f"{own['predicted mean acceptance length']['tree']:.2f} tokens per pass (16 nodes)")  # fmt: skip
+    if speedup := _speedup(found["measured"]):
+        say(f"\nMeasured, one prompt at a time:\n{speedup}")
     if curve:
         say("\nHeld-out tokens per pass (16 nodes) by step:")
         say(f"{sparkline([value for _, value in curve])}  {curve[0][1]:.2f} at step {curve[0][0]:,}, "
@@ -121,6 +142,15 @@ def show(record: Mapping[str, Any], found: Mapping[str, Any], out: Path) -> None
     for sentence in found["next"]:
         console.print(f"Next: {sentence}", width=min(console.width, 80))
     say(f"\nUse it: {found['command']}")
+
+
+def _speedup(speeds: Mapping[str, float]) -> str:
+    """Measured tokens/s in words; empty if nothing was measured."""
+    drafted = [name for name in speeds if name != PLAIN]
+    if not drafted or PLAIN not in speeds:
+        return ""
+    ratio = speeds[drafted[0]] / speeds[PLAIN]
+    return f"{speeds[drafted[0]]:.1f} tokens/s ({drafted[0]}), plain {speeds[PLAIN]:.1f}: {ratio:.2f} times"
 
 
 def _table(rows: Rows) -> Any:

@@ -58,12 +58,14 @@ class VocabularyLoss(torch.autograd.Function):
         teacher_MD: Tensor | None,
         soft: float,
         cap: float | None,
+        taught_M: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Loss = sum of weight * ((1 - soft) * CE(token) + soft * CE(target's distribution)).
 
         tokens_M    rows of ``head_VD``
         teacher_MD  the target's states whose distributions are distilled; None: tokens only
         cap         soft cap of the logits
+        taught_M    the row of ``teacher_MD`` for each prediction, if several share one; None: its own
         """
         total = torch.zeros((), device=states_MD.device)
         right = torch.empty(len(tokens_M), dtype=torch.bool, device=states_MD.device)
@@ -78,20 +80,21 @@ class VocabularyLoss(torch.autograd.Function):
                     slope = 1 - z * z
                     z = z * cap
                 tokens, weight = tokens_M[part, None], weight_M[part, None]
-                right[part] = z.argmax(-1) == tokens[:, 0]
-                loss = z.logsumexp(-1) - (1 - soft) * z.gather(1, tokens)[:, 0]
+                best = z.argmax(-1, keepdim=True)
+                right[part] = (best == tokens)[:, 0]
                 g = z.softmax(-1)
+                # the log of the sum of exp(z), from the largest z, whose probability is at least 1 / V
+                whole = (z.gather(1, best) - g.gather(1, best).log())[:, 0]
+                loss = whole - (1 - soft) * z.gather(1, tokens)[:, 0]
                 g.scatter_add_(1, tokens, torch.full_like(weight, soft - 1, dtype=g.dtype))
                 if soft and teacher_MD is not None:
-                    t = F.linear(teacher_MD[part], head_VD, bias_V).float()
-                    teacher = (t if cap is None else torch.tanh(t / cap) * cap).softmax(-1)
+                    teacher = _distributions(teacher_MD, taught_M, part, head_VD, bias_V, cap)
                     loss = loss - soft * torch.linalg.vecdot(teacher, z)
                     g.sub_(teacher, alpha=soft)
                 total += (loss * weight[:, 0]).sum()
-                g.mul_(weight)
                 if slope is not None:
                     g.mul_(slope)
-                gradient[part] = (g.to(head_VD.dtype) @ head_VD).to(gradient.dtype)
+                gradient[part] = ((g.to(head_VD.dtype) @ head_VD) * weight).to(gradient.dtype)
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(right)
         return total, right
@@ -100,7 +103,20 @@ class VocabularyLoss(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Any) -> Any:
         """The gradient kept by ``forward``, scaled."""
         (gradient,) = ctx.saved_tensors
-        return (gradient * upstream[0], None, None, None, None, None, None, None)
+        return (gradient * upstream[0], *(None,) * (len(ctx.needs_input_grad) - 1))
+
+
+def _distributions(
+    teacher_MD: Tensor, taught_M: Tensor | None, part: slice, head_VD: Tensor, bias_V: Tensor | None, cap: float | None
+) -> Tensor:
+    """The target's distributions for a part of the predictions; those that several share are computed once."""
+    states, each = teacher_MD[part], None
+    if taught_M is not None:
+        rows, each = torch.unique(taught_M[part], return_inverse=True)
+        states = teacher_MD[rows]
+    z = F.linear(states, head_VD, bias_V).float()
+    probs = (z if cap is None else torch.tanh(z / cap) * cap).softmax(-1)
+    return probs if each is None else probs[each]
 
 
 class DistillationLoss(torch.autograd.Function):

@@ -45,10 +45,10 @@ def run_frozen(
     The states of padding are computed too; nothing attends to it.
     """
     rows, width = batch.tokens_BT.shape
-    cache = Cache(target.config, rows=rows, capacity=width, dtype=target.dtype, device=target.device)
+    runner = target if frozen is None else frozen
+    cache = Cache(target.config, rows=rows, capacity=width, dtype=runner.dtype, device=target.device)
     for _ in range(rows):
         cache.add_row()
-    runner = target if frozen is None else frozen
     with runner.decoding():
         found = runner(Inputs.of_chains(batch.tokens_BT.numpy()), cache, taps=taps, need="hidden", planned=width)
 

@@ -95,6 +95,8 @@ class Trained:
                one; a folder ``model`` inside the adapter's receives it. Returns the module to store and the target that
                it belongs to where training has made another target, otherwise None
     published  the layouts of others' checkpoints that are read as adapters of this method
+    any_dtype  whether the objective's target may have another type than its ``frozen`` copy: float32 is faster on some
+               processors
     """
 
     title: str
@@ -110,6 +112,7 @@ class Trained:
     export: Callable[[Path, Any, Target], tuple[TrainedModule, Target] | None] | None = None
     fresh: Callable[[Decoder, Any], None] | None = None
     published: tuple[Layout, ...] = ()
+    any_dtype: bool = False
 
     def recipe(self, name: str | None = None, given: Mapping[str, Any] | None = None) -> Recipe:
         """The recipe of a name (default: the first) with the ``given`` values. Raises InputError."""

@@ -13,9 +13,10 @@ from typing import Any
 
 from anabranch.learning.examples import Example
 from anabranch.learning.recipe import TrainOptions
+from anabranch.train.scaling import Scaling, fit_scaling
 from anabranch.train.trainer import Progress
 
-__all__ = ["Watch", "before", "curve_of", "next_steps"]
+__all__ = ["Watch", "before", "curve_of", "more_data", "next_steps", "scaling_of"]
 
 Log = Sequence[Mapping[str, Any]]
 Curve = list[tuple[int, float]]
@@ -147,3 +148,28 @@ def next_steps(
     if speeds and max(speeds, key=lambda name: speeds[name]) == "none":
         found.append("plain decoding is predicted to be faster here: more tokens per pass are needed first")
     return found
+
+
+def scaling_of(curve: Curve, training: Mapping[str, Any]) -> Scaling | None:
+    """Held-out acceptance by amount of data, from the part of ``curve`` in which all data were new.
+
+    That is the first epoch, after the warmup. ``training`` is what the adapter's record says of the run. None if there
+    are too few evaluations in it.
+    """
+    options, steps = training.get("options", {}), training.get("steps", 0)
+    if not steps or "epochs" not in options:
+        return None
+    tokens = training["answer_tokens"] * options["epochs"] / steps
+    new = [(step * tokens, length) for step, length in curve if options["warmup"] <= step <= steps / options["epochs"]]
+    return fit_scaling(new)
+
+
+def more_data(scaling: Scaling) -> str:
+    """What twice the data is predicted to bring, and up to which amount that is worth it."""
+    gain, now = scaling.doubling, scaling.at(scaling.tokens)
+    said = f"twice the data is predicted to bring {gain:+.2f} tokens per pass (fit within {scaling.error:.2f})"
+    if gain < CHANGE * now:
+        return f"more data no longer pays: {said}"
+    until = scaling.pays_until(CHANGE)
+    far = "no end in sight" if until is None else f"up to about {until:,} answer tokens"
+    return f"more data pays, {far}: {said}"

@@ -11,8 +11,6 @@ is finished, so a run may stop at any time and the same command resumes it.
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import time
 import zlib
@@ -24,31 +22,30 @@ from typing import Any
 
 from anabranch.engine import Request
 from anabranch.errors import FileError, InputError
-from anabranch.files import check_writable, write_atomically
-from anabranch.interrupt import shielded
-from anabranch.jsonfiles import is_whole, parse_json, read_json, read_rows
+from anabranch.files import check_writable
+from anabranch.jsonfiles import is_whole, read_rows
 from anabranch.methods.none import NoDrafter
 from anabranch.model.load import Target
 from anabranch.model.text import encode, render_chat
 from anabranch.sampling import SamplingParams
 from anabranch.scheduler import Scheduler, Ticket
+from anabranch.train.appended import agree, append, begin, records
 from anabranch.train.data import lone_surrogate
 
 __all__ = [
     "AnswerProgress",
     "EncodedPrompt",
+    "answer_settings",
     "check_out",
     "encode_chat",
     "read_prompts",
-    "settings_path",
+    "seed_of",
     "write_answers",
 ]
 
 # prompts per row of a chunk. Chunks are shuffled and each is sorted by length: long enough that neighbours have similar
 # lengths, short enough that the first few chunks are a fair sample of all prompts
 CHUNK = 8
-# the beginning of every line
-_BEGINNING = b'{"id": '
 
 
 @dataclass(frozen=True)
@@ -89,6 +86,8 @@ def read_prompts(path: Path, tokenizer: Any, *, limit: int | None = None) -> lis
     for number, record in read_rows(path):
         if limit is not None and len(prompts) >= limit:
             break
+        if record.get("dropped"):  # by the model that wrote it (train.self_prompts)
+            continue
         prompt = _prompt(record, f"line {number} of {path}", number - 1, tokenizer)
         if prompt.id in prompts:
             raise FileError(f"line {number} of {path} has the id {prompt.id!r} of an earlier line; ids must be unique")
@@ -141,11 +140,6 @@ def _check_text(record: dict[str, Any], where: str) -> None:
         raise FileError(f"{where} has no text in the field {field!r}; correct or delete the line")
 
 
-def settings_path(out: Path) -> Path:
-    """The small file beside the completions that says which target wrote them and how."""
-    return out.with_name(f"{out.name}.settings.json")
-
-
 def check_out(out: Path, prompts: Path) -> None:
     """Check that completions of ``prompts`` can be appended to ``out``, before a model is loaded.
 
@@ -155,6 +149,13 @@ def check_out(out: Path, prompts: Path) -> None:
     if out.resolve() == prompts.resolve() or (out.exists() and prompts.exists() and out.samefile(prompts)):
         raise FileError(f"{out} contains the prompts and cannot take their completions; give --out another file")
     _answered(out)
+
+
+def answer_settings(target: Target, max_new_tokens: int, sampling: SamplingParams) -> dict[str, Any]:
+    """What the settings file of completions says."""
+    described = asdict(replace(sampling, processors=()))
+    described.pop("processors")
+    return {"fingerprint": target.fingerprint, "max_new_tokens": max_new_tokens, **described}
 
 
 def write_answers(
@@ -186,11 +187,9 @@ def write_answers(
     wanted = [prompt for prompt in prompts if len(prompt.ids) <= longest]
     if not wanted:
         raise InputError(f"no prompt has {longest} tokens or fewer; give shorter prompts")
-    described = asdict(replace(sampling, processors=()))
-    described.pop("processors")
-    settings = {"fingerprint": target.fingerprint, "max_new_tokens": max_new_tokens, **described}
+    settings = answer_settings(target, max_new_tokens, sampling)
     check_writable(out, "completions")
-    _agree(out, settings)
+    agree(out, settings)
     known = _answered(out)
     for prompt in prompts:
         if known.get(prompt.id, prompt.ids) != prompt.ids:
@@ -198,7 +197,7 @@ def write_answers(
                 f"{out} contains another prompt with the id {prompt.id!r}; write to another file, or give each prompt "
                 "an id (by default, ids are line numbers)"
             )
-    _begin(out, settings)
+    begin(out, settings, "completions")
     work = deque(_ordered([prompt for prompt in wanted if prompt.id not in known], rows * CHUNK))
     clock = _Clock(len(wanted), len(wanted) - len(work), time.monotonic())
     if report is not None:
@@ -210,7 +209,7 @@ def write_answers(
         while work or growing:
             while work and len(growing) < 2 * rows:
                 prompt = work.popleft()
-                own = replace(sampling, seed=_seed(sampling.seed, prompt.id))
+                own = replace(sampling, seed=seed_of(sampling.seed, prompt.id))
                 ticket = scheduler.submit(Request(prompt.ids, max_new_tokens, own, stop), drafter)
                 growing[ticket] = (prompt, [])
             for ticket, step in scheduler.tick():
@@ -219,9 +218,7 @@ def write_answers(
                 clock.tokens += len(step.tokens)
                 if step.finish is not None:
                     del growing[ticket]
-                    with shielded():  # never write part of a line
-                        file.write(_line(prompt, answer))
-                        file.flush()
+                    append(file, _record(prompt, answer))
                     clock.answers += 1
                     if report is not None:
                         report(clock.progress())
@@ -248,12 +245,11 @@ class _Clock:
         return AnswerProgress(self.answers, self.wanted, self.tokens, self.tokens / taken, left)
 
 
-def _line(prompt: EncodedPrompt, answer: list[int]) -> str:
-    record = {"id": prompt.id, "source": prompt.source, "prompt_ids": list(prompt.ids), "answer_ids": answer}
-    return json.dumps(record) + "\n"
+def _record(prompt: EncodedPrompt, answer: list[int]) -> dict[str, Any]:
+    return {"id": prompt.id, "source": prompt.source, "prompt_ids": list(prompt.ids), "answer_ids": answer}
 
 
-def _seed(seed: int, name: int | str) -> int:
+def seed_of(seed: int, name: int | str) -> int:
     """A seed for each prompt: draws depend only on seed and position, so with one seed all rows would draw the same."""
     return (seed << 32) + zlib.crc32(repr(name).encode())
 
@@ -266,80 +262,15 @@ def _ordered(prompts: Sequence[EncodedPrompt], chunk: int) -> Iterator[EncodedPr
         yield from sorted(order[first : first + chunk], key=lambda prompt: len(prompt.ids), reverse=number % 2 == 1)
 
 
-def _agree(out: Path, settings: dict[str, Any]) -> None:
-    """Check that the file was started with the same settings."""
-    path = settings_path(out)
-    if _is_new(out) or not path.is_file():
-        return  # for example, part of another file: its settings are unknown
-    stored = read_json(path, f"delete it and {out} to start over")
-    if stored != settings:
-        name = next(key for key in {**settings, **stored} if stored.get(key) != settings.get(key))
-        raise FileError(
-            f"{out} was started with {name} {stored.get(name)!r}, got {settings.get(name)!r}; use that, or write to "
-            "another file"
-        )
-
-
 def _answered(out: Path) -> dict[int | str, tuple[int, ...]]:
     """The prompts that a file has completions of, by id. Raises FileError for other files; does not change the file."""
-    if _is_new(out):
-        return {}
-    whole, torn = _torn(out.read_bytes())
-    lines = whole.split(b"\n")
-    known: dict[int | str, tuple[int, ...]] = {}
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = parse_json(line)
-            name, prompt, answer = record["id"], record["prompt_ids"], record["answer_ids"]
-            if not (isinstance(name, str) or is_whole(name)):
-                raise TypeError
-            if not all(isinstance(ids, list) and all(map(is_whole, ids)) for ids in (prompt, answer)):
-                raise TypeError
-        except (ValueError, KeyError, TypeError) as error:
-            raise _no_answer(out, number) from error
-        known[name] = tuple(prompt)
-    # only our own runs leave an incomplete line, after complete lines or after the settings file, written first
-    if torn.strip() and not (torn.startswith(_BEGINNING[: len(torn)]) and (known or settings_path(out).is_file())):
-        raise _no_answer(out, len(lines))
-    return known
+    found = records(out, _check, "a completion with id, prompt_ids and answer_ids")
+    return {record["id"]: tuple(record["prompt_ids"]) for record in found}
 
 
-def _begin(out: Path, settings: dict[str, Any]) -> None:
-    """Write the settings of a new file; remove an incomplete last line of an existing one, which has been checked."""
-    if _is_new(out):
-        try:
-            write_atomically(settings_path(out), json.dumps(settings, indent=2) + "\n")
-        except OSError as error:
-            raise FileError(
-                f"completions cannot be written to {out} ({error.strerror}); choose another --out"
-            ) from error
-        return
-    whole, torn = _torn(out.read_bytes())
-    if torn:
-        os.truncate(out, len(whole))
-    elif whole and not whole.endswith(b"\n"):
-        with out.open("ab") as file:
-            file.write(b"\n")
-
-
-def _is_new(out: Path) -> bool:
-    return not out.is_file() or out.stat().st_size == 0
-
-
-def _torn(data: bytes) -> tuple[bytes, bytes]:
-    """A file's complete lines, and the incomplete last line that a killed run leaves."""
-    end = data.rfind(b"\n") + 1
-    try:
-        parse_json(data[end:])
-    except ValueError:
-        return data[:end], data[end:]
-    return data, b""
-
-
-def _no_answer(out: Path, number: int) -> FileError:
-    return FileError(
-        f"line {number} of {out} is not a completion with id, prompt_ids and answer_ids; if the others are, delete "
-        "that line, else give --out another file"
-    )
+def _check(record: Any) -> None:
+    name, prompt, answer = record["id"], record["prompt_ids"], record["answer_ids"]
+    if not (isinstance(name, str) or is_whole(name)):
+        raise TypeError
+    if not all(isinstance(ids, list) and all(map(is_whole, ids)) for ids in (prompt, answer)):
+        raise TypeError

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,25 @@ from anabranch.model.decoder import Decoder
 from anabranch.model.load import Target
 from anabranch.model.pack import pack_decoder
 from anabranch.train.advice import Watch, before
-from anabranch.train.answers import settings_path
-from anabranch.train.checkpoint import read_log
+from anabranch.train.appended import settings_path
+from anabranch.train.arithmetic import ARITHMETIC, chosen_dtype, float32_copy
+from anabranch.train.checkpoint import read_checkpoint, read_log
 from anabranch.train.data import frequent_tokens, read_examples, read_texts, split
 from anabranch.train.trainer import TREES, Progress, Trainer
 
-__all__ = ["check_answers", "check_data", "check_folder_is_free", "read_data", "train_adapter", "trainable"]
+__all__ = [
+    "OWN",
+    "check_answers",
+    "check_data",
+    "check_folder_is_free",
+    "check_init",
+    "packed_copy",
+    "read_data",
+    "train_adapter",
+    "trainable",
+]
+
+OWN = "own prompts"  # what is measured on the user's prompts
 
 
 def trainable(name: str | None = None) -> Method:
@@ -47,7 +60,7 @@ def trainable(name: str | None = None) -> Method:
     raise InputError(f"the method {name!r} cannot be trained; give one of {', '.join(method.name for method in known)}")
 
 
-def check_data(answers: Path | None, text: Path | None, init: Path | None = None) -> None:
+def check_data(answers: Path | None, text: Path | None) -> None:
     """Check that the input files exist, before a model is loaded. Raises InputError or FileError."""
     if (answers is None) == (text is None):
         raise InputError("give either a file of completions (--answers) or plain text (--text)")
@@ -57,6 +70,10 @@ def check_data(answers: Path | None, text: Path | None, init: Path | None = None
             "write one with 'anabranch train answers'" if answers else "give a text file or JSONL with a field 'text'"
         )
         raise FileError(f"there is no file {path}; {hint}")
+
+
+def check_init(init: Path | None) -> None:
+    """Check that the folder to start from, if any, contains an adapter. Raises FileError."""
     if init is not None and not (init / "adapter_config.json").is_file():
         raise FileError(f"--init {init} contains no adapter (no adapter_config.json); give an adapter folder")
 
@@ -113,16 +130,21 @@ def train_adapter(
     resume: bool = True,
     command: str = "",
     licences: Mapping[str, str] | None = None,
+    own: Sequence[Example] = (),
 ) -> dict[str, Any]:
     """Train an adapter for ``method`` and write its folder; returns its record (``adapter_config.json``).
 
     init      adapter folder of the same target and method to start from; the draft vocabulary is chosen anew
     command   the command to repeat the training, for the card
     licences  licences of the data by source, for the card
+    own       further examples to evaluate on at the end: completions of the user's prompts. Those of ``examples`` with
+              the same prompts are left out
     """
     if method.trained is None:
         raise CapabilityError(f"the method {method.name!r} has nothing to train; see 'anabranch train --help'")
     keep_memory()
+    asked = {example.prompt_ids for example in own}
+    examples = [example for example in examples if example.prompt_ids not in asked]
     training, held_out = split(examples, recipe.held_out, recipe.options.seed)
     torch.manual_seed(recipe.options.seed)  # for the initial weights; besides, only the order of batches is random
     vocabulary = _vocabulary(target, recipe, training)
@@ -131,10 +153,14 @@ def train_adapter(
         method.trained.fresh(target.decoder, module)
     begun = None if init is None else _begin(method, method.trained, module, init, target)
     check_folder(folder, "the adapter", "folder (--out)")
-    objective = method.trained.objective(target.decoder, module, recipe, frozen=_frozen(target))
-    plan = {"method": method.name, **_made_with(recipe)}
     run = folder / "training"
-    trainer = Trainer(target.decoder, module, objective, training, held_out, recipe.options, run, plan=plan)
+    dtype = target.decoder.dtype
+    if method.trained.any_dtype:
+        dtype = chosen_dtype(target.decoder, read_checkpoint(run) if resume else None)
+    learner = target.decoder if dtype == target.decoder.dtype else float32_copy(target.decoder)
+    objective = method.trained.objective(learner, module, recipe, frozen=packed_copy(target))
+    plan = {"method": method.name, **_made_with(recipe), ARITHMETIC: str(dtype)}
+    trainer = Trainer(learner, module, objective, training, held_out, recipe.options, run, plan=plan)
     longest = min(recipe.max_tokens, target.config.max_positions)
     _warn(before(training, recipe.options, trainer.steps, module.num_parameters(), max_tokens=longest))
     watch = Watch(bool(held_out))
@@ -146,6 +172,8 @@ def train_adapter(
 
     evaluation = trainer.run(watched, resume=resume)
     measured = _measured(evaluation, len(held_out), objective.predictor) if held_out else {}
+    if own:
+        measured[OWN] = _measured(trainer.evaluate_on(own), len(own), objective.predictor)
     record = {
         "command": command,
         **({} if begun is None else {"init": begun}),
@@ -153,6 +181,7 @@ def train_adapter(
         "examples": len(training),
         "answer_tokens": sum(len(example.answer_ids) for example in training),
         "steps": trainer.done,
+        ARITHMETIC: str(dtype).removeprefix("torch."),
         "options": {**asdict(recipe.options), "loss": asdict(recipe.loss)},
         "held_out": recipe.held_out,
         "max_tokens": recipe.max_tokens,
@@ -172,8 +201,8 @@ def _vocabulary(target: Target, recipe: Recipe, training: list[Example]) -> Tens
     return frequent_tokens(training, size, target.config.vocab_size, always)
 
 
-def _frozen(target: Target) -> Decoder:
-    """The decoder for passes without gradients: a packed copy of the target, if it can be packed."""
+def packed_copy(target: Target) -> Decoder:
+    """The decoder for passes without gradients: a packed copy of the target's, or its own if that cannot be packed."""
     if target.decoder.device.type != "cpu" and target.quantize == "none":
         return target.decoder
     copied = copy.deepcopy(target.decoder)

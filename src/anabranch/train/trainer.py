@@ -154,8 +154,12 @@ class Trainer:
 
     def evaluate(self, rows: int | None = None, *, nodes: Sequence[int] = ()) -> dict[str, Any]:
         """``Objective.evaluate`` on the first ``rows`` held-out examples (default: all)."""
+        return self.evaluate_on(self.held_out[:rows], nodes=nodes)
+
+    def evaluate_on(self, examples: Sequence[Example], *, nodes: Sequence[int] = TREES) -> dict[str, Any]:
+        """``Objective.evaluate`` on any examples."""
         with self._autocast():
-            return self.objective.evaluate(self.held_out[:rows], nodes=nodes)
+            return self.objective.evaluate(examples, nodes=nodes)
 
     def run(self, report: Callable[[Progress], None], *, resume: bool = True) -> dict[str, Any]:
         """Train to the end, from the last checkpoint if there is one, and return the final evaluation.

@@ -108,10 +108,10 @@ class StreamObjective:
 
     def freeze(self, batch: Batch) -> Frozen:
         """Run the target over the batch."""
-        start = self.adapter.start
+        start, dtype = self.adapter.start, self.target.dtype
         found = run_frozen(self.target, batch, frozen=self.frozen, taps=(start,))
         # copies, so that the cache of the lower layers is freed
-        keys, values = found.cache.keys[start:].clone(), found.cache.values[start:].clone()
+        keys, values = (part[start:].to(dtype, copy=True) for part in (found.cache.keys, found.cache.values))
         return Frozen(found.taps[start], found.hidden_BTD, list(zip(keys, values, strict=True)))
 
     def keep(self, frozen: Frozen, keep: Callable[[Tensor], Tensor]) -> Frozen:
@@ -165,13 +165,19 @@ class StreamObjective:
         return torch.stack(conditioned, dim=2)
 
     def _cross_entropy(
-        self, words: Vocabulary, states_MD: Tensor, tokens_M: Tensor, teacher_MD: Tensor | None, weight_M: Tensor
+        self,
+        words: Vocabulary,
+        states_MD: Tensor,
+        tokens_M: Tensor,
+        weight_M: Tensor,
+        teacher: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Weighted loss and correct predictions; ``teacher_MD`` are the target's states that emit the tokens."""
-        soft = self.options.soft if teacher_MD is not None else 0.0
+        """Weighted loss and correct predictions; ``teacher``: the target's states [T, D], and each token's row [M]."""
+        soft = self.options.soft if teacher is not None else 0.0
+        states_TD, taught_M = teacher or (None, None)
         cap = self.target.config.logit_softcap
         found: tuple[Tensor, Tensor] = VocabularyLoss.apply(  # type: ignore[no-untyped-call]
-            states_MD, words.head_VD, words.bias_V, tokens_M, weight_M, teacher_MD, soft, cap
+            states_MD, words.head_VD, words.bias_V, tokens_M, weight_M, states_TD, soft, cap, taught_M
         )
         return found
 
@@ -188,19 +194,19 @@ class StreamObjective:
         words = self.vocabulary(batch)
         place_BPS = words.place[wanted_BPS]
         rows = torch.arange(batch.size, device=tokens.device)[:, None, None].expand_as(index)
-        teacher = frozen.hidden_BTD[rows[inside], index[inside] - 1]
+        teacher = (frozen.hidden_BTD.flatten(0, 1), rows[inside] * tokens.shape[1] + index[inside] - 1)
         stream_M = (streams - 1).expand_as(index)[inside]
         weight_M = self.options.decay ** stream_M.float()
 
         # streams that ride are not conditioned on the emitted token: an eighth of the positions trains that case
         states = self.states(frozen, tokens, positions_BP, positions_BP % RIDING_STRIDE == 0)
         conditioned = self.conditioned(states, tokens, positions_BP)
-        loss, right = self._cross_entropy(words, conditioned[inside], place_BPS[inside], teacher, weight_M)
+        loss, right = self._cross_entropy(words, conditioned[inside], place_BPS[inside], weight_M, teacher)
         if self.adapter.conditioner is not None and self.options.unconditioned:
             # a fifth of the predictions is enough to keep the streams useful without conditioning
             some = slice(None, None, UNCONDITIONED_STRIDE)
             plain, _ = self._cross_entropy(
-                words, states[inside][some], place_BPS[inside][some], None, weight_M[some] * UNCONDITIONED_STRIDE
+                words, states[inside][some], place_BPS[inside][some], weight_M[some] * UNCONDITIONED_STRIDE
             )
             loss = loss + self.options.unconditioned * plain
         if self.adapter.prune is not None and self.options.pruning:

@@ -100,4 +100,5 @@ TRAINED = Trained(
     change=change,
     describe=_describe,
     begin=begin_with,
+    any_dtype=True,
 )

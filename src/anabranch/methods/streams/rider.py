@@ -10,6 +10,7 @@ B rows of the batch, N nodes, S streams, D model width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from anabranch.methods.streams.adapter import StreamModule, StreamSide
 from anabranch.methods.streams.attention import stream_attention, stream_bias, stream_positions
 from anabranch.methods.streams.prune import prune_nodes
+from anabranch.methods.streams.row_attention import row_attention, row_mask
 from anabranch.model.blocks import Block
 from anabranch.model.decoder import Decoder
 from anabranch.model.passes import Entry, Pass
@@ -138,22 +140,38 @@ def trail(
     positions = stream_positions(positions_BN, adapter.shape.num_streams)
     x = _initial(target, adapter, entry_BND, positions, emitted_BND)
     cos, sin = target.rope()(positions, planned)
-    biases: dict[int, Tensor | None] = {}  # layers with the same visible tensor share one mask
+    looks = _Looks(target, adapter, entry_BND.dtype)
     for index in range(adapter.start, len(target.blocks)):
         block = target.blocks[index]
         keys, values = keys_values[index - adapter.start]
         visible = visible_BNL[index - adapter.start]
-        if id(visible) not in biases:
-            biases[id(visible)] = stream_bias(target.config, adapter.shape, visible, entry_BND.dtype)
-        look = partial(
-            stream_attention,
-            target.config,
-            adapter.shape,
-            keys_BKLE=keys,
-            values_BKLE=values,
-            visible_BNL=visible,
-            bias=biases[id(visible)],
-        )
-        x = block(x, cos, sin, lambda q, k, v, look=look: look(qkv=(q, k, v)), StreamSide(adapter.layer(index), 0))
+        look = looks.of(keys, values, visible)
+        x = block(x, cos, sin, look, StreamSide(adapter.layer(index), 0))
     streams: Tensor = target.norm(x)
-    return streams.view(b, n, adapter.shape.num_streams, d)
+    return streams.view(b, n, adapter.config.num_streams, d)
+
+
+class _Looks:
+    """The attention of trailing rows; layers with the same ``visible`` tensor share one mask."""
+
+    def __init__(self, target: Decoder, adapter: StreamModule, dtype: torch.dtype) -> None:
+        self.model, self.shape, self.dtype = target.config, adapter.shape, dtype
+        self._biases: dict[int, Tensor | None] = {}
+        self._masks: dict[int, Tensor] = {}
+
+    def of(self, keys: Tensor, values: Tensor, visible: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """(q, k, v) -> the result for one layer's cache."""
+        if id(visible) not in self._biases:
+            self._biases[id(visible)] = stream_bias(self.model, self.shape, visible, self.dtype)
+        bias = self._biases[id(visible)]
+        if bias is None and self.model.attention_softcap is None and self.shape.position == "embedding":
+            if id(visible) not in self._masks:
+                groups = self.model.num_heads // self.model.num_kv_heads
+                self._masks[id(visible)] = row_mask(visible, self.shape.num_streams, groups, self.dtype)
+            mask = self._masks[id(visible)]
+            return lambda q, k, v: row_attention(self.model, (q, k, v), keys, values, mask)
+
+        def look(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return stream_attention(self.model, self.shape, (q, k, v), keys, values, visible, bias=bias)
+
+        return look

@@ -1,0 +1,146 @@
+"""``anabranch train answers``: let a target complete prompts, given ones or its own, as training data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from anabranch.cli import options
+from anabranch.cli.configured import configured
+
+if TYPE_CHECKING:
+    from anabranch.cli.screen import Screen
+    from anabranch.train import AnswerProgress
+    from anabranch.train.self_prompts import PromptProgress
+
+__all__ = ["AnswersConfig", "answers", "show_answers"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswersConfig:
+    """The options of ``anabranch train answers``."""
+
+    out: Annotated[Path, typer.Option(metavar="FILE", help="write JSONL; prompts with a completion in it are skipped")]
+    prompts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="read JSONL with 'prompt' or 'messages'; optional: 'chat', 'id', 'source'"),
+    ] = None
+    self_prompted: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="let the model write this many prompts itself, to OUT.prompts.jsonl"),
+    ] = None
+    loading: options.Loading = field(default=options.Loading())
+    rows: Annotated[int, typer.Option(help="decode this many prompts at a time")] = 32
+    max_new_tokens: options.NewTokens = 256
+    longest_prompt: Annotated[int, typer.Option(help="leave out prompts of more tokens than this")] = 1024
+    limit: Annotated[int | None, typer.Option(help="read only the first prompts, this many")] = None
+    sampling: options.Sampling = field(default=options.Sampling())
+    as_json: options.AsJson = False
+
+
+@configured
+def answers(config: AnswersConfig) -> None:
+    """Let the model complete prompts, as training data for adapters.
+
+    Each completion is written when it is finished. Stop with Ctrl-C or SIGTERM at any time; the same command resumes.
+    """
+    from anabranch.cli.screen import resumable, screen
+    from anabranch.train import read_prompts, write_answers
+    from anabranch.train.job import trainable
+    from anabranch.train.self_prompts import told, write_prompts
+
+    sampling = config.sampling.params
+    source = _check(config)
+    written = None
+    with screen() as shown, resumable():
+        shown.show(f"loading {config.loading.model}", "", plain=f"loading {config.loading.model}")
+        target = options.load(config.loading, adapters=False).target
+        if config.self_prompted is not None:
+            report = _show_prompts(shown)
+            written = write_prompts(
+                target, source, config.self_prompted, rows=config.rows, seed=sampling.seed, report=report
+            )
+            shown.say(f"{written.kept:,} prompts of {written.sampled:,} sampled: {told(written.dropped)}")
+        asked = read_prompts(source, target.tokenizer, limit=config.self_prompted or config.limit)
+        done = write_answers(
+            target,
+            asked,
+            config.out,
+            rows=config.rows,
+            max_new_tokens=config.max_new_tokens,
+            longest_prompt=config.longest_prompt,
+            sampling=sampling,
+            report=show_answers(shown, config.out.name),
+        )
+    left_out = len(asked) - done.wanted
+    if config.as_json:
+        result: dict[str, object] = {"answers": done.answers, "left_out": left_out, "tokens": done.tokens}
+        if written is not None:
+            result |= {"prompts": {"kept": written.kept, "sampled": written.sampled, "dropped": dict(written.dropped)}}
+        print(json.dumps({**result, "tokens_per_second": done.tokens_per_second}))
+        return
+    print(f"{done.answers:,} answers in {config.out}, {done.tokens:,} tokens by this run")
+    if left_out:
+        print(f"left out: {left_out:,} prompts longer than {config.longest_prompt:,} tokens")
+    print(f"Next: anabranch train {trainable().name} --answers {config.out} --out FOLDER")
+
+
+def _check(config: AnswersConfig) -> Path:
+    """Check options and files, before a model is loaded; returns the file of the prompts.
+
+    Raises InputError or FileError.
+    """
+    from anabranch.errors import FileError, InputError
+    from anabranch.train.answers import check_out
+    from anabranch.train.self_prompts import check_prompts
+
+    if (config.prompts is None) == (config.self_prompted is None):
+        raise InputError("give either a file of prompts (--prompts) or a number of prompts to write (--self-prompted)")
+    if config.prompts is not None:
+        if not config.prompts.is_file():
+            raise FileError(
+                f"there is no file {config.prompts}; give a JSONL file with a field 'prompt' or 'messages' per line"
+            )
+        check_out(config.out, config.prompts)
+        return config.prompts
+    options.check_at_least(1, self_prompted=config.self_prompted, rows=config.rows)
+    if config.limit is not None:
+        raise InputError("--limit is for --prompts; give the number of prompts to --self-prompted")
+    source = config.out.with_name(f"{config.out.stem}.prompts.jsonl")
+    check_prompts(source)
+    check_out(config.out, source)
+    return source
+
+
+def _show_prompts(shown: Screen) -> Callable[[PromptProgress], None]:
+    """Shows the progress of ``write_prompts``."""
+    from anabranch.cli.screen import clock
+    from anabranch.train.self_prompts import told
+
+    def report(now: PromptProgress) -> None:
+        kept = min(now.kept, now.wanted)
+        left = f", {clock(now.seconds_left)} left" if now.seconds_left else ""
+        first = f"prompt {kept:,}/{now.wanted:,} {kept / now.wanted:.0%}, {now.tokens_per_second:,.0f} tokens/s{left}"
+        second = f"{now.sampled:,} sampled: {told(now.dropped)}"
+        shown.show(first, second, plain=f"{first}, {second}", now=now.kept == now.wanted)
+
+    return report
+
+
+def show_answers(shown: Screen, name: str) -> Callable[[AnswerProgress], None]:
+    """Shows the progress of ``write_answers``; ``name`` is the file's."""
+    from anabranch.cli.screen import clock
+
+    def report(now: AnswerProgress) -> None:
+        left = f", {clock(now.seconds_left)} left" if now.seconds_left else ""
+        rate = f", {now.tokens_per_second:,.0f} tokens/s{left}" if now.tokens else ""
+        first = f"answer {now.answers:,}/{now.wanted:,} {now.answers / now.wanted:.0%}{rate}"
+        second = f"{now.tokens:,} tokens written in {name}"
+        shown.show(first, second, plain=first, now=now.answers == now.wanted)
+
+    return report

@@ -1,0 +1,155 @@
+"""The data of ``anabranch train METHOD``: a file, or what the target writes itself; and the user's prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from anabranch.cli.screen import Screen
+    from anabranch.learning.recipe import Recipe
+    from anabranch.model.load import Target
+    from anabranch.train import Example
+    from anabranch.train.self_data import DataProgress, SelfData
+
+__all__ = ["DataConfig", "check_data_options", "own_examples", "self_data", "with_new_data", "write_data"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The options that say what to learn from."""
+
+    answers: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="learn from the JSONL that 'train answers' wrote")
+    ] = None
+    text: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="learn from a text file, or JSONL with a field 'text', instead")
+    ] = None
+    self_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="without --answers and --text, let the model write its own prompts and answers until these have this "
+            "many tokens (default: 250,000)",
+        ),
+    ] = None
+    self_rows: Annotated[int | None, typer.Option(help="write this many of them at a time (default: 64)")] = None
+    self_temperature: Annotated[
+        float | None, typer.Option(help="sample their answers at this temperature (default: 0, greedy)")
+    ] = None
+    evaluate: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="evaluate on these prompts too: JSONL as for 'train answers --prompts'"),
+    ] = None
+
+    @property
+    def self_written(self) -> bool:
+        """Whether the target writes the data."""
+        return self.answers is None and self.text is None
+
+
+def check_data_options(config: DataConfig, out: Path) -> None:
+    """Check the options and their files, before a model is loaded. Raises InputError or FileError."""
+    from anabranch.errors import FileError, InputError
+    from anabranch.train.answers import check_out
+    from anabranch.train.job import check_data
+    from anabranch.train.self_data import check_self_data
+
+    if config.self_written:
+        check_self_data(_folder(out))
+    else:
+        check_data(config.answers, config.text)
+        for name in ("self_tokens", "self_rows", "self_temperature"):
+            if getattr(config, name) is not None:
+                raise InputError(
+                    f"--{name.replace('_', '-')} is for data that the model writes itself; leave it out, or give "
+                    "neither --answers nor --text"
+                )
+    if config.evaluate is not None:
+        if not config.evaluate.is_file():
+            raise FileError(
+                f"there is no file {config.evaluate}; give --evaluate a JSONL file with a field 'prompt' or 'messages' "
+                "per line"
+            )
+        check_out(_own(out), config.evaluate)
+
+
+def with_new_data(config: DataConfig, options: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """A recipe's values for self-written data: one epoch unless ``given``, since new answers teach more than old ones.
+
+    ``options`` are the names that the recipe has.
+    """
+    if not config.self_written or "epochs" in given:
+        return given
+    once = {"epochs": 1.0, "keep_states": False}
+    return {**{name: value for name, value in once.items() if name in options}, **given}
+
+
+def self_data(config: DataConfig, seed: int) -> SelfData:
+    """What the target writes. Raises InputError for a value out of range."""
+    from anabranch.train.self_data import SelfData
+
+    given = {"tokens": config.self_tokens, "rows": config.self_rows, "temperature": config.self_temperature}
+    return SelfData(seed=seed, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+
+
+def write_data(
+    target: Target, config: DataConfig, plan: SelfData, out: Path, shown: Screen
+) -> tuple[Path | None, Path | None]:
+    """Let the target write what is missing; returns the files of answers to learn from and to evaluate on, if any."""
+    from dataclasses import replace
+
+    from anabranch.cli.train_answers import show_answers
+    from anabranch.train import read_prompts, write_answers
+    from anabranch.train.job import packed_copy
+    from anabranch.train.self_data import write_self_data
+
+    learn, own = config.answers, None
+    if not config.self_written and config.evaluate is None:
+        return learn, own
+    writer = replace(target, decoder=packed_copy(target))
+    if config.self_written:
+        learn = write_self_data(writer, _folder(out), plan, report=lambda now: _show(shown, now))
+    if config.evaluate is not None:
+        own = _own(out)
+        asked = read_prompts(config.evaluate, target.tokenizer)
+        write_answers(
+            writer,
+            asked,
+            own,
+            rows=plan.rows,
+            max_new_tokens=plan.max_new_tokens,
+            sampling=plan.sampling,
+            report=show_answers(shown, own.name),
+        )
+    return learn, own
+
+
+def own_examples(target: Target, recipe: Recipe, path: Path | None) -> list[Example]:
+    """The completions of the user's prompts."""
+    from anabranch.train import read_data
+
+    return [] if path is None else read_data(target, recipe, answers=path)
+
+
+def _show(shown: Screen, now: DataProgress) -> None:
+    from anabranch.cli.screen import clock
+    from anabranch.train.self_prompts import told
+
+    left = f", {clock(now.seconds_left)} left" if now.seconds_left else ""
+    share = min(1.0, now.tokens / now.wanted)
+    first = (
+        f"writing {now.stage}: {now.tokens:,}/{now.wanted:,} {share:.0%}, {now.tokens_per_second:,.0f} tokens/s{left}"
+    )
+    second = f"{now.answers:,} answers, {now.kept:,} of {now.sampled:,} prompts: {told(now.dropped)}"
+    shown.show(first, second, plain=f"{first}, {second}")
+
+
+def _folder(out: Path) -> Path:
+    return out / "data"
+
+
+def _own(out: Path) -> Path:
+    return out / "data" / "evaluate.jsonl"

@@ -1,0 +1,49 @@
+"""Which type a training computes in: the target's own, or float32 where this processor multiplies that faster.
+
+oneDNN's products in bf16 are faster than in float32 on some processors (those with AMX, for example) and slower on
+others. The weights are the same either way, and float32 rounds less.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from anabranch.model.decoder import Decoder
+
+__all__ = ["ARITHMETIC", "chosen_dtype", "float32_copy"]
+
+ARITHMETIC = "arithmetic"  # in the plan of a run's checkpoint
+ROWS, ROUNDS = 512, 5
+FASTER = 1.2  # how much faster float32 must be: its activations take twice the memory
+
+
+def chosen_dtype(decoder: Decoder, stored: Mapping[str, Any] | None = None) -> torch.dtype:
+    """The type to compute gradients in; ``stored`` is the record of a checkpoint, whose choice is kept.
+
+    Times products of one width of the target on a CPU; elsewhere, and for other types than bf16, it is the target's.
+    """
+    own = decoder.dtype
+    if own != torch.bfloat16 or decoder.device.type != "cpu":
+        return own
+    names = {str(dtype): dtype for dtype in (torch.float32, own)}
+    if stored is not None:
+        return names.get((stored.get("plan") or {}).get(ARITHMETIC, ""), own)
+    width = decoder.config.hidden_size
+    best = dict.fromkeys(names.values(), float("inf"))
+    for _ in range(ROUNDS):
+        for dtype in best:
+            rows, weight = torch.ones(ROWS, width, dtype=dtype), torch.ones(4 * width, width, dtype=dtype)
+            began = time.perf_counter()
+            torch.nn.functional.linear(rows, weight)
+            best[dtype] = min(best[dtype], time.perf_counter() - began)
+    return torch.float32 if best[own] > FASTER * best[torch.float32] else own
+
+
+def float32_copy(decoder: Decoder) -> Decoder:
+    """A copy with the same weights in float32."""
+    return copy.deepcopy(decoder).float()
