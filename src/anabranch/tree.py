@@ -300,8 +300,6 @@ class DraftTree:
                   +-- 4 (4: -2.0), dropped at budget 4
         """
         assert trees, "at least one tree"
-        if len(trees) == 1 and trees[0].log_probs is not None and trees[0].draft_probs is None:
-            return trees[0] if budget is None else trees[0].truncate(budget)
         trie = _Trie(int(trees[0].tokens[0]), independent=True)
         for tree in trees:
             assert tree.tokens[0] == trees[0].tokens[0], "merged trees share their root"

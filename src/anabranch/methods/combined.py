@@ -91,7 +91,7 @@ class CombinedDrafter(Drafter):
         proposals = [part.draft(rows, min(budget, part.max_nodes)) for part in parts]
         found = []
         for row, trees in zip(rows, zip(*proposals, strict=True), strict=True):
-            tree = DraftTree.merge(trees)
+            tree = trees[0] if len(trees) == 1 and trees[0].log_probs is not None else DraftTree.merge(trees)
             found.append(best_nodes(tree, row.beliefs(tree), budget) if tree.size > budget else tree)
         return found
 

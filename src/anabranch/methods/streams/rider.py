@@ -148,7 +148,7 @@ def trail(
         look = looks.of(keys, values, visible)
         x = block(x, cos, sin, look, StreamSide(adapter.layer(index), 0))
     streams: Tensor = target.norm(x)
-    return streams.view(b, n, adapter.config.num_streams, d)
+    return streams.view(b, n, adapter.shape.num_streams, d)
 
 
 class _Looks:
