@@ -31,7 +31,7 @@ ROOMS = (
     *("tree", "sampling", "verify"),
     "native",
     "model",
-    *("costs", "learning"),
+    *("arms", "costs", "learning"),
     *("methods", "adapters"),
     *("speculation", "engine", "scheduler"),
     *("stats", "generation", "prompts", "options", "loading", "profiles"),

@@ -282,10 +282,10 @@ class Unchanging(Costs):
     def saw_pass(self, ms: float, nodes: int, rows: int, context: float) -> None:
         pass
 
-    def saw_draft(self, ms: float, budget: int, rows: int) -> None:
+    def saw_draft(self, drafter: str, ms: float, budget: int, rows: int) -> None:
         pass
 
-    def saw_prepare(self, ms: float, streams: int) -> None:
+    def saw_prepare(self, drafter: str, ms: float, positions: int) -> None:
         pass
 
     def saw_rest(self, ms: float, rows: int) -> None:

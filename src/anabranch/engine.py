@@ -202,7 +202,7 @@ class Engine:
         Raises InputError or CapabilityError for what cannot be served, and InputError where all rows are in use or
         this one cannot share their pass (``fits``).
         """
-        drafter = drafter or self.drafter
+        drafter = self.arm(drafter or self.drafter)
         self.check(request, drafter)
         assert self.reading is None, "one prompt is read at a time"
         if not self.fits(request, drafter):
@@ -269,6 +269,19 @@ class Engine:
             raise InputError(
                 f"the prompt has {len(request.prompt_ids)} tokens, but the cache holds {self.capacity}; shorten it"
             )
+
+    def arm(self, drafter: Drafter, rows: int = 0) -> Drafter:
+        """The drafter of a row that joins now: ``drafter``, or one of its arms.
+
+        rows  the rows that will soon be in use, if more than now
+        """
+        if not drafter.arms:
+            return drafter
+        last = self._members[-1].drafter if self._members else None
+        able = [arm for arm in drafter.arms if last is None or arm.rider is last.rider]
+        if not able:
+            return drafter.arms[0]  # it waits, as any of them would
+        return self.speculation.arm(able, max(rows, self.active + 1), _context(self._members), using=last)
 
     def longest_shared(self, tokens: Sequence[int]) -> tuple[int, int]:
         """How many of ``tokens`` a row in use has in its cache from the start, the most of all rows, and its slot."""
@@ -608,12 +621,12 @@ class Engine:
             return  # whose draft took how long is not known
         for drafter, places in groups.items():
             if budgets.get(drafter, 1) > 1 and not drafter.free:
-                costs.saw_draft(1e3 * timings.draft, budgets[drafter], len(places))
+                costs.saw_draft(drafter.name, 1e3 * timings.draft, budgets[drafter], len(places))
             elif budgets.get(drafter, 1):
-                costs.saw_free(1e3 * timings.draft, len(places))
+                costs.saw_free(drafter.name, 1e3 * timings.draft, len(places))
             live = sum(members[b].finish is None for b in places)
             if live and not drafter.free and (budget := self._budgets.get(drafter, 1)) > 1:
-                costs.saw_prepare(1e3 * prepare, live * drafter.depth_of(budget))
+                costs.saw_prepare(drafter.name, 1e3 * prepare, live * drafter.depth_of(budget))
 
     @staticmethod
     def _log_probs(logits_NV: Tensor, verdict: Verdict, tokens: tuple[int, ...]) -> tuple[float, ...]:

@@ -116,7 +116,8 @@ def open_entry(
     drafter = make_drafter(spec, target.decoder, *loaded.modules)
     speculation = None
     if drafter.adaptive:
-        speculation = Speculation(settle(target, loaded.adapters).costs, ragged=target.decoder.ragged)
+        known = settle(target, loaded.adapters)
+        speculation = Speculation(known.costs, ragged=target.decoder.ragged, arms=known.arms)
     return Ours(
         entry.name,
         target,
