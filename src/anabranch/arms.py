@@ -28,6 +28,7 @@ SAMPLE = 64.0  # tokens of a row
 PRIOR = 0.5  # samples that a prediction is worth
 OPTIMISM = 0.2
 MEMORY = 16384.0  # tokens of a row after which what was seen counts a third
+MEASURED = 1024.0  # tokens of a row that a measurement of all arms on the same prompts is worth
 TENURE = 256.0  # tokens of a row for which arms stay as they are while rows are in use: a change takes as long as a row
 
 
@@ -96,6 +97,11 @@ class Arms:
         found.tokens += tokens
         found.steps += steps
         self._tenure += tokens
+        self._news = True
+
+    def measured(self, speedups: Mapping[str, float]) -> None:
+        """Take in the speedups of all arms, measured on the same prompts, one at a time."""
+        self._yields[1] = {arm: ArmYield(MEASURED, MEASURED / speedup) for arm, speedup in speedups.items()}
         self._news = True
 
     def yields(self) -> dict[int, dict[str, ArmYield]]:

@@ -34,7 +34,7 @@ from anabranch.model.decoder import Decoder
 from anabranch.model.load import Target
 from anabranch.processor import processor_name
 
-__all__ = ["Known", "Situation", "find_profile", "keep_arms", "read_arms", "save_profile", "settle"]
+__all__ = ["Known", "Situation", "find_profile", "keep_arms", "keep_tuned", "read_arms", "save_profile", "settle"]
 
 FORMAT = 3
 DAYS = 30  # until costs are measured again
@@ -204,6 +204,14 @@ def keep_arms(situation: Situation, arms: Arms) -> None:
     record = {"yields": arms.to_dict(), "date": date.today().isoformat(), "situation": situation.__dict__}
     with suppress(OSError):  # otherwise the next load begins with predictions
         write_atomically(situation.arms_path(), json.dumps(record) + "\n")
+
+
+def keep_tuned(situation: Situation, speedups: Mapping[str, float]) -> None:
+    """Store the speedups over plain decoding that ``anabranch tune`` measured of each arm, one prompt at a time."""
+    kept = read_arms(situation.arms_path())
+    arms = Arms() if kept is None else kept[0]
+    arms.measured(speedups)
+    keep_arms(situation, arms)
 
 
 def read_arms(path: Path, lengths: Mapping[str, float] | None = None) -> tuple[Arms, date] | None:
