@@ -155,9 +155,11 @@ def test_several_modules_are_arms_and_one_is_none() -> None:
 class Shuffled(Arms):
     """Any arm that is possible, in turns."""
 
+    turn = 0
+
     def choose(self, expected: Mapping[str, float], rows: int, *, using: str | None = None) -> str:
-        self._tenure += 1
-        return sorted(expected)[int(self._tenure) % len(expected)]
+        self.turn += 1
+        return sorted(expected)[self.turn % len(expected)]
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -203,12 +205,12 @@ def test_steps_are_measured_where_all_rows_use_one_arm() -> None:
     for seed in range(2):
         engine.add(request(5, seed, 30))
     (arm,) = {member.drafter for member in engine._members}
-    tokens = sum(len(step.tokens) for step in engine.run() if step.finish is None)
+    assert sum(len(step.tokens) for step in engine.run()) == 60
     assert made.arms is not None
     assert list(made.arms.yields()) in ([2], [1, 2])
     (seen,) = {spec for yields in made.arms.yields().values() for spec in yields}
     assert seen == arm.spec
-    assert 0 < made.arms.yields()[2][seen].tokens <= tokens / 2
+    assert 0 < made.arms.yields()[2][seen].tokens <= 30, "tokens a row"
 
 
 def test_one_arm_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +308,8 @@ def test_what_is_old_or_of_other_adapters_is_not_used(home: Path, monkeypatch: p
     arms = settle(target, known).arms
     assert arms is not None
     assert arms.choose({"one": 1.5, "other": 1.5}, 1) == "other", "what tune measured is used"
-    assert {name: found.speedup for name, found in arms.yields()[1].items()} == {"one": 1.5, "other": 2.0}
+    speedups = {name: found.speedup for name, found in arms.yields()[1].items()}
+    assert speedups == pytest.approx({"one": 1.5, "other": 2.0}, rel=1e-4)
     record = json.loads(situation.arms_path().read_text(encoding="utf-8"))
     record["date"] = (date.today() - timedelta(days=profiles.DAYS + 1)).isoformat()
     situation.arms_path().write_text(json.dumps(record), encoding="utf-8")
