@@ -33,7 +33,7 @@ ROOMS = (
     "model",
     *("costs", "learning"),
     *("methods", "adapters"),
-    *("speculation", "engine", "scheduler"),
+    *("speculation", "batch", "scores", "engine", "scheduler"),
     *("stats", "generation", "prompts", "options", "loading", "profiles"),
     *("train", "analysis", "certify", "bench", "tune", "installation"),
     *("capabilities", "api", "integrations"),

@@ -22,8 +22,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from anabranch.batch import CHUNK
 from anabranch.costs import Costs
-from anabranch.engine import CHUNK, Engine, Request, Step
+from anabranch.engine import Engine, Request, Step
 from anabranch.errors import DeviceError, InputError
 from anabranch.memory import give_back
 from anabranch.methods.base import Drafter, Row
