@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anabranch.batch import Member
+from anabranch.decoding.batch import Member
 from anabranch.model.decoder import Decoder
 from anabranch.model.passes import PassResult
 from anabranch.sampling import argmax, generator, log_probs, position_keys, target_probs

@@ -24,15 +24,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from anabranch.batch import Batch, FinishReason, Member, Request
 from anabranch.costs import costs_of
+from anabranch.decoding.batch import Batch, FinishReason, Member, Request
+from anabranch.decoding.scores import Scores
+from anabranch.decoding.speculation import Speculation
 from anabranch.errors import NumericsError
 from anabranch.methods.base import Drafter, Observation, Row
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
 from anabranch.model.passes import PassResult
-from anabranch.scores import Scores
-from anabranch.speculation import Speculation
 from anabranch.tree import DraftTree
 from anabranch.verify import Verdict
 
