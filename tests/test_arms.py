@@ -15,9 +15,11 @@ import pytest
 from anabranch import profiles
 from anabranch.adapters.folder import LoadedAdapter
 from anabranch.api import Model
-from anabranch.arms import SAMPLE, TENURE, Arms
 from anabranch.costs import Costs, PassCosts, StepCosts
-from anabranch.engine import Engine
+from anabranch.decoding.arms import SAMPLE, TENURE, Arms
+from anabranch.decoding.engine import Engine
+from anabranch.decoding.scheduler import Scheduler
+from anabranch.decoding.speculation import Speculation
 from anabranch.methods import make_drafter, medusa, parse_spec, resolve_spec, streams
 from anabranch.methods.choice import ChoiceDrafter
 from anabranch.methods.combined import CombinedDrafter
@@ -31,8 +33,6 @@ from anabranch.model.load import Target
 from anabranch.model.weights import build_decoder, fingerprint
 from anabranch.profiles import Situation, keep_tuned, settle
 from anabranch.sampling import SamplingParams
-from anabranch.scheduler import Scheduler
-from anabranch.speculation import Speculation
 from small import as_target, decode, randomise, request, small, small_adapter
 from toy_text import CONFIG, byte_tokenizer
 

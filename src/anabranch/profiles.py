@@ -1,6 +1,6 @@
 """What is known of speed on this machine, stored in files: step costs, and what each arm of "auto" yielded.
 
-Costs are measured by ``anabranch tune`` or when a model is loaded, yields (``anabranch.arms``) while decoding.
+Costs are measured by ``anabranch tune`` or when a model is loaded, yields (``anabranch.decoding.arms``) while decoding.
 
 Files are named by a hash of everything that the measurement depends on, so those of another machine, number of threads
 or version are not used.
@@ -24,15 +24,15 @@ import torch
 
 from anabranch.adapters.folder import LoadedAdapter
 from anabranch.adapters.record import predicted_length
-from anabranch.arms import Arms
 from anabranch.costs import Costs, DraftTables, PassCosts, StepCosts, costs_of, known_costs
+from anabranch.decoding.arms import Arms
 from anabranch.errors import FileError, InputError, PerformanceWarning, one_line
-from anabranch.files import cache_home, write_atomically
-from anabranch.jsonfiles import read_json, shown
 from anabranch.methods import AUTO, resolve_spec
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import Target
-from anabranch.processor import processor_name
+from anabranch.support.files import cache_home, write_atomically
+from anabranch.support.jsonfiles import read_json, shown
+from anabranch.support.processor import processor_name
 
 __all__ = ["Known", "Situation", "find_profile", "keep_arms", "keep_tuned", "read_arms", "save_profile", "settle"]
 
