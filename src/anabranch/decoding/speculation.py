@@ -46,6 +46,7 @@ KEPT = 8  # steps for which a plan is kept while the rows stay the same: making 
 LONGEST_KEPT = 32  # steps for which one is kept that came out the same again and again
 WORTH = 0.85  # if it is expected to reach that much of the rate
 FADING = 0.98  # weight of a step relative to the next one in what is learned of planned milliseconds
+INTERRUPTED = 2.0  # times the planned milliseconds that a step counts for at most: one that was interrupted says little
 STATED = 10.0  # steps that a plan's milliseconds are worth before any was checked
 STATED_TOKENS = 200.0  # tokens that a plan's tokens are worth before any was checked: acceptance varies much more
 FORGOTTEN = 1000.0  # tokens after which what was learned of them counts a third
@@ -169,7 +170,7 @@ class _Trust:
 
     def learn(self, plan: _Plan, tokens: float, ms: float) -> None:
         """Compare a step with its plan."""
-        took = min(2.0, ms / plan.ms)  # a step that was interrupted says little
+        took = min(INTERRUPTED, ms / plan.ms)
         fading = math.exp(-plan.tokens / FORGOTTEN)
         self.tokens = (fading * self.tokens[0] + tokens, fading * self.tokens[1] + plan.tokens)
         self.ms = (FADING * self.ms[0] + took, FADING * self.ms[1] + 1)
@@ -410,7 +411,7 @@ class Speculation:
         if plan is not None and plan.rows == rows:
             self._trusted(plan.name, plan.drafting, rows).learn(plan, tokens, ms)
             if self.arms is not None and plan.plain:
-                self.arms.saw(plan.spec, rows, tokens / rows, ms / plan.plain)
+                self.arms.saw(plan.spec, rows, tokens / rows, min(ms, INTERRUPTED * plan.ms) / plan.plain)
 
 
 def _counts(drafters: Sequence[Drafter]) -> dict[Drafter, int]:
