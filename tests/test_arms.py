@@ -98,6 +98,18 @@ def test_each_load_has_its_own_choice() -> None:
     assert sorted(arms.yields()) == [1, 16]
 
 
+def test_what_has_faded_is_not_kept() -> None:
+    arms = Arms()
+    arms.saw("old", 1, 2.0, 1.0)
+    arms.saw("new", 1, 16.0, 10.0)
+    again = Arms.from_dict(json.loads(json.dumps(arms.to_dict())), {})
+    assert again.yields() == arms.yields()
+    for _ in range(2000):
+        arms.saw("new", 1, 16.0, 10.0)
+    assert list(arms.to_dict()["1"]) == ["new"]
+    assert list(Arms.from_dict(arms.to_dict(), {}).yields()[1]) == ["new"]
+
+
 def test_a_prediction_says_where_to_begin() -> None:
     expected = {"one": 1.2, "other": 1.6, "third": 1.4}
     arms = Arms()
@@ -115,7 +127,7 @@ def test_rows_in_use_keep_their_arm_for_a_while() -> None:
         arms.saw("one", 4, SAMPLE, 0.9 * SAMPLE)
     assert arms.choose(expected, 4, using="one") == "other"
     assert arms.choose(expected, 4, using="other") == "other", "and now this one"
-    assert arms.choose({"one": 1.5}, 4, using="other") == "one", "where it is the only one that is possible"
+    assert arms.choose({"one": 1.5}, 4) == "one", "where it is the only one that is possible"
 
 
 def test_predicted_acceptance_and_costs_rank_arms_before_they_were_tried() -> None:
@@ -190,7 +202,7 @@ def test_rows_that_ride_are_those_of_one_arm() -> None:
     made = Speculation(Costs(PassCosts(StepCosts((1, 512), (10.0, 10.0))), 0.0), ragged=target.ragged, arms=Shuffled())
     scheduler = Scheduler(target, rows=3, speculation=made, prefix_bytes=0)
     tickets = [scheduler.submit(each, drafter) for each in requests]
-    plain = scheduler.submit(request(4, 20, 8), NoDrafter())
+    plain = scheduler.submit(request(4, 20, 8), NoDrafter())  # a row of another drafter
     while scheduler.busy:
         stepped = [ticket for ticket, _ in scheduler.tick()]
         assert len({None if ticket.used is None else ticket.used.rider for ticket in stepped}) <= 1

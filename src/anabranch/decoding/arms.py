@@ -67,9 +67,9 @@ class Arms:
 
         expected  the predicted speedup of each arm that is possible now
         rows      rows that are about to be in use
-        using     the drafter of the row that joined last, if rows are in use
+        using     the arm of a row in use, if any
         """
-        if using is not None and using in expected and self._tenure < TENURE:
+        if using is not None and self._tenure < TENURE:
             self._chosen = using
             return using
         seen = self._yields.get(rows.bit_length(), {})
@@ -115,10 +115,14 @@ class Arms:
         return self._news
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values: by rows and arm, tokens and steps."""
+        """As JSON values: by rows and arm, tokens and steps, without arms of which less than a token is remembered."""
         self._news = False
         return {
-            str(rows): {arm: [round(found.tokens, 2), round(found.steps, 3)] for arm, found in seen.items()}
+            str(rows): {
+                arm: [round(found.tokens, 3), round(found.steps, 3)]
+                for arm, found in seen.items()
+                if found.tokens >= 1 and found.steps >= 0.01
+            }
             for rows, seen in self.yields().items()
         }
 

@@ -127,11 +127,12 @@ class Engine(Batch):
         """
         if not drafter.arms:
             return drafter
-        last = self._members[-1].drafter if self._members else None
-        able = [arm for arm in drafter.arms if last is None or arm.rider is last.rider]
+        others = [member.drafter for member in self._members]
+        able = [arm for arm in drafter.arms if not others or arm.rider is others[0].rider]
         if not able:
             return drafter.arms[0]  # it waits, as any of them would
-        return self.speculation.arm(able, max(rows, self.active + 1), _context(self._members), using=last)
+        using = next((other for other in reversed(others) if other in able), None)
+        return self.speculation.arm(able, max(rows, self.active + 1), _context(self._members), using=using)
 
     def rehearse(self, request: Request) -> None:
         """Decode ``request`` as often as its shapes must occur to be captured as graphs, before it is timed."""

@@ -204,7 +204,7 @@ class Speculation:
         """The one of several drafters for a new row, beside which ``rows`` - 1 others will decode.
 
         context  mean tokens in the rows' caches
-        using    the drafter of the row that joined last, if any is in use
+        using    the one that a row in use has, if any
         """
         if self.arms is None:
             self.arms = Arms()
