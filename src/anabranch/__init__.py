@@ -55,9 +55,9 @@ _HOMES = {
     "load": "api",
     "Support": "capabilities",
     "supports": "capabilities",
-    "Chunk": "generation",
-    "Generation": "generation",
-    "Stats": "stats",
+    "Chunk": "decoding.generation",
+    "Generation": "decoding.generation",
+    "Stats": "decoding.stats",
 }
 
 
