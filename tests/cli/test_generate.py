@@ -176,6 +176,7 @@ def test_force_replaces_a_trace(anabranch: Anabranch, where: list[object], tmp_p
     assert steps
 
 
+@pytest.mark.thorough
 def test_control_characters_stay_out_of_a_terminal(anabranch: Anabranch, where: list[object], model: Model) -> None:
     """The toy speaks in random bytes. A terminal gets them spelled out, a pipe gets them as they are."""
     controls = {chr(code) for code in (*range(9), *range(11, 32), *range(127, 160))}
