@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from anabranch.costs import Costs, PassCosts, StepCosts
 from anabranch.engine import Engine, Request, Step
 from anabranch.methods.base import Drafter
 from anabranch.methods.none import NoDrafter
@@ -27,6 +28,7 @@ from anabranch.model.load import Target
 from anabranch.model.passes import PassResult
 from anabranch.model.weights import build_decoder, fingerprint
 from anabranch.sampling import SamplingParams
+from anabranch.speculation import Speculation
 
 VOCABULARY = 19
 LLAMA = ModelConfig(
@@ -156,6 +158,19 @@ class Words:
 def as_target(decoder: Decoder, *, eos: tuple[int, ...] = (2,), name: str = "toy") -> Target:
     """What ``load_target`` would return."""
     return Target(decoder, Words(), replace(decoder.config, eos_token_ids=eos), name, None, fingerprint(decoder))
+
+
+class Timeless(Speculation):
+    """A controller for which passes take what a table says and drafts nothing, however long they take here."""
+
+    def __init__(self, table: str, target: Decoder) -> None:
+        costs = Costs(PassCosts(StepCosts.parse(table)), 0.0)
+        for name in ("saw_pass", "saw_draft", "saw_free", "saw_prepare", "saw_rest"):
+            setattr(costs, name, lambda *_: None)
+        super().__init__(costs, ragged=target.ragged)
+
+    def saw_step(self, rows: int, tokens: int, ms: float) -> None:
+        pass
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

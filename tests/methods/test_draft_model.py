@@ -29,7 +29,19 @@ from anabranch.model.inputs import Inputs
 from anabranch.model.weights import build_decoder
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
-from small import CASES, LLAMA, SOME_CASES, VOCABULARY, decode, prompt, randomise, request, small, small_adapter
+from small import (
+    CASES,
+    LLAMA,
+    SOME_CASES,
+    VOCABULARY,
+    Timeless,
+    decode,
+    prompt,
+    randomise,
+    request,
+    small,
+    small_adapter,
+)
 from toy_distribution import assert_pairs_from, pair_probs
 from toy_text import ToyFolders, byte_tokenizer, save_toys
 
@@ -289,14 +301,28 @@ def test_scores_that_are_no_numbers_draft_nothing() -> None:
 # -- under load, and with others -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("inner", [None, PromptLookupDrafter(tokens=3)])
 def test_the_load_decides_how_much_is_drafted(inner: PromptLookupDrafter | None) -> None:
+    """Eight nodes fit a pass: two or three a row while there are three, more once one is left."""
     target = small()
-    asked = [request(4 + n, n, 25) for n in range(4)]
+    asked = [request(4 + n, n, new) for n, new in enumerate((40, 12, 12))]
     wanted, _ = decode(target, asked)
     for shape in (SHAPES["best"], SHAPES["chain"]):
         drafter = DraftModelDrafter(target, near(target), shape, adaptive=True, inner=inner)
-        found, steps = decode(target, asked, drafter, rows=3)
-        assert found == wanted
-        assert len({step.tree.size for row in steps for step in row}) > 2
+        load = Timeless("1:10/8:10/9:60/512:3000", target)
+        engine = Engine(target, drafter, rows=3, capacity=96, speculation=load)
+        rows = [engine.add(each) for each in asked]
+        found: dict[int, list[int]] = {row: [] for row in rows}
+        together, alone = [], []
+        while engine.active:
+            steps = engine.step()
+            for step in steps:
+                found[step.row] += step.tokens
+            if len(steps) == 3:
+                together.append(sum(step.tree.size for step in steps))
+            elif len(steps) == 1:
+                alone.append(steps[0].tree.size)
+        assert list(found.values()) == wanted
+        assert 3 < max(together) <= 8
+        assert max(alone) > 3
 
 
 def test_trees_are_merged_with_those_of_others() -> None:
