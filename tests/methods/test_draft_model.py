@@ -52,7 +52,6 @@ SHAPES = {
     "without": Shape("without", 3, widths=(2,)),
     "unsure": Shape("chain", 6, threshold=0.2),
 }
-SOME_SHAPES = [s if s in ("best", "without") else pytest.param(s, marks=pytest.mark.thorough) for s in SHAPES]
 
 
 def near(target: Decoder, scale: float = 0.03, seed: int = 7) -> Decoder:
@@ -176,21 +175,25 @@ def test_sampled_trees_do_not_depend_on_what_the_cache_went_through(shape: str, 
 
 
 # -- what is emitted -------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("shape", SOME_SHAPES)
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        SamplingParams(),
-        SamplingParams(temperature=0.8, seed=1),
-        SamplingParams(temperature=1.2, top_k=5, top_p=0.9, min_p=0.01, seed=2),
-        SamplingParams(repetition_penalty=1.3),
-        SamplingParams(temperature=1.0, processors=(lambda tokens, logits: logits - 50 * (logits > 2),)),
-    ],
-    ids=["greedy", "warm", "cut", "penalty", "processors"],
-)
-def test_matching_emits_what_plain_decoding_emits(shape: str, sampling: SamplingParams) -> None:
+SAMPLING = {
+    "greedy": SamplingParams(),
+    "warm": SamplingParams(temperature=0.8, seed=1),
+    "cut": SamplingParams(temperature=1.2, top_k=5, top_p=0.9, min_p=0.01, seed=2),
+    "penalty": SamplingParams(repetition_penalty=1.3),
+    "processors": SamplingParams(temperature=1.0, processors=(lambda tokens, logits: logits - 50 * (logits > 2),)),
+}
+QUICK = {("best", "greedy"), ("best", "cut"), ("without", "warm"), ("chain", "penalty"), ("without", "processors")}
+EMITTED = [
+    pytest.param(shape, how, marks=() if (shape, how) in QUICK else pytest.mark.thorough)
+    for shape in SHAPES
+    for how in SAMPLING
+]
+
+
+@pytest.mark.parametrize(("shape", "sampling"), EMITTED)
+def test_matching_emits_what_plain_decoding_emits(shape: str, sampling: str) -> None:
     target = small("gemma2")
-    asked = [request(3 + 4 * n, n, 14, sampling=replace(sampling, seed=n)) for n in range(4)]
+    asked = [request(3 + 4 * n, n, 14, sampling=replace(SAMPLING[sampling], seed=n)) for n in range(4)]
     wanted, _ = decode(target, asked)
     for rows in (1, 3):
         drafter = DraftModelDrafter(target, near(target), SHAPES[shape])
