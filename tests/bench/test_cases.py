@@ -147,7 +147,8 @@ def test_facts(toys: ToyFolders, target: Target, drafts: Path, tmp_path: Path) -
     (old,) = adapter_cases([f"streams={tmp_path}"])
     assert "seconds" not in facts(old, target.config)
     (tmp_path / "training").mkdir()
-    lines = [(10, 30.0), (30, 10.0), (40, 0.0)]  # a second a step
+    # a second a step, but for a pause of 60 seconds between steps 10 and 20
+    lines = [(10, 30.0), (20, 80.0), (30, 30.0), (40, 0.0)]
     text = "".join(
         json.dumps({"step": step, "steps": 40, "loss": 1.0, "evaluation": None, "seconds_left": left}) + "\n"
         for step, left in lines

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +166,7 @@ def facts(case: Case, model: ModelConfig) -> dict[str, Any]:
     parameter_share   the same divided by the target's parameters
     bytes             of the stored adapter; ``tuned_bytes`` of the tuned target's weights, if there is one
     data_sha256       of the training examples
-    seconds           of training; with ``seconds_from`` "log", estimated from the log of an uninterrupted run
+    seconds           of training; with ``seconds_from`` "log", estimated from the run's log
     """
     if case.folder is None:
         return {"extra_parameters": 0, "parameter_share": 0.0, "bytes": 0}
@@ -194,9 +196,17 @@ def facts(case: Case, model: ModelConfig) -> dict[str, Any]:
 
 
 def _logged_seconds(log: Sequence[Mapping[str, Any]]) -> float | None:
-    """The seconds of a run from the latest estimate of the time left that its log has; None without one."""
-    for line in reversed(log):
-        left, step, steps = float(line.get("seconds_left", 0)), int(line["step"]), int(line.get("steps", 0))
-        if left > 0 and step < steps:
-            return round(left * steps / (steps - step), 1)
-    return None
+    """The seconds of a run from the estimates of the time left in its log, without pauses; None without enough of them.
+
+    A line's estimate is the mean seconds of a step so far, times the steps left. The median over the stretches between
+    lines is taken for all steps.
+    """
+    passed = [(0, 0.0)]
+    for line in log:
+        step, steps, left = int(line["step"]), int(line.get("steps", 0)), float(line.get("seconds_left", 0))
+        if passed[-1][0] < step < steps and left > 0:
+            passed.append((step, left / (steps - step) * step))
+    if len(passed) < 2:
+        return None
+    stretches = [(after - before) / (last - first) for (first, before), (last, after) in pairwise(passed)]
+    return round(statistics.median(stretches) * int(log[-1]["steps"]), 1)
