@@ -41,11 +41,11 @@ from anabranch.bench.report import environment
 from anabranch.bench.run import FAILURES, Encoded, describe
 from anabranch.bench.suites import SuitePrompt, load_suite
 from anabranch.errors import AnabranchError
-from anabranch.files import check_writable, shown_command, without_folders
 from anabranch.loading import LoadConfig, Loaded, load
 from anabranch.model.load import Target
 from anabranch.prompts import chat_ids
 from anabranch.sampling import SamplingParams
+from anabranch.support.files import check_writable, shown_command, without_folders
 
 SCHEMA = 1
 FREE = ("prompt_lookup", "suffix", "lookahead")

@@ -12,8 +12,6 @@ from typing import Any
 from anabranch.adapters.folder import CONFIG, load_adapter, read_record
 from anabranch.adapters.record import method_of
 from anabranch.errors import CapabilityError, InputError
-from anabranch.files import without_folders
-from anabranch.jsonfiles import is_number
 from anabranch.loading import Loaded
 from anabranch.methods import Method, make_drafter, methods, parse_spec
 from anabranch.methods.counting import parameters
@@ -23,6 +21,8 @@ from anabranch.model.config import ModelConfig
 from anabranch.model.load import Target
 from anabranch.model.weights import build_decoder
 from anabranch.sampling import SamplingParams
+from anabranch.support.files import without_folders
+from anabranch.support.jsonfiles import is_number
 from anabranch.train.checkpoint import read_checkpoint, read_log
 
 __all__ = [

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from anabranch.errors import FileError, InputError
-from anabranch.files import write_atomically
-from anabranch.jsonfiles import read_json
+from anabranch.support.files import write_atomically
+from anabranch.support.jsonfiles import read_json
 
 __all__ = ["Parts"]
 

@@ -19,14 +19,14 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from anabranch.errors import CapabilityError
-from anabranch.files import write_atomically
-from anabranch.jsonfiles import read_json
 from anabranch.methods.low_rank import LowRank
 from anabranch.model.blocks import MLP, Block, attention
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import weight_source
 from anabranch.model.load import Target, load_target
+from anabranch.support.files import write_atomically
+from anabranch.support.jsonfiles import read_json
 
 __all__ = ["LayerTuning", "check_tunable", "save_tuned", "tuned_states"]
 
