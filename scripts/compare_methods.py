@@ -1,7 +1,7 @@
 """Compare trained methods, and methods that need no training, on the same prompts, node budgets and target.
 
-    python scripts/compare_methods.py --data DIR --adapter streams=FOLDER --adapter medusa=FOLDER \\
-        --out benchmarks/methods-MACHINE-DATE.json
+    scripts/train_methods answers.jsonl ADAPTERS
+    python scripts/compare_methods.py --data DIR --adapters ADAPTERS --out benchmarks/methods-MACHINE-DATE.json
 
 For each method: parameters, bytes, data and training time from its adapter folder; acceptance by task and by depth,
 greedy and at temperature 1; the cost of a step by part; tokens/s against plain decoding, alternating, one prompt and
@@ -18,7 +18,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from anabranch.bench.cases import (
     contenders,
     facts,
     free_cases,
+    in_folder,
     opened,
     rejection_spec,
     unique,
@@ -42,6 +43,7 @@ from anabranch.bench.run import FAILURES, Encoded, describe
 from anabranch.bench.suites import SuitePrompt, load_suite
 from anabranch.errors import AnabranchError
 from anabranch.loading import LoadConfig, Loaded, load
+from anabranch.methods import Spec
 from anabranch.model.load import Target
 from anabranch.prompts import chat_ids
 from anabranch.sampling import SamplingParams
@@ -57,20 +59,21 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--adapter", action="append", default=[], metavar="LABEL=FOLDER", help="a trained method; repeatable")
+    add("--adapters", type=Path, metavar="FOLDER", help="all trained methods in this folder, labelled by their folders")
     add("--method", action="append", metavar="SPEC", help=f"a method without adapter (default: {', '.join(FREE)})")
     add("--model", default="default", help="the target")
     add("--dtype", default="auto", help="the target's type, except where it is certified")
     add("--weights", nargs="+", default=["none", "int4"], help="kinds of weights: none, int8, int4")
     add("--suite", default="spec_bench", help="prompts")
     add("--data", type=Path, help="folder with the suites")
-    add("--limit", type=int, default=18, help="prompts decoded one at a time, spread over the tasks")
+    add("--limit", type=int, default=12, help="prompts decoded one at a time, spread over the tasks")
     add("--max-new-tokens", type=int, default=64)
     add("--budgets", type=int, nargs="+", default=[8, 16], help="nodes of a draft, the root included")
     add("--rows", type=int, default=8, help="prompts decoded at a time, where throughput is measured")
     add("--rows-limit", type=int, default=16, help="prompts for throughput")
     add("--repeats", type=int, default=3, help="runs of throughput")
-    add("--certify-limit", type=int, default=8, help="prompts that are certified")
-    add("--certify-tokens", type=int, default=48, help="new tokens of those")
+    add("--certify-limit", type=int, default=6, help="prompts that are certified")
+    add("--certify-tokens", type=int, default=32, help="new tokens of those")
     add("--certify-rows", type=int, nargs="+", default=[1, 4], help="numbers of rows at which they are certified")
     add("--out", type=Path, required=True, help="write the result to this JSON file")
     add("--resume", action="store_true", help="continue a stopped run")
@@ -155,7 +158,7 @@ class Comparison:
             yield (
                 f"{args.rows} rows, {weights}",
                 lambda weights=weights: several_rows(
-                    self.loaded(case, weights), specs, together, rows=args.rows, repeats=args.repeats, **new
+                    self.loaded(case, weights), few(specs), together, rows=args.rows, repeats=args.repeats, **new
                 ),
             )
         yield "certificate", proved
@@ -171,14 +174,20 @@ class Comparison:
         alone, together = args.limit * args.max_new_tokens, args.rows_limit * args.max_new_tokens * args.repeats
         seconds = 0.0
         for case in cases:
-            number = 1 + len(contenders(case, args.budgets))
+            specs = contenders(case, args.budgets)
             for weights in args.weights:
                 rate = rates[weights, args.dtype]
-                seconds += number * (alone / rate + together / (TOGETHER * rate))
-            seconds += number * alone / rates[args.weights[0], args.dtype]
+                seconds += (1 + len(specs)) * alone / rate + (1 + len(few(specs))) * together / (TOGETHER * rate)
+            seconds += (1 + len(specs)) * alone / rates[args.weights[0], args.dtype]
             certified = 2 * len(args.certify_rows) * args.certify_limit * args.certify_tokens
             seconds += certified / rates["none", "float32"]
         return seconds
+
+
+def few(specs: Mapping[str, Spec]) -> dict[str, Spec]:
+    """The drafters for throughput: the smallest budget, and what follows the load."""
+    smallest = next(name for name in specs if name != LOAD)
+    return {name: spec for name, spec in specs.items() if name in (smallest, LOAD)}
 
 
 def _command() -> str:
@@ -241,7 +250,8 @@ def main() -> None:
         Parts.check(args.out, resume=args.resume, force=args.force)
         check_writable(args.out)
         free = FREE if args.method is None else [spec for spec in args.method if spec]
-        cases = unique([*adapter_cases(args.adapter), *free_cases(free)])
+        trained = [*args.adapter, *(() if args.adapters is None else in_folder(args.adapters))]
+        cases = unique([*adapter_cases(trained), *free_cases(free)])
         comparison = Comparison(args)
         result = start(comparison, args, cases)
         left = [case for case in cases if len(result.of(case.name).get("parts", ())) == 0]

@@ -16,7 +16,17 @@ import torch
 
 from anabranch.adapters.folder import TargetIdentity, save_adapter
 from anabranch.bench.case_parts import certificate, one_row, several_rows, step_costs
-from anabranch.bench.cases import Case, adapter_cases, contenders, facts, free_cases, opened, rejection_spec, unique
+from anabranch.bench.cases import (
+    Case,
+    adapter_cases,
+    contenders,
+    facts,
+    free_cases,
+    in_folder,
+    opened,
+    rejection_spec,
+    unique,
+)
 from anabranch.bench.machine import measure_machine
 from anabranch.bench.parts import Parts
 from anabranch.bench.suites import SuitePrompt
@@ -92,6 +102,15 @@ def test_an_adapter_with_a_target_of_its_own(toys: ToyFolders, tmp_path: Path) -
 def test_adapters_that_are_refused(text: str, error: type[Exception], why: str) -> None:
     with pytest.raises(error, match=why):
         adapter_cases([text])
+
+
+def test_all_adapters_of_a_folder(drafts: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no adapter folder in"):
+        in_folder(tmp_path)
+    (tmp_path / "draft-model").symlink_to(drafts)
+    (tmp_path / "log.txt").write_text("")
+    assert in_folder(tmp_path) == [f"draft-model={tmp_path / 'draft-model'}"]
+    assert [case.name for case in adapter_cases(in_folder(tmp_path))] == ["draft-model", "staged"]
 
 
 def test_methods_without_an_adapter() -> None:

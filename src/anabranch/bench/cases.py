@@ -32,6 +32,7 @@ __all__ = [
     "contenders",
     "facts",
     "free_cases",
+    "in_folder",
     "opened",
     "rejection_spec",
     "unique",
@@ -79,9 +80,20 @@ def adapter_cases(texts: Sequence[str]) -> list[Case]:
         found.append(Case(label, Part(method, method.settings()), folder, tuned))
         for reader in methods():
             if reader.reads is trained:
-                name = reader.name if label == method.name else f"{reader.name} ({label})"
+                name = reader.name if label.replace("-", "_") == method.name else f"{reader.name} ({label})"
                 found.append(Case(name, Part(reader, reader.settings()), folder, tuned))
     return found
+
+
+def in_folder(folder: Path) -> list[str]:
+    """``LABEL=FOLDER`` texts of the adapter folders inside a folder, labelled with their names.
+
+    Raises InputError if there is none.
+    """
+    found = sorted(path.parent for path in folder.expanduser().glob(f"*/{CONFIG}"))
+    if not found:
+        raise InputError(f"there is no adapter folder in {folder}; give the folder that contains them")
+    return [f"{path.name}={path}" for path in found]
 
 
 def free_cases(texts: Sequence[str]) -> list[Case]:
@@ -166,6 +178,7 @@ def facts(case: Case, model: ModelConfig) -> dict[str, Any]:
     parameter_share   the same divided by the target's parameters
     bytes             of the stored adapter; ``tuned_bytes`` of the tuned target's weights, if there is one
     data_sha256       of the training examples
+    init              SHA-256 of the weights that training started from, if it did not start from fresh ones
     seconds           of training; with ``seconds_from`` "log", estimated from the run's log
     """
     if case.folder is None:
@@ -185,6 +198,7 @@ def facts(case: Case, model: ModelConfig) -> dict[str, Any]:
         "epochs": training.get("options", {}).get("epochs"),
         "steps": training.get("steps"),
         "command": training.get("command"),
+        "init": training.get("init"),
         "data_sha256": training.get("data_sha256") or (read_checkpoint(run) or {}).get("examples"),
     }
     if case.tuned is not None:
