@@ -46,7 +46,7 @@ class _Axes:
 def _widened(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
     more = max(0.08 * (high - low), 0.05)
-    return low - more, high + 2 * more
+    return low - min(more, low / 2), high + 2 * more
 
 
 def _ticks(low: float, high: float) -> Iterator[float]:
@@ -58,6 +58,7 @@ def _ticks(low: float, high: float) -> Iterator[float]:
 def speed_chart(title: str, caption: str, dots: Sequence[Dot]) -> str:
     """An SVG image: ``title`` above, ``caption`` below it, and one labelled dot per drafter."""
     axes = _Axes(dots)
+    speedups = list(_speedups(axes))
     quoted = escape(title, {chr(34): "&quot;"})
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
@@ -66,8 +67,8 @@ def speed_chart(title: str, caption: str, dots: Sequence[Dot]) -> str:
         f'<text x="12" y="22" font-size="15" font-weight="bold" fill="{INK}">{escape(title)}</text>',
         f'<text x="12" y="41" font-size="11" fill="{GREY}">{escape(caption)}</text>',
         *_scales(axes),
-        *_speedups(axes),
-        *_dots(axes, dots),
+        *(line for line, _ in speedups),
+        *_dots(axes, dots, [label for _, label in speedups]),
     ]
     return "\n".join([*lines, "</svg>"]) + "\n"
 
@@ -95,25 +96,22 @@ def _scales(axes: _Axes) -> Iterator[str]:
     yield _text(18, middle, "tokens a pass", anchor="middle", more=f' transform="rotate(-90 18 {middle:.1f})"')
 
 
-def _speedups(axes: _Axes) -> Iterator[str]:
-    """Lines of equal speedup, tokens divided by cost, as far as they cross the axes."""
+def _speedups(axes: _Axes) -> Iterator[tuple[str, Box]]:
+    """Lines of equal speedup, tokens divided by cost, as far as they cross the axes; each with its label's place."""
     (left, right), (low, high) = axes.x, axes.y
-    steepest = high / max(left, 0.1)
-    for speedup in _ticks(low / right, min(steepest, 4.0)):
-        if speedup <= 0:
-            continue
+    for speedup in _ticks(low / right, min(high / left, 4.0)):
         first, last = max(left, low / speedup), min(right, high / speedup)
         if first >= last:
             continue
         (x0, y0), (x1, y1) = axes.at(first, first * speedup), axes.at(last, last * speedup)
-        yield f'<path d="M{x0:.1f} {y0:.1f}L{x1:.1f} {y1:.1f}" stroke="{FAINT}" stroke-dasharray="4 3"/>'
-        on_top = last < right
-        yield _text(x1 + (0 if on_top else -4), y1 - 4, f"{speedup:g} times", anchor="end", colour=GREY)
+        text, x = f"{speedup:g} times", x1 if last < right else x1 - 4
+        path = f'<path d="M{x0:.1f} {y0:.1f}L{x1:.1f} {y1:.1f}" stroke="{FAINT}" stroke-dasharray="4 3"/>'
+        yield path + _text(x, y1 - 4, text, anchor="end", colour=GREY), (x - LETTER * len(text), y1 - LINE, x, y1)
 
 
-def _dots(axes: _Axes, dots: Sequence[Dot]) -> Iterator[str]:
+def _dots(axes: _Axes, dots: Sequence[Dot], labels: Sequence[Box]) -> Iterator[str]:
     places = [axes.at(dot.cost, dot.tokens) for dot in dots]
-    taken: list[Box] = [(x - 5, y - 5, x + 5, y + 5) for x, y in places]
+    taken: list[Box] = [*labels, *((x - 5, y - 5, x + 5, y + 5) for x, y in places)]
     x, y = axes.at(1, 1)
     yield f'<path d="M{x - 5:.1f} {y:.1f}h10M{x:.1f} {y - 5:.1f}v10" stroke="{INK}" stroke-width="1.5"/>'
     yield _text(x + 8, y + 14, "plain", colour=GREY)

@@ -30,10 +30,12 @@ from anabranch.bench.cases import (
 from anabranch.bench.machine import measure_machine
 from anabranch.bench.parts import Parts
 from anabranch.bench.suites import SuitePrompt
+from anabranch.capabilities import StandIn
 from anabranch.errors import AdapterError, FileError, InputError
 from anabranch.loading import Loaded
-from anabranch.methods import draft_model
+from anabranch.methods import Method, draft_model, methods
 from anabranch.methods.draft_model.module import DraftConfig
+from anabranch.methods.spec import Part
 from anabranch.model.load import Target, load_target
 from anabranch.sampling import SamplingParams
 from toy_text import ToyFolders
@@ -139,6 +141,16 @@ def test_drafters_by_budget(toys: ToyFolders) -> None:
     assert shown(suffix)["8 nodes"] == "suffix:nodes=8,store=0"
     assert shown(window) == {"as given": "lookahead"}
     assert shown(table)["8 nodes"] == "ngram:data=T,nodes=8"
+
+
+@pytest.mark.parametrize("method", [m for m in methods() if m.trained or m.reads], ids=lambda m: m.name)
+def test_every_trained_method_has_the_same_budgets(method: Method) -> None:
+    specs = contenders(Case("any", Part(method, method.settings())), [8, 16])
+    assert list(specs) == ["8 nodes", "16 nodes", "auto"]
+    stand_in = StandIn.of("cpu", "float32", "none")
+    built = {name: stand_in.drafter(str(spec)) for name, spec in specs.items()}
+    assert [built[name].max_nodes for name in ("8 nodes", "16 nodes")] == [8, 16]
+    assert [drafter.adaptive for drafter in built.values()] == [False, False, True]
 
 
 def test_rejection_needs_sampled_drafts(toys: ToyFolders, target: Target, drafts: Path) -> None:
