@@ -203,6 +203,26 @@ def _fuzz(result: Result) -> list[str]:
     return [f"{result['seconds']:.0f} seconds, seed {result['seed']}.", "", *table(("files", *titles), rows)]
 
 
+def _tables(result: Result) -> list[str]:
+    """Building tables of a large text and drafting from them (``scripts/tables_at_size.py``)."""
+    rows = [
+        (
+            f"`{name}`",
+            *(f"{kind[key]:,}" for key in ("build_seconds", "peak_anonymous_mb", "peak_resident_mb")),
+            f"{kind['bytes_on_disk'] / 1e6:.0f}",
+            *(kind[key] for key in ("open_ms", "draft_ms_median", "draft_ms_99th_percentile", "nodes_mean")),
+        )
+        for name, kind in result["tables"].items()
+    ]
+    titles = ("tables", "build s", "peak MB", "peak MB with mapped pages", "MB on disk", "open ms")
+    return [
+        f"{result['tokens']:,} tokens of a synthetic text, `--memory {result['memory_option_mb']}`; drafts of up to "
+        "16 nodes.",
+        "",
+        *table((*titles, "draft ms, median", "99th percentile", "nodes"), rows),
+    ]
+
+
 def _listed(result: Result) -> list[str]:
     return []
 
@@ -235,6 +255,7 @@ KINDS: tuple[tuple[str, tuple[str, ...], Callable[[Result], list[str]]], ...] = 
     ("Memory", ("peak_mb",), _memory),
     ("Memory with many drafters", ("held_mb",), _growth),
     ("Adapter search", ("variants", "answer_tokens"), _search),
+    ("Tables of a large text", ("tables", "tokens"), _tables),
     ("Fuzzing", ("kinds", "findings"), _fuzz),
     ("Other results", (), _listed),
 )
