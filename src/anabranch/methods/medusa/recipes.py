@@ -9,6 +9,7 @@ small     one epoch, to see that everything works
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from anabranch.learning.recipe import Option, Recipe, TrainOptions
 from anabranch.methods.counting import DraftCost, DraftShape
@@ -18,12 +19,13 @@ from anabranch.methods.heads.recipes import OPTIONS as SHARED_OPTIONS
 from anabranch.methods.heads.recipes import change, read_once
 from anabranch.methods.medusa.draft import MedusaDraft
 from anabranch.methods.medusa.joint import JointObjective, MedusaLoss
-from anabranch.methods.medusa.module import MedusaConfig, MedusaModule, begin_with_heads, export
+from anabranch.methods.medusa.module import MedusaConfig, MedusaModule, begin_with_heads
 from anabranch.methods.medusa.published import LAYOUTS
 from anabranch.methods.trained import Trained
+from anabranch.methods.tuning import export_tuned
 from anabranch.model.decoder import Decoder
 
-__all__ = ["COUNTS", "TRAINED"]
+__all__ = ["COUNTS", "TRAINED", "TUNED"]
 
 
 def shared() -> Recipe:
@@ -86,7 +88,9 @@ TRAINED = Trained(
     change=change(OPTIONS),
     describe=_describe,
     begin=begin_with_heads,
-    export=export,
+    export=export_tuned,
     fresh=start_from_target,
     published=LAYOUTS,
 )
+
+TUNED = replace(TRAINED, title="Medusa-2", recipes={"medusa-2": medusa_2}, published=())
