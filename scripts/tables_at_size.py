@@ -26,12 +26,12 @@ import torch
 from numpy.typing import NDArray
 
 from anabranch.bench.report import environment
-from anabranch.files import shown_command, write_atomically
 from anabranch.methods import Method, Row, methods
 from anabranch.methods.tables import Tokenizer, build_tables
 from anabranch.model.config import ModelConfig
 from anabranch.model.weights import build_decoder
 from anabranch.sampling import SamplingParams
+from anabranch.support.files import shown_command, write_atomically
 
 VOCABULARY = 49_152
 BASE = 50_000_000

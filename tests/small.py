@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from anabranch.engine import Engine, Request, Step
+from anabranch.decoding.engine import Engine, Request, Step
 from anabranch.methods.base import Drafter
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.streams.adapter import StreamAdapter

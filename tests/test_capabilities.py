@@ -16,7 +16,7 @@ from anabranch import methods as registry
 from anabranch.adapters.folder import LoadedAdapter
 from anabranch.api import Model
 from anabranch.capabilities import COMBINED, QUESTIONS, StandIn, matrix, supports
-from anabranch.engine import Engine, Request
+from anabranch.decoding.engine import Engine, Request
 from anabranch.errors import AnabranchError, CapabilityError
 from anabranch.methods import Method, methods, register
 from anabranch.methods.none import NoDrafter

@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from anabranch.cli import app
-from anabranch.engine import Engine
+from anabranch.decoding.engine import Engine
 from toy_text import ToyFolders
 from verbs import Anabranch
 

@@ -25,8 +25,8 @@ from anabranch.errors import (
 if TYPE_CHECKING:
     from anabranch.api import Model, load
     from anabranch.capabilities import Support, supports
-    from anabranch.generation import Chunk, Generation
-    from anabranch.stats import Stats
+    from anabranch.decoding.generation import Chunk, Generation
+    from anabranch.decoding.stats import Stats
 
 __version__ = "0.1.0"
 __all__ = [

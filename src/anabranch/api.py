@@ -12,22 +12,23 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from torch import nn
 
-from anabranch import generation, loading
+from anabranch import loading
 from anabranch.adapters.folder import LoadedAdapter
-from anabranch.background import Worker
 from anabranch.capabilities import Support, check_named_once, refuse, support_of
-from anabranch.engine import Request
+from anabranch.decoding import generation
+from anabranch.decoding.engine import Request
+from anabranch.decoding.generation import Chunk, Generation
+from anabranch.decoding.scheduler import Scheduler
 from anabranch.errors import InputError
-from anabranch.generation import Chunk, Generation
 from anabranch.loading import LoadConfig
-from anabranch.memory import give_back
 from anabranch.methods import AUTO, Drafter, Spec, make_drafter, parse_spec, resolve_spec
 from anabranch.model.kernel_use import kernels_of
 from anabranch.model.load import Target
 from anabranch.options import Keywords, Options
 from anabranch.profiles import Known, settle
 from anabranch.prompts import Arrays, Ids, check_stream, conversation_ids, read_prompts
-from anabranch.scheduler import Scheduler
+from anabranch.support.background import Worker
+from anabranch.support.memory import give_back
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from anabranch import loading
-from anabranch.engine import Engine
+from anabranch.decoding.engine import Engine
 from anabranch.errors import AnabranchError, InputError
 from anabranch.methods import AUTO, Drafter, Method, Spec, make_drafter, methods, parse_spec
 from anabranch.methods.spec import Part

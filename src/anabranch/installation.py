@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from anabranch.adapters.folder import read_record, shipped
-from anabranch.files import cache_home
 from anabranch.methods import methods
 from anabranch.methods.spec import Part, Spec
 from anabranch.model.fetch import DEFAULT_MODEL
 from anabranch.native import build
 from anabranch.native import library as native
-from anabranch.processor import cgroup_quota, processor_flags, processor_name, set_threads, usable_cpus
 from anabranch.profiles import Situation
+from anabranch.support.files import cache_home
+from anabranch.support.processor import cgroup_quota, processor_flags, processor_name, set_threads, usable_cpus
 
 __all__ = ["describe_installation"]
 

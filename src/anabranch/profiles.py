@@ -23,11 +23,11 @@ import torch
 from anabranch.adapters.folder import LoadedAdapter
 from anabranch.costs import Costs, PassCosts, StepCosts, costs_of, known_costs
 from anabranch.errors import FileError, InputError, PerformanceWarning, one_line
-from anabranch.files import cache_home, write_atomically
-from anabranch.jsonfiles import read_json, shown
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import Target
-from anabranch.processor import processor_name
+from anabranch.support.files import cache_home, write_atomically
+from anabranch.support.jsonfiles import read_json, shown
+from anabranch.support.processor import processor_name
 
 __all__ = ["Known", "Situation", "find_profile", "save_profile", "settle"]
 

@@ -14,7 +14,7 @@ from anabranch.adapters.folder import SHIPPED
 from anabranch.api import load
 from anabranch.installation import describe_installation
 from anabranch.native import library as native
-from anabranch.processor import processor_name
+from anabranch.support.processor import processor_name
 from toy_text import ToyFolders
 from verbs import Anabranch
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import anabranch
-from anabranch.engine import Engine, Request
+from anabranch.decoding.engine import Engine, Request
 from anabranch.errors import CapabilityError, FileError, InputError
 from anabranch.methods import Row, make_drafter, parse_spec, resolve_spec
 from anabranch.methods.combined import CombinedDrafter

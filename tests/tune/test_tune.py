@@ -18,7 +18,7 @@ from anabranch import methods, profiles
 from anabranch.adapters.folder import LoadedAdapter
 from anabranch.cli import app
 from anabranch.costs import StepCosts
-from anabranch.engine import Request
+from anabranch.decoding.engine import Request
 from anabranch.errors import FileError, InputError
 from anabranch.loading import Loaded
 from anabranch.methods import Drafter, Method, Row, make_drafter, parse_spec, register, resolve_spec

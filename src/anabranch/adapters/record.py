@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from anabranch.errors import AdapterError
-from anabranch.foreign import peft_advice
-from anabranch.jsonfiles import read_json, shown
 from anabranch.methods import Method, methods
 from anabranch.methods.trained import Trained
+from anabranch.support.foreign import peft_advice
+from anabranch.support.jsonfiles import read_json, shown
 
 __all__ = ["CONFIG", "FORMAT", "VERSION", "method_of", "read_record"]
 

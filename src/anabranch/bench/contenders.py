@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from anabranch.engine import Engine, Request, Step
+from anabranch.decoding.engine import Engine, Request, Step
+from anabranch.decoding.speculation import Speculation
 from anabranch.methods.base import Drafter
 from anabranch.model.load import Target
 from anabranch.sampling import SamplingParams
-from anabranch.speculation import Speculation
 
 __all__ = ["Contender", "Ours", "Run"]
 

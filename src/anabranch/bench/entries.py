@@ -9,14 +9,14 @@ from typing import Literal
 from anabranch.bench.contenders import Contender, Ours
 from anabranch.bench.peers import open_peer, parse_peer
 from anabranch.bench.peers.environments import find_python
+from anabranch.decoding.speculation import Speculation
 from anabranch.errors import InputError
-from anabranch.files import without_folders
 from anabranch.loading import Loaded
 from anabranch.methods import make_drafter, parse_spec, resolve_spec
 from anabranch.model.quantize import QUANTIZATIONS, Quantization, check_quantization
 from anabranch.profiles import settle
 from anabranch.sampling import SamplingParams
-from anabranch.speculation import Speculation
+from anabranch.support.files import without_folders
 
 __all__ = [
     "PLAIN",

@@ -24,14 +24,14 @@ from typing import Any, Protocol
 from anabranch.bench.peers import Peer
 from anabranch.bench.run import FAILURES, describe
 from anabranch.costs import Costs
-from anabranch.engine import Request, Step
+from anabranch.decoding.engine import Request, Step
+from anabranch.decoding.scheduler import Scheduler, Ticket
+from anabranch.decoding.speculation import Speculation
+from anabranch.decoding.stats import Stats
 from anabranch.errors import InputError
 from anabranch.methods import Drafter
 from anabranch.model.load import Target
 from anabranch.sampling import SamplingParams
-from anabranch.scheduler import Scheduler, Ticket
-from anabranch.speculation import Speculation
-from anabranch.stats import Stats
 
 __all__ = [
     "Answer",

@@ -19,7 +19,7 @@ from anabranch.cli.help import HELP, Verb, Verbs
 from anabranch.cli.models import info, pull
 from anabranch.cli.tune import tune
 from anabranch.errors import AnabranchError, AnabranchWarning
-from anabranch.interrupt import INTERRUPTED, TERMINATED, sigterm_raises
+from anabranch.support.interrupt import INTERRUPTED, TERMINATED, sigterm_raises
 
 __all__ = ["app", "main"]
 

@@ -22,7 +22,7 @@ from anabranch.cli.bench_config import (
 )
 from anabranch.cli.options import check_at_least
 from anabranch.errors import CapabilityError
-from anabranch.interrupt import INTERRUPTED
+from anabranch.support.interrupt import INTERRUPTED
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,8 +47,8 @@ def run(config: BenchConfig, given: Mapping[str, str]) -> None:
     from anabranch.bench.machine import measure_machine
     from anabranch.bench.report import environment
     from anabranch.bench.throughput import check_rows
-    from anabranch.files import check_output, check_writable, write_atomically
     from anabranch.model.quantize import QUANTIZATIONS
+    from anabranch.support.files import check_output, check_writable, write_atomically
 
     allowed = [name for name in given if name not in OTHERS]
     refuse_all_but(allowed, given, "--rows measures throughput")

@@ -42,7 +42,7 @@ def convert(config: ConvertConfig) -> None:
     from anabranch.adapters.published import convert as run
     from anabranch.adapters.published import read_published
     from anabranch.errors import FileError
-    from anabranch.files import check_folder, shown_command
+    from anabranch.support.files import check_folder, shown_command
 
     if (config.out / CONFIG).exists() and not config.force:
         raise FileError(f"{config.out} holds an adapter already; give another --out, or --force to replace it")

@@ -15,11 +15,11 @@ import typer
 from anabranch.cli import options, show
 from anabranch.cli.configured import configured
 from anabranch.errors import InputError
-from anabranch.files import check_output
+from anabranch.support.files import check_output
 
 if TYPE_CHECKING:
     from anabranch.api import Model
-    from anabranch.generation import Chunk, Generation
+    from anabranch.decoding.generation import Chunk, Generation
     from anabranch.options import Keywords
 
 __all__ = ["GenerateConfig", "generate"]
@@ -132,9 +132,9 @@ def _recorded(
     """Pass ``chunks`` on and record their steps; to record every position, replace them by plain decoding."""
     from anabranch.analysis.trace import TraceWriter
     from anabranch.api import Options
-    from anabranch.generation import stream
+    from anabranch.decoding.generation import stream
+    from anabranch.decoding.scheduler import Scheduler
     from anabranch.methods import make_drafter
-    from anabranch.scheduler import Scheduler
 
     assert config.trace is not None
     settings = {**call, "drafter": str(loaded.drafter), "model": loaded.target.name}

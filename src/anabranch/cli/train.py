@@ -121,7 +121,7 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
     from anabranch.cli import train_data, train_result
     from anabranch.cli.screen import resumable, screen
     from anabranch.cli.train_measure import measured_speeds
-    from anabranch.files import shown_command
+    from anabranch.support.files import shown_command
     from anabranch.train import split
     from anabranch.train.advice import curve_of
     from anabranch.train.checkpoint import read_log
@@ -179,7 +179,7 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
 def _check(config: TrainConfig) -> None:
     """Check input and output files, before a model is loaded. Raises InputError or FileError."""
     from anabranch.cli.train_data import check_data_options
-    from anabranch.files import check_output
+    from anabranch.support.files import check_output
     from anabranch.train.job import check_folder_is_free, check_init
     from anabranch.tune.figure import check_figure
 

@@ -55,9 +55,9 @@ def table_command(method: Method) -> Any:
 def _build(method: Method, config: TablesConfig, given: dict[str, Any]) -> None:
     from anabranch.cli.screen import screen
     from anabranch.errors import FileError
-    from anabranch.files import check_folder, shown_command
     from anabranch.methods.tables import Tokenizer, build_tables, check_free, default_folder
     from anabranch.model.text import fingerprint
+    from anabranch.support.files import check_folder, shown_command
     from anabranch.train.documents import read_documents
     from anabranch.train.job import check_data
 

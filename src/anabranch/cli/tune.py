@@ -51,8 +51,8 @@ def tune(config: TuneConfig) -> None:
     From then on 'auto' uses the measured costs, for this model, adapter, number of threads and machine. Run nothing
     else at the same time.
     """
-    from anabranch.files import check_output
     from anabranch.profiles import Situation, save_profile
+    from anabranch.support.files import check_output
     from anabranch.tune.figure import check_figure, draw
     from anabranch.tune.fit import fit
 

@@ -102,7 +102,7 @@ class Drafter(ABC):
     name       for messages
     rules      the verification rules for which its drafts are exact
     max_nodes  maximum number of nodes of its trees, counting the root
-    adaptive   whether the number of drafted and verified nodes follows the load (``anabranch.speculation``); its trees
+    adaptive   whether the number of drafted and verified nodes follows the load (``decoding.speculation``); its trees
                then have ``log_probs``
     free       whether its drafts take almost no time and need no preparation: it drafts at every step, and the load
                only decides what is verified

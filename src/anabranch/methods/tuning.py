@@ -20,8 +20,6 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from anabranch.errors import CapabilityError
-from anabranch.files import write_atomically
-from anabranch.jsonfiles import read_json
 from anabranch.learning.examples import Batch
 from anabranch.learning.loss import Vocabulary, VocabularyLoss
 from anabranch.learning.objective import Segment
@@ -31,6 +29,8 @@ from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import weight_source
 from anabranch.model.load import Target, load_target
+from anabranch.support.files import write_atomically
+from anabranch.support.jsonfiles import read_json
 
 __all__ = [
     "MOST_RANK",

@@ -19,16 +19,16 @@ from torch import Tensor
 
 from anabranch.adapters.folder import TargetIdentity, load_adapter, save_adapter
 from anabranch.errors import CapabilityError, FileError, InputError, TrainingWarning
-from anabranch.files import check_folder
-from anabranch.jsonfiles import read_json
 from anabranch.learning.examples import Example
 from anabranch.learning.recipe import Recipe
-from anabranch.memory import keep_memory
 from anabranch.methods import Method, methods
 from anabranch.methods.trained import Trained, TrainedModule
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import Target
 from anabranch.model.pack import pack_decoder
+from anabranch.support.files import check_folder
+from anabranch.support.jsonfiles import read_json
+from anabranch.support.memory import keep_memory
 from anabranch.train.advice import Watch, before
 from anabranch.train.appended import settings_path
 from anabranch.train.arithmetic import ARITHMETIC, chosen_dtype, float32_copy

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from anabranch.errors import FileError, InputError
-from anabranch.interrupt import shielded
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.objective import Objective
 from anabranch.learning.recipe import TrainOptions
-from anabranch.memory import off_heap
 from anabranch.methods.trained import TrainedModule
 from anabranch.model.decoder import Decoder
+from anabranch.support.interrupt import shielded
+from anabranch.support.memory import off_heap
 from anabranch.train.checkpoint import drop_run, load_checkpoint, read_checkpoint, save_checkpoint, trim_log
 from anabranch.train.data import batches, digest
 

@@ -24,7 +24,7 @@ from torch import nn
 
 from anabranch.analysis.simulate import Prediction
 from anabranch.analysis.trace import TraceRow, TraceWriter, read_trace
-from anabranch.engine import Engine, Request
+from anabranch.decoding.engine import Engine, Request
 from anabranch.errors import InputError
 from anabranch.methods import Drafter, Observation, Row, Spec, Taps, make_drafter
 from anabranch.model.load import Target

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anabranch.errors import InputError
-from anabranch.jsonfiles import is_whole, shown
 from anabranch.methods.heads.module import DraftHeads, HeadConfig, begin_with, first_blocks
 from anabranch.methods.tuning import MOST_RANK, terms_of
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
+from anabranch.support.jsonfiles import is_whole, shown
 
 __all__ = ["MedusaConfig", "MedusaModule", "MedusaStates", "begin_with_heads"]
 

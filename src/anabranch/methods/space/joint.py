@@ -1,7 +1,7 @@
 """SAR-SFT's objective: the tuned target's next token and its masks together, ``CE(main) + masks * CE(masks)``.
 
-The paper replaces k tokens at one random place of some answers by masks, so that one model learns both to continue a text
-and to fill in masks. Here masks follow every ``stride``-th position of each completion, beside the text itself.
+The paper replaces k tokens at one random place of some answers by masks, so that one model learns both to continue a
+text and to fill in masks. Here masks follow every ``stride``-th position of each completion, beside the text itself.
 
 B rows, P positions, S masks, D model width.
 """

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.errors import AdapterError, InputError
-from anabranch.jsonfiles import is_whole, shown
 from anabranch.methods.streams.adapter import StreamModule
 from anabranch.methods.streams.config import MOST_STREAMS, StreamConfig
 from anabranch.methods.tuning import MOST_RANK, LayerTuning, terms_of
 from anabranch.model.blocks import RowSide
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
+from anabranch.support.jsonfiles import is_whole, shown
 
 __all__ = ["TUNED_UNIT", "MaskConfig", "MaskModule", "begin_with", "start_from_target"]
 

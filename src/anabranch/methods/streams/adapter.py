@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anabranch.errors import InputError
-from anabranch.memory import give_back
 from anabranch.methods.low_rank import LowRank
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.scorer import Conditioner
@@ -22,6 +21,7 @@ from anabranch.model.blocks import MLP, Block, RowSide
 from anabranch.model.config import ModelConfig
 from anabranch.model.native_linear import NativeLinear
 from anabranch.model.pack import Packable, PackedLinear, PackedWeight, packed_like
+from anabranch.support.memory import give_back
 
 __all__ = ["StreamAdapter", "StreamLayer", "StreamModule"]
 

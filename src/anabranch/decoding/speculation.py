@@ -41,6 +41,7 @@ EXPLORE = 100  # steps with drafts, or without, after which the opposite is trie
 SOONER = 0.2  # times as many where both are expected to be equally fast
 TRIAL = 4  # steps long
 KEPT = 8  # steps for which a plan is kept while the rows stay the same: making one takes a tenth of a small pass
+LONGEST_KEPT = 32  # steps for which one is kept that came out the same again and again
 WORTH = 0.85  # if it is expected to reach that much of the rate
 FADING = 0.98  # weight of a step relative to the next one in what is learned of planned milliseconds
 STATED = 10.0  # steps that a plan's milliseconds are worth before any was checked
@@ -90,7 +91,8 @@ class _Lately:
     free_gain      milliseconds that they were expected to save in such a step
     free_idle      steps since its free parts drafted
     since          steps since the opposite of what pays was tried, and ``trial`` how many of that are to come
-    plan           the latest one with its budget, for how many rows it was made, and for how many steps it was kept
+    plan           the latest one with its budget, for how many rows it was made, for how many steps it was kept, and
+                   for how many it may be
     """
 
     depths: NDArray[np.int64]
@@ -105,6 +107,7 @@ class _Lately:
     plan: _Plan | None = None
     planned_for: tuple[int, int, int] = (0, 0, 0)
     kept: int = 0
+    keep: int = KEPT
 
     def learn(self, beliefs: Sequence[Sequence[float]], budget: int) -> None:
         """Take in the draft nodes' probabilities of some rows, from drafts of at most ``budget`` nodes."""
@@ -197,10 +200,14 @@ class Speculation:
         lately, planned_for = self.lately(drafter), (count, rows, others)
         lately.since += 1
         lately.kept += 1
-        if lately.plan is None or lately.kept >= KEPT or lately.planned_for != planned_for:
+        before = lately.plan if lately.planned_for == planned_for else None
+        if before is None or lately.kept >= lately.keep:
             lately.plan = self._planned(drafter, count, rows, others, context)
+            same = before is not None and before.budget == lately.plan.budget
+            lately.keep = min(2 * lately.keep, LONGEST_KEPT) if same else KEPT
             trying = lately.plan.drafting != lately.pays
-            lately.planned_for, lately.kept = planned_for, KEPT if trying else 0
+            lately.planned_for, lately.kept = planned_for, lately.keep if trying else 0
+        assert lately.plan is not None
         self._plan = lately.plan
         if self._plan.drafting:
             return self._plan.budget

@@ -23,13 +23,14 @@ import torch
 from torch import Tensor
 
 from anabranch.costs import Costs
-from anabranch.engine import CHUNK, Engine, Request, Step
+from anabranch.decoding.batch import CHUNK
+from anabranch.decoding.engine import Engine, Request, Step
+from anabranch.decoding.speculation import Speculation
 from anabranch.errors import DeviceError, InputError
-from anabranch.memory import give_back
 from anabranch.methods.base import Drafter, Row
 from anabranch.model.cache import shared_length
 from anabranch.model.decoder import Decoder
-from anabranch.speculation import Speculation
+from anabranch.support.memory import give_back
 
 __all__ = ["Scheduler", "Ticket"]
 

@@ -13,10 +13,10 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from typing import Any
 
-from anabranch.engine import FinishReason, Request, Step
+from anabranch.decoding.engine import FinishReason, Request, Step
+from anabranch.decoding.scheduler import Scheduler, Ticket
+from anabranch.decoding.stats import Stats
 from anabranch.methods.base import Drafter
-from anabranch.scheduler import Scheduler, Ticket
-from anabranch.stats import Stats
 
 __all__ = ["Chunk", "Detokenizer", "Generation", "generate", "stream"]
 
