@@ -55,8 +55,8 @@ _HOMES = {
     "load": "api",
     "Support": "capabilities",
     "supports": "capabilities",
-    "Chunk": "generation",
-    "Generation": "generation",
+    "Chunk": "decoding.generation",
+    "Generation": "decoding.generation",
     "Stats": "stats",
 }
 
