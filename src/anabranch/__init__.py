@@ -57,7 +57,7 @@ _HOMES = {
     "supports": "capabilities",
     "Chunk": "decoding.generation",
     "Generation": "decoding.generation",
-    "Stats": "stats",
+    "Stats": "decoding.stats",
 }
 
 
