@@ -223,6 +223,28 @@ def _tables(result: Result) -> list[str]:
     ]
 
 
+def _training_rates(result: Result) -> list[str]:
+    """How fast the methods train, and the memory that they take (``scripts/training_rates.py``)."""
+    completions = result["completions"]
+    rows = [("completions", "", "", completions["tokens_per_second"], completions["peak_mb"])]
+    rows += [
+        (f"`{name}`", f"{kind['parameters']:,}", kind["arithmetic"], kind["positions_per_second"], kind["peak_mb"])
+        for name, kind in result["methods"].items()
+    ]
+    return [
+        f"Completions of {completions['rows']} prompts at a time; trainings with {result['batch_tokens']} padded "
+        "tokens per step. Rates by processor time are what all threads would reach if nothing else ran.",
+        "",
+        *table(
+            ("stage", "parameters", "arithmetic", "per second, by processor time", "by the clock", "peak MB"),
+            [
+                (*names, f"{rate['by_processor_time']:.0f}", f"{rate['by_clock']:.0f}", f"{peak:,}")
+                for *names, rate, peak in rows
+            ],
+        ),
+    ]
+
+
 def _listed(result: Result) -> list[str]:
     return []
 
@@ -255,6 +277,7 @@ KINDS: tuple[tuple[str, tuple[str, ...], Callable[[Result], list[str]]], ...] = 
     ("Memory", ("peak_mb",), _memory),
     ("Memory with many drafters", ("held_mb",), _growth),
     ("Adapter search", ("variants", "answer_tokens"), _search),
+    ("Training rates", ("methods", "completions", "batch_tokens"), _training_rates),
     ("Tables of a large text", ("tables", "tokens"), _tables),
     ("Fuzzing", ("kinds", "findings"), _fuzz),
     ("Other results", (), _listed),

@@ -43,10 +43,10 @@ def sar_sft() -> Recipe:
 RECIPES: dict[str, Callable[[], Recipe]] = {"frozen": frozen, "tokens": tokens, "sar-sft": sar_sft}
 
 OPTIONS: dict[str, Option] = {
-    "num_masks": Option(int, "mask tokens behind each node (k), tokens drafted beyond the next one", "config"),
-    "soft": Option(float, "weight of the target's distribution in the loss (distillation)", "loss"),
+    "num_masks": Option(int, "mask tokens after each node (k): tokens drafted beyond the next one", "config"),
+    "soft": Option(float, "share of the target's distribution in the loss (distillation)", "loss"),
     "decay": Option(float, "weight of mask j is decay ** (j - 1)", "loss"),
-    "stride": Option(int, "train masks behind every n-th position: more texts in the same time", "loss"),
+    "stride": Option(int, "train masks after every n-th position only", "loss"),
     "lora_rank": Option(int, "rank of the terms that tune the target with the masks (SAR-SFT); 0: frozen", "config"),
     "masks": Option(float, "weight of the masks beside the target in SAR-SFT", "loss"),
     **COMMON,
