@@ -31,7 +31,7 @@ from anabranch.train.trainer import Progress
 METHODS = (
     *("streams", "medusa", "medusa2", "hydra", "hydra:plus-plus", "eagle", "space", "space:sar-sft", "draft_model"),
 )
-WARM = 3  # steps that are not counted
+WARM = 2  # steps that are not counted
 ROWS, TOKENS = 64, 64  # of the completions that are timed
 
 
@@ -103,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--answers", type=Path, required=True, help="completions of the default model")
     parser.add_argument("--method", action="append", help="NAME or NAME:RECIPE; may be repeated (default: all)")
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=8, help="steps of each training")
     parser.add_argument("--batch-tokens", type=int, default=1024)
     parser.add_argument("--out", type=Path, help="write the result as JSON; measurements in it are kept")
     args = parser.parse_args()
