@@ -1,4 +1,4 @@
-"""anabranch: decode language models faster without changing what they say.
+"""anabranch: decode language models faster without changing their output.
 
 import anabranch
 model = anabranch.load("default")

@@ -16,7 +16,7 @@ from torch import nn
 
 from anabranch import loading
 from anabranch.adapters.folder import LoadedAdapter
-from anabranch.capabilities import Support, refuse, support_of
+from anabranch.capabilities import Support, check_named_once, refuse, support_of
 from anabranch.decoding import generation
 from anabranch.decoding.engine import Request
 from anabranch.decoding.generation import Chunk, Generation
@@ -306,12 +306,13 @@ class Model:
 
         Builds the drafter if no call did so yet, and decodes nothing. ``anabranch.supports`` needs no model.
         """
-        given: Keywords = options if drafter is None else {**options, "drafter": drafter}
-        return support_of(
-            lambda: refuse(
-                self.target, given, lambda spec: self._built(spec or self.spec), prompts=prompts, stream=stream
-            )
-        )
+
+        def question() -> None:
+            check_named_once(drafter, options)
+            given: Keywords = options if drafter is None else {**options, "drafter": drafter}
+            refuse(self.target, given, lambda spec: self._built(spec or self.spec), prompts=prompts, stream=stream)
+
+        return support_of(question)
 
     def chat(self, messages: Sequence[dict[str, str]], **options: Unpack[Keywords]) -> Generation:
         """Answer a conversation [{"role": "user", "content": "..."}, ...] using the model's chat template."""

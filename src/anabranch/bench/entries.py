@@ -17,6 +17,7 @@ from anabranch.model.quantize import QUANTIZATIONS, Quantization, check_quantiza
 from anabranch.profiles import settle
 from anabranch.sampling import SamplingParams
 from anabranch.support.files import without_folders
+from anabranch.verify import Rule
 
 __all__ = [
     "PLAIN",
@@ -107,8 +108,12 @@ def open_entry(
     sampling: SamplingParams,
     threads: int,
     capacity: int,
+    rule: Rule = "match",
 ) -> Contender:
-    """Prepare the contender for decoding; this starts a peer's process and loads its weights."""
+    """Prepare the contender for decoding; this starts a peer's process and loads its weights.
+
+    rule  how our own drafts are verified
+    """
     if entry.kind == "peer":
         return open_peer(entry.spec, loaded.target, sampling=sampling, threads=threads, capacity=capacity)
     target = loaded.target
@@ -126,4 +131,5 @@ def open_entry(
         sampling=sampling,
         spec=str(spec),
         speculation=speculation,
+        rule=rule,
     )

@@ -29,7 +29,7 @@ app = typer.Typer(
     name="anabranch",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Decode language models faster without changing what they say.",
+    help="Decode language models faster without changing their output.",
     **HELP,
 )
 for verb in (pull, generate, chat, info, convert, certify, tune, simulate, analyze):

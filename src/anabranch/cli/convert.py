@@ -26,7 +26,7 @@ class ConvertConfig:
     ]
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="write the adapter here")]
     loading: options.Loading = field(default=options.Loading())
-    licence: Annotated[str, typer.Option(help="note the licence of the heads")] = ""
+    licence: Annotated[str, typer.Option(help="record the licence of the heads")] = ""
     force: options.Force = False
     as_json: options.AsJson = False
 

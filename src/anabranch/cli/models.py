@@ -71,7 +71,7 @@ def info(
         ),
     ] = None,
     capabilities: Annotated[
-        bool, typer.Option("--matrix", help="show what each method supports; of a model: with its adapters")
+        bool, typer.Option("--matrix", help="show what each method supports; for a model, with its own adapters")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print as JSON")] = False,
 ) -> None:

@@ -85,7 +85,7 @@ class TrainConfig:
     ] = None
     licence: Annotated[
         tuple[str, ...],
-        typer.Option(metavar="SOURCE=LICENCE", help="state the licence of data in the card; repeatable"),
+        typer.Option(metavar="SOURCE=LICENCE", help="state the licence of a data source in the card; repeatable"),
     ] = ()
     resume: Annotated[
         bool, typer.Option("--resume/--no-resume", help="resume an unfinished run in --out, or start over")

@@ -35,7 +35,7 @@ class TablesConfig:
         typer.Option(metavar="FOLDER", help="write here (default: where the drafter looks by itself)"),
     ] = None
     loading: options.Loading = field(default=options.Loading())
-    licence: Annotated[str, typer.Option(help="note the licence of the data")] = ""
+    licence: Annotated[str, typer.Option(help="record the licence of the data")] = ""
     force: Annotated[bool, typer.Option("--force", help="replace tables in --out")] = False
     as_json: options.AsJson = False
 

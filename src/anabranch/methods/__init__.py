@@ -53,6 +53,7 @@ _registry: tuple[Method, ...] = (
     rest.METHOD,
     draft_model.METHOD,
     medusa.METHOD,
+    medusa.METHOD_2,
     hydra.METHOD,
     staged.METHOD,
     eagle.METHOD,

@@ -85,6 +85,8 @@ def _part(text: str, registry: Sequence[Method]) -> Part:
     name = name.strip()
     method = next((method for method in registry if method.name == name), None)
     if method is None:
+        if name == AUTO:
+            raise InputError(f"the drafter {AUTO!r} takes no settings and cannot be combined; use it by itself")
         known = ", ".join(method.name for method in registry)
         raise InputError(f"there is no drafter {name!r}; drafters are {known}, combined with '+', and {AUTO}")
     return Part(method, method.settings.parse(rest, name))
