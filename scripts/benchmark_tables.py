@@ -203,6 +203,48 @@ def _fuzz(result: Result) -> list[str]:
     return [f"{result['seconds']:.0f} seconds, seed {result['seed']}.", "", *table(("files", *titles), rows)]
 
 
+def _tables(result: Result) -> list[str]:
+    """Building tables of a large text and drafting from them (``scripts/tables_at_size.py``)."""
+    rows = [
+        (
+            f"`{name}`",
+            *(f"{kind[key]:,}" for key in ("build_seconds", "peak_anonymous_mb", "peak_resident_mb")),
+            f"{kind['bytes_on_disk'] / 1e6:.0f}",
+            *(kind[key] for key in ("open_ms", "draft_ms_median", "draft_ms_99th_percentile", "nodes_mean")),
+        )
+        for name, kind in result["tables"].items()
+    ]
+    titles = ("tables", "build s", "peak MB", "peak MB with mapped pages", "MB on disk", "open ms")
+    return [
+        f"{result['tokens']:,} tokens of a synthetic text, `--memory {result['memory_option_mb']}`; drafts of up to "
+        "16 nodes.",
+        "",
+        *table((*titles, "draft ms, median", "99th percentile", "nodes"), rows),
+    ]
+
+
+def _training_rates(result: Result) -> list[str]:
+    """How fast the methods train, and the memory that they take (``scripts/training_rates.py``)."""
+    completions = result["completions"]
+    rows = [("completions", "", "", completions["tokens_per_second"], completions["peak_mb"])]
+    rows += [
+        (f"`{name}`", f"{kind['parameters']:,}", kind["arithmetic"], kind["positions_per_second"], kind["peak_mb"])
+        for name, kind in result["methods"].items()
+    ]
+    return [
+        f"Completions of {completions['rows']} prompts at a time; trainings with {result['batch_tokens']} padded "
+        "tokens per step. Rates by processor time are what all threads would reach if nothing else ran.",
+        "",
+        *table(
+            ("stage", "parameters", "arithmetic", "per second, by processor time", "by the clock", "peak MB"),
+            [
+                (*names, f"{rate['by_processor_time']:.0f}", f"{rate['by_clock']:.0f}", f"{peak:,}")
+                for *names, rate, peak in rows
+            ],
+        ),
+    ]
+
+
 def _listed(result: Result) -> list[str]:
     return []
 
@@ -221,10 +263,17 @@ def _throughput(result: Result) -> list[str]:
     ]
 
 
+def _methods(result: Result) -> list[str]:
+    """Trained and model-free methods (``scripts/compare_methods.py``), which have a page of their own."""
+    names = ", ".join(f"`{method['name']}`" for method in result["compared"])
+    return [f"{names}. The newest such result is on the page [Comparison of methods](comparison.md).", ""]
+
+
 # what a kind is called, the keys that only its files have, and its tables; the page has them in this order
 KINDS: tuple[tuple[str, tuple[str, ...], Callable[[Result], list[str]]], ...] = (
     ("Spec-Bench: drafters and other engines", ("contenders", "prompts_done"), comparison),
     ("Several prompts at a time", ("contenders", "results"), _throughput),
+    ("Methods", ("compared",), _methods),
     ("Long context", ("passages", "rows"), _long_context),
     ("Exactness", ("methods", "what"), _exactness),
     ("Tuning", ("interval_90", "candidates"), _tune),
@@ -235,6 +284,8 @@ KINDS: tuple[tuple[str, tuple[str, ...], Callable[[Result], list[str]]], ...] = 
     ("Memory", ("peak_mb",), _memory),
     ("Memory with many drafters", ("held_mb",), _growth),
     ("Adapter search", ("variants", "answer_tokens"), _search),
+    ("Training rates", ("methods", "completions", "batch_tokens"), _training_rates),
+    ("Tables of a large text", ("tables", "tokens"), _tables),
     ("Fuzzing", ("kinds", "findings"), _fuzz),
     ("Other results", (), _listed),
 )

@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from anabranch.jsonfiles import read_rows
+from anabranch.support.jsonfiles import read_rows
 
 PASSAGE = (
     "Summarize: {text}",

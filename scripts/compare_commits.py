@@ -23,7 +23,7 @@ from checkouts import HERE, Worker
 
 from anabranch.bench.report import environment
 from anabranch.bench.suites import load_suite
-from anabranch.files import shown_command, write_atomically
+from anabranch.support.files import shown_command, write_atomically
 
 
 def serve() -> None:

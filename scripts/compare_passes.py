@@ -160,7 +160,7 @@ def main() -> None:
     from compare_commits import commit_of
 
     from anabranch.bench.report import environment
-    from anabranch.files import shown_command, write_atomically
+    from anabranch.support.files import shown_command, write_atomically
 
     args.shape = args.shape or list(SHAPES)
     found = [result for kind in args.format or FORMATS for result in compare(kind, args)]

@@ -23,8 +23,7 @@ import torch
 
 from anabranch.bench.report import environment
 from anabranch.bench.suites import load_suite
-from anabranch.engine import Engine, Request
-from anabranch.files import write_atomically
+from anabranch.decoding.engine import Engine, Request
 from anabranch.loading import LoadConfig, load
 from anabranch.methods import make_drafter
 from anabranch.model.cache import Cache
@@ -32,6 +31,7 @@ from anabranch.model.inputs import Inputs
 from anabranch.model.load import Target, load_target
 from anabranch.prompts import chat_ids
 from anabranch.sampling import SamplingParams
+from anabranch.support.files import write_atomically
 
 METHODS = ("none", "prompt_lookup", "streams", "streams:nodes=32,prune=12")
 

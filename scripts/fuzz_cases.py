@@ -29,7 +29,7 @@ from anabranch.api import Model
 from anabranch.bench.compare import compare, comparison_table, read_result
 from anabranch.bench.report import SCHEMA
 from anabranch.bench.suites import load_suite
-from anabranch.engine import Engine, Request
+from anabranch.decoding.engine import Engine, Request
 from anabranch.methods import make_drafter
 from anabranch.model.load import Target, load_target
 from anabranch.model.pack import pack_decoder

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from anabranch.bench.report import environment
-from anabranch.engine import Engine, Request
-from anabranch.files import shown_command, write_atomically
-from anabranch.jsonfiles import read_rows
+from anabranch.decoding.engine import Engine, Request
 from anabranch.loading import LoadConfig, load
 from anabranch.methods import make_drafter
 from anabranch.model.load import Target
 from anabranch.prompts import chat_ids
+from anabranch.support.files import shown_command, write_atomically
+from anabranch.support.jsonfiles import read_rows
 
 SLACK = 8  # tokens that a passage may gain where it is cut and put together again
 ASK = "Sum up the following passage in a few sentences.\n\n"

@@ -18,11 +18,11 @@ from transformers import PreTrainedTokenizerFast  # noqa: F401 - what loading wo
 from anabranch.adapters.folder import find_adapters
 from anabranch.bench.machine import peak_memory_mb
 from anabranch.bench.report import environment
-from anabranch.engine import Engine, Request
-from anabranch.files import shown_command, write_atomically
+from anabranch.decoding.engine import Engine, Request
 from anabranch.methods import make_drafter
 from anabranch.model.load import load_target
 from anabranch.model.pack import pack_decoder
+from anabranch.support.files import shown_command, write_atomically
 
 TEXT = "Explain in a few paragraphs how a river carves its valley, and why some rivers split and join again."
 

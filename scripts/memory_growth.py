@@ -17,7 +17,7 @@ import anabranch
 from anabranch.bench.report import environment
 from anabranch.bench.suites import load_suite
 from anabranch.errors import FileError, InputError
-from anabranch.files import check_writable, shown_command, write_atomically
+from anabranch.support.files import check_writable, shown_command, write_atomically
 
 LIMIT = 1.25  # of the first reading, after everything
 SPECIFICATIONS = (

@@ -18,8 +18,7 @@ from exactness import read_prompts
 
 from anabranch.adapters.folder import find_adapters
 from anabranch.bench.report import environment
-from anabranch.engine import Engine, Request
-from anabranch.files import write_atomically
+from anabranch.decoding.engine import Engine, Request
 from anabranch.learning.examples import Example
 from anabranch.methods.replay import replay
 from anabranch.methods.streams.adapter import StreamAdapter
@@ -27,6 +26,7 @@ from anabranch.methods.streams.draft import DraftOptions, StreamDraft
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.methods.streams.objective import StreamObjective
 from anabranch.model.load import load_target
+from anabranch.support.files import write_atomically
 
 
 def main() -> None:

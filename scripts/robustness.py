@@ -26,8 +26,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from anabranch.files import cache_home, write_atomically
 from anabranch.model.fetch import default_model_dir
+from anabranch.support.files import cache_home, write_atomically
 
 HERE = Path(__file__).resolve().parents[1]
 SHIPPED = HERE / "src" / "anabranch" / "adapters" / "smollm2-135m-instruct"

@@ -20,8 +20,8 @@ from typing import Any
 
 from anabranch.bench.report import environment
 from anabranch.errors import InputError
-from anabranch.files import shown_command, write_atomically
 from anabranch.model.load import load_target
+from anabranch.support.files import shown_command, write_atomically
 from anabranch.train import Recipe, read_data, train_adapter, trainable
 
 VARIANTS = (

@@ -39,9 +39,9 @@ import anabranch
 from anabranch.bench.report import plain_table
 from anabranch.bench.summary import quartiles
 from anabranch.errors import AnabranchError, CapabilityError, FileError, InputError
-from anabranch.files import write_atomically
-from anabranch.jsonfiles import read_rows
 from anabranch.model.text import render_chat
+from anabranch.support.files import write_atomically
+from anabranch.support.jsonfiles import read_rows
 
 Answers = list[dict[str, Any]]
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from anabranch.costs import Costs, PassCosts, StepCosts
-from anabranch.engine import Engine, Request, Step
+from anabranch.decoding.engine import Engine, Request, Step
+from anabranch.decoding.speculation import Speculation
 from anabranch.methods.base import Drafter
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.streams.adapter import StreamAdapter
@@ -28,7 +29,6 @@ from anabranch.model.load import Target
 from anabranch.model.passes import PassResult
 from anabranch.model.weights import build_decoder, fingerprint
 from anabranch.sampling import SamplingParams
-from anabranch.speculation import Speculation
 
 VOCABULARY = 19
 LLAMA = ModelConfig(

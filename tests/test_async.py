@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from anabranch.api import Model
+from anabranch.decoding.generation import Chunk
 from anabranch.errors import InputError
-from anabranch.generation import Chunk
 from toy_text import toy_model
 
 MESSAGES = [{"role": "user", "content": "the thing"}]

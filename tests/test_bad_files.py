@@ -17,7 +17,7 @@ from anabranch.analysis.trace import TraceWriter, read_trace
 from anabranch.bench.compare import compare, comparison_table, read_result
 from anabranch.bench.journal import Journal
 from anabranch.bench.report import SCHEMA
-from anabranch.engine import Engine, Request
+from anabranch.decoding.engine import Engine, Request
 from anabranch.errors import FileError
 from anabranch.methods import make_drafter
 from anabranch.profiles import Situation, find_profile, save_profile

@@ -224,7 +224,7 @@ def test_no_memory_while_decoding(refused: Refused, toy: list[object], monkeypat
     def full(*args: Any, **options: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("anabranch.engine.Engine.step", full)
+    monkeypatch.setattr("anabranch.decoding.engine.Engine.step", full)
     assert "no memory left" in refused(*toy)
 
 

@@ -16,7 +16,7 @@ from anabranch import methods as registry
 from anabranch.adapters.folder import LoadedAdapter
 from anabranch.api import Model
 from anabranch.capabilities import COMBINED, QUESTIONS, StandIn, matrix, supports
-from anabranch.engine import Engine, Request
+from anabranch.decoding.engine import Engine, Request
 from anabranch.errors import AnabranchError, CapabilityError
 from anabranch.methods import Method, methods, register
 from anabranch.methods.none import NoDrafter
@@ -220,6 +220,8 @@ def test_the_matrix_has_every_method_and_follows_the_registry(monkeypatch: pytes
         ("streams", {"rule": "guess"}, "rule must be 'match' or 'rejection', got 'guess'"),
         ("streams", {"temperature": -1}, "temperature must be 0"),
         ("streams", {"colour": "red"}, "there is no option 'colour'"),
+        ("streams", {"drafter": "suffix"}, "the drafter is given twice, as 'streams' and drafter='suffix'; drop one"),
+        ("auto+suffix", {}, "'auto' takes no settings and cannot be combined"),
         ("streams", {"prompts": 0}, "prompts must be a whole number of at least 1, got 0"),
         ("streams", {"prompts": 2, "stream": True}, "stream takes one prompt at a time, got 2"),
         ("streams", {"quantize": "int3"}, "quantize must be one of"),

@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from anabranch.cli import app
-from anabranch.engine import Engine
+from anabranch.decoding.scores import Scores
 from toy_text import ToyFolders
 from verbs import Anabranch
 
@@ -84,15 +84,15 @@ def test_certify_takes_threads_and_checks_files_first(
 def test_certify_finds_a_bug(
     anabranch: Anabranch, toys: ToyFolders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: int
 ) -> None:
-    honest = Engine._verify
+    honest = Scores.verdict
 
-    def wrong(self: Engine, row: Any, tree: Any, *rest: Any) -> Any:
-        verdict = honest(self, row, tree, *rest)
+    def wrong(self: Scores, b: int, tree: Any) -> Any:
+        verdict = honest(self, b, tree)
         if tree.size == 1:
             return verdict
         return type(verdict)(verdict.path, (verdict.next_token + 40) % 200)
 
-    monkeypatch.setattr(Engine, "_verify", wrong)
+    monkeypatch.setattr(Scores, "verdict", wrong)
     options = ("--temperature", temperature, "--drafter", "streams:nodes=8")
     done = anabranch(*certify_arguments(toys, tmp_path / "prompts.jsonl"), *options)
     assert done.code == 1

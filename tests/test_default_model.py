@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from anabranch.adapters.folder import SHIPPED, find_adapters
-from anabranch.engine import Engine, Request
+from anabranch.decoding.engine import Engine, Request
 from anabranch.methods import Observation, Row, make_drafter
 from anabranch.methods.base import Wrapped
 from anabranch.methods.streams.adapter import StreamAdapter

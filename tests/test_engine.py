@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from anabranch.engine import CHUNK, Engine, Request
+from anabranch.decoding.batch import CHUNK
+from anabranch.decoding.engine import Engine, Request
 from anabranch.errors import AnabranchError, CapabilityError, InputError, NumericsError
 from anabranch.methods.base import Drafter, Row, Wrapped
 from anabranch.methods.combined import CombinedDrafter

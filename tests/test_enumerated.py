@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from anabranch.engine import Engine, Request
+from anabranch.decoding.engine import Engine, Request
 from anabranch.methods import Drafter, Row, make_drafter
 from anabranch.methods.draft_model.drafter import DraftModelDrafter, Shape
 from anabranch.methods.eagle.module import EagleConfig, EagleModule

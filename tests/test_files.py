@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from anabranch.errors import FileError
-from anabranch.files import check_output
+from anabranch.support.files import check_output
 
 
 def test_an_output_that_exists_is_refused_unless_forced(tmp_path: Path) -> None:

@@ -10,15 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch import generation
 from anabranch.api import Model
-from anabranch.engine import Engine, Request
+from anabranch.decoding import generation
+from anabranch.decoding.engine import Engine, Request
+from anabranch.decoding.generation import Detokenizer
+from anabranch.decoding.scheduler import Scheduler
+from anabranch.decoding.stats import Stats
 from anabranch.errors import CapabilityError, DeviceError, InputError
-from anabranch.generation import Detokenizer
 from anabranch.methods.base import Drafter, Row
 from anabranch.sampling import SamplingParams
-from anabranch.scheduler import Scheduler
-from anabranch.stats import Stats
 from anabranch.tree import DraftTree
 from toy_text import VOCABULARY, byte_tokenizer, toy_model
 
@@ -193,7 +193,7 @@ def test_statistics_of_an_oracle(model: Model) -> None:
 
 
 def test_reading_a_prompt_tells_how_far_it_is(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anabranch.scheduler.CHUNK", 4)
+    monkeypatch.setattr("anabranch.decoding.scheduler.CHUNK", 4)
     seen: list[tuple[int, int]] = []
     model.generate(list(range(1, 12)), max_new_tokens=1, on_prompt=lambda *at: seen.append(at))
     assert seen == [(4, 10), (8, 10), (10, 10)]
@@ -243,7 +243,7 @@ def test_a_stream_that_never_started_holds_up_nobody(model: Model) -> None:
 
 def test_the_clock_stops_while_nobody_listens(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(100_000))
-    monkeypatch.setattr("anabranch.scheduler.time.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("anabranch.decoding.scheduler.time.perf_counter", lambda: float(next(clock)))
     chunks = []
     scheduler = Scheduler(model.target.decoder)
     for chunk in generation.stream(scheduler, Request([1, 2, 3], 4), Oracle([]), model.tokenizer):

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from anabranch.certify import certify
-from anabranch.engine import Engine
+from anabranch.decoding.engine import Engine
+from anabranch.decoding.scheduler import Scheduler
 from anabranch.learning.examples import Batch, Example
 from anabranch.methods import make_drafter
 from anabranch.methods.streams.objective import LossOptions, StreamObjective
@@ -23,7 +24,6 @@ from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
 from anabranch.sampling import SamplingParams
-from anabranch.scheduler import Scheduler
 from anabranch.tree import DraftTree
 from small import CASES, as_target, logits_of, prompt, request, small, small_adapter
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from anabranch.errors import AdapterError, FileError
-from anabranch.jsonfiles import is_number, is_whole, parse_json, read_json, read_rows
+from anabranch.support.jsonfiles import is_number, is_whole, parse_json, read_json, read_rows
 
 DEEP = "[" * 200_000
 BAD: dict[str, tuple[bytes, str]] = {

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from anabranch import processor
 from anabranch.errors import InputError
-from anabranch.processor import cgroup_quota, set_threads, usable_cpus
+from anabranch.support import processor
+from anabranch.support.processor import cgroup_quota, set_threads, usable_cpus
 
 # what /proc/self/cgroup says, the files below /sys/fs/cgroup, and the quota
 TREES = {

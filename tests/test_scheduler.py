@@ -13,12 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from anabranch import scheduler as module
 from anabranch.api import DRAFTERS
 from anabranch.costs import Costs, PassCosts, StepCosts
-from anabranch.engine import Engine, Request
+from anabranch.decoding import scheduler as module
+from anabranch.decoding.engine import Engine, Request
+from anabranch.decoding.generation import Chunk
+from anabranch.decoding.scheduler import Scheduler, Ticket
+from anabranch.decoding.speculation import Speculation
 from anabranch.errors import CapabilityError, DeviceError, InputError, NumericsError
-from anabranch.generation import Chunk
 from anabranch.methods import Drafter, Taps, make_drafter
 from anabranch.methods.base import Row
 from anabranch.methods.none import NoDrafter
@@ -31,8 +33,6 @@ from anabranch.model.passes import PassResult
 from anabranch.model.weights import build_decoder
 from anabranch.native import library as native
 from anabranch.sampling import SamplingParams
-from anabranch.scheduler import Scheduler, Ticket
-from anabranch.speculation import Speculation
 from anabranch.tree import DraftTree
 from small import LLAMA, RICH, SOME_CASES, prompt, randomise, request, small, small_adapter
 from toy_text import toy_model

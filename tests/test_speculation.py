@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from anabranch.costs import Costs, PassCosts, StepCosts
-from anabranch.engine import Engine, Request
+from anabranch.decoding.engine import Engine, Request
+from anabranch.decoding.scheduler import Scheduler
+from anabranch.decoding.speculation import EXPLORE, KEPT, SOONER, TRIAL, Speculation, best_count
 from anabranch.methods import Drafter, make_drafter
 from anabranch.methods.base import Row
 from anabranch.methods.beliefs import Beliefs, Calibration
 from anabranch.methods.none import NoDrafter
 from anabranch.sampling import SamplingParams
-from anabranch.scheduler import Scheduler
-from anabranch.speculation import EXPLORE, KEPT, SOONER, TRIAL, Speculation, best_count
 from anabranch.tree import DraftTree
 from small import Timeless, decode, prompt, request, small, small_adapter
 

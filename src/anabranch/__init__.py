@@ -1,4 +1,4 @@
-"""anabranch: decode language models faster without changing what they say.
+"""anabranch: decode language models faster without changing their output.
 
 import anabranch
 model = anabranch.load("default")
@@ -25,8 +25,8 @@ from anabranch.errors import (
 if TYPE_CHECKING:
     from anabranch.api import Model, load
     from anabranch.capabilities import Support, supports
-    from anabranch.generation import Chunk, Generation
-    from anabranch.stats import Stats
+    from anabranch.decoding.generation import Chunk, Generation
+    from anabranch.decoding.stats import Stats
 
 __version__ = "0.1.0"
 __all__ = [
@@ -55,9 +55,9 @@ _HOMES = {
     "load": "api",
     "Support": "capabilities",
     "supports": "capabilities",
-    "Chunk": "generation",
-    "Generation": "generation",
-    "Stats": "stats",
+    "Chunk": "decoding.generation",
+    "Generation": "decoding.generation",
+    "Stats": "decoding.stats",
 }
 
 

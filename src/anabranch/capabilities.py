@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from anabranch import loading
-from anabranch.engine import Engine
+from anabranch.decoding.engine import Engine
 from anabranch.errors import AnabranchError, InputError
 from anabranch.methods import AUTO, Drafter, Method, Spec, make_drafter, methods, parse_spec
 from anabranch.methods.spec import Part
@@ -39,7 +39,18 @@ from anabranch.prompts import check_stream
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["COMBINED", "QUESTIONS", "Capabilities", "StandIn", "Support", "matrix", "refuse", "support_of", "supports"]
+__all__ = [
+    "COMBINED",
+    "QUESTIONS",
+    "Capabilities",
+    "StandIn",
+    "Support",
+    "check_named_once",
+    "matrix",
+    "refuse",
+    "support_of",
+    "supports",
+]
 
 LAYERS = 16  # of the stand-in: as many as any recipe's module needs
 WORDS = 64
@@ -101,6 +112,13 @@ def refuse(
     Engine.refuse(target.decoder, call.request([0], target), drafter(call.drafter))
 
 
+def check_named_once(drafter: str | Spec | None, options: Keywords) -> None:
+    """Raise InputError if the drafter to ask about is named twice."""
+    if drafter is not None and "drafter" in options:
+        second = options["drafter"]
+        raise InputError(f"the drafter is given twice, as {str(drafter)!r} and drafter={second!r}; drop one")
+
+
 def supports(
     drafter: str | Spec | None = None,
     /,
@@ -129,6 +147,7 @@ def supports(
     """
 
     def question() -> None:
+        check_named_once(drafter, options)
         loading.check(loading.LoadConfig(dtype=dtype, device=device, quantize=quantize))
         stand_in = StandIn.of(device, dtype, quantize)
         given: Keywords = options if drafter is None else {**options, "drafter": drafter}

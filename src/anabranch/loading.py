@@ -91,7 +91,7 @@ def load(config: LoadConfig, *, pack: bool = True, adapters: bool = True) -> Loa
     from anabranch.adapters.folder import find_adapters
     from anabranch.model.load import load_target
     from anabranch.model.pack import pack_decoder
-    from anabranch.processor import set_threads
+    from anabranch.support.processor import set_threads
 
     check(config)
     set_threads(config.threads)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import TypedDict
 
-from anabranch.engine import Request
+from anabranch.decoding.engine import Request
 from anabranch.errors import InputError
 from anabranch.methods import Spec, parse_spec
 from anabranch.model.load import Target

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.errors import CapabilityError, InputError
-from anabranch.files import LONE_SURROGATES
 from anabranch.model.text import encode, render_chat
+from anabranch.support.files import LONE_SURROGATES
 
 __all__ = ["Arrays", "Ids", "chat_ids", "check_stream", "conversation_ids", "read_prompts"]
 

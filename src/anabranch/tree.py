@@ -245,6 +245,8 @@ class DraftTree:
         assert nodes[0] == 0, "the root is kept"
         assert all(map(int.__lt__, nodes, nodes[1:])), "kept nodes are in ascending order"
         assert nodes[-1] < self.size, "kept nodes exist"
+        if nodes[-1] == len(nodes) - 1:
+            return self._first(len(nodes))
         renamed, above = {node: place for place, node in enumerate(nodes)}, self.parents.tolist()
         assert all(above[node] in renamed for node in nodes[1:]), "the parent of a kept node is kept"
         return DraftTree(
@@ -255,12 +257,26 @@ class DraftTree:
             log_probs=None if self.log_probs is None else self.log_probs[nodes],
         )
 
+    def _first(self, count: int) -> DraftTree:
+        """``select(range(count))``, faster: at every step it is what most drafts are cut to."""
+        if count == self.size and self.draft_probs is None:
+            return self
+        return DraftTree(
+            self.tokens[:count],
+            self.parents[:count],
+            replacement=self.replacement,
+            sources=self.sources[:count],
+            log_probs=None if self.log_probs is None else self.log_probs[:count],
+        )
+
     def truncate(self, budget: int) -> DraftTree:
         """Return the ``budget`` most probable nodes, counting the root; without log_probs, the shallowest.
 
         A child never ranks above its parent, so the result is a tree.
         """
         assert budget >= 1, "the root is kept"
+        if budget >= self.size:
+            return self._first(self.size)
         rank = self._path_log_probs()
         for node, parent in enumerate(self.parents.tolist()):
             if node:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from anabranch import plots
 from anabranch.analysis.trace import read_trace
 from anabranch.cli import main
+from anabranch.support import plots
 from toy_text import ToyFolders
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from anabranch import plots
 from anabranch.errors import CapabilityError
+from anabranch.support import plots
 
 
 def test_both_files_of_a_figure_and_the_same_figure_twice(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ import pytest
 from test_trace import SAMPLED, record
 
 from anabranch.analysis.simulate import Cut, Latency, Ranking, merged, overlap, replay, simulate
-from anabranch.engine import Step
+from anabranch.decoding.engine import Step
+from anabranch.decoding.stats import Stats
 from anabranch.errors import CapabilityError, FileError, InputError
 from anabranch.methods.beliefs import Beliefs
-from anabranch.stats import Stats
 from anabranch.tree import DraftTree
 from small import request
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from anabranch.analysis.trace import Trace, TraceWriter, child_ranks, read_trace
-from anabranch.engine import Engine, Request, Step
+from anabranch.decoding.engine import Engine, Request, Step
+from anabranch.decoding.stats import Stats
 from anabranch.errors import CapabilityError, FileError
 from anabranch.methods import make_drafter
 from anabranch.sampling import SamplingParams
-from anabranch.stats import Stats
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule
 from small import request, small, small_adapter
@@ -159,7 +159,7 @@ def test_what_was_written_before_a_crash_is_there(tmp_path: Path) -> None:
 import os
 from pathlib import Path
 from anabranch.analysis.trace import TraceWriter
-from anabranch.engine import Engine, Request
+from anabranch.decoding.engine import Engine, Request
 from anabranch.methods import make_drafter
 from small import prompt, small
 writer = TraceWriter(Path({str(path)!r}), settings={{}})

@@ -11,7 +11,7 @@ from anabranch.bench.contenders import Run
 from anabranch.bench.run import Answer, ContenderAnswers, Encoded, Round, gather, rounds, warm_up
 from anabranch.bench.suites import SuitePrompt
 from anabranch.bench.summary import quartiles, summarise
-from anabranch.stats import Stats
+from anabranch.decoding.stats import Stats
 
 PROMPTS: list[Encoded] = [(SuitePrompt(str(i), "ab"[i % 2], "?"), [1, 2, i]) for i in range(4)]
 

@@ -11,7 +11,7 @@ import pytest
 
 from anabranch.bench.machine import measure_machine
 from anabranch.bench.throughput import Answer, Ours, Round, Served, check_rows, rounds, summarise
-from anabranch.engine import Request
+from anabranch.decoding.engine import Request
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods import make_drafter
 from anabranch.sampling import SamplingParams

@@ -17,14 +17,14 @@ from anabranch.api import Model
 from anabranch.cli import options
 from anabranch.cli.chat import ChatConfig, Conversation
 from anabranch.cli.show import cleaned
-from anabranch.engine import Engine
+from anabranch.decoding.engine import Engine
 from anabranch.errors import AnabranchError
 from toy_text import ToyFolders
 from verbs import Anabranch
 
 SLOWLY = """
 import time
-from anabranch.engine import Engine
+from anabranch.decoding.engine import Engine
 step = Engine.step
 Engine.step = lambda engine: time.sleep(0.2) or step(engine)
 from anabranch.cli import main
@@ -246,7 +246,7 @@ def test_ctrl_c_keeps_what_was_said(talk: Conversation, monkeypatch: pytest.Monk
 def test_ctrl_c_while_a_prompt_is_read_leaves_the_message_out(
     talk: Conversation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("anabranch.scheduler.CHUNK", 2)
+    monkeypatch.setattr("anabranch.decoding.scheduler.CHUNK", 2)
     honest = Engine.read
 
     def pressed(self: Engine, chunk: int) -> bool:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from anabranch.engine import Engine, Request
+from anabranch.decoding.engine import Engine, Request
+from anabranch.decoding.scheduler import Scheduler
 from anabranch.errors import AdapterError, CapabilityError, InputError
 from anabranch.methods import Row, make_drafter, parse_spec
 from anabranch.methods.combined import CombinedDrafter
@@ -24,7 +25,6 @@ from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
 from anabranch.model.weights import build_decoder
 from anabranch.sampling import SamplingParams
-from anabranch.scheduler import Scheduler
 from anabranch.tree import DraftTree
 from small import CASES, LLAMA, decode, prompt, randomise, request, small
 

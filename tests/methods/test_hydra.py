@@ -18,7 +18,7 @@ import anabranch
 from anabranch.analysis.cost import cost
 from anabranch.analysis.cost import target as published_target
 from anabranch.cli.train import app
-from anabranch.engine import Engine
+from anabranch.decoding.engine import Engine
 from anabranch.errors import CapabilityError, InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.methods import make_drafter, parse_spec

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from anabranch.costs import Costs, PassCosts, StepCosts
-from anabranch.engine import Engine
+from anabranch.decoding.engine import Engine
+from anabranch.decoding.speculation import Speculation
+from anabranch.decoding.stats import Stats
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods import Row, make_drafter, parse_spec
 from anabranch.methods.base import Drafter, Observation, Wrapped
@@ -19,8 +21,6 @@ from anabranch.methods.lookahead import FIRST, WEIGHT, LookaheadDrafter, Pool, W
 from anabranch.methods.prompt_lookup import PromptLookupDrafter
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.sampling import SamplingParams
-from anabranch.speculation import Speculation
-from anabranch.stats import Stats
 from anabranch.tree import DraftTree
 from small import decode, request, small, small_adapter
 

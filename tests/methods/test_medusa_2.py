@@ -18,8 +18,8 @@ from anabranch.errors import AdapterError, CapabilityError, InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.target import run_frozen
 from anabranch.methods.medusa.joint import JointObjective, MedusaLoss
-from anabranch.methods.medusa.module import MedusaConfig, MedusaModule, begin_with_heads, export
-from anabranch.methods.medusa.tuning import LayerTuning, save_tuned, tuned_states
+from anabranch.methods.medusa.module import MedusaConfig, MedusaModule, begin_with_heads
+from anabranch.methods.tuning import LayerTuning, export_tuned, save_tuned, tuned_pass
 from anabranch.model.load import load_target
 from anabranch.model.quantize import quantize_decoder
 from anabranch.model.weights import build_decoder
@@ -45,7 +45,7 @@ def test_the_pass_that_is_trained_is_the_tuned_targets(case: str) -> None:
     tuned = copy.deepcopy(target)
     for block, side in zip(tuned.blocks, layers, strict=True):
         side.merge(block)  # type: ignore[operator, union-attr]
-    found = tuned_states(target, layers, BATCH.tokens_BT)
+    found = tuned_pass(target, layers, BATCH.tokens_BT).hidden_BTD
     assert torch.allclose(inside(found), inside(run_frozen(tuned, BATCH).hidden_BTD), atol=1e-4)
     assert not torch.allclose(inside(found), inside(run_frozen(target, BATCH).hidden_BTD), atol=1e-2)
     found.sum().backward()  # type: ignore[no-untyped-call]
@@ -88,7 +88,7 @@ def test_heads_of_the_frozen_target_are_where_it_begins() -> None:
     assert all(bool((a == b).all()) for a, b in zip(again.parameters(), fresh.parameters(), strict=True))
     with pytest.raises(InputError, match="it has num_heads 3, and this training asks for 2"):
         begin_with_heads(MedusaModule(target.config, MedusaConfig(2, lora_rank=2), None), trained)
-    assert export(Path("unused"), trained, None) is None  # type: ignore[arg-type]
+    assert export_tuned(Path("unused"), trained, None) is None  # type: ignore[arg-type]
 
 
 def test_what_cannot_be_tuned() -> None:
@@ -114,8 +114,8 @@ def test_a_tuned_target_is_a_model_of_its_own(toys: ToyFolders, tmp_path: Path) 
     tuned = save_tuned(tmp_path / "model", layers, target)
     assert tuned.fingerprint != target.fingerprint
     assert tuned.config.eos_token_ids == target.config.eos_token_ids
-    found = run_frozen(tuned.decoder, BATCH).hidden_BTD
-    assert torch.allclose(inside(found), inside(tuned_states(target.decoder, layers, BATCH.tokens_BT)), atol=1e-4)
+    found, trained = run_frozen(tuned.decoder, BATCH), tuned_pass(target.decoder, layers, BATCH.tokens_BT)
+    assert torch.allclose(inside(found.hidden_BTD), inside(trained.hidden_BTD), atol=1e-4)
 
 
 @pytest.mark.thorough
@@ -140,18 +140,19 @@ def test_from_completions_to_a_tuned_target_with_its_heads(toys: ToyFolders, tmp
     rest = ("--warmup", 2, "--held-out", 4, "--lr", 0.01, "--json")
     first, folder = tmp_path / "first", tmp_path / "joint"
     for arguments in (
-        ("--out", first, "--recipe", "small", "--epochs", 2, "--no-timing"),
-        ("--out", folder, "--recipe", "medusa-2", "--init", first, "--epochs", 3, "--lora-rank", 4),
+        ("medusa", "--out", first, "--recipe", "small", "--epochs", 2, "--no-timing"),
+        ("medusa2", "--out", folder, "--init", first, "--epochs", 3, "--lora-rank", 4),
     ):
-        result = CliRunner().invoke(app, ["medusa", *map(str, (*shared, *arguments, *rest))])
+        result = CliRunner().invoke(app, list(map(str, (*arguments, *shared, *rest))))
         assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
     assert record["config"]["lora_rank"] == 0
-    assert record["run"]["command"].endswith(f"--model {folder / 'model'} --drafter medusa --adapter {folder}")
+    assert record["run"]["command"].endswith(f"--model {folder / 'model'} --drafter medusa2 --adapter {folder}")
     text: dict[str, Any] = {"max_new_tokens": 20, "ignore_eos": True}
-    with anabranch.load(folder / "model", adapter=folder, drafter="medusa", dtype="float32") as model:
+    with anabranch.load(folder / "model", adapter=folder, drafter="medusa2", dtype="float32") as model:
         assert model.target.fingerprint == record["target"]["fingerprint"] != target.fingerprint
         wanted = model.generate("the other", drafter="none", **text)
-        assert model.generate("the other", **text).token_ids == wanted.token_ids
+        for drafter in ("medusa2", "medusa:tree=4"):  # either reads the adapters of both
+            assert model.generate("the other", drafter=drafter, **text).token_ids == wanted.token_ids
     with pytest.raises(AdapterError, match="was trained for model"):
         anabranch.load(toys.model, adapter=folder, dtype="float32")

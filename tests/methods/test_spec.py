@@ -52,8 +52,8 @@ def test_a_specification_is_printed_as_it_is_read(text: str, printed: str) -> No
     [
         ("", "there is no drafter ''; drafters are none, streams, prompt_lookup"),
         ("speculate", "there is no drafter 'speculate'"),
-        ("auto:tree=8", "there is no drafter 'auto'"),
-        ("auto+streams", "there is no drafter 'auto'"),
+        ("auto:tree=8", "'auto' takes no settings and cannot be combined"),
+        ("auto+streams", "'auto' takes no settings and cannot be combined"),
         ("streams+", "there is no drafter ''"),
         ("streams+streams:tree=8", "names a method twice"),
         ("none+streams", "'none' cannot be combined"),

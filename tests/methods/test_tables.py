@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 
 from anabranch.costs import Costs, PassCosts, StepCosts
-from anabranch.engine import Request
+from anabranch.decoding.engine import Request
+from anabranch.decoding.scheduler import Scheduler
+from anabranch.decoding.speculation import Speculation
 from anabranch.errors import CapabilityError, FileError
 from anabranch.methods import Drafter, Row, make_drafter, tables
 from anabranch.methods.tables import ArrayWriter, checksum, default_folder, find_tables
@@ -23,8 +25,6 @@ from anabranch.model.decoder import Decoder
 from anabranch.model.text import fingerprint
 from anabranch.model.weights import build_decoder
 from anabranch.sampling import SamplingParams
-from anabranch.scheduler import Scheduler
-from anabranch.speculation import Speculation
 from anabranch.train.documents import read_documents
 from small import CASES, LLAMA, VOCABULARY, as_target, decode, randomise, request, small
 from toy_distribution import assert_pairs_from, pair_probs

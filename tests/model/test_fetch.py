@@ -18,9 +18,9 @@ from gguf_files import toy_model, write_gguf
 from safetensors.torch import load_file
 
 from anabranch.errors import FetchError, FileError
-from anabranch.files import cache_home
 from anabranch.model import fetch
 from anabranch.model.fetch import DEFAULT_MODEL, ModelWheel, default_model_dir, fetch_model
+from anabranch.support.files import cache_home
 
 MEMBER = "toy/model.gguf"
 

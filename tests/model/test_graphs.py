@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import pretended
-from anabranch.engine import Engine
+from anabranch.decoding.engine import Engine
 from anabranch.methods.base import Drafter
 from anabranch.methods.combined import CombinedDrafter
 from anabranch.methods.none import NoDrafter

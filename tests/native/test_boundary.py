@@ -68,7 +68,7 @@ def test_packed_like_takes_every_rank(dtype: torch.dtype, kind: Literal["int8", 
 @pytest.mark.parametrize("rank", [1, 5, 32])
 @torch.inference_mode()
 def test_adapters_of_odd_ranks_decode(rank: int) -> None:
-    from anabranch.engine import Engine, Request
+    from anabranch.decoding.engine import Engine, Request
     from anabranch.methods.streams.drafter import StreamDrafter
 
     model = packed(BASE, "bfloat16")

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.engine import Engine, Request
+from anabranch.decoding.engine import Engine, Request
 from anabranch.methods.draft_head import DrawNoise, RowVocabulary
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.prompt_lookup import PromptLookupDrafter

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from jinja2 import TemplateError
 
-from anabranch.engine import Request
+from anabranch.decoding.engine import Request
 from anabranch.errors import FileError, InputError
 from anabranch.learning.examples import Example
 from anabranch.sampling import SamplingParams

@@ -34,17 +34,18 @@ def test_attention_of_many_rows_is_that_of_few() -> None:
     b, n, s, length, e = 2, 60, 3, 11, LLAMA.head_dim
     heads, kv = LLAMA.num_heads, LLAMA.num_kv_heads
     qkv = [torch.randn(b, n * s, count, e, requires_grad=True) for count in (heads, kv, kv)]
-    keys, values = torch.randn(b, kv, length, e), torch.randn(b, kv, length, e)
+    keys, values = (torch.randn(b, kv, length, e, requires_grad=True) for _ in range(2))
+    leaves = [*qkv, keys, values]
     visible = torch.rand(b, n, length) < 0.6
     visible[:, :, 0] = True
     slope = torch.randn(b, n * s, heads * e)
     config = StreamConfig(num_streams=s, num_stream_layers=1)
     q, k, v = qkv
     wanted = stream_attention(LLAMA, config, (q, k, v), keys, values, visible)
-    gradients = torch.autograd.grad(wanted, qkv, slope)
+    gradients = torch.autograd.grad(wanted, leaves, slope)
     found = row_attention(LLAMA, (q, k, v), keys, values, row_mask(visible, s, heads // kv, torch.float32))
     torch.testing.assert_close(found, wanted)
-    for own, theirs in zip(torch.autograd.grad(found, qkv, slope), gradients, strict=True):
+    for own, theirs in zip(torch.autograd.grad(found, leaves, slope), gradients, strict=True):
         torch.testing.assert_close(own, theirs)
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anabranch.engine import Engine, Request
+from anabranch.decoding.engine import Engine, Request
 from anabranch.errors import CapabilityError, InputError
 from anabranch.learning import loss as loss_module
 from anabranch.learning.examples import Batch, Example

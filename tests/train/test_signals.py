@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from anabranch.cli import app, main
-from anabranch.interrupt import Terminated, shielded, sigterm_raises
+from anabranch.support.interrupt import Terminated, shielded, sigterm_raises
 from small import prompt
 from toy_text import ToyFolders
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import FileError, InputError
-from anabranch.interrupt import shielded
 from anabranch.learning.examples import Example
 from anabranch.learning.recipe import TrainOptions
-from anabranch.memory import off_heap
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.objective import LossOptions, StreamObjective
+from anabranch.support.interrupt import shielded
+from anabranch.support.memory import off_heap
 from anabranch.train import trainer as trainer_module
 from anabranch.train.checkpoint import load_checkpoint
 from anabranch.train.trainer import Progress, Trainer
@@ -120,6 +120,7 @@ def test_a_run_that_was_stopped_ends_as_if_it_had_not_been(
     assert second.run(seen.append) == whole[1]
     assert seen[0].step == step + 1
     assert same(weights(second), whole[0])
+    assert second.seconds > first.seconds > 0
 
 
 @pytest.mark.parametrize("where", ["forward", "update", "evaluation", "kill"])

@@ -25,13 +25,13 @@ from torch import Tensor
 from anabranch.adapters.card import card
 from anabranch.adapters.record import CONFIG, FORMAT, VERSION, method_of, read_record
 from anabranch.errors import AdapterError, FileError, InputError, one_line
-from anabranch.files import write_atomically
-from anabranch.jsonfiles import is_whole, shown
 from anabranch.methods import Method
 from anabranch.methods.trained import TrainedModule
 from anabranch.model.config import ModelConfig
 from anabranch.model.load import Target
 from anabranch.model.weights import is_finite
+from anabranch.support.files import write_atomically
+from anabranch.support.jsonfiles import is_whole, shown
 
 __all__ = [
     "CONFIG",

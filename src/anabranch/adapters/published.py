@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from anabranch.errors import AdapterError, FileError, InputError, one_line
-from anabranch.jsonfiles import read_json
 from anabranch.methods import Method, methods
 from anabranch.methods.published import Layout, Published
 from anabranch.methods.trained import TrainedModule
 from anabranch.model.load import Target
 from anabranch.model.weights import is_finite
+from anabranch.support.jsonfiles import read_json
 
 __all__ = ["Converted", "convert", "read_published"]
 

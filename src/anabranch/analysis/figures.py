@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anabranch import plots
 from anabranch.analysis.cost import costs
 from anabranch.analysis.theory import T5, streaming_speedup
 from anabranch.errors import FileError
-from anabranch.files import check_folder, check_output, write_atomically
 from anabranch.methods.counting import DraftCost, DraftShape
-from anabranch.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, RED
+from anabranch.support import plots
+from anabranch.support.files import check_folder, check_output, write_atomically
+from anabranch.support.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, RED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -31,10 +31,10 @@ import numpy as np
 
 from anabranch.analysis.theory import fitted_acceptance_rate
 from anabranch.analysis.trace import Trace, TraceRecord, TraceRow, child_ranks
+from anabranch.decoding.speculation import best_count
 from anabranch.errors import CapabilityError, FileError, InputError
-from anabranch.jsonfiles import parse_json, read_text
 from anabranch.methods.beliefs import Beliefs, best_nodes
-from anabranch.speculation import best_count
+from anabranch.support.jsonfiles import parse_json, read_text
 from anabranch.tree import DraftTree
 from anabranch.verify import match
 

@@ -31,12 +31,12 @@ from typing import Any, NamedTuple, TextIO, cast
 import numpy as np
 import torch
 
-from anabranch.engine import FinishReason, Step, Timings
+from anabranch.decoding.engine import FinishReason, Step, Timings
 from anabranch.errors import CapabilityError, FileError
-from anabranch.jsonfiles import is_number, is_whole, parse_json, parse_object, read_lines, shown
 from anabranch.methods.base import Drafter, Observation, Row, Wrapped
 from anabranch.model.decoder import Decoder
 from anabranch.sampling import SamplingParams, target_probs
+from anabranch.support.jsonfiles import is_number, is_whole, parse_json, parse_object, read_lines, shown
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule, Verdict
 

@@ -12,7 +12,7 @@ from anabranch.bench.journal import FORMATS, Journal, beside
 from anabranch.bench.report import SCHEMA, plain_table
 from anabranch.bench.summary import quartiles
 from anabranch.errors import FileError
-from anabranch.jsonfiles import is_number, read_json, shown
+from anabranch.support.jsonfiles import is_number, read_json, shown
 
 __all__ = ["compare", "comparison_table", "read_result"]
 

@@ -10,9 +10,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anabranch import plots
 from anabranch.bench.journal import beside
-from anabranch.plots import BLUE, GREEN, GREY, INK, LINES, ORANGE, PINK, RED
+from anabranch.support import plots
+from anabranch.support.plots import BLUE, GREEN, GREY, INK, LINES, ORANGE, PINK, RED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

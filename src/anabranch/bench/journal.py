@@ -13,8 +13,8 @@ from typing import Any
 
 from anabranch.bench.run import Answer, Round
 from anabranch.errors import FileError, InputError
-from anabranch.files import write_atomically
-from anabranch.jsonfiles import is_whole, parse_json, read_json, read_text
+from anabranch.support.files import write_atomically
+from anabranch.support.jsonfiles import is_whole, parse_json, read_json, read_text
 
 __all__ = ["Journal", "beside"]
 

@@ -18,9 +18,9 @@ from typing import Any
 from anabranch.analysis.trace import TraceRecord, TraceWriter, read_trace
 from anabranch.bench.contenders import Run
 from anabranch.bench.entries import Entry
-from anabranch.engine import Step
+from anabranch.decoding.engine import Step
 from anabranch.errors import FileError, InputError
-from anabranch.files import check_folder, check_output
+from anabranch.support.files import check_folder, check_output
 
 __all__ = ["Recordings", "recorded_places"]
 

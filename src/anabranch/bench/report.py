@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from anabranch.native.library import library
-from anabranch.processor import processor_name
+from anabranch.support.processor import processor_name
 
 __all__ = ["SCHEMA", "blocks", "environment", "heading", "markdown", "plain_table", "sheet", "tables", "wide_console"]
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from anabranch.bench.contenders import Contender, Run
 from anabranch.bench.suites import SuitePrompt
+from anabranch.decoding.stats import Stats
 from anabranch.errors import AnabranchError
-from anabranch.stats import Stats
 
 __all__ = ["FAILURES", "Answer", "ContenderAnswers", "Round", "describe", "gather", "rounds", "warm_up"]
 

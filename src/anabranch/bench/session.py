@@ -22,10 +22,10 @@ from anabranch.bench.recordings import Recordings
 from anabranch.bench.report import SCHEMA, environment
 from anabranch.bench.run import FAILURES, Encoded, Report, Round, describe, gather, rounds, warm_up
 from anabranch.bench.summary import summarise
-from anabranch.files import without_folders
 from anabranch.loading import Loaded
 from anabranch.model.quantize import Quantization
 from anabranch.sampling import SamplingParams
+from anabranch.support.files import without_folders
 
 __all__ = ["Session"]
 

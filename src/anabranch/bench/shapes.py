@@ -24,7 +24,7 @@ from rich.table import Table
 
 from anabranch.analysis.cost import MODELS
 from anabranch.bench.machine import Machine, measure_machine
-from anabranch.engine import Engine, Request
+from anabranch.decoding.engine import Engine, Request
 from anabranch.errors import DeviceError, InputError
 from anabranch.methods import Drafter, Observation, Row, Taps, methods
 from anabranch.methods.none import NoDrafter

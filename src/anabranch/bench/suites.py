@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from anabranch.errors import FetchError, FileError, InputError
-from anabranch.files import LONE_SURROGATES
-from anabranch.jsonfiles import read_rows
+from anabranch.support.files import LONE_SURROGATES
+from anabranch.support.jsonfiles import read_rows
 
 __all__ = ["SUITES", "Suite", "SuitePrompt", "load_suite"]
 

@@ -8,7 +8,7 @@ from itertools import takewhile
 from typing import Any
 
 from anabranch.bench.run import Answer, ContenderAnswers, Encoded
-from anabranch.stats import Stats
+from anabranch.decoding.stats import Stats
 
 __all__ = ["quartiles", "summarise"]
 

@@ -19,14 +19,14 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from anabranch.engine import Request
+from anabranch.decoding.engine import Request
+from anabranch.decoding.scheduler import Scheduler
 from anabranch.errors import InputError
 from anabranch.methods import Drafter, Spec, make_drafter
 from anabranch.model.cache import Cache
 from anabranch.model.inputs import Inputs
 from anabranch.model.load import Target
 from anabranch.sampling import MIN_TEMPERATURE, SamplingParams, gumbels, position_keys, process_logits
-from anabranch.scheduler import Scheduler
 
 __all__ = ["Certificate", "certify", "last_logits"]
 

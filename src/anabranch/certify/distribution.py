@@ -31,11 +31,11 @@ from anabranch.certify.statistics import (
     samples_needed,
     total_variation,
 )
+from anabranch.decoding.stats import Stats
 from anabranch.errors import InputError
 from anabranch.methods import Drafter, Spec, make_drafter
 from anabranch.model.load import Target
 from anabranch.sampling import SamplingParams
-from anabranch.stats import Stats
 from anabranch.verify import Rule
 
 __all__ = ["CONTROL", "DRAFTER", "TOKENS", "WRONG", "Design", "Finding", "SamplingCertificate", "certify_sampling"]

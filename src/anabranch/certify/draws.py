@@ -14,14 +14,14 @@ import torch
 
 from anabranch.certify.compare import last_logits
 from anabranch.costs import Costs, PassCosts, StepCosts
-from anabranch.engine import Request
+from anabranch.decoding.engine import Request
+from anabranch.decoding.scheduler import Scheduler
+from anabranch.decoding.speculation import Speculation
+from anabranch.decoding.stats import Stats
 from anabranch.errors import InputError
 from anabranch.methods import Drafter, Row
 from anabranch.model.load import Target
 from anabranch.sampling import SamplingParams, target_probs
-from anabranch.scheduler import Scheduler
-from anabranch.speculation import Speculation
-from anabranch.stats import Stats
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule
 

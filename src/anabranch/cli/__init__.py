@@ -19,7 +19,7 @@ from anabranch.cli.help import HELP, Verb, Verbs
 from anabranch.cli.models import info, pull
 from anabranch.cli.tune import tune
 from anabranch.errors import AnabranchError, AnabranchWarning
-from anabranch.interrupt import INTERRUPTED, TERMINATED, sigterm_raises
+from anabranch.support.interrupt import INTERRUPTED, TERMINATED, sigterm_raises
 
 __all__ = ["app", "main"]
 
@@ -29,7 +29,7 @@ app = typer.Typer(
     name="anabranch",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Decode language models faster without changing what they say.",
+    help="Decode language models faster without changing their output.",
     **HELP,
 )
 for verb in (pull, generate, chat, info, convert, certify, tune, simulate, analyze):

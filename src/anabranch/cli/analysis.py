@@ -26,13 +26,11 @@ class SimulateConfig:
     """The options of ``anabranch simulate``."""
 
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help="a recording, from --trace of 'generate' or 'bench'")]
-    nodes: Annotated[str | None, typer.Option(help="try these nodes of a draft, root included, such as 8,16,32")] = None
-    depth: Annotated[str | None, typer.Option(help="try these greatest depths of a draft (gamma), such as 1,2,3")] = (
-        None
-    )
-    k: Annotated[str | None, typer.Option(help="try these greatest numbers of children of a node, such as 1,4")] = None
+    nodes: Annotated[str | None, typer.Option(help="try these node budgets, root included, such as 8,16,32")] = None
+    depth: Annotated[str | None, typer.Option(help="try these maximum depths of a draft (gamma), such as 1,2,3")] = None
+    k: Annotated[str | None, typer.Option(help="try these maximum numbers of children of a node, such as 1,4")] = None
     threshold: Annotated[
-        str | None, typer.Option(help="try these least joint probabilities of a node, such as 0.01,0.1")
+        str | None, typer.Option(help="try these minimum joint probabilities of a node, such as 0.01,0.1")
     ] = None
     drop_source: Annotated[
         tuple[str, ...],

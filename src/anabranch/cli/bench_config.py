@@ -161,7 +161,7 @@ def described(
     config: BenchConfig, entries: Sequence[Entry], encoded: Sequence[Encoded], loaded: Loaded
 ) -> dict[str, Any]:
     """The description of the measurement, for the result file."""
-    from anabranch.files import without_folders
+    from anabranch.support.files import without_folders
 
     sampling = config.sampling
     return {
@@ -195,7 +195,7 @@ def status_console() -> Console:
 
 def command() -> str:
     """The command for the result file: with DIR for the data folder, and without --resume and --force."""
-    from anabranch.files import shown_command
+    from anabranch.support.files import shown_command
 
     words = [word for word in sys.argv[1:] if word not in ("--resume", "--force")]
     for place, word in enumerate(words):

@@ -21,7 +21,7 @@ from anabranch.cli.bench_config import (
 )
 from anabranch.cli.options import check_at_least
 from anabranch.errors import CapabilityError, InputError
-from anabranch.interrupt import INTERRUPTED
+from anabranch.support.interrupt import INTERRUPTED
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -77,8 +77,8 @@ def run(config: BenchConfig, given: Mapping[str, str]) -> None:
 def _check(config: BenchConfig) -> None:
     """Check numbers and files. Raises InputError or FileError."""
     from anabranch.bench.journal import Journal
-    from anabranch.files import check_output, check_writable
-    from anabranch.plots import check_matplotlib
+    from anabranch.support.files import check_output, check_writable
+    from anabranch.support.plots import check_matplotlib
 
     if (config.figures or config.resume) and config.out is None:
         option = "--figures" if config.figures else "--resume"
@@ -156,7 +156,7 @@ def _write(result: dict[str, Any], out: Path, *, figures: bool) -> list[Path]:
     from anabranch.bench.figures import save_figures
     from anabranch.bench.journal import beside
     from anabranch.bench.report import markdown, sheet
-    from anabranch.files import write_atomically
+    from anabranch.support.files import write_atomically
 
     drawn = save_figures(result, out) if figures else []
     texts = {

@@ -22,7 +22,7 @@ from anabranch.cli.bench_config import (
 )
 from anabranch.cli.options import check_at_least
 from anabranch.errors import CapabilityError
-from anabranch.interrupt import INTERRUPTED
+from anabranch.support.interrupt import INTERRUPTED
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,8 +47,8 @@ def run(config: BenchConfig, given: Mapping[str, str]) -> None:
     from anabranch.bench.machine import measure_machine
     from anabranch.bench.report import environment
     from anabranch.bench.throughput import check_rows
-    from anabranch.files import check_output, check_writable, write_atomically
     from anabranch.model.quantize import QUANTIZATIONS
+    from anabranch.support.files import check_output, check_writable, write_atomically
 
     allowed = [name for name in given if name not in OTHERS]
     refuse_all_but(allowed, given, "--rows measures throughput")
@@ -174,8 +174,9 @@ def _open(
         spec = resolve_spec(entry.spec, *loaded.modules)
         fact["drafter"] = str(spec)
         drafter = make_drafter(spec, loaded.target.decoder, *loaded.modules)
-        costs = settle(loaded.target, loaded.adapters).costs if drafter.adaptive else None
-        return Ours(loaded.target, drafter, sampling, costs)
+        known = settle(loaded.target, loaded.adapters) if drafter.adaptive else None
+        costs, arms = (None, None) if known is None else (known.costs, known.arms)
+        return Ours(loaded.target, drafter, sampling, costs, arms)
     capacity = max(len(ids) for _, ids in encoded) + config.max_new_tokens
     peer = open_peer(entry.spec, loaded.target, sampling=sampling, threads=torch.get_num_threads(), capacity=capacity)
     exits.callback(peer.close)

@@ -23,9 +23,9 @@ def run(config: BenchConfig, given: Mapping[str, str]) -> None:
     from anabranch.bench.report import environment
     from anabranch.bench.shapes import ROUNDS, WIDTHS, measure_shape, shape_record, shape_table
     from anabranch.cli.layout import print_tables
-    from anabranch.files import check_output, write_atomically
     from anabranch.model.load import resolve_device, resolve_dtype
-    from anabranch.processor import set_threads
+    from anabranch.support.files import check_output, write_atomically
+    from anabranch.support.processor import set_threads
 
     refuse_all_but(OPTIONS, given, "--shape decodes no prompts")
     assert config.shape is not None

@@ -12,7 +12,7 @@ import typer
 from anabranch.cli import options
 from anabranch.cli.configured import configured
 from anabranch.errors import InputError
-from anabranch.files import check_output, write_atomically
+from anabranch.support.files import check_output, write_atomically
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -20,14 +20,14 @@ from anabranch.cli.configured import configured
 from anabranch.cli.keyboard import Reader, reader
 from anabranch.cli.show import note
 from anabranch.errors import AnabranchError, FileError, InputError
-from anabranch.files import cache_home, check_writable, write_atomically
-from anabranch.interrupt import Terminated
+from anabranch.support.files import cache_home, check_writable, write_atomically
+from anabranch.support.interrupt import Terminated
 
 if TYPE_CHECKING:
     from anabranch.api import Model
-    from anabranch.generation import Generation
+    from anabranch.decoding.generation import Generation
+    from anabranch.decoding.stats import Stats
     from anabranch.options import Keywords
-    from anabranch.stats import Stats
 
 __all__ = ["ChatConfig", "chat"]
 
@@ -198,7 +198,7 @@ class Conversation:
         why = show.explained(ended, found, self.model, more="start chat with --max-new-tokens")
         if ended == "model_limit":
             why += "; /reset starts a new conversation"
-        self._last = [*show.rates(found.stats, self.drafter), *show.lesser_kernels(self.model), why]
+        self._last = [*show.rates(found.stats, found.drafter), *show.lesser_kernels(self.model), why]
         if self.shows_stats:
             show.sentences(self._last)
         elif ended != "end_token":
@@ -269,7 +269,7 @@ class Conversation:
         note(f"there is no command /{name}; {hint}/help lists them, and a space before the / sends it as a message")
 
     def _all(self) -> list[str]:
-        from anabranch.stats import Stats
+        from anabranch.decoding.stats import Stats
 
         many = len(self.answered)
         return [f"{many} answers in total", *show.rates(Stats.merged(self.answered), prompts=many)]

@@ -26,7 +26,7 @@ class ConvertConfig:
     ]
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="write the adapter here")]
     loading: options.Loading = field(default=options.Loading())
-    licence: Annotated[str, typer.Option(help="note the licence of the heads")] = ""
+    licence: Annotated[str, typer.Option(help="record the licence of the heads")] = ""
     force: options.Force = False
     as_json: options.AsJson = False
 
@@ -42,7 +42,7 @@ def convert(config: ConvertConfig) -> None:
     from anabranch.adapters.published import convert as run
     from anabranch.adapters.published import read_published
     from anabranch.errors import FileError
-    from anabranch.files import check_folder, shown_command
+    from anabranch.support.files import check_folder, shown_command
 
     if (config.out / CONFIG).exists() and not config.force:
         raise FileError(f"{config.out} holds an adapter already; give another --out, or --force to replace it")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from anabranch.cli.options import decoded
 from anabranch.cli.show import note
-from anabranch.files import LONE_SURROGATES
+from anabranch.support.files import LONE_SURROGATES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from anabranch.errors import AnabranchWarning
-from anabranch.interrupt import INTERRUPTED
+from anabranch.support.interrupt import INTERRUPTED
 
 __all__ = ["Screen", "clock", "resumable", "screen"]
 

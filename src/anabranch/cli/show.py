@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from anabranch.interrupt import Terminated
+from anabranch.support.interrupt import Terminated
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from anabranch.api import Model
     from anabranch.cli.options import Decoding, Loading
-    from anabranch.generation import Chunk, Generation
-    from anabranch.stats import Stats
+    from anabranch.decoding.generation import Chunk, Generation
+    from anabranch.decoding.stats import Stats
 
 __all__ = [
     "Marker",
@@ -235,7 +235,7 @@ class Marker:
     """Marks what proposed each token: by colour on a terminal, otherwise by a suffix."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        from anabranch.generation import Detokenizer
+        from anabranch.decoding.generation import Detokenizer
 
         self._detokenizer = Detokenizer(tokenizer, stop)
         self._colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -85,7 +85,7 @@ class TrainConfig:
     ] = None
     licence: Annotated[
         tuple[str, ...],
-        typer.Option(metavar="SOURCE=LICENCE", help="state the licence of data in the card; repeatable"),
+        typer.Option(metavar="SOURCE=LICENCE", help="state the licence of a data source in the card; repeatable"),
     ] = ()
     resume: Annotated[
         bool, typer.Option("--resume/--no-resume", help="resume an unfinished run in --out, or start over")
@@ -121,7 +121,7 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
     from anabranch.cli import train_data, train_result
     from anabranch.cli.screen import resumable, screen
     from anabranch.cli.train_measure import measured_speeds
-    from anabranch.files import shown_command
+    from anabranch.support.files import shown_command
     from anabranch.train import split
     from anabranch.train.advice import curve_of
     from anabranch.train.checkpoint import read_log
@@ -164,7 +164,7 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
         if timed and plan.held_out and not tuned:
             speeds = train_result.predicted_speeds(target, record, config.out, examples, shown)
             asked = own_examples or split(examples, plan.held_out, plan.options.seed)[1]
-            timings = measured_speeds(target, record, config.out, asked, shown)
+            timings = measured_speeds(target, config.out, asked, shown)
     log = read_log(run)
     used = str(config.out / "model") if tuned else config.loading.model
     found = train_result.summary(record, log, speeds, timings, model=used, out=config.out)
@@ -179,7 +179,7 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
 def _check(config: TrainConfig) -> None:
     """Check input and output files, before a model is loaded. Raises InputError or FileError."""
     from anabranch.cli.train_data import check_data_options
-    from anabranch.files import check_output
+    from anabranch.support.files import check_output
     from anabranch.train.job import check_folder_is_free, check_init
     from anabranch.tune.figure import check_figure
 

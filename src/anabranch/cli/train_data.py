@@ -23,16 +23,16 @@ class DataConfig:
     """The options that say what to learn from."""
 
     answers: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="learn from the JSONL that 'train answers' wrote")
+        Path | None, typer.Option(metavar="FILE", help="train on the JSONL that 'train answers' wrote")
     ] = None
     text: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="learn from a text file, or JSONL with a field 'text', instead")
+        Path | None, typer.Option(metavar="FILE", help="train on a text file, or JSONL with a field 'text', instead")
     ] = None
     self_tokens: Annotated[
         int | None,
         typer.Option(
-            help="without --answers and --text, let the model write its own prompts and answers until these have this "
-            "many tokens (default: 250,000)",
+            help="without --answers and --text, let the model write its own prompts and answers, with this many "
+            "tokens of answers (default: 250,000)",
         ),
     ] = None
     self_rows: Annotated[int | None, typer.Option(help="write this many of them at a time (default: 64)")] = None

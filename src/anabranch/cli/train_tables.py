@@ -35,7 +35,7 @@ class TablesConfig:
         typer.Option(metavar="FOLDER", help="write here (default: where the drafter looks by itself)"),
     ] = None
     loading: options.Loading = field(default=options.Loading())
-    licence: Annotated[str, typer.Option(help="note the licence of the data")] = ""
+    licence: Annotated[str, typer.Option(help="record the licence of the data")] = ""
     force: Annotated[bool, typer.Option("--force", help="replace tables in --out")] = False
     as_json: options.AsJson = False
 
@@ -55,9 +55,9 @@ def table_command(method: Method) -> Any:
 def _build(method: Method, config: TablesConfig, given: dict[str, Any]) -> None:
     from anabranch.cli.screen import screen
     from anabranch.errors import FileError
-    from anabranch.files import check_folder, shown_command
     from anabranch.methods.tables import Tokenizer, build_tables, check_free, default_folder
     from anabranch.model.text import fingerprint
+    from anabranch.support.files import check_folder, shown_command
     from anabranch.train.documents import read_documents
     from anabranch.train.job import check_data
 

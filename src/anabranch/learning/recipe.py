@@ -110,14 +110,14 @@ COMMON: dict[str, Option] = {
     "batch_tokens": Option(int, "padded tokens per step"),
     "schedule": Option(str, "cosine or linear"),
     "warmup": Option(int, "steps until the peak learning rate"),
-    "segment": Option(int, "positions trained at a time; bounds the memory"),
+    "segment": Option(int, "positions trained at a time; fewer need less memory"),
     "keep_states": Option(
         bool, "keep the target's states: on a CPU in an unnamed file in the run's folder, on a GPU in its memory"
     ),
     "seed": Option(int, "seed of the initial weights and the order of batches"),
     "evaluate_every": Option(int, "steps between evaluations"),
     "checkpoint_every": Option(int, "steps between checkpoints"),
-    "draft_vocabulary": Option(int, "number of tokens that drafts are made of; 0: all", ""),
-    "held_out": Option(int, "examples to evaluate on instead of training on them", ""),
-    "max_tokens": Option(int, "cut longer examples there", ""),
+    "draft_vocabulary": Option(int, "draft only this many tokens, the most frequent ones; 0: all", ""),
+    "held_out": Option(int, "examples set aside for evaluation", ""),
+    "max_tokens": Option(int, "cut longer examples to this many tokens", ""),
 }

@@ -23,12 +23,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anabranch.memory import give_back
 from anabranch.methods.base import Row
 from anabranch.model.decoder import Decoder
 from anabranch.model.native_linear import NativeLinear
 from anabranch.model.pack import packed_like
 from anabranch.sampling import MIN_TEMPERATURE, gumbels_of, halves, position_keys
+from anabranch.support.memory import give_back
 
 __all__ = ["TRUST", "DraftHead", "DrawNoise", "Drawn", "RowVocabulary", "Words"]
 

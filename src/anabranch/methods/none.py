@@ -13,9 +13,13 @@ __all__ = ["METHOD", "NoDrafter"]
 
 
 class NoDrafter(Drafter):
-    """Plain decoding: every step verifies only the root and emits the target's own next token."""
+    """Plain decoding: every step verifies only the root and emits the target's own next token.
+
+    Where nothing is drafted, both rules sample from the target.
+    """
 
     name = "none"
+    rules = ("match", "rejection")
 
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
         """Trees of the root only."""

@@ -19,7 +19,7 @@ from anabranch.methods.base import Drafter, Method, sized
 from anabranch.methods.draft_model import BUDGETS, DraftModelSettings, draft_of
 from anabranch.methods.draft_model.drafter import DraftModelDrafter
 from anabranch.methods.draft_model.recipes import TRAINED
-from anabranch.methods.spec import build, parse
+from anabranch.methods.spec import Spec, build, parse
 from anabranch.model.decoder import Decoder
 
 __all__ = ["METHOD", "StagedDrafter", "StagedSettings"]
@@ -44,8 +44,15 @@ class StagedSettings(DraftModelSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if parse(self.inner.replace(";", ","), INNER).auto:
-            raise InputError(f"inner must be a drafter that needs no training, got {self.inner!r}; use prompt_lookup")
+        known = [method.name for method in INNER]
+        if (name := self.inner.partition(":")[0].strip()) not in known:
+            raise InputError(f"inner must be one of {', '.join(known)}, got {name!r}")
+        _ = self.guesser
+
+    @property
+    def guesser(self) -> Spec:
+        """The specification of the inner drafter."""
+        return parse(self.inner.replace(";", ","), INNER)
 
     @classmethod
     def under_load(cls) -> StagedSettings:
@@ -55,7 +62,7 @@ class StagedSettings(DraftModelSettings):
 
 def _build(target: Decoder, settings: StagedSettings, module: nn.Module | None) -> Drafter:
     model = draft_of(target, settings, "staged", module)
-    inner = build(parse(settings.inner.replace(";", ","), INNER), model, [])
+    inner = build(settings.guesser, model, [])
     return StagedDrafter(target, model, settings.shape, adaptive=settings.adaptive, inner=inner)
 
 

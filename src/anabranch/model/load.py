@@ -14,9 +14,6 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import DeviceError, FetchError, FileError, InputError
-from anabranch.foreign import why_no_model
-from anabranch.jsonfiles import read_json
-from anabranch.memory import give_back
 from anabranch.model.check import token_ids
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
@@ -24,7 +21,10 @@ from anabranch.model.families import model_config
 from anabranch.model.quantize import Quantization, check_quantization, quantize_decoder
 from anabranch.model.text import foreign_errors
 from anabranch.model.weights import build_decoder, fill_decoder, load_safetensors_dir, stored_dtype
-from anabranch.processor import set_threads
+from anabranch.support.foreign import why_no_model
+from anabranch.support.jsonfiles import read_json
+from anabranch.support.memory import give_back
+from anabranch.support.processor import set_threads
 
 __all__ = [
     "Target",

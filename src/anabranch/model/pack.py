@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anabranch.memory import give_back
 from anabranch.model.blocks import Block
 from anabranch.model.decoder import Decoder
 from anabranch.model.kernel_use import native_for, warn_about_kernels
 from anabranch.model.native_linear import HeadTable, NativeLinear
 from anabranch.model.quantize import GROUP, QuantizedLinear, QuantizedWeight
 from anabranch.model.stack import NativeBackend, Stack
+from anabranch.support.memory import give_back
 
 __all__ = ["Packable", "PackedLinear", "PackedQuantized", "PackedWeight", "can_pack", "pack_decoder", "packed_like"]
 

@@ -17,12 +17,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from anabranch.errors import DeviceError, FileError, ModelError, NumericsError, one_line
-from anabranch.jsonfiles import read_json
-from anabranch.memory import free_memory
 from anabranch.model.backends import backend_for
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import FAMILIES, Source, model_config, weight_source
+from anabranch.support.jsonfiles import read_json
+from anabranch.support.memory import free_memory
 
 __all__ = [
     "assemble",

@@ -26,8 +26,8 @@ from filelock import FileLock
 from filelock import Timeout as LockTimeout
 
 from anabranch.errors import InputError
-from anabranch.files import cache_home
-from anabranch.processor import processor_flags
+from anabranch.support.files import cache_home
+from anabranch.support.processor import processor_flags
 
 __all__ = [
     "INSTRUCTION_SETS",

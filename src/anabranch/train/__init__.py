@@ -5,7 +5,7 @@ All of this is shared by all methods; what is specific to a method is in its ent
 
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.recipe import Recipe, TrainOptions
-from anabranch.memory import keep_memory
+from anabranch.support.memory import keep_memory
 from anabranch.train.answers import AnswerProgress, EncodedPrompt, read_prompts, write_answers
 from anabranch.train.data import frequent_tokens, read_examples, read_texts, split
 from anabranch.train.job import read_data, train_adapter, trainable

@@ -20,15 +20,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from anabranch.engine import Request
+from anabranch.decoding.engine import Request
+from anabranch.decoding.scheduler import Scheduler, Ticket
 from anabranch.errors import FileError, InputError
-from anabranch.files import check_writable
-from anabranch.jsonfiles import is_whole, read_rows
 from anabranch.methods.none import NoDrafter
 from anabranch.model.load import Target
 from anabranch.model.text import encode, render_chat
 from anabranch.sampling import SamplingParams
-from anabranch.scheduler import Scheduler, Ticket
+from anabranch.support.files import check_writable
+from anabranch.support.jsonfiles import is_whole, read_rows
 from anabranch.train.appended import agree, append, begin, records
 from anabranch.train.data import lone_surrogate
 

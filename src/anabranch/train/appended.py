@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from anabranch.errors import FileError
-from anabranch.files import write_atomically
-from anabranch.interrupt import shielded
-from anabranch.jsonfiles import parse_json, read_json
+from anabranch.support.files import write_atomically
+from anabranch.support.interrupt import shielded
+from anabranch.support.jsonfiles import parse_json, read_json
 
 __all__ = ["agree", "append", "begin", "records", "settings_path"]
 

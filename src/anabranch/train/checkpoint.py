@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from anabranch.errors import FileError
-from anabranch.files import write_atomically
-from anabranch.jsonfiles import is_whole, parse_json
 from anabranch.model.weights import is_finite
+from anabranch.support.files import write_atomically
+from anabranch.support.jsonfiles import is_whole, parse_json
 
 __all__ = ["drop_run", "load_checkpoint", "read_checkpoint", "read_log", "save_checkpoint", "trim_log"]
 

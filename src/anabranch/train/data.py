@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import FileError, InputError
-from anabranch.files import LONE_SURROGATES
-from anabranch.jsonfiles import is_whole, read_rows, read_text
 from anabranch.learning.examples import Batch, Example
 from anabranch.model.text import encode
+from anabranch.support.files import LONE_SURROGATES
+from anabranch.support.jsonfiles import is_whole, read_rows, read_text
 
 __all__ = [
     "batches",

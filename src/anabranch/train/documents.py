@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.errors import FileError, InputError
-from anabranch.files import LONE_SURROGATES
-from anabranch.jsonfiles import is_whole, read_rows
 from anabranch.model.load import Target
 from anabranch.model.text import encode, foreign_errors
+from anabranch.support.files import LONE_SURROGATES
+from anabranch.support.jsonfiles import is_whole, read_rows
 from anabranch.train.job import check_answers, check_data
 
 __all__ = ["read_documents"]

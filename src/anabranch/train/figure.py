@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from anabranch import plots
-from anabranch.plots import BLUE, GREY, RED
+from anabranch.support import plots
+from anabranch.support.plots import BLUE, GREY, RED
 from anabranch.train.advice import Curve
 
 __all__ = ["draw_curves"]

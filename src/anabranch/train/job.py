@@ -19,21 +19,21 @@ from torch import Tensor
 
 from anabranch.adapters.folder import TargetIdentity, load_adapter, save_adapter
 from anabranch.errors import CapabilityError, FileError, InputError, TrainingWarning
-from anabranch.files import check_folder
-from anabranch.jsonfiles import read_json
 from anabranch.learning.examples import Example
 from anabranch.learning.recipe import Recipe
-from anabranch.memory import keep_memory
 from anabranch.methods import Method, methods
 from anabranch.methods.trained import Trained, TrainedModule
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import Target
 from anabranch.model.pack import pack_decoder
+from anabranch.support.files import check_folder
+from anabranch.support.jsonfiles import read_json
+from anabranch.support.memory import keep_memory
 from anabranch.train.advice import Watch, before
 from anabranch.train.appended import settings_path
 from anabranch.train.arithmetic import ARITHMETIC, chosen_dtype, float32_copy
 from anabranch.train.checkpoint import read_checkpoint, read_log
-from anabranch.train.data import frequent_tokens, read_examples, read_texts, split
+from anabranch.train.data import digest, frequent_tokens, read_examples, read_texts, split
 from anabranch.train.trainer import TREES, Progress, Trainer
 
 __all__ = [
@@ -134,7 +134,7 @@ def train_adapter(
 ) -> dict[str, Any]:
     """Train an adapter for ``method`` and write its folder; returns its record (``adapter_config.json``).
 
-    init      adapter folder of the same target and method to start from; the draft vocabulary is chosen anew
+    init      adapter folder of the same target and kind of module to start from; the draft vocabulary is chosen anew
     command   the command to repeat the training, for the card
     licences  licences of the data by source, for the card
     own       further examples to evaluate on at the end: completions of the user's prompts. Those of ``examples`` with
@@ -180,7 +180,9 @@ def train_adapter(
         "data": _sources(training, licences or {}),
         "examples": len(training),
         "answer_tokens": sum(len(example.answer_ids) for example in training),
+        "data_sha256": digest(training),
         "steps": trainer.done,
+        "seconds": round(trainer.seconds, 1),
         ARITHMETIC: str(dtype).removeprefix("torch."),
         "options": {**asdict(recipe.options), "loss": asdict(recipe.loss)},
         "held_out": recipe.held_out,
@@ -217,7 +219,7 @@ def _made_with(recipe: Recipe) -> dict[str, Any]:
 def _begin(method: Method, trained: Trained, module: TrainedModule, init: Path, target: Target) -> str:
     """Copy the weights of an adapter folder into ``module``; returns the SHA-256 in the folder's record."""
     loaded = load_adapter(init, target)
-    if loaded.method.name != method.name:
+    if not isinstance(loaded.module, trained.module):
         raise InputError(
             f"the adapter in {init} is for the method {loaded.method.name!r}, not {method.name!r}; start from an "
             "adapter of that method"

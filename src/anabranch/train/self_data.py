@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from anabranch.errors import CapabilityError, InputError
-from anabranch.files import check_folder
-from anabranch.jsonfiles import read_rows
 from anabranch.model.load import Target
 from anabranch.sampling import SamplingParams
+from anabranch.support.files import check_folder
+from anabranch.support.jsonfiles import read_rows
 from anabranch.train.answers import answer_settings, check_out, read_prompts, write_answers
 from anabranch.train.appended import agree
 from anabranch.train.self_prompts import PromptProgress, check_prompts, write_prompts

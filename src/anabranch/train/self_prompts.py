@@ -17,16 +17,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from anabranch.engine import Request
+from anabranch.decoding.engine import Request
+from anabranch.decoding.scheduler import Scheduler, Ticket
 from anabranch.errors import CapabilityError, InputError
-from anabranch.files import check_writable
-from anabranch.jsonfiles import is_whole
-from anabranch.memory import keep_memory
 from anabranch.methods.none import NoDrafter
 from anabranch.model.load import Target
 from anabranch.model.text import foreign_errors
 from anabranch.sampling import SamplingParams
-from anabranch.scheduler import Scheduler, Ticket
+from anabranch.support.files import check_writable
+from anabranch.support.jsonfiles import is_whole
+from anabranch.support.memory import keep_memory
 from anabranch.train.answers import seed_of
 from anabranch.train.appended import agree, append, begin, records
 from anabranch.train.open_turn import OpenTurn, open_turn, special_ids

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anabranch import plots
 from anabranch.errors import InputError
-from anabranch.plots import BLACK, GREY
+from anabranch.support import plots
+from anabranch.support.plots import BLACK, GREY
 from anabranch.tune.fit import Fit
 
 if TYPE_CHECKING:

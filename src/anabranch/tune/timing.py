@@ -20,7 +20,7 @@ import numpy as np
 
 from anabranch.bench.shapes import wrong_chain
 from anabranch.costs import StepCosts, disturbed
-from anabranch.engine import Engine, Request
+from anabranch.decoding.engine import Engine, Request
 from anabranch.errors import InputError
 from anabranch.methods.base import Drafter, Row, Wrapped
 from anabranch.model.decoder import Decoder

@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 
 from anabranch.bench.peers.catalogue import ENVIRONMENTS, PEERS, Environment
 from anabranch.errors import CapabilityError, FetchError, FileError, InputError
-from anabranch.files import cache_home, write_atomically
+from anabranch.support.files import cache_home, write_atomically
 
 __all__ = ["Installed", "environment_folder", "environment_of", "find_python", "install", "remove", "status"]
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from anabranch.engine import Request
+from anabranch.decoding.engine import Request
+from anabranch.decoding.stats import Stats
 from anabranch.errors import InputError
 from anabranch.integrations.transformers.config import (
     arguments_of_generate,
@@ -29,7 +30,6 @@ from anabranch.integrations.transformers.processors import check_processors, sam
 from anabranch.integrations.transformers.target import model_of, release
 from anabranch.methods import AUTO, Spec, parse_spec
 from anabranch.model.load import name_tokenizer
-from anabranch.stats import Stats
 from anabranch.verify import Rule
 
 __all__ = ["SpeculativeOutput", "custom_generate", "release"]

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anabranch.engine import Request
+from anabranch.decoding.engine import Request
+from anabranch.decoding.scheduler import Scheduler, Ticket
+from anabranch.decoding.stats import Stats
 from anabranch.errors import InputError
 from anabranch.integrations.transformers.processors import RowProcessors
 from anabranch.methods import Drafter
-from anabranch.scheduler import Scheduler, Ticket
-from anabranch.stats import Stats
 
 __all__ = ["Decoded", "decode"]
 

@@ -19,8 +19,6 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from anabranch.errors import AdapterError, InputError
-from anabranch.files import write_atomically
-from anabranch.jsonfiles import is_whole, shown
 from anabranch.methods.trained import TrainedModule
 from anabranch.model.backends import backend_for
 from anabranch.model.config import ModelConfig, RopeConfig
@@ -28,6 +26,8 @@ from anabranch.model.decoder import Decoder
 from anabranch.model.families import weight_source
 from anabranch.model.load import Target
 from anabranch.model.pack import pack_decoder
+from anabranch.support.files import write_atomically
+from anabranch.support.jsonfiles import is_whole, shown
 
 __all__ = ["DraftConfig", "DraftModule", "begin_with", "decoder_of", "export"]
 

@@ -32,10 +32,10 @@ def small() -> Recipe:
 RECIPES: dict[str, Callable[[], Recipe]] = {"distilled": distilled, "small": small}
 OPTIONS: dict[str, Option] = {
     "hidden_size": Option(int, "width of the draft model", "config"),
-    "num_layers": Option(int, "its layers", "config"),
-    "num_heads": Option(int, "its attention heads", "config"),
-    "intermediate_size": Option(int, "width of its feed-forward layers", "config"),
-    "soft": Option(float, "share of the target's distribution in the loss", "loss"),
+    "num_layers": Option(int, "number of layers", "config"),
+    "num_heads": Option(int, "number of attention heads", "config"),
+    "intermediate_size": Option(int, "width of the feed-forward layers", "config"),
+    "soft": Option(float, "share of the target's distribution in the loss (distillation)", "loss"),
     **{name: option for name, option in COMMON.items() if name not in ("draft_vocabulary", "segment")},
 }
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from anabranch.memory import give_back
 from anabranch.methods.draft_head import DraftHead
 from anabranch.methods.eagle.module import EagleModule
 from anabranch.model.cache import Cache
@@ -18,6 +17,7 @@ from anabranch.model.native_linear import NativeLinear
 from anabranch.model.passes import Nodes, Pass
 from anabranch.model.quantize import QuantizedWeight
 from anabranch.model.stack import LayerWeights, Stack
+from anabranch.support.memory import give_back
 
 __all__ = ["EagleLayer", "NativeEagleLayer", "layer_of", "new_layer"]
 

@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anabranch.errors import AdapterError, InputError
-from anabranch.jsonfiles import shown
 from anabranch.methods.trained import TrainedModule
 from anabranch.model.blocks import Block, Norm, attention
 from anabranch.model.config import ModelConfig
+from anabranch.support.jsonfiles import shown
 
 __all__ = ["EagleConfig", "EagleModule", "begin_with"]
 

@@ -47,11 +47,11 @@ def small() -> Recipe:
 RECIPES: dict[str, Callable[[], Recipe]] = {"eagle": eagle, "eagle-1": eagle_1, "small": small}
 OPTIONS: dict[str, Option] = {
     "taps": Option(str, "layers whose states are fused, as in 2/15/27; empty: the state after the last norm", "config"),
-    "embedding_norm": Option(bool, "give the embeddings a norm; they always have one with taps", "config"),
-    "input_norm": Option(bool, "begin the layer with a norm", "config"),
-    "bias": Option(bool, "give the matrix before the layer a bias", "config"),
-    "unroll": Option(int, "steps of the head on its own features in training", "loss"),
-    "feature": Option(float, "weight of the features' Smooth-L1 distance", "loss"),
+    "embedding_norm": Option(bool, "normalise the embeddings; always done with taps", "config"),
+    "input_norm": Option(bool, "start the layer with a norm", "config"),
+    "bias": Option(bool, "add a bias to the matrix before the layer", "config"),
+    "unroll": Option(int, "steps in training: the first on the target's features, others on the head's own", "loss"),
+    "feature": Option(float, "weight of the Smooth-L1 distance of the features", "loss"),
     "token": Option(float, "weight of the cross-entropy", "loss"),
     "soft": Option(float, "share of the target's distribution in the cross-entropy", "loss"),
     "decay": Option(float, "weight of step k (from 0) is decay ** k", "loss"),

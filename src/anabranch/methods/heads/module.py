@@ -20,13 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anabranch.errors import AdapterError, InputError
-from anabranch.jsonfiles import is_whole, shown
 from anabranch.learning.loss import Vocabulary
 from anabranch.methods.draft_head import DraftHead
 from anabranch.methods.trained import TrainedModule
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.pack import Packable, packed_like
+from anabranch.support.jsonfiles import is_whole, shown
 
 __all__ = [
     "MOST_HEADS",

@@ -9,13 +9,14 @@ from torch import nn
 
 from anabranch.learning.recipe import COMMON, Option, Recipe
 from anabranch.methods.counting import WEIGHT_BYTES, DraftCost, matrix_weights, parameters
+from anabranch.methods.heads.module import HeadConfig
 
-__all__ = ["OPTIONS", "change", "read_once"]
+__all__ = ["OPTIONS", "change", "described", "read_once"]
 
 OPTIONS: dict[str, Option] = {
     "num_heads": Option(int, "tokens drafted beyond the next one", "config"),
     "num_layers": Option(int, "residual blocks of a head", "config"),
-    "head": Option(str, "shared: the target's head scores all heads; own: each has one of its own", "config"),
+    "head": Option(str, "vocabulary heads: shared (the target's) or own (one for each head)", "config"),
     "soft": Option(float, "share of the target's distribution in the loss (distillation)", "loss"),
     "decay": Option(float, "weight of head k is decay ** (k - 1)", "loss"),
     **COMMON,
@@ -25,6 +26,13 @@ OPTIONS: dict[str, Option] = {
 def change(options: Mapping[str, Option]) -> Callable[[Recipe, Mapping[str, Any]], Recipe]:
     """``Trained.change`` for these options."""
     return lambda recipe, given: recipe.changed(options, given)
+
+
+def described(config: HeadConfig, read: str = "") -> str:
+    """The size of heads in a few words; ``read`` says what they read besides the target's state."""
+    scored = "scored by the target's head" if config.head == "shared" else "with vocabulary heads of their own"
+    blocks = "1 residual block" if config.num_layers == 1 else f"{config.num_layers} residual blocks"
+    return f"{config.num_heads} heads of {blocks}{read}, {scored}"
 
 
 def read_once(heads: nn.Module) -> DraftCost:

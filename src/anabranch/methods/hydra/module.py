@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anabranch.errors import InputError
-from anabranch.jsonfiles import shown
 from anabranch.methods.heads.module import DraftHeads, HeadConfig
 from anabranch.model.blocks import Block, Norm, attention
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.pack import packed_like
+from anabranch.support.jsonfiles import shown
 
 __all__ = ["HydraConfig", "HydraModule", "Memory", "PrefixLayer"]
 

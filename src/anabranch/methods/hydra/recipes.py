@@ -15,7 +15,7 @@ from anabranch.methods.counting import DraftCost, DraftShape
 from anabranch.methods.heads.module import begin_with, start_from_target
 from anabranch.methods.heads.objective import HeadObjective, LossOptions
 from anabranch.methods.heads.recipes import OPTIONS as SHARED_OPTIONS
-from anabranch.methods.heads.recipes import change, read_once
+from anabranch.methods.heads.recipes import change, described, read_once
 from anabranch.methods.hydra.draft import HydraDraft
 from anabranch.methods.hydra.module import HydraConfig, HydraModule
 from anabranch.methods.hydra.published import LAYOUTS
@@ -52,8 +52,8 @@ def small() -> Recipe:
 
 RECIPES: dict[str, Callable[[], Recipe]] = {"shared": shared, "plus-plus": plus_plus, "paper": paper, "small": small}
 OPTIONS: dict[str, Option] = {
-    "prefix": Option(bool, "let the heads read a decoder layer of their own over the text (Hydra++)", "config"),
-    "embeddings": Option(str, "of draft tokens: unit (at unit RMS) or raw", "config"),
+    "prefix": Option(bool, "let the heads read the output of an extra decoder layer over the text (Hydra++)", "config"),
+    "embeddings": Option(str, "embeddings of draft tokens: unit (at unit RMS) or raw", "config"),
     **SHARED_OPTIONS,
 }
 
@@ -63,9 +63,7 @@ def _objective(target: Decoder, module: HydraModule, recipe: Recipe, *, frozen: 
 
 
 def _describe(config: HydraConfig) -> str:
-    scored = "scored by the target's head" if config.head == "shared" else "with vocabulary heads of their own"
-    read = " on a prefix layer" if config.prefix else ""
-    return f"{config.num_heads} heads of {config.num_layers} residual blocks{read}, {scored}"
+    return described(config, " on a prefix layer" if config.prefix else "")
 
 
 def _published(decoder: Decoder, shape: DraftShape) -> DraftCost:

@@ -11,17 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from anabranch.errors import InputError
 from anabranch.learning.examples import Batch
-from anabranch.learning.loss import Vocabulary, VocabularyLoss
 from anabranch.learning.objective import Scores, Segment, segments
 from anabranch.methods.heads.objective import HeadObjective, LossOptions
 from anabranch.methods.medusa.draft import MedusaDraft
 from anabranch.methods.medusa.module import MedusaModule
-from anabranch.methods.medusa.tuning import check_tunable, tuned_states
+from anabranch.methods.tuning import check_tunable, next_token_loss, tuned_pass
 from anabranch.model.decoder import Decoder
 
 __all__ = ["JointObjective", "MedusaLoss"]
@@ -64,30 +62,13 @@ class JointObjective(HeadObjective):
 
     def loss(self, batch: Batch, frozen: Tensor, segment: Segment) -> Scores:
         """The loss of a batch: that of the heads, and the next token's as often as there are heads."""
-        tuned_BTD = tuned_states(self.target, self.layers, batch.tokens_BT.to(self.target.device))
+        tuned_BTD = tuned_pass(self.target, self.layers, batch.tokens_BT.to(self.target.device)).hidden_BTD
         scores = self.heads_loss(batch, tuned_BTD, frozen, segment)
-        main = self._main(batch, tuned_BTD, frozen, segment)
+        main = next_token_loss(self.target, batch, tuned_BTD, frozen, segment, self.options.soft)
         # a batch's loss is divided by positions times heads
         return Scores(self.predictors * (main + self.share * scores.loss), scores.right_S, scores.count_S)
 
-    def _main(self, batch: Batch, tuned_BTD: Tensor, frozen: Tensor, segment: Segment) -> Tensor:
-        tokens_BT, (positions_BP, real_BP) = batch.tokens_BT.to(self.target.device), segment
-        rows_M = torch.arange(batch.size, device=tokens_BT.device)[:, None].expand_as(positions_BP)[real_BP]
-        at_M = positions_BP[real_BP]
-        every = torch.arange(self.target.config.vocab_size, device=tokens_BT.device)
-        words = Vocabulary.of(self.target, every if self.options.soft else tokens_BT, self.module.vocabulary)
-        found: tuple[Tensor, Tensor] = VocabularyLoss.apply(  # type: ignore[no-untyped-call]
-            tuned_BTD[rows_M, at_M],
-            words.head_VD,
-            words.bias_V,
-            words.place[tokens_BT[rows_M, at_M + 1]],
-            torch.ones(len(at_M), device=tokens_BT.device),
-            frozen[rows_M, at_M] if self.options.soft else None,
-            self.options.soft,
-            self.target.config.logit_softcap,
-        )
-        return found[0]
-
     def states(self, frozen: Tensor, tokens_BT: Tensor, positions_BP: Tensor) -> Tensor:
         """What the heads read at some positions [B, P, 1, D]: the tuned target's states."""
-        return super().states(tuned_states(self.target, self.layers, tokens_BT), tokens_BT, positions_BP)
+        tuned = tuned_pass(self.target, self.layers, tokens_BT)
+        return super().states(tuned.hidden_BTD, tokens_BT, positions_BP)

@@ -10,23 +10,19 @@ K heads, M positions, D model width.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anabranch.errors import InputError
-from anabranch.jsonfiles import is_whole, shown
 from anabranch.methods.heads.module import DraftHeads, HeadConfig, begin_with, first_blocks
-from anabranch.methods.medusa.tuning import LayerTuning, save_tuned
+from anabranch.methods.tuning import MOST_RANK, terms_of
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
-from anabranch.model.load import Target
+from anabranch.support.jsonfiles import is_whole, shown
 
-__all__ = ["MedusaConfig", "MedusaModule", "MedusaStates", "begin_with_heads", "export"]
-
-MOST_RANK = 1024
+__all__ = ["MedusaConfig", "MedusaModule", "MedusaStates", "begin_with_heads"]
 
 
 @dataclass(frozen=True)
@@ -52,8 +48,7 @@ class MedusaModule(DraftHeads):
 
     def __init__(self, model: ModelConfig, config: MedusaConfig, vocabulary: Tensor | None = None) -> None:
         super().__init__(model, config, vocabulary, [0] * config.num_heads)
-        rank = config.lora_rank
-        self.tuning = nn.ModuleList(LayerTuning(model, rank) for _ in range(model.num_layers)) if rank else None
+        self.tuning = terms_of(model, config.lora_rank)
 
     def predicted(self, target: Decoder, states_MD: Tensor, path_MK: Tensor) -> Tensor:
         """The heads' states [M, K, D], which do not depend on the path."""
@@ -90,13 +85,3 @@ def begin_with_heads(module: MedusaModule, trained: MedusaModule) -> None:
         begin_with(module, trained)
     finally:
         module.config = replace(module.config, lora_rank=rank)
-
-
-def export(folder: Path, module: MedusaModule, target: Target) -> tuple[MedusaModule, Target] | None:
-    """Write the tuned target as a model folder, to which the heads then belong; None if the target was frozen."""
-    if module.tuning is None:
-        return None
-    tuned = save_tuned(folder, module.tuning, target)
-    heads = MedusaModule(target.config, replace(module.config, lora_rank=0), module.vocabulary)
-    heads.load_state_dict({name: x for name, x in module.state_dict().items() if not name.startswith("tuning.")})
-    return heads, tuned

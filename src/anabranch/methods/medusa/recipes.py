@@ -9,21 +9,23 @@ small     one epoch, to see that everything works
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from anabranch.learning.recipe import Option, Recipe, TrainOptions
 from anabranch.methods.counting import DraftCost, DraftShape
 from anabranch.methods.heads.module import start_from_target
 from anabranch.methods.heads.objective import HeadObjective
 from anabranch.methods.heads.recipes import OPTIONS as SHARED_OPTIONS
-from anabranch.methods.heads.recipes import change, read_once
+from anabranch.methods.heads.recipes import change, described, read_once
 from anabranch.methods.medusa.draft import MedusaDraft
 from anabranch.methods.medusa.joint import JointObjective, MedusaLoss
-from anabranch.methods.medusa.module import MedusaConfig, MedusaModule, begin_with_heads, export
+from anabranch.methods.medusa.module import MedusaConfig, MedusaModule, begin_with_heads
 from anabranch.methods.medusa.published import LAYOUTS
 from anabranch.methods.trained import Trained
+from anabranch.methods.tuning import export_tuned
 from anabranch.model.decoder import Decoder
 
-__all__ = ["COUNTS", "TRAINED"]
+__all__ = ["COUNTS", "TRAINED", "TUNED"]
 
 
 def shared() -> Recipe:
@@ -63,11 +65,6 @@ def _objective(target: Decoder, module: MedusaModule, recipe: Recipe, *, frozen:
     return HeadObjective(target, module, MedusaDraft, recipe.loss, segment=recipe.options.segment, frozen=frozen)
 
 
-def _describe(config: MedusaConfig) -> str:
-    scored = "scored by the target's head" if config.head == "shared" else "with vocabulary heads of their own"
-    return f"{config.num_heads} heads of {config.num_layers} residual blocks, {scored}"
-
-
 def _published(decoder: Decoder, shape: DraftShape) -> DraftCost:
     """The published layout: gamma heads, each a residual block and a vocabulary head: gamma (h^2 + h + h v)."""
     return read_once(MedusaModule(decoder.config, MedusaConfig(shape.gamma, head="own")))
@@ -84,9 +81,11 @@ TRAINED = Trained(
     recipes=RECIPES,
     options=OPTIONS,
     change=change(OPTIONS),
-    describe=_describe,
+    describe=described,
     begin=begin_with_heads,
-    export=export,
+    export=export_tuned,
     fresh=start_from_target,
     published=LAYOUTS,
 )
+
+TUNED = replace(TRAINED, title="Medusa-2", recipes={"medusa-2": medusa_2}, published=())

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.errors import FileError
-from anabranch.jsonfiles import is_number
 from anabranch.methods.tables import OpenTables
+from anabranch.support.jsonfiles import is_number
 
 __all__ = ["NGramModel", "Successor"]
 

@@ -1,4 +1,4 @@
-"""SPACE's trained parameters: the embeddings of its mask tokens, and nothing else.
+"""SPACE's trained parameters: the embeddings of its mask tokens, and terms of the target's layers if it is tuned too.
 
 B rows of the batch, N nodes, S masks, D model width.
 """
@@ -13,13 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.errors import AdapterError, InputError
-from anabranch.jsonfiles import is_whole, shown
 from anabranch.methods.streams.adapter import StreamModule
 from anabranch.methods.streams.config import MOST_STREAMS, StreamConfig
+from anabranch.methods.tuning import MOST_RANK, LayerTuning, terms_of
+from anabranch.model.blocks import RowSide
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
+from anabranch.support.jsonfiles import is_whole, shown
 
-__all__ = ["MaskConfig", "MaskModule", "begin_with", "start_from_target"]
+__all__ = ["TUNED_UNIT", "MaskConfig", "MaskModule", "begin_with", "start_from_target"]
+
+TUNED_UNIT = 200.0  # of the masks' embeddings beside terms of the layers: the ratio of their learning rates
 
 
 @dataclass(frozen=True)
@@ -27,13 +31,18 @@ class MaskConfig:
     """The configuration of SPACE's masks.
 
     num_masks  k: mask j behind the token at position t predicts token t + 1 + j
+    lora_rank  rank of the terms on the target's layers that are trained with the masks (SAR-SFT); 0: the target is
+               frozen. An adapter always has 0: the terms are merged into a target of its own
     """
 
     num_masks: int = 5
+    lora_rank: int = 0
 
     def __post_init__(self) -> None:
         if not is_whole(self.num_masks, 1, MOST_STREAMS):
             raise InputError(f"num_masks must be a whole number from 1 to {MOST_STREAMS}, got {shown(self.num_masks)}")
+        if not is_whole(self.lora_rank, 0, MOST_RANK):
+            raise InputError(f"lora_rank must be a whole number from 0 to {MOST_RANK}, got {shown(self.lora_rank)}")
 
     def to_dict(self) -> dict[str, Any]:
         """As stored in adapter_config.json."""
@@ -42,9 +51,9 @@ class MaskConfig:
     @staticmethod
     def from_dict(record: dict[str, Any]) -> MaskConfig:
         """From adapter_config.json. Raises AdapterError for unknown or malformed fields."""
-        if set(record) != {"num_masks"}:
+        if not {"num_masks"} <= set(record) <= {"num_masks", "lora_rank"}:
             raise AdapterError(
-                f"adapter_config.json must have num_masks and nothing else for the method 'space', got "
+                f"adapter_config.json must have num_masks and at most lora_rank besides for the method 'space', got "
                 f"{shown(sorted(record))}; it may come from a newer anabranch"
             )
         try:
@@ -58,7 +67,8 @@ class MaskModule(StreamModule):
 
     A mask is a stream that runs through all layers with the target's own weights. It starts from its embedding alone,
     as a token does, and not from its node's main row. ``scale`` is the size of the target's own embeddings, in units of
-    which those of the masks are learned: so one learning rate fits all targets.
+    which those of the masks are learned: so one learning rate fits all targets. ``tuning`` are the terms of the
+    target's layers, if it is tuned too.
     """
 
     predictor = "mask"
@@ -78,9 +88,19 @@ class MaskModule(StreamModule):
         super().__init__(model, shape, vocabulary)
         self.config = config
         self.register_buffer("scale", torch.ones(1))
+        self.tuning = terms_of(model, config.lora_rank)
         assert isinstance(self.embeddings, nn.Parameter)
         if not self.embeddings.is_meta:
             nn.init.normal_(self.embeddings)
+
+    def side(self, index: int, main: int) -> RowSide:
+        """Nothing of their own: masks run through the target's layers, in training through the tuned ones."""
+        if self.tuning is None:
+            return super().side(index, main)
+        assert main == 0, "training computes masks by themselves"
+        tuned = self.tuning[index]
+        assert isinstance(tuned, LayerTuning)
+        return tuned
 
     def initial(self, main_BND: Tensor, emitted_BND: Tensor | None = None) -> Tensor:
         """The masks' embeddings, node by node [B, N S, D]; of ``main_BND`` only the shape and type matter."""
@@ -91,8 +111,15 @@ class MaskModule(StreamModule):
 
 
 def start_from_target(target: Decoder, module: MaskModule) -> None:
-    """Set the scale of the masks to that of the target's own embeddings, as layer 0 sees them."""
-    module.scale.fill_(target.embedding.weight.detach().float().std() * target.config.embedding_scale)
+    """Set the scale of the masks to that of the target's own embeddings, as layer 0 sees them.
+
+    Terms of the layers need a much smaller learning rate, so with them the unit of the masks is larger.
+    """
+    unit = 1.0 if module.tuning is None else TUNED_UNIT
+    module.scale.fill_(unit * target.embedding.weight.detach().float().std() * target.config.embedding_scale)
+    assert isinstance(module.embeddings, nn.Parameter)
+    with torch.no_grad():
+        module.embeddings.div_(unit)
 
 
 def begin_with(module: MaskModule, trained: MaskModule) -> None:
@@ -110,5 +137,4 @@ def begin_with(module: MaskModule, trained: MaskModule) -> None:
     assert isinstance(trained.embeddings, nn.Parameter)
     with torch.no_grad():
         more = trained.embeddings[-1:].expand(mine - theirs, -1)
-        module.embeddings.copy_(torch.cat((trained.embeddings, more)))
-        module.scale.copy_(trained.scale)
+        module.embeddings.copy_(torch.cat((trained.embeddings, more)) * (trained.scale / module.scale))

@@ -23,15 +23,19 @@ class MaskLossOptions:
     """Weights of the loss; ``decay`` and ``soft`` are those of streams (``LossOptions``).
 
     stride  masks are trained behind every n-th position
+    masks   weight of the masks beside the tuned target's own next token, where the target is tuned too
     """
 
     decay: float = 0.8
     soft: float = 0.5
     stride: int = 4
+    masks: float = 1.0
 
     def __post_init__(self) -> None:
         if self.stride < 1:
             raise InputError(f"stride must be at least 1, got {self.stride}")
+        if not self.masks > 0:
+            raise InputError(f"masks must be greater than 0, got {self.masks}")
         _ = self.of_streams
 
     @property

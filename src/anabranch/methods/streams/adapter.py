@@ -13,15 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anabranch.errors import InputError
-from anabranch.memory import give_back
 from anabranch.methods.low_rank import LowRank
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.scorer import Conditioner
 from anabranch.methods.trained import TrainedModule
-from anabranch.model.blocks import MLP, Block
+from anabranch.model.blocks import MLP, Block, RowSide
 from anabranch.model.config import ModelConfig
 from anabranch.model.native_linear import NativeLinear
 from anabranch.model.pack import Packable, PackedLinear, PackedWeight, packed_like
+from anabranch.support.memory import give_back
 
 __all__ = ["StreamAdapter", "StreamLayer", "StreamModule"]
 
@@ -181,6 +181,10 @@ class StreamModule(TrainedModule):
         layer = self.layers[index - self.start]
         assert isinstance(layer, StreamLayer)
         return layer
+
+    def side(self, index: int, main: int) -> RowSide:
+        """What the rows from ``main`` on add to the products of the target's layer ``index``."""
+        return StreamSide(self.layer(index), main)
 
     def initial(self, main_BND: Tensor, emitted_BND: Tensor | None = None) -> Tensor:
         """Main rows before layer N - N_s [B, N, D] -> stream rows [B, N S, D], node by node (ACL eq. 4).

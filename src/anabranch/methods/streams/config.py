@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from anabranch.errors import AdapterError, InputError
-from anabranch.jsonfiles import is_number, is_whole, shown
+from anabranch.support.jsonfiles import is_number, is_whole, shown
 
 __all__ = ["MOST_STREAMS", "StreamConfig"]
 

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anabranch.memory import give_back
 from anabranch.methods.low_rank import LowRank
 from anabranch.methods.streams.adapter import StreamLayer, StreamModule
 from anabranch.methods.streams.kernels import StreamKernels, TrailEntry
@@ -24,6 +23,7 @@ from anabranch.model.pack import packed_like
 from anabranch.model.quantize import QuantizedWeight
 from anabranch.model.stack import LayerWeights, Stack, norm_weight
 from anabranch.native.library import BLOCK, MAX_EMBEDDING_WIDTH
+from anabranch.support.memory import give_back
 
 __all__ = ["NativeTrail"]
 

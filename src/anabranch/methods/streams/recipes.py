@@ -67,7 +67,7 @@ OPTIONS: dict[str, Option] = {
     "conditioning_rank": Option(int, "width of the conditioning term", "config"),
     "root_width": Option(int, "width of the term that conditions streams on the root; 0: none", "config"),
     "pruning_rank": Option(int, "rank of the early-exit pruning layer; 0: none", "config"),
-    "soft": Option(float, "weight of the target's distribution in the loss (distillation)", "loss"),
+    "soft": Option(float, "share of the target's distribution in the loss (distillation)", "loss"),
     "unconditioned": Option(float, "weight of the loss without conditioning", "loss"),
     "decay": Option(float, "weight of stream j is decay ** (j - 1)", "loss"),
     **COMMON,

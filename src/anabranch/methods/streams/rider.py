@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from anabranch.methods.streams.adapter import StreamModule, StreamSide
+from anabranch.methods.streams.adapter import StreamModule
 from anabranch.methods.streams.attention import stream_attention, stream_bias, stream_positions
 from anabranch.methods.streams.prune import prune_nodes
 from anabranch.methods.streams.row_attention import row_attention, row_mask
@@ -71,7 +71,7 @@ class StreamRider:
         If the target runs on the native kernels, they compute the main rows, which are then bit-identical to a pass
         without streams, and stream rows are computed separately.
         """
-        n, weights, own = run.width, self.adapter.layer(index), entry.own
+        n, own = run.width, entry.own
         assert isinstance(own, _Own)
 
         def look(q: Tensor, k: Tensor, v: Tensor, main_q: Tensor | None) -> Tensor:
@@ -85,13 +85,13 @@ class StreamRider:
             return torch.cat((main, look(q[:, n:], k[:, n:], v[:, n:], q[:, :n])), dim=1)
 
         if self.target.backend.kernels is None:
-            return block(x_BRD, *own.all_rotations, attend, StreamSide(weights, n))  # type: ignore[no-any-return]
+            return block(x_BRD, *own.all_rotations, attend, self.adapter.side(index, n))  # type: ignore[no-any-return]
         narrow = x_BRD.to(self.target.dtype)
         main_q = None
         if self.adapter.shape.context_top:
             main_q = block.split(block.qkv(block.norm_in(narrow[:, :n])), run.cos, run.sin)[0]
         main = self.target.layers(x_BRD[:, :n], run, index, index + 1)
-        streams = block(narrow[:, n:], *own.rotations, partial(look, main_q=main_q), StreamSide(weights, 0))
+        streams = block(narrow[:, n:], *own.rotations, partial(look, main_q=main_q), self.adapter.side(index, 0))
         return torch.cat((main, streams.to(main.dtype)), dim=1)
 
     def _bias(self, index: int, run: Pass, own: _Own) -> Tensor | None:
@@ -146,7 +146,7 @@ def trail(
         keys, values = keys_values[index - adapter.start]
         visible = visible_BNL[index - adapter.start]
         look = looks.of(keys, values, visible)
-        x = block(x, cos, sin, look, StreamSide(adapter.layer(index), 0))
+        x = block(x, cos, sin, look, adapter.side(index, 0))
     streams: Tensor = target.norm(x)
     return streams.view(b, n, adapter.shape.num_streams, d)
 

@@ -43,7 +43,8 @@ def row_attention(
 ) -> Tensor:
     """Attention of stream rows: q [B, N S, H, E], k and v [B, N S, K, E]; returns [B, N S, H E].
 
-    ``mask`` is ``row_mask``'s; the keys and values of the main stream get no gradient.
+    ``mask`` is ``row_mask``'s. The keys and values of the main stream get a gradient where they need one: those of a
+    frozen target do not.
     """
     scale = model.attention_scale if model.attention_scale is not None else qkv[0].shape[-1] ** -0.5
     found: Tensor = _RowAttention.apply(*qkv, keys_BKLE, values_BKLE, mask, scale)  # type: ignore[no-untyped-call]
@@ -82,24 +83,29 @@ class _RowAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        """The gradients of q, k and v."""
+        """The gradients of q, k and v, and of the main stream's keys and values if they are needed."""
         q_BKNRE, k_BKNSE, v_BKNSE, keys, values, near, *weights = ctx.saved_tensors
         b, kv, n, r, own = near.shape
         slope = upstream[0].unflatten(-1, (-1, q_BKNRE.shape[-1]))
         slope_BKNRE = _by_node(slope, n, own, kv)
         to_near = slope_BKNRE @ v_BKNSE.transpose(-1, -2)
         to_q, to_scores = torch.empty_like(q_BKNRE), torch.empty_like(near)
+        wanted = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
+        to_keys, to_values = (torch.empty_like(part[:, :, :-own]) if wanted else None for part in (keys, values))
         for i in range(b):
             to_weight = slope_BKNRE[i].flatten(1, 2) @ values[i].transpose(-1, -2)
             to_weight[..., -own:] = to_near[i].flatten(1, 2)
             change = torch._softmax_backward_data(to_weight, weights[i], -1, near.dtype)
             to_scores[i] = change[..., -own:].view(kv, n, r, own)
             to_q[i] = (change @ keys[i]).view(to_q[i].shape)
+            if to_keys is not None and to_values is not None:
+                to_keys[i] = change[..., :-own].transpose(-1, -2) @ q_BKNRE[i].flatten(1, 2)
+                to_values[i] = weights[i][..., :-own].transpose(-1, -2) @ slope_BKNRE[i].flatten(1, 2)
         to_q += to_scores @ k_BKNSE
         to_k = to_scores.transpose(-1, -2) @ q_BKNRE
         to_v = near.transpose(-1, -2) @ slope_BKNRE
         gradients = (_by_row(to_q, own) * ctx.scale, _by_row(to_k, own), _by_row(to_v, own))
-        return (*gradients, None, None, None, None)
+        return (*gradients, to_keys, to_values, None, None)
 
 
 def _by_node(x: Tensor, nodes: int, streams: int, kv: int) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from anabranch.engine import Step
+from anabranch.decoding.engine import Step
 
 __all__ = ["Stats"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from anabranch.errors import CapabilityError
-from anabranch.files import write_atomically
+from anabranch.support.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,9 +1,9 @@
-"""Medusa-2: low-rank terms on all linear layers of the target, trained together with the heads (Cai et al. 2024, 2.2).
+"""Tuning the target together with what drafts for it: low-rank terms on all linear layers (LoRA, Hu et al. 2022).
 
-The tuned target is a model of its own: its layers with the terms merged into them. Drafting with the heads reproduces
-its plain decoding.
+The tuned target is a model of its own: its layers with the terms merged into them. Speculation reproduces its plain
+decoding, not the original target's.
 
-B rows, T text length, D model width.
+B rows, T text length, P positions, K kv heads, E head width, D model width.
 """
 
 from __future__ import annotations
@@ -11,24 +11,56 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
 from anabranch.errors import CapabilityError
-from anabranch.files import write_atomically
-from anabranch.jsonfiles import read_json
+from anabranch.learning.examples import Batch
+from anabranch.learning.loss import Vocabulary, VocabularyLoss
+from anabranch.learning.objective import Segment
 from anabranch.methods.low_rank import LowRank
 from anabranch.model.blocks import MLP, Block, attention
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import weight_source
 from anabranch.model.load import Target, load_target
+from anabranch.support.files import write_atomically
+from anabranch.support.jsonfiles import read_json
 
-__all__ = ["LayerTuning", "check_tunable", "save_tuned", "tuned_states"]
+__all__ = [
+    "MOST_RANK",
+    "LayerTuning",
+    "TunedPass",
+    "Tuning",
+    "check_tunable",
+    "export_tuned",
+    "next_token_loss",
+    "save_tuned",
+    "terms_of",
+    "tuned_pass",
+]
+
+MOST_RANK = 1024
+
+
+class Tuning(Protocol):
+    """A trained module that may have terms for the layers of its target.
+
+    config  has ``lora_rank``, 0 without terms
+    tuning  a ``LayerTuning`` for each layer, or None
+    """
+
+    config: Any
+    vocabulary: Tensor
+    tuning: nn.ModuleList | None
+
+
+M = TypeVar("M", bound=Tuning)
 
 
 class LayerTuning(nn.Module):
@@ -83,8 +115,25 @@ def _linears(block: Block) -> Iterator[tuple[str, nn.Linear]]:
         yield name, linear
 
 
-def tuned_states(target: Decoder, layers: nn.ModuleList, tokens_BT: Tensor) -> Tensor:
-    """The tuned target's states after the last norm [B, T, D], with gradients for the terms."""
+def terms_of(model: ModelConfig, rank: int) -> nn.ModuleList | None:
+    """Terms of a rank for every layer; None for rank 0."""
+    return nn.ModuleList(LayerTuning(model, rank) for _ in range(model.num_layers)) if rank else None
+
+
+@dataclass(frozen=True)
+class TunedPass:
+    """What the tuned target computes of a batch, with gradients for the terms.
+
+    hidden_BTD   states after the last norm
+    keys_values  of each layer, [B, K, T, E]
+    """
+
+    hidden_BTD: Tensor
+    keys_values: list[tuple[Tensor, Tensor]]
+
+
+def tuned_pass(target: Decoder, layers: nn.ModuleList, tokens_BT: Tensor) -> TunedPass:
+    """Run the tuned target over a batch."""
     config, (rows, length) = target.config, tokens_BT.shape
     positions_BT = torch.arange(length, device=tokens_BT.device).expand(rows, length)
     # copies: tables that a pass made in inference mode take no part in gradients
@@ -98,16 +147,42 @@ def tuned_states(target: Decoder, layers: nn.ModuleList, tokens_BT: Tensor) -> T
         return whole.masked_fill(hidden, float("-inf")).repeat(groups, 1)[None, None]
 
     biases = {sliding: bias(config.sliding_window if sliding else None) for sliding in (False, True)}
+    kept: list[tuple[Tensor, Tensor]] = []
     x = target.embed(tokens_BT, positions_BT)
     for index, (block, side) in enumerate(zip(target.blocks, layers, strict=True)):
         mask = biases[config.is_sliding(index)]
 
         def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor = mask) -> Tensor:
-            return attention(config, q, k.transpose(1, 2), v.transpose(1, 2), mask.to(q.dtype))
+            kept.append((k.transpose(1, 2), v.transpose(1, 2)))
+            return attention(config, q, *kept[-1], mask.to(q.dtype))
 
         x = block(x, cos, sin, attend, side)
-    found: Tensor = target.norm(x)
-    return found
+    return TunedPass(target.norm(x), kept)
+
+
+def next_token_loss(
+    target: Decoder, batch: Batch, tuned_BTD: Tensor, frozen_BTD: Tensor, segment: Segment, soft: float
+) -> Tensor:
+    """The loss of the tuned target's own next token, summed over the positions of a segment.
+
+    frozen_BTD  the original target's states after the last norm, to distil from
+    soft        share of the original target's distribution in the loss; the rest is the completion's token
+    """
+    tokens_BT, (positions_BP, real_BP) = batch.tokens_BT.to(target.device), segment
+    rows_M = torch.arange(batch.size, device=tokens_BT.device)[:, None].expand_as(positions_BP)[real_BP]
+    at_M = positions_BP[real_BP]
+    words = Vocabulary.of(target, torch.arange(target.config.vocab_size, device=tokens_BT.device), tokens_BT)
+    found: tuple[Tensor, Tensor] = VocabularyLoss.apply(  # type: ignore[no-untyped-call]
+        tuned_BTD[rows_M, at_M],
+        words.head_VD,
+        words.bias_V,
+        words.place[tokens_BT[rows_M, at_M + 1]],
+        torch.ones(len(at_M), device=tokens_BT.device),
+        frozen_BTD[rows_M, at_M] if soft else None,
+        soft,
+        target.config.logit_softcap,
+    )
+    return found[0]
 
 
 # -- the tuned target as a model folder --------------------------------------------------------------------
@@ -146,6 +221,18 @@ def save_tuned(folder: Path, layers: nn.ModuleList, target: Target) -> Target:
     target.tokenizer.save_pretrained(folder)
     write_atomically(folder / "config.json", json.dumps(described, indent=2) + "\n")
     return load_target(str(folder), dtype=target.decoder.dtype, device=str(target.decoder.device))
+
+
+def export_tuned(folder: Path, module: M, target: Target) -> tuple[M, Target] | None:
+    """Write the tuned target as a model folder; ``Trained.export``. None if the target was frozen."""
+    if module.tuning is None:
+        return None
+    tuned = save_tuned(folder, module.tuning, target)
+    made: Any = type(module)
+    alone = made(target.config, replace(module.config, lora_rank=0), module.vocabulary)
+    weights: dict[str, Tensor] = module.state_dict()  # type: ignore[attr-defined]
+    alone.load_state_dict({name: x for name, x in weights.items() if not name.startswith("tuning.")})
+    return alone, tuned
 
 
 def _described(target: Target) -> dict[str, Any]:

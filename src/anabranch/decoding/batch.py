@@ -1,0 +1,257 @@
+"""The rows that decode together: requests join, their prompts are read in chunks, and rows leave.
+
+``engine`` decodes them; who joins when is for ``scheduler`` to decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from anabranch.errors import InputError
+from anabranch.methods.base import Drafter, Row
+from anabranch.methods.none import NoDrafter
+from anabranch.model.cache import Cache, shared_length
+from anabranch.model.decoder import Decoder
+from anabranch.model.inputs import Inputs
+from anabranch.sampling import SamplingParams
+from anabranch.verify import Rule
+
+__all__ = ["CHUNK", "Batch", "FinishReason", "Member", "Request"]
+
+FinishReason = Literal["stop", "length"]
+CHUNK = 512  # tokens of a prompt that one pass reads
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sequence to decode.
+
+    stop_ids   end it, and are emitted
+    rule       how drafts are verified
+    log_probs  whether steps carry the target's raw log probability of each token
+    on_prompt  called as on_prompt(done, total) after each chunk of the prompt; what it raises cancels the request
+    """
+
+    prompt_ids: Sequence[int]
+    max_new_tokens: int = 256
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop_ids: frozenset[int] = frozenset()
+    rule: Rule = "match"
+    log_probs: bool = False
+    on_prompt: Callable[[int, int], None] | None = field(default=None, compare=False)
+
+
+class Member:
+    """A row of the batch with its request and drafter. ``limit`` is the length at which its text ends."""
+
+    def __init__(self, request: Request, drafter: Drafter, limit: int) -> None:
+        self.request, self.drafter, self.limit = request, drafter, limit
+        self.row = Row([int(t) for t in request.prompt_ids], len(request.prompt_ids), request.sampling, request.rule)
+        self.read = 0  # prompt tokens in the cache
+        self.finish: FinishReason | None = None
+        sampling = request.sampling
+        self.greedy = sampling.greedy and not sampling.needs_history and not request.log_probs
+
+    @property
+    def ready(self) -> bool:
+        """Whether its prompt is in the cache, all but the last token, which is the first root."""
+        return self.read >= self.row.prompt_length - 1
+
+
+class Batch:
+    """Up to ``rows`` sequences of at most ``capacity`` tokens each, prompts included, in one KV cache.
+
+    drafter   that of rows that name none; None: plain decoding
+    margin    cache positions behind a row's tokens that the drafters of rows will need, if they are known
+    on_leave  called with each row and its cache slot before it leaves, while its keys and values are still there
+    """
+
+    def __init__(
+        self,
+        target: Decoder,
+        drafter: Drafter | None = None,
+        *,
+        rows: int = 1,
+        capacity: int = 2048,
+        margin: int = 1,
+        on_leave: Callable[[Row, int], None] | None = None,
+    ) -> None:
+        if rows < 1 or capacity < 2:
+            raise InputError(f"an engine needs at least 1 row and 2 tokens, got {rows} and {capacity}")
+        self.target, self.drafter = target, drafter or NoDrafter()
+        self.capacity = min(capacity, target.config.max_positions)
+        self.cache = self._new_cache(rows, self.capacity + max(margin, self.drafter.margin))
+        self._on_leave = on_leave
+        self._members: list[Member] = []  # of the cache's slots, in order; those still reading their prompt are last
+        self.at_fault: int | None = None  # the row whose own functions or numbers ended the last read or step
+
+    def _new_cache(self, rows: int, positions: int) -> Cache:
+        target = self.target
+        kernels = target.backend.kernels
+        return Cache(
+            *(target.config,), rows=rows, capacity=positions, dtype=target.dtype, device=target.device, kernels=kernels
+        )
+
+    @property
+    def rows(self) -> int:
+        """Rows that the cache has room for."""
+        return self.cache.rows
+
+    @property
+    def active(self) -> int:
+        """Rows in use."""
+        return len(self._members)
+
+    @property
+    def reading(self) -> int | None:
+        """The id of the row whose prompt is being read, if any."""
+        last = self._members[-1] if self._members else None
+        return None if last is None or last.ready else last.row.id
+
+    def add(self, request: Request, drafter: Drafter | None = None) -> int:
+        """Take a row and read its whole prompt; returns the row's id. Raises for what cannot be served."""
+        key = self.join(request, drafter)
+        while not self.read():
+            pass
+        return key
+
+    def join(self, request: Request, drafter: Drafter | None = None, *, known: int = 0) -> int:
+        """Take a row whose prompt is still to be read; returns its id.
+
+        The first ``known`` tokens of the prompt are in the cache slot already (``cache.fork``).
+
+        Raises InputError or CapabilityError for what cannot be served, and InputError where all rows are in use or
+        this one cannot share their pass (``fits``).
+        """
+        drafter = drafter or self.drafter
+        self.check(request, drafter)
+        assert self.reading is None, "one prompt is read at a time"
+        if not self.fits(request, drafter):
+            raise InputError("the request cannot share a pass with the rows in use; wait for them to finish")
+        self.reserve(self.cache.rows, len(request.prompt_ids) + 1, drafter)
+        member = Member(request, drafter, min(len(request.prompt_ids) + request.max_new_tokens, self.capacity))
+        slot = self.cache.add_row()
+        assert known < member.row.prompt_length
+        self.cache.lengths[slot] = member.read = known
+        self._members.append(member)
+        drafter.join(member.row)
+        return member.row.id
+
+    @torch.inference_mode()
+    def read(self, chunk: int = CHUNK) -> bool:
+        """Read the next ``chunk`` tokens of the prompt that is being read; returns whether none is left.
+
+        Where that fails, its row leaves.
+        """
+        if self.reading is None:
+            return True
+        member, slot = self._members[-1], len(self._members) - 1
+        row, start, total = member.row, member.read, member.row.prompt_length - 1
+        self.at_fault = None
+        tokens = row.tokens[start : min(start + chunk, total)]
+        try:
+            with self.target.decoding():
+                where, taps = slice(slot, slot + 1), member.drafter.needs.layers if member.drafter.needs.prompt else ()
+                result = self.target(
+                    *(Inputs.of_prompt(tokens), self.cache), slots=where, planned=member.limit, taps=taps, need="hidden"
+                )
+            self.cache.commit([range(len(tokens))])
+            member.read += len(tokens)
+            member.drafter.read(row, result, start)
+            if member.request.on_prompt is not None:
+                self.at_fault = row.id
+                member.request.on_prompt(member.read, total)
+                self.at_fault = None
+        except BaseException:
+            self._drop(slot, failed=True)
+            raise
+        return member.ready
+
+    @staticmethod
+    def refuse(target: Decoder, request: Request, drafter: Drafter) -> None:
+        """Raise InputError or CapabilityError if ``request`` cannot be served at all."""
+        prompt = request.prompt_ids
+        if not prompt:
+            raise InputError("the prompt is empty; give at least one token")
+        if request.max_new_tokens < 1:
+            raise InputError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
+        vocabulary = target.config.vocab_size
+        if wrong := [token for token in prompt if not 0 <= token < vocabulary]:
+            raise InputError(f"the prompt has the token id {wrong[0]}, but the vocabulary ends at {vocabulary - 1}")
+        longest = target.config.max_positions
+        if len(prompt) >= longest:
+            raise InputError(f"the prompt has {len(prompt)} tokens, but the model's limit is {longest}; shorten it")
+        drafter.check(request.sampling, request.rule)
+
+    def check(self, request: Request, drafter: Drafter | None = None) -> None:
+        """Raise InputError or CapabilityError if ``request`` cannot be served here; ``join`` asks too."""
+        self.refuse(self.target, request, drafter or self.drafter)
+        if len(request.prompt_ids) >= self.capacity:
+            raise InputError(
+                f"the prompt has {len(request.prompt_ids)} tokens, but the cache holds {self.capacity}; shorten it"
+            )
+
+    def longest_shared(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """How many of ``tokens`` a row in use has in its cache from the start, the most of all rows, and its slot."""
+        best, slot = 0, 0
+        for place, member in enumerate(self._members):
+            count = shared_length(member.row.tokens[: self.cache.lengths[place]], tokens)
+            if count > best:
+                best, slot = count, place
+        return best, slot
+
+    def fits(self, request: Request, drafter: Drafter | None = None, *, capacity: int = 0) -> bool:
+        """Whether a request can share a pass with the rows in use, now; ``capacity`` will be reserved for it.
+
+        Rotations that depend on a text's length take one length a pass, and a drafter's rows that travel in the pass
+        are those of one drafter.
+        """
+        if not self._members:
+            return True
+        first, rider = self._members[0], (drafter or self.drafter).rider
+        if first.drafter.rider is not rider:
+            return False
+        rope = self.target.config.rope
+        kind = (rope.scaling or {}).get("rope_type", (rope.scaling or {}).get("type"))
+        if kind not in ("dynamic", "longrope"):
+            return True
+        limit = min(len(request.prompt_ids) + request.max_new_tokens, max(capacity, self.capacity))
+        original = rope.original_max_positions or rope.max_positions
+        return first.limit == limit or max(first.limit, limit) <= original
+
+    def reserve(self, rows: int, capacity: int, drafter: Drafter | None = None) -> None:
+        """Make room for so many rows and tokens; rows in use keep what they have. Raises DeviceError."""
+        capacity = min(capacity, self.target.config.max_positions)
+        positions = max(capacity, self.capacity) + (drafter or self.drafter).margin
+        if rows > self.cache.rows or positions > self.cache.capacity:
+            self.cache = self.cache.resized(max(rows, self.cache.rows), max(positions, self.cache.capacity))
+        self.capacity = max(capacity, self.capacity)
+
+    def remove(self, key: int) -> None:
+        """Cancel a row; one that has left already is ignored."""
+        slot = next((i for i, member in enumerate(self._members) if member.row.id == key), None)
+        if slot is not None:
+            self._drop(slot)
+
+    def clear(self) -> None:
+        """Cancel all rows, without ``on_leave``: after an error their cache is not to be trusted."""
+        while self._members:
+            self._drop(len(self._members) - 1, failed=True)
+
+    def _drop(self, slot: int, *, failed: bool = False) -> None:
+        member = self._members[slot]
+        if self._on_leave is not None and not failed:
+            self._on_leave(member.row, slot)
+        ready = len(self._members) - (self.reading is not None)
+        if slot < ready - 1:  # the last ready row takes the place, the one that is being read stays last
+            self.cache.move_row(ready - 1, slot)
+            self._members[slot] = self._members[ready - 1]
+            slot = ready - 1
+        self.cache.remove_row(slot)
+        self._members[slot] = self._members[-1]
+        self._members.pop()
+        member.drafter.leave(member.row)

@@ -1,0 +1,359 @@
+"""The decoding loop. There is one, for every method, batch and sampling rule.
+
+    draft    the drafters propose a tree a row, and the load decides how much of it is verified
+    forward  one pass of the target over all rows' trees
+    verify   which path the target accepts, and its own next token
+    commit   keep the accepted nodes in the KV cache
+    observe  the drafters see what happened, and prepare what they will draft next
+
+A row's root is its last committed token, which is not in the cache yet: the pass that verifies a draft computes the
+root's keys and values too. So the cache holds one token less than the text, and plain decoding is a tree of one node.
+
+Rows join and leave in ``batch``; ``scores`` asks the target what it says at each node. The engine knows token ids; text
+belongs to ``generation``, and who decodes when to ``scheduler``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from anabranch.costs import costs_of
+from anabranch.decoding.batch import Batch, FinishReason, Member, Request
+from anabranch.decoding.scores import Scores
+from anabranch.decoding.speculation import Speculation
+from anabranch.errors import NumericsError
+from anabranch.methods.base import Drafter, Observation, Row
+from anabranch.model.decoder import Decoder
+from anabranch.model.inputs import Inputs
+from anabranch.model.passes import PassResult
+from anabranch.tree import DraftTree
+from anabranch.verify import Verdict
+
+__all__ = ["Engine", "FinishReason", "Request", "Step", "Timings"]
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds of one step by part, for all its rows together; commit includes preparing the next draft."""
+
+    draft: float
+    forward: float
+    verify: float
+    commit: float
+
+    @property
+    def total(self) -> float:
+        """All parts."""
+        return self.draft + self.forward + self.verify + self.commit
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one target pass did for one row.
+
+    tokens     emitted, in order; the last is the target's own unless the row was cut before it
+    sources    who proposed each of them; "target" for the target's own
+    tree       what was verified (after pruning); ``drafted`` nodes were proposed before it
+    log_probs  the target's raw log probability of each token, where asked for
+    finish     set on the last step of a row
+    """
+
+    row: int
+    tokens: tuple[int, ...]
+    sources: tuple[str, ...]
+    tree: DraftTree
+    drafted: int
+    verdict: Verdict
+    timings: Timings
+    log_probs: tuple[float, ...] | None = None
+    finish: FinishReason | None = None
+
+
+class Engine(Batch):
+    """Decodes a batch: up to ``rows`` sequences at a time, each of at most ``capacity`` tokens, prompt included.
+
+    speculation  decides how much of adaptive drafters' drafts is verified; None: one of the engine's own
+
+    The other arguments are those of ``Batch``.
+    """
+
+    def __init__(
+        self,
+        target: Decoder,
+        drafter: Drafter | None = None,
+        *,
+        rows: int = 1,
+        capacity: int = 2048,
+        margin: int = 1,
+        speculation: Speculation | None = None,
+        on_leave: Callable[[Row, int], None] | None = None,
+    ) -> None:
+        super().__init__(target, drafter, rows=rows, capacity=capacity, margin=margin, on_leave=on_leave)
+        self._speculation = speculation
+        self._budgets: dict[Drafter, int] = {}
+        self._prepared = 0.0  # seconds that preparing the next step's drafts took
+
+    @property
+    def speculation(self) -> Speculation:
+        """The controller; its costs are measured when it is first needed."""
+        if self._speculation is None:
+            self._speculation = Speculation(costs_of(self.target), ragged=self.target.ragged)
+        return self._speculation
+
+    def speculate(self, speculation: Speculation) -> None:
+        """Leave adaptive drafts to another controller."""
+        self._speculation = speculation
+
+    @property
+    def learned(self) -> Speculation | None:
+        """The controller, if it was needed so far."""
+        return self._speculation
+
+    def join(self, request: Request, drafter: Drafter | None = None, *, known: int = 0) -> int:
+        """As ``Batch.join``, with one of the drafter's arms if it has several."""
+        return super().join(request, self.arm(drafter or self.drafter), known=known)
+
+    def arm(self, drafter: Drafter, rows: int = 0) -> Drafter:
+        """The drafter of a row that joins now: ``drafter``, or one of its arms.
+
+        rows  the rows that will soon be in use, if more than now
+        """
+        if not drafter.arms:
+            return drafter
+        others = [member.drafter for member in self._members]
+        able = [arm for arm in drafter.arms if not others or arm.rider is others[0].rider]
+        if not able:
+            return drafter.arms[0]  # it waits, as any of them would
+        using = next((other for other in reversed(others) if other in able), None)
+        return self.speculation.arm(able, max(rows, self.active + 1), _context(self._members), using=using)
+
+    def rehearse(self, request: Request) -> None:
+        """Decode ``request`` as often as its shapes must occur to be captured as graphs, before it is timed."""
+        for _ in range(0 if self.target.backend.capture is None else 2):
+            self.add(request)
+            for _ in self.run():
+                pass
+
+    # -- the loop ----------------------------------------------------------------------------------------
+    def run(self) -> Iterator[Step]:
+        """Steps of all rows until none is left."""
+        while self._members:
+            yield from self.step()
+
+    @torch.inference_mode()
+    def step(self) -> list[Step]:
+        """One target pass for all rows whose prompts are read; rows that are done leave.
+
+        Raises NumericsError where the target's scores are not finite numbers; all rows leave then.
+        """
+        self.at_fault = None
+        members = self._members[: len(self._members) - (self.reading is not None)]
+        if not members:
+            return []
+        with self.target.decoding():
+            return self._step(members)
+
+    def _step(self, members: list[Member]) -> list[Step]:
+        began = time.perf_counter()
+        trees, drafted = self._draft(members)
+        probes = self._probes(members)
+        after_draft = time.perf_counter()
+        planned = max(member.limit for member in members)
+        result = self._forward(members, trees, probes, planned)
+        if result.kept is not None:
+            trees = [tree.select(kept) for tree, kept in zip(trees, result.kept, strict=True)]
+        scores = Scores(self.target, members, result)
+        after_forward = time.perf_counter()
+        verdicts = []
+        for b, (member, tree) in enumerate(zip(members, trees, strict=True)):
+            self.at_fault = member.row.id
+            verdicts.append(scores.verdict(b, tree))
+        self.at_fault = None
+        probed = [scores.probed(b, trees[b].size, probe) for b, probe in enumerate(probes)]
+        after_verify = time.perf_counter()
+        wrong = [member.row.id for member, verdict in zip(members, verdicts, strict=True) if verdict.next_token < 0]
+        if wrong:
+            self.at_fault = wrong[0] if len(wrong) < len(members) else None
+            self._refuse_numbers()
+
+        self.cache.commit([verdict.path for verdict in verdicts])
+        emitted = [self._emit(*each) for each in zip(members, trees, verdicts, strict=True)]
+        budgets, prepared, after_commit = self._budgets, self._prepared, time.perf_counter()
+        yielded = sum(len(said) for said, _ in emitted)
+        if any(member.drafter.adaptive for member in members):
+            self.speculation.saw_step(len(members), yielded, 1e3 * (after_commit - began + prepared))
+        self._observe(members, result, trees, verdicts, probed, planned)
+        done = time.perf_counter()
+        self._prepared = done - after_commit
+        timings = Timings(
+            after_draft - began, after_forward - after_draft, after_verify - after_forward, done - after_verify
+        )
+        if any(member.drafter.adaptive for member in members):
+            self._learn(members, result.counts_B, budgets, timings)
+        steps = []
+        for b, (member, (said, sources)) in enumerate(zip(members, emitted, strict=True)):
+            logs = scores.log_probs(b, verdicts[b], said) if member.request.log_probs else None
+            finish = member.finish
+            steps.append(Step(member.row.id, said, sources, trees[b], drafted[b], verdicts[b], timings, logs, finish))
+        for slot in range(len(members) - 1, -1, -1):
+            if members[slot].finish is not None:
+                self._drop(slot)
+        return steps
+
+    def _refuse_numbers(self) -> NoReturn:
+        """The target's scores are NaN or infinite, so nothing that it could say would be its output."""
+        self.clear()
+        kind = str(self.target.dtype).removeprefix("torch.")
+        advice = "check the weights" if kind == "float32" else "load it with dtype='float32', or check the weights"
+        if kind == "float16":
+            advice = "load it with dtype='bfloat16' or 'float32', or check the weights"
+        raise NumericsError(f"the model's scores are not finite numbers in {kind}: its activations overflow; {advice}")
+
+    def _draft(self, members: list[Member]) -> tuple[list[DraftTree], list[int]]:
+        """What is verified of each row's draft, and the nodes that were drafted."""
+        rows, drafters = [member.row for member in members], [member.drafter for member in members]
+        for member in members:
+            # a draft deeper than what may still be emitted beside the next token is of no use
+            member.row.max_depth = member.limit - len(member.row.tokens) - 1
+        groups = _by_drafter(members)
+        if any(drafter not in self._budgets for drafter in groups):
+            self._budgets = self._plan(members)
+        trees: list[DraftTree] = [None] * len(members)  # type: ignore[list-item]
+        for drafter, places in groups.items():
+            if self._budgets[drafter] < 1:
+                drafted = [DraftTree.root(rows[b].root) for b in places]
+            else:
+                drafted = drafter.draft([rows[b] for b in places], self._budgets[drafter])
+            for b, tree in zip(places, drafted, strict=True):
+                trees[b] = tree
+        counts = [tree.size - 1 for tree in trees]
+        if any(drafter.adaptive and self._budgets[drafter] for drafter in groups):
+            trees = self.speculation.choose(rows, drafters, trees, self._budgets)
+        return trees, counts
+
+    def _plan(self, members: Sequence[Member]) -> dict[Drafter, int]:
+        """The budget of each drafter's next draft."""
+        groups = {drafter: len(places) for drafter, places in _by_drafter(members).items()}
+        if not any(drafter.adaptive for drafter in groups):
+            return {drafter: drafter.max_nodes for drafter in groups}
+        return self.speculation.plan(groups, _context(members))
+
+    def _probes(self, members: Sequence[Member]) -> list[DraftTree]:
+        """What travels beside each row's draft; nothing at all where no drafter has probes."""
+        if not any(member.drafter.probes for member in members):
+            return []
+        probes = [DraftTree.root(member.row.root) for member in members]
+        for drafter, places in _by_drafter(members).items():
+            if drafter.probes and self._budgets[drafter] > 1:
+                for b, probe in zip(places, drafter.probe([members[b].row for b in places]), strict=True):
+                    probes[b] = probe
+        return probes
+
+    def _forward(
+        self, members: list[Member], trees: Sequence[DraftTree], probes: Sequence[DraftTree], planned: int
+    ) -> PassResult:
+        """The pass over all rows' trees; tokens come with it where every row takes the most probable ones."""
+        taps = {layer for member in members for layer in member.drafter.needs.layers}
+        if probes:
+            trees = [tree.beside(probe) for tree, probe in zip(trees, probes, strict=True)]
+        result: PassResult = self.target(
+            Inputs.of_trees(trees),
+            self.cache,
+            slots=slice(0, len(members)),
+            planned=planned,
+            taps=sorted(taps),
+            rider=members[0].drafter.rider,
+            need="tokens" if all(member.greedy for member in members) else "hidden",
+        )
+        return result
+
+    @staticmethod
+    def _emit(member: Member, tree: DraftTree, verdict: Verdict) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Append what was accepted to the row's text; an end token or the length limit cuts the accepted path."""
+        tokens = [int(tree.tokens[node]) for node in verdict.path[1:]] + [verdict.next_token]
+        sources = [tree.sources[node] for node in verdict.path[1:]] + ["target"]
+        for count, token in enumerate(tokens, 1):
+            if token in member.request.stop_ids:
+                member.finish = "stop"
+            elif len(member.row.tokens) + count >= member.limit:
+                member.finish = "length"
+            if member.finish is not None:
+                tokens, sources = tokens[:count], sources[:count]
+                break
+        member.row.tokens.extend(tokens)
+        return tuple(tokens), tuple(sources)
+
+    def _observe(
+        self,
+        members: list[Member],
+        result: PassResult,
+        trees: list[DraftTree],
+        verdicts: list[Verdict],
+        probed: Sequence[NDArray[np.int64]],
+        planned: int,
+    ) -> None:
+        """Show every drafter what became of its rows, and how large a draft to prepare."""
+        going = [member for member in members if member.finish is None]
+        self._budgets = self._plan(going)
+        for drafter, places in _by_drafter(members).items():
+            seen = Observation(
+                result,
+                self.cache,
+                places,
+                [trees[b] for b in places],
+                [verdicts[b] for b in places],
+                [members[b].finish is None for b in places],
+                planned,
+                self._budgets.get(drafter, 1),
+                [probed[b] for b in places] if probed else (),
+            )
+            drafter.observe([members[b].row for b in places], seen)
+        for member, tree, verdict in zip(members, trees, verdicts, strict=True):
+            if tree.size > 1 and tree.log_probs is not None and member.row.rule == "match":
+                if member.drafter.adaptive:
+                    self.speculation.learn(member.row, tree, verdict)
+                member.row.beliefs.learn(tree, verdict.path)
+
+    def _learn(
+        self,
+        members: list[Member],
+        sizes: Sequence[int],
+        budgets: dict[Drafter, int],
+        timings: Timings,
+    ) -> None:
+        """Take the step's times into the costs; ``sizes``: nodes of each row, ``budgets``: those drafted with."""
+        costs, rows, prepare = self.speculation.costs, len(members), self._prepared
+        nodes = sum(sizes) if self.speculation.ragged else rows * max(sizes)
+        costs.saw_pass(1e3 * timings.forward, nodes, rows, _context(members))
+        costs.saw_rest(1e3 * (timings.verify + timings.commit - prepare), rows)
+        groups = _by_drafter(members)
+        if len(groups) > 1:
+            return  # whose draft took how long is not known
+        for drafter, places in groups.items():
+            if budgets.get(drafter, 1) > 1 and not drafter.free:
+                costs.saw_draft(drafter.name, 1e3 * timings.draft, budgets[drafter], len(places))
+            elif budgets.get(drafter, 1):
+                costs.saw_free(drafter.name, 1e3 * timings.draft, len(places))
+            live = sum(members[b].finish is None for b in places)
+            if live and not drafter.free and (budget := self._budgets.get(drafter, 1)) > 1:
+                costs.saw_prepare(drafter.name, 1e3 * prepare, live * drafter.depth_of(budget))
+
+
+def _by_drafter(members: Sequence[Member]) -> dict[Drafter, list[int]]:
+    """Rows by their drafter."""
+    groups: dict[Drafter, list[int]] = {}
+    for b, member in enumerate(members):
+        groups.setdefault(member.drafter, []).append(b)
+    return groups
+
+
+def _context(members: Sequence[Member]) -> float:
+    """Mean tokens in the rows' caches."""
+    return sum(len(member.row.tokens) for member in members) / max(1, len(members))
