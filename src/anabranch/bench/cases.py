@@ -150,9 +150,8 @@ def _sized(method: Method, nodes: int) -> Settings | None:
     tried = list(method.candidates(nodes))
     if tried:
         return tried[-1]
-    has_budget = any(
-        field.name == "nodes" for field in fields(method.settings)
-    )  # the tuner tries not all that have one
+    # not all methods with a budget are tried by the tuner
+    has_budget = any(field.name == "nodes" for field in fields(method.settings))
     return method.settings.parse(f"nodes={nodes}", method.name) if has_budget else None
 
 
