@@ -263,10 +263,17 @@ def _throughput(result: Result) -> list[str]:
     ]
 
 
+def _methods(result: Result) -> list[str]:
+    """Trained and model-free methods (``scripts/compare_methods.py``), which have a page of their own."""
+    names = ", ".join(f"`{method['name']}`" for method in result["compared"])
+    return [f"{names}. The newest such result is on the page [Comparison of methods](comparison.md).", ""]
+
+
 # what a kind is called, the keys that only its files have, and its tables; the page has them in this order
 KINDS: tuple[tuple[str, tuple[str, ...], Callable[[Result], list[str]]], ...] = (
     ("Spec-Bench: drafters and other engines", ("contenders", "prompts_done"), comparison),
     ("Several prompts at a time", ("contenders", "results"), _throughput),
+    ("Methods", ("compared",), _methods),
     ("Long context", ("passages", "rows"), _long_context),
     ("Exactness", ("methods", "what"), _exactness),
     ("Tuning", ("interval_90", "candidates"), _tune),

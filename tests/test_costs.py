@@ -191,8 +191,8 @@ def test_what_tune_found_comes_first(home: Path) -> None:
     found = settle(target)
     assert (found.origin, found.when) == ("tuned", "2026-11-01")
     assert found.costs.pass_ms(np.array([1, 8]), 1, 0.0).tolist() == [5.0, 10.0]
-    assert found.costs.draft_ms(12, 1) == pytest.approx(2.0)
-    assert found.costs.prepare_ms(4) == pytest.approx(3.0)
+    assert found.costs.draft_ms("any", 12, 1) == pytest.approx(2.0)
+    assert found.costs.prepare_ms("any", 4) == pytest.approx(3.0)
 
 
 # -- costs that follow the steps --------------------------------------------------------------------------------
@@ -208,14 +208,14 @@ def test_costs_follow_what_steps_take() -> None:
     made = begun()
     for _ in range(400):
         made.saw_pass(9.0, 8, 1, 0.0)
-        made.saw_draft(1.5, 12, 3)
-        made.saw_prepare(2.5, 8)
+        made.saw_draft("any", 1.5, 12, 3)
+        made.saw_prepare("any", 2.5, 8)
         made.saw_rest(0.8, 4)
     assert pass_ms(made, 8) == pytest.approx(9.0, rel=0.01)
-    assert made.draft_ms(12, 3) == pytest.approx(1.5, rel=0.01)
-    assert made.prepare_ms(8) == pytest.approx(2.5, rel=0.01)
+    assert made.draft_ms("any", 12, 3) == pytest.approx(1.5, rel=0.01)
+    assert made.prepare_ms("any", 8) == pytest.approx(2.5, rel=0.01)
     assert made.rest_ms(4) == pytest.approx(0.8, rel=0.01)
-    assert made.prepare_ms(0) == 0.0
+    assert made.prepare_ms("any", 0) == 0.0
 
 
 def test_one_disturbed_step_changes_little() -> None:

@@ -29,7 +29,7 @@ from anabranch.model.inputs import Inputs
 from anabranch.model.weights import build_decoder
 from anabranch.sampling import SamplingParams, log_probs
 from anabranch.tree import DraftTree
-from small import LLAMA, RICH, SOME_CASES, VOCABULARY, decode, prompt, randomise, request, small, small_adapter
+from small import CASES, LLAMA, RICH, SOME_CASES, VOCABULARY, decode, prompt, randomise, request, small, small_adapter
 from toy_distribution import assert_pairs_from, pair_probs
 
 BEST = DraftOptions(nodes=10, k=4)
@@ -64,8 +64,16 @@ DRAFTERS: dict[str, Callable[[Decoder], Drafter]] = {
 RAGGED = [request(n, n, new) for n, new in ((9, 18), (1, 5), (14, 18), (4, 11), (7, 18), (2, 13))]
 
 
-@pytest.mark.parametrize("case", SOME_CASES)
-@pytest.mark.parametrize("name", DRAFTERS)
+# every drafter on one family, and streams and two methods at once on the others
+QUICK = [(case, name) for case in ("gemma2", "gpt2") for name in ("ride", "trail", "combined")]
+DECODED = [
+    pytest.param(case, name, marks=() if case == "llama" or (case, name) in QUICK else pytest.mark.thorough)
+    for case in sorted(CASES)
+    for name in DRAFTERS
+]
+
+
+@pytest.mark.parametrize(("case", "name"), DECODED)
 def test_greedy_output_is_plain_decodings(case: str, name: str) -> None:
     target = small(case)
     wanted, _ = decode(target, RAGGED)

@@ -13,7 +13,8 @@ from anabranch.support.files import check_output
 def test_an_output_that_exists_is_refused_unless_forced(tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     check_output(out, force=False)
-    assert not out.exists(), "checking leaves nothing behind"
+    check_output(tmp_path / "new" / "folder" / "results.json", force=False)
+    assert not any(tmp_path.iterdir()), "checking leaves nothing behind"
     out.write_text("hours of work")
     with pytest.raises(FileError, match=r"results\.json exists already; give another --out, or --force to replace it"):
         check_output(out, force=False)

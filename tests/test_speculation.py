@@ -18,7 +18,7 @@ from anabranch.methods.beliefs import Beliefs, Calibration
 from anabranch.methods.none import NoDrafter
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
-from small import decode, prompt, request, small, small_adapter
+from small import Timeless, decode, prompt, request, small, small_adapter
 
 FREE = "1:10/512:10"
 LINEAR = "1:10/512:5120"  # every node costs as much as the first row
@@ -258,9 +258,23 @@ def test_the_engine_times_its_steps() -> None:
 
 
 # -- the text --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("spec", ["streams:tree=auto,nodes=12", "streams:tree=auto+prompt_lookup", "auto"])
-@pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.thorough), 8])
-@pytest.mark.parametrize("table", [FREE, CLIFF, LINEAR])
+QUICK = {
+    ("auto", 1, FREE),
+    ("auto", 8, CLIFF),
+    ("streams:tree=auto,nodes=12", 1, CLIFF),
+    ("streams:tree=auto,nodes=12", 8, LINEAR),
+    ("streams:tree=auto+prompt_lookup", 1, LINEAR),
+    ("streams:tree=auto+prompt_lookup", 8, FREE),
+}
+LOADS = [
+    pytest.param(spec, rows, table, marks=() if (spec, rows, table) in QUICK else pytest.mark.thorough)
+    for spec in ("streams:tree=auto,nodes=12", "streams:tree=auto+prompt_lookup", "auto")
+    for rows in (1, 3, 8)
+    for table in (FREE, CLIFF, LINEAR)
+]
+
+
+@pytest.mark.parametrize(("spec", "rows", "table"), LOADS)
 def test_the_text_is_plain_decodings_at_every_load(spec: str, rows: int, table: str) -> None:
     target = small()
     drafter = make_drafter(spec, target, small_adapter(target))
@@ -276,27 +290,10 @@ def test_the_text_is_plain_decodings_at_every_load(spec: str, rows: int, table: 
     assert [ticket.emitted for ticket in tickets] == wanted
 
 
-class Unchanging(Costs):
-    """Costs that do not follow the time that steps take here."""
-
-    def saw_pass(self, ms: float, nodes: int, rows: int, context: float) -> None:
-        pass
-
-    def saw_draft(self, ms: float, budget: int, rows: int) -> None:
-        pass
-
-    def saw_prepare(self, ms: float, streams: int) -> None:
-        pass
-
-    def saw_rest(self, ms: float, rows: int) -> None:
-        pass
-
-
 def test_a_row_stops_drafting_while_others_fill_the_pass_and_its_text_stays_the_same() -> None:
     target = small()
     drafter = make_drafter("streams:tree=auto", target, small_adapter(target))
-    made = Speculation(Unchanging(PassCosts(StepCosts.parse(CLIFF)), 0.0), ragged=target.ragged)
-    scheduler = Scheduler(target, speculation=made, prefix_bytes=0)
+    scheduler = Scheduler(target, speculation=Timeless(CLIFF, target), prefix_bytes=0)
     stays = scheduler.submit(Request(prompt(6), 60), drafter)
     drafted: list[list[int]] = [[], [], []]
     for phase, others in enumerate((0, 9, 0)):

@@ -266,7 +266,7 @@ def test_the_wrong_replacement_errs() -> None:
 # --- reject itself, sampled -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("replacement", [True, False])
+@pytest.mark.parametrize("replacement", [pytest.param(True, marks=pytest.mark.thorough), False])
 def test_rejection_draws_from_the_target_distribution(replacement: bool) -> None:
     runs, parents = 4000, [-1, 0, 0, 1, 2]
     outcomes = list(drafts(parents, replacement))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -25,7 +27,7 @@ from anabranch.methods import AUTO, Drafter, Spec, make_drafter, parse_spec, res
 from anabranch.model.kernel_use import kernels_of
 from anabranch.model.load import Target
 from anabranch.options import Keywords, Options
-from anabranch.profiles import Known, settle
+from anabranch.profiles import Known, Situation, keep_arms, settle
 from anabranch.prompts import Arrays, Ids, check_stream, conversation_ids, read_prompts
 from anabranch.support.background import Worker
 from anabranch.support.memory import give_back
@@ -52,8 +54,9 @@ def load(
     """Load a target and its adapters.
 
     name      "default" (SmolLM2-135M-Instruct, downloaded once), a folder, a .gguf file, or a Hugging Face hub id
-    drafter   a method and its settings, see ``anabranch.methods``; "none" is plain decoding; "auto" uses all default
-              methods whose adapter (if they need one) is available, and adapts the size of drafts to the load
+    drafter   a method and its settings, see ``anabranch.methods``; "none" is plain decoding; "auto" drafts with the
+              adapter's method and with prompt lookup, and adapts the size of drafts to the load. With adapters of
+              several methods, it uses for each prompt the one that lately was the fastest
     adapter   an adapter folder, or several; None: those shipped for this target
     dtype     "auto" (bf16 if the weights are stored so), "float32", "bfloat16" or "float16"
     device    "auto" (cuda if available), "cpu", "cuda" or "cuda:N"
@@ -73,6 +76,7 @@ def load(
 
 
 DRAFTERS = 8  # the most recently used ones are kept
+SECONDS = 5.0  # between two times that what the arms of "auto" yielded is stored
 
 
 class Model:
@@ -94,12 +98,13 @@ class Model:
         self._lock = threading.RLock()
         self._worker = Worker()
         self._drafters: dict[str, Drafter] = {}
+        self._stored = -math.inf  # when what the arms of "auto" yielded was last stored
         self._scheduler = Scheduler(target.decoder)
         self.drafter_of(self.spec)  # raise for unsupported combinations now
 
     @property
     def drafter(self) -> str:
-        """The default drafter of calls, with "auto" resolved."""
+        """The default drafter of calls, with "auto" resolved unless it chooses between adapters of several methods."""
         return str(self.spec)
 
     @property
@@ -136,8 +141,24 @@ class Model:
             drafter = self._built(spec)
             if drafter.adaptive and self.known is None:
                 self.known = settle(self.target, self.adapters)
-                self._scheduler.speculate(self.known.costs)
+                self._scheduler.speculate(self.known.costs, self.known.arms)
             return drafter
+
+    def _settle(self) -> None:
+        """After a call: free an idle cache that is large, and store what the arms of "auto" yielded."""
+        self._scheduler.settle()
+        now = time.monotonic()
+        if now >= self._stored + SECONDS and self._store_arms():
+            self._stored = now
+
+    def _store_arms(self) -> bool:
+        """Store what the arms of "auto" yielded, if there is any news; returns whether there was."""
+        with self._lock:
+            arms = None if self.known is None else self.known.arms
+            if self._target is None or arms is None or not arms.news:
+                return False
+            keep_arms(Situation.of(self._target, self.adapters), arms)
+            return True
 
     def __repr__(self) -> str:
         if self._target is None:
@@ -169,6 +190,7 @@ class Model:
         with self._lock:
             self._worker.close()
             self._scheduler.close()
+            self._store_arms()
             self._drafters.clear()
             self._target, self.adapters = None, ()
         give_back()
@@ -242,7 +264,7 @@ class Model:
                 cancelled=cancelled,
             )
         finally:
-            self._scheduler.settle()
+            self._settle()
         return found[0] if single else found
 
     def stream(self, prompt: str | list[int] | Arrays, **options: Unpack[Keywords]) -> Generator[Chunk, None, None]:
@@ -264,7 +286,7 @@ class Model:
             with closing(generation.stream(scheduler, request, drafter, tokenizer, stop=stops)) as chunks:
                 yield from chunks
         finally:
-            scheduler.settle()
+            self._settle()
 
     def supports(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
@@ -32,6 +32,7 @@ except ImportError:  # Windows does not count context switches
 
 __all__ = [
     "Costs",
+    "DraftTables",
     "PassCosts",
     "PassTimes",
     "StepCosts",
@@ -121,6 +122,9 @@ class PassCosts:
     node_ms: float = 0.0
 
 
+# what was measured of a drafter's drafts and of preparing them; None: nothing
+DraftTables = tuple[StepCosts | None, StepCosts | None]
+
 GRID = np.array([*range(1, 17), *range(18, 33, 2), *range(36, 65, 4), *range(72, 129, 8), *range(144, 513, 16)])
 LEARNING = 0.05  # weight of the newest step, in logarithms, once enough of them were seen
 OUTLIER = 0.4  # the largest difference, in logarithms, that one step is taken to show
@@ -158,11 +162,24 @@ def _draft_shape(budget: NDArray[np.int64] | int, rows: int) -> NDArray[np.float
     return shape
 
 
+class _Drafting:
+    """What one drafter's drafts cost.
+
+    draft    of a dozen nodes for one row
+    prepare  in passes over as many rows as positions are prepared
+    free     of drafts that cost next to nothing, for each row
+    """
+
+    def __init__(self, draft: float, prepare: float) -> None:
+        self.draft, self.prepare, self.free = _Estimate(draft), _Estimate(prepare), _Estimate(0.0)
+
+
 class Costs:
     """Milliseconds of the parts of a step on this machine: the pass, drafting, preparing the next draft, the rest.
 
     They begin as measured when the model was loaded (or tuned) and follow the steps as they are timed: the curve of
-    passes by nodes keeps its measured shape where no step was seen, and is corrected locally where steps were.
+    passes by nodes keeps its measured shape where no step was seen, and is corrected locally where steps were. Costs of
+    drafting and preparing are those of the drafter that is named; all begin alike, unless tuned.
 
     passes   of passes by nodes
     draft    of drafting and preparing a draft of a dozen nodes for one row
@@ -175,20 +192,39 @@ class Costs:
         self._seen = np.zeros(len(GRID))  # recent passes of about that many nodes
         self._recent: list[tuple[int, float]] = []  # passes not learned from yet: nodes, logarithm of milliseconds
         self._set_passes(self._base)
-        self._draft = _Estimate(0.5 * draft)
-        self._prepare = _Estimate(0.5 * draft / float(self._pass[4]))
+        self._usual = 0.5 * draft, 0.5 * draft / float(self._pass[4])  # drafting and preparing, of any drafter
+        self._drafting: dict[str, _Drafting] = {}
         self._rest = _Estimate(0.0)
-        self._free = _Estimate(0.0)
 
     @staticmethod
-    def tuned(passes: StepCosts, draft: StepCosts | None, prepare: StepCosts | None) -> Costs:
-        """From tables that were measured step by step: drafts by nodes drafted, preparing by depth, for one row."""
+    def tuned(
+        passes: StepCosts,
+        draft: StepCosts | None,
+        prepare: StepCosts | None,
+        others: Mapping[str, DraftTables] | None = None,
+    ) -> Costs:
+        """From tables that were measured step by step: drafts by nodes drafted, preparing by depth, for one row.
+
+        others  the two tables of some drafters, by name; ``draft`` and ``prepare`` are for those that are not named
+        """
         made = Costs(PassCosts(passes), 0.0)
-        if draft is not None:
-            made._draft = _Estimate(float(draft(np.array([12]))[0]))
-        if prepare is not None:
-            made._prepare = _Estimate(float(prepare(np.array([4]))[0]) / float(np.interp(4, GRID, made._pass)))
+
+        def parts(tables: DraftTables) -> tuple[float, float]:
+            draft, prepare = tables
+            return (
+                0.0 if draft is None else float(draft(np.array([12]))[0]),
+                0.0 if prepare is None else float(prepare(np.array([4]))[0]) / float(np.interp(4, GRID, made._pass)),
+            )
+
+        made._usual = parts((draft, prepare))
+        made._drafting = {name: _Drafting(*parts(tables)) for name, tables in (others or {}).items()}
         return made
+
+    def _of(self, drafter: str) -> _Drafting:
+        found = self._drafting.get(drafter)
+        if found is None:
+            found = self._drafting[drafter] = _Drafting(*self._usual)
+        return found
 
     def pass_ms(self, nodes: NDArray[np.int64], rows: int, context: float) -> NDArray[np.float64]:
         """Of passes over ``nodes`` nodes in all, in ``rows`` rows that have ``context`` tokens each in the cache."""
@@ -207,17 +243,18 @@ class Costs:
     def _context_ms(self, nodes: NDArray[np.int64] | int, rows: int, context: float) -> NDArray[np.float64] | float:
         return (self.passes.row_ms * rows + self.passes.node_ms * nodes) * context / 1000
 
-    def draft_ms(self, budget: NDArray[np.int64] | int, rows: int) -> NDArray[np.float64]:
+    def draft_ms(self, drafter: str, budget: NDArray[np.int64] | int, rows: int) -> NDArray[np.float64]:
         """Of drafting trees of ``budget`` nodes for so many rows."""
-        return self._draft.value * _draft_shape(budget, rows)
+        return self._of(drafter).draft.value * _draft_shape(budget, rows)
 
-    def free_ms(self, rows: int) -> float:
-        """Of the drafts of drafters that are free, which is next to nothing."""
-        return self._free.value * rows
+    def free_ms(self, drafter: str, rows: int) -> float:
+        """Of a drafter's drafts that are free, which is next to nothing."""
+        return self._of(drafter).free.value * rows
 
-    def prepare_ms(self, positions: NDArray[np.int64] | int) -> NDArray[np.float64]:
+    def prepare_ms(self, drafter: str, positions: NDArray[np.int64] | int) -> NDArray[np.float64]:
         """Of what follows the pass, for so many positions: rows times the depth of their next drafts."""
-        found: NDArray[np.float64] = self._prepare.value * np.interp(positions, GRID, self._pass) * np.sign(positions)
+        passes = np.interp(positions, GRID, self._pass) * np.sign(positions)
+        found: NDArray[np.float64] = self._of(drafter).prepare.value * passes
         return found
 
     def rest_ms(self, rows: int) -> float:
@@ -255,17 +292,17 @@ class Costs:
         self._pass = np.maximum.accumulate(ms)
         self._by_nodes: list[float] = np.interp(np.arange(GRID[-1] + 1), GRID, self._pass).tolist()
 
-    def saw_draft(self, ms: float, budget: int, rows: int) -> None:
+    def saw_draft(self, drafter: str, ms: float, budget: int, rows: int) -> None:
         """Take in a timed draft."""
-        self._draft.learn(ms / float(_draft_shape(budget, rows)))
+        self._of(drafter).draft.learn(ms / float(_draft_shape(budget, rows)))
 
-    def saw_free(self, ms: float, rows: int) -> None:
-        """Take in timed drafts of free drafters."""
-        self._free.learn(ms / rows)
+    def saw_free(self, drafter: str, ms: float, rows: int) -> None:
+        """Take in timed drafts that were free."""
+        self._of(drafter).free.learn(ms / rows)
 
-    def saw_prepare(self, ms: float, positions: int) -> None:
+    def saw_prepare(self, drafter: str, ms: float, positions: int) -> None:
         """Take in what followed a timed pass."""
-        self._prepare.learn(ms / float(np.interp(positions, GRID, self._pass)))
+        self._of(drafter).prepare.learn(ms / float(np.interp(positions, GRID, self._pass)))
 
     def saw_rest(self, ms: float, rows: int) -> None:
         """Take in what else a step took."""

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 
 from anabranch.adapters.folder import read_record, shipped
-from anabranch.methods import methods
-from anabranch.methods.spec import Part, Spec
+from anabranch.methods import AUTO, methods, resolve_spec
 from anabranch.model.fetch import DEFAULT_MODEL
 from anabranch.native import build
 from anabranch.native import library as native
-from anabranch.profiles import Situation
+from anabranch.profiles import Situation, read_arms
 from anabranch.support.files import cache_home
 from anabranch.support.processor import cgroup_quota, processor_flags, processor_name, set_threads, usable_cpus
 
@@ -121,10 +120,11 @@ def _size(folder: Path) -> int:
 
 
 def _auto(kernels: str) -> dict[str, Any]:
-    """The drafter "auto" with all default methods, and the step costs that it knows on this machine, by model.
+    """What "auto" chooses from, and what it knows on this machine, by model: step costs, and what its arms yielded.
 
-    Profiles are written by ``anabranch tune``, costs of forward passes when a model is loaded. Profiles of other
-    machines, numbers of threads or versions are only counted.
+    Profiles are written by ``anabranch tune``, costs of forward passes when a model is loaded, and yields while it
+    decodes with adapters of several methods. Profiles of other machines, numbers of threads or versions are only
+    counted.
     """
     here = {
         "processor": processor_name(),
@@ -133,7 +133,7 @@ def _auto(kernels: str) -> dict[str, Any]:
         "anabranch": _version("anabranch") or "unreleased",
     }
     names = {record["target"]["fingerprint"]: str(record["target"]["name"]) for record in map(read_record, shipped())}
-    found: dict[str, list[dict[str, Any]]] = {"profiles": [], "costs": []}
+    found: dict[str, list[dict[str, Any]]] = {"profiles": [], "costs": [], "arms": []}
     others = 0
     for path in [path for kind in found for path in sorted((cache_home() / kind).glob("*.json"))]:
         kind = path.parent.name
@@ -142,20 +142,44 @@ def _auto(kernels: str) -> dict[str, Any]:
             found[kind].append({"model": names.get(fact["fingerprint"]), **fact})
         else:
             others += kind == "profiles"
-    spec = Spec(tuple(Part(method, method.settings.under_load()) for method in methods() if method.default))
-    return {"drafter": str(spec), "folder": str(cache_home() / "profiles"), **found, "other_profiles": others}
+    trained = [method.name for method in methods() if method.trained is not None]
+    return {
+        "drafter": str(resolve_spec(AUTO)),
+        "trained": trained,
+        "folder": str(cache_home() / "profiles"),
+        **found,
+        "other_profiles": others,
+    }
 
 
 def _measured(path: Path, kind: str, here: dict[str, Any], kernels: set[str]) -> dict[str, Any] | None:
-    """The contents of a file of costs, as JSON values; None if it is damaged or was measured elsewhere."""
+    """The contents of a file of a kind, as JSON values; None if it is damaged or was measured elsewhere."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         situation = Situation(**record["situation"])
-        costs = record["costs"]["pass"] if kind == "profiles" else record["costs"]
         used = {name: str(getattr(situation, name)) for name in ("fingerprint", "dtype", "device", "kernels")}
-        fact = {"pass_ms": str(costs), "date": record.get("date"), **used, "path": str(path)}
+        fact: dict[str, Any] = {"date": record.get("date"), **used, "path": str(path)}
+        if kind == "arms":
+            fact["speedups"] = _speedups(path)
+        else:
+            fact["pass_ms"] = str(record["costs"]["pass"] if kind == "profiles" else record["costs"])
         if kind == "profiles":
             fact |= {"drafter": str(record["drafter"]), "speedup": float(record["speedup"])}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return fact if here.items() <= asdict(situation).items() and situation.kernels in kernels else None
+
+
+def _speedups(path: Path) -> dict[str, dict[str, float]]:
+    """The speedup of each arm over plain decoding, the best first, by the least rows at which it was seen.
+
+    Raises ValueError for a damaged file.
+    """
+    kept = read_arms(path)
+    if kept is None:
+        raise ValueError("not what arms yielded")
+    found = {}
+    for rows, seen in kept[0].yields().items():
+        best = sorted(seen, key=lambda arm: -seen[arm].speedup)
+        found[str(rows)] = {arm: round(seen[arm].speedup, 3) for arm in best}
+    return found

@@ -1,4 +1,6 @@
-"""Step costs on this machine, measured by ``anabranch tune`` or when a model is loaded, and stored in files.
+"""What is known of speed on this machine, stored in files: step costs, and what each arm of "auto" yielded.
+
+Costs are measured by ``anabranch tune`` or when a model is loaded, yields (``anabranch.decoding.arms``) while decoding.
 
 Files are named by a hash of everything that the measurement depends on, so those of another machine, number of threads
 or version are not used.
@@ -21,15 +23,18 @@ from weakref import WeakSet
 import torch
 
 from anabranch.adapters.folder import LoadedAdapter
-from anabranch.costs import Costs, PassCosts, StepCosts, costs_of, known_costs
+from anabranch.adapters.record import predicted_length
+from anabranch.costs import Costs, DraftTables, PassCosts, StepCosts, costs_of, known_costs
+from anabranch.decoding.arms import Arms
 from anabranch.errors import FileError, InputError, PerformanceWarning, one_line
+from anabranch.methods import AUTO, resolve_spec
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import Target
 from anabranch.support.files import cache_home, write_atomically
 from anabranch.support.jsonfiles import read_json, shown
 from anabranch.support.processor import processor_name
 
-__all__ = ["Known", "Situation", "find_profile", "save_profile", "settle"]
+__all__ = ["Known", "Situation", "find_profile", "keep_arms", "keep_tuned", "read_arms", "save_profile", "settle"]
 
 FORMAT = 3
 DAYS = 30  # until costs are measured again
@@ -80,6 +85,10 @@ class Situation:
         """The file of the costs measured when a model is loaded."""
         return cache_home() / "costs" / f"{self._hash()}.json"
 
+    def arms_path(self) -> Path:
+        """The file of what the arms of "auto" yielded."""
+        return cache_home() / "arms" / f"{self._hash()}.json"
+
     def _hash(self) -> str:
         named = json.dumps({"format": FORMAT, **self.__dict__}, sort_keys=True)
         return hashlib.sha256(named.encode()).hexdigest()[:16]
@@ -114,8 +123,9 @@ def find_profile(situation: Situation) -> dict[str, Any] | None:
     try:
         if not isinstance(found["drafter"], str):
             raise TypeError(f"the drafter is {shown(found['drafter'])}")
-        for costs in dict(found["costs"]).values():
-            StepCosts.parse(costs)
+        for tables in (found["costs"], *dict(found.get("times", {})).values()):
+            for costs in dict(tables).values():
+                StepCosts.parse(costs)
         _ = found["costs"]["pass"]
     except (AttributeError, KeyError, TypeError, ValueError, InputError) as error:
         raise FileError(f"{path} is not a profile ({one_line(error)}); {advice}") from error
@@ -129,11 +139,13 @@ class Known:
     origin  "tuned": by ``anabranch tune``; "measured when loaded" or "remembered": passes were timed now or by an
             earlier load; "typical": not measured; "default on a GPU": not measured before decoding
     when    date of the measurement (ISO), if any
+    arms    what each arm of "auto" yielded so far; None where there is no choice
     """
 
     costs: Costs
     origin: Origin
     when: str = ""
+    arms: Arms | None = None
 
     @property
     def busy(self) -> bool:
@@ -158,12 +170,11 @@ def settle(target: Target, adapters: Sequence[LoadedAdapter] = ()) -> Known:
     Warns (PerformanceWarning) if the machine is too busy to measure and there is no earlier measurement.
     """
     situation = Situation.of(target, adapters)
+    arms = _known_arms(situation, adapters)
     if (profile := find_profile(situation)) is not None:
-        tables = {name: StepCosts.parse(text) for name, text in profile["costs"].items()}
-        costs = Costs.tuned(tables["pass"], tables.get("draft"), tables.get("prepare"))
-        return Known(costs, "tuned", str(profile.get("date", "")))
+        return Known(_tuned(profile), "tuned", str(profile.get("date", "")), arms)
     if target.decoder.device.type != "cpu":
-        return Known(costs_of(target.decoder), "default on a GPU")
+        return Known(costs_of(target.decoder), "default on a GPU", arms=arms)
     origin, when = _know_passes(target, situation)
     if origin == "typical" and target.decoder not in _warned:
         _warned.add(target.decoder)
@@ -173,7 +184,59 @@ def settle(target: Target, adapters: Sequence[LoadedAdapter] = ()) -> Known:
             PerformanceWarning,
             stacklevel=2,
         )
-    return Known(costs_of(target.decoder), origin, when)
+    return Known(costs_of(target.decoder), origin, when, arms)
+
+
+def _tuned(profile: Mapping[str, Any]) -> Costs:
+    """The costs in a profile, with those of the drafts of each drafter that was timed."""
+
+    def tables(record: Mapping[str, str]) -> DraftTables:
+        draft, prepare = (StepCosts.parse(record[name]) if name in record else None for name in ("draft", "prepare"))
+        return draft, prepare
+
+    costs = profile["costs"]
+    others = {name: tables(record) for name, record in profile.get("times", {}).items()}
+    return Costs.tuned(StepCosts.parse(costs["pass"]), *tables(costs), others)
+
+
+def keep_arms(situation: Situation, arms: Arms) -> None:
+    """Store what the arms of "auto" yielded for later loads, if the cache folder is writable."""
+    record = {"yields": arms.to_dict(), "date": date.today().isoformat(), "situation": situation.__dict__}
+    with suppress(OSError):  # otherwise the next load begins with predictions
+        write_atomically(situation.arms_path(), json.dumps(record) + "\n")
+
+
+def keep_tuned(situation: Situation, speedups: Mapping[str, float]) -> None:
+    """Store the speedups over plain decoding that ``anabranch tune`` measured of each arm, one prompt at a time."""
+    kept = read_arms(situation.arms_path())
+    arms = Arms() if kept is None else kept[0]
+    arms.measured(speedups)
+    keep_arms(situation, arms)
+
+
+def read_arms(path: Path, lengths: Mapping[str, float] | None = None) -> tuple[Arms, date] | None:
+    """What the arms yielded until a date; None if the file is missing or unreadable.
+
+    lengths  the mean acceptance lengths that adapters' cards predict, by arm
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return Arms.from_dict(found["yields"], lengths or {}), date.fromisoformat(found["date"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _known_arms(situation: Situation, adapters: Sequence[LoadedAdapter]) -> Arms | None:
+    """What is known of the arms of "auto" with these adapters; None where there is no choice."""
+    arms = resolve_spec(AUTO, *(adapter.module for adapter in adapters)).arms
+    if not arms:
+        return None
+    predicted = {adapter.method: predicted_length(adapter.record) for adapter in adapters}
+    lengths = {str(arm): length for arm in arms if (length := predicted.get(arm.parts[0].method)) is not None}
+    kept = read_arms(situation.arms_path(), lengths)
+    if kept is None or (date.today() - kept[1]).days > DAYS:
+        return Arms(lengths)
+    return kept[0]
 
 
 def _know_passes(target: Target, situation: Situation) -> tuple[Origin, str]:

@@ -11,6 +11,7 @@ import pytest
 
 from anabranch.analysis.trace import read_trace
 from anabranch.cli import main
+from anabranch.support import plots
 from toy_text import ToyFolders
 
 
@@ -86,7 +87,9 @@ def test_what_cannot_be_replayed_is_said(
         assert "Traceback" not in err
 
 
-def test_the_figures_and_their_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_figures_and_their_tables(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("matplotlib")
     code, out, _ = run(capsys, "analyze", "--out", tmp_path, "--model", "Phi-3", "--json")
     assert code == 0
@@ -109,6 +112,7 @@ def test_the_figures_and_their_tables(capsys: pytest.CaptureFixture[str], tmp_pa
         assert "exists already; give another --out, or --force to replace it" in err
         path.unlink()
     (tmp_path / "t5.csv").write_text("old")
+    monkeypatch.setattr(plots, "save_both", lambda figure, path: [])  # drawing takes long
     assert run(capsys, "analyze", "--out", tmp_path, "--force")[0] == 0
     assert (tmp_path / "t5.csv").read_text() != "old"
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
 import pytest
 
 from anabranch.analysis.cost import MODELS, cost, costs, counted_methods, target
@@ -32,53 +37,64 @@ def test_the_models_are_the_published_ones(name: str, published: float) -> None:
     assert parameters(decoder) == pytest.approx(published, rel=0.005)
 
 
-@pytest.mark.parametrize(
-    ("name", "printed", "digits"),
-    [
-        ("OPT-1.3b", 4.28e8, 3),  # v1 table 1
-        ("Phi-1.3b", 4.36e8, 3),
-        ("Llama-2-7B", 5.91e8, 3),  # OpenLlama-7b there: the same shape
-        ("Mistral-7B", 5.9e8, 2),  # ACL table 3
-        ("Phi-3", 4.3e8, 2),
-        ("Llama-2-7B", 5.9e8, 2),
-    ],
-)
-def test_medusa_heads(name: str, printed: float, digits: int) -> None:
-    found = cost("medusa", name).parameters
-    h, v = target(name).config.hidden_size, target(name).config.vocab_size
-    assert found == 4 * (h * h + h * v + h)  # with the block's bias
-    # the papers cut digits off rather than round: 4.286e8 is printed as 4.28E8
-    unit = 10 ** (9 - digits)
-    assert found // unit * unit == pytest.approx(printed)
+@pytest.fixture(scope="module")
+def papers() -> ModuleType:
+    """``scripts/paper_parameters.py``: the papers' columns, and our counts."""
+    path = Path(__file__).resolve().parents[2] / "scripts" / "paper_parameters.py"
+    spec = importlib.util.spec_from_file_location("paper_parameters", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look there
+    spec.loader.exec_module(module)
+    return module
 
 
-@pytest.mark.parametrize(("name", "printed"), [("Llama-2-7B", 2.4e8), ("Phi-3", 1.3e8)])
-def test_eagle_layers(name: str, printed: float) -> None:
-    assert round(cost("eagle", name).parameters, -7) == printed
-
-
-def test_eagle_on_mistral_is_not_what_is_printed() -> None:
-    # ACL table 3 prints 2.4E8, which is Llama-2-7B's layer; Mistral's grouped heads and wider MLP give 2.5E8
-    assert round(cost("eagle", "Mistral-7B").parameters, -7) == 2.5e8
+def test_every_number_that_the_papers_print(papers: ModuleType) -> None:
+    counts = {name: papers.counted(name) for name in papers.MODELS}
+    wrong = [each for each in papers.PRINTED if not each.agrees(counts[each.model][each.method])]
+    # ACL table 3 prints Llama-2-7B's layer for Mistral, whose grouped heads and wider MLP give 2.5E8
+    assert [(each.model, each.method, each.text) for each in wrong] == [("Mistral-7B", "EAGLE", "2.4E8")]
+    assert round(counts["Mistral-7B"]["EAGLE"], -7) == 2.5e8
+    assert {each.model for each in papers.PRINTED} == set(papers.MODELS)
 
 
 @pytest.mark.parametrize(
-    ("name", "printed"),
+    ("text", "count", "agrees"),
     [
-        ("OPT-1.3b", 4.096e4),
-        ("Phi-1.3b", 4.096e4),
-        ("Phi-3", 6.1e4),
-        ("Llama-2-7B", 8.19e4),
-        ("Mistral-7B", 8.2e4),
+        ("4.28E8", 428_600_000, True),  # v1 cuts digits off
+        ("8.2E4", 81_920, True),  # and the ACL version rounds
+        ("8.19E4", 81_920, True),
+        ("4.28E8", 429_000_000, False),
+        ("4.28E8", 427_400_000, False),
+        ("2.4E8", 251_658_240, False),
     ],
 )
-def test_shared_streams_without_their_layers(name: str, printed: float) -> None:
-    shape = DraftShape()
-    lossless = cost("streams, optimised", name, shape).parameters
-    h = target(name).config.hidden_size
-    shared = lossless - shape.layers * 2 * shape.rank * h
-    assert shared == (shape.gamma + 2 * 8) * h
-    assert shared == pytest.approx(printed, rel=0.01)
+def test_when_a_count_agrees_with_a_printed_one(papers: ModuleType, text: str, count: int, agrees: bool) -> None:
+    assert papers.Printed("paper", "model", "method", text).agrees(count) is agrees
+
+
+@pytest.mark.parametrize("name", ["OPT-1.3b", "Phi-1.3b", "Phi-3", "Llama-2-7B", "Mistral-7B"])
+def test_the_counts_are_the_formulae(papers: ModuleType, name: str) -> None:
+    found, decoder = papers.counted(name), target(name)
+    h, v = decoder.config.hidden_size, decoder.config.vocab_size
+    norm = h * (2 if decoder.config.norm == "layer" else 1)
+    layer = parameters(decoder.blocks[0])
+    assert found["Speculative Streaming, shared"] == (4 + 2 * 8) * h
+    assert found["Speculative Streaming, lossless"] == (4 + 2 * 8) * h + 4 * 2 * 8 * h
+    assert found["SPACE"] == 4 * h
+    assert found["Medusa"] == 4 * (h * h + h * v + h)  # with the block's bias
+    hydra = sum(2 * ((k + 1) * h * h + h) + h * v for k in range(1, 5))
+    assert found["Hydra"] == hydra
+    assert found["Hydra++"] == hydra + 4 * 3 * (h * h + h) + layer
+    assert found["EAGLE"] == 2 * h * h + layer + norm
+
+
+def test_a_printed_number_that_differs_stands_out(papers: ModuleType) -> None:
+    rows = {name: cells for name, *cells in papers.parameter_rows()}
+    assert rows["EAGLE"][papers.MODELS.index("Mistral-7B")] == "2.517e8 (**2.4E8**)"
+    assert rows["Medusa"][papers.MODELS.index("Llama-2-7B")] == "5.914e8 (5.91E8, 5.9E8)"
+    assert rows["draft model"][papers.MODELS.index("Phi-3")] == "-"
 
 
 def test_counts_of_one_target() -> None:

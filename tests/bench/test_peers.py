@@ -305,6 +305,7 @@ def test_transformers_decodes_what_we_decode(toys: ToyFolders, name: str) -> Non
         peer.close()
 
 
+@pytest.mark.thorough
 def test_transformers_samples_by_the_seed(toys: ToyFolders) -> None:
     target = load_target(str(toys.model), dtype="float32")
     peer = _open("transformers", target, SamplingParams(temperature=1.0, top_k=20, top_p=0.9, seed=3))

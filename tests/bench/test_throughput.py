@@ -115,6 +115,7 @@ def where(toys: ToyFolders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return [*start, "--suite", tmp_path / "suite.jsonl", "-n", 6, "--rows", 1, "--rows", 2]
 
 
+@pytest.mark.thorough  # the peer is a process with PyTorch
 def test_the_verb_measures_ours_and_a_peer(anabranch: Anabranch, where: list[object], tmp_path: Path) -> None:
     out = tmp_path / "result"
     done = anabranch(*where, "--method", "auto", "--peer", "transformers", "--repeats", 2, "--out", out)

@@ -330,6 +330,7 @@ def test_ctrl_c_at_the_prompt_of_a_real_pipe(toys: ToyFolders) -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("answering", [False, True], ids=["at the prompt", "in an answer"])
 def test_sigterm_ends_a_real_terminal(toys: ToyFolders, answering: bool) -> None:
     command = ["chat", "--model", toys.model, "--drafter", "none", "--temperature", "3", "-n", "2000"]

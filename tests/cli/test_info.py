@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from anabranch.adapters.folder import SHIPPED
 from anabranch.api import load
 from anabranch.installation import describe_installation
 from anabranch.native import library as native
+from anabranch.profiles import Situation, keep_tuned
 from anabranch.support.processor import processor_name
 from toy_text import ToyFolders
 from verbs import Anabranch
@@ -28,11 +30,15 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-def profile(home: Path, name: str, **changes: Any) -> None:
+def situation_here() -> dict[str, Any]:
     fingerprint = json.loads((SHIPPED / NAME / "adapter_config.json").read_text())["target"]["fingerprint"]
     situation = {"fingerprint": fingerprint, "adapter": "", "dtype": "bfloat16", "device": "cpu", "kernels": "torch"}
     situation |= {"processor": processor_name(), "threads": torch.get_num_threads(), "torch": torch.__version__}
-    situation |= {"anabranch": _own()} | changes
+    return situation | {"anabranch": _own()}
+
+
+def profile(home: Path, name: str, **changes: Any) -> None:
+    situation = situation_here() | changes
     record = {"costs": {"pass": "1:7"}, "drafter": "streams:nodes=9", "speedup": 1.5, "situation": situation}
     record["date"] = "2026-01-02"
     (home / "profiles").mkdir(parents=True, exist_ok=True)
@@ -89,6 +95,20 @@ def test_costs_that_were_measured_at_load(anabranch: Anabranch, home: Path, toys
     again = load(toys.model, adapter=toys.adapter).known
     assert again is not None
     assert again.origin == "remembered"
+
+
+def test_what_the_arms_of_auto_yielded(anabranch: Anabranch, home: Path) -> None:
+    here = Situation(**situation_here())
+    keep_tuned(here, {"eagle:tree=auto+prompt_lookup:tokens=auto": 1.5, "medusa:tree=auto": 1.75})
+    keep_tuned(replace(here, processor="another"), {"medusa:tree=auto": 3.0})
+    (home / "arms" / "broken.json").write_text('{"yields": {"1": 3}}')
+    found = json.loads(anabranch("info", "--json").out)["auto"]
+    (arms,) = found["arms"]
+    assert (arms["model"], arms["dtype"]) == ("default", "bfloat16")
+    assert arms["speedups"] == {"1": {"medusa:tree=auto": 1.75, "eagle:tree=auto+prompt_lookup:tokens=auto": 1.5}}
+    assert {"streams", "eagle", "medusa"} <= set(found["trained"])
+    shown = " ".join(anabranch("info").out.split())
+    assert "with 1 row medusa:tree=auto 1.75, eagle:tree=auto+prompt_lookup:tokens=auto 1.50 times plain" in shown
 
 
 def test_a_machine_without_kernels(anabranch: Anabranch, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

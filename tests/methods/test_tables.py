@@ -26,7 +26,7 @@ from anabranch.model.text import fingerprint
 from anabranch.model.weights import build_decoder
 from anabranch.sampling import SamplingParams
 from anabranch.train.documents import read_documents
-from small import LLAMA, SOME_CASES, VOCABULARY, as_target, decode, randomise, request, small
+from small import CASES, LLAMA, VOCABULARY, as_target, decode, randomise, request, small
 from toy_distribution import assert_pairs_from, pair_probs
 from toy_tables import TOY, method, opened, write
 from toy_text import ToyFolders, byte_tokenizer
@@ -64,8 +64,15 @@ def made(spec: str, folders: dict[str, Path], target: Decoder) -> Drafter:
 
 
 # -- decoding --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("case", SOME_CASES)
-@pytest.mark.parametrize("spec", SPECS)
+# every kind of table on one family, and all of them at once on the others
+DECODED = [
+    pytest.param(case, spec, marks=() if case == "llama" or spec == "combined" else pytest.mark.thorough)
+    for case in sorted(CASES)
+    for spec in SPECS
+]
+
+
+@pytest.mark.parametrize(("case", "spec"), DECODED)
 def test_the_text_is_plain_decodings(case: str, spec: str, folders: dict[str, Path]) -> None:
     target = small(case)
     sampled = [

@@ -20,6 +20,7 @@ from anabranch.native import library as native
 
 # an early form, compiled quickly
 QUICK = (*build.FLAGS, "-O0", *build.INSTRUCTION_SETS["avx2"][1])
+NO_HEADER = "/no/such.h"
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +36,12 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def quick(compiled: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A compiler that delivers at once, as $CXX; the file where it notes its calls."""
+    """A compiler that delivers at once, as $CXX, or fails without a header; the file where it notes its calls."""
     asked, script = tmp_path / "asked", tmp_path / "quick"
     script.write_text(
-        f'#!/bin/sh\necho "$1" >> "{asked}"\nwhile [ "$1" != -o ]; do shift; done\nexec cp "{compiled}" "$2"\n'
+        f'#!/bin/sh\necho "$1" >> "{asked}"\n'
+        f'case "$*" in *{NO_HEADER}*) echo "fatal error: {NO_HEADER}: No such file" >&2; exit 1;; esac\n'
+        f'while [ "$1" != -o ]; do shift; done\nexec cp "{compiled}" "$2"\n'
     )
     script.chmod(0o755)
     monkeypatch.setenv("CXX", f"{script} first")
@@ -228,19 +231,19 @@ def test_structs_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @needs_kernels
-def test_a_lesser_form(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lesser_form(home: Path, quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     best = build.instruction_sets()[0]
     if best == "avx2":
         pytest.skip("this processor has no better form than AVX2")
     monkeypatch.setitem(
-        build.INSTRUCTION_SETS, best, (build.INSTRUCTION_SETS[best][0], ("-DNOT_A_HEADER", "-include", "/no/such.h"))
+        build.INSTRUCTION_SETS, best, (build.INSTRUCTION_SETS[best][0], ("-DNOT_A_HEADER", "-include", NO_HEADER))
     )
     kernels, found = native.library(), native.shortfall()
     assert kernels is not None
     assert found is not None
     assert kernels.instruction_set != best
     assert f"instead of {best}" in found.why
-    assert "/no/such.h" in found.why
+    assert NO_HEADER in found.why
     assert not found.accepted
     monkeypatch.setenv("ANABRANCH_NATIVE", "avx2")
     native.forget()

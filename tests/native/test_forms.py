@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -87,8 +88,13 @@ def test_a_ragged_pass_is_its_rows_to_the_bit(other: str, form: str) -> None:
 
 
 @in_every_faster_form
-@pytest.mark.parametrize("form", test_kernels.FORMS)
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    ("rows", "form"),
+    [
+        pytest.param(rows, form, marks=() if (rows, form) in {(1, "bfloat16"), (3, "int4")} else pytest.mark.thorough)
+        for rows, form in product((1, 3), test_kernels.FORMS)
+    ],
+)
 def test_speculation_says_the_same(other: str, rows: int, form: str) -> None:
     test_kernels.test_speculation_says_the_same("llama", rows, form)
 
@@ -99,6 +105,7 @@ def test_streams_trail(other: str, shape: dict[str, object]) -> None:
     test_kernels.test_streams_trail_as_in_pytorch("llama", shape)
 
 
+@pytest.mark.thorough  # as everything in this form, whose library takes long to compile
 @needs_avx512
 @pytest.mark.parametrize("other", ["amx"], indirect=True)
 def test_tiles_are_used(other: str, monkeypatch: pytest.MonkeyPatch) -> None:

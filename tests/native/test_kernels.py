@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from itertools import product
 from typing import Literal
 
 import numpy as np
@@ -356,10 +357,21 @@ def test_streams_trail_as_in_pytorch(name: str, shape: dict[str, object]) -> Non
     assert F.cosine_similarity(found.float(), wanted, dim=-1).min() > 0.999
 
 
+# each form, case and number of rows in every run, their other combinations in the thorough one
+QUICK = {
+    ("llama", 3, "bfloat16"),
+    ("no groups", 1, "float32"),
+    ("tied head", 1, "int8"),
+    ("sliding window (mistral)", 3, "int4"),
+}
+SPECULATING = [
+    pytest.param(*each, marks=() if each in QUICK else pytest.mark.thorough)
+    for each in product(("llama", "no groups", "sliding window (mistral)", "tied head"), (1, 3), FORMS)
+]
+
+
 @needs_kernels
-@pytest.mark.parametrize("name", ["llama", "no groups", "sliding window (mistral)", "tied head"])
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("name", "rows", "form"), SPECULATING)
 def test_speculation_says_the_same(name: str, rows: int, form: str) -> None:
     """In bf16 and quantised too, drafts change nothing."""
     model = packed(CASES[name], form)

@@ -60,6 +60,7 @@ def written(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.thorough
 def test_sigterm_in_the_middle_of_a_training(toys: ToyFolders, written: Path, tmp_path: Path) -> None:
     def arguments(folder: Path) -> list[str]:
         words = ("train", "streams", "--model", toys.model, "--answers", written, "--out", folder, *RECIPE)
@@ -96,6 +97,7 @@ def test_sigterm_keeps_the_answers_that_are_written(toys: ToyFolders, tmp_path: 
     assert all(json.loads(line)["answer_ids"] for line in lines)
 
 
+@pytest.mark.thorough
 def test_sigterm_ends_a_chat(toys: ToyFolders) -> None:
     process = started("chat", "--model", toys.model, "--drafter", "none")
     assert process.stdin is not None

@@ -69,6 +69,8 @@ def test_from_prompts_to_an_adapter_that_decodes(written: Path, tmp_path: Path) 
     assert steps[-1] == record["training"]["steps"]
     assert lengths[-1] == run["predicted"]["tree"]["tokens_per_pass"]
     assert run["next"]
+    assert record["training"]["seconds"] > 0
+    assert len(record["training"]["data_sha256"]) == 64
     loaded = load_adapter(folder, TARGET)
     assert loaded.record == record
     assert record["draft_vocabulary"] == 9
@@ -266,6 +268,7 @@ def test_a_training_that_cannot_be_is_refused_before_a_model_is_loaded(
         result = call(*arguments)
         assert isinstance(result.exception, AnabranchError), arguments
         assert message in str(result.exception)
+        assert not (tmp_path / "new").exists()
 
 
 def test_an_adapter_folder_that_cannot_be_made(written: Path, tmp_path: Path) -> None:
@@ -306,12 +309,16 @@ def test_ctrl_c_says_how_to_go_on(written: Path, tmp_path: Path, monkeypatch: py
         (("answers", "--prompts", "nowhere", "--out", "x", "--temperature", -1), "temperature"),
     ],
 )
-def test_bad_input_is_one_sentence(arguments: tuple[Any, ...], message: str) -> None:
+def test_bad_input_is_one_sentence_and_leaves_nothing_behind(
+    arguments: tuple[Any, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     result = call(*arguments)
     assert result.exit_code != 0
     assert isinstance(result.exception, AnabranchError)
     assert message in str(result.exception)
     assert "\n" not in str(result.exception)
+    assert not any(tmp_path.iterdir())
 
 
 def test_licences_have_two_sides(written: Path, tmp_path: Path) -> None:
@@ -325,6 +332,16 @@ def test_answers_of_another_target(written: Path, tmp_path: Path) -> None:
     result = call("streams", "--answers", written, "--out", tmp_path / "e")
     assert isinstance(result.exception, FileError)
     assert "another target" in str(result.exception)
+    assert not (tmp_path / "e").exists()
+
+
+def test_a_target_that_does_not_load_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object, **__: object) -> None:
+        raise FileError("there is no model")
+
+    monkeypatch.setattr(load, "load_target", missing)
+    assert isinstance(call("streams", "--out", tmp_path / "deep" / "new", *SMALL).exception, FileError)
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", RECIPES)

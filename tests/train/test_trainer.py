@@ -120,6 +120,7 @@ def test_a_run_that_was_stopped_ends_as_if_it_had_not_been(
     assert second.run(seen.append) == whole[1]
     assert seen[0].step == step + 1
     assert same(weights(second), whole[0])
+    assert second.seconds > first.seconds > 0
 
 
 @pytest.mark.parametrize("where", ["forward", "update", "evaluation", "kill"])

@@ -22,6 +22,7 @@ from anabranch.decoding.engine import Request
 from anabranch.errors import FileError, InputError
 from anabranch.loading import Loaded
 from anabranch.methods import Drafter, Method, Row, make_drafter, parse_spec, register, resolve_spec
+from anabranch.methods.medusa.module import MedusaConfig, MedusaModule
 from anabranch.methods.settings import Settings
 from anabranch.model.load import Target
 from anabranch.profiles import Situation, find_profile, save_profile, settle
@@ -29,7 +30,7 @@ from anabranch.tree import DraftTree
 from anabranch.tune.candidates import MOST, find_candidates
 from anabranch.tune.fit import Fit, Tried, fit
 from anabranch.tune.timing import DraftTimes, measure_times
-from small import as_target, decode, prompt, small, small_adapter
+from small import as_target, decode, prompt, randomise, small, small_adapter
 
 
 @pytest.fixture(autouse=True)
@@ -118,13 +119,44 @@ def test_candidates_are_those_of_the_registry(target: Target, adapter: LoadedAda
     with_adapter = find_candidates(target.decoder, [adapter.module])
     groups = {candidate.group for candidate in with_adapter.tried}
     assert groups == {"none", *alone, "streams+prompt_lookup"}
-    assert with_adapter.auto.spec == resolve_spec("auto", adapter.module)
-    assert with_adapter.auto.adaptive
+    (auto,) = with_adapter.arms
+    assert auto.spec == resolve_spec("auto", adapter.module)
+    assert auto.adaptive
     assert set(with_adapter.recorded) == alone
     without = find_candidates(target.decoder, [])
     trained = {method.name for method in methods.methods() if method.trained is not None}
     assert {candidate.group for candidate in without.tried} == {"none", *alone} - trained
-    assert without.auto.spec == resolve_spec("auto")
+    assert [arm.spec for arm in without.arms] == [resolve_spec("auto")]
+
+
+@pytest.mark.thorough
+def test_each_arm_of_auto_is_measured(
+    target: Target, adapter: LoadedAdapter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    heads = MedusaModule(target.config, MedusaConfig(num_heads=2))
+    randomise(heads, seed=3, scale=0.1)
+    other = LoadedAdapter(
+        heads.eval().requires_grad_(False), {"sha256": "b" * 64, "measured": {}}, methods.medusa.METHOD
+    )
+    both = (replace(adapter, record={**adapter.record, "measured": {}}), other)
+    monkeypatch.setattr("anabranch.cli.options.load", lambda *_: Loaded(target, both))
+    (tmp_path / "p.jsonl").write_text('{"prompt": "w5 w6 w5"}\n', encoding="utf-8")
+    asked = ["tune", "--prompts", str(tmp_path / "p.jsonl"), "--max-new-tokens", "8", "--raw", "--force"]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 0, result.output
+    arms = [str(arm) for arm in resolve_spec("auto", adapter.module, heads).arms]
+    assert all(f"tokens/s measured with {arm}" in result.stdout for arm in arms)
+    profile = find_profile(Situation.of(target, both))
+    assert profile is not None
+    assert list(profile["arms"]) == arms
+    assert set(profile["times"]) >= {"streams+prompt_lookup", "medusa+prompt_lookup"}
+    known = settle(target, both)
+    assert known.origin == "tuned"
+    assert known.arms is not None
+    found = known.arms.yields()[1]
+    best = max(found, key=lambda arm: found[arm].speedup)
+    assert best == max(arms, key=profile["arms"].__getitem__)
+    assert found[best].speedup == pytest.approx(profile["arms"][best] / profile["plain_tokens_per_second"], rel=0.01)
 
 
 @dataclass(frozen=True)
@@ -235,7 +267,8 @@ def fitted(found: Fit) -> Fit:
 def test_the_result_comes_first_and_fits_60_columns(
     target: Target, fitted: Fit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = run_tune(replace(fitted, auto=2 * fitted.plain, measured=fitted.plain), target, monkeypatch, "--dry")
+    faster = replace(fitted, arms={fitted.auto_spec: 2 * fitted.plain}, measured=fitted.plain)
+    result = run_tune(faster, target, monkeypatch, "--dry")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[0] == f"2.00x with {fitted.auto_spec}"

@@ -20,7 +20,7 @@ from anabranch.methods.trained import Trained
 from anabranch.support.foreign import peft_advice
 from anabranch.support.jsonfiles import read_json, shown
 
-__all__ = ["CONFIG", "FORMAT", "VERSION", "method_of", "read_record"]
+__all__ = ["CONFIG", "FORMAT", "VERSION", "method_of", "predicted_length", "read_record"]
 
 PACKAGE = "anabranch"
 FORMAT, VERSION = f"{PACKAGE} adapter", 2
@@ -77,6 +77,13 @@ def _converted(record: dict[str, Any], name: str) -> dict[str, Any]:
     """A record of version 1, for the method ``name``, in the form of version 2."""
     rest = {field: value for field, value in record.items() if field != name}
     return rest | {"format": FORMAT, "version": VERSION, "method": name, "config": record.get(name)}
+
+
+def predicted_length(record: dict[str, Any]) -> float | None:
+    """The mean acceptance length with trees of 16 nodes that training predicted; None if the record does not say."""
+    lengths = record["measured"].get("predicted mean acceptance length")
+    found = lengths.get("16 nodes") if isinstance(lengths, dict) else None
+    return float(found) if isinstance(found, int | float) and 1 < found < 100 else None
 
 
 def method_of(record: dict[str, Any]) -> tuple[Method, Trained]:

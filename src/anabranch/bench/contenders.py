@@ -12,6 +12,7 @@ from anabranch.decoding.speculation import Speculation
 from anabranch.methods.base import Drafter
 from anabranch.model.load import Target
 from anabranch.sampling import SamplingParams
+from anabranch.verify import Rule
 
 __all__ = ["Contender", "Ours", "Run"]
 
@@ -45,6 +46,7 @@ class Ours:
 
     spec         its specification, "auto" resolved
     speculation  the controller of an adaptive drafter; None: the engine's own
+    rule         how drafts are verified
     """
 
     def __init__(
@@ -57,14 +59,15 @@ class Ours:
         sampling: SamplingParams,
         spec: str = "",
         speculation: Speculation | None = None,
+        rule: Rule = "match",
     ) -> None:
-        self.name, self.sampling, self.spec = name, sampling, spec
+        self.name, self.sampling, self.spec, self.rule = name, sampling, spec, rule
         self.engine = Engine(target.decoder, drafter, capacity=capacity, speculation=speculation)
         self.stop = frozenset(target.config.eos_token_ids)
 
     def decode(self, prompt_ids: Sequence[int], *, max_new_tokens: int) -> Run:
         """Decode one prompt."""
-        request = Request(prompt_ids, max_new_tokens, self.sampling, self.stop)
+        request = Request(prompt_ids, max_new_tokens, self.sampling, self.stop, self.rule)
         self.engine.rehearse(request)
         began = time.perf_counter()
         self.engine.add(request)

@@ -17,6 +17,7 @@ from anabranch.model.quantize import QUANTIZATIONS, Quantization, check_quantiza
 from anabranch.profiles import settle
 from anabranch.sampling import SamplingParams
 from anabranch.support.files import without_folders
+from anabranch.verify import Rule
 
 __all__ = [
     "PLAIN",
@@ -107,8 +108,12 @@ def open_entry(
     sampling: SamplingParams,
     threads: int,
     capacity: int,
+    rule: Rule = "match",
 ) -> Contender:
-    """Prepare the contender for decoding; this starts a peer's process and loads its weights."""
+    """Prepare the contender for decoding; this starts a peer's process and loads its weights.
+
+    rule  how our own drafts are verified
+    """
     if entry.kind == "peer":
         return open_peer(entry.spec, loaded.target, sampling=sampling, threads=threads, capacity=capacity)
     target = loaded.target
@@ -116,7 +121,8 @@ def open_entry(
     drafter = make_drafter(spec, target.decoder, *loaded.modules)
     speculation = None
     if drafter.adaptive:
-        speculation = Speculation(settle(target, loaded.adapters).costs, ragged=target.decoder.ragged)
+        known = settle(target, loaded.adapters)
+        speculation = Speculation(known.costs, ragged=target.decoder.ragged, arms=known.arms)
     return Ours(
         entry.name,
         target,
@@ -125,4 +131,5 @@ def open_entry(
         sampling=sampling,
         spec=str(spec),
         speculation=speculation,
+        rule=rule,
     )

@@ -26,7 +26,7 @@ __all__ = ["Recordings", "recorded_places"]
 
 
 def recorded_places(folder: Path, entries: Sequence[Entry], *, resume: bool, force: bool = False) -> dict[str, Path]:
-    """The file of each contender of ours, by name; creates the folder and checks that it is writable.
+    """The file of each contender of ours, by name; checks that the folder is writable.
 
     Raises InputError for two labels that would share a file, and FileError for a folder that is not writable or has one
     of the files already, unless they are to be continued (``resume``) or replaced (``force``).

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from anabranch.bench.peers import Peer
 from anabranch.bench.run import FAILURES, describe
 from anabranch.costs import Costs
+from anabranch.decoding.arms import Arms
 from anabranch.decoding.engine import Request, Step
 from anabranch.decoding.scheduler import Scheduler, Ticket
 from anabranch.decoding.speculation import Speculation
@@ -108,16 +109,24 @@ class Ours:
     adaptive drafter is kept for each number of rows.
 
     costs  the step costs, for adaptive drafters
+    arms   what is known of the arms of a drafter that has several
     """
 
-    def __init__(self, target: Target, drafter: Drafter, sampling: SamplingParams, costs: Costs | None = None) -> None:
-        self.target, self.drafter, self.sampling, self.costs = target, drafter, sampling, costs
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        sampling: SamplingParams,
+        costs: Costs | None = None,
+        arms: Arms | None = None,
+    ) -> None:
+        self.target, self.drafter, self.sampling, self.costs, self.arms = target, drafter, sampling, costs, arms
         self._stop = frozenset(target.config.eos_token_ids)
         self._learned: dict[int, Speculation] = {}
 
     def _speculation(self, rows: int) -> Speculation | None:
         if self.costs is not None and rows not in self._learned:
-            self._learned[rows] = Speculation(self.costs, ragged=self.target.decoder.ragged)
+            self._learned[rows] = Speculation(self.costs, ragged=self.target.decoder.ragged, arms=self.arms)
         return self._learned.get(rows)
 
     def serve(self, prompts: Prompts, *, rows: int, max_new_tokens: int) -> Served:

@@ -174,8 +174,9 @@ def _open(
         spec = resolve_spec(entry.spec, *loaded.modules)
         fact["drafter"] = str(spec)
         drafter = make_drafter(spec, loaded.target.decoder, *loaded.modules)
-        costs = settle(loaded.target, loaded.adapters).costs if drafter.adaptive else None
-        return Ours(loaded.target, drafter, sampling, costs)
+        known = settle(loaded.target, loaded.adapters) if drafter.adaptive else None
+        costs, arms = (None, None) if known is None else (known.costs, known.arms)
+        return Ours(loaded.target, drafter, sampling, costs, arms)
     capacity = max(len(ids) for _, ids in encoded) + config.max_new_tokens
     peer = open_peer(entry.spec, loaded.target, sampling=sampling, threads=torch.get_num_threads(), capacity=capacity)
     exits.callback(peer.close)

@@ -198,7 +198,7 @@ class Conversation:
         why = show.explained(ended, found, self.model, more="start chat with --max-new-tokens")
         if ended == "model_limit":
             why += "; /reset starts a new conversation"
-        self._last = [*show.rates(found.stats, self.drafter), *show.lesser_kernels(self.model), why]
+        self._last = [*show.rates(found.stats, found.drafter), *show.lesser_kernels(self.model), why]
         if self.shows_stats:
             show.sentences(self._last)
         elif ended != "end_token":

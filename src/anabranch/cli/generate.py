@@ -78,11 +78,11 @@ def generate(config: GenerateConfig) -> None:
     assert found is not None, "the last chunk has the result"
     if marker is not None:
         typer.echo(marker.legend(found.stats), err=True)
-    comparison = _compare(loaded, asked, call) if config.compare else None
+    comparison = _compare(loaded, asked, call, found.drafter) if config.compare else None
     if config.as_json:
         print(json.dumps(_record(loaded, found, config, comparison)))
         return
-    facts = show.rates(found.stats, str(loaded.drafter))
+    facts = show.rates(found.stats, found.drafter)
     ended = show.ending(found, loaded, config.decoding.max_new_tokens)
     facts += [*show.lesser_kernels(loaded), show.explained(ended, found, loaded, more="--max-new-tokens")]
     show.sentences(facts + (_compared(comparison) if comparison else []))
@@ -117,7 +117,7 @@ def _record(
         "finish_reason": found.finish_reason,
         "ended": show.ending(found, loaded, config.decoding.max_new_tokens),
         "prompt_tokens": len(found.prompt_ids),
-        "drafter": str(loaded.drafter),
+        "drafter": found.drafter,
         "kernels": show.kernels(loaded),
     }
     if config.show_drafts:
@@ -152,9 +152,8 @@ def _recorded(
                 yield chunk
 
 
-def _compare(loaded: Model, asked: list[int], call: Keywords) -> dict[str, Any]:
+def _compare(loaded: Model, asked: list[int], call: Keywords, drafter: str) -> dict[str, Any]:
     """Alternate plain decoding and the drafter on the same prompt; rates and the paired speedup are medians."""
-    drafter = str(loaded.drafter)
     rates: dict[str, list[float]] = {"none": [], drafter: []}
     tokens: dict[str, list[int]] = {}
     warm_up: Keywords = {**call, "max_new_tokens": 8, "drafter": "none"}

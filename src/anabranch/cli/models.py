@@ -178,7 +178,8 @@ def _capabilities(model: str | None, as_json: bool) -> None:
 
 def _auto(auto: dict[str, Any]) -> dict[str, str]:
     facts = {
-        "methods": f"{auto['drafter']} (methods without their adapter are left out)",
+        "methods": f"{auto['drafter']}, merged with the method of the adapter ({', '.join(auto['trained'])}); with "
+        "adapters of several methods, the one that lately was the fastest",
         "nodes": "chosen at every step from the measured acceptance, the costs below and the load; none is a choice",
     }
     for kind in ("costs", "profiles"):  # a profile takes precedence over costs measured at load
@@ -188,6 +189,14 @@ def _auto(auto: dict[str, Any]) -> dict[str, str]:
             if kind == "profiles":
                 gain = f"{found['speedup']:.2f} times plain decoding"
                 facts[name] = f"costs tuned on {found['date']}; fastest was {found['drafter']}, {gain}"
+    for number, found in enumerate(auto["arms"], 1):
+        name = f"{found['model'] or 'model ' + found['fingerprint'][:12]}, {found['dtype']}, choice {number}"
+        facts[name] = f"until {found['date']}: " + "; ".join(
+            f"with {rows}{' or more' if int(rows) > 1 else ''} row{'s' if int(rows) > 1 else ''} "
+            + ", ".join(f"{arm} {speedup:.2f}" for arm, speedup in speedups.items())
+            for rows, speedups in found["speedups"].items()
+        )
+        facts[name] += " times plain decoding"
     facts["other models"] = "costs are measured when the model is loaded, or by 'anabranch tune'"
     facts["profiles"] = (
         f"{len(auto['profiles'])} for this machine, {auto['other_profiles']} for other situations, in {auto['folder']}"

@@ -164,7 +164,7 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
         if timed and plan.held_out and not tuned:
             speeds = train_result.predicted_speeds(target, record, config.out, examples, shown)
             asked = own_examples or split(examples, plan.held_out, plan.options.seed)[1]
-            timings = measured_speeds(target, record, config.out, asked, shown)
+            timings = measured_speeds(target, config.out, asked, shown)
     log = read_log(run)
     used = str(config.out / "model") if tuned else config.loading.model
     found = train_result.summary(record, log, speeds, timings, model=used, out=config.out)

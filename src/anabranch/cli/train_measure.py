@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from anabranch.cli.screen import Screen
 
@@ -12,39 +12,29 @@ if TYPE_CHECKING:
     from anabranch.model.load import Target
     from anabranch.train import Example
 
-__all__ = ["drafter_of", "measured_speeds"]
+__all__ = ["measured_speeds"]
 
 PROMPTS = 8  # decoded one at a time
 TOKENS = 64  # of each
 PLAIN = "none"
 
 
-def drafter_of(record: Mapping[str, Any]) -> str:
-    """The drafter that uses an adapter: "auto" if that includes its method."""
-    from anabranch.methods import AUTO, methods
-
-    found = next(method for method in methods() if method.name == record["method"])
-    return AUTO if found.default else found.name
-
-
-def measured_speeds(
-    target: Target, record: Mapping[str, Any], out: Path, examples: Sequence[Example], screen: Screen
-) -> dict[str, float]:
-    """Tokens/s of decoding a few prompts one at a time, by drafter: plain decoding, and the adapter's.
+def measured_speeds(target: Target, out: Path, examples: Sequence[Example], screen: Screen) -> dict[str, float]:
+    """Tokens/s of decoding a few prompts one at a time, by drafter: plain decoding, and "auto" with the adapter.
 
     Packs the target's weights. The two alternate from prompt to prompt, after one prompt each that is not counted.
     """
     from anabranch.adapters.folder import load_adapter
     from anabranch.api import Model
+    from anabranch.methods import AUTO
     from anabranch.model.pack import pack_decoder
 
     adapter = load_adapter(out, target)
     pack_decoder(target.decoder)
-    used = drafter_of(record)
     room = target.config.max_positions
     prompts = [list(example.prompt_ids) for example in examples if len(example.prompt_ids) < room - 1][:PROMPTS]
-    seconds, tokens = {PLAIN: 0.0, used: 0.0}, {PLAIN: 0, used: 0}
-    model = Model(target, (adapter,), used)
+    seconds, tokens = {PLAIN: 0.0, AUTO: 0.0}, {PLAIN: 0, AUTO: 0}
+    model = Model(target, (adapter,))
     for number, prompt in enumerate([*prompts[:1], *prompts]):
         line = f"decoding for the measured tokens/s, prompt {number + 1} of {len(prompts) + 1}"
         screen.show(line, "(--no-timing skips this)", plain=line)

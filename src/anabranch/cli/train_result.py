@@ -46,8 +46,6 @@ def summary(
     speeds           predicted tokens/s by draft
     measured_speeds  measured tokens/s by drafter
     """
-    from anabranch.cli.train_measure import drafter_of
-    from anabranch.methods import AUTO
     from anabranch.train.advice import curve_of, more_data, next_steps, scaling_of
 
     measured = record["measured"]
@@ -60,8 +58,6 @@ def summary(
     for spec, length in tokens_a_pass(record).items():
         rows[spec] = {"tokens_per_pass": length} | ({"tokens_per_second": speeds[spec]} if spec in speeds else {})
     where = [] if model == "default" else ["--model", model]
-    if (drafter := drafter_of(record)) != AUTO:
-        where += ["--drafter", drafter]
     scaling = scaling_of(curve, record["training"])
     advice = next_steps(curve, accuracy=trained, held_out_accuracy=top, speeds=speeds) if measured else []
     return {

@@ -48,10 +48,10 @@ def tune(config: TuneConfig) -> None:
 
     Measures the latency of a step by drafted and verified nodes, records which drafts would have been accepted, and
     decodes with the drafter of the highest predicted throughput, with 'auto' and with plain decoding to compare them.
-    From then on 'auto' uses the measured costs, for this model, adapter, number of threads and machine. Run nothing
-    else at the same time.
+    From then on 'auto' uses the measured costs, for this model, adapter, number of threads and machine. With adapters
+    of several methods, it tries each and 'auto' starts with the fastest. Run nothing else at the same time.
     """
-    from anabranch.profiles import Situation, save_profile
+    from anabranch.profiles import Situation, keep_tuned, save_profile
     from anabranch.support.files import check_output
     from anabranch.tune.figure import check_figure, draw
     from anabranch.tune.fit import fit
@@ -78,6 +78,8 @@ def tune(config: TuneConfig) -> None:
     if not (config.dry or doubtful):
         situation = Situation.of(loaded.target, loaded.adapters)
         path = save_profile(situation, costs=found.costs, drafter=str(found.spec), record=record)
+        if len(found.arms) > 1:
+            keep_tuned(situation, {str(arm): rate / found.plain for arm, rate in found.arms.items()})
     if config.as_json:
         result = {"drafter": str(found.spec), "costs": found.costs, "profile": None if path is None else str(path)}
         print(json.dumps(result | record))
@@ -115,8 +117,9 @@ def _show(found: Fit, path: Path | None) -> None:
         print("Plain decoding is the fastest here.")
     low, high = found.interval
     print(f"{found.plain:8.1f} tokens/s measured with plain decoding")
-    print(f"{found.auto:8.1f} tokens/s measured with auto")
-    if found.predicted.spec not in (found.auto_spec, found.tried[0].candidate.spec):
+    for arm, rate in found.arms.items():
+        print(f"{rate:8.1f} tokens/s measured with {'auto' if len(found.arms) == 1 else arm}")
+    if found.predicted.spec not in (*found.arms, found.tried[0].candidate.spec):
         print(f"{found.measured:8.1f} tokens/s measured with {found.predicted.spec}")
     print(f"{found.prediction:8.1f} tokens/s predicted for {found.predicted.spec}")
     print(f"{'':<8} 90 % interval {low:.1f} to {high:.1f}")

@@ -116,6 +116,24 @@ class Engine(Batch):
         """The controller, if it was needed so far."""
         return self._speculation
 
+    def join(self, request: Request, drafter: Drafter | None = None, *, known: int = 0) -> int:
+        """As ``Batch.join``, with one of the drafter's arms if it has several."""
+        return super().join(request, self.arm(drafter or self.drafter), known=known)
+
+    def arm(self, drafter: Drafter, rows: int = 0) -> Drafter:
+        """The drafter of a row that joins now: ``drafter``, or one of its arms.
+
+        rows  the rows that will soon be in use, if more than now
+        """
+        if not drafter.arms:
+            return drafter
+        others = [member.drafter for member in self._members]
+        able = [arm for arm in drafter.arms if not others or arm.rider is others[0].rider]
+        if not able:
+            return drafter.arms[0]  # it waits, as any of them would
+        using = next((other for other in reversed(others) if other in able), None)
+        return self.speculation.arm(able, max(rows, self.active + 1), _context(self._members), using=using)
+
     def rehearse(self, request: Request) -> None:
         """Decode ``request`` as often as its shapes must occur to be captured as graphs, before it is timed."""
         for _ in range(0 if self.target.backend.capture is None else 2):
@@ -320,12 +338,12 @@ class Engine(Batch):
             return  # whose draft took how long is not known
         for drafter, places in groups.items():
             if budgets.get(drafter, 1) > 1 and not drafter.free:
-                costs.saw_draft(1e3 * timings.draft, budgets[drafter], len(places))
+                costs.saw_draft(drafter.name, 1e3 * timings.draft, budgets[drafter], len(places))
             elif budgets.get(drafter, 1):
-                costs.saw_free(1e3 * timings.draft, len(places))
+                costs.saw_free(drafter.name, 1e3 * timings.draft, len(places))
             live = sum(members[b].finish is None for b in places)
             if live and not drafter.free and (budget := self._budgets.get(drafter, 1)) > 1:
-                costs.saw_prepare(1e3 * prepare, live * drafter.depth_of(budget))
+                costs.saw_prepare(drafter.name, 1e3 * prepare, live * drafter.depth_of(budget))
 
 
 def _by_drafter(members: Sequence[Member]) -> dict[Drafter, list[int]]:

@@ -29,6 +29,7 @@ class Generation:
 
     finish_reason  "stop": an end token or a stop string; "length": max_new_tokens or the model's context length
     sources        what proposed each token: "target", or a label of the drafter
+    drafter        the drafter that was used, as a specification: with "auto" the one that was chosen
     log_probs      the target's raw log probability of each token, if requested
     """
 
@@ -39,6 +40,7 @@ class Generation:
     prompt_ids: list[int]
     sources: list[str] = field(default_factory=list)
     log_probs: list[float] | None = None
+    drafter: str = ""
 
 
 @dataclass(frozen=True)
@@ -162,11 +164,15 @@ class _Output:
         return Chunk(text, tokens, sources, step, log_probs, None if finish is None else self._result(finish))
 
     def _result(self, reason: FinishReason) -> Generation:
-        request = self.ticket.request
+        request, used = self.ticket.request, self.ticket.used
+        assert used is not None, "a row that has steps has a drafter"
         self.stats.prefill_tokens = len(request.prompt_ids) - 1 - self.ticket.reused
         log_probs = self.log_probs if request.log_probs else None
         prompt = list(request.prompt_ids)
-        return Generation(self.detokenizer.text, self.tokens, reason, self.stats, prompt, self.sources, log_probs)
+        return Generation(
+            *(self.detokenizer.text, self.tokens, reason, self.stats, prompt, self.sources, log_probs),
+            drafter=used.spec or used.name,
+        )
 
 
 def stream(

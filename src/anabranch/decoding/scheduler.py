@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from anabranch.costs import Costs
+from anabranch.decoding.arms import Arms
 from anabranch.decoding.batch import CHUNK
 from anabranch.decoding.engine import Engine, Request, Step
 from anabranch.decoding.speculation import Speculation
@@ -46,6 +47,7 @@ PREFIX_BYTES = 2**26
 class Ticket:
     """A request that was submitted.
 
+    used             the drafter of its row: ``drafter``, or the one of its arms that was chosen when it joined
     seconds          spent in ticks while it had a row
     prefill_seconds  of these, until its prompt was read
     reused           prompt tokens whose keys and values were copied from an earlier text
@@ -55,6 +57,7 @@ class Ticket:
 
     request: Request
     drafter: Drafter
+    used: Drafter | None = None
     row: int | None = None
     done: bool = False
     cancelled: bool = False
@@ -123,9 +126,9 @@ class Scheduler:
         self._ticked = threading.Condition(self._mutex)
         self._ticking = self._closed = False
 
-    def speculate(self, costs: Costs) -> None:
-        """Size adaptive drafts by these costs."""
-        self._speculation = Speculation(costs, ragged=self.target.ragged)
+    def speculate(self, costs: Costs, arms: Arms | None = None) -> None:
+        """Size adaptive drafts by these costs, and choose between arms by what is known of them."""
+        self._speculation = Speculation(costs, ragged=self.target.ragged, arms=arms)
         if self.engine is not None:
             self.engine.speculate(self._speculation)
 
@@ -268,8 +271,9 @@ class Scheduler:
                 engine = self._engine_for(ticket)
                 if engine is None:
                     return
-                reused = self._reuse(engine, ticket)
-                ticket.row = engine.join(ticket.remaining, ticket.drafter, known=reused)
+                assert ticket.used is not None
+                reused = self._reuse(engine, ticket, ticket.used)
+                ticket.row = engine.join(ticket.remaining, ticket.used, known=reused)
             except Exception as error:
                 with self._mutex:
                     self._waiting.popleft()
@@ -284,7 +288,7 @@ class Scheduler:
                 return
 
     def _engine_for(self, ticket: Ticket) -> Engine | None:
-        """The engine with room for a request; None where it has to wait."""
+        """The engine with room for a request, whose drafter is chosen; None where it has to wait."""
         limit = self.target.config.max_positions
         request = ticket.request
         wanted = min(limit, max(MIN_CAPACITY, len(request.prompt_ids) + request.max_new_tokens))
@@ -301,12 +305,15 @@ class Scheduler:
                 on_leave=self._keep,
             )
         engine = self.engine
-        if engine.active >= self.rows or not engine.fits(request, ticket.drafter, capacity=capacity):
+        if engine.active >= self.rows:
+            return None
+        ticket.used = engine.arm(ticket.drafter, rows)
+        if not engine.fits(request, ticket.used, capacity=capacity):
             return None
         if not engine.active and (rows > engine.rows or capacity > engine.capacity):
             self._drop_cache()  # a cache that is too small goes before the larger one comes
             return self._engine_for(ticket)
-        engine.reserve(rows, capacity, ticket.drafter)
+        engine.reserve(rows, capacity, ticket.used)
         return engine
 
     def _drop_cache(self) -> None:
@@ -334,10 +341,10 @@ class Scheduler:
             kept -= self._prefixes.pop(0).nbytes
         self._prefixes.append(_Prefix(tokens, *cache.taken(slot, length)))
 
-    def _reuse(self, engine: Engine, ticket: Ticket) -> int:
+    def _reuse(self, engine: Engine, ticket: Ticket, drafter: Drafter) -> int:
         """Copy the longest beginning that a kept text, or a row in use, shares with a prompt; returns its length."""
         prompt = list(ticket.remaining.prompt_ids)
-        slot, most = engine.cache.count, min(len(prompt) - 1, ticket.drafter.recalls(prompt))
+        slot, most = engine.cache.count, min(len(prompt) - 1, drafter.recalls(prompt))
         if not most or not self.prefix_bytes:
             return 0
         best, source = 0, None

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.costs import Costs
+from anabranch.decoding.arms import Arms
 from anabranch.methods.base import Drafter, Row
 from anabranch.methods.beliefs import Calibration, best_nodes
 from anabranch.tree import DraftTree
@@ -34,6 +35,7 @@ __all__ = ["Speculation", "best_count"]
 
 BUDGETS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # nodes of a draft, root included
 RATE = 0.05  # weight of a row's newest draft in what nodes are expected to be worth
+PREDICTED = 15  # draft nodes of the trees whose mean acceptance length an adapter's card predicts
 NEARLY = 0.985  # times the best rate at which the widest draft is preferred: what is not worth it need not be verified
 # what the best, second best, ... draft node of a row is taken to be worth before any was seen
 PRIOR = tuple(0.55 * 0.82**k for k in range(BUDGETS[-1]))
@@ -44,6 +46,7 @@ KEPT = 8  # steps for which a plan is kept while the rows stay the same: making 
 LONGEST_KEPT = 32  # steps for which one is kept that came out the same again and again
 WORTH = 0.85  # if it is expected to reach that much of the rate
 FADING = 0.98  # weight of a step relative to the next one in what is learned of planned milliseconds
+INTERRUPTED = 2.0  # times the planned milliseconds that a step counts for at most: one that was interrupted says little
 STATED = 10.0  # steps that a plan's milliseconds are worth before any was checked
 STATED_TOKENS = 200.0  # tokens that a plan's tokens are worth before any was checked: acceptance varies much more
 FORGOTTEN = 1000.0  # tokens after which what was learned of them counts a third
@@ -67,17 +70,37 @@ def best_count(beliefs: Sequence[float] | NDArray[np.float64], ms: Sequence[floa
 
 @dataclass(frozen=True)
 class _Plan:
-    """What a step was expected to yield when its draft was planned. ``budget``: 1 where nothing is drafted."""
+    """What a step was expected to yield when its draft was planned.
+
+    budget  1 where nothing is drafted
+    plain   milliseconds of a plain step, if it is one of several arms that is judged
+    """
 
     rows: int
     budget: int
     tokens: float
     ms: float
+    plain: float
+    spec: str
+    name: str
 
     @property
     def drafting(self) -> bool:
         """Whether anything is drafted."""
         return self.budget > 1
+
+
+@dataclass(frozen=True)
+class _Outlook:
+    """What steps are expected to yield: tokens, milliseconds and their ratio as trusted, by the nodes of a row's draft.
+
+    The first entry is that of steps without a draft but what is free.
+    """
+
+    nodes: NDArray[np.int64]
+    tokens: NDArray[np.float64]
+    ms: NDArray[np.float64]
+    rates: NDArray[np.float64]
 
 
 @dataclass
@@ -147,7 +170,7 @@ class _Trust:
 
     def learn(self, plan: _Plan, tokens: float, ms: float) -> None:
         """Compare a step with its plan."""
-        took = min(2.0, ms / plan.ms)  # a step that was interrupted says little
+        took = min(INTERRUPTED, ms / plan.ms)
         fading = math.exp(-plan.tokens / FORGOTTEN)
         self.tokens = (fading * self.tokens[0] + tokens, fading * self.tokens[1] + plan.tokens)
         self.ms = (FADING * self.ms[0] + took, FADING * self.ms[1] + 1)
@@ -157,21 +180,46 @@ class Speculation:
     """The controller of one target: plans drafts and chooses what is verified. It learns costs and worth as it goes.
 
     ragged  whether a pass takes rows of different numbers of nodes; otherwise they are padded to the widest
+    arms    what is known of the drafters that new rows choose from; None: nothing yet
     """
 
-    def __init__(self, costs: Costs, *, ragged: bool) -> None:
-        self.costs, self.ragged = costs, ragged
+    def __init__(self, costs: Costs, *, ragged: bool, arms: Arms | None = None) -> None:
+        self.costs, self.ragged, self.arms = costs, ragged, arms
         self._lately: dict[str, _Lately] = {}
         self._calibration = Calibration()
-        self._trust: dict[tuple[bool, int], _Trust] = {}  # with drafts or without, by the binary order of the rows
+        # of each drafter, with drafts or without, by the binary order of the rows
+        self._trust: dict[tuple[str, bool, int], _Trust] = {}
         self._plan: _Plan | None = None  # of the next step, where one drafter's budget was planned
 
     def lately(self, drafter: Drafter) -> _Lately:
         """What a drafter's nodes have been worth; drafters of one name share it."""
         if drafter.name not in self._lately:
             depths = np.array([drafter.depth_of(min(n, drafter.max_nodes)) for n in BUDGETS], np.int64)
-            self._lately[drafter.name] = _Lately(depths)
+            made = self._lately[drafter.name] = _Lately(depths)
+            if self.arms is not None and drafter.spec in self.arms.lengths:
+                made.worth *= (self.arms.lengths[drafter.spec] - 1) / made.worth[:PREDICTED].sum()
         return self._lately[drafter.name]
+
+    def arm(self, arms: Sequence[Drafter], rows: int, context: float, *, using: Drafter | None) -> Drafter:
+        """The one of several drafters for a new row, beside which ``rows`` - 1 others will decode.
+
+        context  mean tokens in the rows' caches
+        using    the one that a row in use has, if any
+        """
+        if self.arms is None:
+            self.arms = Arms()
+        expected = {arm.spec: self._expected(arm, rows, context) for arm in arms}
+        chosen = self.arms.choose(expected, rows, using=None if using is None else using.spec)
+        return next(arm for arm in arms if arm.spec == chosen)
+
+    def _expected(self, drafter: Drafter, rows: int, context: float) -> float:
+        """How many times as fast as plain decoding a drafter is expected to be if all rows use it."""
+        outlook = self._outlook(drafter, rows, rows, 0, context)
+        return max(1e-3, float(outlook.rates.max()) * self._plain_ms(rows, context) / rows)
+
+    def _plain_ms(self, rows: int, context: float) -> float:
+        """Milliseconds of a step that verifies no draft."""
+        return float(self.costs.pass_ms(np.array([rows]), rows, context)[0]) + self.costs.rest_ms(rows)
 
     def plan(self, groups: Mapping[Drafter, int], context: float) -> dict[Drafter, int]:
         """The budget of each drafter's next draft; ``groups`` says how many rows each has.
@@ -215,6 +263,17 @@ class Speculation:
 
     def _planned(self, drafter: Drafter, count: int, rows: int, others: int, context: float) -> _Plan:
         """The best budget for the next steps of ``count`` of the ``rows``, beside ``others`` nodes."""
+        lately, outlook = self.lately(drafter), self._outlook(drafter, count, rows, others, context)
+        rates = outlook.rates
+        wide = 1 + int(np.flatnonzero(rates[1:] >= NEARLY * rates[1:].max())[-1])
+        drafting = self._tried(lately, bool(rates[wide] > rates[0]), rates[wide] / rates[0])
+        place = wide if drafting else 0
+        plain = 0.0 if self.arms is None else self._plain_ms(rows, context)
+        tokens, ms = float(outlook.tokens[place]), float(outlook.ms[place])
+        return _Plan(rows, int(outlook.nodes[place]), tokens, ms, plain, drafter.spec, drafter.name)
+
+    def _outlook(self, drafter: Drafter, count: int, rows: int, others: int, context: float) -> _Outlook:
+        """What steps are expected to yield with drafts of each size for ``count`` of the ``rows``."""
         lately, costs = self.lately(drafter), self.costs
         tried = np.array([n for n in BUDGETS if n < drafter.max_nodes] + [min(drafter.max_nodes, BUDGETS[-1])])
         gains = np.concatenate(([0.0], np.cumsum(lately.worth)))
@@ -225,17 +284,15 @@ class Speculation:
         verified[1:] += count * drafter.probes
         verified[0] += round(count * lately.free_nodes)
         ms = costs.pass_ms(verified, rows, context) + costs.rest_ms(rows)
-        ms[1:] += costs.draft_ms(tried, count) + costs.prepare_ms(lately.depths[: len(tried)] * count)
+        ms[1:] += costs.draft_ms(drafter.name, tried, count)
+        ms[1:] += costs.prepare_ms(drafter.name, lately.depths[: len(tried)] * count)
         rates = tokens / ms
-        rates[0] *= MARGIN * self._trusted(False, rows).factor
-        rates[1:] *= self._trusted(True, rows).factor
-        wide = 1 + int(np.flatnonzero(rates[1:] >= NEARLY * rates[1:].max())[-1])
-        drafting = self._tried(lately, bool(rates[wide] > rates[0]), rates[wide] / rates[0])
-        place = wide if drafting else 0
-        return _Plan(rows, int(nodes[place]), float(tokens[place]), float(ms[place]))
+        rates[0] *= MARGIN * self._trusted(drafter.name, False, rows).factor
+        rates[1:] *= self._trusted(drafter.name, True, rows).factor
+        return _Outlook(nodes, tokens, ms, rates)
 
-    def _trusted(self, drafting: bool, rows: int) -> _Trust:
-        return self._trust.setdefault((drafting, rows.bit_length()), _Trust())
+    def _trusted(self, drafter: str, drafting: bool, rows: int) -> _Trust:
+        return self._trust.setdefault((drafter, drafting, rows.bit_length()), _Trust())
 
     @staticmethod
     def _tried(lately: _Lately, pays: bool, ratio: float) -> bool:
@@ -257,7 +314,7 @@ class Speculation:
         """Whether to ask for free drafts: where they lately paid for the milliseconds they take, else now and then."""
         lately = self.lately(drafter)
         lately.free_idle += 1
-        if lately.free_gain > FREE_GAIN * self.costs.free_ms(rows) or lately.free_idle >= SELDOM:
+        if lately.free_gain > FREE_GAIN * self.costs.free_ms(drafter.name, rows) or lately.free_idle >= SELDOM:
             lately.free_idle = 0
             return True
         return False
@@ -289,8 +346,8 @@ class Speculation:
         beside = [drafter.probes if budgets[drafter] > 1 else 0 for drafter in drafters]
         for drafter, count in _counts(drafters).items():
             if drafter.adaptive and not drafter.free and budgets[drafter] > 1:
-                rest += float(self.costs.draft_ms(budgets[drafter], count))
-                rest += float(self.costs.prepare_ms(drafter.depth_of(budgets[drafter]) * count))
+                rest += float(self.costs.draft_ms(drafter.name, budgets[drafter], count))
+                rest += float(self.costs.prepare_ms(drafter.name, drafter.depth_of(budgets[drafter]) * count))
         sizes, gain = self._sizes(rows, trees, beliefs, beside, rest)
         found = [best_nodes(tree, beliefs[b], sizes[b]) if b in beliefs else tree for b, tree in enumerate(trees)]
         for drafter in {drafters[b] for b in beliefs}:
@@ -350,8 +407,11 @@ class Speculation:
 
     def saw_step(self, rows: int, tokens: int, ms: float) -> None:
         """Compare a step with its plan: the tokens of all its rows, and its milliseconds with preparing its draft."""
-        if self._plan is not None and self._plan.rows == rows:
-            self._trusted(self._plan.drafting, rows).learn(self._plan, tokens, ms)
+        plan = self._plan
+        if plan is not None and plan.rows == rows:
+            self._trusted(plan.name, plan.drafting, rows).learn(plan, tokens, ms)
+            if self.arms is not None and plan.plain:
+                self.arms.saw(plan.spec, rows, tokens / rows, min(ms, INTERRUPTED * plan.ms) / plan.plain)
 
 
 def _counts(drafters: Sequence[Drafter]) -> dict[Drafter, int]:

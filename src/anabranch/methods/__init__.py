@@ -86,7 +86,10 @@ def parse_spec(text: str | Spec) -> Spec:
 
 
 def resolve_spec(text: str | Spec, *modules: nn.Module | None) -> Spec:
-    """Parse a specification and resolve "auto", given the trained modules that are available."""
+    """Parse a specification and resolve "auto", given the trained modules that are available.
+
+    With modules of several methods, "auto" becomes a specification with several ``arms``, which is printed as "auto".
+    """
     return spec.resolve(parse_spec(text), modules, _registry)
 
 

@@ -108,6 +108,8 @@ class Drafter(ABC):
                only decides what is verified
     needs      the hidden states that it needs
     probes     maximum number of nodes of a row's probe, not counting the root
+    spec       the specification that it was built from; empty if it was not
+    arms       drafters of which the engine chooses one for each row when it joins; empty: the drafter itself drafts
     """
 
     name: str = "drafter"
@@ -117,6 +119,8 @@ class Drafter(ABC):
     free: bool = False
     needs: Taps = Taps()
     probes: int = 0
+    spec: str = ""
+    arms: tuple[Drafter, ...] = ()
 
     @property
     def margin(self) -> int:
@@ -177,7 +181,7 @@ class Wrapped(Drafter):
         self.drafter = drafter
         self.name, self.rules, self.max_nodes = drafter.name, drafter.rules, drafter.max_nodes
         self.adaptive, self.free, self.needs = drafter.adaptive, drafter.free, drafter.needs
-        self.probes = drafter.probes
+        self.probes, self.spec = drafter.probes, drafter.spec
 
     @property
     def margin(self) -> int:
@@ -257,7 +261,8 @@ class Method:
     candidates  settings for the tuner to try, for drafts of at most this many nodes. They must differ only in size: a
                 smaller draft is the best nodes of the largest one, up to ``Drafter.depth_of``
     variants    settings that support different things, as text; a row each in the table of capabilities
-    default     whether "auto" uses it, if its module (if any) is available
+    default     whether it is measured where no method is named and, if nothing is trained for it, part of everything
+                that "auto" may choose; methods with a trained module are choices wherever it is loaded
     combines    whether its trees can be merged with those of other methods
     detached    whether its drafts follow from the text alone, so that it can also draft for another engine's target
     order       the order of its sources in legends: source -> rank from 1 on, or None for sources of other methods

@@ -5,7 +5,8 @@ prompt_lookup:tokens=10,ngram=3
 streams:tree=32,prune=16
 streams:tree=auto                  the number of drafted and verified nodes follows the load and may be zero
 streams+prompt_lookup              their trees, merged under one node budget
-auto                               all default methods whose trained module is available, following the load
+auto                               each method whose trained module is available, merged with those that need none, or
+                                   the latter alone; several are arms, of which one is chosen for each row
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import nn
 
 from anabranch.errors import InputError
 from anabranch.methods.base import Drafter, Method
+from anabranch.methods.choice import ChoiceDrafter
 from anabranch.methods.combined import CombinedDrafter
 from anabranch.methods.settings import Settings
 from anabranch.model.decoder import Decoder
@@ -42,18 +44,19 @@ class Part:
 
 @dataclass(frozen=True)
 class Spec:
-    """One or several methods; an empty one stands for "auto", which ``resolve`` replaces."""
+    """One or several methods merged, or several arms; an empty one stands for "auto", which ``resolve`` replaces."""
 
     parts: tuple[Part, ...] = ()
+    arms: tuple[Spec, ...] = ()
 
     def __str__(self) -> str:
-        """The text that ``parse`` reads."""
+        """The text that ``parse`` reads; that of several arms is "auto"."""
         return "+".join(map(str, self.parts)) or AUTO
 
     @property
     def auto(self) -> bool:
         """Whether this is "auto" and still has to be resolved."""
-        return not self.parts
+        return not self.parts and not self.arms
 
     @property
     def plain(self) -> bool:
@@ -99,16 +102,44 @@ def resolve(spec: Spec, modules: Sequence[nn.Module | None], registry: Sequence[
     """Resolve "auto", given the trained modules; other specifications are returned unchanged."""
     if not spec.auto:
         return spec
-    usable = [m for m in registry if m.default and (m.trained is None or module_of(m, modules) is not None)]
-    return Spec(tuple(Part(method, method.settings.under_load()) for method in usable))
+    free = [method for method in registry if method.default and method.trained is None]
+    learned = [method for method in registry if method.trained is not None and module_of(method, modules) is not None]
+    arms = tuple(_under_load((method, *free) if method.combines else (method,)) for method in learned)
+    return Spec(arms=arms) if len(arms) > 1 else arms[0] if arms else _under_load(free)
+
+
+def _under_load(methods: Sequence[Method]) -> Spec:
+    return Spec(tuple(Part(method, method.settings.under_load()) for method in methods))
 
 
 def build(spec: Spec, target: Decoder, modules: Sequence[nn.Module | None]) -> Drafter:
-    """Build the drafter of a resolved specification. Raises CapabilityError for one that is not supported here."""
+    """Build the drafter of a resolved specification. Raises CapabilityError for one that is not supported here.
+
+    Arms share the drafters of parts without a module: what those remember of other rows serves all arms.
+    """
     assert not spec.auto, "auto is resolved first"
-    drafters = [part.method.build(target, part.settings, module_of(part.method, modules)) for part in spec.parts]
+    shared: dict[Part, Drafter] = {}
+    if not spec.arms:
+        return _merged(spec, target, modules, shared)
+    made = ChoiceDrafter([_merged(arm, target, modules, shared) for arm in spec.arms])
+    made.spec = str(spec)
+    return made
+
+
+def _merged(spec: Spec, target: Decoder, modules: Sequence[nn.Module | None], shared: dict[Part, Drafter]) -> Drafter:
+    """The drafter of all parts; ``shared`` has the drafters of parts without a module, by part."""
+    drafters = []
+    for part in spec.parts:
+        module = module_of(part.method, modules)
+        drafter = shared.get(part) or part.method.build(target, part.settings, module)
+        if module is None:
+            shared[part] = drafter
+        drafters.append(drafter)
     if len(drafters) == 1:
-        return drafters[0]
-    budgets = [part.settings.budget for part in spec.parts]
-    nodes = next((budget for budget in budgets if budget is not None), NODES)
-    return CombinedDrafter(drafters, nodes=nodes, adaptive=any(part.settings.adaptive for part in spec.parts))
+        made = drafters[0]
+    else:
+        budgets = [part.settings.budget for part in spec.parts]
+        nodes = next((budget for budget in budgets if budget is not None), NODES)
+        made = CombinedDrafter(drafters, nodes=nodes, adaptive=any(part.settings.adaptive for part in spec.parts))
+    made.spec = str(spec)
+    return made

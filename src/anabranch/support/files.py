@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from platformdirs import user_cache_dir
@@ -66,13 +67,21 @@ def write_atomically(path: Path, data: str | bytes) -> None:
 
 
 def check_folder(folder: Path, what: str, instead: str) -> None:
-    """Create a folder and check that it is writable, before a long run. Raises FileError."""
+    """Check that a folder is writable, or can be created, before a long run. Raises FileError.
+
+    Leaves no folder behind: a run that is refused later has written nothing.
+    """
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]  # deepest first
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise FileError(f"{what} cannot be written to {folder} ({error.strerror}); choose another {instead}") from error
+    finally:
+        for each in missing:
+            with suppress(OSError):  # not created after all, or in use by another process by now
+                each.rmdir()
 
 
 def check_writable(out: Path, what: str = "results", option: str = "--out") -> None:

@@ -143,7 +143,7 @@ def _check_text(record: dict[str, Any], where: str) -> None:
 def check_out(out: Path, prompts: Path) -> None:
     """Check that completions of ``prompts`` can be appended to ``out``, before a model is loaded.
 
-    Creates the folder of ``out`` but no file. Raises FileError.
+    Writes nothing. Raises FileError.
     """
     check_writable(out, "completions")
     if out.resolve() == prompts.resolve() or (out.exists() and prompts.exists() and out.samefile(prompts)):

@@ -33,7 +33,7 @@ from anabranch.train.advice import Watch, before
 from anabranch.train.appended import settings_path
 from anabranch.train.arithmetic import ARITHMETIC, chosen_dtype, float32_copy
 from anabranch.train.checkpoint import read_checkpoint, read_log
-from anabranch.train.data import frequent_tokens, read_examples, read_texts, split
+from anabranch.train.data import digest, frequent_tokens, read_examples, read_texts, split
 from anabranch.train.trainer import TREES, Progress, Trainer
 
 __all__ = [
@@ -180,7 +180,9 @@ def train_adapter(
         "data": _sources(training, licences or {}),
         "examples": len(training),
         "answer_tokens": sum(len(example.answer_ids) for example in training),
+        "data_sha256": digest(training),
         "steps": trainer.done,
+        "seconds": round(trainer.seconds, 1),
         ARITHMETIC: str(dtype).removeprefix("torch."),
         "options": {**asdict(recipe.options), "loss": asdict(recipe.loss)},
         "held_out": recipe.held_out,

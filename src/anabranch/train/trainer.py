@@ -84,6 +84,7 @@ class Trainer:
         self.steps = max(1, math.ceil(self.per_epoch * options.epochs))
         self.evaluate_every = options.evaluate_every or max(10, min(200, self.steps // 6))
         self.done = 0  # updates applied
+        self.seconds = 0.0  # that they took, evaluations in between included, over all runs from the same checkpoints
         self._right = torch.zeros(objective.predictors)
         self._count = torch.zeros(objective.predictors)
         self._digest = digest(examples)
@@ -170,6 +171,7 @@ class Trainer:
         """
         self._restore(resume)
         first, saved, positions, began = self.done, self.done, 0, time.monotonic()
+        before = self.seconds
         try:
             for batch, states in self._left(first):
                 loss, right, count = self.step(batch, states(), self.rate(self.done))
@@ -179,6 +181,7 @@ class Trainer:
                 if self._evaluates():
                     evaluation = self.evaluate(self.options.evaluate_rows)
                 taken = time.monotonic() - began
+                self.seconds = before + taken
                 accuracy = tuple((self._right / self._count.clamp(min=1)).tolist())
                 left = taken / (self.done - first) * (self.steps - self.done)
                 speed = positions / max(taken, 1e-9)
@@ -215,7 +218,7 @@ class Trainer:
             return
         self._agree(found)
         load_checkpoint(self.folder, self.module, self.optimizer)
-        self.done = int(found["step"])
+        self.done, self.seconds = int(found["step"]), float(found.get("seconds", 0.0))
         if "right" in found:
             self._right, self._count = torch.tensor(found["right"]), torch.tensor(found["count"])
         trim_log(self.folder, self.done)
@@ -245,7 +248,8 @@ class Trainer:
 
     def _save(self) -> None:
         accuracy = {"right": self._right.tolist(), "count": self._count.tolist()}
-        record = {"step": self.done, **self._identity(), "plan": self.plan, **accuracy}
+        made = {"step": self.done, "seconds": round(self.seconds, 1)}
+        record = {**made, **self._identity(), "plan": self.plan, **accuracy}
         with shielded():  # a second signal waits until the checkpoint is written
             save_checkpoint(self.folder, self.module, self.optimizer, record)
 

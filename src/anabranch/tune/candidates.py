@@ -79,24 +79,21 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Candidates:
-    """All candidates; the last one is what "auto" stands for.
+    """All candidates.
 
+    arms      those that "auto" stands for: one, or several of which it chooses
     recorded  the drafter that is recorded, by method
     timed     the largest drafter of each group, which is timed
     """
 
     tried: list[Candidate]
+    arms: list[Candidate]
     recorded: dict[str, Drafter]
     timed: dict[str, Drafter]
 
-    @property
-    def auto(self) -> Candidate:
-        """The candidate that "auto" stands for."""
-        return self.tried[-1]
-
 
 def find_candidates(target: Decoder, modules: Sequence[nn.Module | None]) -> Candidates:
-    """Plain decoding, each available method by itself, all default methods merged, and "auto"."""
+    """Plain decoding, each available method by itself, those of each arm of "auto" merged, and the arms."""
     plain = parse_spec(PLAIN)
     tried, timed, recorded = [Candidate(plain)], {PLAIN: make_drafter(plain, target)}, dict[str, Drafter]()
 
@@ -122,11 +119,13 @@ def find_candidates(target: Decoder, modules: Sequence[nn.Module | None]) -> Can
                 break
             add(spec, [drafter], drafter)
     auto = resolve_spec(AUTO, *modules)
-    if len(auto.parts) > 1:
-        for spec in _mergers([part.method for part in auto.parts]):
+    arms = auto.arms or (auto,)
+    for arm in arms:
+        mergers = _mergers([part.method for part in arm.parts]) if len(arm.parts) > 1 else ()
+        for spec in (*mergers, arm):
             add(spec, _alone(spec, target, modules), make_drafter(spec, target, *modules))
-    add(auto, _alone(auto, target, modules), make_drafter(auto, target, *modules))
-    return Candidates(tried, recorded, timed)
+    chosen = [candidate for candidate in tried if candidate.spec in arms]
+    return Candidates(tried, chosen, recorded, timed)
 
 
 def _mergers(together: Sequence[Method]) -> Iterator[Spec]:

@@ -4,7 +4,8 @@
    controller of speculation starts from these costs afterwards.
 2. *Acceptance*: plain decoding of the prompts, recording the draft at every position.
 3. *Prediction*: every candidate is replayed from the recordings (``analysis.simulate``) with the measured step times.
-4. *Check*: the best candidate, "auto" and plain decoding decode the prompts in alternation; the fastest is chosen.
+4. *Check*: the best candidate, each arm of "auto" and plain decoding decode the prompts in alternation; the fastest is
+   chosen.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class Fit:
     predicted              the candidate with the best prediction
     prediction, interval   its predicted rate, and a 90 % interval over prompts
     predicted_plain        plain decoding's predicted rate
-    measured, auto, plain  measured rates over all prompts, in alternation: ``predicted``, "auto" and plain decoding
-    auto_spec              what "auto" stands for
+    measured, plain        measured rates over all prompts, in alternation: ``predicted`` and plain decoding
+    arms                   those of the arms of "auto", by specification
     times                  the step costs
     tried                  every candidate
     """
@@ -66,11 +67,20 @@ class Fit:
     interval: tuple[float, float]
     predicted_plain: float
     measured: float
-    auto: float
     plain: float
-    auto_spec: Spec
+    arms: dict[Spec, float]
     times: MeasuredTimes
     tried: list[Tried] = field(default_factory=list)
+
+    @property
+    def auto_spec(self) -> Spec:
+        """The fastest arm of "auto"."""
+        return max(self.arms, key=self.arms.__getitem__)
+
+    @property
+    def auto(self) -> float:
+        """The measured rate of the fastest arm of "auto"."""
+        return max(self.arms.values())
 
     @property
     def spec(self) -> Spec:
@@ -114,6 +124,7 @@ class Fit:
             "measured_tokens_per_second": round(self.measured, 2),
             "auto_drafter": str(self.auto_spec),
             "auto_tokens_per_second": round(self.auto, 2),
+            "arms": {str(arm): round(rate, 2) for arm, rate in self.arms.items()},
             "plain_tokens_per_second": round(self.plain, 2),
             "predicted_plain_tokens_per_second": round(self.predicted_plain, 2),
             "speedup": round(self.speedup, 3),
@@ -164,17 +175,16 @@ def fit(
         parts.append(candidate.replay(rows, times.groups[candidate.group]))
         tried.append(Tried(candidate, _sum(parts[-1]), _rate(parts[-1])))
     best = max(range(len(tried)), key=lambda i: tried[i].rate)
-    predicted, auto = tried[best].candidate, found.auto
-    measured = _check(target, modules, [tried[0].candidate, predicted, auto], prompts, max_new_tokens, report)
+    predicted = tried[best].candidate
+    measured = _check(target, modules, [tried[0].candidate, predicted, *found.arms], prompts, max_new_tokens, report)
     return Fit(
         predicted=predicted,
         prediction=tried[best].rate,
         interval=_interval(parts[best], seed),
         predicted_plain=tried[0].rate,
         measured=measured[str(predicted.spec)],
-        auto=measured[str(auto.spec)],
         plain=measured[PLAIN],
-        auto_spec=auto.spec,
+        arms={arm.spec: measured[str(arm.spec)] for arm in found.arms},
         times=times,
         tried=tried,
     )

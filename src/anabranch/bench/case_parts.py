@@ -1,0 +1,184 @@
+"""What a comparison of methods measures of each: acceptance, the cost of a step, speed, and exactness.
+
+Acceptance is counted from real decoding: it is as cheap as a replay of recorded drafts, and its steps are timed too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from anabranch.bench.contenders import Contender
+from anabranch.bench.entries import PLAIN, Entry, open_entry
+from anabranch.bench.run import Encoded, gather, warm_up
+from anabranch.bench.run import rounds as prompt_rounds
+from anabranch.bench.summary import summarise
+from anabranch.bench.throughput import Batched, Ours, Prompts, Served
+from anabranch.bench.throughput import rounds as row_rounds
+from anabranch.bench.throughput import summarise as summarise_rows
+from anabranch.certify import certify
+from anabranch.costs import Costs
+from anabranch.loading import Loaded
+from anabranch.methods import Spec, make_drafter, parse_spec
+from anabranch.profiles import settle
+from anabranch.sampling import SamplingParams
+
+__all__ = ["certificate", "one_row", "several_rows", "step_costs"]
+
+Records = list[dict[str, Any]]
+Report = Callable[[str], None]
+LEFT_OUT = ("tokens_per_second_by_prompt", "accepted_per_step", "token_ms_by_part", "sources")
+
+
+def one_row(
+    loaded: Loaded,
+    specs: Mapping[str, Spec],
+    prompts: Sequence[Encoded],
+    warm: Sequence[int],
+    *,
+    max_new_tokens: int,
+    sampling: SamplingParams | None = None,
+    rejection: Collection[str] = (),
+    report: Report = lambda what: None,
+) -> Records:
+    """Decode every prompt plainly and with each drafter in turn, one at a time; one record per drafter, plain first.
+
+    The records are those of ``bench.summary``, with ``step_costs`` and the drafter's specification. Every drafter
+    decodes a prompt once, so that none can have seen its continuation.
+
+    specs      drafters by label
+    warm       a prompt that is not among those measured, for warming up
+    rejection  the drafters whose drafts are verified by *rejection*, the others' by matching
+    """
+    sampling = sampling or SamplingParams()
+    capacity = max(len(warm), *(len(ids) for _, ids in prompts)) + max_new_tokens
+    entries = {PLAIN: Entry(PLAIN, PLAIN)} | {name: Entry(name, str(spec)) for name, spec in specs.items()}
+    opened: dict[str, Contender] = {
+        name: open_entry(
+            entry,
+            loaded,
+            sampling=sampling,
+            threads=torch.get_num_threads(),
+            capacity=capacity,
+            rule="rejection" if name in rejection else "match",
+        )
+        for name, entry in entries.items()
+    }
+    _, errors = warm_up(opened, warm, max_new_tokens=max_new_tokens)
+    usable = {name: contender for name, contender in opened.items() if name not in errors}
+    done = list(
+        prompt_rounds(
+            usable,
+            prompts,
+            max_new_tokens=max_new_tokens,
+            report=lambda now, total, what: report(f"prompt {now + 1}/{total}: {what}") if what else None,
+        )
+    )
+    found = gather(list(opened), done, errors)
+    # with rejection, a sampled text depends on the drafts
+    records = summarise(found, prompts, baseline=lambda name: PLAIN, comparable=lambda name: name not in rejection)
+    plain = records[0]
+    for record in records:
+        record["spec"] = entries[record["name"]].spec
+        if "error" not in record and "error" not in plain:
+            record |= step_costs(record, plain)
+        for name in LEFT_OUT:
+            record.pop(name, None)
+    return records
+
+
+def step_costs(record: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:
+    """The cost of a step by part, and its shares of a step of plain decoding on the same prompts.
+
+    draft_ms                                 of drafting, and of preparing drafts after the pass
+    pass_ms                                  of the target's pass
+    draft_share, pass_share, relative_step   the same, and the whole step, divided by a plain step
+    """
+    parts, base = record["step_ms_by_part"], plain["step_ms_by_part"]
+    whole = sum(base.values())
+    draft = parts["draft"] + max(0.0, parts["commit"] - base["commit"])
+    found = {
+        "draft_ms": round(draft, 4),
+        "pass_ms": round(parts["forward"], 4),
+        "draft_share": round(draft / whole, 4),
+        "pass_share": round(parts["forward"] / whole, 4),
+    }
+    mine, plainly = record["step_ms_quartiles"], plain["step_ms_quartiles"]
+    return found if mine is None or plainly is None else found | {"relative_step": round(mine[1] / plainly[1], 4)}
+
+
+class _Forgetting(Ours):
+    """A drafter that is built anew for every run: one that learns from earlier texts does not know these prompts'."""
+
+    def __init__(self, loaded: Loaded, spec: Spec) -> None:
+        self._loaded, self._spec = loaded, spec
+        drafter = self._built()
+        costs: Costs | None = settle(loaded.target, loaded.adapters).costs if drafter.adaptive else None
+        super().__init__(loaded.target, drafter, SamplingParams(), costs)
+
+    def _built(self) -> Any:
+        return make_drafter(self._spec, self._loaded.target.decoder, *self._loaded.modules)
+
+    def serve(self, prompts: Prompts, *, rows: int, max_new_tokens: int) -> Served:
+        """As ``Ours.serve``, with a new drafter."""
+        self.drafter = self._built()
+        return super().serve(prompts, rows=rows, max_new_tokens=max_new_tokens)
+
+
+def several_rows(
+    loaded: Loaded,
+    specs: Mapping[str, Spec],
+    prompts: Prompts,
+    *,
+    rows: int,
+    max_new_tokens: int,
+    repeats: int,
+    report: Report = lambda what: None,
+) -> Records:
+    """Greedy throughput of ``rows`` rows at a time, plainly and with each drafter in turn (``bench.throughput``)."""
+    batched: dict[str, Batched] = {PLAIN: _Forgetting(loaded, parse_spec(PLAIN))}
+    batched |= {name: _Forgetting(loaded, spec) for name, spec in specs.items()}
+    done = list(
+        row_rounds(
+            batched,
+            prompts,
+            [rows],
+            max_new_tokens=max_new_tokens,
+            repeats=repeats,
+            report=lambda now, total, what: report(f"round {now + 1}/{total}: {what}") if what else None,
+        )
+    )
+    records = summarise_rows(done, dict.fromkeys(batched, PLAIN))
+    return [record | {"spec": str(specs.get(record["name"], PLAIN))} for record in records]
+
+
+def certificate(
+    loaded: Loaded,
+    spec: Spec,
+    prompts: Prompts,
+    *,
+    rows: Sequence[int],
+    max_new_tokens: int,
+    report: Report = lambda what: None,
+) -> dict[str, Any]:
+    """Compare greedy tokens with plain decoding's by ``anabranch.certify``, at each number of rows.
+
+    The verdict is "equal" if every prompt's tokens are equal, else "tie", or "BUG" if any prompt's is.
+    """
+    counts: dict[str, dict[str, int]] = {}
+    for number in rows:
+        report(f"certifying, rows: {number}")
+        found = certify(loaded.target, loaded.modules, spec, prompts, max_new_tokens=max_new_tokens, rows=number)
+        verdicts = [each.verdict for each in found]
+        counts[str(number)] = {verdict: verdicts.count(verdict) for verdict in ("equal", "tie", "BUG")}
+    worst = [verdict for verdict in ("BUG", "tie") if any(count[verdict] for count in counts.values())]
+    return {
+        "verdict": worst[0] if worst else "equal",
+        "spec": str(spec),
+        "dtype": str(loaded.target.decoder.dtype).removeprefix("torch."),
+        "prompts": len(prompts),
+        "max_new_tokens": max_new_tokens,
+        "rows": counts,
+    }

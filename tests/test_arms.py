@@ -1,0 +1,347 @@
+"""Which drafter a row uses where several are trained: choices from given yields, rows of all kinds, what is kept."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import date, timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from anabranch import profiles
+from anabranch.adapters.folder import LoadedAdapter
+from anabranch.api import Model
+from anabranch.costs import Costs, PassCosts, StepCosts
+from anabranch.decoding.arms import SAMPLE, TENURE, Arms
+from anabranch.decoding.engine import Engine
+from anabranch.decoding.scheduler import Scheduler
+from anabranch.decoding.speculation import Speculation
+from anabranch.methods import make_drafter, medusa, parse_spec, resolve_spec, streams
+from anabranch.methods.choice import ChoiceDrafter
+from anabranch.methods.combined import CombinedDrafter
+from anabranch.methods.eagle.module import EagleConfig, EagleModule
+from anabranch.methods.medusa.module import MedusaConfig, MedusaModule
+from anabranch.methods.none import NoDrafter
+from anabranch.methods.space.module import MaskConfig, MaskModule
+from anabranch.methods.trained import TrainedModule
+from anabranch.model.decoder import Decoder
+from anabranch.model.load import Target
+from anabranch.model.weights import build_decoder, fingerprint
+from anabranch.profiles import Situation, keep_tuned, settle
+from anabranch.sampling import SamplingParams
+from small import as_target, decode, randomise, request, small, small_adapter
+from toy_text import CONFIG, byte_tokenizer
+
+FREE = "prompt_lookup:tokens=auto"
+
+
+def trained(target: Decoder) -> list[TrainedModule]:
+    """A module of each of four methods, with random weights."""
+    made: list[TrainedModule] = [
+        MedusaModule(target.config, MedusaConfig(num_heads=3)),
+        EagleModule(target.config, EagleConfig()),
+        MaskModule(target.config, MaskConfig(3)),
+    ]
+    for seed, module in enumerate(made):
+        randomise(module, seed, scale=0.1)
+    return [small_adapter(target), *(module.eval().requires_grad_(False) for module in made)]
+
+
+def controller(table: str = "1:10/512:10", arms: Arms | None = None) -> Speculation:
+    return Speculation(Costs(PassCosts(StepCosts.parse(table)), 0.0), ragged=True, arms=arms)
+
+
+# -- what is chosen -------------------------------------------------------------------------------------------------
+def chosen(
+    arms: Arms, speedups: Mapping[str, float], prompts: int, *, rows: int = 1, seed: int = 0, spread: float = 0.25
+) -> list[str]:
+    """The choices for prompts of 128 tokens that differ as real ones do, one at a time; all are predicted alike."""
+    noise, found = np.random.default_rng(seed), []
+    for _ in range(prompts):
+        arm = arms.choose(dict.fromkeys(speedups, 1.5), rows)
+        speedup = speedups[arm] * float(np.exp(spread * noise.standard_normal()))
+        for _ in range(8):
+            arms.saw(arm, rows, 16.0, 16.0 / speedup)
+        found.append(arm)
+    return found
+
+
+def test_each_arm_is_tried_and_the_best_one_wins() -> None:
+    speedups = {"slow": 0.8, "good": 1.5, "best": 1.75}
+    for seed in range(5):
+        found = chosen(Arms(), speedups, 400, seed=seed)
+        counts = Counter(found[100:])
+        assert set(found[:20]) == set(speedups), "each is tried soon"
+        assert counts["best"] > 0.8 * 300
+        assert 0 < counts["good"] < 0.2 * 300, "what is nearly as good is tried now and then"
+        assert Counter(found)["slow"] <= 0.02 * 400, "what is far behind hardly ever"
+
+
+def test_a_choice_follows_the_text() -> None:
+    arms = Arms()
+    before = chosen(arms, {"one": 2.0, "other": 1.5}, 60)
+    after = chosen(arms, {"one": 1.2, "other": 1.5}, 120, seed=1)
+    assert Counter(before[20:])["one"] > 30
+    assert Counter(after[60:])["other"] > 45
+
+
+def test_each_load_has_its_own_choice() -> None:
+    arms = Arms()
+    alone, many = {"wide": 2.0, "cheap": 1.5}, {"wide": 0.8, "cheap": 1.1}
+    for seed in range(20):
+        found = chosen(arms, alone, 2, seed=seed), chosen(arms, many, 2, rows=16, seed=seed)
+    assert [set(each) for each in found] == [{"wide"}, {"cheap"}]
+    assert sorted(arms.yields()) == [1, 16]
+
+
+def test_what_has_faded_is_not_kept() -> None:
+    arms = Arms()
+    arms.saw("old", 1, 2.0, 1.0)
+    arms.saw("new", 1, 16.0, 10.0)
+    again = Arms.from_dict(json.loads(json.dumps(arms.to_dict())), {})
+    assert again.yields() == arms.yields()
+    for _ in range(2000):
+        arms.saw("new", 1, 16.0, 10.0)
+    assert list(arms.to_dict()["1"]) == ["new"]
+    assert list(Arms.from_dict(arms.to_dict(), {}).yields()[1]) == ["new"]
+
+
+def test_a_prediction_says_where_to_begin() -> None:
+    expected = {"one": 1.2, "other": 1.6, "third": 1.4}
+    arms = Arms()
+    assert arms.choose(expected, 1) == "other"
+    for _ in range(40):
+        arms.saw("other", 1, 16.0, 10.0)
+    assert arms.choose(expected, 1) == "third", "the second best comes next"
+
+
+def test_rows_in_use_keep_their_arm_for_a_while() -> None:
+    arms, expected = Arms(), {"one": 1.5, "other": 1.5}
+    assert arms.choose(expected, 4) == "one"
+    for _ in range(int(TENURE / SAMPLE)):
+        assert arms.choose(expected, 4, using="one") == "one"
+        arms.saw("one", 4, SAMPLE, 0.9 * SAMPLE)
+    assert arms.choose(expected, 4, using="one") == "other"
+    assert arms.choose(expected, 4, using="other") == "other", "and now this one"
+    assert arms.choose({"one": 1.5}, 4) == "one", "where it is the only one that is possible"
+
+
+def test_predicted_acceptance_and_costs_rank_arms_before_they_were_tried() -> None:
+    target = small()
+    drafter = make_drafter("auto", target, *trained(target))
+    assert [arm.name for arm in drafter.arms] == [f"{n}+prompt_lookup" for n in ("streams", "medusa", "eagle", "space")]
+    lengths = {arm.spec: length for arm, length in zip(drafter.arms, (2.0, 2.4, 3.1, 2.2), strict=True)}
+    made = controller(arms=Arms(lengths))
+    assert made.arm(drafter.arms, 1, 0.0, using=None).name == "eagle+prompt_lookup"
+    for _ in range(50):
+        made.costs.saw_draft("eagle+prompt_lookup", 30.0, 12, 1)
+        made.costs.saw_prepare("eagle+prompt_lookup", 30.0, 5)
+    assert made.arm(drafter.arms, 1, 0.0, using=None).name == "medusa+prompt_lookup", "its drafts take too long"
+
+
+# -- specifications -------------------------------------------------------------------------------------------------
+def test_several_modules_are_arms_and_one_is_none() -> None:
+    target = small()
+    modules = trained(target)
+    spec = resolve_spec("auto", *modules)
+    assert [str(arm) for arm in spec.arms] == [f"{n}:tree=auto+{FREE}" for n in ("streams", "medusa", "eagle", "space")]
+    assert str(spec) == "auto"
+    assert resolve_spec(str(spec), *modules) == spec == resolve_spec(spec)
+    assert parse_spec(spec) is spec
+    for module, name in zip(modules, ("streams", "medusa", "eagle", "space"), strict=True):
+        alone = resolve_spec("auto", None, module)
+        assert (str(alone), alone.arms) == (f"{name}:tree=auto+{FREE}", ())
+    drafter = make_drafter(spec, target, *modules)
+    assert isinstance(drafter, ChoiceDrafter)
+    assert [arm.spec for arm in drafter.arms] == list(map(str, spec.arms))
+    parts = [arm.parts[-1] for arm in drafter.arms if isinstance(arm, CombinedDrafter)]
+    assert len(parts) == 4
+    assert len(set(map(id, parts))) == 1, "what needs no module is shared"
+
+
+# -- rows ----------------------------------------------------------------------------------------------------------
+class Shuffled(Arms):
+    """Any arm that is possible, in turns."""
+
+    turn = 0
+
+    def choose(self, expected: Mapping[str, float], rows: int, *, using: str | None = None) -> str:
+        self.turn += 1
+        return sorted(expected)[self.turn % len(expected)]
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_rows_of_all_arms_join_and_leave_and_decode_as_alone(rows: int) -> None:
+    target = small()
+    drafter = make_drafter("auto", target, *trained(target))
+    requests = [
+        request(5 + n, n, 6 + 2 * n, sampling=SamplingParams(temperature=0.9 * (n % 2), seed=n)) for n in range(9)
+    ]
+    wanted, _ = decode(target, requests)
+    made = Speculation(Costs(PassCosts(StepCosts((1, 512), (10.0, 10.0))), 0.0), ragged=target.ragged, arms=Shuffled())
+    scheduler = Scheduler(target, rows=rows, speculation=made, prefix_bytes=0)
+    tickets = [scheduler.submit(each, drafter) for each in requests]
+    together = 0
+    while scheduler.busy:
+        together = max(together, len({ticket.used for ticket, _ in scheduler.tick()}))
+    assert [ticket.emitted for ticket in tickets] == wanted
+    assert {ticket.used for ticket in tickets} == set(drafter.arms)
+    assert (together > 1) == (rows > 1), "rows of several arms share a pass"
+
+
+def test_rows_that_ride_are_those_of_one_arm() -> None:
+    target = small()
+    modules = trained(target)
+    texts = ("streams:tree=auto,placement=ride", "space:tree=auto,placement=ride", "medusa:tree=auto")
+    drafter = ChoiceDrafter([make_drafter(text, target, *modules) for text in texts])
+    requests = [request(4 + n, n, 8 + n) for n in range(8)]
+    made = Speculation(Costs(PassCosts(StepCosts((1, 512), (10.0, 10.0))), 0.0), ragged=target.ragged, arms=Shuffled())
+    scheduler = Scheduler(target, rows=3, speculation=made, prefix_bytes=0)
+    tickets = [scheduler.submit(each, drafter) for each in requests]
+    plain = scheduler.submit(request(4, 20, 8), NoDrafter())  # a row of another drafter
+    while scheduler.busy:
+        stepped = [ticket for ticket, _ in scheduler.tick()]
+        assert len({None if ticket.used is None else ticket.used.rider for ticket in stepped}) <= 1
+    assert [ticket.emitted for ticket in (*tickets, plain)] == decode(target, [t.request for t in (*tickets, plain)])[0]
+
+
+def test_steps_are_measured_where_all_rows_use_one_arm() -> None:
+    target = small()
+    drafter = make_drafter("auto", target, *trained(target)[:2])
+    made = Speculation(Costs(PassCosts(StepCosts((1, 512), (10.0, 10.0))), 0.0), ragged=target.ragged)
+    engine = Engine(target, drafter, rows=2, capacity=96, speculation=made)
+    for seed in range(2):
+        engine.add(request(5, seed, 30))
+    (arm,) = {member.drafter for member in engine._members}
+    assert sum(len(step.tokens) for step in engine.run()) == 60
+    assert made.arms is not None
+    assert list(made.arms.yields()) in ([2], [1, 2])
+    (seen,) = {spec for yields in made.arms.yields().values() for spec in yields}
+    assert seen == arm.spec
+    assert 0 < made.arms.yields()[2][seen].tokens <= 30, "tokens a row"
+
+
+def test_one_arm_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("choose", "saw"):
+        monkeypatch.setattr(Arms, name, lambda *_, **__: 1 / 0)
+    target = small()
+    adapter = small_adapter(target)
+    drafter = make_drafter("auto", target, adapter)
+    assert not drafter.arms
+    made = Speculation(Costs(PassCosts(StepCosts((1, 512), (10.0, 10.0))), 0.0), ragged=target.ragged)
+    engine = Engine(target, drafter, rows=2, capacity=96, speculation=made)
+    for seed in range(2):
+        engine.add(request(5, seed, 12))
+    assert {member.drafter for member in engine._members} == {drafter}
+    list(engine.run())
+    assert made.arms is None
+
+
+# -- what is kept --------------------------------------------------------------------------------------------------
+@pytest.fixture
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("ANABRANCH_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def adapters(target: Decoder) -> tuple[LoadedAdapter, LoadedAdapter]:
+    first, second, *_ = trained(target)
+    lengths = {"predicted mean acceptance length": {"16 nodes": 2.5}}
+    return (
+        LoadedAdapter(first, {"sha256": "1" * 64, "measured": {}}, streams.METHOD),
+        LoadedAdapter(second, {"sha256": "2" * 64, "measured": lengths}, medusa.METHOD),
+    )
+
+
+def model(drafter: str = "auto") -> Model:
+    decoder = build_decoder(CONFIG, device="cpu")
+    randomise(decoder, seed=1)
+    config = replace(CONFIG, eos_token_ids=(CONFIG.vocab_size - 1,))
+    target = Target(decoder, byte_tokenizer(), config, "toy", None, fingerprint(decoder))
+    return Model(target, adapters(decoder), drafter)
+
+
+def test_what_was_learned_is_kept_for_the_next_load(home: Path) -> None:
+    with model() as first:
+        out = first.generate("the cat sat on the mat", max_new_tokens=20)
+        assert first.drafter == "auto"
+        assert out.drafter in {str(arm) for arm in first.spec.arms}
+        assert out.token_ids == first.generate("the cat sat on the mat", max_new_tokens=20, drafter="none").token_ids
+        assert first.known is not None
+        assert first.known.arms is not None
+        seen = first.known.arms.to_dict()
+        (path,) = (home / "arms").iterdir()
+        assert json.loads(path.read_text(encoding="utf-8"))["yields"] == seen
+        tokens = [len(first.generate("the dog", max_new_tokens=20, seed=n).token_ids) for n in range(3)]
+        assert tokens == [20] * 3
+        assert json.loads(path.read_text(encoding="utf-8"))["yields"] == seen, "not written every time"
+        assert first.known.arms.news
+    again = model().known
+    assert again is not None
+    assert again.arms is not None
+    assert again.arms.to_dict() == json.loads(path.read_text(encoding="utf-8"))["yields"] != seen, "closing writes it"
+    assert list(again.arms.lengths.values()) == [2.5], "what the cards say is read too"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "[]", "null", '{"yields": 3, "date": "2026-01-01"}', '{"yields": {}, "date": 5}'),
+        '{"yields": {"1": {"one": [1]}}, "date": "2026-01-01"}',
+        '{"yields": {"0": {"one": [1, 2]}}, "date": "2026-01-01"}',
+        '{"yields": {"1": {"one": [-1, 2]}}, "date": "2026-01-01"}',
+        '{"yields": {"1": {"one": [NaN, 2]}}, "date": "2026-01-01"}',
+        '{"yields": {"one": {"one": [1, 2]}}, "date": "2026-01-01"}',
+        '{"yields": {"1": []}, "date": "2026-01-01"}',
+    ],
+)
+def test_a_file_that_is_damaged_counts_as_missing(home: Path, text: str) -> None:
+    target = as_target(small())
+    known = adapters(target.decoder)
+    path = Situation.of(target, known).arms_path()
+    path.parent.mkdir(parents=True)
+    path.write_text(text, encoding="utf-8")
+    arms = settle(target, known).arms
+    assert arms is not None
+    assert not arms.yields()
+
+
+def test_what_is_old_or_of_other_adapters_is_not_used(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = as_target(small())
+    known = adapters(target.decoder)
+    assert settle(target).arms is None
+    assert settle(target, known[:1]).arms is None, "there is no choice"
+    situation = Situation.of(target, known)
+    keep_tuned(situation, {"one": 1.5, "other": 2.0})
+    arms = settle(target, known).arms
+    assert arms is not None
+    assert arms.choose({"one": 1.5, "other": 1.5}, 1) == "other", "what tune measured is used"
+    speedups = {name: found.speedup for name, found in arms.yields()[1].items()}
+    assert speedups == pytest.approx({"one": 1.5, "other": 2.0}, rel=1e-4)
+    record = json.loads(situation.arms_path().read_text(encoding="utf-8"))
+    record["date"] = (date.today() - timedelta(days=profiles.DAYS + 1)).isoformat()
+    situation.arms_path().write_text(json.dumps(record), encoding="utf-8")
+    arms = settle(target, known).arms
+    assert arms is not None
+    assert not arms.yields()
+    monkeypatch.setattr(profiles, "processor_name", lambda: "another")
+    assert Situation.of(target, known).arms_path() != situation.arms_path()
+
+
+def test_a_cache_folder_that_cannot_be_written_is_no_error(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home.parent / "file").write_text("", encoding="utf-8")
+    monkeypatch.setenv("ANABRANCH_HOME", str(home.parent / "file"))
+    with model() as made:
+        assert made.generate("the", max_new_tokens=8).drafter
+
+
+def test_a_call_names_its_own_drafter(home: Path) -> None:
+    with model("prompt_lookup") as made:
+        assert made.generate("the the the", max_new_tokens=4).drafter == "prompt_lookup"
+        out = made.generate(["the", "cat"], max_new_tokens=4, drafter="medusa:tree=5")
+        assert [each.drafter for each in out] == ["medusa:nodes=5"] * 2
+        assert not (home / "arms").exists(), "nothing was chosen"
