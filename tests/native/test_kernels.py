@@ -525,7 +525,9 @@ def test_draws_as_in_pytorch(width: int, rows: int, temperature: float, seed: in
 
 
 @needs_kernels
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", [f if f in ("bfloat16", "int4") else pytest.param(f, marks=pytest.mark.thorough) for f in FORMS]
+)
 def test_threads_change_nothing(form: str) -> None:
     """They take blocks as they come: each block once, whoever does it, so drafts too are the same to the bit."""
     model = packed(BASE, form)
@@ -562,22 +564,25 @@ def test_torch_keeps_its_threads() -> None:
         torch.set_num_threads(before)
 
 
+TREES = [
+    DraftOptions(nodes=16),
+    DraftOptions(nodes=5, k=3),
+    DraftOptions(nodes=40, frontier=3),
+    DraftOptions(tree="chain"),
+    DraftOptions(depth=2),
+    DraftOptions(nodes=30, threshold=0.05),
+]
+# every kind of tree with each vocabulary and rank, both types and temperatures in turn
+DRAFTED = [
+    pytest.param(options, *head, temperature, dtype, marks=() if (i + j) % 4 == k else pytest.mark.thorough)
+    for i, options in enumerate(TREES)
+    for j, head in enumerate(((None, 32), (20, 32), (None, 0), (20, 0)))
+    for k, (temperature, dtype) in enumerate(product((0.0, 0.8), TYPES))
+]
+
+
 @needs_kernels
-@pytest.mark.parametrize(
-    "options",
-    [
-        DraftOptions(nodes=16),
-        DraftOptions(nodes=5, k=3),
-        DraftOptions(nodes=40, frontier=3),
-        DraftOptions(tree="chain"),
-        DraftOptions(depth=2),
-        DraftOptions(nodes=30, threshold=0.05),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize(("vocabulary", "rank"), [(None, 32), (20, 32), (None, 0), (20, 0)])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(("options", "vocabulary", "rank", "temperature", "dtype"), DRAFTED, ids=str)
 @torch.inference_mode()
 def test_drafts_as_in_pytorch(
     options: DraftOptions, vocabulary: int | None, rank: int, temperature: float, dtype: torch.dtype

@@ -183,7 +183,7 @@ def test_prompts_are_not_written_over(tmp_path: Path) -> None:
         with pytest.raises(FileError, match="contains the prompts"):
             check_out(out, path)
     check_out(tmp_path / "new" / "a.jsonl", path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["link.jsonl", "new", "p.jsonl"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link.jsonl", "p.jsonl"]
 
 
 def test_long_prompts_are_left_out(tmp_path: Path) -> None:
