@@ -43,7 +43,7 @@ __all__ = [
     "pass_costs",
 ]
 
-ROWS = (3, 6, 8, 12, 16, 24)
+ROWS = (3, 6, 8, 9, 12, 16, 17, 24)  # int4 and int8 products take eight rows at a time: a ninth costs as much as two
 ENOUGH = 2.0  # a pass that takes that many times what one over one row takes is the widest that is tried
 ROUNDS = 3  # at least, unless one takes longer than ``SECONDS``
 CONTEXT = 1024  # tokens in the cache at which passes are timed too

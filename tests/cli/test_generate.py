@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 from terminals import PROGRAM, Terminal
 
+from anabranch.adapters.folder import TargetIdentity, save_adapter
 from anabranch.api import Model
+from anabranch.methods import medusa
+from anabranch.methods.medusa.module import MedusaConfig, MedusaModule
+from anabranch.model.load import load_target
+from small import randomise
 from toy_text import ToyFolders
 from verbs import Anabranch
 
@@ -195,3 +200,28 @@ def test_control_characters_stay_out_of_a_terminal(anabranch: Anabranch, where: 
 
 def _raw(model: Model, seed: int) -> str:
     return str(model.generate("the", temperature=3.0, seed=seed).text)
+
+
+def test_the_adapter_that_was_chosen_is_named_and_remembered(
+    anabranch: Anabranch, toys: ToyFolders, where: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANABRANCH_HOME", str(tmp_path / "home"))
+    target = load_target(str(toys.model))
+    heads = MedusaModule(target.config, MedusaConfig(num_heads=2))
+    randomise(heads, seed=3)
+    folder, identity = tmp_path / "heads", TargetIdentity.of(target, "toy")
+    save_adapter(folder, heads, method=medusa.METHOD, target=identity, training={}, measured={})
+    both = [*where, "--adapter", folder, "the thing", "--max-new-tokens", 12]
+    done = anabranch("generate", *both, "--json", "--compare")
+    assert done.code == 0, done.err
+    first = json.loads(done.out)
+    arms = [f"{name}:tree=auto+prompt_lookup:tokens=auto" for name in ("streams", "medusa")]
+    assert first["drafter"] in arms
+    assert first["compare"]["equal"]
+    (path,) = (tmp_path / "home" / "arms").iterdir()
+    kept = json.loads(path.read_text())["yields"]["1"]
+    assert kept[first["drafter"]][0] > 0
+    again = anabranch("generate", *both)
+    assert any(f"drafter {arm};" in again.err for arm in arms)
+    later = json.loads(path.read_text())["yields"]["1"]
+    assert sum(tokens for tokens, _ in later.values()) > sum(tokens for tokens, _ in kept.values())

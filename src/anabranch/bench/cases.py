@@ -134,15 +134,25 @@ def contenders(case: Case, budgets: Sequence[int]) -> dict[str, Spec]:
     """
     found = {}
     for nodes in budgets:
-        sizes = list(case.method.candidates(nodes))
-        if sizes:
-            found[f"{nodes} nodes"] = Spec((Part(case.method, _with(sizes[-1], case.part.settings)),))
+        sized = _sized(case.method, nodes)
+        if sized is not None:
+            found[f"{nodes} nodes"] = Spec((Part(case.method, _with(sized, case.part.settings)),))
     if not found:
         found["as given"] = Spec((case.part,))
     following = _with(case.method.settings.under_load(), case.part.settings)
     if following.adaptive:
         found[LOAD] = Spec((Part(case.method, following),))
     return found
+
+
+def _sized(method: Method, nodes: int) -> Settings | None:
+    """The settings of a method for drafts of this many nodes, root included; None if it has no such size."""
+    tried = list(method.candidates(nodes))
+    if tried:
+        return tried[-1]
+    # not all methods with a budget are tried by the tuner
+    has_budget = any(field.name == "nodes" for field in fields(method.settings))
+    return method.settings.parse(f"nodes={nodes}", method.name) if has_budget else None
 
 
 def _with(settings: Settings, given: Settings) -> Settings:

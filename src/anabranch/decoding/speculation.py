@@ -39,7 +39,7 @@ PREDICTED = 15  # draft nodes of the trees whose mean acceptance length an adapt
 NEARLY = 0.985  # times the best rate at which the widest draft is preferred: what is not worth it need not be verified
 # what the best, second best, ... draft node of a row is taken to be worth before any was seen
 PRIOR = tuple(0.55 * 0.82**k for k in range(BUDGETS[-1]))
-EXPLORE = 100  # steps with drafts, or without, after which the opposite is tried
+EXPLORE = 200  # steps with drafts, or without, after which the opposite is tried
 SOONER = 0.2  # times as many where both are expected to be equally fast
 TRIAL = 4  # steps long
 KEPT = 8  # steps for which a plan is kept while the rows stay the same: making one takes a tenth of a small pass
@@ -50,9 +50,10 @@ INTERRUPTED = 2.0  # times the planned milliseconds that a step counts for at mo
 STATED = 10.0  # steps that a plan's milliseconds are worth before any was checked
 STATED_TOKENS = 200.0  # tokens that a plan's tokens are worth before any was checked: acceptance varies much more
 FORGOTTEN = 1000.0  # tokens after which what was learned of them counts a third
-SELDOM = 8  # steps after which free drafts are asked for again where they did not pay lately
+SELDOM = 16  # steps after which free drafts are asked for again where they did not pay lately
 FREE_GAIN = 2.0  # times the milliseconds that free drafts take which they have to be expected to save
 MARGIN = 1.04  # times the rate without a draft that one has to promise: estimates that look best are often too high
+FREE_MARGIN = 1.03  # and that free drafts have to promise for a step: with many rows a node adds little either way
 
 
 def best_count(beliefs: Sequence[float] | NDArray[np.float64], ms: Sequence[float] | NDArray[np.float64]) -> int:
@@ -344,11 +345,13 @@ class Speculation:
             return list(trees)
         rest = self.costs.rest_ms(len(rows))
         beside = [drafter.probes if budgets[drafter] > 1 else 0 for drafter in drafters]
+        free = True
         for drafter, count in _counts(drafters).items():
             if drafter.adaptive and not drafter.free and budgets[drafter] > 1:
+                free = False
                 rest += float(self.costs.draft_ms(drafter.name, budgets[drafter], count))
                 rest += float(self.costs.prepare_ms(drafter.name, drafter.depth_of(budgets[drafter]) * count))
-        sizes, gain = self._sizes(rows, trees, beliefs, beside, rest)
+        sizes, gain = self._sizes(rows, trees, beliefs, beside, rest, FREE_MARGIN if free else 1.0)
         found = [best_nodes(tree, beliefs[b], sizes[b]) if b in beliefs else tree for b, tree in enumerate(trees)]
         for drafter in {drafters[b] for b in beliefs}:
             members = [b for b in beliefs if drafters[b] is drafter]
@@ -366,11 +369,13 @@ class Speculation:
         beliefs: Mapping[int, Sequence[float]],
         beside: Sequence[int],
         rest: float,
+        margin: float,
     ) -> tuple[dict[int, int], float]:
         """How many nodes of each tree in ``beliefs`` to verify, for the most expected tokens a millisecond.
 
         beside  nodes of each row's probe
         rest    milliseconds of the step beside its pass
+        margin  times the rate without a draft that one has to promise
 
         Returned with them are the milliseconds that this saves over verifying no draft.
         """
@@ -384,7 +389,9 @@ class Speculation:
             nodes = len(rows) * (np.maximum(widths, max(others, default=1)) + max(beside))
             tokens = falling.sum(axis=0).cumsum() + len(others)
             ms = self.costs.pass_ms(nodes, len(rows), context) + rest
-            best = int(np.argmax(tokens / ms))
+            rates = tokens / ms
+            rates[0] *= margin
+            best = int(np.argmax(rates))
             saved = float(tokens[best] * ms[0] / tokens[0] - ms[best])
             return {b: min(1 + best, trees[b].size) for b in beliefs}, saved
         drafted = [(belief, b) for b, known in beliefs.items() for belief in known[1:]]
@@ -392,11 +399,13 @@ class Speculation:
         fixed = sum(others) + sum(beside) + len(beliefs)
         costs = self.costs.passes_ms(fixed, len(ranked) + 1, len(rows), context)
         best, tokens, sizes = 0, float(len(rows)), dict.fromkeys(beliefs, 1)
-        most = tokens, costs[0] + rest
+        most = tokens, (costs[0] + rest) / margin
         for k, (belief, _) in enumerate(ranked, 1):
             tokens += belief
             if tokens * most[1] > most[0] * (costs[k] + rest):
                 best, most = k, (tokens, costs[k] + rest)
+        if not best:
+            return sizes, 0.0
         for _, b in ranked[:best]:
             sizes[b] += 1
         return sizes, most[0] * (costs[0] + rest) / len(rows) - most[1]

@@ -103,8 +103,11 @@ def resolve(spec: Spec, modules: Sequence[nn.Module | None], registry: Sequence[
     if not spec.auto:
         return spec
     free = [method for method in registry if method.default and method.trained is None]
-    learned = [method for method in registry if method.trained is not None and module_of(method, modules) is not None]
-    arms = tuple(_under_load((method, *free) if method.combines else (method,)) for method in learned)
+    learned: dict[int, Method] = {}  # by module: of several methods that draft with the same one, the first
+    for method in registry:
+        if method.trained is not None and (module := module_of(method, modules)) is not None:
+            learned.setdefault(id(module), method)
+    arms = tuple(_under_load((method, *free) if method.combines else (method,)) for method in learned.values())
     return Spec(arms=arms) if len(arms) > 1 else arms[0] if arms else _under_load(free)
 
 
