@@ -18,12 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from checkouts import HERE, Worker
-
-from anabranch.bench.report import environment
-from anabranch.bench.suites import load_suite
-from anabranch.support.files import shown_command, write_atomically
 
 
 def serve() -> None:
@@ -92,6 +87,12 @@ def main() -> None:
         return
     if args.before is None:
         parser.error("give the other checkout with --before")
+    import torch  # here, not at the top: a worker has another checkout's package
+
+    from anabranch.bench.report import environment
+    from anabranch.bench.suites import load_suite
+    from anabranch.support.files import shown_command, write_atomically
+
     prompts = [prompt.text for prompt in load_suite(args.suite, data=args.data, limit=args.limit)]
     found = []
     for case in args.case or ["bf16:auto", "int4:auto"]:
