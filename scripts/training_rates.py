@@ -114,7 +114,9 @@ def main() -> None:
         "completions": earlier.get("completions") or alone(completions, args.answers),
         "methods": methods,
         "environment": environment(torch.device("cpu")),
-        "command": shown_command("python", "scripts/training_rates.py", "--answers", args.answers.name),
+        "command": shown_command(
+            "python", "scripts/training_rates.py", "--answers", args.answers.name, "--steps", str(args.steps)
+        ),
     }
     for name in args.method or METHODS:
         if name not in methods:
