@@ -21,7 +21,7 @@ from anabranch.bench.throughput import summarise as summarise_rows
 from anabranch.certify import certify
 from anabranch.costs import Costs
 from anabranch.loading import Loaded
-from anabranch.methods import Spec, make_drafter, parse_spec
+from anabranch.methods import Drafter, Spec, make_drafter, parse_spec
 from anabranch.profiles import settle
 from anabranch.sampling import SamplingParams
 
@@ -118,7 +118,7 @@ class _Forgetting(Ours):
         costs: Costs | None = settle(loaded.target, loaded.adapters).costs if drafter.adaptive else None
         super().__init__(loaded.target, drafter, SamplingParams(), costs)
 
-    def _built(self) -> Any:
+    def _built(self) -> Drafter:
         return make_drafter(self._spec, self._loaded.target.decoder, *self._loaded.modules)
 
     def serve(self, prompts: Prompts, *, rows: int, max_new_tokens: int) -> Served:
