@@ -184,6 +184,26 @@ def _before_after(result: Result) -> list[str]:
     ]
 
 
+def _passes(result: Result) -> list[str]:
+    """Forward passes of two commits (``scripts/compare_passes.py``)."""
+    rows = [
+        (
+            case["format"],
+            case["pass"],
+            *(f"{case['median_ms'][side]:.2f}" for side in ("before", "now")),
+            f"{case['ratio']['median']:.3f} ({case['ratio']['quartiles'][0]:.3f}-{case['ratio']['quartiles'][1]:.3f})",
+            "yes" if case["same_results"] else "no",
+        )
+        for case in result["cases"]
+    ]
+    commits = result["commits"]
+    return [
+        f"Commits {commits['before']} and {commits['now']}; ratios of time, lower is faster.",
+        "",
+        *table(("weights", "rows x nodes", "ms before", "ms after", "ratio (quartiles)", "same bits"), rows),
+    ]
+
+
 def _search(result: Result) -> list[str]:
     rows = [
         (f"`{name}`", f"{v['parameters']:,}", v["seconds"], f"{v['tree']:.3f}", f"{v['chain']:.3f}")
@@ -280,6 +300,7 @@ KINDS: tuple[tuple[str, tuple[str, ...], Callable[[Result], list[str]]], ...] = 
     ("Predicted acceptance", ("predicted_over_decoded",), _predicted),
     ("Spec-Bench's own evaluation", ("spec_bench", "ours"), _own_evaluation),
     ("Step times in the shape of larger models", ("steps", "parameters", "left_out"), _shape),
+    ("Passes, before and after", ("cases", "passes"), _passes),
     ("Before and after", ("cases", "commits"), _before_after),
     ("Memory", ("peak_mb",), _memory),
     ("Memory with many drafters", ("held_mb",), _growth),
