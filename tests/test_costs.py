@@ -218,6 +218,14 @@ def test_costs_follow_what_steps_take() -> None:
     assert made.prepare_ms("any", 0) == 0.0
 
 
+def test_typical_costs_get_their_unit_from_the_first_passes() -> None:
+    made = Costs(PassCosts(StepCosts.parse("1:1/8:1.1/16:2")), 0.3)
+    for nodes, ms in ((1, 10.0), (8, 11.0), (1, 10.0), (8, 300.0)):
+        made.saw_pass(ms, nodes, 1, 0.0)
+    assert pass_ms(made, 1) == pytest.approx(10.0, rel=0.15)
+    assert pass_ms(made, 16) == pytest.approx(20.0, rel=0.2)
+
+
 def test_one_disturbed_step_changes_little() -> None:
     made = begun()
     before = pass_ms(made, 8)

@@ -131,6 +131,7 @@ OUTLIER = 0.4  # the largest difference, in logarithms, that one step is taken t
 OCTAVES = 0.25  # how far, in doublings of the nodes, a pass tells what others cost
 FADING = 0.98  # weight of a pass relative to the next one
 TOGETHER = 16  # passes that are learned from together: alone, each would take as long as a thirtieth of a small one
+FIRST = 4  # as many of the very first ones
 UNSEEN = 0.5  # passes that the measured curve is worth at each width
 
 
@@ -265,7 +266,7 @@ class Costs:
         """Take in a timed pass; it has an effect with the next few."""
         ms = max(ms - float(self._context_ms(nodes, rows, context)), 0.1 * ms)
         self._recent.append((min(nodes, int(GRID[-1])), math.log(ms)))
-        if len(self._recent) >= TOGETHER:
+        if len(self._recent) >= (TOGETHER if self._seen.any() else FIRST):
             self._learn_passes()
 
     def _learn_passes(self) -> None:
@@ -278,6 +279,8 @@ class Costs:
         nodes, seen = (np.array(column) for column in zip(*self._recent, strict=True))
         self._recent.clear()
         expected = np.log(np.interp(nodes, GRID, self._pass))
+        if not self._seen.any():  # typical costs have no unit, and measured ones may be of another hour
+            expected += np.median(seen - expected)
         found = expected + np.clip(seen - expected, -OUTLIER, OUTLIER) - np.log(np.interp(nodes, GRID, self._base))
         near = np.maximum(0.0, 1 - np.abs(np.log2(GRID[:, None] / nodes)) / OCTAVES)
         near *= FADING ** np.arange(len(nodes))[::-1]
