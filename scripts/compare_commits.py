@@ -27,7 +27,7 @@ def serve() -> None:
 
     settings = json.loads(sys.stdin.readline())
     answers, sys.stdout = sys.stdout, sys.stderr
-    model = anabranch.load("default", quantize=settings["quantize"], drafter=settings["drafter"])
+    model = anabranch.load("default", **{name: settings[name] for name in ("dtype", "quantize", "drafter")})
     prompts = [model.chat_ids([{"role": "user", "content": text}]) for text in settings["prompts"]]
     model.generate(prompts[0], max_new_tokens=16)
     print(json.dumps({"drafter": model.drafter}), file=answers, flush=True)
@@ -39,8 +39,9 @@ def serve() -> None:
 
 def compare(case: str, args: argparse.Namespace, prompts: list[str]) -> dict[str, Any]:
     kind, _, drafter = case.partition(":")
-    quantize = "none" if kind == "bf16" else kind
-    settings = {"quantize": quantize, "drafter": drafter or "auto", "prompts": prompts}
+    quantize = "none" if kind in ("bf16", "float32") else kind
+    dtype = "float32" if kind == "float32" else "auto"
+    settings = {"dtype": dtype, "quantize": quantize, "drafter": drafter or "auto", "prompts": prompts}
     settings["max_new_tokens"] = args.max_new_tokens
     workers = {"before": Worker(__file__, args.before.resolve(), settings), "now": Worker(__file__, HERE, settings)}
     rates: dict[str, list[float]] = {"before": [], "now": []}
@@ -79,7 +80,9 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=20, help="that many prompts, spread over the tasks")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each prompt")
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--case", action="append", help="bf16, int8 or int4, a colon, and a drafter; repeatable")
+    parser.add_argument(
+        "--case", action="append", help="float32, bf16, int8 or int4, a colon, and a drafter; repeatable"
+    )
     parser.add_argument("--out", type=Path, help="write the result to this JSON file")
     args = parser.parse_args()
     if args.serve:
