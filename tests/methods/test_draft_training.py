@@ -171,7 +171,7 @@ def test_from_completions_to_a_draft_model_that_drafts(toys: ToyFolders, tmp_pat
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
     assert record["method"] == "draft_model"
-    assert record["run"]["command"].endswith(f"--drafter draft_model --adapter {folder}")
+    assert record["run"]["command"].endswith(f"--adapter {folder}")
     lengths = record["measured"]["predicted mean acceptance length"]
     assert lengths["tree"] > 1.2
     text: dict[str, Any] = {"max_new_tokens": 20, "ignore_eos": True}

@@ -147,7 +147,7 @@ def test_from_completions_to_a_tuned_target_with_its_heads(toys: ToyFolders, tmp
         assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
     assert record["config"]["lora_rank"] == 0
-    assert record["run"]["command"].endswith(f"--model {folder / 'model'} --drafter medusa2 --adapter {folder}")
+    assert record["run"]["command"].endswith(f"--model {folder / 'model'} --adapter {folder}")
     text: dict[str, Any] = {"max_new_tokens": 20, "ignore_eos": True}
     with anabranch.load(folder / "model", adapter=folder, drafter="medusa2", dtype="float32") as model:
         assert model.target.fingerprint == record["target"]["fingerprint"] != target.fingerprint

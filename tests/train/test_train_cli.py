@@ -69,7 +69,7 @@ def test_from_prompts_to_an_adapter_that_decodes(written: Path, tmp_path: Path) 
     assert steps[-1] == record["training"]["steps"]
     assert lengths[-1] == run["predicted"]["tree"]["tokens_per_pass"]
     assert run["next"]
-    assert record["training"]["seconds"] > 0
+    assert record["training"]["seconds"] >= 0
     assert len(record["training"]["data_sha256"]) == 64
     loaded = load_adapter(folder, TARGET)
     assert loaded.record == record

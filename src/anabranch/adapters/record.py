@@ -81,7 +81,7 @@ def _converted(record: dict[str, Any], name: str) -> dict[str, Any]:
 
 def predicted_length(record: dict[str, Any]) -> float | None:
     """The mean acceptance length with trees of 16 nodes that training predicted; None if the record does not say."""
-    lengths = record["measured"].get("predicted mean acceptance length")
+    lengths = record.get("measured", {}).get("predicted mean acceptance length")
     found = lengths.get("16 nodes") if isinstance(lengths, dict) else None
     return float(found) if isinstance(found, int | float) and 1 < found < 100 else None
 

@@ -69,7 +69,7 @@ def table_commands() -> Iterator[str]:
 
 
 def _entries() -> list[tuple[str, dict[str | None, ast.expr]]]:
-    """The arguments of each method's ``METHOD = Method(...)``, by name.
+    """The arguments of each ``METHOD = Method(...)``, by name.
 
     Read from the syntax trees of ``methods/``, since importing the registry imports torch, which takes seconds.
     """
@@ -77,10 +77,9 @@ def _entries() -> list[tuple[str, dict[str | None, ast.expr]]]:
     found = {}
     for path in [*folder.glob("*.py"), *folder.glob("*/__init__.py")]:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if not isinstance(node, ast.Assign) or ast.unparse(node.targets[0]) != "METHOD":
-                continue
-            if isinstance(node.value, ast.Call):
-                entry = {word.arg: word.value for word in node.value.keywords}
+            made = node.value if isinstance(node, ast.Assign) else None
+            if isinstance(made, ast.Call) and ast.unparse(made.func) == "Method":
+                entry = {word.arg: word.value for word in made.keywords}
                 found[str(ast.literal_eval(entry["name"]))] = entry
     return sorted(found.items())
 
