@@ -192,6 +192,7 @@ class Costs:
         self._difference = np.zeros(len(GRID))  # mean of the logarithms of seen over base milliseconds
         self._seen = np.zeros(len(GRID))  # recent passes of about that many nodes
         self._recent: list[tuple[int, float]] = []  # passes not learned from yet: nodes, logarithm of milliseconds
+        self._together = FIRST  # as many of them are learned from together
         self._set_passes(self._base)
         self._usual = 0.5 * draft, 0.5 * draft / float(self._pass[4])  # drafting and preparing, of any drafter
         self._drafting: dict[str, _Drafting] = {}
@@ -266,7 +267,7 @@ class Costs:
         """Take in a timed pass; it has an effect with the next few."""
         ms = max(ms - float(self._context_ms(nodes, rows, context)), 0.1 * ms)
         self._recent.append((min(nodes, int(GRID[-1])), math.log(ms)))
-        if len(self._recent) >= (TOGETHER if self._seen.any() else FIRST):
+        if len(self._recent) >= self._together:
             self._learn_passes()
 
     def _learn_passes(self) -> None:
@@ -279,8 +280,9 @@ class Costs:
         nodes, seen = (np.array(column) for column in zip(*self._recent, strict=True))
         self._recent.clear()
         expected = np.log(np.interp(nodes, GRID, self._pass))
-        if not self._seen.any():  # typical costs have no unit, and measured ones may be of another hour
+        if self._together == FIRST:  # typical costs have no unit, and measured ones may be of another hour
             expected += np.median(seen - expected)
+        self._together = TOGETHER
         found = expected + np.clip(seen - expected, -OUTLIER, OUTLIER) - np.log(np.interp(nodes, GRID, self._base))
         near = np.maximum(0.0, 1 - np.abs(np.log2(GRID[:, None] / nodes)) / OCTAVES)
         near *= FADING ** np.arange(len(nodes))[::-1]
