@@ -9,20 +9,18 @@ into kernels and speculation, between the two comments ``START`` and ``END``.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import textwrap
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from bar_chart import Bar, bar_chart
 from benchmark_tables import KINDS, at_a_time, kind_of, machine_line, table, tables_of
+from generated import ROOT, write_or_check
 
 from anabranch.bench.figures import leading
 
-ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 PAGE, README, PICTURES = "docs/benchmarks.md", "README.md", "docs/pictures"
 START, END = "<!-- results: scripts/benchmarks_page.py -->", "<!-- end of results -->"
@@ -252,19 +250,7 @@ def outputs() -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file would change")
-    check = parser.parse_args().check
-    changed = []
-    for name, text in outputs().items():
-        path = ROOT / name
-        if not path.is_file() or path.read_text(encoding="utf-8") != text:
-            changed.append(name)
-            if not check:
-                path.write_text(text, encoding="utf-8")
-    for name in changed:
-        print(f"{name} differs; run python scripts/benchmarks_page.py" if check else f"wrote {name}")
-    raise SystemExit(1 if check and changed else 0)
+    write_or_check("benchmarks_page.py", (__doc__ or "").splitlines()[0], outputs)
 
 
 if __name__ == "__main__":

@@ -6,10 +6,8 @@ python scripts/comparison_page.py --check    # write nothing; exit 1 and name ev
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from benchmark_tables import table
@@ -25,10 +23,10 @@ from comparison_tables import (
     summary,
     trained,
 )
+from generated import ROOT, write_or_check
 from paper_parameters import MODELS, parameter_rows
 from speed_chart import speed_chart
 
-ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 PAGE, PICTURES = "docs/comparison.md", "docs/pictures"
 START, END = "<!-- results: scripts/comparison_page.py -->", "<!-- end of results -->"
@@ -92,19 +90,7 @@ def outputs() -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file would change")
-    check = parser.parse_args().check
-    changed = []
-    for name, text in outputs().items():
-        path = ROOT / name
-        if not path.is_file() or path.read_text(encoding="utf-8") != text:
-            changed.append(name)
-            if not check:
-                path.write_text(text, encoding="utf-8")
-    for name in changed:
-        print(f"{name} differs; run python scripts/comparison_page.py" if check else f"wrote {name}")
-    raise SystemExit(1 if check and changed else 0)
+    write_or_check("comparison_page.py", (__doc__ or "").splitlines()[0], outputs)
 
 
 if __name__ == "__main__":

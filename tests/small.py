@@ -173,6 +173,19 @@ class Timeless(Speculation):
         pass
 
 
+def joint_losses(objective: Any, module: nn.Module, batch: Any, frozen: Any, *, steps: int, lr: float) -> list[float]:
+    """The losses of ``steps`` steps of AdamW on one batch, which is one segment."""
+    optimizer, losses = torch.optim.AdamW(module.parameters(), lr=lr), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (segment,) = objective.segments(batch)
+        scores = objective.loss(batch, frozen, segment)
+        scores.loss.backward()
+        optimizer.step()
+        losses.append(scores.loss.item())
+    return losses
+
+
 def prompt(length: int, seed: int = 0) -> list[int]:
     """Random token ids."""
     generator = torch.Generator().manual_seed(seed)

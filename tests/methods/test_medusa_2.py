@@ -23,7 +23,7 @@ from anabranch.methods.tuning import LayerTuning, export_tuned, save_tuned, tune
 from anabranch.model.load import load_target
 from anabranch.model.quantize import quantize_decoder
 from anabranch.model.weights import build_decoder
-from small import CASES, decode, prompt, randomise, request, small
+from small import CASES, decode, joint_losses, prompt, randomise, request, small
 from toy_text import ToyFolders
 
 BATCH = Batch.of([Example(tuple(prompt(9, 1)), tuple(prompt(6, 2))), Example(tuple(prompt(4, 3)), tuple(prompt(7, 4)))])
@@ -62,14 +62,7 @@ def test_training_lowers_the_loss_of_both() -> None:
     objective, batch = JointObjective(target, module, MedusaLoss()), Batch.of(texts)
     assert len(list(objective.segments(batch))) == 1
     before, frozen = objective.evaluate(texts), objective.freeze(batch)
-    optimizer, losses = torch.optim.AdamW(module.parameters(), lr=1e-2), []
-    for _ in range(30):
-        optimizer.zero_grad()
-        (segment,) = objective.segments(batch)
-        scores = objective.loss(batch, frozen, segment)
-        scores.loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        losses.append(scores.loss.item())
+    losses = joint_losses(objective, module, batch, frozen, steps=30, lr=1e-2)
     assert losses[-1] < 0.8 * losses[0]
     assert objective.evaluate(texts)["tree"] > before["tree"] + 0.3
     assert all(parameter.grad is None for parameter in target.parameters())

@@ -22,7 +22,7 @@ from anabranch.methods.space.objective import MaskLossOptions, MaskObjective
 from anabranch.methods.tuning import LayerTuning
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import load_target
-from small import decode, prompt, randomise, request, small
+from small import decode, joint_losses, prompt, randomise, request, small
 from toy_text import ToyFolders
 
 TEXTS = [Example(tuple(prompt(9, 1)), tuple(prompt(6, 2))), Example(tuple(prompt(4, 3)), tuple(prompt(9, 4)))]
@@ -97,14 +97,7 @@ def test_training_lowers_the_loss_of_both_and_raises_acceptance() -> None:
     start_from_target(target, module)
     objective, batch = JointMaskObjective(target, module, MaskLossOptions(stride=1)), Batch.of(texts)
     before, frozen = objective.evaluate(texts), objective.freeze(batch)
-    optimizer, losses = torch.optim.AdamW(module.parameters(), lr=5e-3), []
-    for _ in range(40):
-        optimizer.zero_grad()
-        (segment,) = objective.segments(batch)
-        scores = objective.loss(batch, frozen, segment)
-        scores.loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        losses.append(scores.loss.item())
+    losses = joint_losses(objective, module, batch, frozen, steps=40, lr=5e-3)
     assert losses[-1] < 0.8 * losses[0]
     assert objective.evaluate(texts)["tree"] > before["tree"] + 0.3
 
