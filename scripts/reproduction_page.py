@@ -26,7 +26,7 @@ Found = tuple[str, Result]
 
 INTRODUCTION = """# The papers' studies
 
-What the figures and tables of the two Speculative Streaming papers show (ACL; "v1" is arXiv 2402.11131), measured on the
+What figures and tables of the two Speculative Streaming papers (ACL; "v1" is arXiv 2402.11131) show, measured on the
 default model at a size that two CPU cores can do. `python scripts/study.py --list` lists the studies, one command runs
 each, and `python scripts/reproduction_page.py` writes this page from the newest results in `benchmarks/`. DIR is a
 folder with the data sets. Where the papers print no numbers, their finding is given in words.

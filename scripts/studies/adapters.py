@@ -20,7 +20,7 @@ DRAFTS = {"chain": DraftOptions(tree="chain"), "tree of 8 nodes": DraftOptions(n
 def measure(setup: Setup) -> dict[str, Any]:
     """Predicted tokens a pass and accuracy by stream of every adapter on the target's own completions."""
     target = setup.target(pack=False, dtype="float32")
-    adapters = {label: each for label, each in setup.labelled(target).items()}
+    adapters = setup.labelled(target)
     if not adapters:
         raise InputError("the study compares adapters; give each with --adapter LABEL=FOLDER (docs/reproduction.md)")
     if other := [label for label, each in adapters.items() if not isinstance(each.module, StreamAdapter)]:
@@ -87,12 +87,12 @@ LAYERS = Study(
     name="layers",
     papers="ACL figure 11, v1 figure 6",
     title="Number of stream layers",
-    measures="Tokens a pass and top-1 accuracy by stream, predicted by replaying the target's own completions, of adapters "
-    f"that differ in N_s. Train one for each N with `{TRAIN} --stream-layers N --out LAYERS-N`, on the same completions and "
-    "for as long (`anabranch train answers` writes them).",
-    paper="curves without printed numbers: the task metrics of shared mode rise with the layers; 2 to 8 are recommended, 4 "
-    "used",
-    differs="the paper shows the quality of shared mode; a lossless adapter leaves quality as it is, so this is acceptance",
+    measures="Tokens a pass and top-1 accuracy by stream, predicted by replaying the target's own completions, of "
+    f"adapters that differ in N_s. Train one for each N with `{TRAIN} --stream-layers N --out LAYERS-N`, on the same "
+    "completions and for as long (`anabranch train answers` writes them).",
+    paper="no values in the text; the task metrics of shared mode rise with the layers; 2 to 8 are recommended, 4 used",
+    differs="the paper shows the quality of shared mode; a lossless adapter leaves quality as it is, so this is "
+    "acceptance",
     ours=_ours,
     table=_table,
     chart=_by_layers,
@@ -107,10 +107,10 @@ ROTATION = replace(
     name="rotation",
     papers="ACL figure 12a, v1 figure 9a",
     title="Value rotation in place of stream embeddings",
-    measures="The same of adapters whose streams are told apart by rotated values (ACL eq. 8) and by stream embeddings. "
-    f"Train one of each with `{TRAIN} --stream-layers N`, with and without `--position rotation`.",
-    paper="curves without printed numbers: rotation stays below stream embeddings at the same number of layers; with 16 "
-    "layers it is above embeddings with 4",
+    measures="The same of adapters whose streams are told apart by rotated values (ACL eq. 8) and by stream "
+    f"embeddings. Train one of each with `{TRAIN} --stream-layers N`, with and without `--position rotation`.",
+    paper="no values in the text; rotation stays below stream embeddings at the same number of layers; with "
+    "16 layers it is above embeddings with 4",
     command="python scripts/study.py rotation --adapter embeddings=LAYERS-4 --adapter rotation=ROTATION-4 --data DIR "
     "--out benchmarks/study-rotation-DATE.json",
 )

@@ -86,7 +86,7 @@ def stream_states(
 
 
 def _places(example: Example, ahead: int) -> tuple[Tensor, Tensor]:
-    """Positions from the last prompt token on, and which of their 1 ... ``ahead`` future rows are in the text [P, S]."""
+    """Positions from the last prompt token on, and which of their ``ahead`` future rows are in the text [P, S]."""
     positions = torch.arange(len(example.prompt_ids) - 1, len(example) - 1)
     return positions, positions[:, None] + torch.arange(1, ahead + 1) < len(example)
 
@@ -178,13 +178,13 @@ STUDY = Study(
     name="cosine",
     papers="ACL figure 5",
     title="Cosine similarity of stream states to true future states",
-    measures="The cosine of stream j's state at position t and the main stream's state at t + j, which has seen the true "
-    "tokens, at the entry of each stream layer, and after the last norm. Texts are the target's own greedy completions. "
-    "As a reference, the main stream's state at t in place of the stream. Draft heads given by `--adapter` have one "
-    "state, after the last layer.",
-    paper="a curve per layer without printed numbers: similarity rises with the layers, and is higher than Medusa's",
-    differs="another target and another adapter; streams are conditioned on the emitted token, which the paper's are not "
-    '("riding streams" are not)',
+    measures="The cosine of stream j's state at position t and the main stream's state at t + j, which has seen the "
+    "true tokens, at the entry of each stream layer, and after the last norm. Texts are the target's own greedy "
+    "completions. As a reference, the main stream's state at t in place of the stream. Draft heads given by "
+    "`--adapter` have one state, after the last layer.",
+    paper="no values in the text; similarity rises with the layers, and is higher than Medusa's",
+    differs="another target and another adapter; streams are conditioned on the emitted token, which the paper's are "
+    "not riding streams",
     ours=_ours,
     table=_table,
     chart=_chart,

@@ -142,13 +142,13 @@ STUDY = Study(
     name="gradients",
     papers="ACL figure 6",
     title="Gradient norms by layer",
-    measures="The L2 norm of the gradient of the target's MLP weights, by layer, over the mean loss of some completions: of "
-    "the next token, of fresh streams in the paper's configuration (the start of training), and of the adapter's streams "
-    "(trained). Nothing is trained.",
-    paper="two heat maps without printed numbers: at the start, gradients are strong in early and middle layers as well as "
-    "in late ones; at step 5,000 they are more selective",
-    differs="in lossless mode the target is frozen and these gradients are not used; the trained adapter was trained on that "
-    "frozen target, and is of another configuration than the fresh one",
+    measures="The L2 norm of the gradient of the target's MLP weights, by layer, over the mean loss of some "
+    "completions: of the next token, of fresh streams in the paper's configuration (the start of training), and of "
+    "the adapter's streams (trained). Nothing is trained.",
+    paper="no values in the text; at the start, gradients are strong in early and middle layers as "
+    "well as in late ones; at step 5,000 they are more selective",
+    differs="in lossless mode the target is frozen and these gradients are not used; the trained adapter was trained "
+    "on that frozen target, and is of another configuration than the fresh one",
     ours=_ours,
     table=_table,
     chart=_chart,

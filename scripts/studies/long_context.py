@@ -42,12 +42,13 @@ STUDY = Study(
     name="long_context",
     papers="ACL appendix O, figure 21",
     title="Long contexts",
-    measures="Passages of novels, cut to each length and followed by a request to sum them up: tokens a pass and the median "
-    "time of a step, every passage by all drafters in turn.",
+    measures="Passages of novels, cut to each length and followed by a request to sum them up: tokens a pass and the "
+    "median time of a step, every passage by all drafters in turn.",
     paper="2.64 times plain decoding on LongBench's summarization task, gamma = 3 and k = 4",
     differs="the adapter was not trained on long texts (the paper's was, on Arxiv-summarization); novels, not reports",
     ours=_ours,
     table=_table,
     chart=_chart,
-    command="python scripts/long_context.py --text BOOK.txt --lengths 512 2048 8000 --out benchmarks/long-context-DATE.json",
+    command="python scripts/long_context.py --text BOOK.txt --lengths 512 2048 8000 --out "
+    "benchmarks/long-context-DATE.json",
 )

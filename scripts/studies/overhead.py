@@ -107,15 +107,15 @@ STUDY = Study(
     name="overhead",
     papers="ACL figures 8, 9, 17 and 19, v1 figure 3",
     title="Parameters, memory traffic, arithmetic and utilisation",
-    measures=f"Counts from module shapes. Left, a draft of {GAMMA} tokens on top of the target's own pass ({OVERHEAD}, 16 "
-    f"bits, {CONTEXT:,} tokens of context). Right, a whole step of {STEPS}, with as many verified nodes as in the papers: "
-    f"{VERIFIED['medusa']} for Medusa, {RIDING} for streams, a chain of {GAMMA} for the draft model OPT-125m. A draft "
-    "model's reads come one after the other, before the target's pass.",
-    paper="bars and timelines without printed numbers; the text says over 1,000 times fewer parameters than Medusa (for "
-    "shared streams: 8.2E4 against 5.9E8), and more utilisation than with a draft model",
-    differs="upper bounds from counts, where the papers profile an A100; not yet run on a GPU. The parameters of every target "
-    "that the papers print are in [the comparison](comparison.md#parameters-on-the-papers-targets), their limits in "
-    "[theory](theory.md#what-a-draft-costs)",
+    measures=f"Counts from module shapes. Left, a draft of {GAMMA} tokens on top of the target's own pass "
+    f"({OVERHEAD}, 16 bits, {CONTEXT:,} tokens of context). Right, a whole step of {STEPS}, with as many verified "
+    f"nodes as in the papers: {VERIFIED['medusa']} for Medusa, {RIDING} for streams, a chain of {GAMMA} for the draft "
+    "model OPT-125m. A draft model's reads come one after the other, before the target's pass.",
+    paper="no values in the text but over 1,000 times fewer parameters than Medusa "
+    "(for shared streams: 8.2E4 against 5.9E8), and more utilisation than with a draft model",
+    differs="upper bounds from counts, where the papers profile an A100; not yet run on a GPU. The parameters of "
+    "every target that the papers print are in [the comparison](comparison.md#parameters-on-the-papers-targets), "
+    "their limits in [theory](theory.md#what-a-draft-costs)",
     ours=_ours,
     table=_table,
     chart=_chart,

@@ -3,9 +3,9 @@
     p(y[t+1] | y[..t], y[t+2 .. t+1+gamma])
 
 Two masks. In the *leak-free* one, the row that predicts y[t+1] has future rows of its own, which see the text up to t
-and each other, but never y[t+1]. The *literal* one only lets row t attend to rows t+2 ... t+1+gamma of the same pass, as
-a modified attention mask does. These rows have themselves attended to y[t+1], so from the second layer on the answer is
-in sight.
+and the future rows before them, but never y[t+1]. The *literal* one only lets row t attend to rows t+2 ... t+1+gamma of
+the same pass, as a modified attention mask does. These rows have themselves attended to y[t+1], so from the second layer
+on the answer is in sight.
 
 T text length, P predicting positions, G = gamma, R rows.
 """
@@ -205,13 +205,14 @@ STUDY = Study(
     name="peeking",
     papers="ACL figure 4",
     title="Peeking at future tokens",
-    measures="Loss and accuracy of the next token of texts by people (E2E NLG), where the row that predicts it also attends "
-    "to the gamma true tokens behind that token: untuned, and after a short LoRA tuning (rank 8, all linear layers, the "
-    "same batches for all). With the *leak-free* mask, the rows in sight have not seen the next token. With the *literal* "
-    "one they have, as when only the attention mask is changed, so part of the gain is the answer itself.",
-    paper="bars without printed numbers: the generation metrics of Phi-3, trained so, rise substantially",
-    differs="accuracy with the true past in place of generation metrics; a small target, a few tuning steps; the paper does "
-    "not say whether the tokens in sight have attended to the next one",
+    measures="Loss and accuracy of the next token of texts by people (E2E NLG), where the row that predicts it also "
+    "attends to the gamma true tokens behind that token: untuned, and after a short LoRA tuning (rank 8, all linear "
+    "layers, the same batches for all). With the *leak-free* mask, the rows in sight have not seen the next token. "
+    "With the *literal* one they have, as when only the attention mask is changed, so part of the gain is the answer "
+    "itself.",
+    paper="no values in the text; the generation metrics of Phi-3, trained so, rise substantially",
+    differs="accuracy with the true past in place of generation metrics; a small target, a few tuning steps; the "
+    "paper does not say whether the tokens in sight have attended to the next one",
     ours=_ours,
     table=_table,
     chart=_chart,

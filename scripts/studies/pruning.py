@@ -57,14 +57,14 @@ STUDY = Study(
     name="pruning",
     papers="ACL figure 13",
     title="Chain, tree, pruned tree",
-    measures=f"Tokens a pass and tokens/s of a chain of {DEPTH} drafted tokens, of the full product tree of {CHILDREN} "
-    f"children over {DEPTH} streams, and of that tree cut by the early-exit layer to {KEPT} and {KEPT // 2} nodes; below "
-    "them the best-first trees that are the default here. An adapter without a pruning layer leaves the pruned ones out "
-    "(train one with `--pruning-rank 8`).",
-    paper="bars without printed numbers: each of the three is faster than the one before it, for Vicuna 7B, 13B and 33B",
-    differs="the pruning layer drops all but the most probable nodes, where the paper's drops those below a threshold that "
-    "is not printed; streams trail the pass, where the paper's ride in it; a CPU is near its arithmetic limit at widths "
-    "that cost nothing on an A100",
+    measures=f"Tokens a pass and tokens/s of a chain of {DEPTH} drafted tokens, of the full product tree of "
+    f"{CHILDREN} children over {DEPTH} streams, and of that tree cut by the early-exit layer to {KEPT} and "
+    f"{KEPT // 2} nodes; below them the best-first trees that are the default here. An adapter without a pruning "
+    "layer leaves the pruned ones out (train one with `--pruning-rank 8`).",
+    paper="no values in the text; each adds to the one before it, for Vicuna 7B, 13B and 33B",
+    differs="the pruning layer drops all but the most probable nodes, where the paper's drops those below a "
+    "threshold that is not printed; streams trail the pass, where the paper's ride in it; a CPU is near its "
+    "arithmetic limit at widths that cost nothing on an A100",
     ours=_ours,
     table=_table,
     chart=_chart,

@@ -63,8 +63,8 @@ STUDY = Study(
     name="quantization",
     papers="ACL table 4",
     title="Quantised targets",
-    measures="Tokens/s of streams with trees of 8 nodes over plain decoding with the same weights. The quantised model is "
-    "the target: both decode its text.",
+    measures="Tokens/s of streams with trees of 8 nodes over plain decoding with the same weights. The quantised "
+    "model is the target: both decode its text.",
     paper="speedup 2.92 (FP16), 2.84 (INT8), 2.68 (INT4)",
     differs="Mistral-Instruct-7B tuned for text-to-SQL with bitsandbytes on a GPU there, and exact match, which is not "
     "measured here; the adapter is the one trained for the unquantised target",

@@ -62,10 +62,10 @@ STUDY = Study(
     name="sampling",
     papers="ACL figure 12b, v1 figure 9b",
     title="Top-k sampling at temperature 1",
-    measures="Tokens a pass and tokens/s at temperature 1 with top-k sampling, by matching (the default; drafts know the "
-    "random numbers of the target's draws) and by rejection of sampled chains (the paper's rule). Adapters of other "
-    "methods, such as Medusa's heads, are added with `--adapter FOLDER`.",
-    paper="curves without printed numbers: the speedup falls as k grows, and stays above Medusa's",
+    measures="Tokens a pass and tokens/s at temperature 1 with top-k sampling, by matching (the default; drafts know "
+    "the random numbers of the target's draws) and by rejection of sampled chains (the paper's rule). Adapters of "
+    "other methods, such as Medusa's heads, are added with `--adapter FOLDER`.",
+    paper="no values in the text; the speedup falls as k grows, and stays above Medusa's",
     differs="another target, and open prompts in place of the meaning-representation task; matching draws with common "
     "random numbers, which the paper does not",
     ours=_ours,
