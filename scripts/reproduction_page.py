@@ -9,6 +9,7 @@ A figure is named after its result and drawn once: delete it to have it drawn ag
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,7 +58,8 @@ def anchor(study: Study) -> str:
 
 def section(study: Study, found: Found | None) -> list[str]:
     """The lines of one study."""
-    lines = [f"## {study.title}", "", f"{study.papers}. {study.measures}", ""]
+    told = textwrap.wrap(f"{study.papers}. {study.measures}", 120, break_long_words=False, break_on_hyphens=False)
+    lines = [f"## {study.title}", "", *told, ""]
     if found is None:
         return [*lines, f"**{MISSING.capitalize()}.**", ""]
     stem, result = found

@@ -183,8 +183,8 @@ STUDY = Study(
     "completions. As a reference, the main stream's state at t in place of the stream. Draft heads given by "
     "`--adapter` have one state, after the last layer.",
     paper="no values in the text; similarity rises with the layers, and is higher than Medusa's",
-    differs="another target and another adapter; streams are conditioned on the emitted token, which the paper's are "
-    "not riding streams",
+    differs="another target and another adapter, whose streams are conditioned on the emitted token; the paper's are "
+    "not, like those in the rows of riding streams",
     ours=_ours,
     table=_table,
     chart=_chart,

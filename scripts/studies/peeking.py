@@ -4,8 +4,8 @@
 
 Two masks. In the *leak-free* one, the row that predicts y[t+1] has future rows of its own, which see the text up to t
 and the future rows before them, but never y[t+1]. The *literal* one only lets row t attend to rows t+2 ... t+1+gamma of
-the same pass, as a modified attention mask does. These rows have themselves attended to y[t+1], so from the second layer
-on the answer is in sight.
+the same pass, as a modified attention mask does. These rows have themselves attended to y[t+1], so from the second
+layer on the answer is in sight.
 
 T text length, P predicting positions, G = gamma, R rows.
 """

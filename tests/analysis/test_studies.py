@@ -1,4 +1,4 @@
-"""The studies of scripts/studies: what they measure, on toy targets, and the page that is written from their results."""
+"""The studies of scripts/studies: what they measure, on toy targets, and the page written from their results."""
 
 from __future__ import annotations
 
@@ -256,8 +256,8 @@ def toy_words(name: str, toys: ToyFolders, folder: Path) -> list[Any]:
 
 
 COMPARED = ("layers", "rotation")
-LONG = ("sampling", "batches", "quantization", "branching", "rotation", "peeking")
-NAMES = ("cosine", "gradients", "layers", "pruning", *(pytest.param(n, marks=pytest.mark.thorough) for n in LONG))
+LONG = ("gradients", "layers", "pruning", "sampling", "batches", "quantization", "branching", "rotation", "peeking")
+NAMES = ("cosine", *(pytest.param(name, marks=pytest.mark.thorough) for name in LONG))
 
 
 @pytest.mark.parametrize("name", NAMES)
