@@ -35,7 +35,7 @@ __all__ = ["STUDY", "leak_free_rows", "literal_mask", "predictions"]
 Mask = Literal["leak-free", "literal"]
 GAMMAS = (0, 1, 2, 4)
 RANK, LR, BATCH = 8, 1e-3, 4
-MOST = 40  # predicting positions of a text
+MOST = 24  # predicting positions of a text
 ASK = "Describe this restaurant in one or two sentences: "
 
 
@@ -217,5 +217,5 @@ STUDY = Study(
     table=_table,
     chart=_chart,
     measure=_measure,
-    limit=64,
+    limit=32,
 )
