@@ -51,7 +51,8 @@ COMPARED = re.compile(
 LITERAL = re.compile(r"'(?:[^']|'')*'|(?<![\w.])-?\d+(?:\.\d+)?(?![\w.])")
 FENCED = re.compile(r"```(?:\w*\n)?(.*?)(?:```|\Z)", re.DOTALL)
 
-FAILURES = (sqlite3.Error, sqlite3.Warning, ValueError)  # ValueError: text that is not valid Unicode
+FAILURES = (sqlite3.Error, sqlite3.Warning, ValueError)  # ValueError: a null character
+DIGITS = 18  # of numbers that fit SQLite's 64 bits
 
 Value: TypeAlias = "str | int | float | None"
 Rows: TypeAlias = "list[tuple[Value, ...]]"
@@ -72,7 +73,7 @@ def equivalent(answer: str, reference: str, context: str) -> bool | None:
     The order of rows counts if the reference has an ORDER BY of its own, the order of columns always. An answer that
     fails differs. None if the statements or the reference fail in SQLite, or if the reference finds nothing anywhere.
     """
-    mine, wanted = query_in(answer), query_in(reference)
+    mine, wanted = (query_in(text).encode("utf-8", "replace").decode() for text in (answer, reference))
     expected: list[Rows] = []
     found: list[Rows | None] = []
     try:
@@ -176,9 +177,10 @@ def _values(literal: str) -> list[Value]:
     if literal.startswith("'"):
         text = literal[1:-1].replace("''", "'")
         return list(dict.fromkeys((text, text.strip("%"))))
+    if len(literal) > DIGITS:
+        return []
     number = float(literal) if "." in literal else int(literal)
-    # SQLite stores 64 bits
-    return [number, number + 1, number - 1] if abs(number) < 2**62 else []
+    return [number, number + 1, number - 1]
 
 
 def _run(connection: sqlite3.Connection, query: str, *, ordered: bool) -> Rows:
