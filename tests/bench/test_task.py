@@ -153,6 +153,54 @@ def test_a_task_of_a_file_is_one_command(bench: Bench, toys: ToyFolders, anabran
     assert record["quality"]["rouge1"]["rows"] == 3
 
 
+def test_results_of_several_targets_in_one_table(
+    bench: Bench, toys: ToyFolders, anabranch: Anabranch, tmp_path: Path
+) -> None:
+    a, b = tmp_path / "lora", tmp_path / "shared"
+    assert bench("--methods", "none", "--limit", 3, "--out", a).code == 0
+    assert bench("--methods", "streams", "--limit", 3, "--completion", "question", "--out", b).code == 0
+    done = anabranch("bench", "table", a, f"{b}.json")
+    assert done.code == 0, done.err
+    assert "warning: shared: the completion of the task differs" in done.out
+    lines = [line.split() for line in done.out.splitlines()]
+    assert [line[:2] for line in lines if line[:1] in (["lora"], ["shared"])] == [
+        ["lora", "none"],
+        ["shared", "none"],
+        ["shared", "streams"],
+    ]
+    found = json.loads(anabranch("bench", "table", a, b, "--json").out)
+    assert found["contenders"][0]["speedup_quartiles"] == [1.0, 1.0, 1.0]
+    zero = {"mean": 0.0, "low": 0.0, "high": 0.0, "rows": 3}
+    unknown = {"mean": None, "low": None, "high": None, "rows": 0}  # a question is no query
+    assert found["contenders"][2]["difference"] == {"exact_match": zero, "execution": unknown}
+    result = read(tmp_path / "lora.json")
+
+    def changed(**values: Any) -> Path:
+        path = tmp_path / "changed.json"
+        path.write_text(json.dumps({**result, **values}), encoding="utf-8")
+        return path
+
+    task, (plain,) = result["run"]["application"], result["contenders"]
+    quality = plain["quality"] | {"execution": {"scores": [0.0, 2.0, 0.0]}}
+    for path, why in (
+        (changed(run=result["run"] | {"application": None}), "changed has no valid 'application'; give results of"),
+        (changed(run=result["run"] | {"application": task | {"metrics": ["x"]}}), "has no valid 'application'"),
+        (
+            changed(run=result["run"] | {"application": task | {"name": "e2e"}}),
+            "has other name than lora (e2e, not sql)",
+        ),
+        (changed(prompts=result["prompts"][:2]), "has no valid 'quality' of none"),
+        (changed(prompts=[{"name": str(n)} for n in range(3)]), "has other rows than lora; measure the same split"),
+        (changed(contenders=[plain | {"quality": quality}]), "has no valid 'quality' of none"),
+        (changed(contenders=[plain | {"sample_ms_quartiles": None}]), "no valid 'sample_ms_quartiles' of none"),
+        (changed(contenders=[plain | {"extra_parameters": "few"}]), "no valid 'extra_parameters' of none"),
+    ):
+        refused = anabranch("bench", "table", a, path)
+        assert (refused.code, why in refused.err) == (1, True), refused.err
+    refused = anabranch("bench", "table", changed(contenders=[plain | {"spec": "streams"}]), a)
+    assert "changed has no plain decoding to compare with" in refused.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [

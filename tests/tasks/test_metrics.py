@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from anabranch.errors import CapabilityError
-from anabranch.tasks import METRICS, check_metrics, metrics, spread, sql
+from anabranch.tasks import METRICS, check_metrics, difference, metrics, spread, sql
 from anabranch.tasks.sql import equivalent, query_in
 
 BOATS = "CREATE TABLE boats (name VARCHAR, colour VARCHAR, seats INTEGER)"
@@ -147,6 +147,15 @@ def test_rouge_without_its_library_is_one_sentence(monkeypatch: pytest.MonkeyPat
     with pytest.raises(CapabilityError, match=r"install it with pip install 'anabranch\[tasks\]', or choose another"):
         check_metrics(["exact_match", "rouge"])
     check_metrics(["exact_match", "execution"])
+
+
+def test_differences_are_taken_row_by_row() -> None:
+    half = 1.959964 * 0.2 / 3**0.5
+    found = difference([0.9, 0.5, None, 0.5], [0.5, 0.5, 1.0, 0.3])
+    assert (found["mean"], found["rows"]) == (0.2, 3)
+    assert (found["low"], found["high"]) == pytest.approx((0.2 - half, 0.2 + half), abs=1e-6)
+    assert difference([None], [1.0]) == {"mean": None, "low": None, "high": None, "rows": 0}
+    assert difference([1.0], [0.0])["low"] == 0.0, "one row says nothing of others"
 
 
 def test_spread_of_shares_and_of_means() -> None:

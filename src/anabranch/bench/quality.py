@@ -12,7 +12,7 @@ from anabranch.methods import Spec, resolve_spec
 from anabranch.methods.spec import module_of
 from anabranch.tasks import METRICS, spread
 
-__all__ = ["add_quality", "columns_of", "extra_parameters", "quality_block"]
+__all__ = ["add_quality", "columns_of", "extra_parameters", "percent", "quality_block", "quartiles_cell"]
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -89,13 +89,13 @@ def quality_block(result: Mapping[str, Any]) -> tuple[str, list[str], list[list[
         if "quality" not in record:
             continue
         every = record.get("equal_texts") == record["prompts"] and record["spec"] != "none"
-        cells = [("= " if every else "") + _percent(record["quality"][key]) for key in columns]
+        cells = [("= " if every else "") + percent(record["quality"][key]) for key in columns]
         equal = f"{record['equal_texts']}/{record['prompts']}" if "equal_texts" in record else "-"
         length, extra = record.get("mean_acceptance_length"), record.get("extra_parameters")
         rows.append(
             [
-                *(record["name"], *cells, equal, _quartiles(record.get("speedup_quartiles"))),
-                _quartiles(record.get("sample_ms_quartiles"), 0),
+                *(record["name"], *cells, equal, quartiles_cell(record.get("speedup_quartiles"))),
+                quartiles_cell(record.get("sample_ms_quartiles"), 0),
                 "-" if length is None else f"{length:.2f}",
                 "-" if extra is None else f"{extra:,}",
             ]
@@ -107,14 +107,16 @@ def quality_block(result: Mapping[str, Any]) -> tuple[str, list[str], list[list[
     return caption, titles, rows
 
 
-def _percent(part: Mapping[str, Any]) -> str:
+def percent(part: Mapping[str, Any]) -> str:
+    """A mean with its interval, in %; "-" if nothing was scored."""
     if part["mean"] is None:
         return "-"
     mean, low, high = (f"{100 * part[name]:.1f}" for name in ("mean", "low", "high"))
     return f"{mean} ({low}-{high})"
 
 
-def _quartiles(values: Sequence[float] | None, digits: int = 2) -> str:
+def quartiles_cell(values: Sequence[float] | None, digits: int = 2) -> str:
+    """The median with the quartiles; "-" if there are none."""
     if values is None:
         return "-"
     low, middle, high = (f"{value:.{digits}f}" for value in values)

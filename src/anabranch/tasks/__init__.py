@@ -4,7 +4,7 @@ This room handles text only. ``bench --task`` measures quality and speed, ``trai
 """
 
 from anabranch.tasks.catalogue import TASKS, find_task
-from anabranch.tasks.metrics import METRICS, Metric, check_metrics, spread
+from anabranch.tasks.metrics import METRICS, Metric, check_metrics, difference, spread
 from anabranch.tasks.rows import SPLITS, TaskRow, TrainingRows, rows_of, sample, training_rows
 from anabranch.tasks.task import Task
 from anabranch.tasks.template import Template
@@ -19,6 +19,7 @@ __all__ = [
     "Template",
     "TrainingRows",
     "check_metrics",
+    "difference",
     "find_task",
     "rows_of",
     "sample",

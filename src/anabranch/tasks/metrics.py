@@ -13,7 +13,7 @@ from typing import Any
 from anabranch.errors import CapabilityError
 from anabranch.tasks.sql import equivalent
 
-__all__ = ["METRICS", "Metric", "check_metrics", "exact_match", "execution", "rouge", "spread"]
+__all__ = ["METRICS", "Metric", "check_metrics", "difference", "exact_match", "execution", "rouge", "spread"]
 
 Z = 1.959964  # of a two-sided 95 % interval
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
@@ -88,6 +88,23 @@ def check_metrics(names: Iterable[str]) -> None:
     """Raise CapabilityError for a metric whose library is missing, before anything is loaded."""
     for name in names:
         METRICS[name].check()
+
+
+def difference(scores: Sequence[float | None], others: Sequence[float | None]) -> dict[str, Any]:
+    """The mean of ``scores`` minus ``others`` over the rows that both have, and its 95 % interval by the normal
+    approximation; without such rows, the mean is None.
+    """
+    found = [a - b for a, b in zip(scores, others, strict=True) if a is not None and b is not None]
+    if not found:
+        return {"mean": None, "low": None, "high": None, "rows": 0}
+    mean = statistics.fmean(found)
+    half = Z * statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else 1.0
+    return {
+        "mean": round(mean, 6),
+        "low": round(mean - half, 6),
+        "high": round(mean + half, 6),
+        "rows": len(found),
+    }
 
 
 def spread(scores: Sequence[float | None]) -> dict[str, Any]:
