@@ -182,20 +182,20 @@ def test_results_of_several_targets_in_one_table(
 
     task, (plain,) = result["run"]["application"], result["contenders"]
     quality = plain["quality"] | {"execution": {"scores": [0.0, 2.0, 0.0]}}
-    for path, why in (
-        (changed(run=result["run"] | {"application": None}), "changed has no valid 'application'; give results of"),
-        (changed(run=result["run"] | {"application": task | {"metrics": ["x"]}}), "has no valid 'application'"),
+    for values, why in (
+        ({"run": result["run"] | {"application": None}}, "changed has no valid 'application'; give results of"),
+        ({"run": result["run"] | {"application": task | {"metrics": ["x"]}}}, "has no valid 'application'"),
         (
             changed(run=result["run"] | {"application": task | {"name": "e2e"}}),
             "has other name than lora (e2e, not sql)",
         ),
-        (changed(prompts=result["prompts"][:2]), "has no valid 'quality' of none"),
-        (changed(prompts=[{"name": str(n)} for n in range(3)]), "has other rows than lora; measure the same split"),
-        (changed(contenders=[plain | {"quality": quality}]), "has no valid 'quality' of none"),
-        (changed(contenders=[plain | {"sample_ms_quartiles": None}]), "no valid 'sample_ms_quartiles' of none"),
-        (changed(contenders=[plain | {"extra_parameters": "few"}]), "no valid 'extra_parameters' of none"),
+        ({"prompts": result["prompts"][:2]}, "has no valid 'quality' of none"),
+        ({"prompts": [{"name": str(n)} for n in range(3)]}, "has other rows than lora; measure the same split"),
+        ({"contenders": [plain | {"quality": quality}]}, "has no valid 'quality' of none"),
+        ({"contenders": [plain | {"sample_ms_quartiles": None}]}, "no valid 'sample_ms_quartiles' of none"),
+        ({"contenders": [plain | {"extra_parameters": "few"}]}, "no valid 'extra_parameters' of none"),
     ):
-        refused = anabranch("bench", "table", a, path)
+        refused = anabranch("bench", "table", a, changed(**values))
         assert (refused.code, why in refused.err) == (1, True), refused.err
     refused = anabranch("bench", "table", changed(contenders=[plain | {"spec": "streams"}]), a)
     assert "changed has no plain decoding to compare with" in refused.err
