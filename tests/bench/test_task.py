@@ -186,7 +186,7 @@ def test_results_of_several_targets_in_one_table(
         ({"run": result["run"] | {"application": None}}, "changed has no valid 'application'; give results of"),
         ({"run": result["run"] | {"application": task | {"metrics": ["x"]}}}, "has no valid 'application'"),
         (
-            changed(run=result["run"] | {"application": task | {"name": "e2e"}}),
+            {"run": result["run"] | {"application": task | {"name": "e2e"}}},
             "has other name than lora (e2e, not sql)",
         ),
         ({"prompts": result["prompts"][:2]}, "has no valid 'quality' of none"),
