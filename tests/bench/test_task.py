@@ -21,6 +21,7 @@ from anabranch.bench.machine import measure_machine
 from anabranch.bench.passes import Pass, passes_of
 from anabranch.bench.quality import add_quality, quality_block
 from anabranch.bench.run import Answer, ContenderAnswers
+from anabranch.cli.options import Prompts
 from anabranch.decoding.engine import Step, Timings
 from anabranch.tasks import TaskRow, find_task
 from anabranch.tree import DraftTree
@@ -229,6 +230,15 @@ def test_bad_input_is_one_sentence_before_anything_is_loaded(
     assert done.code == 1
     assert why in done.err
     assert len(done.err.strip().splitlines()) == 1
+
+
+def test_other_verbs_decode_the_prompts_of_a_task(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text("".join(f'{{"ask": "say {n}", "tell": "it"}}\n' for n in range(4)), encoding="utf-8")
+    asked = Prompts(task=(str(path),), prompt_template="Please {ask}", completion="tell", split="all", limit=2).read()
+    assert len(asked) == 2
+    assert {prompt.text for prompt in asked} <= {f"Please say {n}" for n in range(4)}
+    assert {prompt.task for prompt in asked} == {"mine"}
 
 
 def test_options_of_tasks_need_a_task(anabranch: Anabranch) -> None:

@@ -141,9 +141,9 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
         shown.show(f"loading {config.loading.model}", "", plain=f"loading {config.loading.model}")
         target = options.load(config.loading, pack=False, adapters=False).target
         answered, own = train_data.write_data(target, config.data, writing, config.out, shown)
-        examples, own_examples = train_data.read_examples(target, config.data, task, plan, answered, own)
         if task is not None:
             shown.say(task.told())
+        examples, own_examples = train_data.read_examples(target, config.data, task, plan, answered, own)
         tokens = sum(len(example.answer_ids) for example in examples)
         shown.say(f"{len(examples):,} examples, {tokens:,} answer tokens, {plan.held_out:,} examples held out")
         curve = curve_of(read_log(run)) if config.resume else []

@@ -62,16 +62,20 @@ class TaskData:
         """The examples to train on, and as many to evaluate on as the recipe holds out, from the split validation.
 
         A row with several references is as many examples. Completions end with the end token, and are cut at the
-        recipe's or the target's longest sequence; rows whose prompt leaves no room for two tokens are left out. Raises
-        InputError if no row is left.
+        recipe's or the target's longest sequence. Warns of rows that are left out, since their prompt leaves no room
+        for two tokens, and raises InputError if no row is left.
         """
         longest = min(recipe.max_tokens, target.config.max_positions)
-        train = [one for row in self.rows.train for one in self._of(row, target, longest)]
-        if not train:
-            raise InputError(
-                f"no prompt of the task {self.task.name} leaves room for a completion within {longest} tokens; shorten "
-                "the prompts, or raise --max-tokens"
+        by_row = [self._of(row, target, longest) for row in self.rows.train]
+        train = [one for found in by_row for one in found]
+        if left_out := by_row.count([]):
+            why = (
+                f"{left_out:,} of {len(by_row):,} prompts of the task {self.task.name} leave no room for a completion "
+                f"within {longest} tokens; shorten them, or raise --max-tokens"
             )
+            if not train:
+                raise InputError(why)
+            warnings.warn(why, TrainingWarning, stacklevel=2)
         held_out = sample(self.rows.validation, recipe.held_out) if recipe.held_out else []
         return train, [one for row in held_out for one in self._of(row, target, longest)[:1]]
 
