@@ -36,6 +36,7 @@ __all__ = [
     "Shortfall",
     "compiler",
     "compiler_flags",
+    "digest",
     "instruction_sets",
     "opened",
     "shortfall_of",
@@ -151,10 +152,15 @@ def opened(flags: tuple[str, ...]) -> Opened:
             raise BuildError(f"the compiled kernels cannot be loaded: {error}", "") from error
 
 
-def _key(flags: tuple[str, ...]) -> str:
+def digest() -> str:
+    """A digest of all sources: kernels of other sources take other times."""
     files = [*sources(), *sources("h")]
     texts = [(path.relative_to(PACKAGE).as_posix(), path.read_text(encoding="utf-8")) for path in files]
-    return hashlib.sha256(repr((texts, flags, sorted(processor_flags()))).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr(texts).encode()).hexdigest()[:16]
+
+
+def _key(flags: tuple[str, ...]) -> str:
+    return hashlib.sha256(repr((digest(), flags, sorted(processor_flags()))).encode()).hexdigest()[:16]
 
 
 def _kept(folder: Path, key: str) -> ctypes.CDLL | None:

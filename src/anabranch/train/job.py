@@ -131,6 +131,7 @@ def train_adapter(
     command: str = "",
     licences: Mapping[str, str] | None = None,
     own: Sequence[Example] = (),
+    facts: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train an adapter for ``method`` and write its folder; returns its record (``adapter_config.json``).
 
@@ -139,6 +140,7 @@ def train_adapter(
     licences  licences of the data by source, for the card
     own       further examples to evaluate on at the end: completions of the user's prompts. Those of ``examples`` with
               the same prompts are left out
+    facts     more to say about the data in the record
     """
     if method.trained is None:
         raise CapabilityError(f"the method {method.name!r} has nothing to train; see 'anabranch train --help'")
@@ -178,6 +180,7 @@ def train_adapter(
         "command": command,
         **({} if begun is None else {"init": begun}),
         "data": _sources(training, licences or {}),
+        **(facts or {}),
         "examples": len(training),
         "answer_tokens": sum(len(example.answer_ids) for example in training),
         "data_sha256": digest(training),
