@@ -48,12 +48,12 @@ def _chart(result: Result) -> Chart:
     found, lines = by_name(result["records"]), []
     for label, suffix in (("full tree", ""), (f"pruned to {KEPT} nodes", f", pruned to {KEPT}")):
         points = [(k, found[f"k = {k}{suffix}"]) for k in CHILDREN if f"k = {k}{suffix}" in found]
-        for what, value in (
-            ("tokens a pass", lambda record: record["mean_acceptance_length"]),
-            ("times plain decoding", lambda record: record["speedup_quartiles"][1]),
-        ):
-            if points:
-                lines.append(Line(f"{label}: {what}", [k for k, _ in points], [value(record) for _, record in points]))
+        if points:
+            children = [k for k, _ in points]
+            lines += [
+                Line(f"{label}: tokens a pass", children, [r["mean_acceptance_length"] for _, r in points]),
+                Line(f"{label}: times plain decoding", children, [r["speedup_quartiles"][1] for _, r in points]),
+            ]
     return Chart("Children per node", "children per node k, three streams", "", lines)
 
 

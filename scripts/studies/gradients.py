@@ -20,6 +20,7 @@ from anabranch.learning.examples import Example
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.rider import trail
+from anabranch.model.blocks import Block
 from anabranch.model.decoder import Decoder
 from studies.base import Chart, Line, Result, Setup, Study, Table, rounded, streams_of
 from studies.forward import Rows, causal, rows_pass
@@ -71,7 +72,8 @@ def _places(example: Example) -> tuple[Tensor, Tensor]:
 
 def gradient_norms(target: Decoder, examples: Sequence[Example], adapter: StreamAdapter | None = None) -> list[float]:
     """L2 norms of the mean loss's gradient by layer of the target's MLPs; of the next-token loss without an adapter."""
-    weights = [list(block.mlp.parameters()) for block in target.blocks]
+    blocks = [block for block in target.blocks if isinstance(block, Block)]
+    weights = [list(block.mlp.parameters()) for block in blocks]
     flat = [weight for layer in weights for weight in layer]
     for weight in flat:
         weight.requires_grad_(True)

@@ -21,12 +21,14 @@ from anabranch.decoding.engine import Engine, Request
 from anabranch.errors import InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.methods import make_drafter
+from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.objective import StreamObjective
+from anabranch.methods.streams.recipes import RECIPES, change
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
-from small import RICH, logits_of, prompt, small, small_adapter
+from small import RICH, joint_losses, logits_of, prompt, small, small_adapter
 from toy_text import ToyFolders
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -239,6 +241,18 @@ def test_speedups_of_long_contexts_follow_from_steps() -> None:
         {"context": 512, "method": "streams", "step_ms": 9.0, "tokens_per_step": 2.4},
     ]
     assert study("long_context").STUDY.ours({"rows": rows}) == "`streams`: 512 tokens 1.60x"
+
+
+# -- figure 12a: value rotation --------------------------------------------------------------------------------------
+def test_value_rotation_can_be_trained() -> None:
+    target, recipe = small(), change(RECIPES["paper-lossless"](), {"position": "rotation", "stream_layers": 2})
+    torch.manual_seed(0)
+    adapter = StreamAdapter(target.config, recipe.config)
+    assert adapter.embeddings is None
+    objective = StreamObjective(target, adapter, recipe.loss)
+    batch = Batch.of(EXAMPLES)
+    losses = joint_losses(objective, adapter, batch, objective.freeze(batch), steps=12, lr=0.05)
+    assert losses[-1] < 0.8 * losses[0]
 
 
 # -- the command and the page ----------------------------------------------------------------------------------------
