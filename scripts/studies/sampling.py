@@ -27,7 +27,6 @@ def _measure(setup: Setup) -> dict[str, Any]:
     by_top = {}
     for top in TOP:
         setup.report(f"top-k {top}")
-        # with one token left the draw is certain, and rejection of sampled drafts has nothing to sample
         sampling = SamplingParams(temperature=1.0, top_k=top, seed=0)
         by_top[str(top)] = alone(setup, loaded, drafters, sampling=sampling, rejection=(REJECTION,))
     return {"by_top": by_top, **facts(setup, loaded)}
