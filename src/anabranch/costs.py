@@ -436,7 +436,7 @@ def _time_passes(target: Decoder) -> PassTimes:
         cache.lengths[0] = length
         inputs = Inputs.of_prompt([0] * rows)
         began = time.perf_counter()
-        target(inputs, cache, planned=context + widest, need="tokens")
+        target(inputs, cache, planned=context + widest, rider=target.rider, need="tokens")
         ms = 1e3 * (time.perf_counter() - began)
         cache.commit([[]])
         return ms
