@@ -34,9 +34,9 @@ class Request:
     stop_ids   end it, and are emitted
     rule       how drafts are verified
     log_probs  whether steps carry the target's raw log probability of each token
+    on_prompt  called as on_prompt(done, total) after each chunk of the prompt; what it raises cancels the request
     emitted    how many of the last prompt tokens an earlier request emitted, which this one continues; a target with
                rows of its own (``Decoder.rider``) has them at these tokens too
-    on_prompt  called as on_prompt(done, total) after each chunk of the prompt; what it raises cancels the request
     """
 
     prompt_ids: Sequence[int]
@@ -45,8 +45,8 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     rule: Rule = "match"
     log_probs: bool = False
-    emitted: int = 0
     on_prompt: Callable[[int, int], None] | None = field(default=None, compare=False)
+    emitted: int = 0
 
 
 class Member:

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from anabranch.certify import certify
+from anabranch.certify.compare import last_logits
 from anabranch.decoding.engine import Engine, Request
 from anabranch.decoding.scheduler import Scheduler
 from anabranch.errors import CapabilityError, InputError
@@ -29,11 +31,15 @@ from anabranch.methods.suffix import SuffixDrafter
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
+from anabranch.model.kernel_use import kernels_of
+from anabranch.model.load import Target
+from anabranch.model.pack import pack_decoder
 from anabranch.model.passes import Rider
+from anabranch.model.weights import build_decoder
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
 from shared_layout import LITERAL, Layout
-from small import CASES, RICH, decode, logits_of, prompt, request, small, small_adapter
+from small import CASES, RICH, as_target, decode, logits_of, prompt, randomise, request, small, small_adapter
 from test_enumerated import distribution, model
 
 OWN = {"mode": "shared", "main_attends": "own"}
@@ -254,3 +260,42 @@ def test_what_does_not_fit_together_is_refused() -> None:
     ):
         with pytest.raises(InputError, match=reason):
             StreamConfig(**options)  # type: ignore[arg-type]
+
+
+# -- near-ties and kernels ------------------------------------------------------------------------------------------
+def packed(config: StreamConfig) -> tuple[Target, StreamAdapter]:
+    """A bf16 target of sizes that the native kernels take, packed for them where they can be built."""
+    sizes = {"hidden_size": 64, "head_dim": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 96}
+    model = replace(CASES["llama"], **sizes, rope=replace(CASES["llama"].rope, dim=32))  # type: ignore[arg-type]
+    decoder = build_decoder(model, device="cpu")
+    randomise(decoder, seed=1, scale=0.15)
+    decoder.to(torch.bfloat16)
+    adapter = small_adapter(decoder, config).to(torch.bfloat16)
+    decoder.rider = own_rider(decoder, adapter)
+    pack_decoder(decoder)
+    return as_target(decoder), adapter
+
+
+def test_in_bf16_texts_differ_at_ties_only() -> None:
+    target, adapter = packed(BEST_FORM)
+    prompts = [prompt(n, seed=n) for n in (5, 9, 3, 12)]
+    for spec in ("streams", "streams:prune=4"):
+        found = certify(target, [adapter], spec, prompts, max_new_tokens=24, rows=3)
+        assert {each.verdict for each in found} <= {"equal", "tie"}
+    use = kernels_of(target.decoder)
+    if target.decoder.backend.kernels is not None:
+        assert "main rows attend to rows of the adapter in layers 2 to 3, so PyTorch runs these" in use.why
+    target.decoder.rider = None
+    assert "rows of the adapter" not in kernels_of(target.decoder).why
+
+
+def test_certify_notices_another_model() -> None:
+    """Its reference is plain decoding with the streams: a text without them is a BUG, and no tie."""
+    target, adapter = packed(BEST_FORM)
+    decoder = target.decoder
+    text = prompt(9, seed=2)
+    with_streams = last_logits(target, text, 3, prompt=7)
+    decoder.rider = None
+    without = last_logits(target, text, 3, prompt=7)
+    decoder.rider = own_rider(decoder, adapter)
+    assert (with_streams - without).abs().max() > 0.05

@@ -142,10 +142,10 @@ class SharedObjective(StreamObjective):
         entry = x
         real_BP = positions_BP > positions_BP[:, :1]
         real_BP[:, 0] = True
-        sizes = [part.split(self.segment, dim=1) for part in (positions_BP, real_BP)]
+        sizes = [torch.split(part, self.segment, dim=1) for part in (positions_BP, real_BP)]
         parts = [_Part(self, run, positions, real) for positions, real in zip(*sizes, strict=True)]
         emitted_BPD = self.emitted(tokens_BT, positions_BP, riding_BP)
-        emitted = [None] * len(parts) if emitted_BPD is None else emitted_BPD.split(self.segment, dim=1)
+        emitted = [None] * len(parts) if emitted_BPD is None else torch.split(emitted_BPD, self.segment, dim=1)
         streams = [
             initial_streams(target, self.adapter, part.gathered(entry), part.stream_positions, after)
             for part, after in zip(parts, emitted, strict=True)

@@ -51,7 +51,7 @@ class StreamRider:
         self.start = adapter.start
         self.target, self.adapter, self.rides, self.prune = target, adapter, ride, prune
         self.fixed = not prune
-        self.alters = adapter if ride and adapter.shape.main_attends == "own" else None
+        self.alters: object | None = adapter if ride and adapter.shape.main_attends == "own" else None
 
     def enter(self, x_BND: Tensor, run: Pass) -> tuple[Tensor, Entry]:
         """Prune, then append the stream rows to the main rows."""
