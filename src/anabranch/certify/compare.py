@@ -152,7 +152,8 @@ def last_logits(target: Target, text: Sequence[int], width: int, *, prompt: int)
     """
     decoder = target.decoder
     assert decoder.rider is None or width <= len(text) - prompt + 1, "tokens with and without the target's own rows"
-    cache = Cache(target.config, rows=1, capacity=len(text), dtype=decoder.dtype, device=decoder.device)
+    capacity = len(text) * (1 if decoder.rider is None else decoder.rider.places)
+    cache = Cache(target.config, rows=1, capacity=capacity, dtype=decoder.dtype, device=decoder.device)
     cache.add_row()
     start = len(text) - width
     bare = start if decoder.rider is None else min(start, prompt - 1)

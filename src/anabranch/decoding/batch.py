@@ -88,7 +88,8 @@ class Batch:
             raise InputError(f"an engine needs at least 1 row and 2 tokens, got {rows} and {capacity}")
         self.target, self.drafter = target, drafter or NoDrafter()
         self.capacity = min(capacity, target.config.max_positions)
-        self.cache = self._new_cache(rows, self.capacity + max(margin, self.drafter.margin))
+        self._places = 1 if target.rider is None else target.rider.places  # cache positions of a node during a pass
+        self.cache = self._new_cache(rows, self.capacity + self._places * max(margin, self.drafter.margin))
         self._on_leave = on_leave
         self._members: list[Member] = []  # of the cache's slots, in order; those still reading their prompt are last
         self.at_fault: int | None = None  # the row whose own functions or numbers ended the last read or step
@@ -157,7 +158,9 @@ class Batch:
         row, start, total = member.row, member.read, member.row.prompt_length - 1
         self.at_fault = None
         bare = self._bare(member)
-        rider, end = (None, bare) if start < bare else (self.target.rider, total)
+        rider, end = None, bare
+        if start >= bare:  # as many nodes as the cache has room for
+            rider, end, chunk = self.target.rider, total, min(chunk, member.drafter.margin)
         tokens = row.tokens[start : min(start + chunk, end)]
         try:
             with self.target.decoding():
@@ -256,7 +259,7 @@ class Batch:
     def reserve(self, rows: int, capacity: int, drafter: Drafter | None = None) -> None:
         """Make room for so many rows and tokens; rows in use keep what they have. Raises DeviceError."""
         capacity = min(capacity, self.target.config.max_positions)
-        positions = max(capacity, self.capacity) + (drafter or self.drafter).margin
+        positions = max(capacity, self.capacity) + self._places * (drafter or self.drafter).margin
         if rows > self.cache.rows or positions > self.cache.capacity:
             self.cache = self.cache.resized(max(rows, self.cache.rows), max(positions, self.cache.capacity))
         self.capacity = max(capacity, self.capacity)

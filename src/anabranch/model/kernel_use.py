@@ -39,7 +39,7 @@ def kernels_of(target: Decoder) -> KernelUse:
     kernels = target.backend.kernels
     name = "torch" if kernels is None else kernels.instruction_set
     lacking = _lacking(target) if kernels is None else native.shortfall()
-    if lacking is None and kernels is not None and target.rider is not None and target.rider.alters is not None:
+    if lacking is None and kernels is not None and target.rider is not None and not target.rider.native:
         layers = f"layers {target.rider.start + 1} to {target.config.num_layers}"
         why = (
             f"main rows attend to rows of the adapter in {layers}, so PyTorch runs these, and a near-tie of two tokens "

@@ -28,6 +28,7 @@ from anabranch.methods.streams.draft import DraftOptions
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.methods.streams.rider import own_rider
 from anabranch.methods.suffix import SuffixDrafter
+from anabranch.model.backends import TorchBackend
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
@@ -36,6 +37,7 @@ from anabranch.model.load import Target
 from anabranch.model.pack import pack_decoder
 from anabranch.model.passes import Rider
 from anabranch.model.weights import build_decoder
+from anabranch.native import library as native
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
 from shared_layout import LITERAL, Layout
@@ -105,7 +107,7 @@ def tree() -> DraftTree:
 
 def passed(target: Decoder, drafted: Sequence[DraftTree], rider: Rider | None) -> tuple[list[Tensor], Cache, Any]:
     """Logits [N, V] of each tree, after a text of 9 tokens, the last two of which have streams; cache and result."""
-    cache = Cache(target.config, rows=len(drafted), capacity=40, dtype=target.dtype, device=target.device)
+    cache = Cache(target.config, rows=len(drafted), capacity=60, dtype=target.dtype, device=target.device)
     for slot in range(len(drafted)):
         cache.add_row()
         for tokens, own in ((prompt(9, seed=5)[:7], None), (prompt(9, seed=5)[7:], target.rider)):
@@ -263,28 +265,67 @@ def test_what_does_not_fit_together_is_refused() -> None:
 
 
 # -- near-ties and kernels ------------------------------------------------------------------------------------------
-def packed(config: StreamConfig) -> tuple[Target, StreamAdapter]:
-    """A bf16 target of sizes that the native kernels take, packed for them where they can be built."""
+def packed(config: StreamConfig, dtype: torch.dtype = torch.bfloat16) -> tuple[Target, StreamAdapter]:
+    """A target of sizes that the native kernels take, packed for them where they can be built."""
     sizes = {"hidden_size": 64, "head_dim": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 96}
     model = replace(CASES["llama"], **sizes, rope=replace(CASES["llama"].rope, dim=32))  # type: ignore[arg-type]
     decoder = build_decoder(model, device="cpu")
     randomise(decoder, seed=1, scale=0.15)
-    decoder.to(torch.bfloat16)
-    adapter = small_adapter(decoder, config).to(torch.bfloat16)
+    decoder.to(dtype)
+    adapter = small_adapter(decoder, config).to(dtype)
     decoder.rider = own_rider(decoder, adapter)
     pack_decoder(decoder)
     return as_target(decoder), adapter
 
 
-def test_in_bf16_texts_differ_at_ties_only() -> None:
+needs_kernels = pytest.mark.skipif(native.library() is None, reason="the native kernels cannot be built here")
+PROMPTS = [prompt(n, seed=n) for n in (5, 9, 3, 12)]
+SPECS = ("streams", "streams:prune=4", "streams:tree=chain", "streams+prompt_lookup", "prompt_lookup")
+
+
+@needs_kernels
+@pytest.mark.parametrize("config", [LITERAL, replace(LITERAL, main_attends="none")], ids=["own", "v1"])
+def test_with_the_native_kernels_bf16_is_exact_to_the_bit(config: StreamConfig) -> None:
+    """Streams without weights of their own are further nodes of the tree for the kernels."""
+    target, adapter = packed(config)
+    for rows in (1, 3):
+        for spec in SPECS:
+            found = certify(target, [adapter], spec, PROMPTS, max_new_tokens=24, rows=rows)
+            assert [each.verdict for each in found] == ["equal"] * len(PROMPTS)
+    assert kernels_of(target.decoder).why == ""
+    if target.decoder.rider is not None:
+        whole = tree()
+        chains = [whole.select(np.array(whole.path_to(node))) for node in range(whole.size)]
+        together, *_ = passed(target.decoder, [whole, chains[4]], target.decoder.rider)
+        for node, chain in enumerate(chains):
+            (alone,), *_ = passed(target.decoder, [chain], target.decoder.rider)
+            assert torch.equal(together[0][node], alone[-1])
+
+
+@needs_kernels
+@torch.inference_mode()
+def test_the_native_kernels_compute_what_pytorch_does() -> None:
+    target, adapter = packed(LITERAL, torch.float32)
+    assert target.decoder.backend.kernels is not None
+    plain = copy.copy(target.decoder)
+    plain.backend = TorchBackend()
+    for each in (target.decoder, plain):
+        each.rider = own_rider(each, adapter)
+    found, cache, _ = passed(target.decoder, [tree(), tree()], target.decoder.rider)
+    wanted, other, _ = passed(plain, [tree(), tree()], plain.rider)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-4)
+    assert torch.allclose(cache.keys[:, 0, :, :15], other.keys[:, 0, :, :15], atol=1e-4)
+
+
+def test_without_them_bf16_differs_at_ties_only() -> None:
     target, adapter = packed(BEST_FORM)
-    prompts = [prompt(n, seed=n) for n in (5, 9, 3, 12)]
     for spec in ("streams", "streams:prune=4"):
-        found = certify(target, [adapter], spec, prompts, max_new_tokens=24, rows=3)
+        found = certify(target, [adapter], spec, PROMPTS, max_new_tokens=24, rows=3)
         assert {each.verdict for each in found} <= {"equal", "tie"}
-    use = kernels_of(target.decoder)
     if target.decoder.backend.kernels is not None:
-        assert "main rows attend to rows of the adapter in layers 2 to 3, so PyTorch runs these" in use.why
+        why = "main rows attend to rows of the adapter in layers 2 to 3, so PyTorch runs these"
+        assert why in kernels_of(target.decoder).why
     target.decoder.rider = None
     assert "rows of the adapter" not in kernels_of(target.decoder).why
 

@@ -105,6 +105,12 @@ class StreamConfig:
                 "token is known; use root_width 0, or main_attends 'none'"
             )
 
+    @property
+    def bare(self) -> bool:
+        """Whether streams pass through the target's layers like main rows, from states that their embeddings give."""
+        own = (self.adapter_rank, self.attention_rank, self.init_rank, self.context_top, self.root_width)
+        return not any(own) and self.position == "embedding"
+
     def to_dict(self) -> dict[str, Any]:
         """As stored in adapter_config.json."""
         return dataclasses.asdict(self)

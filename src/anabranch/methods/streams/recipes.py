@@ -118,12 +118,12 @@ def _objective(target: Decoder, module: StreamAdapter, recipe: Recipe, *, frozen
 
 def _describe(config: StreamConfig) -> str:
     size = f"{config.num_streams} streams through the top {config.num_stream_layers} layers"
-    if config.main_attends == "own":
-        return (
-            f"{size}; shared mode: main rows attend to their own streams, which are part of the target, and PyTorch "
-            "runs these layers"
-        )
-    return size if config.mode == "lossless" else f"{size}; shared mode: the target was tuned with them"
+    if config.mode == "lossless":
+        return size
+    if config.main_attends == "none":
+        return f"{size}; shared mode: the target was tuned with them"
+    where = "" if config.bare else "; PyTorch runs these layers"
+    return f"{size}; shared mode: main rows attend to their own streams, which are part of the target{where}"
 
 
 TRAINED = Trained(

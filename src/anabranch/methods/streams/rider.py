@@ -27,6 +27,7 @@ from anabranch.methods.streams.row_attention import row_attention, row_mask
 from anabranch.model.blocks import Block
 from anabranch.model.decoder import Decoder
 from anabranch.model.passes import Entry, Pass
+from anabranch.model.stack import Stack, stack_of
 
 __all__ = ["Looks", "StreamRider", "initial_streams", "own_rider", "trail"]
 
@@ -52,6 +53,9 @@ class StreamRider:
         self.target, self.adapter, self.rides, self.prune = target, adapter, ride, prune
         self.fixed = not prune
         self.alters: object | None = adapter if ride and adapter.shape.main_attends == "own" else None
+        # rows that differ from main rows in what they see only: the kernels take them as further nodes of the tree
+        self.native = self.alters is None or (adapter.shape.bare and target.config.sliding_window is None)
+        self.places = 1 if self.alters is None else 1 + adapter.shape.num_streams
 
     def enter(self, x_BND: Tensor, run: Pass) -> tuple[Tensor, Entry]:
         """Prune, then append the stream rows to the main rows."""
@@ -73,8 +77,8 @@ class StreamRider:
         """One block over main rows and stream rows together, which reads the weights once.
 
         If the target runs on the native kernels, they compute the main rows, which are then bit-identical to a pass
-        without streams, and stream rows are computed separately. The kernels do not know main rows that attend to
-        streams: PyTorch runs such a layer, in the weights' type.
+        without streams, and stream rows are computed separately. If main rows attend to streams, the kernels compute
+        both, or where streams have weights of their own PyTorch does, in the weights' type.
         """
         n, own = run.width, entry.own
         assert isinstance(own, _Own)
@@ -89,6 +93,9 @@ class StreamRider:
             main = self._attend_main(index, q[:, :n], k, v, run)
             return torch.cat((main, look(q[:, n:], k[:, n:], v[:, n:], q[:, :n])), dim=1)
 
+        stack = stack_of(self.target.backend)
+        if stack is not None and self.alters is not None and self.native:
+            return self._layer_of_kernels(index, x_BRD, run, stack)
         narrow = x_BRD.to(self.target.dtype)
         if self.target.backend.kernels is None or self.alters is not None:
             return block(narrow, *own.all_rotations, attend, self.adapter.side(index, n))  # type: ignore[no-any-return]
@@ -98,6 +105,22 @@ class StreamRider:
         main = self.target.layers(x_BRD[:, :n], run, index, index + 1)
         streams = block(narrow[:, n:], *own.rotations, partial(look, main_q=main_q), self.adapter.side(index, 0))
         return torch.cat((main, streams.to(main.dtype)), dim=1)
+
+    def _layer_of_kernels(self, index: int, x_BRD: Tensor, run: Pass, stack: Stack) -> Tensor:
+        """One layer whose main rows attend to their own streams: nodes of one tree, 1..gamma a chain below each node.
+
+        Keys and values of streams lie behind those of the main rows in the cache, until the next pass.
+        """
+        (b, r, _), n, s = x_BRD.shape, run.width, self.adapter.shape.num_streams
+        lengths = run.cache.lengths[run.slots]
+        assert max(lengths) + r <= run.cache.capacity, "an engine's cache has room for its target's own rows"
+        rows = x_BRD.to(torch.float32, copy=True).contiguous().flatten(0, 1)
+        chains = torch.arange(n, r).view(n, s) - 1
+        chains[:, 0] = torch.arange(n)
+        parents_M = torch.cat((run.parents_BN, chains.flatten().expand(b, -1)), dim=1).flatten().numpy()
+        step = stack.step(lengths, [r] * b, parents_M, run.planned, rows, own=s)
+        stack.run(rows, step, run.cache, run.slots.start, index, index + 1)
+        return rows.view(x_BRD.shape)
 
     def _attend_main(self, index: int, q: Tensor, k: Tensor, v: Tensor, run: Pass) -> Tensor:
         """Attention of the main rows, which come first in ``k`` and ``v``."""
