@@ -36,17 +36,31 @@ from anabranch.model.kernel_use import kernels_of
 from anabranch.model.load import Target
 from anabranch.model.pack import pack_decoder
 from anabranch.model.passes import Rider
+from anabranch.model.quantize import quantize_decoder
 from anabranch.model.weights import build_decoder
 from anabranch.native import library as native
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
 from shared_layout import LITERAL, Layout
-from small import CASES, RICH, as_target, decode, logits_of, prompt, randomise, request, small, small_adapter
+from small import (
+    CASES,
+    RICH,
+    SOME_CASES,
+    as_target,
+    decode,
+    logits_of,
+    prompt,
+    randomise,
+    request,
+    small,
+    small_adapter,
+)
 from test_enumerated import distribution, model
 
 OWN = {"mode": "shared", "main_attends": "own"}
 BEST_FORM = replace(RICH, root_width=0, **OWN)  # type: ignore[arg-type]
 ROTATION = replace(LITERAL, position="rotation", rotation_step=0.1)
+CONDITIONED = replace(LITERAL, conditioning="path", conditioning_rank=5)
 CONFIGS = {"literal": LITERAL, "best": BEST_FORM, "rotation": ROTATION}
 BEST = DraftOptions(nodes=10, k=4)
 
@@ -77,16 +91,26 @@ DRAFTERS: dict[str, Callable[[tuple[Decoder, StreamAdapter]], Drafter]] = {
 }
 # ragged prompts, one of a single token; a short answer leaves in the middle of the others
 RAGGED = [request(n, n, new) for n, new in ((9, 18), (1, 5), (14, 18), (4, 11), (7, 18), (2, 13))]
+OFTEN = ("tree", "pruned", "product", "prompt_lookup", "combined")
+QUICK = [("gemma2", "pruned"), ("gpt2", "tree"), *(("llama", name) for name in OFTEN)]
 DECODED = [
-    pytest.param(case, name, marks=() if case == "llama" or name == "pruned" else pytest.mark.thorough)
+    pytest.param(case, name, marks=() if (case, name) in QUICK else pytest.mark.thorough)
     for case in ("gemma2", "gpt2", "llama", "mistral", "phi", "qwen3")
     for name in DRAFTERS
 ]
 
 
 # -- what the model is ----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("case", sorted(CASES))
-@pytest.mark.parametrize("name", CONFIGS)
+LAYOUTS = [
+    pytest.param(
+        case, name, marks=() if case == "llama" or (case, name) == ("gemma2", "best") else pytest.mark.thorough
+    )
+    for case in sorted(CASES)
+    for name in CONFIGS
+]
+
+
+@pytest.mark.parametrize(("case", "name"), LAYOUTS)
 def test_plain_decoding_is_the_naive_layout(case: str, name: str) -> None:
     """Token by token with a cache of main rows, and all rows of the text in one attention with one mask."""
     target, adapter = shared(case, CONFIGS[name])
@@ -117,7 +141,7 @@ def passed(target: Decoder, drafted: Sequence[DraftTree], rider: Rider | None) -
     return [logits[: each.size] for logits, each in zip(logits_of(found), drafted, strict=True)], cache, found
 
 
-@pytest.mark.parametrize("case", sorted(CASES))
+@pytest.mark.parametrize("case", SOME_CASES)
 @torch.inference_mode()
 def test_a_nodes_row_is_that_of_its_path_alone(case: str) -> None:
     """In a tree, in a batch and in a chain: the same logits and the same keys and values."""
@@ -166,7 +190,9 @@ def test_greedy_output_is_plain_decodings(case: str, name: str) -> None:
     assert max(step.tree.size for row in steps for step in row) > 2
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in OFTEN[:2] else pytest.mark.thorough) for name in DRAFTERS]
+)
 def test_matching_with_a_seed_is_plain_sampling_with_it(name: str) -> None:
     made = shared()
     sampling = SamplingParams(temperature=0.8, top_k=9, top_p=0.95)
@@ -265,7 +291,9 @@ def test_what_does_not_fit_together_is_refused() -> None:
 
 
 # -- near-ties and kernels ------------------------------------------------------------------------------------------
-def packed(config: StreamConfig, dtype: torch.dtype = torch.bfloat16) -> tuple[Target, StreamAdapter]:
+def packed(
+    config: StreamConfig, dtype: torch.dtype = torch.bfloat16, quantize: str = "none"
+) -> tuple[Target, StreamAdapter]:
     """A target of sizes that the native kernels take, packed for them where they can be built."""
     sizes = {"hidden_size": 64, "head_dim": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 96}
     model = replace(CASES["llama"], **sizes, rope=replace(CASES["llama"].rope, dim=32))  # type: ignore[arg-type]
@@ -273,25 +301,34 @@ def packed(config: StreamConfig, dtype: torch.dtype = torch.bfloat16) -> tuple[T
     randomise(decoder, seed=1, scale=0.15)
     decoder.to(dtype)
     adapter = small_adapter(decoder, config).to(dtype)
+    if quantize != "none":
+        quantize_decoder(decoder, quantize)
     decoder.rider = own_rider(decoder, adapter)
     pack_decoder(decoder)
     return as_target(decoder), adapter
 
 
 needs_kernels = pytest.mark.skipif(native.library() is None, reason="the native kernels cannot be built here")
-PROMPTS = [prompt(n, seed=n) for n in (5, 9, 3, 12)]
-SPECS = ("streams", "streams:prune=4", "streams:tree=chain", "streams+prompt_lookup", "prompt_lookup")
+PROMPTS = [prompt(n, seed=n) for n in (5, 9, 3)]
+SPECS = {"streams": 1, "streams:prune=4": 3, "streams:tree=chain": 2, "streams+prompt_lookup": 4, "prompt_lookup": 3}
 
 
 @needs_kernels
-@pytest.mark.parametrize("config", [LITERAL, replace(LITERAL, main_attends="none")], ids=["own", "v1"])
-def test_with_the_native_kernels_bf16_is_exact_to_the_bit(config: StreamConfig) -> None:
+@pytest.mark.parametrize(
+    ("config", "quantize"),
+    [
+        pytest.param(LITERAL, "none", id="own"),
+        pytest.param(replace(LITERAL, main_attends="none"), "none", id="v1", marks=pytest.mark.thorough),
+        pytest.param(LITERAL, "int8", id="int8", marks=pytest.mark.thorough),
+        pytest.param(CONDITIONED, "int4", id="int4", marks=pytest.mark.thorough),
+    ],
+)
+def test_with_the_native_kernels_bf16_is_exact_to_the_bit(config: StreamConfig, quantize: str) -> None:
     """Streams without weights of their own are further nodes of the tree for the kernels."""
-    target, adapter = packed(config)
-    for rows in (1, 3):
-        for spec in SPECS:
-            found = certify(target, [adapter], spec, PROMPTS, max_new_tokens=24, rows=rows)
-            assert [each.verdict for each in found] == ["equal"] * len(PROMPTS)
+    target, adapter = packed(config, quantize=quantize)
+    for spec, rows in SPECS.items():
+        found = certify(target, [adapter], spec, PROMPTS, max_new_tokens=16, rows=rows)
+        assert [each.verdict for each in found] == ["equal"] * len(PROMPTS)
     assert kernels_of(target.decoder).why == ""
     if target.decoder.rider is not None:
         whole = tree()
@@ -321,7 +358,7 @@ def test_the_native_kernels_compute_what_pytorch_does() -> None:
 def test_without_them_bf16_differs_at_ties_only() -> None:
     target, adapter = packed(BEST_FORM)
     for spec in ("streams", "streams:prune=4"):
-        found = certify(target, [adapter], spec, PROMPTS, max_new_tokens=24, rows=3)
+        found = certify(target, [adapter], spec, PROMPTS, max_new_tokens=16, rows=3)
         assert {each.verdict for each in found} <= {"equal", "tie"}
     if target.decoder.backend.kernels is not None:
         why = "main rows attend to rows of the adapter in layers 2 to 3, so PyTorch runs these"

@@ -22,7 +22,6 @@ from anabranch.methods.streams.begin import begin_with
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.joint import SharedObjective
 from anabranch.methods.streams.objective import LossOptions, StreamObjective
-from anabranch.methods.streams.rider import own_rider
 from anabranch.methods.tuning import LayerTuning
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import load_target
@@ -79,15 +78,23 @@ def segmented(target: Decoder, adapter: StreamAdapter, of: Batch, segment: int) 
     return objective.loss(of, objective.freeze(of), whole).loss
 
 
-@pytest.mark.parametrize("config", [OWN, V1], ids=["own", "v1"])
-@pytest.mark.parametrize("case", ["llama", "mistral", pytest.param("gemma2", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [
+        pytest.param("llama", OWN, id="own"),
+        *(
+            pytest.param(case, config, id=f"{case}-{config.main_attends}", marks=pytest.mark.thorough)
+            for case, config in (("llama", V1), ("mistral", OWN), ("mistral", V1), ("gemma2", OWN), ("gemma2", V1))
+        ),
+    ],
+)
 def test_loss_and_gradients_are_those_of_the_naive_layout(case: str, config: StreamConfig) -> None:
     target, of = small(case), batch()
     adapter = trainable(target, config)
     by_hand = naive_loss(target, adapter, of)
     wanted = gradients(adapter, by_hand)
     assert {name.split(".")[0] for name in wanted} == {"embeddings", "prune", "tuning"}
-    for segment in (100, 4, 1):
+    for segment in (100, 4):
         loss = segmented(target, adapter, of, segment)
         found = gradients(adapter, loss)
         assert float(loss.detach()) == pytest.approx(float(by_hand.detach()), rel=1e-5)
@@ -110,6 +117,7 @@ def test_streams_of_training_are_those_of_decoding() -> None:
             assert torch.allclose(states[b, :count], layout.states_PSD[:count], atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_training_lowers_the_loss_of_both() -> None:
     target = small()
     asked = [request(4 + n, n, 14) for n in range(6)]
@@ -167,12 +175,10 @@ def test_from_completions_to_a_tuned_target_with_its_streams(recipe: str, toys: 
     assert record["config"]["main_attends"] == "own"
     if recipe == "paper-shared":
         assert record["parameters"] == (4 + 16) * target.config.hidden_size
+    ids = list(asked[0].prompt_ids)
     with anabranch.load(folder / "model", adapter=folder, dtype="float32") as model:
-        ids = asked[0].prompt_ids
-        plain = model.generate(list(ids), max_new_tokens=20, drafter="none", ignore_eos=True)
+        plain = model.generate(ids, max_new_tokens=20, drafter="none", ignore_eos=True).token_ids
         for drafter in ("streams", "streams:prune=4", "streams+prompt_lookup", "auto", "suffix"):
-            drafted = model.generate(list(ids), max_new_tokens=20, drafter=drafter, ignore_eos=True)
-            assert drafted.token_ids == plain.token_ids
+            assert model.generate(ids, max_new_tokens=20, drafter=drafter, ignore_eos=True).token_ids == plain
         assert model.target.decoder.rider is not None
-        assert own_rider(model.target.decoder, model.adapters[0].module) is not None  # type: ignore[arg-type]
-        assert "shared mode: main rows attend to their own streams" in (folder / "README.md").read_text("utf-8")
+    assert "shared mode: main rows attend to their own streams" in (folder / "README.md").read_text("utf-8")
