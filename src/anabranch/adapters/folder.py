@@ -127,6 +127,9 @@ def save_adapter(
 def load_adapter(folder: Path, target: Target) -> LoadedAdapter:
     """Load an adapter for ``target``: in its type, on its device, frozen.
 
+    If the target's main rows attend to rows of the adapter, these become part of the target from here on
+    (``Decoder.rider``), for plain decoding and all drafters.
+
     Raises AdapterError where a file is missing, truncated or tampered with, where the tensors are not those that the
     config describes, where the method is not known, and where the adapter was trained for other weights.
     """
@@ -156,6 +159,9 @@ def load_adapter(folder: Path, target: Target) -> LoadedAdapter:
             if is_finite(tensors[name]):
                 why = f"that {str(value.dtype).removeprefix('torch.')} cannot hold; use bfloat16 or float32"
             raise AdapterError(f"{folder / WEIGHTS} has values in {name} {why}")
+    rider = trained.rider(target.decoder, module)
+    if rider is not None:
+        target.decoder.rider = rider
     return LoadedAdapter(module, record, method)
 
 

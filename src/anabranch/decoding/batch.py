@@ -11,12 +11,13 @@ from typing import Literal
 
 import torch
 
-from anabranch.errors import InputError
+from anabranch.errors import CapabilityError, InputError
 from anabranch.methods.base import Drafter, Row
 from anabranch.methods.none import NoDrafter
 from anabranch.model.cache import Cache, shared_length
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
+from anabranch.model.passes import Rider
 from anabranch.sampling import SamplingParams
 from anabranch.verify import Rule
 
@@ -34,6 +35,8 @@ class Request:
     rule       how drafts are verified
     log_probs  whether steps carry the target's raw log probability of each token
     on_prompt  called as on_prompt(done, total) after each chunk of the prompt; what it raises cancels the request
+    emitted    how many of the last prompt tokens an earlier request emitted, which this one continues; a target with
+               rows of its own (``Decoder.rider``) has them at these tokens too
     """
 
     prompt_ids: Sequence[int]
@@ -43,6 +46,7 @@ class Request:
     rule: Rule = "match"
     log_probs: bool = False
     on_prompt: Callable[[int, int], None] | None = field(default=None, compare=False)
+    emitted: int = 0
 
 
 class Member:
@@ -84,7 +88,8 @@ class Batch:
             raise InputError(f"an engine needs at least 1 row and 2 tokens, got {rows} and {capacity}")
         self.target, self.drafter = target, drafter or NoDrafter()
         self.capacity = min(capacity, target.config.max_positions)
-        self.cache = self._new_cache(rows, self.capacity + max(margin, self.drafter.margin))
+        self._places = 1 if target.rider is None else target.rider.places  # cache positions of a node during a pass
+        self.cache = self._new_cache(rows, self.capacity + self._places * max(margin, self.drafter.margin))
         self._on_leave = on_leave
         self._members: list[Member] = []  # of the cache's slots, in order; those still reading their prompt are last
         self.at_fault: int | None = None  # the row whose own functions or numbers ended the last read or step
@@ -152,12 +157,17 @@ class Batch:
         member, slot = self._members[-1], len(self._members) - 1
         row, start, total = member.row, member.read, member.row.prompt_length - 1
         self.at_fault = None
-        tokens = row.tokens[start : min(start + chunk, total)]
+        bare = self._bare(member)
+        rider, end = None, bare
+        if start >= bare:  # as many nodes as the cache has room for
+            rider, end, chunk = self.target.rider, total, min(chunk, member.drafter.margin)
+        tokens = row.tokens[start : min(start + chunk, end)]
         try:
             with self.target.decoding():
                 where, taps = slice(slot, slot + 1), member.drafter.needs.layers if member.drafter.needs.prompt else ()
+                inputs, planned = Inputs.of_prompt(tokens), member.limit
                 result = self.target(
-                    *(Inputs.of_prompt(tokens), self.cache), slots=where, planned=member.limit, taps=taps, need="hidden"
+                    inputs, self.cache, slots=where, planned=planned, taps=taps, rider=rider, need="hidden"
                 )
             self.cache.commit([range(len(tokens))])
             member.read += len(tokens)
@@ -185,7 +195,30 @@ class Batch:
         longest = target.config.max_positions
         if len(prompt) >= longest:
             raise InputError(f"the prompt has {len(prompt)} tokens, but the model's limit is {longest}; shorten it")
+        own, rider = target.rider, drafter.rider
+        if own is not None and rider is not None and rider.alters is not own.alters:
+            raise CapabilityError(
+                f"the drafter {drafter.name!r} adds rows to the pass, but this target's passes have the streams of its "
+                "own adapter already; use placement=trail, or drafter='streams'"
+            )
         drafter.check(request.sampling, request.rule)
+
+    def _bare(self, member: Member) -> int:
+        """How many of a row's first tokens are read without rows of the target's own."""
+        return member.row.prompt_length - 1 - (0 if self.target.rider is None else member.request.emitted)
+
+    def sharable(self, slot: int) -> int:
+        """How many of a row's first cached tokens another row may copy, if its prompt begins with them.
+
+        If the target has rows of its own, the keys and values of completion tokens depend on these, and a prompt's do
+        not.
+        """
+        length = self.cache.lengths[slot]
+        return length if self.target.rider is None else min(length, self._bare(self._members[slot]))
+
+    def rider_of(self, drafter: Drafter) -> Rider | None:
+        """The rider of a pass over a drafter's rows: its own, which includes the target's, or else the target's."""
+        return self.target.rider if drafter.rider is None else drafter.rider
 
     def check(self, request: Request, drafter: Drafter | None = None) -> None:
         """Raise InputError or CapabilityError if ``request`` cannot be served here; ``join`` asks too."""
@@ -199,7 +232,7 @@ class Batch:
         """How many of ``tokens`` a row in use has in its cache from the start, the most of all rows, and its slot."""
         best, slot = 0, 0
         for place, member in enumerate(self._members):
-            count = shared_length(member.row.tokens[: self.cache.lengths[place]], tokens)
+            count = shared_length(member.row.tokens[: self.sharable(place)], tokens)
             if count > best:
                 best, slot = count, place
         return best, slot
@@ -212,8 +245,8 @@ class Batch:
         """
         if not self._members:
             return True
-        first, rider = self._members[0], (drafter or self.drafter).rider
-        if first.drafter.rider is not rider:
+        first = self._members[0]
+        if self.rider_of(first.drafter) is not self.rider_of(drafter or self.drafter):
             return False
         rope = self.target.config.rope
         kind = (rope.scaling or {}).get("rope_type", (rope.scaling or {}).get("type"))
@@ -226,7 +259,7 @@ class Batch:
     def reserve(self, rows: int, capacity: int, drafter: Drafter | None = None) -> None:
         """Make room for so many rows and tokens; rows in use keep what they have. Raises DeviceError."""
         capacity = min(capacity, self.target.config.max_positions)
-        positions = max(capacity, self.capacity) + (drafter or self.drafter).margin
+        positions = max(capacity, self.capacity) + self._places * (drafter or self.drafter).margin
         if rows > self.cache.rows or positions > self.cache.capacity:
             self.cache = self.cache.resized(max(rows, self.cache.rows), max(positions, self.cache.capacity))
         self.capacity = max(capacity, self.capacity)

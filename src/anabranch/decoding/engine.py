@@ -128,7 +128,7 @@ class Engine(Batch):
         if not drafter.arms:
             return drafter
         others = [member.drafter for member in self._members]
-        able = [arm for arm in drafter.arms if not others or arm.rider is others[0].rider]
+        able = [arm for arm in drafter.arms if not others or self.rider_of(arm) is self.rider_of(others[0])]
         if not able:
             return drafter.arms[0]  # it waits, as any of them would
         using = next((other for other in reversed(others) if other in able), None)
@@ -269,7 +269,7 @@ class Engine(Batch):
             slots=slice(0, len(members)),
             planned=planned,
             taps=sorted(taps),
-            rider=members[0].drafter.rider,
+            rider=self.rider_of(members[0].drafter),
             need="tokens" if all(member.greedy for member in members) else "hidden",
         )
         return result

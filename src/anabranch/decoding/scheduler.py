@@ -77,6 +77,7 @@ class Ticket:
             self.request,
             prompt_ids=[*self.request.prompt_ids, *self.emitted],
             max_new_tokens=self.request.max_new_tokens - len(self.emitted),
+            emitted=self.request.emitted + len(self.emitted),
             on_prompt=None,
         )
 
@@ -327,7 +328,7 @@ class Scheduler:
         """Keep the keys and values of a row that leaves."""
         assert self.engine is not None
         cache = self.engine.cache
-        length = cache.lengths[slot]
+        length = self.engine.sharable(slot)
         if length < SHORTEST or not self.prefix_bytes:
             return
         per_token = cache.token_bytes
@@ -343,8 +344,11 @@ class Scheduler:
 
     def _reuse(self, engine: Engine, ticket: Ticket, drafter: Drafter) -> int:
         """Copy the longest beginning that a kept text, or a row in use, shares with a prompt; returns its length."""
-        prompt = list(ticket.remaining.prompt_ids)
+        request = ticket.remaining
+        prompt = list(request.prompt_ids)
         slot, most = engine.cache.count, min(len(prompt) - 1, drafter.recalls(prompt))
+        if self.target.rider is not None:  # what was emitted has rows of the target's own, which no kept text has
+            most = min(most, len(prompt) - 1 - request.emitted)
         if not most or not self.prefix_bytes:
             return 0
         best, source = 0, None

@@ -16,6 +16,7 @@ from anabranch.methods.published import Layout
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import Target
+from anabranch.model.passes import Rider
 
 __all__ = ["Config", "Learn", "Trained", "TrainedModule"]
 
@@ -88,6 +89,8 @@ class Trained:
     options    the values of a recipe that users can override, by name
     change     (recipe, values by name) -> the recipe with these values. Raises InputError
     describe   a module's config -> its size in a few words, for the card
+    rider      (target, module) -> rows that become part of the target itself, since its main rows attend to them
+               (``Decoder.rider``), or None; asked whenever an adapter is loaded
     begin      (module with fresh weights, trained module): copy the trained weights into the fresh module, which may be
                larger. Raises InputError that names what does not fit
     fresh      (target, module with fresh weights): copy those weights of the target that training begins with
@@ -111,6 +114,7 @@ class Trained:
     begin: Callable[[Any, Any], None]
     export: Callable[[Path, Any, Target], tuple[TrainedModule, Target] | None] | None = None
     fresh: Callable[[Decoder, Any], None] | None = None
+    rider: Callable[[Decoder, Any], Rider | None] = lambda target, module: None
     published: tuple[Layout, ...] = ()
     any_dtype: bool = False
 

@@ -12,6 +12,7 @@ import copy
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -23,8 +24,8 @@ from anabranch.errors import CapabilityError
 from anabranch.learning.examples import Batch
 from anabranch.learning.loss import Vocabulary, VocabularyLoss
 from anabranch.learning.objective import Segment
-from anabranch.methods.low_rank import LowRank
-from anabranch.model.blocks import MLP, Block, attention
+from anabranch.methods.low_rank import MOST_RANK, LowRank
+from anabranch.model.blocks import MLP, Attend, Block, attention
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import weight_source
@@ -35,6 +36,7 @@ from anabranch.support.jsonfiles import read_json
 __all__ = [
     "MOST_RANK",
     "LayerTuning",
+    "TextPass",
     "TunedPass",
     "Tuning",
     "check_tunable",
@@ -44,8 +46,6 @@ __all__ = [
     "terms_of",
     "tuned_pass",
 ]
-
-MOST_RANK = 1024
 
 
 class Tuning(Protocol):
@@ -120,6 +120,45 @@ def terms_of(model: ModelConfig, rank: int) -> nn.ModuleList | None:
     return nn.ModuleList(LayerTuning(model, rank) for _ in range(model.num_layers)) if rank else None
 
 
+class TextPass:
+    """A pass over whole texts [B, T] in PyTorch, with gradients: rotations, causal masks, and what layers computed.
+
+    keys_values  of each layer that has run, [B, K, T, E]
+    """
+
+    def __init__(self, target: Decoder, tokens_BT: Tensor) -> None:
+        self.target, (rows, length) = target, tokens_BT.shape
+        self.positions_BT = torch.arange(length, device=tokens_BT.device).expand(rows, length)
+        self.rotations = self.rotated(self.positions_BT)
+        self.keys_values: list[tuple[Tensor, Tensor]] = []
+        behind = self.positions_BT[0, :, None] - self.positions_BT[0]
+        window = target.config.sliding_window
+        self._biases = {False: self._bias(behind < 0)}
+        if window is not None:
+            self._biases[True] = self._bias((behind < 0) | (behind >= window))
+
+    def rotated(self, positions_BR: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of some positions; copies, since tables made in inference mode take no part in gradients."""
+        cos, sin = self.target.rope()(positions_BR, self.positions_BT.shape[1])
+        return cos.clone().to(self.target.dtype), sin.clone().to(self.target.dtype)
+
+    def _bias(self, hidden_TT: Tensor) -> Tensor:
+        groups = self.target.config.num_heads // self.target.config.num_kv_heads
+        whole = torch.zeros(hidden_TT.shape, dtype=self.target.dtype, device=hidden_TT.device)
+        return whole.masked_fill(hidden_TT, float("-inf")).repeat(groups, 1)[None, None]
+
+    def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention of a layer; keeps its keys and values."""
+        config = self.target.config
+        self.keys_values.append((k.transpose(1, 2), v.transpose(1, 2)))
+        return attention(config, q, *self.keys_values[-1], self._biases[config.is_sliding(index)].to(q.dtype))
+
+    def layer(self, index: int, x_BTD: Tensor, side: nn.Module, attend: Attend | None = None) -> Tensor:
+        """One layer with the terms ``side``; ``attend`` takes the place of ``self.attend``."""
+        found: Tensor = self.target.blocks[index](x_BTD, *self.rotations, attend or partial(self.attend, index), side)
+        return found
+
+
 @dataclass(frozen=True)
 class TunedPass:
     """What the tuned target computes of a batch, with gradients for the terms.
@@ -134,38 +173,19 @@ class TunedPass:
 
 def tuned_pass(target: Decoder, layers: nn.ModuleList, tokens_BT: Tensor) -> TunedPass:
     """Run the tuned target over a batch."""
-    config, (rows, length) = target.config, tokens_BT.shape
-    positions_BT = torch.arange(length, device=tokens_BT.device).expand(rows, length)
-    # copies: tables that a pass made in inference mode take no part in gradients
-    cos, sin = (turn.clone().to(target.dtype) for turn in target.rope()(positions_BT, length))
-    behind = positions_BT[0, :, None] - positions_BT[0]
-    groups = config.num_heads // config.num_kv_heads
-
-    def bias(window: int | None) -> Tensor:
-        hidden = (behind < 0) if window is None else (behind < 0) | (behind >= window)
-        whole = torch.zeros(length, length, dtype=target.dtype, device=tokens_BT.device)
-        return whole.masked_fill(hidden, float("-inf")).repeat(groups, 1)[None, None]
-
-    biases = {sliding: bias(config.sliding_window if sliding else None) for sliding in (False, True)}
-    kept: list[tuple[Tensor, Tensor]] = []
-    x = target.embed(tokens_BT, positions_BT)
-    for index, (block, side) in enumerate(zip(target.blocks, layers, strict=True)):
-        mask = biases[config.is_sliding(index)]
-
-        def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor = mask) -> Tensor:
-            kept.append((k.transpose(1, 2), v.transpose(1, 2)))
-            return attention(config, q, *kept[-1], mask.to(q.dtype))
-
-        x = block(x, cos, sin, attend, side)
-    return TunedPass(target.norm(x), kept)
+    run = TextPass(target, tokens_BT)
+    x = target.embed(tokens_BT, run.positions_BT)
+    for index, side in enumerate(layers):
+        x = run.layer(index, x, side)
+    return TunedPass(target.norm(x), run.keys_values)
 
 
 def next_token_loss(
-    target: Decoder, batch: Batch, tuned_BTD: Tensor, frozen_BTD: Tensor, segment: Segment, soft: float
+    target: Decoder, batch: Batch, tuned_BTD: Tensor, frozen_BTD: Tensor | None, segment: Segment, soft: float
 ) -> Tensor:
     """The loss of the tuned target's own next token, summed over the positions of a segment.
 
-    frozen_BTD  the original target's states after the last norm, to distil from
+    frozen_BTD  the original target's states after the last norm, to distil from; None: nothing is distilled
     soft        share of the original target's distribution in the loss; the rest is the completion's token
     """
     tokens_BT, (positions_BP, real_BP) = batch.tokens_BT.to(target.device), segment
@@ -178,7 +198,7 @@ def next_token_loss(
         words.bias_V,
         words.place[tokens_BT[rows_M, at_M + 1]],
         torch.ones(len(at_M), device=tokens_BT.device),
-        frozen_BTD[rows_M, at_M] if soft else None,
+        None if frozen_BTD is None or not soft else frozen_BTD[rows_M, at_M],
         soft,
         target.config.logit_softcap,
     )

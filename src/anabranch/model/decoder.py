@@ -30,11 +30,17 @@ __all__ = ["Decoder"]
 
 
 class Decoder(Network):
-    """A network, and the ``backend`` that runs its passes: PyTorch, captured graphs or the native kernels."""
+    """A network, and the ``backend`` that runs its passes: PyTorch, captured graphs or the native kernels.
+
+    rider  None, or rows that are part of the model itself, because main rows attend to them (``Rider.alters``). They
+           are in every pass that decodes, plain decoding included, but not in those that read a prompt: the last token
+           of the prompt and all tokens after it have them
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.backend: Backend = TorchBackend()
+        self.rider: Rider | None = None
 
     @property
     def ragged(self) -> bool:
@@ -87,7 +93,7 @@ class Decoder(Network):
         slots    the cache slots of the rows (default: all in use)
         planned  the length that the longest row will reach, for rotations that depend on it
         taps     layers before which the main rows are returned
-        rider    a drafter's part in the pass
+        rider    a drafter's part in the pass, or the target's own; there is none unless it is given
         need     what to compute after the last norm: nothing, the logits, or only the greedy tokens
 
         Raises InputError where the nodes do not fit the cache or the learned positions.

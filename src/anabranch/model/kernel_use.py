@@ -39,6 +39,13 @@ def kernels_of(target: Decoder) -> KernelUse:
     kernels = target.backend.kernels
     name = "torch" if kernels is None else kernels.instruction_set
     lacking = _lacking(target) if kernels is None else native.shortfall()
+    if lacking is None and kernels is not None and target.rider is not None and not target.rider.native:
+        layers = f"layers {target.rider.start + 1} to {target.config.num_layers}"
+        why = (
+            f"main rows attend to rows of the adapter in {layers}, so PyTorch runs these, and a near-tie of two tokens "
+            "may fall otherwise with drafts than without"
+        )
+        return KernelUse(name, why, accepted=True)
     if lacking is None:
         return KernelUse(name)
     return KernelUse(name, lacking.why, lacking.advice, lacking.accepted)

@@ -162,8 +162,12 @@ class Entry:
 class Rider(Protocol):
     """A drafter's part in the target's forward pass: from layer ``start`` on it adds rows, or prunes nodes, or both.
 
-    rides  whether it adds rows; if not, ``layer`` and ``leave`` are not called
-    fixed  whether its shapes follow from the pass alone, so that the pass can be captured as a graph
+    rides   whether it adds rows; if not, ``layer`` and ``leave`` are not called
+    fixed   whether its shapes follow from the pass alone, so that the pass can be captured as a graph
+    native  whether the native kernels compute all main rows, if they run the target
+    places  cache positions that each node takes while the pass runs
+    alters  the trained module whose rows the main rows attend to, which is then part of the model that is decoded;
+            None: main rows are the same as without the rider
 
     A rider keeps nothing between calls: what it found at the entry travels as an ``Entry``.
     """
@@ -171,6 +175,9 @@ class Rider(Protocol):
     start: int
     rides: bool
     fixed: bool
+    native: bool
+    places: int
+    alters: object | None
 
     def enter(self, x_BND: Tensor, run: Pass) -> tuple[Tensor, Entry]:
         """All rows [B, R, D] from the main rows before layer ``start``, which come first; may ``run.select``."""
