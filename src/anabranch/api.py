@@ -50,6 +50,7 @@ def load(
     quantize: str = "none",
     revision: str | None = None,
     threads: int | None = None,
+    lora: str | Path | None = None,
 ) -> Model:
     """Load a target and its adapters.
 
@@ -63,6 +64,7 @@ def load(
     quantize  "none", or "int8" or "int4" weights; the quantised model is then the target that is decoded losslessly
     revision  branch, tag or commit of a hub id; None: its main branch
     threads   CPU threads of this process; None: torch's default, limited to the container's quota
+    lora      a LoRA folder in PEFT's format, merged into the weights; the tuned model is then the target
 
     Raises FetchError, FileError, ModelError, AdapterError, CapabilityError or DeviceError; the message says what to do.
     """
@@ -70,7 +72,8 @@ def load(
     if not isinstance(name, str | Path):
         raise InputError(f"a model is named by a string or a path, got {type(name).__name__}")
     given = () if adapter is None else (adapter,) if isinstance(adapter, str | Path) else tuple(adapter)
-    config = LoadConfig(str(name), tuple(map(Path, given)), dtype, device, quantize, revision, threads)
+    tuned = None if lora is None else Path(lora)
+    config = LoadConfig(str(name), tuple(map(Path, given)), dtype, device, quantize, revision, threads, tuned)
     loaded = loading.load(config)
     return Model(loaded.target, loaded.adapters, drafter)
 
@@ -166,6 +169,7 @@ class Model:
         target, decoder = self._target, self._target.decoder
         dtype = str(decoder.dtype).removeprefix("torch.")
         facts = {
+            **({} if target.lora is None else {"lora": repr(target.lora.name)}),
             "adapter": None if self.adapter is None else repr(_described(self.adapter)),
             "drafter": repr(self.drafter),
             "dtype": dtype if target.quantize == "none" else f"{dtype}, quantize={target.quantize!r}",

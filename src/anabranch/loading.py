@@ -33,6 +33,7 @@ class LoadConfig:
     quantize  "none", "int8" or "int4" weights; the quantised model is then the target
     revision  branch, tag or commit of a hub id; None: its main branch
     threads   CPU threads of this process; None: torch's default, limited to the container's quota
+    lora      a LoRA folder in PEFT's format, merged into the weights; the tuned model is then the target
     """
 
     model: str = "default"
@@ -42,6 +43,7 @@ class LoadConfig:
     quantize: str = "none"
     revision: str | None = None
     threads: int | None = None
+    lora: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,12 @@ class Loaded:
 def check(config: LoadConfig) -> None:
     """Check everything that can be checked before weights are read.
 
-    Raises InputError for an invalid value, AdapterError for a folder that is not an adapter, DeviceError for a device
-    that does not exist.
+    Raises InputError for an invalid value, AdapterError for a folder that is not an adapter or not a LoRA, DeviceError
+    for a device that does not exist.
     """
     from anabranch.adapters.folder import read_record
     from anabranch.model.load import resolve_device, resolve_dtype
+    from anabranch.model.peft import read_settings
     from anabranch.model.quantize import check_quantization
 
     if not isinstance(config.model, str):
@@ -78,6 +81,8 @@ def check(config: LoadConfig) -> None:
     resolve_device(config.device)
     for folder in config.adapters:
         read_record(folder.expanduser())
+    if config.lora is not None:
+        read_settings(config.lora.expanduser())
 
 
 def load(config: LoadConfig, *, pack: bool = True, adapters: bool = True) -> Loaded:
@@ -97,7 +102,12 @@ def load(config: LoadConfig, *, pack: bool = True, adapters: bool = True) -> Loa
     set_threads(config.threads)
     began = time.perf_counter()
     target = load_target(
-        config.model, dtype=config.dtype, device=config.device, quantize=config.quantize, revision=config.revision
+        config.model,
+        dtype=config.dtype,
+        device=config.device,
+        quantize=config.quantize,
+        revision=config.revision,
+        lora=None if config.lora is None else config.lora.expanduser(),
     )
     folders = [folder.expanduser() for folder in config.adapters]
     found = find_adapters(target, folders) if adapters else ()

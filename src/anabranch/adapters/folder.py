@@ -64,6 +64,7 @@ class TargetIdentity:
     def of(target: Target, name: str | None = None) -> TargetIdentity:
         """Of a loaded target; a folder or file is named by its last part, so that no path of a machine is stored."""
         own = Path(target.name).name if Path(target.name).expanduser().exists() else target.name
+        own = own if target.lora is None else f"{own} with the LoRA {target.lora.name}"
         return TargetIdentity(name or own, target.fingerprint, target.config.family, _shape(target.config))
 
 
@@ -135,7 +136,7 @@ def load_adapter(folder: Path, target: Target) -> LoadedAdapter:
     if belongs["fingerprint"] != target.fingerprint:
         raise AdapterError(
             f"the adapter in {folder} was trained for {belongs['name']} (fingerprint "
-            f"{belongs['fingerprint'][:12]}), but the target is {target.name} (fingerprint "
+            f"{belongs['fingerprint'][:12]}), but the target is {target.title} (fingerprint "
             f"{target.fingerprint[:12]}); use that target, or train an adapter for this one"
         )
     method, trained = method_of(record)
