@@ -28,7 +28,7 @@ from anabranch.errors import AdapterError, FileError, InputError, one_line
 from anabranch.methods import Method
 from anabranch.methods.trained import TrainedModule
 from anabranch.model.config import ModelConfig
-from anabranch.model.load import Target
+from anabranch.model.load import Target, base_name
 from anabranch.model.weights import is_finite
 from anabranch.support.files import write_atomically
 from anabranch.support.jsonfiles import is_whole, shown
@@ -63,7 +63,7 @@ class TargetIdentity:
     @staticmethod
     def of(target: Target, name: str | None = None) -> TargetIdentity:
         """Of a loaded target; a folder or file is named by its last part, so that no path of a machine is stored."""
-        own = Path(target.name).name if Path(target.name).expanduser().exists() else target.name
+        own = base_name(target)
         own = own if target.lora is None else f"{own} with the LoRA {target.lora.name}"
         return TargetIdentity(name or own, target.fingerprint, target.config.family, _shape(target.config))
 

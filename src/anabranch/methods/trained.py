@@ -92,8 +92,8 @@ class Trained:
                larger. Raises InputError that names what does not fit
     fresh      (target, module with fresh weights): copy those weights of the target that training begins with
     export     (folder, trained module, target): write the module in a form of its own beside the adapter, if there is
-               one; a folder ``model`` inside the adapter's receives it. Returns the module to store and the target that
-               it belongs to where training has made another target, otherwise None
+               one; the folder ``model`` inside the adapter's, and others beside it, receive it. Returns the module to
+               store and the target that it belongs to where training has made another target, otherwise None
     published  the layouts of others' checkpoints that are read as adapters of this method
     any_dtype  whether the objective's target may have another type than its ``frozen`` copy: float32 is faster on some
                processors

@@ -30,6 +30,7 @@ from anabranch.support.processor import set_threads
 
 __all__ = [
     "Target",
+    "base_name",
     "build_decoder",
     "load_target",
     "locate",
@@ -125,6 +126,11 @@ def load_target(
     name_tokenizer(decoder, tokenizer)
     give_back()
     return Target(decoder, tokenizer, config, name, path, identity, kind, lora)
+
+
+def base_name(target: Target) -> str:
+    """The model's name for files that are shared: of a folder or file its last part, so that no path is stored."""
+    return Path(target.name).name if Path(target.name).expanduser().exists() else target.name
 
 
 def name_tokenizer(decoder: Decoder, tokenizer: Any) -> None:

@@ -17,7 +17,18 @@ from torch import Tensor
 from anabranch.model.config import ModelConfig
 from anabranch.model.families import Layout, weight_source
 
-__all__ = ["PARTS", "Lora", "Place", "Term", "WithLora", "module_rows", "places", "widths"]
+__all__ = [
+    "PARTS",
+    "Lora",
+    "Place",
+    "Term",
+    "WithLora",
+    "decoder_rows",
+    "module_rows",
+    "places",
+    "stored_rows",
+    "widths",
+]
 
 # the linear layers of a block, by their names in the decoder
 PARTS = ("qkv", "out", "mlp.up", "mlp.down")
@@ -117,6 +128,20 @@ def places(config: ModelConfig) -> dict[str, Place]:
                 found[modules[0]] = Place(layer, part, slice(start, start + count), width, modules, source.layout)
                 start += count
     return found
+
+
+def decoder_rows(config: ModelConfig, place: Place, up_OR: Tensor) -> Tensor:
+    """The rows of ``Term.up_OR`` in the decoder's order: q, k and v of all heads where the file has them by head."""
+    if place.layout != "by_head":
+        return up_OR
+    return up_OR.reshape(config.num_heads, 3, config.head_dim, -1).transpose(0, 1).reshape(up_OR.shape)
+
+
+def stored_rows(config: ModelConfig, place: Place, up_OR: Tensor) -> Tensor:
+    """The inverse of ``decoder_rows``."""
+    if place.layout != "by_head":
+        return up_OR
+    return up_OR.reshape(3, config.num_heads, config.head_dim, -1).transpose(0, 1).reshape(up_OR.shape)
 
 
 class WithLora(Mapping[str, Tensor]):
