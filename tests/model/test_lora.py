@@ -249,13 +249,9 @@ def logits(target: Any) -> Tensor:
     return logits_of(target.decoder(Inputs.of_prompt(IDS), cache))[0]
 
 
-CASES_OF_PEFT = [
-    pytest.param(case, marks=() if case in ("gpt2", "llama") else pytest.mark.thorough) for case in sorted(MODULES)
-]
-
-
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("case", CASES_OF_PEFT)
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", sorted(MODULES))
 def test_merged_as_peft_merges(case: str, tmp_path: Path) -> None:
     ends = MODULES[case]
     tuned = peft_model(
@@ -274,7 +270,8 @@ def test_merged_as_peft_merges(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("case", CASES_OF_PEFT)
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", sorted(MODULES))
 def test_peft_reads_what_is_written(case: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     base = toy_hf(*CASES[case])
@@ -304,3 +301,22 @@ def test_peft_reads_terms_that_methods_trained(tmp_path: Path) -> None:
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "lora").merge_and_unload()
     tuned = save_tuned(tmp_path / "tuned", layers, target)
     torch.testing.assert_close(logits(tuned), Oracle(theirs).logits(IDS), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["gpt_neox", "phi3"])
+def test_terms_of_fused_modules_are_trained_where_they_belong(case: str, tmp_path: Path) -> None:
+    from anabranch.learning.examples import Batch, Example
+    from anabranch.learning.target import run_frozen
+    from anabranch.methods.tuning import tuned_pass
+    from anabranch.train.lora import LoraLayers
+
+    model = save_toy(toy_hf(*CASES[case]), tmp_path / "model")
+    target = load_target(str(model), dtype="float32")
+    lora = some_lora(target.config)
+    write_lora(tmp_path / "lora", lora, base="")
+    module = LoraLayers(target.config, lora)
+    assert all(torch.equal(term.up_OR, lora.terms[name].up_OR) for name, term in module.lora().terms.items())
+    batch = Batch.of([Example(tuple(IDS[:2]), tuple(IDS[2:]))])
+    found = tuned_pass(target.decoder, module.layers, batch.tokens_BT).hidden_BTD
+    wanted = run_frozen(load_target(str(model), dtype="float32", lora=tmp_path / "lora").decoder, batch).hidden_BTD
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)

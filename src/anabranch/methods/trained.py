@@ -17,7 +17,7 @@ from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import Target
 
-__all__ = ["Config", "Learn", "Trained", "TrainedModule"]
+__all__ = ["Config", "Learn", "Trainable", "Trained", "TrainedModule"]
 
 T = TypeVar("T")
 
@@ -33,24 +33,28 @@ class Config(Protocol):
         """From JSON values. Raises AdapterError for unknown or malformed fields."""
 
 
-class TrainedModule(nn.Module):
-    """The base class of trained modules.
+class Trainable(nn.Module):
+    """The base class of whatever ``train.trainer`` trains; ``config`` is its shape, with a method ``to_dict``."""
 
-    config      its shape
+    config: Any
+
+    def num_parameters(self) -> int:
+        """The number of trained parameters; works on the meta device."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+
+class TrainedModule(Trainable):
+    """The base class of the trained modules of methods.
+
     vocabulary  buffer [Vd] int64: the token ids of the draft vocabulary, ascending
     """
 
-    config: Any
     vocabulary: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         # in a tuple, so that the head is not registered as a submodule
         self._shared: tuple[nn.Module | None, dict[str, object]] = (None, {})
-
-    def num_parameters(self) -> int:
-        """The number of trained parameters; works on the meta device."""
-        return sum(parameter.numel() for parameter in self.parameters())
 
     def shared(self, target: Decoder, kind: type[T], make: Callable[[], T]) -> T:
         """The object of a ``kind`` shared by all drafters of this module and ``target``; built by ``make`` once.
