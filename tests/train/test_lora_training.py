@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,16 +14,14 @@ from anabranch.errors import CapabilityError, InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.target import run_frozen
 from anabranch.methods.tuning import tuned_pass
-from anabranch.model.decoder import Decoder
 from anabranch.model.load import load_target
-from anabranch.model.lora import Lora, Term, places
 from anabranch.model.peft import WEIGHTS, write_lora
 from anabranch.model.quantize import quantize_decoder
 from anabranch.model.weights import build_decoder
 from anabranch.train.lora import LoraConfig, LoraLayers, LoraObjective, recipe
 from anabranch.train.lora_job import train_lora
 from anabranch.train.trainer import Progress
-from small import CASES, LLAMA, joint_losses, prompt, small
+from small import CASES, LLAMA, drawn_lora, joint_losses, merged_copy, prompt, small
 from toy_text import ToyFolders
 from verbs import Anabranch
 
@@ -34,36 +30,16 @@ BATCH = Batch.of(EXAMPLES[:3])
 SMALL = {"rank": 4, "alpha": 8.0, "held_out": 3, "batch_tokens": 60, "warmup": 2, "epochs": 2, "lr": 0.01}
 
 
-def drawn(config: Any, chosen: str = "") -> Lora:
-    """Random terms for the modules whose names contain ``chosen``."""
-    noise = torch.Generator().manual_seed(5)
-    terms = {}
-    for name, place in places(config).items():
-        if chosen in name:
-            shapes = (3, place.width), (place.outputs, 3)
-            terms[name] = Term(*(0.1 * torch.randn(shape, generator=noise) for shape in shapes), 1.5)
-    return Lora(terms)
-
-
-def merged(target: Decoder, lora: Lora) -> Decoder:
-    tuned = copy.deepcopy(target)
-    for name, place in places(target.config).items():
-        if name in lora.terms:
-            weight: Any = tuned.blocks[place.layer].get_submodule(place.part).weight
-            weight[place.rows] = lora.terms[name].merged(weight[place.rows])
-    return tuned
-
-
 def inside(states_BTD: Tensor) -> Tensor:
     return torch.cat([row[:n] for row, n in zip(states_BTD, BATCH.lengths_B.tolist(), strict=True)])
 
 
 @pytest.mark.parametrize(("case", "chosen"), [("llama", ""), ("llama", "v_proj"), ("gpt2", ""), ("phi", "fc")])
 def test_the_pass_that_is_trained_is_the_merged_models(case: str, chosen: str) -> None:
-    target, lora = small(case), drawn(CASES[case], chosen)
+    target, lora = small(case), drawn_lora(CASES[case], chosen)
     module = LoraLayers(target.config, lora)
     found = tuned_pass(target, module.layers, BATCH.tokens_BT).hidden_BTD
-    assert torch.allclose(inside(found), inside(run_frozen(merged(target, lora), BATCH).hidden_BTD), atol=1e-4)
+    assert torch.allclose(inside(found), inside(run_frozen(merged_copy(target, lora), BATCH).hidden_BTD), atol=1e-4)
     assert not torch.allclose(inside(found), inside(run_frozen(target, BATCH).hidden_BTD), atol=1e-2)
     found.sum().backward()  # type: ignore[no-untyped-call]
     assert all(parameter.grad is not None for parameter in module.parameters())
@@ -89,8 +65,8 @@ def test_training_lowers_the_loss_and_the_target_stays() -> None:
 
 def test_the_loss_is_the_completions_cross_entropy() -> None:
     target = small()
-    module = LoraLayers(target.config, drawn(LLAMA))
-    logits = target.logits(run_frozen(merged(target, drawn(LLAMA)), BATCH).hidden_BTD)
+    module = LoraLayers(target.config, drawn_lora(LLAMA))
+    logits = target.logits(run_frozen(merged_copy(target, drawn_lora(LLAMA)), BATCH).hidden_BTD)
     total, right, count = 0.0, 0, 0
     for row, example in enumerate(EXAMPLES[:3]):
         first, last = len(example.prompt_ids) - 1, len(example) - 1
@@ -151,7 +127,7 @@ def test_from_completions_to_a_lora(anabranch: Anabranch, toys: ToyFolders, tmp_
 
 def test_refusals(anabranch: Anabranch, toys: ToyFolders, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt_ids": [1], "answer_ids": [2, 3]}) + "\n")
-    write_lora(tmp_path / "lora", drawn(load_target(str(toys.model)).config), base="")
+    write_lora(tmp_path / "lora", drawn_lora(load_target(str(toys.model)).config), base="")
     data = ("--model", toys.model, "--answers", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--held-out", 0)
 
     def refused(*arguments: object) -> str:
@@ -177,8 +153,8 @@ def test_what_cannot_be_tuned(tmp_path: Path, toys: ToyFolders) -> None:
     narrow = build_decoder(LLAMA, device="cpu")
     quantize_decoder(narrow, "int8")
     with pytest.raises(CapabilityError, match="a quantised target cannot be tuned"):
-        LoraObjective(narrow, LoraLayers(LLAMA, drawn(LLAMA)))
-    write_lora(tmp_path, drawn(load_target(str(toys.model)).config), base="")
+        LoraObjective(narrow, LoraLayers(LLAMA, drawn_lora(LLAMA)))
+    write_lora(tmp_path, drawn_lora(load_target(str(toys.model)).config), base="")
     tuned = load_target(str(toys.model), lora=tmp_path)
     with pytest.raises(CapabilityError, match="continue the training of a LoRA with --init"):
         train_lora(tuned, recipe(SMALL), EXAMPLES, tmp_path / "out", report=lambda now: None)

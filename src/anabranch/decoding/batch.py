@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from anabranch.errors import InputError
+from anabranch.errors import CapabilityError, InputError
 from anabranch.methods.base import Drafter, Row
 from anabranch.methods.none import NoDrafter
 from anabranch.model.cache import Cache, shared_length
@@ -20,7 +20,7 @@ from anabranch.model.inputs import Inputs
 from anabranch.sampling import SamplingParams
 from anabranch.verify import Rule
 
-__all__ = ["CHUNK", "Batch", "FinishReason", "Member", "Request"]
+__all__ = ["CHUNK", "Batch", "FinishReason", "Member", "Request", "takes_loras"]
 
 FinishReason = Literal["stop", "length"]
 CHUNK = 512  # tokens of a prompt that one pass reads
@@ -34,6 +34,7 @@ class Request:
     rule       how drafts are verified
     log_probs  whether steps carry the target's raw log probability of each token
     on_prompt  called as on_prompt(done, total) after each chunk of the prompt; what it raises cancels the request
+    lora       the name of the LoRA that its row decodes with; None: the target as it is
     """
 
     prompt_ids: Sequence[int]
@@ -43,6 +44,7 @@ class Request:
     rule: Rule = "match"
     log_probs: bool = False
     on_prompt: Callable[[int, int], None] | None = field(default=None, compare=False)
+    lora: str | None = None
 
 
 class Member:
@@ -62,6 +64,11 @@ class Member:
         return self.read >= self.row.prompt_length - 1
 
 
+def takes_loras(drafter: Drafter) -> bool:
+    """Whether rows with a LoRA of their own may use a drafter: one that adds no rows to the target's pass."""
+    return drafter.rider is None or not drafter.rider.rides
+
+
 class Batch:
     """Up to ``rows`` sequences of at most ``capacity`` tokens each, prompts included, in one KV cache.
 
@@ -78,7 +85,7 @@ class Batch:
         rows: int = 1,
         capacity: int = 2048,
         margin: int = 1,
-        on_leave: Callable[[Row, int], None] | None = None,
+        on_leave: Callable[[Member, int], None] | None = None,
     ) -> None:
         if rows < 1 or capacity < 2:
             raise InputError(f"an engine needs at least 1 row and 2 tokens, got {rows} and {capacity}")
@@ -157,7 +164,12 @@ class Batch:
             with self.target.decoding():
                 where, taps = slice(slot, slot + 1), member.drafter.needs.layers if member.drafter.needs.prompt else ()
                 result = self.target(
-                    *(Inputs.of_prompt(tokens), self.cache), slots=where, planned=member.limit, taps=taps, need="hidden"
+                    *(Inputs.of_prompt(tokens), self.cache),
+                    slots=where,
+                    planned=member.limit,
+                    taps=taps,
+                    need="hidden",
+                    loras=(member.request.lora,),
                 )
             self.cache.commit([range(len(tokens))])
             member.read += len(tokens)
@@ -185,6 +197,13 @@ class Batch:
         longest = target.config.max_positions
         if len(prompt) >= longest:
             raise InputError(f"the prompt has {len(prompt)} tokens, but the model's limit is {longest}; shorten it")
+        if request.lora is not None:
+            target.loras.check(request.lora)
+            if not any(takes_loras(arm) for arm in drafter.arms or (drafter,)):
+                raise CapabilityError(
+                    f"rows of the drafter {drafter.name!r} ride in the target's pass, which takes no LoRA per request; "
+                    "use another drafter or placement, or merge the LoRA (lora=)"
+                )
         drafter.check(request.sampling, request.rule)
 
     def check(self, request: Request, drafter: Drafter | None = None) -> None:
@@ -195,10 +214,14 @@ class Batch:
                 f"the prompt has {len(request.prompt_ids)} tokens, but the cache holds {self.capacity}; shorten it"
             )
 
-    def longest_shared(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """How many of ``tokens`` a row in use has in its cache from the start, the most of all rows, and its slot."""
+    def longest_shared(self, tokens: Sequence[int], lora: str | None = None) -> tuple[int, int]:
+        """How many of ``tokens`` a row in use with this LoRA has in its cache from the start, the most of all such
+        rows, and its slot.
+        """
         best, slot = 0, 0
         for place, member in enumerate(self._members):
+            if member.request.lora != lora:
+                continue
             count = shared_length(member.row.tokens[: self.cache.lengths[place]], tokens)
             if count > best:
                 best, slot = count, place
@@ -245,7 +268,7 @@ class Batch:
     def _drop(self, slot: int, *, failed: bool = False) -> None:
         member = self._members[slot]
         if self._on_leave is not None and not failed:
-            self._on_leave(member.row, slot)
+            self._on_leave(member, slot)
         ready = len(self._members) - (self.reading is not None)
         if slot < ready - 1:  # the last ready row takes the place, the one that is being read stays last
             self.cache.move_row(ready - 1, slot)

@@ -8,12 +8,14 @@ I inputs and O outputs of a module, r rank.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from anabranch.model.blocks import MLP
 from anabranch.model.config import ModelConfig
 from anabranch.model.families import Layout, weight_source
 
@@ -21,6 +23,7 @@ __all__ = [
     "PARTS",
     "Lora",
     "Place",
+    "SideTerms",
     "Term",
     "WithLora",
     "decoder_rows",
@@ -142,6 +145,30 @@ def stored_rows(config: ModelConfig, place: Place, up_OR: Tensor) -> Tensor:
     if place.layout != "by_head":
         return up_OR
     return up_OR.reshape(3, config.num_heads, config.head_dim, -1).transpose(0, 1).reshape(up_OR.shape)
+
+
+class SideTerms(ABC):
+    """A ``RowSide`` that adds something to the outputs of a block's linear layers."""
+
+    @abstractmethod
+    def added(self, part: str, linear: nn.Module, x: Tensor) -> Tensor:
+        """The output of a linear layer [..., O], which is one of ``PARTS``, with what is added to it."""
+
+    def qkv(self, h_BRD: Tensor, qkv: nn.Module) -> Tensor:
+        """The fused query, key and value projections."""
+        return self.added("qkv", qkv, h_BRD)
+
+    def out(self, a: Tensor, out: nn.Module) -> Tensor:
+        """The attention's output projection."""
+        return self.added("out", out, a)
+
+    def mlp(self, h_BRD: Tensor, mlp: MLP) -> Tensor:
+        """The feed-forward part."""
+        y = self.added("mlp.up", mlp.up, h_BRD)
+        if mlp.gated:
+            gate, y = y.chunk(2, dim=-1)
+            return self.added("mlp.down", mlp.down, mlp.activation(gate) * y)
+        return self.added("mlp.down", mlp.down, mlp.activation(y))
 
 
 class WithLora(Mapping[str, Tensor]):

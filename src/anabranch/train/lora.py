@@ -22,10 +22,10 @@ from anabranch.learning.recipe import COMMON, Option, Recipe, TrainOptions
 from anabranch.methods.low_rank import LowRank
 from anabranch.methods.trained import Trainable
 from anabranch.methods.tuning import MOST_RANK, next_token_scores, tuned_pass
-from anabranch.model.blocks import MLP, Block
+from anabranch.model.blocks import Block
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
-from anabranch.model.lora import PARTS, Lora, Place, Term, decoder_rows, places, stored_rows, widths
+from anabranch.model.lora import PARTS, Lora, Place, SideTerms, Term, decoder_rows, places, stored_rows, widths
 from anabranch.train.data import batches
 
 __all__ = ["OPTIONS", "LoraConfig", "LoraLayers", "LoraLoss", "LoraObjective", "recipe"]
@@ -96,8 +96,8 @@ class LoraShape:
         return dict(vars(self))
 
 
-class LayerLora(nn.Module):
-    """The terms of one layer, a ``RowSide``: those of modules that the decoder fuses are added side by side."""
+class LayerLora(SideTerms, nn.Module):
+    """The terms of one layer: those of modules that the decoder fuses are added side by side."""
 
     def __init__(self, model: ModelConfig, layer: int, terms: Mapping[str, tuple[Place, Term]]) -> None:
         super().__init__()
@@ -120,7 +120,8 @@ class LayerLora(nn.Module):
         assert isinstance(made, LowRank)
         return Term(made.down.detach(), stored_rows(self.model, place, made.up.detach()), scale)
 
-    def _added(self, part: str, linear: nn.Module, x: Tensor) -> Tensor:
+    def added(self, part: str, linear: nn.Module, x: Tensor) -> Tensor:
+        """The output of a linear layer with its modules' terms."""
         y: Tensor = linear(x)
         found = self.parts[part]
         if not found:
@@ -132,22 +133,6 @@ class LayerLora(nn.Module):
         for key, place, scale in found:
             whole[..., place.rows] += scale * self.terms[key](x)
         return whole
-
-    def qkv(self, h_BRD: Tensor, qkv: nn.Module) -> Tensor:
-        """The fused query, key and value projections."""
-        return self._added("qkv", qkv, h_BRD)
-
-    def out(self, a: Tensor, out: nn.Module) -> Tensor:
-        """The attention's output projection."""
-        return self._added("out", out, a)
-
-    def mlp(self, h_BRD: Tensor, mlp: MLP) -> Tensor:
-        """The feed-forward part."""
-        y = self._added("mlp.up", mlp.up, h_BRD)
-        if mlp.gated:
-            gate, y = y.chunk(2, dim=-1)
-            return self._added("mlp.down", mlp.down, mlp.activation(gate) * y)
-        return self._added("mlp.down", mlp.down, mlp.activation(y))
 
 
 def _key(name: str, layer: int) -> str:
