@@ -106,7 +106,7 @@ def test_ranks_scales_and_selections(tmp_path: Path) -> None:
         read_lora(tmp_path, LLAMA)
     kept = Lora({name: lora.terms[name] for name in (Q, Q.replace("1", "0"))})
     write_lora(tmp_path, kept, base="")
-    for modules in (["q_proj"], r".*\.[01]\.self_attn\.q_proj"):
+    for modules in (["q_proj"], r".*\.[01]\.self_attn\.q_proj", "all-linear"):
         change(tmp_path, target_modules=modules, layers_to_transform=[0, 1], exclude_modules=[DOWN])
         assert list(read_lora(tmp_path, LLAMA).terms) == sorted(kept.terms)
 
@@ -139,8 +139,9 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no rank": (lambda f: change(f, r=0), "r in .* must be a whole number of at least 1, got 0"),
     "no alpha": (lambda f: change(f, lora_alpha="8"), "lora_alpha in .* must be a number, got '8'"),
     "ranks": (lambda f: change(f, rank_pattern={"q_proj": 1.5}), "rank_pattern in .* must be numbers by module name"),
-    "an expression": (lambda f: change(f, target_modules="(q_proj"), "no regular expression"),
     "a pattern": (lambda f: change(f, alpha_pattern={"(": 1}), "no regular expression"),
+    "a slow pattern": (lambda f: change(f, rank_pattern={"((\\w|\\.)+)+!": 1}), "may take forever to match"),
+    "repeats": (lambda f: change(f, rank_pattern={".*.*.*.*!": 1}), "with more than 3 repeats"),
     "modules": (lambda f: change(f, target_modules=[3]), "target_modules in .* must be module names"),
     "no modules": (lambda f: change(f, target_modules=None), "names no target_modules"),
     "layers": (lambda f: change(f, layers_to_transform="all"), "layers_to_transform in .* must be layer numbers"),

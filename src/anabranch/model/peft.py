@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,6 +49,8 @@ _IGNORED = {
     *("megatron_config", "megatron_core", "eva_config", "corda_config", "loftq_config", "lora_ga_config"),
     *("qalora_group_size", "runtime_config", "ensure_weight_tying", "fan_in_fan_out"),
 }
+_PATTERNS = 10_000  # most entries of rank_pattern and alpha_pattern
+_REPEATS = 3  # most repeats in a regular expression
 # initial values that leave the base model's weights as they are; others, such as PiSSA's, change them
 _INITIAL = (None, True, False, "gaussian", "eva", "orthogonal")
 
@@ -60,7 +63,8 @@ class PeftSettings:
     rank        r of the modules that ``ranks`` does not name; ``alpha`` and ``alphas`` likewise
     rslora      divide alpha by the root of the rank (Kalajdzievski 2023) instead of the rank
     ranks       regular expressions of module names, with their rank
-    modules     a regular expression for whole module names, or the ends of module names
+    modules     names of modules or their ends; or a regular expression, which is not evaluated: the terms in the file
+                say the same
     excluded    modules that are left out nevertheless, in the same form
     layers      only the modules of these layers; None: all
     """
@@ -75,13 +79,13 @@ class PeftSettings:
     excluded: str | tuple[str, ...]
     layers: tuple[int, ...] | None
 
-    def selects(self, module: str, place: Place) -> bool:
-        """Whether a module has a term."""
-        if self.excluded and _matches(self.excluded, module):
+    def selects(self, module: str, place: Place) -> bool | None:
+        """Whether a module has a term; None where a regular expression would say so, which are not evaluated."""
+        if isinstance(self.modules, str) or isinstance(self.excluded, str):
+            return None
+        if _ends(module, self.excluded) or (self.layers is not None and place.layer not in self.layers):
             return False
-        if not isinstance(self.modules, str) and self.layers is not None and place.layer not in self.layers:
-            return False
-        return self.modules == "all-linear" or _matches(self.modules, module)
+        return _ends(module, self.modules)
 
     def rank_of(self, module: str) -> int:
         """The rank of a module's term."""
@@ -93,16 +97,20 @@ class PeftSettings:
         return _of_pattern(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
 
 
-def _matches(modules: str | tuple[str, ...], module: str) -> bool:
-    """PEFT's rule: a string is a regular expression of whole names, a list has names or their ends."""
-    if isinstance(modules, str):
-        return re.fullmatch(modules, module) is not None
-    return any(module == name or module.endswith(f".{name}") for name in modules)
+def _ends(module: str, names: tuple[str, ...]) -> bool:
+    """PEFT's rule for lists: a name is a module's, or the end of one from a dot on."""
+    return any(module == name or module.endswith(f".{name}") for name in names)
 
 
 def _of_pattern(patterns: Mapping[str, T], module: str, otherwise: T) -> T:
-    """The value of the first pattern that matches the end of a module's name."""
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), otherwise)
+    """The value of the first pattern that matches a module's name, or its end from a dot on."""
+    parts = module.split(".")
+    ends = [".".join(parts[start:]) for start in range(len(parts))]
+    found = (value for key, value in patterns.items() if any(map(_compiled(key).fullmatch, ends)))
+    return next(found, otherwise)
+
+
+_compiled = cache(re.compile)  # re itself keeps 512 expressions, fewer than a large model has modules
 
 
 # -- reading -----------------------------------------------------------------------------------------
@@ -172,17 +180,16 @@ def _checked(path: Path, record: Mapping[str, Any], name: str, right: bool, want
 
 def _pattern(path: Path, record: Mapping[str, Any], name: str, right: Any) -> dict[str, Any]:
     patterns = record.get(name) or {}
-    if not isinstance(patterns, dict) or not all(right(value) for value in patterns.values()):
+    if not isinstance(patterns, dict) or len(patterns) > _PATTERNS or not all(map(right, patterns.values())):
         raise _malformed(path, name, "numbers by module name", record)
     for key in patterns:
-        _check_expression(path, name, f"(.*\\.)?({key})$")
+        _check_expression(path, name, key)
     return patterns
 
 
 def _modules(path: Path, record: Mapping[str, Any], name: str) -> str | tuple[str, ...]:
     modules = record.get(name) or ()
     if isinstance(modules, str):
-        _check_expression(path, name, modules)
         return modules
     if not isinstance(modules, list | tuple) or not all(isinstance(each, str) for each in modules):
         raise _malformed(path, name, "module names or a regular expression", record)
@@ -190,12 +197,19 @@ def _modules(path: Path, record: Mapping[str, Any], name: str) -> str | tuple[st
 
 
 def _check_expression(path: Path, name: str, expression: str) -> None:
+    """Raise AdapterError unless an expression can be matched, in a time that its author cannot make long."""
     try:
         re.compile(expression)
     except (re.error, RecursionError, OverflowError) as error:
         raise AdapterError(
             f"{name} in {path} has {shown(expression)}, which is no regular expression ({one_line(error)}); {_AGAIN}"
         ) from error
+    # repeated groups may take exponential time, and many repeats a high power of the name's length
+    if re.search(r"\)[*+{]", expression) or len(re.findall(r"[*+{]", expression)) > _REPEATS:
+        raise AdapterError(
+            f"{name} in {path} has {shown(expression)}, with more than {_REPEATS} repeats or a repeated group, which "
+            "may take forever to match; name the modules instead"
+        )
 
 
 def read_lora(folder: Path, config: ModelConfig) -> Lora:
@@ -217,7 +231,8 @@ def read_lora(folder: Path, config: ModelConfig) -> Lora:
                 "read; merge it with peft's merge_and_unload and load the result"
             )
         sides.setdefault(module, {})[found["side"]] = _value(folder, name, value)
-    selected = [module for module, place in known.items() if settings.selects(module, place)]
+    chosen = {module: settings.selects(module, place) for module, place in known.items()}
+    selected = [module for module in known if chosen[module] or (chosen[module] is None and module in sides)]
     if lacking := [module for module in selected if set(sides.get(module, ())) != {"A", "B"}]:
         raise AdapterError(
             f"{folder / WEIGHTS} lacks the terms of {lacking[0]}, which {CONFIG} selects; its copy is incomplete, or "
