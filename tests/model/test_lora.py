@@ -15,14 +15,16 @@ from torch import Tensor
 from toys import CASES, Oracle, save_toy, tokens, toy_hf
 
 import anabranch
+from anabranch.adapters.folder import TargetIdentity, read_record, save_adapter
 from anabranch.errors import AdapterError, CapabilityError
 from anabranch.loading import LoadConfig, check
+from anabranch.methods.streams import METHOD
 from anabranch.model.families import model_config
 from anabranch.model.load import load_target
 from anabranch.model.lora import Lora, Term, places
 from anabranch.model.peft import CONFIG, WEIGHTS, read_lora, write_lora
 from anabranch.model.weights import fingerprint
-from small import LLAMA
+from small import LLAMA, small_adapter
 
 IDS = tokens(9)
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -210,6 +212,17 @@ def test_an_adapter_belongs_to_its_lora(toys: Any, tmp_path: Path) -> None:
     write_lora(tmp_path, some_lora(load_target(str(toys.model)).config), base="")
     with pytest.raises(AdapterError, match=r"was trained for toy .* but the target is .* with the LoRA"):
         anabranch.load(toys.model, lora=tmp_path, adapter=toys.adapter)
+    target = load_target(str(toys.model), lora=tmp_path)
+    module = small_adapter(target.decoder)
+    mine = tmp_path / "adapter"
+    save_adapter(mine, module, method=METHOD, target=TargetIdentity.of(target), training={}, measured={})
+    assert read_record(mine)["target"]["lora"] == tmp_path.name
+    card = (mine / "README.md").read_text()
+    assert f'anabranch.load("model", lora="{tmp_path.name}", drafter="streams"' in card
+    with anabranch.load(toys.model, lora=tmp_path, adapter=mine) as model:
+        assert model.generate("the", max_new_tokens=4).token_ids
+    with pytest.raises(AdapterError, match=f"was trained for model with the LoRA '{tmp_path.name}'"):
+        anabranch.load(toys.model, adapter=mine)
 
 
 def test_peers_read_the_model_from_its_files(llama: Path, lora: Path) -> None:

@@ -172,7 +172,8 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
             timings = measured_speeds(target, config.out, asked, shown)
     log = read_log(run)
     used = str(config.out / "model") if tuned else config.loading.model
-    found = train_result.summary(record, log, speeds, timings, model=used, out=config.out)
+    lora = None if tuned else config.loading.lora
+    found = train_result.summary(record, log, speeds, timings, model=used, lora=lora, out=config.out)
     if config.as_json:
         print(json.dumps({**record, "run": found}))
     else:
