@@ -2,7 +2,8 @@
 
 ``train METHOD`` trains an adapter: there is one command for each method with trained weights, whose options are those
 of every training and those of the method's recipes (``Trained.options``). Without data, the target writes them first.
-``train answers`` only writes completions (``cli.train_answers``).
+``train answers`` only writes completions (``cli.train_answers``). ``train lora`` tunes the model itself
+(``cli.train_lora``).
 Methods that draft from tables have a command that builds them (``cli.train_tables``).
 """
 
@@ -38,13 +39,17 @@ class Methods(Verbs):
     def list_commands(self, ctx: Any) -> list[str]:
         """The names of the commands."""
         trained = [name.replace("_", "-") for name in trainable_methods()]
-        return [*super().list_commands(ctx), *sorted({*trained, *table_commands()})]
+        return [*super().list_commands(ctx), *sorted({*trained, *table_commands(), "lora"})]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command of this name, or None."""
         found = super().get_command(ctx, cmd_name)
         if found is not None:
             return found
+        if cmd_name == "lora":
+            from anabranch.cli.train_lora import lora_command
+
+            return lora_command()
         from anabranch.methods import methods
 
         for method in methods():
@@ -132,7 +137,7 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
     assert method.trained is not None
     plan = method.trained.recipe(config.recipe, train_data.with_new_data(config.data, method.trained.options, given))
     writing = train_data.self_data(config.data, plan.options.seed)
-    stated = _licences(config.licence)
+    stated = train_data.licences_of(config.licence)
     _check(config)
     task = config.data.of_task.read()
     licences = {SOURCE: "written by the target itself"} | ({} if task is None else task.licences) | stated
@@ -171,7 +176,8 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
             timings = measured_speeds(target, config.out, asked, shown)
     log = read_log(run)
     used = str(config.out / "model") if tuned else config.loading.model
-    found = train_result.summary(record, log, speeds, timings, model=used, out=config.out)
+    lora = None if tuned else config.loading.lora
+    found = train_result.summary(record, log, speeds, timings, model=used, lora=lora, out=config.out)
     if config.as_json:
         print(json.dumps({**record, "run": found}))
     else:
@@ -224,11 +230,3 @@ class _Report:
             return f"held-out {latest:.2f} tokens/pass"
         change = latest - self.curve[-2][1]
         return f"held-out {latest:.2f} tokens/pass ({change:+.2f})"
-
-
-def _licences(given: tuple[str, ...]) -> dict[str, str]:
-    from anabranch.errors import InputError
-
-    if wrong := [item for item in given if "=" not in item]:
-        raise InputError(f"--licence must be SOURCE=LICENCE, got {wrong[0]!r}")
-    return dict(item.split("=", 1) for item in given)

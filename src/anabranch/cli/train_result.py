@@ -39,6 +39,7 @@ def summary(
     measured_speeds: Mapping[str, float],
     *,
     model: str,
+    lora: Path | None = None,
     out: Path,
 ) -> dict[str, Any]:
     """The result for ``show`` and --json: curve, table, what to try next, and the command to use the adapter.
@@ -58,6 +59,7 @@ def summary(
     for spec, length in tokens_a_pass(record).items():
         rows[spec] = {"tokens_per_pass": length} | ({"tokens_per_second": speeds[spec]} if spec in speeds else {})
     where = [] if model == "default" else ["--model", model]
+    where += [] if lora is None else ["--lora", str(lora)]
     scaling = scaling_of(curve, record["training"])
     advice = next_steps(curve, accuracy=trained, held_out_accuracy=top, speeds=speeds) if measured else []
     return {

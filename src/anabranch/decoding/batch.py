@@ -21,7 +21,7 @@ from anabranch.model.passes import Rider
 from anabranch.sampling import SamplingParams
 from anabranch.verify import Rule
 
-__all__ = ["CHUNK", "Batch", "FinishReason", "Member", "Request"]
+__all__ = ["CHUNK", "Batch", "FinishReason", "Member", "Request", "takes_loras"]
 
 FinishReason = Literal["stop", "length"]
 CHUNK = 512  # tokens of a prompt that one pass reads
@@ -37,6 +37,7 @@ class Request:
     on_prompt  called as on_prompt(done, total) after each chunk of the prompt; what it raises cancels the request
     emitted    how many of the last prompt tokens an earlier request emitted, which this one continues; a target with
                rows of its own (``Decoder.rider``) has them at these tokens too
+    lora       the name of the LoRA that its row decodes with; None: the target as it is
     """
 
     prompt_ids: Sequence[int]
@@ -47,6 +48,7 @@ class Request:
     log_probs: bool = False
     on_prompt: Callable[[int, int], None] | None = field(default=None, compare=False)
     emitted: int = 0
+    lora: str | None = None
 
 
 class Member:
@@ -66,6 +68,11 @@ class Member:
         return self.read >= self.row.prompt_length - 1
 
 
+def takes_loras(drafter: Drafter) -> bool:
+    """Whether rows with a LoRA of their own may use a drafter: one that adds no rows to the target's pass."""
+    return drafter.rider is None or not drafter.rider.rides
+
+
 class Batch:
     """Up to ``rows`` sequences of at most ``capacity`` tokens each, prompts included, in one KV cache.
 
@@ -82,7 +89,7 @@ class Batch:
         rows: int = 1,
         capacity: int = 2048,
         margin: int = 1,
-        on_leave: Callable[[Row, int], None] | None = None,
+        on_leave: Callable[[Member, int], None] | None = None,
     ) -> None:
         if rows < 1 or capacity < 2:
             raise InputError(f"an engine needs at least 1 row and 2 tokens, got {rows} and {capacity}")
@@ -167,7 +174,13 @@ class Batch:
                 where, taps = slice(slot, slot + 1), member.drafter.needs.layers if member.drafter.needs.prompt else ()
                 inputs, planned = Inputs.of_prompt(tokens), member.limit
                 result = self.target(
-                    inputs, self.cache, slots=where, planned=planned, taps=taps, rider=rider, need="hidden"
+                    *(inputs, self.cache),
+                    slots=where,
+                    planned=planned,
+                    taps=taps,
+                    rider=rider,
+                    need="hidden",
+                    loras=(member.request.lora,),
                 )
             self.cache.commit([range(len(tokens))])
             member.read += len(tokens)
@@ -201,6 +214,18 @@ class Batch:
                 f"the drafter {drafter.name!r} adds rows to the pass, but this target's passes have the streams of its "
                 "own adapter already; use placement=trail, or drafter='streams'"
             )
+        if request.lora is not None:
+            target.loras.check(request.lora)
+            if own is not None:
+                raise CapabilityError(
+                    "rows of this target attend to streams of their own adapter, which was trained without a LoRA per "
+                    "request; leave lora out, or load the original model"
+                )
+            if not any(takes_loras(arm) for arm in drafter.arms or (drafter,)):
+                raise CapabilityError(
+                    f"rows of the drafter {drafter.name!r} ride in the target's pass, which takes no LoRA per request; "
+                    "use another drafter or placement, or merge the LoRA (lora=)"
+                )
         drafter.check(request.sampling, request.rule)
 
     def _bare(self, member: Member) -> int:
@@ -228,10 +253,14 @@ class Batch:
                 f"the prompt has {len(request.prompt_ids)} tokens, but the cache holds {self.capacity}; shorten it"
             )
 
-    def longest_shared(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """How many of ``tokens`` a row in use has in its cache from the start, the most of all rows, and its slot."""
+    def longest_shared(self, tokens: Sequence[int], lora: str | None = None) -> tuple[int, int]:
+        """How many of ``tokens`` a row in use with this LoRA has in its cache from the start, the most of all such
+        rows, and its slot.
+        """
         best, slot = 0, 0
         for place, member in enumerate(self._members):
+            if member.request.lora != lora:
+                continue
             count = shared_length(member.row.tokens[: self.sharable(place)], tokens)
             if count > best:
                 best, slot = count, place
@@ -278,7 +307,7 @@ class Batch:
     def _drop(self, slot: int, *, failed: bool = False) -> None:
         member = self._members[slot]
         if self._on_leave is not None and not failed:
-            self._on_leave(member.row, slot)
+            self._on_leave(member, slot)
         ready = len(self._members) - (self.reading is not None)
         if slot < ready - 1:  # the last ready row takes the place, the one that is being read stays last
             self.cache.move_row(ready - 1, slot)

@@ -18,7 +18,7 @@ from anabranch.model.decoder import Decoder
 from anabranch.model.load import Target
 from anabranch.model.passes import Rider
 
-__all__ = ["Config", "Learn", "Trained", "TrainedModule"]
+__all__ = ["Config", "Learn", "Trainable", "Trained", "TrainedModule"]
 
 T = TypeVar("T")
 
@@ -34,24 +34,28 @@ class Config(Protocol):
         """From JSON values. Raises AdapterError for unknown or malformed fields."""
 
 
-class TrainedModule(nn.Module):
-    """The base class of trained modules.
+class Trainable(nn.Module):
+    """The base class of whatever ``train.trainer`` trains; ``config`` is its shape, with a method ``to_dict``."""
 
-    config      its shape
+    config: Any
+
+    def num_parameters(self) -> int:
+        """The number of trained parameters; works on the meta device."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+
+class TrainedModule(Trainable):
+    """The base class of the trained modules of methods.
+
     vocabulary  buffer [Vd] int64: the token ids of the draft vocabulary, ascending
     """
 
-    config: Any
     vocabulary: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         # in a tuple, so that the head is not registered as a submodule
         self._shared: tuple[nn.Module | None, dict[str, object]] = (None, {})
-
-    def num_parameters(self) -> int:
-        """The number of trained parameters; works on the meta device."""
-        return sum(parameter.numel() for parameter in self.parameters())
 
     def shared(self, target: Decoder, kind: type[T], make: Callable[[], T]) -> T:
         """The object of a ``kind`` shared by all drafters of this module and ``target``; built by ``make`` once.
@@ -95,8 +99,8 @@ class Trained:
                larger. Raises InputError that names what does not fit
     fresh      (target, module with fresh weights): copy those weights of the target that training begins with
     export     (folder, trained module, target): write the module in a form of its own beside the adapter, if there is
-               one; a folder ``model`` inside the adapter's receives it. Returns the module to store and the target that
-               it belongs to where training has made another target, otherwise None
+               one; the folder ``model`` inside the adapter's, and others beside it, receive it. Returns the module to
+               store and the target that it belongs to where training has made another target, otherwise None
     published  the layouts of others' checkpoints that are read as adapters of this method
     any_dtype  whether the objective's target may have another type than its ``frozen`` copy: float32 is faster on some
                processors

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,9 @@ from anabranch.model.blocks import MLP, Attend, Block, attention
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import weight_source
-from anabranch.model.load import Target, load_target
+from anabranch.model.load import Target, base_name, load_target
+from anabranch.model.lora import Lora, Place, Term, module_rows, places
+from anabranch.model.peft import write_lora
 from anabranch.support.files import write_atomically
 from anabranch.support.jsonfiles import read_json
 
@@ -41,7 +42,9 @@ __all__ = [
     "Tuning",
     "check_tunable",
     "export_tuned",
+    "lora_of",
     "next_token_loss",
+    "next_token_scores",
     "save_tuned",
     "terms_of",
     "tuned_pass",
@@ -100,19 +103,29 @@ class LayerTuning(nn.Module):
         return self._added("down", mlp.down, mlp.activation(y))
 
     def merge(self, block: Block) -> None:
-        """Add the terms to a block's weights."""
-        for name, linear in _linears(block):
-            term = self.terms[name]
-            assert isinstance(term, LowRank)
-            with torch.no_grad():
-                whole = linear.weight.float() + (term.up @ term.down).float().to(linear.weight.device)
-                linear.weight.copy_(whole)
+        """Add the terms to a block's weights: module by module, as loading them as a LoRA does, to the same bits."""
+        with torch.no_grad():
+            for place in places(block.config).values():
+                if place.layer == 0:  # all layers have the same modules
+                    weight = block.get_submodule(place.part).weight
+                    assert isinstance(weight, Tensor)
+                    weight[place.rows] = self.term(place).merged(weight[place.rows])
+
+    def term(self, place: Place) -> Term:
+        """The term of one of the modules that a layer of the block fuses; those of one layer share ``lora_A``."""
+        found = self.terms[place.part.removeprefix("mlp.")]
+        assert isinstance(found, LowRank)
+        return Term(found.down.detach(), found.up.detach()[place.rows], 1.0)
 
 
-def _linears(block: Block) -> Iterator[tuple[str, nn.Linear]]:
-    for name, linear in (("qkv", block.qkv), ("out", block.out), ("up", block.mlp.up), ("down", block.mlp.down)):
-        assert isinstance(linear, nn.Linear)
-        yield name, linear
+def lora_of(model: ModelConfig, layers: nn.ModuleList) -> Lora:
+    """The terms of all layers, split into those of the Hugging Face modules."""
+    terms = {}
+    for name, place in places(model).items():
+        layer = layers[place.layer]
+        assert isinstance(layer, LayerTuning)
+        terms[name] = layer.term(place)
+    return Lora(terms)
 
 
 def terms_of(model: ModelConfig, rank: int) -> nn.ModuleList | None:
@@ -188,6 +201,18 @@ def next_token_loss(
     frozen_BTD  the original target's states after the last norm, to distil from; None: nothing is distilled
     soft        share of the original target's distribution in the loss; the rest is the completion's token
     """
+    return next_token_scores(target, batch, tuned_BTD, segment, frozen_BTD if soft else None, soft)[0]
+
+
+def next_token_scores(
+    target: Decoder,
+    batch: Batch,
+    tuned_BTD: Tensor,
+    segment: Segment,
+    frozen_BTD: Tensor | None = None,
+    soft: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """As ``next_token_loss``, and which of the M predictions of a segment are right [M]."""
     tokens_BT, (positions_BP, real_BP) = batch.tokens_BT.to(target.device), segment
     rows_M = torch.arange(batch.size, device=tokens_BT.device)[:, None].expand_as(positions_BP)[real_BP]
     at_M = positions_BP[real_BP]
@@ -202,7 +227,7 @@ def next_token_loss(
         soft,
         target.config.logit_softcap,
     )
-    return found[0]
+    return found
 
 
 # -- the tuned target as a model folder --------------------------------------------------------------------
@@ -228,13 +253,10 @@ def save_tuned(folder: Path, layers: nn.ModuleList, target: Target) -> Target:
         assert isinstance(block, Block)
         assert isinstance(side, LayerTuning)
         side.merge(block)
-    config = decoder.config
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     tensors: dict[str, Tensor] = {}
     for name, parameter in sorted(decoder.named_parameters()):
-        names = [alternatives[0] for alternatives in weight_source(config, name).tensors]
-        sizes = {1: [len(parameter)], 2: [len(parameter) // 2] * 2, 3: [q, kv, kv]}[len(names)]
-        parts = torch.split(parameter.detach(), sizes)
+        names = [alternatives[0] for alternatives in weight_source(decoder.config, name).tensors]
+        parts = torch.split(parameter.detach(), module_rows(decoder.config, len(names), len(parameter)))
         tensors.update((each, part.clone()) for each, part in zip(names, parts, strict=True))
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "model.safetensors", save(tensors, metadata={"format": "pt"}))
@@ -244,10 +266,16 @@ def save_tuned(folder: Path, layers: nn.ModuleList, target: Target) -> Target:
 
 
 def export_tuned(folder: Path, module: M, target: Target) -> tuple[M, Target] | None:
-    """Write the tuned target as a model folder; ``Trained.export``. None if the target was frozen."""
+    """Write the tuned target as a model folder; ``Trained.export``. None if the target was frozen.
+
+    The terms alone are written too, as a LoRA in PEFT's format in the folder ``lora`` beside it; not where the target
+    itself has a LoRA, since they belong to the merged weights.
+    """
     if module.tuning is None:
         return None
     tuned = save_tuned(folder, module.tuning, target)
+    if target.lora is None:
+        write_lora(folder.with_name("lora"), lora_of(target.config, module.tuning), base=base_name(target))
     made: Any = type(module)
     alone = made(target.config, replace(module.config, lora_rank=0), module.vocabulary)
     weights: dict[str, Tensor] = module.state_dict()  # type: ignore[attr-defined]

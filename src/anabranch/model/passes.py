@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anabranch.model.blocks import Block, attention
+from anabranch.model.blocks import Block, RowSide, attention
 from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig
 from anabranch.model.inputs import Inputs
@@ -46,6 +46,8 @@ class Pass:
 
     With a ``span`` the pass reads that many positions of the cache, in use or not, and everything that changes from
     step to step lies in tensors, so that it can be captured as a graph (``graphs``).
+
+    sides  those of ``PassRequest``
     """
 
     def __init__(
@@ -58,7 +60,9 @@ class Pass:
         rope: Rope,
         *,
         span: int | None = None,
+        sides: Sequence[RowSide] | None = None,
     ) -> None:
+        self.sides = sides
         self.config, self.cache, self.slots, self.planned, self.rope = config, cache, slots, planned, rope
         device, self.dtype = cache.keys.device, cache.keys.dtype
         self.tokens_BN, self.positions_BN, self.lengths_B, self.tree_BNN = (x.to(device) for x in nodes)
@@ -197,6 +201,7 @@ class PassRequest(NamedTuple):
     taps     layers before which the main rows are returned
     rider    a drafter's part in the pass
     choose   whether only the greedy tokens are needed, which a backend may then return
+    sides    what is added in each layer to some rows of the batch (``row_lora``); None: nothing
     """
 
     inputs: Inputs
@@ -206,6 +211,7 @@ class PassRequest(NamedTuple):
     taps: Sequence[int]
     rider: Rider | None
     choose: bool
+    sides: Sequence[RowSide] | None = None
 
 
 @dataclass(frozen=True)

@@ -259,7 +259,8 @@ class NativeBackend(TorchBackend):
 
     def run(self, network: Network, request: PassRequest) -> PassResult:
         """A whole pass, whose rows are not padded; with a rider or several tapped layers it takes several calls."""
-        inputs, cache, slots, planned, taps, rider, choose = request
+        inputs, cache, slots, planned, taps, rider, choose, sides = request
+        assert sides is None, "a target with LoRAs by row is not packed for the native kernels"
         if rider is not None or len(taps) > 1:
             return super().run(network, request)
         step = self.stack.step(cache.lengths[slots], inputs.counts_B, inputs.parents_M, planned)

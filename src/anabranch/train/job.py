@@ -44,6 +44,7 @@ __all__ = [
     "check_init",
     "packed_copy",
     "read_data",
+    "sources",
     "train_adapter",
     "trainable",
 ]
@@ -179,7 +180,7 @@ def train_adapter(
     record = {
         "command": command,
         **({} if begun is None else {"init": begun}),
-        "data": _sources(training, licences or {}),
+        "data": sources(training, licences or {}),
         **(facts or {}),
         "examples": len(training),
         "answer_tokens": sum(len(example.answer_ids) for example in training),
@@ -234,7 +235,8 @@ def _begin(method: Method, trained: Trained, module: TrainedModule, init: Path, 
     return str(loaded.record["sha256"])
 
 
-def _sources(training: Iterable[Example], licences: Mapping[str, str]) -> list[dict[str, Any]]:
+def sources(training: Iterable[Example], licences: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The number of examples and the licence of each source, for the card."""
     counts = Counter(example.source for example in training)
     return [
         {"source": source, "examples": count, "licence": licences.get(source, "")}

@@ -21,7 +21,7 @@ from anabranch.errors import FileError, InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.objective import Objective
 from anabranch.learning.recipe import TrainOptions
-from anabranch.methods.trained import TrainedModule
+from anabranch.methods.trained import Trainable
 from anabranch.model.decoder import Decoder
 from anabranch.support.interrupt import shielded
 from anabranch.support.memory import off_heap
@@ -61,7 +61,7 @@ class Trainer:
     def __init__(
         self,
         target: Decoder,
-        module: TrainedModule,
+        module: Trainable,
         objective: Objective[Any],
         examples: list[Example],
         held_out: list[Example],
@@ -269,7 +269,7 @@ def _other(stored: Any, wanted: Mapping[str, Any]) -> list[str]:
     return [f"{name} {before[name]} (now {wanted.get(name)})" for name in changed]
 
 
-def _weights(module: TrainedModule) -> str:
+def _weights(module: Trainable) -> str:
     """The identity of a module's weights and draft vocabulary: a SHA-256 in hex."""
     seen = hashlib.sha256()
     for name, value in sorted(module.state_dict().items()):
