@@ -92,6 +92,12 @@ class TrainConfig:
     ] = True
     force: Annotated[bool, typer.Option("--force", help="replace a finished adapter in --out, and the figure")] = False
     figure: options.Figure = None
+    log: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            metavar="KIND", help="write a log in OUT/training besides log.jsonl: csv, tensorboard; repeatable"
+        ),
+    ] = ()
     timing: Annotated[
         bool | None,
         typer.Option(
@@ -156,6 +162,7 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
             command=shown_command("anabranch", *sys.argv[1:]),
             licences=licences,
             own=own_examples,
+            logs=config.log,
         )
         shown.keep()
         timed = train_result.timing_pays(target) if config.timing is None else config.timing
@@ -181,9 +188,11 @@ def _check(config: TrainConfig) -> None:
     from anabranch.cli.train_data import check_data_options
     from anabranch.support.files import check_output
     from anabranch.train.job import check_folder_is_free, check_init
+    from anabranch.train.logs import check_logs
     from anabranch.tune.figure import check_figure
 
     check_init(config.init)
+    check_logs(config.log)
     if config.figure is not None:
         check_figure(config.figure)
         check_output(config.figure, force=config.force, what="the figure", option="--figure")

@@ -12,6 +12,7 @@ import copy
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -23,6 +24,7 @@ from anabranch.errors import CapabilityError
 from anabranch.learning.examples import Batch
 from anabranch.learning.loss import Vocabulary, VocabularyLoss
 from anabranch.learning.objective import Segment
+from anabranch.learning.recompute import through
 from anabranch.methods.low_rank import LowRank
 from anabranch.model.blocks import MLP, Block, attention
 from anabranch.model.config import ModelConfig
@@ -147,16 +149,22 @@ def tuned_pass(target: Decoder, layers: nn.ModuleList, tokens_BT: Tensor) -> Tun
         return whole.masked_fill(hidden, float("-inf")).repeat(groups, 1)[None, None]
 
     biases = {sliding: bias(config.sliding_window if sliding else None) for sliding in (False, True)}
+
+    def layer(x: Tensor, block: nn.Module, side: nn.Module, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        own: list[Tensor] = []
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            own.extend((k.transpose(1, 2), v.transpose(1, 2)))
+            return attention(config, q, own[0], own[1], mask.to(q.dtype))
+
+        x = block(x, cos, sin, attend, side)
+        return x, own[0], own[1]
+
     kept: list[tuple[Tensor, Tensor]] = []
     x = target.embed(tokens_BT, positions_BT)
     for index, (block, side) in enumerate(zip(target.blocks, layers, strict=True)):
-        mask = biases[config.is_sliding(index)]
-
-        def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor = mask) -> Tensor:
-            kept.append((k.transpose(1, 2), v.transpose(1, 2)))
-            return attention(config, q, *kept[-1], mask.to(q.dtype))
-
-        x = block(x, cos, sin, attend, side)
+        x, *pair = through(partial(layer, block=block, side=side, mask=biases[config.is_sliding(index)]), x)
+        kept.append((pair[0], pair[1]))
     return TunedPass(target.norm(x), kept)
 
 

@@ -34,6 +34,7 @@ from anabranch.train.appended import settings_path
 from anabranch.train.arithmetic import ARITHMETIC, chosen_dtype, float32_copy
 from anabranch.train.checkpoint import read_checkpoint, read_log
 from anabranch.train.data import digest, frequent_tokens, read_examples, read_texts, split
+from anabranch.train.logs import check_logs
 from anabranch.train.trainer import TREES, Progress, Trainer
 
 __all__ = [
@@ -131,6 +132,7 @@ def train_adapter(
     command: str = "",
     licences: Mapping[str, str] | None = None,
     own: Sequence[Example] = (),
+    logs: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Train an adapter for ``method`` and write its folder; returns its record (``adapter_config.json``).
 
@@ -139,9 +141,19 @@ def train_adapter(
     licences  licences of the data by source, for the card
     own       further examples to evaluate on at the end: completions of the user's prompts. Those of ``examples`` with
               the same prompts are left out
+    logs      kinds of logs besides log.jsonl: csv, tensorboard
+
+    Raises InputError if an example is longer than the target's context.
     """
     if method.trained is None:
         raise CapabilityError(f"the method {method.name!r} has nothing to train; see 'anabranch train --help'")
+    check_logs(logs)
+    for example in (*examples, *own):
+        if len(example) > target.config.max_positions:
+            raise InputError(
+                f"the example {example.name} has {len(example):,} tokens, and the target's context "
+                f"{target.config.max_positions:,}; cut it, or read it with read_data"
+            )
     keep_memory()
     asked = {example.prompt_ids for example in own}
     examples = [example for example in examples if example.prompt_ids not in asked]
@@ -159,8 +171,9 @@ def train_adapter(
         dtype = chosen_dtype(target.decoder, read_checkpoint(run) if resume else None)
     learner = target.decoder if dtype == target.decoder.dtype else float32_copy(target.decoder)
     objective = method.trained.objective(learner, module, recipe, frozen=packed_copy(target))
-    plan = {"method": method.name, **_made_with(recipe), ARITHMETIC: str(dtype)}
-    trainer = Trainer(learner, module, objective, training, held_out, recipe.options, run, plan=plan)
+    whose = {"method": method.name, "target": target.fingerprint[:12]}
+    plan = {**whose, **_made_with(recipe), ARITHMETIC: str(dtype)}
+    trainer = Trainer(learner, module, objective, training, held_out, recipe.options, run, plan=plan, logs=logs)
     longest = min(recipe.max_tokens, target.config.max_positions)
     _warn(before(training, recipe.options, trainer.steps, module.num_parameters(), max_tokens=longest))
     watch = Watch(bool(held_out))
@@ -182,6 +195,7 @@ def train_adapter(
         "answer_tokens": sum(len(example.answer_ids) for example in training),
         "data_sha256": digest(training),
         "steps": trainer.done,
+        **_stopping(trainer),
         "seconds": round(trainer.seconds, 1),
         ARITHMETIC: str(dtype).removeprefix("torch."),
         "options": {**asdict(recipe.options), "loss": asdict(recipe.loss)},
@@ -209,6 +223,17 @@ def packed_copy(target: Target) -> Decoder:
         return target.decoder
     copied = copy.deepcopy(target.decoder)
     return copied if pack_decoder(copied) else target.decoder
+
+
+def _stopping(trainer: Trainer) -> dict[str, Any]:
+    """How early stopping ended a run, for its record; empty without it."""
+    if not trainer.best.patience:
+        return {}
+    best = trainer.best
+    return {
+        "planned_steps": trainer.steps,
+        "early_stopping": {"kept_step": best.step, "held_out": best.length, "evaluations_without_gain": best.waited},
+    }
 
 
 def _made_with(recipe: Recipe) -> dict[str, Any]:
