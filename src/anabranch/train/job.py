@@ -35,6 +35,7 @@ from anabranch.train.arithmetic import ARITHMETIC, chosen_dtype, float32_copy
 from anabranch.train.checkpoint import read_checkpoint, read_log
 from anabranch.train.data import digest, frequent_tokens, read_examples, read_texts, split
 from anabranch.train.logs import check_logs
+from anabranch.train.processes import Processes
 from anabranch.train.trainer import TREES, Progress, Trainer
 
 __all__ = [
@@ -133,6 +134,7 @@ def train_adapter(
     licences: Mapping[str, str] | None = None,
     own: Sequence[Example] = (),
     logs: Sequence[str] = (),
+    processes: Processes | None = None,
 ) -> dict[str, Any]:
     """Train an adapter for ``method`` and write its folder; returns its record (``adapter_config.json``).
 
@@ -142,6 +144,7 @@ def train_adapter(
     own       further examples to evaluate on at the end: completions of the user's prompts. Those of ``examples`` with
               the same prompts are left out
     logs      kinds of logs besides log.jsonl: csv, tensorboard
+    processes those that share the training. Only the first one reports, writes and returns a record; in others it is {}
 
     Raises InputError if an example is longer than the target's context.
     """
@@ -164,18 +167,26 @@ def train_adapter(
     if method.trained.fresh is not None:
         method.trained.fresh(target.decoder, module)
     begun = None if init is None else _begin(method, method.trained, module, init, target)
-    check_folder(folder, "the adapter", "folder (--out)")
+    processes = processes or Processes()
+    if processes.first:
+        check_folder(folder, "the adapter", "folder (--out)")
     run = folder / "training"
     dtype = target.decoder.dtype
     if method.trained.any_dtype:
-        dtype = chosen_dtype(target.decoder, read_checkpoint(run) if resume else None)
+        dtype = processes.tell(chosen_dtype(target.decoder, read_checkpoint(run) if resume else None))
     learner = target.decoder if dtype == target.decoder.dtype else float32_copy(target.decoder)
     objective = method.trained.objective(learner, module, recipe, frozen=packed_copy(target))
     whose = {"method": method.name, "target": target.fingerprint[:12]}
     plan = {**whose, **_made_with(recipe), ARITHMETIC: str(dtype)}
-    trainer = Trainer(learner, module, objective, training, held_out, recipe.options, run, plan=plan, logs=logs)
+    trainer = Trainer(
+        *(learner, module, objective, training, held_out, recipe.options, run),
+        plan=plan,
+        logs=logs,
+        processes=processes,
+    )
     longest = min(recipe.max_tokens, target.config.max_positions)
-    _warn(before(training, recipe.options, trainer.steps, module.num_parameters(), max_tokens=longest))
+    if processes.first:
+        _warn(before(training, recipe.options, trainer.steps, module.num_parameters(), max_tokens=longest))
     watch = Watch(bool(held_out))
 
     def watched(progress: Progress) -> None:
@@ -184,6 +195,8 @@ def train_adapter(
             _warn(watch.see(read_log(run), progress))
 
     evaluation = trainer.run(watched, resume=resume)
+    if not processes.first:
+        return {}
     measured = _measured(evaluation, len(held_out), objective.predictor) if held_out else {}
     if own:
         measured[OWN] = _measured(trainer.evaluate_on(own), len(own), objective.predictor)

@@ -9,7 +9,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ from anabranch.train.checkpoint import (
 from anabranch.train.data import batches, digest
 from anabranch.train.logs import Logs
 from anabranch.train.patience import Best
+from anabranch.train.processes import Processes
 
 __all__ = ["TREES", "Progress", "Trainer"]
 
@@ -69,6 +70,7 @@ class Trainer:
 
     objective  the training objective of the module
     logs       kinds of logs besides log.jsonl: csv, tensorboard
+    processes  those that share the training; the first one evaluates and writes, and all end with the same weights
     plan       settings that determine examples, vocabulary and module, for messages about a different run in ``folder``
     """
 
@@ -84,12 +86,14 @@ class Trainer:
         *,
         plan: Mapping[str, Any] | None = None,
         logs: Sequence[str] = (),
+        processes: Processes | None = None,
     ) -> None:
         if not examples:
             raise InputError("there are no examples to train on; hold fewer out or give more completions")
         if options.patience and not held_out:
             raise InputError(f"patience {options.patience} needs evaluations: hold examples out, or give patience 0")
         self.target, self.module, self.objective = target, module, objective
+        self.processes = processes or Processes()
         self.options, self.folder, self.log_kinds = options, folder, logs
         self.examples, self.held_out, self.plan = examples, held_out, dict(plan or {})
         self.optimizer = torch.optim.AdamW(
@@ -131,7 +135,9 @@ class Trainer:
             yield self._groups[index], [(part, partial(self._remember, part, (index, n))) for n, part in parts]
 
     def _split(self, batch: Batch) -> list[Batch]:
-        return batch.split(self.options.accumulate)
+        """The parts of this process."""
+        count = self.processes.count
+        return batch.split(count * self.options.accumulate)[self.processes.rank :: count]
 
     def _remember(self, part: Batch, place: tuple[int, int]) -> Any:
         if place not in self._kept:
@@ -163,6 +169,7 @@ class Trainer:
                 loss += float(scores.loss.detach())
                 right += scores.right_S.cpu()
                 count += scores.count_S.cpu()
+        loss, right, count = self._summed(loss, right, count)
         norm = float(torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.options.clip))
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise FileError(self._diverged(batch, loss, norm))
@@ -170,6 +177,24 @@ class Trainer:
             self.optimizer.step()
             self.done += 1
         return loss / max(1.0, float(count.sum())), right, count
+
+    def _summed(
+        self, loss: float, right: torch.Tensor, count: torch.Tensor
+    ) -> tuple[float, torch.Tensor, torch.Tensor]:
+        """Sum gradients, loss, correct and total predictions of all processes."""
+        if self.processes.count == 1:
+            return loss, right, count
+        whole = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        sums = torch.cat((torch.tensor([loss], dtype=torch.float64), right.double(), count.double()))
+        used = torch.tensor([float(parameter.grad is not None) for parameter in whole])
+        sums = self.processes.add(torch.cat((sums, used.double())))
+        flat = torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in whole])
+        flat = self.processes.add(flat)
+        parts = torch.split(flat, [parameter.numel() for parameter in whole])
+        for parameter, gradient, anywhere in zip(whole, parts, sums[-len(whole) :].tolist(), strict=True):
+            parameter.grad = gradient.view_as(parameter) if anywhere else None
+        right, count = sums[1 : -len(whole)].float().chunk(2)
+        return float(sums[0]), right, count
 
     def _diverged(self, batch: Batch, loss: float, norm: float) -> str:
         """The message for a loss or gradient that is not finite."""
@@ -204,37 +229,48 @@ class Trainer:
         self._restore(resume)
         if self.options.patience and self.best.seen < self.done and self._evaluates():
             self._evaluate_now()  # the run was stopped in that evaluation
-        with closing(Logs(self.folder, self.log_kinds, self.objective.predictors, self.done)) as logs:
-            self._train(report, logs)
+        if not self.processes.first:
+            self._train(report, None)
+        else:
+            with closing(Logs(self.folder, self.log_kinds, self.objective.predictors, self.done)) as logs:
+                self._train(report, logs)
         self.best.put_back(self.module)
-        return self.evaluate(nodes=TREES) if self.held_out else {}
+        return self.evaluate(nodes=TREES) if self.held_out and self.processes.first else {}
 
-    def _train(self, report: Callable[[Progress], None], logs: Logs) -> None:
-        """The remaining steps."""
+    def _train(self, report: Callable[[Progress], None], logs: Logs | None) -> None:
+        """The remaining steps; ``logs`` are the first process's. Several processes stop after the same step."""
         first, saved, positions, began = self.done, self.done, 0, time.monotonic()
         before = self.seconds
+        together = self.processes.count > 1
+        deferred: AbstractContextManager[list[int]] = shielded() if together else nullcontext([])
         try:
-            for batch, parts in self._left(first):
-                loss, right, count = self.step(batch, parts, self.rate(self.done))
-                self._right, self._count = 0.95 * self._right + right, 0.95 * self._count + count
-                positions += int(count[0])
-                evaluation = self._evaluate_now() if self._evaluates() else None
-                taken = time.monotonic() - began
-                self.seconds = before + taken
-                accuracy = tuple((self._right / self._count.clamp(min=1)).tolist())
-                left = taken / (self.done - first) * (self.steps - self.done)
-                speed = positions / max(taken, 1e-9)
-                self._report(report, logs, Progress(self.done, self.steps, loss, accuracy, speed, left, evaluation))
-                if self.done % self.options.checkpoint_every == 0:
-                    self._save()
-                    saved = self.done
+            with deferred as signals:
+                for batch, parts in self._left(first):
+                    loss, right, count = self.step(batch, parts, self.rate(self.done))
+                    self._right, self._count = 0.95 * self._right + right, 0.95 * self._count + count
+                    positions += int(count[0])
+                    evaluation = self._evaluate_now() if self._evaluates() else None
+                    taken = time.monotonic() - began
+                    self.seconds = before + taken
+                    accuracy = tuple((self._right / self._count.clamp(min=1)).tolist())
+                    left = taken / (self.done - first) * (self.steps - self.done)
+                    speed = positions / max(taken, 1e-9)
+                    if logs is not None:
+                        now = Progress(self.done, self.steps, loss, accuracy, speed, left, evaluation)
+                        self._report(report, logs, now)
+                    if self.done % self.options.checkpoint_every == 0:
+                        self._save()
+                        saved = self.done
+                    if together and float(self.processes.add(torch.tensor([float(len(signals))]))):
+                        raise KeyboardInterrupt
         finally:
             if self.done > saved:
                 self._save()
 
     def _evaluate_now(self) -> dict[str, Any]:
         """Evaluate on the first held-out examples, and keep the weights if they are the best so far."""
-        evaluation = self.evaluate(self.options.evaluate_rows)
+        evaluation = self.evaluate(self.options.evaluate_rows) if self.processes.first else {}
+        evaluation = self.processes.tell(evaluation)
         with shielded():
             self.best.see(self.done, evaluation, self.module)
         return evaluation
@@ -256,11 +292,16 @@ class Trainer:
                     yield item
 
     def _restore(self, resume: bool) -> None:
-        if not resume:
-            drop_run(self.folder)
-        found = read_checkpoint(self.folder)
+        mine = (self._digest, self._began)
+        differs = torch.tensor([float(self.processes.tell(mine) != mine)])
+        if float(self.processes.add(differs)):
+            raise InputError(
+                "the processes have other examples or initial weights; give all the same files and options"
+            )
+        found = read_checkpoint(self.folder) if resume else None
         if found is None:
-            drop_run(self.folder)
+            if self.processes.first:
+                drop_run(self.folder)
             return
         self._agree(found)
         load_checkpoint(self.folder, self.module, self.optimizer)
@@ -268,7 +309,8 @@ class Trainer:
         self.done, self.seconds = int(found["step"]), float(found.get("seconds", 0.0))
         if "right" in found:
             self._right, self._count = torch.tensor(found["right"]), torch.tensor(found["count"])
-        trim_log(self.folder, self.done)
+        if self.processes.first:
+            trim_log(self.folder, self.done)
 
     def _agree(self, found: Mapping[str, Any]) -> None:
         """Raise FileError, naming the differences, if a stored run was started differently."""
@@ -300,6 +342,8 @@ class Trainer:
         return {**json.loads(json.dumps(parts)), "examples": self._digest, "initial weights": self._began}
 
     def _save(self) -> None:
+        if not self.processes.first:
+            return
         accuracy = {"right": self._right.tolist(), "count": self._count.tolist()}
         made = {"step": self.done, "seconds": round(self.seconds, 1)}
         record = {**made, **self._identity(), "plan": self.plan, **accuracy, "best": self.best.record()}
