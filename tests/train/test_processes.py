@@ -104,7 +104,12 @@ def trained(
 
 
 @pytest.mark.parametrize(
-    ("count", "changes"), [(2, {}), (3, {"accumulate": 2, "keep_states": True}), (2, {"patience": 1})]
+    ("count", "changes"),
+    [
+        (2, {"accumulate": 2, "patience": 1}),
+        pytest.param(3, {"accumulate": 2, "keep_states": True}, marks=pytest.mark.thorough),
+        pytest.param(2, {}, marks=pytest.mark.thorough),
+    ],
 )
 def test_several_processes_train_as_one(count: int, changes: dict[str, Any], tmp_path: Path) -> None:
     options = replace(OPTIONS, **changes)
@@ -120,7 +125,7 @@ def test_several_processes_train_as_one(count: int, changes: dict[str, Any], tmp
     assert [json.loads(line)["step"] for line in logs[0]] == [json.loads(line)["step"] for line in logs[1]]
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (3, 1)])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), pytest.param(3, 1, marks=pytest.mark.thorough)])
 def test_a_run_resumes_with_another_number_of_processes(before: int, after: int, tmp_path: Path) -> None:
     alone, _ = trained(tmp_path / "whole", 1)
     first, _ = trained(tmp_path / "part", before, until=4)

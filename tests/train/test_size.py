@@ -70,7 +70,7 @@ def gradients(
 
 
 @pytest.mark.parametrize("name", TOY)
-@pytest.mark.parametrize("parts", [2, 5, 20])
+@pytest.mark.parametrize("parts", [5, *(pytest.param(parts, marks=pytest.mark.thorough) for parts in (2, 20))])
 def test_the_parts_of_a_batch_have_the_loss_of_the_whole(name: str, parts: int) -> None:
     module, objective = learner(name)
     batch = Batch.of(texts())
@@ -124,7 +124,7 @@ def losses(tmp_path: Path, options: TrainOptions, examples: list[Example]) -> li
     return [progress.loss for progress in seen]
 
 
-@pytest.mark.parametrize("keep_states", [False, True])
+@pytest.mark.parametrize("keep_states", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_a_run_in_parts_is_the_run(keep_states: bool, tmp_path: Path) -> None:
     common = {"epochs": 3.0, "batch_tokens": 60, "warmup": 1, "segment": 8, "keep_states": keep_states}
     whole = losses(tmp_path / "a", TrainOptions(**common), texts())  # type: ignore[arg-type]

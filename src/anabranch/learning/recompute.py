@@ -1,8 +1,8 @@
 """Gradient checkpointing: keep a layer's input only, and compute the layer again for its gradient.
 
 A pass with gradients keeps every layer's activations until the backward pass. Inside ``recomputing`` it keeps one
-tensor a layer, and the activations of one layer at a time, for about a third more arithmetic. The second computation is
-that of the first, so losses and gradients are the same.
+tensor a layer, and the activations of one layer at a time, for one more forward pass through each layer. The second
+computation repeats the first, so losses and gradients are the same.
 """
 
 from __future__ import annotations
