@@ -132,7 +132,7 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
     from anabranch.train.advice import curve_of
     from anabranch.train.checkpoint import read_log
     from anabranch.train.figure import draw_curves
-    from anabranch.train.job import read_data, train_adapter
+    from anabranch.train.job import read_data, stored_target, train_adapter
     from anabranch.train.processes import joined
     from anabranch.train.self_prompts import SOURCE
 
@@ -168,6 +168,7 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
         )
         if not processes.first:
             return
+        target = stored_target(target)
         shown.keep()
         timed = train_result.timing_pays(target) if config.timing is None else config.timing
         speeds, timings = {}, {}

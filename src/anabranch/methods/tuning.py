@@ -31,6 +31,7 @@ from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import weight_source
 from anabranch.model.load import Target, load_target
+from anabranch.model.nf4 import Nf4Linear
 from anabranch.support.files import write_atomically
 from anabranch.support.jsonfiles import read_json
 
@@ -199,7 +200,7 @@ def check_tunable(target: Decoder) -> None:
     config = target.config
     block = target.blocks[0]
     assert isinstance(block, Block)
-    if not isinstance(block.qkv, nn.Linear):
+    if not isinstance(block.qkv, nn.Linear | Nf4Linear):
         raise CapabilityError("a quantised target cannot be tuned; load it with quantize='none', or use lora_rank=0")
     names = [name for name, _ in target.named_parameters()]
     if any(weight_source(config, name).layout != "rows" for name in names):

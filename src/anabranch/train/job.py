@@ -10,7 +10,7 @@ import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from anabranch.learning.recipe import Recipe
 from anabranch.methods import Method, methods
 from anabranch.methods.trained import Trained, TrainedModule
 from anabranch.model.decoder import Decoder
-from anabranch.model.load import Target
+from anabranch.model.load import Target, load_target
+from anabranch.model.nf4 import Nf4Linear, quantize_to_nf4
 from anabranch.model.pack import pack_decoder
 from anabranch.support.files import check_folder
 from anabranch.support.jsonfiles import read_json
@@ -46,6 +47,7 @@ __all__ = [
     "check_init",
     "packed_copy",
     "read_data",
+    "stored_target",
     "train_adapter",
     "trainable",
 ]
@@ -146,17 +148,14 @@ def train_adapter(
     logs      kinds of logs besides log.jsonl: csv, tensorboard
     processes those that share the training. Only the first one reports, writes and returns a record; in others it is {}
 
+    With ``target_format`` nf4, ``target.decoder`` is quantised in place; ``stored_target`` loads it again.
+
     Raises InputError if an example is longer than the target's context.
     """
     if method.trained is None:
         raise CapabilityError(f"the method {method.name!r} has nothing to train; see 'anabranch train --help'")
     check_logs(logs)
-    for example in (*examples, *own):
-        if len(example) > target.config.max_positions:
-            raise InputError(
-                f"the example {example.name} has {len(example):,} tokens, and the target's context "
-                f"{target.config.max_positions:,}; cut it, or read it with read_data"
-            )
+    _check_lengths(target, (*examples, *own))
     keep_memory()
     asked = {example.prompt_ids for example in own}
     examples = [example for example in examples if example.prompt_ids not in asked]
@@ -172,10 +171,10 @@ def train_adapter(
         check_folder(folder, "the adapter", "folder (--out)")
     run = folder / "training"
     dtype = target.decoder.dtype
-    if method.trained.any_dtype:
+    if method.trained.any_dtype and recipe.options.target_format == "stored":
         dtype = processes.tell(chosen_dtype(target.decoder, read_checkpoint(run) if resume else None))
-    learner = target.decoder if dtype == target.decoder.dtype else float32_copy(target.decoder)
-    objective = method.trained.objective(learner, module, recipe, frozen=packed_copy(target))
+    learner, frozen = _frozen(target, recipe, dtype)
+    objective = method.trained.objective(learner, module, recipe, frozen=frozen)
     whose = {"method": method.name, "target": target.fingerprint[:12]}
     plan = {**whose, **_made_with(recipe), ARITHMETIC: str(dtype)}
     trainer = Trainer(
@@ -216,10 +215,21 @@ def train_adapter(
         "max_tokens": recipe.max_tokens,
     }
     if method.trained.export is not None:
-        made = method.trained.export(folder / "model", module, target)
+        del trainer, objective, learner, frozen  # a tuned target is written from the stored weights
+        made = method.trained.export(folder / "model", module, stored_target(target))
         module, target = (module, target) if made is None else made
     identity = TargetIdentity.of(target)
     return save_adapter(folder, module, method=method, target=identity, training=record, measured=measured)
+
+
+def _check_lengths(target: Target, examples: Iterable[Example]) -> None:
+    longest = target.config.max_positions
+    for example in examples:
+        if len(example) > longest:
+            raise InputError(
+                f"the example {example.name} has {len(example):,} tokens, and the target's context {longest:,}; cut "
+                "it, or read it with read_data"
+            )
 
 
 def _vocabulary(target: Target, recipe: Recipe, training: list[Example]) -> Tensor | None:
@@ -236,6 +246,24 @@ def packed_copy(target: Target) -> Decoder:
         return target.decoder
     copied = copy.deepcopy(target.decoder)
     return copied if pack_decoder(copied) else target.decoder
+
+
+def _frozen(target: Target, recipe: Recipe, dtype: torch.dtype) -> tuple[Decoder, Decoder]:
+    """The decoders for passes with and without gradients."""
+    if recipe.options.target_format == "nf4":
+        quantize_to_nf4(target.decoder)
+        return target.decoder, target.decoder
+    learner = target.decoder if dtype == target.decoder.dtype else float32_copy(target.decoder)
+    return learner, packed_copy(target)
+
+
+def stored_target(target: Target) -> Target:
+    """The target as it was loaded: again from its files if training has quantised it."""
+    if not any(isinstance(module, Nf4Linear) for module in target.decoder.modules()):
+        return target
+    assert target.path is not None, "a target that is trained was loaded from somewhere"
+    again = load_target(str(target.path), dtype=target.decoder.dtype, device=str(target.decoder.device))
+    return replace(target, decoder=again.decoder)
 
 
 def _stopping(trainer: Trainer) -> dict[str, Any]:
