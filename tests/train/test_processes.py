@@ -75,6 +75,7 @@ def trained(
     *,
     until: int = -1,
     data: Callable[[int], Any] = lambda _: 0,
+    sharded: bool = False,
 ) -> tuple[list[float], list[dict[str, Tensor]]]:
     """The losses that are reported, and the weights of each process; ``data`` counts the rows that it leaves out."""
     board, seen = Board(count), list[float]()
@@ -89,6 +90,9 @@ def trained(
         module = small_adapter(target).requires_grad_(True)
         objective = StreamObjective(target, module, segment=options.segment)
         mine = Thread(rank, board) if count > 1 else Processes()
+        mine.sharded, calls = sharded, torch.zeros(())
+        for block in target.blocks:
+            block.register_forward_pre_hook(lambda *_: calls.add_(1) and None)
         examples = texts()[data(rank) :]
         run = Trainer(target, module, objective, examples[2:], examples[:2], options, folder, processes=mine)
         try:
@@ -96,7 +100,7 @@ def trained(
         except BaseException:
             board.barrier.abort()
             raise
-        return module.state_dict()
+        return {**module.state_dict(), **({"calls": calls} if sharded else {})}
 
     with ThreadPoolExecutor(count) as pool:
         futures = [pool.submit(one, rank) for rank in range(count)]
@@ -160,6 +164,18 @@ def test_a_process_that_is_gone_is_said_in_one_sentence(monkeypatch: pytest.Monk
         Processes(0, 2).add(torch.ones(1))
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_processes_that_share_a_target_call_its_layers_alike(accumulate: int, tmp_path: Path) -> None:
+    """Every call gathers weights from all processes, so one call too few would leave the others waiting."""
+    options = replace(OPTIONS, accumulate=accumulate, segment=3, batch_tokens=40)
+    alone, _ = trained(tmp_path / "one", 1, options)
+    together, each = trained(tmp_path / "three", 3, options, sharded=True)
+    assert together == pytest.approx(alone, rel=1e-4)
+    calls = [weights["calls"].item() for weights in each]
+    assert calls == [calls[0]] * 3
+    assert calls[0] > 0
+
+
 def launch(arguments: list[str], count: int = 2) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     return subprocess.Popen(
@@ -176,20 +192,37 @@ def losses(folder: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in map(json.loads, lines)}
 
 
-@pytest.mark.thorough
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds child processes in /proc")
-def test_two_real_processes_train_stop_and_resume_as_one(toys: ToyFolders, tmp_path: Path) -> None:
+@pytest.fixture
+def arguments(toys: ToyFolders, tmp_path: Path) -> Callable[..., list[str]]:
+    """The command line of a training that writes to a folder."""
     data = tmp_path / "a.jsonl"
     rows = [{"id": n, "prompt_ids": prompt(4, n), "answer_ids": prompt(9, 50 + n)} for n in range(24)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
-    def arguments(folder: Path) -> list[str]:
+    def made(folder: Path, epochs: int) -> list[str]:
         words = ("train", "streams", "--model", toys.model, "--answers", data, "--out", folder, "--recipe", "small")
-        more = ("--batch-tokens", 60, "--held-out", 2, "--epochs", 16, "--stream-layers", 1, "--evaluate-every", 10)
-        return [*map(str, (*words, *more)), "--no-timing"]
+        more = ("--batch-tokens", 60, "--held-out", 2, "--epochs", epochs, "--stream-layers", 1)
+        return [*map(str, (*words, *more)), "--evaluate-every", "10", "--no-timing"]
 
-    assert CliRunner().invoke(app, arguments(tmp_path / "one")).exit_code == 0
-    process = launch(arguments(tmp_path / "two"))
+    return made
+
+
+@pytest.mark.thorough
+def test_two_real_processes_share_a_target(arguments: Callable[..., list[str]], tmp_path: Path) -> None:
+    assert CliRunner().invoke(app, arguments(tmp_path / "one", 2)).exit_code == 0
+    process = launch([*arguments(tmp_path / "two", 2), "--shard-target", "--recompute"])
+    said = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-3)
+    lone = CliRunner().invoke(app, [*arguments(tmp_path / "lone", 2), "--shard-target"])
+    assert "--shard-target is for several processes; start them with torchrun" in str(lone.exception)
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds child processes in /proc")
+def test_two_real_processes_train_stop_and_resume_as_one(arguments: Callable[..., list[str]], tmp_path: Path) -> None:
+    assert CliRunner().invoke(app, arguments(tmp_path / "one", 16)).exit_code == 0
+    process = launch(arguments(tmp_path / "two", 16))
     said = process.communicate(timeout=300)
     assert process.returncode == 0, said
     assert said[0].count("parameters") == 1, "one process prints"
@@ -197,7 +230,7 @@ def test_two_real_processes_train_stop_and_resume_as_one(toys: ToyFolders, tmp_p
     assert len(alone) > 5
     assert losses(tmp_path / "two") == pytest.approx(alone, rel=1e-3)
 
-    process = launch(arguments(tmp_path / "stopped"))
+    process = launch(arguments(tmp_path / "stopped", 16))
     log = tmp_path / "stopped" / "training" / "log.jsonl"
     while process.poll() is None and not (log.is_file() and log.read_bytes().count(b"\n") >= 2):
         time.sleep(0.005)
@@ -208,5 +241,5 @@ def test_two_real_processes_train_stop_and_resume_as_one(toys: ToyFolders, tmp_p
     assert said[1].count("the same command resumes from here") == 2, said[1]
     record = json.loads((tmp_path / "stopped" / "training" / "checkpoint.json").read_text(encoding="utf-8"))
     assert 20 <= record["step"] < max(alone)
-    assert CliRunner().invoke(app, arguments(tmp_path / "stopped")).exit_code == 0
+    assert CliRunner().invoke(app, arguments(tmp_path / "stopped", 16)).exit_code == 0
     assert losses(tmp_path / "stopped") == pytest.approx(alone, rel=1e-3)

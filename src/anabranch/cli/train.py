@@ -91,6 +91,10 @@ class TrainConfig:
         bool, typer.Option("--resume/--no-resume", help="resume an unfinished run in --out, or start over")
     ] = True
     force: Annotated[bool, typer.Option("--force", help="replace a finished adapter in --out, and the figure")] = False
+    shard_target: Annotated[
+        bool,
+        typer.Option("--shard-target", help="with torchrun: keep a part of the target's layers in each process only"),
+    ] = False
     figure: options.Figure = None
     log: Annotated[
         tuple[str, ...],
@@ -165,6 +169,7 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
             own=own_examples,
             logs=config.log,
             processes=processes,
+            shard_target=config.shard_target,
         )
         if not processes.first:
             return
@@ -207,6 +212,8 @@ def _check(config: TrainConfig) -> None:
     if processes.first:
         check_folder_is_free(config.out, force=config.force)
     check_data_options(config.data, config.out)
+    if config.shard_target and processes.count == 1:
+        raise InputError("--shard-target is for several processes; start them with torchrun")
     if processes.count > 1 and (config.data.self_written or config.data.evaluate is not None):
         raise InputError("several processes train on data that exist; write them first with 'anabranch train answers'")
 

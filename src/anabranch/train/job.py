@@ -23,6 +23,7 @@ from anabranch.learning.examples import Example
 from anabranch.learning.recipe import Recipe
 from anabranch.methods import Method, methods
 from anabranch.methods.trained import Trained, TrainedModule
+from anabranch.model.blocks import Block
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import Target, load_target
 from anabranch.model.nf4 import Nf4Linear, quantize_to_nf4
@@ -137,6 +138,7 @@ def train_adapter(
     own: Sequence[Example] = (),
     logs: Sequence[str] = (),
     processes: Processes | None = None,
+    shard_target: bool = False,
 ) -> dict[str, Any]:
     """Train an adapter for ``method`` and write its folder; returns its record (``adapter_config.json``).
 
@@ -148,9 +150,10 @@ def train_adapter(
     logs      kinds of logs besides log.jsonl: csv, tensorboard
     processes those that share the training. Only the first one reports, writes and returns a record; in others it is {}
 
-    With ``target_format`` nf4, ``target.decoder`` is quantised in place; ``stored_target`` loads it again.
+    shard_target  keep a part of the target's layers in each process only
 
-    Raises InputError if an example is longer than the target's context.
+    With ``shard_target`` or ``target_format`` nf4, ``target.decoder`` is changed in place, and ``stored_target`` loads
+    it again. Raises InputError if an example is longer than the target's context.
     """
     if method.trained is None:
         raise CapabilityError(f"the method {method.name!r} has nothing to train; see 'anabranch train --help'")
@@ -167,13 +170,14 @@ def train_adapter(
         method.trained.fresh(target.decoder, module)
     begun = None if init is None else _begin(method, method.trained, module, init, target)
     processes = processes or Processes()
+    in_place = shard_target or recipe.options.target_format != "stored"
     if processes.first:
         check_folder(folder, "the adapter", "folder (--out)")
     run = folder / "training"
     dtype = target.decoder.dtype
-    if method.trained.any_dtype and recipe.options.target_format == "stored":
+    if method.trained.any_dtype and not in_place:
         dtype = processes.tell(chosen_dtype(target.decoder, read_checkpoint(run) if resume else None))
-    learner, frozen = _frozen(target, recipe, dtype)
+    learner, frozen = _frozen(target, recipe, dtype, processes if shard_target else None)
     objective = method.trained.objective(learner, module, recipe, frozen=frozen)
     whose = {"method": method.name, "target": target.fingerprint[:12]}
     plan = {**whose, **_made_with(recipe), ARITHMETIC: str(dtype)}
@@ -248,8 +252,13 @@ def packed_copy(target: Target) -> Decoder:
     return copied if pack_decoder(copied) else target.decoder
 
 
-def _frozen(target: Target, recipe: Recipe, dtype: torch.dtype) -> tuple[Decoder, Decoder]:
-    """The decoders for passes with and without gradients."""
+def _frozen(target: Target, recipe: Recipe, dtype: torch.dtype, sharing: Processes | None) -> tuple[Decoder, Decoder]:
+    """The decoders for passes with and without gradients; ``sharing`` are the processes that share the target."""
+    if sharing is not None:
+        if recipe.options.target_format == "nf4":
+            raise CapabilityError("a target in NF4 cannot be sharded; leave --target-format or --shard-target out")
+        sharing.shard(target.decoder)
+        return target.decoder, target.decoder
     if recipe.options.target_format == "nf4":
         quantize_to_nf4(target.decoder)
         return target.decoder, target.decoder
@@ -258,8 +267,9 @@ def _frozen(target: Target, recipe: Recipe, dtype: torch.dtype) -> tuple[Decoder
 
 
 def stored_target(target: Target) -> Target:
-    """The target as it was loaded: again from its files if training has quantised it."""
-    if not any(isinstance(module, Nf4Linear) for module in target.decoder.modules()):
+    """The target as it was loaded: again from its files if training has quantised or sharded it."""
+    block = target.decoder.blocks[0]
+    if type(block) is Block and not isinstance(block.qkv, Nf4Linear):  # sharding changes a block's class
         return target
     assert target.path is not None, "a target that is trained was loaded from somewhere"
     again = load_target(str(target.path), dtype=target.decoder.dtype, device=str(target.decoder.device))

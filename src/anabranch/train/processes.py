@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from anabranch.errors import DeviceError
+from anabranch.errors import DeviceError, InputError
+from anabranch.model.decoder import Decoder
 
 __all__ = ["Processes", "joined", "launched"]
 
@@ -29,10 +30,13 @@ T = TypeVar("T")
 
 
 class Processes:
-    """The processes of a training, and which of them this is; by itself it is the only one."""
+    """The processes of a training, and which of them this is; by itself it is the only one.
+
+    sharded  whether each process holds a part of the target's layers only (``shard``)
+    """
 
     def __init__(self, rank: int = 0, count: int = 1) -> None:
-        self.rank, self.count = rank, count
+        self.rank, self.count, self.sharded = rank, count, False
 
     @property
     def first(self) -> bool:
@@ -54,6 +58,22 @@ class Processes:
         with _connected():
             dist.broadcast_object_list(told, src=0)
         return told[0]
+
+    def shard(self, target: Decoder) -> None:
+        """Keep this process's part of the weights of each layer only, in place (FSDP2).
+
+        A layer's weights are gathered from all processes whenever it is called, so all must call the same layers in the
+        same order. Embeddings, the last norm and the head stay whole. Raises InputError for a single process.
+        """
+        if self.count == 1:
+            raise InputError("a target is sharded between several processes; start them with torchrun")
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(target.device.type, (self.count,))
+        for block in target.blocks:
+            fully_shard(block, mesh=mesh, reshard_after_forward=True)
+        self.sharded = True
 
 
 @contextmanager

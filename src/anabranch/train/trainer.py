@@ -39,6 +39,7 @@ from anabranch.train.data import batches, digest
 from anabranch.train.logs import Logs
 from anabranch.train.patience import Best
 from anabranch.train.processes import Processes
+from anabranch.train.shares import Share, shares
 
 __all__ = ["TREES", "Progress", "Trainer"]
 
@@ -47,7 +48,7 @@ TREES = (4, 8)  # nodes of additional trees in the final evaluation
 # options that may change when a run is resumed: they do not affect the weights of a step, or by rounding only
 _FREE = ("evaluate_every", "evaluate_rows", "checkpoint_every", "patience", "accumulate", "recompute")
 _WHOSE = ("method", "target")  # in ``plan``: a run of another one is never continued
-Part = tuple[Batch, Callable[[], Any]]  # a part of a step's batch, and what returns the target's states for it
+Part = tuple[Share, Callable[[], Any]]  # a share of a step's batch, and what returns the target's states for it
 # what identifies a run besides its options, and why it may differ although all options are equal
 _MADE = {"examples": "another file of --answers or --text", "initial weights": "another --init, or none"}
 
@@ -123,21 +124,19 @@ class Trainer:
         return self.options.lr * max(fall, 0.02)
 
     def epoch(self, number: int) -> Iterator[tuple[Batch, list[Part]]]:
-        """The batches of an epoch in order, each with its parts."""
+        """The batches of an epoch in order, each with this process's shares."""
         if not self.options.keep_states:
             for batch in batches(self.examples, self.options.batch_tokens, seed=self.options.seed + number):
-                yield batch, [(part, partial(self.objective.freeze, part)) for part in self._split(batch)]
+                yield batch, [(share, partial(self.objective.freeze, share.batch)) for share in self._shares(batch)]
             return
         order = list(range(self.per_epoch))
         random.Random(self.options.seed + number).shuffle(order)
         for index in order:
-            parts = enumerate(self._split(self._groups[index]))
-            yield self._groups[index], [(part, partial(self._remember, part, (index, n))) for n, part in parts]
+            parts = enumerate(self._shares(self._groups[index]))
+            yield self._groups[index], [(share, partial(self._remember, share.batch, (index, n))) for n, share in parts]
 
-    def _split(self, batch: Batch) -> list[Batch]:
-        """The parts of this process."""
-        count = self.processes.count
-        return batch.split(count * self.options.accumulate)[self.processes.rank :: count]
+    def _shares(self, batch: Batch) -> list[Share]:
+        return shares(batch, self.objective.segments, self.processes, self.options.accumulate)
 
     def _remember(self, part: Batch, place: tuple[int, int]) -> Any:
         if place not in self._kept:
@@ -153,22 +152,23 @@ class Trainer:
     def step(self, batch: Batch, parts: Sequence[Part], rate: float) -> tuple[float, torch.Tensor, torch.Tensor]:
         """One update; returns the loss per prediction, right predictions and predictions by predictor.
 
-        The gradients of the ``parts`` of ``batch`` are added. A batch without predictions changes nothing.
+        ``parts`` are this process's shares of ``batch``; the gradients of all are added. A batch without predictions
+        changes nothing.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)  # before the step, since an interrupted one leaves gradients
         right, count, loss = torch.zeros_like(self._right), torch.zeros_like(self._count), 0.0
         wanted = self.objective.predictions(batch)
-        for part, states in parts if wanted else ():
+        for share, states in parts if wanted else ():
             frozen = states()
-            for segment in self.objective.segments(part):
+            for segment, weight in share.weighted(self.objective.segments):
                 with self._autocast(), recomputing(self.options.recompute):
-                    scores = self.objective.loss(part, frozen, segment)
-                (scores.loss / wanted).backward()  # type: ignore[no-untyped-call]
-                loss += float(scores.loss.detach())
-                right += scores.right_S.cpu()
-                count += scores.count_S.cpu()
+                    scores = self.objective.loss(share.batch, frozen, segment)
+                (weight * scores.loss / wanted).backward()  # type: ignore[no-untyped-call]
+                loss += weight * float(scores.loss.detach())
+                right += weight * scores.right_S.cpu()
+                count += weight * scores.count_S.cpu()
         loss, right, count = self._summed(loss, right, count)
         norm = float(torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.options.clip))
         if not math.isfinite(loss) or not math.isfinite(norm):
@@ -235,7 +235,12 @@ class Trainer:
             with closing(Logs(self.folder, self.log_kinds, self.objective.predictors, self.done)) as logs:
                 self._train(report, logs)
         self.best.put_back(self.module)
-        return self.evaluate(nodes=TREES) if self.held_out and self.processes.first else {}
+        return self.evaluate(nodes=TREES) if self.held_out and self._evaluating else {}
+
+    @property
+    def _evaluating(self) -> bool:
+        """Whether this process evaluates: the first one, or all where a pass needs the weights of all."""
+        return self.processes.first or self.processes.sharded
 
     def _train(self, report: Callable[[Progress], None], logs: Logs | None) -> None:
         """The remaining steps; ``logs`` are the first process's. Several processes stop after the same step."""
@@ -269,7 +274,7 @@ class Trainer:
 
     def _evaluate_now(self) -> dict[str, Any]:
         """Evaluate on the first held-out examples, and keep the weights if they are the best so far."""
-        evaluation = self.evaluate(self.options.evaluate_rows) if self.processes.first else {}
+        evaluation = self.evaluate(self.options.evaluate_rows) if self._evaluating else {}
         evaluation = self.processes.tell(evaluation)
         with shielded():
             self.best.see(self.done, evaluation, self.module)
