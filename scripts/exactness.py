@@ -4,42 +4,57 @@ In float32 every method must give plain decoding's tokens, and plain decoding th
 bf16 wide and narrow passes may round differently; each difference is listed with the margin between the two largest
 logits, recomputed in float32, at the first token that differs.
 
-    python scripts/exactness.py --data DIR --limit 100 --dtype float32 --out benchmarks/NAME.json
+    python scripts/exactness.py --data DIR --limit 100 --dtype float32 --adapters ADAPTERS --out benchmarks/NAME.json
+
+``--adapters`` adds every trained method in a folder (``scripts/train_methods``). One whose training made a target of
+its own is compared with that target's plain decoding.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from anabranch.bench.cases import adapter_cases, in_folder, opened
 from anabranch.bench.report import environment
 from anabranch.bench.suites import load_suite
 from anabranch.decoding.engine import Engine, Request
-from anabranch.loading import LoadConfig, load
-from anabranch.methods import make_drafter
+from anabranch.loading import LoadConfig, Loaded, load
+from anabranch.methods import Spec, make_drafter
 from anabranch.model.cache import Cache
 from anabranch.model.inputs import Inputs
 from anabranch.model.load import Target, load_target
 from anabranch.prompts import chat_ids
 from anabranch.sampling import SamplingParams
-from anabranch.support.files import write_atomically
+from anabranch.support.files import shown_command, write_atomically
 
-METHODS = ("none", "prompt_lookup", "streams", "streams:nodes=32,prune=12")
+METHODS = (
+    *("none", "prompt_lookup", "prompt_lookup:matches=3", "suffix", "lookahead"),
+    *("streams", "streams:nodes=32,prune=12", "streams+suffix", "auto"),
+)
 
 
-def decode(
-    target: Target, spec: str, modules: Sequence[Any], prompts: list[list[int]], *, rows: int, new: int
-) -> list[list[int]]:
-    drafter = make_drafter(spec, target.decoder, *modules)
+@dataclass(frozen=True)
+class Entry:
+    """A drafter to test: its label, specification, and the target with its adapters."""
+
+    label: str
+    spec: str
+    loaded: Loaded
+
+
+def decode(spec: str, loaded: Loaded, prompts: list[list[int]], *, rows: int, new: int) -> list[list[int]]:
+    target = loaded.target
+    drafter = make_drafter(spec, target.decoder, *loaded.modules)
     engine = Engine(target.decoder, drafter, rows=rows, capacity=max(map(len, prompts)) + new)
     stop = frozenset(target.config.eos_token_ids)
     waiting = list(enumerate(prompts))
@@ -113,6 +128,15 @@ def read_prompts(target: Target, data: Path, limit: int) -> list[list[int]]:
     return [chat_ids(target.tokenizer, prompt.text) for prompt in suite]
 
 
+def entries(args: argparse.Namespace, loaded: Loaded) -> Iterator[Entry]:
+    """The drafters to test: ``--methods`` on the default model, and the trained methods in ``--adapters``."""
+    for spec in args.methods:
+        yield Entry(spec, spec, loaded)
+    for case in [] if args.adapters is None else adapter_cases(in_folder(args.adapters)):
+        target = loaded.target if case.tuned is None else load_target(str(case.tuned), dtype=args.dtype)
+        yield Entry(case.name, str(Spec((case.part,))), opened(case, target))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--data", type=Path, required=True, help="folder with the data sets")
@@ -122,30 +146,36 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
+    parser.add_argument("--adapters", type=Path, help="test the trained methods in this folder, too")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     loaded = load(LoadConfig(dtype=args.dtype))
     target = loaded.target
     exact = None if args.dtype == "float32" else load_target("default", dtype="float32")
     prompts = read_prompts(target, args.data, args.limit)
+    tested = list(entries(args, loaded))
     records: dict[str, dict[str, Any]] = {}
     began = time.time()
     for first in range(0, len(prompts), args.chunk):
         part = prompts[first : first + args.chunk]
-        outputs = {"transformers generate": oracle(target, part, new=args.new)}
+        plain = {
+            id(entry.loaded.target): decode("none", entry.loaded, part, rows=1, new=args.new)
+            for entry in {id(entry.loaded.target): entry for entry in tested}.values()
+        }
+        pairs = {"transformers generate": (oracle(target, part, new=args.new), plain[id(target)])}
         for rows in args.batches:
-            for spec in args.methods:
-                outputs[f"{spec}, batch {rows}"] = decode(target, spec, loaded.modules, part, rows=rows, new=args.new)
-        plain = outputs[f"none, batch {args.batches[0]}"]
-        for name, out in outputs.items():
+            for entry in tested:
+                out = decode(entry.spec, entry.loaded, part, rows=rows, new=args.new)
+                pairs[f"{entry.label}, batch {rows}"] = out, plain[id(entry.loaded.target)]
+        for name, (out, reference) in pairs.items():
             record = records.setdefault(name, {"prompts": 0, "equal": 0, "differences": []})
-            found = differences(exact, part, out, plain)
+            found = differences(exact, part, out, reference)
             record["prompts"] += len(part)
             record["equal"] += len(part) - len(found)
             record["differences"] += [{**d, "prompt": first + d["prompt"]} for d in found]
         result = {
-            "command": shlex.join("DIR" if word == str(args.data) else word for word in ("python", *sys.argv)),
-            "what": "prompts whose new tokens equal those of our plain decoding at batch 1",
+            "command": shown_command("python", *sys.argv),
+            "what": "prompts whose new tokens equal those of our plain decoding at batch 1 (of the same target)",
             "prompts": first + len(part),
             "new_tokens": args.new,
             "dtype": args.dtype,

@@ -218,6 +218,19 @@ def test_costs_follow_what_steps_take() -> None:
     assert made.prepare_ms("any", 0) == 0.0
 
 
+def test_what_many_rows_take_does_not_change_what_is_known_of_one() -> None:
+    made = begun()
+    for rows, ms in ((1, 0.3), (32, 1.6)):
+        for _ in range(100):
+            made.saw_rest(ms, rows)
+            made.saw_free("any", 0.1 * ms, rows)
+    assert made.rest_ms(1) == pytest.approx(0.3, rel=0.01)
+    assert made.rest_ms(32) == pytest.approx(1.6, rel=0.01)
+    assert made.rest_ms(20) == pytest.approx(1.0, rel=0.01)  # never seen: by rows, as at the nearest load
+    assert made.free_ms("any", 1) == pytest.approx(0.03, rel=0.01)
+    assert made.free_ms("other", 1) == 0.0
+
+
 def test_typical_costs_get_their_unit_from_the_first_passes() -> None:
     made = Costs(PassCosts(StepCosts.parse("1:1/8:1.1/16:2")), 0.3)
     for nodes, ms in ((1, 10.0), (8, 11.0), (1, 10.0), (8, 300.0)):

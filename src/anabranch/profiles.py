@@ -30,6 +30,7 @@ from anabranch.errors import FileError, InputError, PerformanceWarning, one_line
 from anabranch.methods import AUTO, resolve_spec
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import Target
+from anabranch.native.build import digest
 from anabranch.support.files import cache_home, write_atomically
 from anabranch.support.jsonfiles import read_json, shown
 from anabranch.support.processor import processor_name
@@ -44,7 +45,10 @@ _warned: WeakSet[Decoder] = WeakSet()  # targets for which a warning said that c
 
 @dataclass(frozen=True)
 class Situation:
-    """Everything that a measurement of speed depends on."""
+    """Everything that a measurement of speed depends on.
+
+    build  the digest of the native kernels' sources; empty where PyTorch computes
+    """
 
     fingerprint: str
     adapter: str
@@ -53,6 +57,7 @@ class Situation:
     processor: str
     threads: int
     kernels: str
+    build: str
     anabranch: str
     torch: str
 
@@ -73,6 +78,7 @@ class Situation:
             processor=processor_name(),
             threads=torch.get_num_threads(),
             kernels="torch" if decoder.backend.kernels is None else decoder.backend.kernels.instruction_set,
+            build="" if decoder.backend.kernels is None else digest(),
             anabranch=here,
             torch=torch.__version__,
         )

@@ -33,7 +33,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def situation_here() -> dict[str, Any]:
     fingerprint = json.loads((SHIPPED / NAME / "adapter_config.json").read_text())["target"]["fingerprint"]
     situation = {"fingerprint": fingerprint, "adapter": "", "dtype": "bfloat16", "device": "cpu", "kernels": "torch"}
-    situation |= {"processor": processor_name(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    situation |= {
+        "build": "",
+        "processor": processor_name(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
     return situation | {"anabranch": _own()}
 
 

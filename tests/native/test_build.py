@@ -227,7 +227,24 @@ def test_threads_and_processes_compile_once(home: Path, quick: Path) -> None:
 def test_structs_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "layout", lambda last: [1, 2, 3])
     with pytest.raises(AssertionError, match=r"structs of the compiled kernels differ"):
-        native.Library(build.opened((*build.FLAGS, *build.INSTRUCTION_SETS[build.instruction_sets()[0]][1])).library)
+        native.Library(build.opened(build.compiler_flags(build.instruction_sets()[0])).library)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "features", "pairs"),
+    [
+        ("GenuineIntel", {"avx512_bf16"}, False),
+        ("AuthenticAMD", {"avx512_bf16"}, True),
+        ("AuthenticAMD", set(), False),
+    ],
+)
+def test_where_bf16_is_multiplied_in_pairs(
+    vendor: str, features: set[str], pairs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "processor_vendor", lambda: vendor)
+    monkeypatch.setattr(build, "processor_flags", lambda: build.AVX512 | features)
+    assert (build.PAIRS[0] in build.compiler_flags("avx512")) == pairs
+    assert build.PAIRS[0] not in build.compiler_flags("avx2")
 
 
 @needs_kernels

@@ -19,6 +19,7 @@ from anabranch.errors import InputError
 from anabranch.model.native_linear import NativeLinear
 from anabranch.native import build
 from anabranch.native import library as native
+from anabranch.support.processor import processor_flags, processor_vendor
 
 HEADER, SCALAR = Path(__file__).with_name("pretended_tiles.h"), Path(__file__).with_name("scalar.h")
 TILES = build.INSTRUCTION_SETS["amx"][1][0]
@@ -31,7 +32,16 @@ FASTER = [
     pytest.param("amx", marks=(needs_avx512, pytest.mark.thorough)),
 ]
 SCALAR_FORM = pytest.param("scalar", marks=(test_kernels.needs_kernels, pytest.mark.thorough))
-in_every_other_form = pytest.mark.parametrize("other", [*FASTER, SCALAR_FORM], indirect=True)
+# bf16 in pairs, or as floats: what this processor does not take
+PAIRS = pytest.param(
+    "avx512",
+    marks=(
+        needs_avx512,
+        pytest.mark.skipif("avx512_bf16" not in processor_flags(), reason="this processor has no AVX512_BF16"),
+        pytest.mark.thorough,
+    ),
+)
+in_every_other_form = pytest.mark.parametrize("other", [*FASTER, SCALAR_FORM, PAIRS], indirect=True)
 in_every_faster_form = pytest.mark.parametrize("other", FASTER, indirect=True)
 
 
@@ -43,6 +53,7 @@ def other(request: pytest.FixtureRequest) -> Iterator[str]:
         patch.setitem(build.INSTRUCTION_SETS, "scalar", (frozenset(), (f'-DANABRANCH_SIMD="{SCALAR}"', digest)))
         patch.setitem(build.INSTRUCTION_SETS, "amx", (frozenset(), (TILES, "-O1", "-include", str(HEADER), digest)))
         patch.setattr(build, "instruction_sets", lambda: [request.param])
+        patch.setattr(build, "processor_vendor", lambda: "" if processor_vendor() == "GenuineIntel" else "GenuineIntel")
         patch.setattr(test_kernels, "MODELS", {})
         native.forget()
         library = native.library()

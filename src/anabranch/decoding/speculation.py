@@ -114,6 +114,8 @@ class _Lately:
     free_tokens    tokens that those were expected to add
     free_gain      milliseconds that they were expected to save in such a step
     free_idle      steps since its free parts drafted
+    free_load      binary order of the rows for which that gain was seen: what many rows made of free drafts says
+                   little of what one will
     since          steps since the opposite of what pays was tried, and ``trial`` how many of that are to come
     plan           the latest one with its budget, for how many rows it was made, for how many steps it was kept, and
                    for how many it may be
@@ -125,6 +127,7 @@ class _Lately:
     free_tokens: float = 0.0
     free_gain: float = 1.0
     free_idle: int = 0
+    free_load: int = 0
     since: int = 0
     trial: int = 0
     pays: bool = False
@@ -314,6 +317,8 @@ class Speculation:
     def _ask(self, drafter: Drafter, rows: int) -> bool:
         """Whether to ask for free drafts: where they lately paid for the milliseconds they take, else now and then."""
         lately = self.lately(drafter)
+        if lately.free_load != rows.bit_length():
+            lately.free_load, lately.free_gain = rows.bit_length(), _Lately.free_gain
         lately.free_idle += 1
         if lately.free_gain > FREE_GAIN * self.costs.free_ms(drafter.name, rows) or lately.free_idle >= SELDOM:
             lately.free_idle = 0

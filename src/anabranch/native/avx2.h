@@ -26,11 +26,6 @@ struct U32x16 {
 using KeyLanes = F32x16;
 using Sums = F32x16[MAX_TILE_ROWS][2];
 
-// a float rounded to bf16
-struct Rounded {
-  float value;
-};
-
 template <class P>
 using Operand = std::conditional_t<std::is_same<P, bf16>::value, Rounded, P>;
 
@@ -146,10 +141,6 @@ inline void store16(bf16* p, F32x16 x) {
 }
 inline void store1(float* p, float x) { *p = x; }
 inline void store1(bf16* p, float x) { *p = to_bf16(x); }
-inline void store1(Rounded* p, float x) {
-  const uint32_t bits = static_cast<uint32_t>(to_bf16(x)) << 16;
-  std::memcpy(p, &bits, 4);
-}
 
 // a mask of the first ``n`` of 8 lanes
 inline __m256i mask_of(int n) {

@@ -1,5 +1,5 @@
-// AVX-512: bf16 is multiplied in pairs if the processor supports it (AVX512_BF16), and in AMX tiles if build.py enables
-// them. The names are documented in simd.h.
+// AVX-512. Values of bf16 are multiplied in pairs, in AMX tiles too, or as floats, as build.py chooses: not every processor
+// that can multiply pairs (AVX512_BF16) does it faster than floats. The names are documented in simd.h.
 #pragma once
 
 #include <immintrin.h>
@@ -17,6 +17,11 @@ constexpr bool MATRIX_TILES = true;
 #else
 constexpr bool MATRIX_TILES = false;
 #endif
+#if defined(ANABRANCH_TILES) || defined(ANABRANCH_PAIRS)  // set by build.py
+constexpr bool PAIRS = true;
+#else
+constexpr bool PAIRS = false;
+#endif
 constexpr const char* INSTRUCTION_SET = MATRIX_TILES ? "amx" : "avx512";
 constexpr int MAX_TILE_ROWS = MATRIX_TILES ? 32 : TILE_ROWS;  // AMX: two tiles of 16 rows
 
@@ -28,7 +33,7 @@ using KeyLanes = __m512i;
 using Sums = F32x16[MAX_TILE_ROWS][2];
 
 template <class P>
-using Operand = P;
+using Operand = std::conditional_t<!PAIRS && std::is_same<P, bf16>::value, Rounded, P>;
 
 inline void spin_pause() { _mm_pause(); }
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
@@ -57,6 +62,12 @@ inline F32x16 select_greater(F32x16 a, F32x16 b, F32x16 yes, F32x16 no) {
   return _mm512_mask_mov_ps(no, _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), yes);
 }
 
+// two values of bf16 in each lane as floats: the first, or the second
+inline __m512 first_of(__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
+inline __m512 second_of(__m512i pairs) {
+  return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+}
+
 inline __m256i to_bf16(F32x16 x) {
 #ifdef __AVX512BF16__
   return (__m256i)_mm512_cvtneps_pbh(x);
@@ -72,6 +83,7 @@ inline F32x16 bf16_to_float(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_
 inline F32x16 load16(const bf16* p) { return bf16_to_float(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 
 inline F32x16 load16(const float* p) { return _mm512_loadu_ps(p); }
+inline F32x16 load16(const Rounded* p) { return load16(&p->value); }
 inline void store16(bf16* p, F32x16 x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_bf16(x)); }
 inline void store16(float* p, F32x16 x) { _mm512_storeu_ps(p, x); }
 inline F32x16 store_rounded(bf16* p, F32x16 x) {
@@ -79,6 +91,12 @@ inline F32x16 store_rounded(bf16* p, F32x16 x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), r);
   return bf16_to_float(r);
 }
+inline F32x16 store_rounded(Rounded* p, F32x16 x) {
+  const F32x16 r = bf16_to_float(to_bf16(x));
+  store16(&p->value, r);
+  return r;
+}
+inline void store16(Rounded* p, F32x16 x) { store_rounded(p, x); }
 inline void store1(bf16* p, float x) { *p = to_bf16(x); }
 inline void store1(float* p, float x) { *p = x; }
 
@@ -159,15 +177,16 @@ inline F32x16 dot_add<float>(F32x16 acc, __m512i a, __m512i b) {
 }
 
 template <>
+inline F32x16 dot_add<Rounded>(F32x16 acc, __m512i a, __m512i b) {
+  return dot_add<float>(acc, a, b);
+}
+
+template <>
 inline F32x16 dot_add<bf16>(F32x16 acc, __m512i a, __m512i b) {
 #ifdef __AVX512BF16__
   return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
 #else
-  const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-  acc = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(a, 16)), _mm512_castsi512_ps(_mm512_slli_epi32(b, 16)),
-                        acc);
-  return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(a, high)), _mm512_castsi512_ps(_mm512_and_si512(b, high)),
-                         acc);
+  return _mm512_fmadd_ps(second_of(a), second_of(b), _mm512_fmadd_ps(first_of(a), first_of(b), acc));
 #endif
 }
 
@@ -192,6 +211,32 @@ NOINLINE void multiply_tile_rows(const T* x, int64_t stride, const T* block, int
       a[m][0] = dot_add<T>(a[m][0], v, w0);
       a[m][1] = dot_add<T>(a[m][1], v, w1);
     }
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < ROWS; ++m) acc[m][0] = a[m][0], acc[m][1] = a[m][1];
+}
+
+// The same for values of bf16 as floats. The weights are read twice: 28 accumulators leave no registers for the second values
+// of the pairs while the first ones are multiplied.
+template <class W, int ROWS, int LINES>
+NOINLINE void multiply_tile_rows(const Rounded* x, int64_t stride, const bf16* block, int width, const char* next, Sums& acc) {
+  __m512 a[ROWS][2];
+#pragma GCC unroll 16
+  for (int m = 0; m < ROWS; ++m) a[m][0] = acc[m][0], a[m][1] = acc[m][1];
+  const auto add = [&](const Rounded* value, __m512 w0, __m512 w1) {
+#pragma GCC unroll 16
+    for (int m = 0; m < ROWS; ++m) {
+      const __m512 v = _mm512_set1_ps(value[m * stride].value);
+      a[m][0] = _mm512_fmadd_ps(v, w0, a[m][0]);
+      a[m][1] = _mm512_fmadd_ps(v, w1, a[m][1]);
+    }
+  };
+  for (int k = 0; k < width / 2; ++k) {
+    const bf16* w = block + static_cast<int64_t>(k) * 2 * BLOCK;
+    if (LINES > 0) prefetch(next + 64 * LINES * static_cast<int64_t>(k));
+    if (LINES > 1) prefetch(next + 64 * LINES * static_cast<int64_t>(k) + 64);
+    add(x + 2 * k, first_of(_mm512_loadu_si512(w)), first_of(_mm512_loadu_si512(w + BLOCK)));
+    add(x + 2 * k + 1, second_of(_mm512_loadu_si512(w)), second_of(_mm512_loadu_si512(w + BLOCK)));
   }
 #pragma GCC unroll 16
   for (int m = 0; m < ROWS; ++m) acc[m][0] = a[m][0], acc[m][1] = a[m][1];
@@ -373,52 +418,65 @@ inline void multiply_tile(int count, const T* x, int64_t stride, const P* block,
 
 // ---- attention ----------------------------------------------------------------------------------------------------
 
-template <class T>
-inline void transpose_keys(const T* keys, int have, int e, __m512i* out) {
-  for (int part = 0; part < e / PER_LANE<T>; part += 16) {
-    __m512i r[16], t[16];
+// 16 words of 32 bits of up to 16 keys: out[i] has word i of each
+inline void transpose_words(const void* keys, int have, int64_t bytes, __m512i* out) {
+  __m512i r[16], t[16];
+  for (int i = 0; i < 16; ++i)
+    r[i] = i < have ? _mm512_loadu_si512(static_cast<const char*>(keys) + i * bytes) : _mm512_setzero_si512();
+  for (int i = 0; i < 8; ++i) {
+    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
+    t[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
+    t[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
+    t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
+  }
+  for (int i = 0; i < 4; ++i) {
+    out[i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88);
+    out[4 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88);
+    out[8 + i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0xdd);
+    out[12 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xdd);
+  }
+}
+
+template <class P>
+inline void transpose_keys(const P* keys, int have, int e, KeyLanes* out) {
+  const int64_t bytes = static_cast<int64_t>(e) * static_cast<int64_t>(sizeof(P));
+  for (int from = 0; from < e; from += 16 * PER_LANE<P>) {
+    __m512i words[16];
+    transpose_words(keys + from, have, bytes, words);
     for (int i = 0; i < 16; ++i)
-      r[i] = i < have ? _mm512_loadu_si512(keys + static_cast<int64_t>(i) * e + PER_LANE<T> * part) : _mm512_setzero_si512();
-    for (int i = 0; i < 8; ++i) {
-      t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-      t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-    }
-    for (int i = 0; i < 4; ++i) {
-      r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
-      r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-      r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
-      r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-    }
-    for (int i = 0; i < 4; ++i) {
-      t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
-      t[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
-      t[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
-      t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
-    }
-    for (int i = 0; i < 4; ++i) {
-      out[part + i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88);
-      out[part + 4 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88);
-      out[part + 8 + i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0xdd);
-      out[part + 12 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xdd);
-    }
+      if constexpr (PER_LANE<Operand<P>> == PER_LANE<P>) {
+        *out++ = words[i];
+      } else {
+        *out++ = _mm512_castps_si512(first_of(words[i]));
+        *out++ = _mm512_castps_si512(second_of(words[i]));
+      }
   }
 }
 
-// Of every 32 channels, the first vector has the pairs 0-3, 8-11, 16-19, 24-27 and the second one the others.
-template <int NE>
-inline void load_pairs(const bf16* one, const bf16* two, __m512i (&out)[NE]) {
-#pragma GCC unroll 4
-  for (int c = 0; c < NE / 2; ++c) {
-    const __m512i a = _mm512_loadu_si512(one + 32 * c), b = _mm512_loadu_si512(two + 32 * c);
-    out[2 * c] = _mm512_unpacklo_epi16(a, b);
-    out[2 * c + 1] = _mm512_unpackhi_epi16(a, b);
-  }
-}
-
-template <int NE>
-inline void load_pairs(const float* one, const float*, KeyLanes (&out)[NE]) {
+// Of every 32 channels, the first vector of pairs has 0-3, 8-11, 16-19, 24-27 and the second one the others.
+template <int NE, class P>
+inline void load_pairs(const P* one, const P* two, KeyLanes (&out)[NE]) {
+  if constexpr (PER_LANE<Operand<P>> == 1) {
 #pragma GCC unroll 8
-  for (int c = 0; c < NE; ++c) out[c] = _mm512_loadu_si512(one + 16 * c);
+    for (int c = 0; c < NE; ++c) out[c] = _mm512_castps_si512(load16(one + 16 * c));
+  } else {
+#pragma GCC unroll 4
+    for (int c = 0; c < NE / 2; ++c) {
+      const __m512i a = _mm512_loadu_si512(one + 32 * c), b = _mm512_loadu_si512(two + 32 * c);
+      out[2 * c] = _mm512_unpacklo_epi16(a, b);
+      out[2 * c + 1] = _mm512_unpackhi_epi16(a, b);
+    }
+  }
 }
 
 template <class T>
@@ -430,8 +488,8 @@ inline void unpair_sums(F32x16* low, F32x16* high) {
   *high = _mm512_shuffle_f32x4(cd, cd, 0xd8);
 }
 
-template <int QUERIES, int NE, class T>
-inline void accumulate_values(const T* p, int64_t p_stride, const T* v, int count, F32x16* out) {
+template <int QUERIES, int NE, class T, class P>
+inline void accumulate_values(const T* p, int64_t p_stride, const P* v, int count, F32x16* out) {
   constexpr int STEP = PER_LANE<T>;
   __m512 acc[QUERIES][NE];
 #pragma GCC unroll 8
@@ -439,7 +497,7 @@ inline void accumulate_values(const T* p, int64_t p_stride, const T* v, int coun
 #pragma GCC unroll 8
     for (int c = 0; c < NE; ++c) acc[i][c] = out[i * NE + c];
   for (int j = 0; j < count; j += STEP) {
-    const T* row = v + static_cast<int64_t>(j) * NE * 16;
+    const P* row = v + static_cast<int64_t>(j) * NE * 16;
     __m512i value[NE];
     load_pairs<NE>(row, row + NE * 16, value);
 #pragma GCC unroll 8

@@ -27,7 +27,7 @@ from filelock import Timeout as LockTimeout
 
 from anabranch.errors import InputError
 from anabranch.support.files import cache_home
-from anabranch.support.processor import processor_flags
+from anabranch.support.processor import processor_flags, processor_vendor
 
 __all__ = [
     "INSTRUCTION_SETS",
@@ -35,6 +35,8 @@ __all__ = [
     "Opened",
     "Shortfall",
     "compiler",
+    "compiler_flags",
+    "digest",
     "instruction_sets",
     "opened",
     "shortfall_of",
@@ -52,6 +54,9 @@ INSTRUCTION_SETS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
     "avx512": (AVX512, ()),
     "avx2": (frozenset(("avx2", "fma", "f16c")), ("-DANABRANCH_AVX2",)),
 }
+# Intel's processors of the generation that also has AMX take two cycles for a product of bf16 pairs (AVX512_BF16),
+# in which they do four products of floats: 1.29 and 5.3 G instructions/s on a core of a Xeon without AMX (docs/log.md).
+PAIRS = ("-DANABRANCH_PAIRS",)
 # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA): a process must request AMX tiles, since the system has to save
 # 8 KB for every thread that uses them (Linux, Documentation/arch/x86/xstate.rst)
 ASK_FOR_TILES = (158, 0x1023, 18)
@@ -63,6 +68,13 @@ sys.exit(0 if ctypes.CDLL(sys.argv[1]).anabranch_multiplies() == 1 else 1)
 """
 KEPT = 16  # libraries in the cache folder; older ones are deleted
 LONGEST = 300  # timeout of a compilation in seconds
+
+
+def compiler_flags(instruction_set: str) -> tuple[str, ...]:
+    """The compiler flags of an instruction set on this processor."""
+    own = INSTRUCTION_SETS[instruction_set][1]
+    pairs = instruction_set == "avx512" and "avx512_bf16" in processor_flags() and processor_vendor() != "GenuineIntel"
+    return (*FLAGS, *own, *(PAIRS if pairs else ()))
 
 
 def sources(kind: str = "cpp") -> list[Path]:
@@ -140,10 +152,15 @@ def opened(flags: tuple[str, ...]) -> Opened:
             raise BuildError(f"the compiled kernels cannot be loaded: {error}", "") from error
 
 
-def _key(flags: tuple[str, ...]) -> str:
+def digest() -> str:
+    """A digest of all sources: kernels of other sources take other times."""
     files = [*sources(), *sources("h")]
     texts = [(path.relative_to(PACKAGE).as_posix(), path.read_text(encoding="utf-8")) for path in files]
-    return hashlib.sha256(repr((texts, flags, sorted(processor_flags()))).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr(texts).encode()).hexdigest()[:16]
+
+
+def _key(flags: tuple[str, ...]) -> str:
+    return hashlib.sha256(repr((digest(), flags, sorted(processor_flags()))).encode()).hexdigest()[:16]
 
 
 def _kept(folder: Path, key: str) -> ctypes.CDLL | None:

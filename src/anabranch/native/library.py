@@ -388,7 +388,7 @@ def _find() -> _Found:
     failures: dict[str, build.BuildError] = {}
     for name in build.instruction_sets():
         try:
-            opened = build.opened((*build.FLAGS, *build.INSTRUCTION_SETS[name][1]))
+            opened = build.opened(build.compiler_flags(name))
         except build.BuildError as failed:
             failures[name] = failed
             continue

@@ -17,7 +17,7 @@
 //   F32x16               16 floats; operators + - * /
 //   U32x16               16 uint32_t
 //   Operand<P>           what rows of P (bf16 or float) are converted to before they are multiplied with weights, keys or
-//                        values of P. Operand<float> is float. Operand<bf16> is bf16, or a float rounded to bf16
+//                        values of P. Operand<float> is float. Operand<bf16> is bf16 or Rounded
 //   QuantizedGroup       32 values of a row in int8, for weights in int8 and int4: value[i] * scale. Each header chooses its
 //                        members; products with a group that has a value which is not finite are NaN
 //   KeyLanes             lane i has 32 bits of key i: one Operand<float>, or PER_LANE<Operand<bf16>> of Operand<bf16>
@@ -52,7 +52,7 @@
 //   F32x16 load16(const P* p)            for float, bf16
 //   void store16(P* p, x)                for float, bf16 and Operand<bf16>; rounds to nearest, ties to even
 //   F32x16 store_rounded(Operand<bf16>* p, x)          the same, and returns what was stored
-//   void store1(P* p, float x)           one value, same types and rounding as store16
+//   void store1(P* p, float x)           one value, same types and rounding as store16; of Rounded below
 //   F32x16 masked_load(const float* p, int n, other)   the first n of 16; lanes of ``other`` elsewhere
 //   void masked_store(float* p, int n, x)              the first n of 16; nothing else is read or written
 //   void store32(QuantizedGroup* row, int g, low, high)   quantises values 32 g to 32 g + 31 of a row: scale is the largest
@@ -101,6 +101,16 @@ inline bf16 to_bf16(float x) {
   uint32_t u;
   std::memcpy(&u, &x, 4);
   return static_cast<bf16>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+}
+
+// a float rounded to bf16
+struct Rounded {
+  float value;
+};
+
+inline void store1(Rounded* p, float x) {
+  const uint32_t bits = static_cast<uint32_t>(to_bf16(x)) << 16;
+  std::memcpy(&p->value, &bits, 4);
 }
 
 // values of T in 32 bits

@@ -12,7 +12,7 @@ import torch
 
 from anabranch.errors import InputError
 
-__all__ = ["cgroup_quota", "processor_flags", "processor_name", "set_threads", "usable_cpus"]
+__all__ = ["cgroup_quota", "processor_flags", "processor_name", "processor_vendor", "set_threads", "usable_cpus"]
 
 _CPUINFO = Path("/proc/cpuinfo")
 _settled = False  # whether ``set_threads`` has been called
@@ -20,21 +20,27 @@ _settled = False  # whether ``set_threads`` has been called
 
 def processor_name() -> str:
     """The processor's model name, e.g. "AMD EPYC"."""
-    if _CPUINFO.is_file():
-        for line in _CPUINFO.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def processor_vendor() -> str:
+    """The vendor's name as the processor says it, e.g. "GenuineIntel"; empty where that is unknown."""
+    return _cpuinfo("vendor_id")
 
 
 @lru_cache(maxsize=1)
 def processor_flags() -> frozenset[str]:
     """Instruction set extensions as Linux names them ("avx2", "avx512f", ...); empty elsewhere."""
+    return frozenset(_cpuinfo("flags").split())
+
+
+def _cpuinfo(field: str) -> str:
+    """A field of the first processor in /proc/cpuinfo; empty if there is none."""
     if _CPUINFO.is_file():
         for line in _CPUINFO.read_text(encoding="utf-8").splitlines():
-            if line.startswith("flags"):
-                return frozenset(line.split(":", 1)[1].split())
-    return frozenset()
+            if line.startswith(field):
+                return line.split(":", 1)[1].strip()
+    return ""
 
 
 def usable_cpus() -> int:
