@@ -158,6 +158,9 @@ def draw(rows: Sequence[dict[str, Any]], stem: Path) -> None:
                         label = f"{layout}, gamma {gamma}"
                         axes.plot(*zip(*points, strict=True), color=colour, marker=marker, linestyle=line, label=label)
             axes.set(xlabel="tokens of the text", ylabel=name, xscale="log", yscale="log")
+            lengths = sorted({row["length"] for row in rows})
+            axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+            axes.minorticks_off()
             plots.grid(axes)
         panels[0].legend(fontsize=8)
     plots.save_both(figure, stem)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -99,6 +101,19 @@ def test_segments_of_any_size_are_the_naive_layout(
         assert other.keys() == found[0].keys()
         for name, gradient in other.items():
             assert float((gradient - found[0][name]).norm()) <= 1e-5 * float(found[0][name].norm()), name
+
+
+def test_the_script_that_measures_segments_compares_the_same_loss() -> None:
+    path = Path(__file__).resolve().parents[2] / "scripts" / "segment_memory.py"
+    spec = importlib.util.spec_from_file_location("segment_memory", path)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    naive, segments = (script.measured(2, 128, layout, 32) for layout in ("naive", "segments"))
+    assert naive["loss"] == pytest.approx(segments["loss"], rel=1e-6)
+    assert segments["positions_per_second"] > 0
+    assert script.mask_bytes(8, 4096) > 15e9
 
 
 def test_the_pruning_layers_loss_is_the_next_tokens() -> None:
