@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from anabranch.bench.quality import columns_of, quality_block
 from anabranch.native.library import library
 from anabranch.support.processor import processor_name
 
@@ -199,7 +200,7 @@ def blocks(result: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[st
     """(caption, column titles, rows) of every table; titles may contain line breaks."""
     good = [record for record in result["contenders"] if "error" not in record]
     ours = [record for record in good if "steps" in record]
-    found = []
+    found = [quality_block(result)] if "application" in result["run"] else []
     for caption, columns, records in (
         ("Speed, compared with our plain decoding of the same prompts", SPEED, good),
         ("Statistics of speculation", STEPS, ours),
@@ -295,21 +296,27 @@ SHEET = (
     "equal_outputs",
     "common_prefix_median",
 )
+ENDS = ("mean", "low", "high")
 SPREADS = ("speedup", "tokens_per_second", "first_token_ms", "token_ms", "step_ms")
 
 
 def sheet(result: Mapping[str, Any]) -> str:
     """The result as CSV: for each contender one line for all prompts (task "all") and one per task."""
     spreads = [f"{name}_{end}" for name in SPREADS for end in ("q1", "median", "q3")]
+    application = result["run"].get("application")
+    scores = [(key, end) for key in (columns_of(application["metrics"]) if application else ()) for end in ENDS]
+    extras = [f"{key}_{end}" for key, end in scores] + (["equal_texts", "extra_parameters"] if application else [])
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["contender", "spec", "task", "prompts", *SHEET, *spreads, "error"])
+    writer.writerow(["contender", "spec", "task", "prompts", *SHEET, *spreads, *extras, "error"])
     for record in result["contenders"]:
         parts = [("all", record), *record.get("by_task", {}).items()]
         for task, part in parts:
             numbers = [part.get(name, "") for name in SHEET]
             for name in SPREADS:
                 numbers += part.get(f"{name}_quartiles") or [""] * 3
+            numbers += [part.get("quality", {}).get(key, {}).get(end, "") for key, end in scores]
+            numbers += [part.get(name, "") for name in extras[len(scores) :]]
             row = [record["name"], record["spec"], task, part.get("prompts", ""), *numbers, record.get("error", "")]
             writer.writerow(row)
     return text.getvalue()

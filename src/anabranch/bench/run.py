@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from anabranch.bench.contenders import Contender, Run
+from anabranch.bench.passes import Pass, passes_of
 from anabranch.bench.suites import SuitePrompt
 from anabranch.decoding.stats import Stats
 from anabranch.errors import AnabranchError
@@ -34,6 +35,7 @@ class Answer:
 
     first_token_seconds  from the call to the first token; None if the contender does not report it
     first_tokens         number of tokens that arrived first; more than 1 if the first step accepted a draft
+    passes               our own forward passes one by one, if this is an example to show
     """
 
     token_ids: list[int]
@@ -41,16 +43,18 @@ class Answer:
     first_token_seconds: float | None = None
     first_tokens: int = 1
     stats: Stats | None = None
+    passes: tuple[Pass, ...] = ()
 
     @staticmethod
-    def of(run: Run) -> Answer:
-        """Count the steps of a run."""
+    def of(run: Run, *, shown: bool = False) -> Answer:
+        """Count the steps of a run, and keep what each did if it will be ``shown``."""
         stats = Stats.of(run.steps) if run.steps else None
         if stats is not None:
             stats.seconds, stats.prefill_seconds = run.seconds, run.prefill_seconds
             stats.prefill_tokens = run.prefill_tokens
         first = len(run.steps[0].tokens) if run.steps else 1
-        return Answer(list(run.token_ids), run.seconds, run.first_token_seconds, first, stats)
+        passes = tuple(passes_of(run.steps)) if shown else ()
+        return Answer(list(run.token_ids), run.seconds, run.first_token_seconds, first, stats, passes)
 
     @property
     def tokens_per_second(self) -> float:
@@ -74,13 +78,14 @@ class Answer:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values, for the journal."""
-        return {
+        record: dict[str, Any] = {
             "token_ids": self.token_ids,
             "seconds": self.seconds,
             "first_token_seconds": self.first_token_seconds,
             "first_tokens": self.first_tokens,
             "stats": None if self.stats is None else self.stats.to_dict(),
         }
+        return record | {"passes": [one.to_list() for one in self.passes]} if self.passes else record
 
     @staticmethod
     def from_dict(record: Mapping[str, Any]) -> Answer:
@@ -92,6 +97,7 @@ class Answer:
             record["first_token_seconds"],
             record["first_tokens"],
             None if stats is None else Stats.from_dict(stats),
+            tuple(map(Pass.from_list, record.get("passes", ()))),
         )
 
 
@@ -144,6 +150,7 @@ def rounds(
     start: int = 0,
     report: Report = lambda done, total, what: None,
     take: Take = lambda name, run: None,
+    shown: int = 0,
 ) -> Iterator[Round]:
     """Decode every prompt from ``start`` on, ``repeats`` times with each contender; yields one round per prompt.
 
@@ -151,6 +158,7 @@ def rounds(
 
     report  called with prompts done, prompts in total, and what is next
     take    called with every counted run, outside the timing
+    shown   keep what the forward passes did on this many prompts, the first ones
     """
     names = list(contenders)
     failed: set[str] = set()
@@ -174,7 +182,7 @@ def rounds(
                     found.errors[name] = describe(error)
                     found.answers.pop(name, None)
                     continue
-                found.answers.setdefault(name, []).append(Answer.of(run))
+                found.answers.setdefault(name, []).append(Answer.of(run, shown=index < shown))
                 take(name, run)
         yield found
         report(index + 1, len(prompts), "")

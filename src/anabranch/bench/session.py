@@ -20,7 +20,18 @@ from anabranch.bench.journal import Journal
 from anabranch.bench.machine import forget_peak, measure_machine, peak_memory_mb, weight_bytes
 from anabranch.bench.recordings import Recordings
 from anabranch.bench.report import SCHEMA, environment
-from anabranch.bench.run import FAILURES, Encoded, Report, Round, describe, gather, rounds, warm_up
+from anabranch.bench.run import (
+    FAILURES,
+    Answer,
+    ContenderAnswers,
+    Encoded,
+    Report,
+    Round,
+    describe,
+    gather,
+    rounds,
+    warm_up,
+)
 from anabranch.bench.summary import summarise
 from anabranch.loading import Loaded
 from anabranch.model.quantize import Quantization
@@ -33,7 +44,10 @@ Tell = Callable[[str], None]
 
 
 class Session:
-    """A benchmark session; a context manager. ``run`` describes the measurement and becomes part of the result."""
+    """A benchmark session; a context manager. ``run`` describes the measurement and becomes part of the result.
+
+    shown  number of prompts whose forward passes are kept one by one, to be shown as examples
+    """
 
     def __init__(
         self,
@@ -44,11 +58,13 @@ class Session:
         sampling: SamplingParams,
         tell: Tell = lambda sentence: None,
         recordings: Recordings | None = None,
+        shown: int = 0,
     ) -> None:
         self.run, self.entries, self.prompts, self.tell = run, entries, prompts, tell
         self.recordings = Recordings({}, {}, {}) if recordings is None else recordings
         self.loaded, self.target, self.sampling = loaded, loaded["none"].target, sampling
         self.environment = environment(self.target.decoder.device)
+        self.shown = shown
         self.machine: dict[str, Any] = {}
         self.memory_mb: dict[str, float] = {}
         self.journal: Journal | None = None
@@ -155,6 +171,7 @@ class Session:
                 start=len(self.done),
                 report=report,
                 take=self.recordings.take,
+                shown=self.shown,
             ):
                 for name, why in one.errors.items():
                     self.tell(f"{name} is not measured: {why}")
@@ -186,15 +203,27 @@ class Session:
         if self.journal is not None:
             self.journal.remove()
 
+    def answers(self) -> list[ContenderAnswers]:
+        """The answers so far by contender."""
+        return gather([entry.name for entry in self.entries], self.done, self.errors)
+
+    def examples(self) -> list[dict[str, Answer]]:
+        """The first answers to the prompts whose passes are kept, by contender."""
+        return [{name: many[0] for name, many in one.answers.items()} for one in self.done[: self.shown]]
+
+    def baseline(self, name: str) -> str:
+        """The name of the plain decoding that a contender is compared with."""
+        weights = next(entry.weights for entry in self.entries if entry.name == name)
+        return plain_of(self.entries, weights) or ""
+
     def result(self, command: str) -> dict[str, Any]:
         """The result for all completed prompts, in the format of a result file (docs/metrics.md)."""
         decoded = self.prompts[: len(self.done)]
         kinds = {entry.name: entry.kind for entry in self.entries}
-        plain = {entry.name: plain_of(self.entries, entry.weights) or "" for entry in self.entries}
         records = summarise(
-            gather(list(kinds), self.done, self.errors),
+            self.answers(),
             decoded,
-            baseline=plain.__getitem__,
+            baseline=self.baseline,
             floor_ms={entry.name: self.floor_ms(entry.weights) for entry in self.entries},
             # a peer draws with its own random numbers
             comparable=lambda name: kinds[name] == "ours" or self.sampling.greedy,

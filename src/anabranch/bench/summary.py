@@ -91,6 +91,7 @@ def _rates(many: Sequence[Sequence[Answer]]) -> dict[str, Any]:
         "tokens_per_second_mean": round(statistics.fmean(rates), 4),
         "tokens_per_second_quartiles": quartiles(rates),
         "first_token_ms_quartiles": quartiles([_middle(a, lambda x: x.first_token_seconds) for a in many]),
+        "sample_ms_quartiles": quartiles([_middle(a, lambda x: x.seconds) for a in many]),
         "token_ms_quartiles": quartiles([_middle(a, lambda x: x.token_seconds) for a in many]),
         "step_ms_quartiles": quartiles([_middle(a, lambda x: x.step_seconds) for a in many]),
     }

@@ -31,7 +31,7 @@ def bench(context: typer.Context, config: BenchConfig) -> None:
     of that size with random weights.
 
     Ctrl-C keeps the results so far; --resume continues. 'bench compare' compares two results, and 'bench peers'
-    installs other engines.
+    installs other engines. 'bench table' puts the results of one task, for several models, into one table.
     """
     if context.invoked_subcommand is not None:
         return
@@ -75,3 +75,30 @@ def compare_results(
     for line in (f"A: {a}", f"B: {b}", *(f"warning: {warning}" for warning in found["warnings"])):
         console.print(line)
     print_tables([comparison_table(found)], console)
+
+
+@app.command("table", cls=Verb)
+def task_table(
+    results: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE ...", help="results of one task: the FILE of 'bench --task --out FILE'"),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="print the table as JSON")] = False,
+) -> None:
+    """Put results of one task into one table, such as those of several tuned models.
+
+    Speedups, and differences of quality row by row, are relative to plain decoding in the first result. Warns if
+    machine, dtype or prompts differ.
+    """
+    from anabranch.bench.compare import read_result
+    from anabranch.bench.task_table import collect, rows_of_table
+    from anabranch.cli.layout import output, print_tables
+
+    found = collect([(path.name.removesuffix(".json"), read_result(path)) for path in results])
+    if as_json:
+        print(json.dumps(found))
+        return
+    console = output()
+    for warning in found["warnings"]:
+        console.print(f"warning: {warning}")
+    print_tables([rows_of_table(found)], console)

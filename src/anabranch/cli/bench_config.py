@@ -18,6 +18,7 @@ from anabranch.errors import InputError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from anabranch.bench.application import Application
     from anabranch.bench.entries import Entry
     from anabranch.bench.run import Encoded
     from anabranch.bench.suites import SuitePrompt
@@ -51,10 +52,21 @@ class BenchConfig:
             "repeatable",
         ),
     ] = ()
+    methods: Annotated[
+        str | None, typer.Option(metavar="A,B,...", help="the same for several drafters, separated by commas")
+    ] = None
     peer: Annotated[
         tuple[str, ...],
         typer.Option(metavar="[LABEL=]NAME", help="measure this engine too; see 'bench peers list'; repeatable"),
     ] = ()
+    metric: Annotated[
+        tuple[str, ...],
+        typer.Option(help="with --task: score answers by exact_match, execution or rouge instead; repeatable"),
+    ] = ()
+    examples: Annotated[int, typer.Option(help="with --task: show how this many of the answers were decoded")] = 1
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="with --task: write the tables and the examples as a web page")
+    ] = None
     max_new_tokens: options.NewTokens = 128
     sampling: options.Sampling = field(default=options.Sampling())
     repeats: Annotated[int, typer.Option(help="repeat every measurement this many times")] = 1
@@ -90,6 +102,22 @@ class BenchConfig:
     ] = ()
     as_json: options.AsJson = False
 
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """The drafters of --method and --methods."""
+        return (*self.method, *(() if self.methods is None else self.methods.split(",")))
+
+    def application(self) -> Application | None:
+        """The task to measure, if there is one. Raises InputError, FileError or CapabilityError."""
+        from anabranch.tasks import check_metrics
+
+        found = self.prompts.application(self.metric)
+        if found is not None:
+            check_metrics(found.task.metrics)
+        if found is None and (self.metric or self.html is not None):
+            raise InputError(f"{'--metric' if self.metric else '--html'} needs --task; give both, or leave it out")
+        return found
+
 
 @dataclass(frozen=True)
 class Weights:
@@ -117,7 +145,7 @@ def entries_of(config: BenchConfig) -> list[Entry]:
 
     kind = config.loading.quantize
     defaults = [AUTO] if config.rows else [method.name for method in methods() if method.default]
-    asked = config.method or (PLAIN, *defaults)
+    asked = config.asked or (PLAIN, *defaults)
     if kind != "none":
         asked = tuple(text if "@" in text else f"{text}@{kind}" for text in asked)
     sampling = config.sampling.params
@@ -168,7 +196,7 @@ def described(
         "model": without_folders(config.loading.model),
         "fingerprint": loaded.target.fingerprint,
         "adapter": loaded.adapters[0].record.get("sha256") if loaded.adapters else None,
-        "suite": Path(config.prompts.suite).name,
+        "suite": Path(config.prompts.task[0] if config.prompts.of_task else config.prompts.suite).name,
         "tasks": list(config.prompts.task),
         "prompts": len(encoded),
         "prompts_sha256": hashlib.sha256(json.dumps([list(ids) for _, ids in encoded]).encode()).hexdigest(),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from anabranch.cli import bench_task
 from anabranch.cli.bench_config import (
     BenchConfig,
     command,
@@ -48,23 +49,33 @@ def run(config: BenchConfig, given: Mapping[str, str]) -> None:
     places = {}
     if config.trace is not None:
         places = recorded_places(config.trace, entries, resume=config.resume, force=config.force)
-    prompts = config.prompts.read()
+    application = config.application()
+    prompts = config.prompts.read() if application is None else application.prompts
     weights = load(config, [k for k in QUANTIZATIONS if k == "none" or any(entry.weights == k for entry in entries)])
     encoded = encode(config, prompts, weights.first)
     description = described(config, entries, encoded, weights.first)
     described_run = description | {"baseline": plain_of(entries, "none")}
+    if application is not None:
+        described_run["application"] = application.described() | {"examples": config.examples}
     recorded = {name: value for name, value in description.items() if name not in ("contenders", "repeats")}
     recordings = Recordings(places, {entry.name: entry.spec for entry in entries}, recorded)
     console = status_console()
+    shown = 0 if application is None else config.examples
     with Session(
-        described_run, entries, encoded, weights.loaded, config.sampling.params, console.print, recordings
+        described_run, entries, encoded, weights.loaded, config.sampling.params, console.print, recordings, shown
     ) as session:
         interrupted = _measure(session, config, entries, console)
         result = session.result(command()) | {"load_seconds": weights.load_seconds}
+    if application is not None:
+        bench_task.score(result, session, application, weights)
     written = [] if config.out is None else _write(result, config.out, figures=config.figures)
+    if application is not None and config.html is not None:
+        written.append(bench_task.write_page(config.html, result, session, application))
     if session.complete:
         session.forget()
     _show(result, config)
+    if application is not None and not config.as_json:
+        bench_task.show_examples(session, application)
     for path in [*written, *recordings.written]:
         console.print(f"wrote {path}")
     if interrupted:
@@ -84,6 +95,9 @@ def _check(config: BenchConfig) -> None:
         option = "--figures" if config.figures else "--resume"
         raise InputError(f"{option} needs --out FILE, since its files are next to it")
     check_at_least(1, max_new_tokens=config.max_new_tokens, repeats=config.repeats)
+    check_at_least(0, examples=config.examples)
+    if config.html is not None:
+        check_output(config.html, force=config.force or config.resume, what="the page", option="--html")
     if config.figures:
         check_matplotlib("or leave out --figures")
     if config.out is not None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
-OTHERS = ("figures", "resume", "trace", "width", "batch", "context_tokens")
+OTHERS = ("metric", "examples", "html", "figures", "resume", "trace", "width", "batch", "context_tokens")
 TITLES = (
     *("contender", "rows", "tokens/s\n(range)", "ratio to\nplain", "TTFT ms\nmedian / p95", "ITL ms\nmedian / p95"),
     *("tokens/\nstep", "draft\nnodes", "equal"),

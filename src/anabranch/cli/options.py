@@ -17,18 +17,21 @@ from anabranch.errors import InputError
 from anabranch.loading import LoadConfig, Loaded
 
 if TYPE_CHECKING:
+    from anabranch.bench.application import Application
     from anabranch.bench.suites import SuitePrompt
     from anabranch.options import Keywords
     from anabranch.sampling import SamplingParams
 
 __all__ = [
     "AsJson",
+    "Completion",
     "Decoding",
     "Drafter",
     "Figure",
     "Force",
     "Loading",
     "NewTokens",
+    "PromptTemplate",
     "Prompts",
     "Raw",
     "Sampling",
@@ -50,7 +53,15 @@ System = Annotated[str | None, typer.Option(help="put this system message first"
 Raw = Annotated[bool, typer.Option("--raw", help="use no chat template: continue the text as is")]
 ShowDrafts = Annotated[bool, typer.Option("--show-drafts", help="mark what proposed each token")]
 AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
+PromptTemplate = Annotated[
+    str | None,
+    typer.Option(metavar="TEXT", help="with --task: write prompts like this, with fields of a row as {name}"),
+]
+Completion = Annotated[
+    str | None, typer.Option(metavar="FIELD", help="with --task: the field of the completion, or of a list of them")
+]
 Force = Annotated[bool, typer.Option("--force", help="replace files that exist")]
+OF_TASKS = ("prompt_template", "completion", "split")  # options of --task
 Figure = Annotated[Path | None, typer.Option(metavar="FILE", help="draw a figure (FILE.png or FILE.svg)")]
 
 
@@ -141,19 +152,65 @@ class Prompts:
     ] = "own"
     data: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="read suites here, as SUITE/test.jsonl.gz (default: the hub)"),
+        typer.Option(
+            metavar="DIR", help="read suites and data sets here, as NAME/test.jsonl.gz (default: the hub, for suites)"
+        ),
     ] = None
     field: Annotated[str, typer.Option(help="take prompts from this field of a JSONL file")] = "prompt"
     task: Annotated[
-        tuple[str, ...], typer.Option(metavar="TASK", help="use only this task of the suite; repeatable")
+        tuple[str, ...],
+        typer.Option(
+            metavar="TASK",
+            help="decode this application: sql, e2e, dialogsum or a JSONL file; with --suite, use only this task of "
+            "it; repeatable",
+        ),
     ] = ()
+    prompt_template: PromptTemplate = None
+    completion: Completion = None
+    split: Annotated[
+        str, typer.Option(help="with --task: use the rows of train, validation, test, or all of a file of your own")
+    ] = "test"
     limit: Annotated[int | None, typer.Option(help="use only this many prompts, spread over the tasks")] = None
     raw: Raw = False
+
+    @property
+    def of_task(self) -> bool:
+        """Whether --task names an application, and not tasks of a suite."""
+        return self.suite == "own" and bool(self.task)
+
+    def application(self, metrics: tuple[str, ...] = ()) -> Application | None:
+        """The application that --task names without --suite, and its rows; None if there is none.
+
+        metrics  names of metrics instead of the task's own
+
+        Raises InputError or FileError.
+        """
+        from anabranch.bench.application import Application
+
+        if not self.of_task:
+            if useless := [name for name in OF_TASKS if getattr(self, name) != getattr(Prompts, name)]:
+                raise InputError(f"--{useless[0].replace('_', '-')} needs --task without --suite")
+            return None
+        if len(self.task) > 1:
+            raise InputError(f"--task decodes one application at a time, got {' and '.join(self.task)}")
+        if self.field != Prompts.field:
+            raise InputError("--field has no effect with --task; give --prompt-template instead")
+        return Application.read(
+            self.task[0],
+            data=self.data,
+            split=self.split,
+            limit=self.limit,
+            template=self.prompt_template,
+            completion=self.completion,
+            metrics=metrics,
+        )
 
     def read(self) -> list[SuitePrompt]:
         """The prompts. Raises InputError, FileError or FetchError."""
         from anabranch.bench.suites import load_suite
 
+        if (application := self.application()) is not None:
+            return application.prompts
         return load_suite(self.suite, data=self.data, limit=self.limit, field=self.field, tasks=self.task)
 
 

@@ -247,12 +247,21 @@ class Marker:
 
     def mark(self, chunk: Chunk) -> str:
         """The text of a chunk, token by token."""
+        end = len(chunk.step.tokens) - 1 if chunk.step.finish == "stop" else None
+        return self.tokens(chunk.token_ids, chunk.sources, end=end, last=chunk.result is not None)
+
+    def tokens(
+        self, token_ids: Sequence[int], sources: Sequence[str], *, end: int | None = None, last: bool = False
+    ) -> str:
+        """The text of tokens, one by one, given what proposed each.
+
+        end   the index of an end token, which has no text
+        last  whether no tokens follow
+        """
         text = ""
-        last = len(chunk.token_ids) - 1
-        for i, (token, source) in enumerate(zip(chunk.token_ids, chunk.sources, strict=True)):
-            ended = chunk.step.finish == "stop" and i == len(chunk.step.tokens) - 1
-            piece = "" if ended else self._detokenizer.add([token])
-            if i == last and chunk.result is not None:
+        for i, (token, source) in enumerate(zip(token_ids, sources, strict=True)):
+            piece = "" if i == end else self._detokenizer.add([token])
+            if last and i == len(token_ids) - 1:
                 piece += self._detokenizer.finish()
             text += self._style(for_stdout(piece), source)
         return text

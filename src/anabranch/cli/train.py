@@ -136,22 +136,25 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
     from anabranch.train.advice import curve_of
     from anabranch.train.checkpoint import read_log
     from anabranch.train.figure import draw_curves
-    from anabranch.train.job import read_data, stored_target, train_adapter
+    from anabranch.train.job import stored_target, train_adapter
     from anabranch.train.processes import joined
     from anabranch.train.self_prompts import SOURCE
 
     assert method.trained is not None
     plan = method.trained.recipe(config.recipe, train_data.with_new_data(config.data, method.trained.options, given))
     writing = train_data.self_data(config.data, plan.options.seed)
-    licences = {SOURCE: "written by the target itself", **_licences(config.licence)}
+    stated = _licences(config.licence)
     _check(config)
+    task = config.data.of_task.read()
+    licences = {SOURCE: "written by the target itself"} | ({} if task is None else task.licences) | stated
     run = config.out / "training"
     with joined() as processes, screen() if processes.first else silent() as shown, resumable():
         shown.show(f"loading {config.loading.model}", "", plain=f"loading {config.loading.model}")
         target = options.load(config.loading, pack=False, adapters=False).target
         answered, own = train_data.write_data(target, config.data, writing, config.out, shown)
-        examples = read_data(target, plan, answers=answered, text=config.data.text)
-        own_examples = train_data.own_examples(target, plan, own)
+        if task is not None:
+            shown.say(task.told())
+        examples, own_examples = train_data.read_examples(target, config.data, task, plan, answered, own)
         tokens = sum(len(example.answer_ids) for example in examples)
         shown.say(f"{len(examples):,} examples, {tokens:,} answer tokens, {plan.held_out:,} examples held out")
         curve = curve_of(read_log(run)) if config.resume else []
@@ -167,6 +170,7 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
             command=shown_command("anabranch", *sys.argv[1:]),
             licences=licences,
             own=own_examples,
+            facts=None if task is None else {"task": task.described()},
             logs=config.log,
             processes=processes,
             shard_target=config.shard_target,

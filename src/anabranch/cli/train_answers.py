@@ -12,6 +12,7 @@ import typer
 
 from anabranch.cli import options
 from anabranch.cli.configured import configured
+from anabranch.cli.train_task import TaskConfig
 
 if TYPE_CHECKING:
     from anabranch.cli.screen import Screen
@@ -34,6 +35,7 @@ class AnswersConfig:
         int | None,
         typer.Option(metavar="N", help="let the model write this many prompts itself, to OUT.prompts.jsonl"),
     ] = None
+    of_task: TaskConfig = field(default=TaskConfig())
     loading: options.Loading = field(default=options.Loading())
     rows: Annotated[int, typer.Option(help="decode this many prompts at a time")] = 32
     max_new_tokens: options.NewTokens = 256
@@ -56,17 +58,23 @@ def answers(config: AnswersConfig) -> None:
 
     sampling = config.sampling.params
     source = _check(config)
+    task = config.of_task.read()
     written = None
     with screen() as shown, resumable():
         shown.show(f"loading {config.loading.model}", "", plain=f"loading {config.loading.model}")
         target = options.load(config.loading, adapters=False).target
         if config.self_prompted is not None:
+            assert source is not None
             report = _show_prompts(shown)
             written = write_prompts(
                 target, source, config.self_prompted, rows=config.rows, seed=sampling.seed, report=report
             )
             shown.say(f"{written.kept:,} prompts of {written.sampled:,} sampled: {told(written.dropped)}")
-        asked = read_prompts(source, target.tokenizer, limit=config.self_prompted or config.limit)
+        if task is not None:
+            asked = task.prompts(target.tokenizer)
+        else:
+            assert source is not None
+            asked = read_prompts(source, target.tokenizer, limit=config.self_prompted or config.limit)
         done = write_answers(
             target,
             asked,
@@ -90,8 +98,8 @@ def answers(config: AnswersConfig) -> None:
     print(f"Next: anabranch train {trainable().name} --answers {config.out} --out FOLDER")
 
 
-def _check(config: AnswersConfig) -> Path:
-    """Check options and files, before a model is loaded; returns the file of the prompts.
+def _check(config: AnswersConfig) -> Path | None:
+    """Check options and files, before a model is loaded; returns the file of the prompts, None for those of a task.
 
     Raises InputError or FileError.
     """
@@ -99,8 +107,12 @@ def _check(config: AnswersConfig) -> Path:
     from anabranch.train.answers import check_out
     from anabranch.train.self_prompts import check_prompts
 
-    if (config.prompts is None) == (config.self_prompted is None):
-        raise InputError("give either a file of prompts (--prompts) or a number of prompts to write (--self-prompted)")
+    config.of_task.check()
+    if [config.prompts, config.self_prompted, config.of_task.task].count(None) != 2:
+        raise InputError(
+            "give either a file of prompts (--prompts), a number of prompts to write (--self-prompted), or a task "
+            "(--task)"
+        )
     if config.prompts is not None:
         if not config.prompts.is_file():
             raise FileError(
@@ -108,6 +120,11 @@ def _check(config: AnswersConfig) -> Path:
             )
         check_out(config.out, config.prompts)
         return config.prompts
+    if config.of_task.task is not None:
+        if config.limit is not None:
+            raise InputError("--limit is for --prompts; give the number of rows to --task-rows")
+        check_out(config.out, Path(config.of_task.task))  # of a file, it has the prompts
+        return None
     options.check_at_least(1, self_prompted=config.self_prompted, rows=config.rows)
     if config.limit is not None:
         raise InputError("--limit is for --prompts; give the number of prompts to --self-prompted")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from anabranch.cli.train_task import TaskConfig
 
 if TYPE_CHECKING:
     from anabranch.cli.screen import Screen
@@ -14,8 +16,9 @@ if TYPE_CHECKING:
     from anabranch.model.load import Target
     from anabranch.train import Example
     from anabranch.train.self_data import DataProgress, SelfData
+    from anabranch.train.task_data import TaskData
 
-__all__ = ["DataConfig", "check_data_options", "own_examples", "self_data", "with_new_data", "write_data"]
+__all__ = ["DataConfig", "check_data_options", "read_examples", "self_data", "with_new_data", "write_data"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,7 @@ class DataConfig:
     text: Annotated[
         Path | None, typer.Option(metavar="FILE", help="train on a text file, or JSONL with a field 'text', instead")
     ] = None
+    of_task: TaskConfig = field(default=TaskConfig())
     self_tokens: Annotated[
         int | None,
         typer.Option(
@@ -47,7 +51,7 @@ class DataConfig:
     @property
     def self_written(self) -> bool:
         """Whether the target writes the data."""
-        return self.answers is None and self.text is None
+        return self.answers is None and self.text is None and self.of_task.task is None
 
 
 def check_data_options(config: DataConfig, out: Path) -> None:
@@ -57,15 +61,17 @@ def check_data_options(config: DataConfig, out: Path) -> None:
     from anabranch.train.job import check_data
     from anabranch.train.self_data import check_self_data
 
+    _check_task(config)
     if config.self_written:
         check_self_data(_folder(out))
     else:
-        check_data(config.answers, config.text)
+        if config.of_task.task is None:
+            check_data(config.answers, config.text)
         for name in ("self_tokens", "self_rows", "self_temperature"):
             if getattr(config, name) is not None:
                 raise InputError(
                     f"--{name.replace('_', '-')} is for data that the model writes itself; leave it out, or give "
-                    "neither --answers nor --text"
+                    "none of --answers, --text and --task"
                 )
     if config.evaluate is not None:
         if not config.evaluate.is_file():
@@ -74,6 +80,19 @@ def check_data_options(config: DataConfig, out: Path) -> None:
                 "per line"
             )
         check_out(_own(out), config.evaluate)
+
+
+def _check_task(config: DataConfig) -> None:
+    """Check the options of --task. Raises InputError."""
+    from anabranch.errors import InputError
+
+    config.of_task.check()
+    if config.of_task.task is None:
+        return
+    if config.answers is not None or config.text is not None:
+        raise InputError(f"--task and --{'text' if config.text else 'answers'} are both data to learn from; give one")
+    if config.evaluate is not None:
+        raise InputError("--task evaluates on its own validation rows, so --evaluate has no effect; leave it out")
 
 
 def with_new_data(config: DataConfig, options: Any, given: dict[str, Any]) -> dict[str, Any]:
@@ -127,11 +146,16 @@ def write_data(
     return learn, own
 
 
-def own_examples(target: Target, recipe: Recipe, path: Path | None) -> list[Example]:
-    """The completions of the user's prompts."""
-    from anabranch.train import read_data
+def read_examples(
+    target: Target, config: DataConfig, task: TaskData | None, recipe: Recipe, learn: Path | None, own: Path | None
+) -> tuple[list[Example], list[Example]]:
+    """The examples to learn from, and further ones to evaluate on, from a task or the files of ``write_data``."""
+    from anabranch.train.job import read_data
 
-    return [] if path is None else read_data(target, recipe, answers=path)
+    if task is not None:
+        return task.examples(target, recipe)
+    examples = read_data(target, recipe, answers=learn, text=config.text)
+    return examples, [] if own is None else read_data(target, recipe, answers=own)
 
 
 def _show(shown: Screen, now: DataProgress) -> None:

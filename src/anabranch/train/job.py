@@ -136,6 +136,7 @@ def train_adapter(
     command: str = "",
     licences: Mapping[str, str] | None = None,
     own: Sequence[Example] = (),
+    facts: Mapping[str, Any] | None = None,
     logs: Sequence[str] = (),
     processes: Processes | None = None,
     shard_target: bool = False,
@@ -147,9 +148,9 @@ def train_adapter(
     licences  licences of the data by source, for the card
     own       further examples to evaluate on at the end: completions of the user's prompts. Those of ``examples`` with
               the same prompts are left out
+    facts     more to say about the data in the record
     logs      kinds of logs besides log.jsonl: csv, tensorboard
     processes those that share the training. Only the first one reports, writes and returns a record; in others it is {}
-
     shard_target  keep a part of the target's layers in each process only
 
     With ``shard_target`` or ``target_format`` nf4, ``target.decoder`` is changed in place, and ``stored_target`` loads
@@ -198,15 +199,17 @@ def train_adapter(
             _warn(watch.see(read_log(run), progress))
 
     evaluation = trainer.run(watched, resume=resume)
+    on_own = trainer.evaluate_on(own) if own and trainer.evaluating else {}
     if not processes.first:
         return {}
     measured = _measured(evaluation, len(held_out), objective.predictor) if held_out else {}
     if own:
-        measured[OWN] = _measured(trainer.evaluate_on(own), len(own), objective.predictor)
+        measured[OWN] = _measured(on_own, len(own), objective.predictor)
     record = {
         "command": command,
         **({} if begun is None else {"init": begun}),
         "data": _sources(training, licences or {}),
+        **(facts or {}),
         "examples": len(training),
         "answer_tokens": sum(len(example.answer_ids) for example in training),
         "data_sha256": digest(training),

@@ -235,10 +235,10 @@ class Trainer:
             with closing(Logs(self.folder, self.log_kinds, self.objective.predictors, self.done)) as logs:
                 self._train(report, logs)
         self.best.put_back(self.module)
-        return self.evaluate(nodes=TREES) if self.held_out and self._evaluating else {}
+        return self.evaluate(nodes=TREES) if self.held_out and self.evaluating else {}
 
     @property
-    def _evaluating(self) -> bool:
+    def evaluating(self) -> bool:
         """Whether this process evaluates: the first one, or all where a pass needs the weights of all."""
         return self.processes.first or self.processes.sharded
 
@@ -274,7 +274,7 @@ class Trainer:
 
     def _evaluate_now(self) -> dict[str, Any]:
         """Evaluate on the first held-out examples, and keep the weights if they are the best so far."""
-        evaluation = self.evaluate(self.options.evaluate_rows) if self._evaluating else {}
+        evaluation = self.evaluate(self.options.evaluate_rows) if self.evaluating else {}
         evaluation = self.processes.tell(evaluation)
         with shielded():
             self.best.see(self.done, evaluation, self.module)

@@ -1,0 +1,156 @@
+"""Several results of one task in one table: several targets, as in table 3 of Speculative Streaming (ACL).
+
+Everything is relative to plain decoding in the first result: speed by row, and quality as the difference by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from anabranch.bench.compare import PLACE, RUN
+from anabranch.bench.quality import columns_of, percent, quartiles_cell
+from anabranch.bench.report import plain_table
+from anabranch.bench.summary import quartiles
+from anabranch.errors import FileError, InputError
+from anabranch.support.jsonfiles import is_number, is_whole
+from anabranch.tasks import METRICS, difference, spread
+
+__all__ = ["collect", "rows_of_table"]
+
+PLAIN = "none"
+DIFFERS = ("template", "completion", "split", "rows", "of")  # of the task: a warning
+OF_RUN = {name: words for name, words in RUN.items() if name not in ("fingerprint", "suite")}  # targets may differ
+
+
+def collect(results: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """The records of all contenders, and warnings where the results do not compare.
+
+    results  (name, result) of each file
+
+    Raises FileError for a result without a task, InputError for other tasks or metrics, fewer rows than the first, or
+    a first result without plain decoding.
+    """
+    for name, result in results:
+        if wrong := _malformed(result):
+            raise FileError(f"{name} has no valid {wrong}; give results of 'anabranch bench --task ... --out FILE'")
+    first_name, first = results[0]
+    task = first["run"]["application"]
+    base = next((one for one in first["contenders"] if one["spec"] == PLAIN and "error" not in one), None)
+    if base is None:
+        raise InputError(f"{first_name} has no plain decoding to compare with; measure it again with --method none")
+    warnings, records, columns = [], [], columns_of(task["metrics"])
+    for name, result in results:
+        own = result["run"]["application"]
+        for key in ("name", "metrics"):
+            if own[key] != task[key]:
+                raise InputError(f"{name} has other {key} than {first_name} ({own[key]}, not {task[key]}); give others")
+        if [row["name"] for row in result["prompts"]] != [row["name"] for row in first["prompts"]]:
+            raise InputError(f"{name} has other rows than {first_name}; measure the same split with the same --limit")
+        warnings += _warnings(name, result, first)
+        records += [_record(name, one, base, columns) for one in result["contenders"]]
+    return {
+        "task": task,
+        "rows": len(first["prompts"]),
+        "columns": columns,
+        "warnings": warnings,
+        "contenders": records,
+    }
+
+
+def _malformed(result: Mapping[str, Any]) -> str:
+    """What a result lacks; empty if it has all that is read here and that ``compare.read_result`` did not check."""
+    task, prompts = result["run"].get("application"), result.get("prompts")
+    if not isinstance(task, dict) or not isinstance(task.get("name"), str) or not isinstance(task.get("metrics"), list):
+        return "'application'"
+    if not all(isinstance(name, str) and name in METRICS for name in task["metrics"]):
+        return "'application'"
+    if not isinstance(prompts, list) or not all(isinstance(one, dict) and "name" in one for one in prompts):
+        return "'prompts'"
+    for one in result["contenders"]:
+        if "error" in one:
+            continue
+        quality, milliseconds = one.get("quality"), one["sample_ms_quartiles"]
+        parts = [quality.get(key) if isinstance(quality, dict) else None for key in columns_of(task["metrics"])]
+        if not all(isinstance(part, dict) and _are_scores(part.get("scores"), len(prompts)) for part in parts):
+            return f"'quality' of {one['name']}"
+        if len(one["tokens_per_second_by_prompt"]) != len(prompts):
+            return f"'tokens_per_second_by_prompt' of {one['name']}"
+        if not isinstance(milliseconds, list) or len(milliseconds) != 3 or not all(map(is_number, milliseconds)):
+            return f"'sample_ms_quartiles' of {one['name']}"
+        if one.get("extra_parameters") is not None and not is_whole(one["extra_parameters"], 0):
+            return f"'extra_parameters' of {one['name']}"
+    return ""
+
+
+def _are_scores(values: Any, count: int) -> bool:
+    return (
+        isinstance(values, list)
+        and len(values) == count
+        and all(value is None or is_number(value, 0, 1) for value in values)
+    )
+
+
+def _warnings(name: str, result: Mapping[str, Any], first: Mapping[str, Any]) -> list[str]:
+    found = [] if result["complete"] else [f"{name} is incomplete"]
+    for group, facts in (("run", OF_RUN), ("environment", PLACE)):
+        found += [f"{name}: {words}" for key, words in facts.items() if result[group].get(key) != first[group].get(key)]
+    task, own = first["run"]["application"], result["run"]["application"]
+    return found + [f"{name}: the {key} of the task differs" for key in DIFFERS if own.get(key) != task.get(key)]
+
+
+def _record(name: str, one: Mapping[str, Any], base: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """What the table shows of a contender; ``base`` is plain decoding in the first result, ``keys`` the columns."""
+    record: dict[str, Any] = {"result": name, "name": one["name"], "spec": one["spec"]}
+    if "error" in one:
+        return record | {"error": one["error"]}
+    rates = zip(one["tokens_per_second_by_prompt"], base["tokens_per_second_by_prompt"], strict=True)
+    scores = {key: (one["quality"][key]["scores"], base["quality"][key]["scores"]) for key in keys}
+    return record | {
+        "quality": {key: spread(mine) for key, (mine, _) in scores.items()},
+        "difference": {key: difference(mine, theirs) for key, (mine, theirs) in scores.items()},
+        "speedup_quartiles": quartiles([mine / theirs for mine, theirs in rates]),
+        "sample_ms_quartiles": one["sample_ms_quartiles"],
+        "mean_acceptance_length": one.get("mean_acceptance_length"),
+        "extra_parameters": one.get("extra_parameters"),
+    }
+
+
+def rows_of_table(found: Mapping[str, Any]) -> Table:
+    """The table for a terminal."""
+    task = found["task"]
+    table = plain_table(
+        f"{task['name']}, {found['rows']} rows: quality in % (95 % interval), relative to the first line"
+    )
+    table.add_column("result")
+    table.add_column("contender")
+    for title in found["columns"].values():
+        table.add_column(title, justify="right")
+        table.add_column("difference", justify="right")
+    for title in ("speedup\n(quartiles)", "ms per\nsample", "tokens/\nstep", "extra\nparameters"):
+        table.add_column(title, justify="right")
+    for record in found["contenders"]:
+        cells = [record["result"], record["name"]]
+        if "error" in record:
+            table.add_row(*cells, "error")
+            continue
+        for key in found["columns"]:
+            cells += [percent(record["quality"][key]), _signed(record["difference"][key])]
+        length, extra = record["mean_acceptance_length"], record["extra_parameters"]
+        table.add_row(
+            *cells,
+            quartiles_cell(record["speedup_quartiles"]),
+            quartiles_cell(record["sample_ms_quartiles"], 0),
+            "-" if length is None else f"{length:.2f}",
+            "-" if extra is None else f"{extra:,}",
+        )
+    return table
+
+
+def _signed(part: Mapping[str, Any]) -> str:
+    if part["mean"] is None:
+        return "-"
+    mean, low, high = (f"{100 * part[name]:+.1f}" for name in ("mean", "low", "high"))
+    return f"{mean} ({low} to {high})"

@@ -1,0 +1,53 @@
+"""The options of ``anabranch train`` for the rows of a task."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from anabranch.cli import options
+from anabranch.errors import InputError
+
+if TYPE_CHECKING:
+    from anabranch.train.task_data import TaskData
+
+__all__ = ["TaskConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """Which rows to take of which application, and how they become prompts."""
+
+    task: Annotated[
+        str | None,
+        typer.Option(help="take the training rows of this application: sql, e2e, dialogsum or a JSONL file"),
+    ] = None
+    data: Annotated[Path | None, typer.Option(metavar="DIR", help="read the data set of --task here")] = None
+    prompt_template: options.PromptTemplate = None
+    completion: options.Completion = None
+    task_rows: Annotated[int | None, typer.Option(help="with --task: draw this many rows (default: all)")] = None
+    raw: options.Raw = False
+
+    def check(self) -> None:
+        """Check that no option is given without --task. Raises InputError."""
+        for name in ("data", "prompt_template", "completion", "task_rows", "raw"):
+            if self.task is None and getattr(self, name) != getattr(TaskConfig, name):
+                raise InputError(f"--{name.replace('_', '-')} needs --task; give both, or leave it out")
+
+    def read(self) -> TaskData | None:
+        """The rows, before a model is loaded; None without --task. Raises InputError or FileError."""
+        from anabranch.train.task_data import TaskData
+
+        if self.task is None:
+            return None
+        return TaskData.read(
+            self.task,
+            data=self.data,
+            template=self.prompt_template,
+            completion=self.completion,
+            limit=self.task_rows,
+            raw=self.raw,
+        )

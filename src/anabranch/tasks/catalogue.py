@@ -1,0 +1,81 @@
+"""The known tasks, those of Speculative Streaming's papers, and tasks made of a file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from anabranch.errors import FileError, InputError
+from anabranch.tasks.metrics import METRICS
+from anabranch.tasks.task import Task
+from anabranch.tasks.template import Template
+
+__all__ = ["TASKS", "find_task"]
+
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        Task(
+            "sql",
+            Template(
+                "Write one SQL query that answers the question. Reply with the query only.\n\n"
+                "Tables: {context}\nQuestion: {question}"
+            ),
+            completion=("answer",),
+            metrics=("exact_match", "execution"),
+            folder="sql_create_context",
+            licence="CC BY 4.0 (Spider: CC BY-SA 4.0, WikiSQL: BSD-3-Clause)",
+        ),
+        Task(
+            "e2e",
+            Template(
+                "Describe the restaurant in one or two sentences, using these attributes.\n\n{meaning_representation}"
+            ),
+            completion=("human_reference", "references"),
+            metrics=("rouge",),
+            folder="e2e_nlg",
+            licence="CC BY-SA 4.0",
+        ),
+        Task(
+            "dialogsum",
+            Template("Summarize the dialogue in one or two sentences.\n\n{dialogue}"),
+            completion=("summary", "summaries"),
+            metrics=("rouge",),
+            folder="dialogsum",
+            licence="CC BY-NC-SA 4.0",
+            commercial=False,
+        ),
+    )
+}
+
+
+def find_task(
+    text: str, *, template: str | None = None, completion: str | None = None, metrics: Sequence[str] = ()
+) -> Task:
+    """A known task by its name or its folder's, or the task of a JSONL file.
+
+    template    of the prompt; a file needs one
+    completion  the field of the completion; a file needs one
+    metrics     names of ``METRICS``; none: those of the task, or exact_match for a file
+
+    Raises InputError for a missing or an invalid value, FileError for a file that does not exist.
+    """
+    if unknown := [name for name in metrics if name not in METRICS]:
+        raise InputError(f"there is no metric {unknown[0]!r}; metrics are {', '.join(METRICS)}")
+    known = next((task for task in TASKS.values() if text in (task.name, task.folder)), None)
+    if known is not None:
+        return replace(
+            known,
+            template=known.template if template is None else Template(template),
+            completion=known.completion if completion is None else (completion,),
+            metrics=tuple(metrics) or known.metrics,
+        )
+    path = Path(text)
+    if not path.is_file():
+        raise FileError(f"there is no task or file {text!r}; tasks are {', '.join(TASKS)}, or give a JSONL file")
+    if template is None or completion is None:
+        missing = "--prompt-template TEXT, with fields as {name}" if template is None else "--completion FIELD"
+        raise InputError(f"the task {path.name} is a file, so it needs {missing}")
+    name = path.name.split(".")[0]
+    return Task(name, Template(template), (completion,), tuple(metrics) or ("exact_match",), file=path)
