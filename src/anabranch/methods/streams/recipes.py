@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from anabranch.learning.recipe import COMMON, Option, Recipe, TrainOptions
+from anabranch.learning.recipe import COMMON, RECOMPUTE, Option, Recipe, TrainOptions
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.begin import begin_with
 from anabranch.methods.streams.config import StreamConfig
@@ -101,6 +101,7 @@ OPTIONS: dict[str, Option] = {
     "unconditioned": Option(float, "weight of the loss without conditioning", "loss"),
     "decay": Option(float, "weight of stream j is decay ** (j - 1)", "loss"),
     **COMMON,
+    **RECOMPUTE,
 }
 
 
