@@ -87,6 +87,7 @@ OPTIONS: dict[str, Option] = {
     "stream_mlp": Option(str, "adapter (the paper) or mlp+adapter", "config"),
     "adapter_rank": Option(int, "rank of the stream adapters (R_s)", "config"),
     "attention_rank": Option(int, "rank of the deltas on q, k, v and o; 0: none", "config"),
+    "position": Option(str, "what tells streams apart: embedding (the paper) or rotation (of values, eq. 8)", "config"),
     "conditioning": Option(str, "what scores are conditioned on: none, parent or path", "config"),
     "conditioning_rank": Option(int, "width of the conditioning term", "config"),
     "root_width": Option(int, "width of the term that conditions streams on the root; 0: none", "config"),
