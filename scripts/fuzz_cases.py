@@ -33,11 +33,12 @@ from anabranch.decoding.engine import Engine, Request
 from anabranch.methods import make_drafter
 from anabranch.model.load import Target, load_target
 from anabranch.model.pack import pack_decoder
+from anabranch.model.peft import write_lora
 from anabranch.profiles import Situation
 from anabranch.train.answers import read_prompts
 from anabranch.train.checkpoint import load_checkpoint, save_checkpoint
 from anabranch.train.data import read_examples, read_texts
-from small import RICH, randomise, small, small_adapter
+from small import RICH, drawn_lora, randomise, small, small_adapter
 from toy_text import VOCABULARY, save_toys
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -249,6 +250,26 @@ def use_adapter(folder: Path) -> None:
     decode(Model(target, loaded, "streams:tree=best,nodes=8"))
 
 
+def make_lora(folder: Path) -> None:
+    make_toys(folder)
+    lora = drawn_lora(load_target(str(folder / "model"), device="cpu").config)
+    write_lora(folder / "lora", lora, base="toy")
+    record = folder / "lora" / "adapter_config.json"
+    described = {**json.loads(record.read_text(encoding="utf-8")), "rank_pattern": {r"layers\.1\..*q_proj": 3}}
+    record.write_text(json.dumps(described), encoding="utf-8")
+
+
+def use_lora(folder: Path) -> None:
+    decode(anabranch.load(folder / "model", lora=folder / "lora", drafter="none", device="cpu"))
+
+
+def spoil_lora(folder: Path, rng: Random) -> None:
+    if rng.random() < 0.5:
+        spoil_json(folder / "lora" / "adapter_config.json", rng)
+    else:
+        spoil_tensors(folder / "lora" / "adapter_model.safetensors", rng)
+
+
 def use_profile(folder: Path) -> None:
     os.environ["ANABRANCH_HOME"] = str(folder)
     target = toy_target()
@@ -426,6 +447,7 @@ KINDS: dict[str, Kind] = {
     "tokenizers": Kind(make_toys, spoil_tokenizer, use_tokenizer),
     "safetensors": Kind(make_toys, in_file("model/model.safetensors", spoil_tensors), use_model),
     "gguf": Kind(make_gguf, spoil_gguf, use_gguf),
+    "loras": Kind(make_lora, spoil_lora, use_lora),
     "profiles": Kind(make_profile, in_file("profile.json", spoil_json), use_profile),
     "traces": Kind(make_trace, in_file("trace.jsonl", spoil_lines), use_trace),
     "latency": Kind(make_latency, in_file("latency.json", spoil_json), use_latency),

@@ -6,6 +6,7 @@ positions, parallel blocks); that each family's wiring is right is ``tests/model
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -26,6 +27,7 @@ from anabranch.methods.streams.config import StreamConfig
 from anabranch.model.config import ModelConfig, RopeConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import Target
+from anabranch.model.lora import Lora, Term, places
 from anabranch.model.passes import PassResult
 from anabranch.model.weights import build_decoder, fingerprint
 from anabranch.sampling import SamplingParams
@@ -158,6 +160,28 @@ class Words:
 def as_target(decoder: Decoder, *, eos: tuple[int, ...] = (2,), name: str = "toy") -> Target:
     """What ``load_target`` would return."""
     return Target(decoder, Words(), replace(decoder.config, eos_token_ids=eos), name, None, fingerprint(decoder))
+
+
+def drawn_lora(config: ModelConfig, chosen: str = "", *, seed: int = 5) -> Lora:
+    """Random terms for the modules whose names contain ``chosen``."""
+    noise = torch.Generator().manual_seed(seed)
+    terms = {}
+    for name, place in places(config).items():
+        if chosen in name:
+            shapes = (3, place.width), (place.outputs, 3)
+            down, up = (0.1 * torch.randn(shape, generator=noise) for shape in shapes)
+            terms[name] = Term(down, up, 1.5)
+    return Lora(terms)
+
+
+def merged_copy(target: Decoder, lora: Lora) -> Decoder:
+    """A copy with the terms added to its weights."""
+    tuned = copy.deepcopy(target)
+    for name, place in places(target.config).items():
+        if name in lora.terms:
+            weight: Any = tuned.blocks[place.layer].get_submodule(place.part).weight
+            weight[place.rows] = lora.terms[name].merged(weight[place.rows])
+    return tuned
 
 
 class Timeless(Speculation):

@@ -24,10 +24,13 @@ def peft(tmp_path: Path) -> Path:
 
 
 def test_a_peft_folder_is_named_as_such(peft: Path, toys: ToyFolders) -> None:
-    words = r"PEFT LORA folder.*its base model acme/tiny with peft's merge_and_unload.*anabranch train"
+    words = r"PEFT LORA folder.*load its base model acme/tiny and give the folder as the LoRA \(lora=FOLDER"
     with pytest.raises(AdapterError, match=words):
         anabranch.load(toys.model, adapter=peft)
     with pytest.raises(FileError, match=words):
+        anabranch.load(peft)
+    (peft / "adapter_config.json").write_text('{"peft_type": "IA3"}')
+    with pytest.raises(FileError, match=r"PEFT IA3 folder.*into its base model with peft's merge_and_unload"):
         anabranch.load(peft)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
@@ -50,6 +50,8 @@ def load(
     quantize: str = "none",
     revision: str | None = None,
     threads: int | None = None,
+    lora: str | Path | None = None,
+    loras: Mapping[str, str | Path] | None = None,
 ) -> Model:
     """Load a target and its adapters.
 
@@ -63,6 +65,9 @@ def load(
     quantize  "none", or "int8" or "int4" weights; the quantised model is then the target that is decoded losslessly
     revision  branch, tag or commit of a hub id; None: its main branch
     threads   CPU threads of this process; None: torch's default, limited to the container's quota
+    lora      a LoRA folder in PEFT's format, merged into the weights; the tuned model is then the target
+    loras     LoRA folders by name, of which each call of ``generate`` chooses one or none (``lora="name"``). Calls with
+              different LoRAs share forward passes, which PyTorch runs, not the native kernels
 
     Raises FetchError, FileError, ModelError, AdapterError, CapabilityError or DeviceError; the message says what to do.
     """
@@ -70,7 +75,10 @@ def load(
     if not isinstance(name, str | Path):
         raise InputError(f"a model is named by a string or a path, got {type(name).__name__}")
     given = () if adapter is None else (adapter,) if isinstance(adapter, str | Path) else tuple(adapter)
-    config = LoadConfig(str(name), tuple(map(Path, given)), dtype, device, quantize, revision, threads)
+    tuned = None if lora is None else Path(lora)
+    several = tuple((str(each), Path(folder)) for each, folder in (loras or {}).items())
+    where = dtype, device, quantize, revision, threads
+    config = LoadConfig(str(name), tuple(map(Path, given)), *where, lora=tuned, loras=several)
     loaded = loading.load(config)
     return Model(loaded.target, loaded.adapters, drafter)
 
@@ -166,6 +174,8 @@ class Model:
         target, decoder = self._target, self._target.decoder
         dtype = str(decoder.dtype).removeprefix("torch.")
         facts = {
+            **({} if target.lora is None else {"lora": repr(target.lora.name)}),
+            **({"loras": list(decoder.loras.names)} if decoder.loras.names else {}),
             "adapter": None if self.adapter is None else repr(_described(self.adapter)),
             "drafter": repr(self.drafter),
             "dtype": dtype if target.quantize == "none" else f"{dtype}, quantize={target.quantize!r}",
@@ -239,6 +249,7 @@ class Model:
         log_probs=False   return the target's raw log probabilities of the new tokens
         processors=()     functions (tokens so far, logits [V]) -> logits [V]
         rows=8            maximum number of prompts decoded at the same time
+        lora=None         the name of a loaded LoRA (``load(loras=)``); None: the target as it is
         on_prompt=None    function (prompt tokens processed, prompt tokens in total), called after each chunk of 512
 
         All prompts of a list use the same seed, so the result of one does not depend on the others. A sequence that

@@ -449,16 +449,16 @@ def _time_passes(target: Decoder) -> PassTimes:
     kernels = target.backend.kernels
     context = max(0, min(CONTEXT, target.config.max_positions - ROWS[-1]))
     widest = min(ROWS[-1], target.config.max_positions)
-    cache = Cache(
-        target.config, rows=1, capacity=context + widest, dtype=target.dtype, device=target.device, kernels=kernels
-    )
+    places = 1 if target.rider is None else target.rider.places
+    capacity = context + places * widest
+    cache = Cache(target.config, rows=1, capacity=capacity, dtype=target.dtype, device=target.device, kernels=kernels)
     cache.add_row()
 
     def once(rows: int, length: int = 0) -> float:
         cache.lengths[0] = length
         inputs = Inputs.of_prompt([0] * rows)
         began = time.perf_counter()
-        target(inputs, cache, planned=context + widest, need="tokens")
+        target(inputs, cache, planned=context + widest, rider=target.rider, need="tokens")
         ms = 1e3 * (time.perf_counter() - began)
         cache.commit([[]])
         return ms

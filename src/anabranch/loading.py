@@ -33,6 +33,8 @@ class LoadConfig:
     quantize  "none", "int8" or "int4" weights; the quantised model is then the target
     revision  branch, tag or commit of a hub id; None: its main branch
     threads   CPU threads of this process; None: torch's default, limited to the container's quota
+    lora      a LoRA folder in PEFT's format, merged into the weights; the tuned model is then the target
+    loras     LoRA folders by name, which requests choose from; the weights stay as they are
     """
 
     model: str = "default"
@@ -42,6 +44,8 @@ class LoadConfig:
     quantize: str = "none"
     revision: str | None = None
     threads: int | None = None
+    lora: Path | None = None
+    loras: tuple[tuple[str, Path], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,11 +66,12 @@ class Loaded:
 def check(config: LoadConfig) -> None:
     """Check everything that can be checked before weights are read.
 
-    Raises InputError for an invalid value, AdapterError for a folder that is not an adapter, DeviceError for a device
-    that does not exist.
+    Raises InputError for an invalid value, AdapterError for a folder that is not an adapter or not a LoRA, DeviceError
+    for a device that does not exist.
     """
     from anabranch.adapters.folder import read_record
     from anabranch.model.load import resolve_device, resolve_dtype
+    from anabranch.model.peft import read_settings
     from anabranch.model.quantize import check_quantization
 
     if not isinstance(config.model, str):
@@ -78,6 +83,12 @@ def check(config: LoadConfig) -> None:
     resolve_device(config.device)
     for folder in config.adapters:
         read_record(folder.expanduser())
+    if config.lora is not None and config.loras:
+        raise InputError("give either a LoRA to merge (lora=) or several to choose from (loras=)")
+    if not all(name for name, _ in config.loras):
+        raise InputError("a LoRA of loras= has an empty name; give it one to choose it by")
+    for folder in (*(() if config.lora is None else (config.lora,)), *(folder for _, folder in config.loras)):
+        read_settings(folder.expanduser())
 
 
 def load(config: LoadConfig, *, pack: bool = True, adapters: bool = True) -> Loaded:
@@ -91,14 +102,22 @@ def load(config: LoadConfig, *, pack: bool = True, adapters: bool = True) -> Loa
     from anabranch.adapters.folder import find_adapters
     from anabranch.model.load import load_target
     from anabranch.model.pack import pack_decoder
+    from anabranch.model.peft import read_lora
     from anabranch.support.processor import set_threads
 
     check(config)
     set_threads(config.threads)
     began = time.perf_counter()
     target = load_target(
-        config.model, dtype=config.dtype, device=config.device, quantize=config.quantize, revision=config.revision
+        config.model,
+        dtype=config.dtype,
+        device=config.device,
+        quantize=config.quantize,
+        revision=config.revision,
+        lora=None if config.lora is None else config.lora.expanduser(),
     )
+    for name, folder in config.loras:
+        target.decoder.add_lora(name, read_lora(folder.expanduser(), target.config))
     folders = [folder.expanduser() for folder in config.adapters]
     found = find_adapters(target, folders) if adapters else ()
     read = time.perf_counter()

@@ -35,6 +35,7 @@ class Keywords(TypedDict, total=False):
     processors: Sequence[LogitsProcessor]
     rows: int
     on_prompt: Callable[[int, int], None] | None
+    lora: str | None
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Options:
     processors: Sequence[LogitsProcessor] = ()
     rows: int = 8
     on_prompt: Callable[[int, int], None] | None = None
+    lora: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "rows"):
@@ -66,6 +68,8 @@ class Options:
             raise InputError(f"on_prompt must be a function, got {self.on_prompt!r}")
         if self.rule not in ("match", "rejection"):
             raise InputError(f"rule must be 'match' or 'rejection', got {self.rule!r}")
+        if self.lora is not None and not isinstance(self.lora, str):
+            raise InputError(f"lora must be the name of a loaded LoRA, got {self.lora!r}")
         if self.drafter is not None:
             parse_spec(self.drafter)
         if not isinstance(self.stop, str | Sequence | None) or any(
@@ -103,8 +107,12 @@ class Options:
         )
 
     def request(self, prompt_ids: list[int], target: Target) -> Request:
-        """The engine's request for a prompt."""
+        """The engine's request for a prompt. Raises InputError for a LoRA that the target does not have."""
+        if self.lora is not None:
+            target.decoder.loras.check(self.lora)
         stop_ids = frozenset() if self.ignore_eos else frozenset(target.config.eos_token_ids)
         return Request(
-            prompt_ids, int(self.max_new_tokens), self.sampling, stop_ids, self.rule, self.log_probs, self.on_prompt
+            *(prompt_ids, int(self.max_new_tokens), self.sampling, stop_ids, self.rule, self.log_probs),
+            on_prompt=self.on_prompt,
+            lora=self.lora,
         )

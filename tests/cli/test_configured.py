@@ -64,7 +64,7 @@ def test_shared_options_have_pythons_defaults() -> None:
     assert options.Loading().config == LoadConfig()
     signature = inspect.signature(api.load).parameters
     assert signature["name"].default == LoadConfig().model
-    for name in ("dtype", "device", "quantize", "revision", "threads"):
+    for name in ("dtype", "device", "quantize", "revision", "threads", "lora"):
         assert signature[name].default == getattr(LoadConfig(), name), name
     assert options.Sampling().params == SamplingParams()
     assert Options.of(options.Decoding().keywords()) == Options()

@@ -152,10 +152,15 @@ def test_an_adapter_by_name(anabranch: Anabranch) -> None:
 
 
 def test_adapters_of_others(anabranch: Anabranch, tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    path, settings = tmp_path / "adapter_config.json", {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
+    path.write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "acme/tiny", **settings}))
+    found = json.loads(anabranch("info", tmp_path, "--json").out)
+    assert (found["base_model"], found["rank"], found["modules"], found["layers"]) == ("acme/tiny", 8, "q_proj", "all")
+    assert "acme/tiny" in anabranch("info", tmp_path).out
+    path.write_text('{"peft_type": "IA3"}')
     done = anabranch("info", tmp_path)
     assert done.code == 1
-    assert "is a PEFT LORA folder" in done.err
+    assert "is a PEFT IA3 folder" in done.err
 
 
 def test_an_incomplete_record(anabranch: Anabranch, toys: ToyFolders, tmp_path: Path) -> None:

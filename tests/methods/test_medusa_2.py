@@ -149,3 +149,6 @@ def test_from_completions_to_a_tuned_target_with_its_heads(toys: ToyFolders, tmp
             assert model.generate("the other", drafter=drafter, **text).token_ids == wanted.token_ids
     with pytest.raises(AdapterError, match="was trained for model"):
         anabranch.load(toys.model, adapter=folder, dtype="float32")
+    # the terms alone are there too, and make the same target of the original
+    with anabranch.load(toys.model, lora=folder / "lora", adapter=folder, drafter="medusa2", dtype="float32") as model:
+        assert model.generate("the other", **text).token_ids == wanted.token_ids

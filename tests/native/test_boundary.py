@@ -175,6 +175,8 @@ def test_passes_that_do_not_fit_are_refused() -> None:
         ([10], [-2, 0, 1, 2], {}, {}, "parent"),
         ([10], chain, {}, {"positions": 13}, "rotary"),
         ([10], chain, {}, {"nodes": 0}, "no rows"),
+        ([10], chain, {}, {"own": -1}, "out of range"),
+        ([10], chain, {}, {"own": 2}, "equally many"),
         ([10], chain, {}, {"cos": None}, "null"),
         ([10], chain, {"rope_dim": 64}, {}, "rotations"),
         ([10], chain, {"e": 48}, {}, "channels"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from anabranch.adapters.record import method_of
+from anabranch.adapters.record import method_of, title_of
 
 __all__ = ["card"]
 
@@ -17,19 +17,21 @@ def card(record: dict[str, Any]) -> str:
     """
     target, training = record["target"], record["training"]
     method, trained = method_of(record)
+    title, lora = title_of(target), target.get("lora")
+    merged = f", lora={json.dumps(lora)}" if lora else ""
     lines = ["---", "library_name: anabranch", f"base_model: {json.dumps(target['name'])}"]
     if training.get("licence"):
         lines.append(f"license: {json.dumps(training['licence'])}")
     lines += [
         "---",
         "",
-        f"# {trained.title} for {target['name']}",
+        f"# {trained.title} for {title}",
         "",
-        f"An adapter that lets anabranch decode {target['name']} faster by {trained.title}. The target is not changed, "
+        f"An adapter that lets anabranch decode {title} faster by {trained.title}. The target is not changed, "
         "and neither is its output: an adapter changes how many tokens a forward pass yields, never which.",
         "",
         f"- method: {method.name}",
-        f"- target: {target['name']}, family {target['family']}, fingerprint `{target['fingerprint']}`",
+        f"- target: {title}, family {target['family']}, fingerprint `{target['fingerprint']}`",
         f"- {trained.describe(trained.config.from_dict(record['config']))}, {record['parameters']:,} parameters in "
         f"{record['dtype']}, drafts from {record['draft_vocabulary']:,} tokens",
         f"- SHA-256 of adapter.safetensors ({record['bytes']:,} bytes): `{record['sha256']}`",
@@ -39,7 +41,7 @@ def card(record: dict[str, Any]) -> str:
         "```python",
         "import anabranch",
         "",
-        f'model = anabranch.load({json.dumps(target["name"])}, drafter="{method.name}", adapter="this folder")',
+        f'model = anabranch.load({json.dumps(target["name"])}{merged}, drafter="{method.name}", adapter="this folder")',
         "```",
         "",
         "## Data",

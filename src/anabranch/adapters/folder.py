@@ -23,12 +23,12 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from anabranch.adapters.card import card
-from anabranch.adapters.record import CONFIG, FORMAT, VERSION, method_of, read_record
+from anabranch.adapters.record import CONFIG, FORMAT, VERSION, method_of, read_record, title_of
 from anabranch.errors import AdapterError, FileError, InputError, one_line
 from anabranch.methods import Method
 from anabranch.methods.trained import TrainedModule
 from anabranch.model.config import ModelConfig
-from anabranch.model.load import Target
+from anabranch.model.load import Target, base_name
 from anabranch.model.weights import is_finite
 from anabranch.support.files import write_atomically
 from anabranch.support.jsonfiles import is_whole, shown
@@ -53,18 +53,22 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True)
 class TargetIdentity:
-    """Which target an adapter belongs to. ``shape`` are the sizes that its weights follow from."""
+    """Which target an adapter belongs to. ``shape`` are the sizes that its weights follow from.
+
+    lora  the name of the LoRA that was merged into it; empty: none
+    """
 
     name: str
     fingerprint: str
     family: str
     shape: dict[str, int]
+    lora: str = ""
 
     @staticmethod
     def of(target: Target, name: str | None = None) -> TargetIdentity:
         """Of a loaded target; a folder or file is named by its last part, so that no path of a machine is stored."""
-        own = Path(target.name).name if Path(target.name).expanduser().exists() else target.name
-        return TargetIdentity(name or own, target.fingerprint, target.config.family, _shape(target.config))
+        shape, lora = _shape(target.config), "" if target.lora is None else target.lora.name
+        return TargetIdentity(name or base_name(target), target.fingerprint, target.config.family, shape, lora)
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ def save_adapter(
         "format": FORMAT,
         "version": VERSION,
         "method": method.name,
-        "target": asdict(target),
+        "target": {name: value for name, value in asdict(target).items() if value != ""},
         "config": module.config.to_dict(),
         "parameters": module.num_parameters(),
         "draft_vocabulary": len(module.vocabulary),
@@ -127,6 +131,9 @@ def save_adapter(
 def load_adapter(folder: Path, target: Target) -> LoadedAdapter:
     """Load an adapter for ``target``: in its type, on its device, frozen.
 
+    If the target's main rows attend to rows of the adapter, these become part of the target from here on
+    (``Decoder.rider``), for plain decoding and all drafters.
+
     Raises AdapterError where a file is missing, truncated or tampered with, where the tensors are not those that the
     config describes, where the method is not known, and where the adapter was trained for other weights.
     """
@@ -134,8 +141,8 @@ def load_adapter(folder: Path, target: Target) -> LoadedAdapter:
     belongs = record["target"]
     if belongs["fingerprint"] != target.fingerprint:
         raise AdapterError(
-            f"the adapter in {folder} was trained for {belongs['name']} (fingerprint "
-            f"{belongs['fingerprint'][:12]}), but the target is {target.name} (fingerprint "
+            f"the adapter in {folder} was trained for {title_of(belongs)} (fingerprint "
+            f"{belongs['fingerprint'][:12]}), but the target is {target.title} (fingerprint "
             f"{target.fingerprint[:12]}); use that target, or train an adapter for this one"
         )
     method, trained = method_of(record)
@@ -156,6 +163,9 @@ def load_adapter(folder: Path, target: Target) -> LoadedAdapter:
             if is_finite(tensors[name]):
                 why = f"that {str(value.dtype).removeprefix('torch.')} cannot hold; use bfloat16 or float32"
             raise AdapterError(f"{folder / WEIGHTS} has values in {name} {why}")
+    rider = trained.rider(target.decoder, module)
+    if rider is not None:
+        target.decoder.rider = rider
     return LoadedAdapter(module, record, method)
 
 

@@ -20,7 +20,7 @@ from anabranch.methods.trained import Trained
 from anabranch.support.foreign import peft_advice
 from anabranch.support.jsonfiles import read_json, shown
 
-__all__ = ["CONFIG", "FORMAT", "VERSION", "method_of", "predicted_length", "read_record"]
+__all__ = ["CONFIG", "FORMAT", "VERSION", "method_of", "predicted_length", "read_record", "title_of"]
 
 PACKAGE = "anabranch"
 FORMAT, VERSION = f"{PACKAGE} adapter", 2
@@ -77,6 +77,12 @@ def _converted(record: dict[str, Any], name: str) -> dict[str, Any]:
     """A record of version 1, for the method ``name``, in the form of version 2."""
     rest = {field: value for field, value in record.items() if field != name}
     return rest | {"format": FORMAT, "version": VERSION, "method": name, "config": record.get(name)}
+
+
+def title_of(target: dict[str, Any]) -> str:
+    """The name of an adapter's target, from the record, with that of the LoRA merged into it if there is one."""
+    lora = target.get("lora")
+    return f"{target['name']} with the LoRA {shown(lora)}" if lora else str(target["name"])
 
 
 def predicted_length(record: dict[str, Any]) -> float | None:

@@ -123,6 +123,7 @@ def unique(cases: Sequence[Case]) -> list[Case]:
 
 def opened(case: Case, target: Target) -> Loaded:
     """The target with the case's adapter. Raises AdapterError for an adapter of another target."""
+    target.decoder.rider = None  # that of an earlier case
     return Loaded(target, () if case.folder is None else (load_adapter(case.folder, target),))
 
 

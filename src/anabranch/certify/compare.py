@@ -114,15 +114,17 @@ def _compare(target: Target, index: int, request: Request, plain: list[int], dra
         # one output is a prefix of the other, but neither end tokens nor limits may depend on the drafter
         return Certificate(index, "BUG", len(plain), at)
     text = [*request.prompt_ids, *plain[:at]]
-    margin, noise = _margin(target, text, (plain[at], drafted[at]), request.sampling)
+    margin, noise = _margin(target, request, text, (plain[at], drafted[at]))
     verdict: Literal["tie", "BUG"] = "tie" if margin <= SLACK * noise else "BUG"
     return Certificate(index, verdict, len(plain), at, plain[at], drafted[at], round(margin, 6), round(noise, 6))
 
 
 @torch.inference_mode()
-def _margin(target: Target, text: list[int], tokens: tuple[int, int], sampling: SamplingParams) -> tuple[float, float]:
+def _margin(target: Target, request: Request, text: list[int], tokens: tuple[int, int]) -> tuple[float, float]:
     """The margin of two tokens after ``text``, and the variation of the logits between pass widths."""
-    passes = [last_logits(target, text, width)[-1] for width in WIDTHS if width <= len(text)]
+    sampling, prompt = request.sampling, len(request.prompt_ids)
+    widest = len(text) if target.decoder.rider is None else len(text) - prompt + 1
+    passes = [last_logits(target, text, width, prompt=prompt)[-1] for width in WIDTHS if width <= widest]
     scores = [process_logits(logits[None], sampling, [text])[0] for logits in passes]
     # at least one rounding step of the largest logit
     floor = torch.finfo(target.decoder.dtype).eps * float(passes[0].abs().max())
@@ -142,16 +144,25 @@ def _margin(target: Target, text: list[int], tokens: tuple[int, int], sampling: 
 
 
 @torch.inference_mode()
-def last_logits(target: Target, text: Sequence[int], width: int) -> Tensor:
-    """Float32 logits [width, V] after each of the last ``width`` tokens of a text, from one pass over these."""
+def last_logits(target: Target, text: Sequence[int], width: int, *, prompt: int) -> Tensor:
+    """Float32 logits [width, V] after each of the last ``width`` tokens of a text, from one pass over these.
+
+    The first ``prompt`` tokens are the text's prompt. If the target has rows of its own (``Decoder.rider``), all prompt
+    tokens but the last have none, so ``width`` must not reach further back than that one.
+    """
     decoder = target.decoder
-    cache = Cache(target.config, rows=1, capacity=len(text), dtype=decoder.dtype, device=decoder.device)
+    assert decoder.rider is None or width <= len(text) - prompt + 1, "tokens with and without the target's own rows"
+    capacity = len(text) * (1 if decoder.rider is None else decoder.rider.places)
+    cache = Cache(target.config, rows=1, capacity=capacity, dtype=decoder.dtype, device=decoder.device)
     cache.add_row()
-    head = list(text[: len(text) - width])
-    if head:
-        decoder(Inputs.of_prompt(head), cache, need="hidden", planned=len(text))
-        cache.commit([range(len(head))])
-    logits_MV = decoder(Inputs.of_prompt(list(text[len(head) :])), cache, planned=len(text), need="logits").logits_MV
+    start = len(text) - width
+    bare = start if decoder.rider is None else min(start, prompt - 1)
+    for head, rider in ((text[:bare], None), (text[bare:start], decoder.rider)):
+        if head:
+            decoder(Inputs.of_prompt(list(head)), cache, rider=rider, need="hidden", planned=len(text))
+            cache.commit([range(len(head))])
+    last = Inputs.of_prompt(list(text[start:]))
+    logits_MV = decoder(last, cache, planned=len(text), rider=decoder.rider, need="logits").logits_MV
     assert logits_MV is not None
     found: Tensor = logits_MV.float()
     return found

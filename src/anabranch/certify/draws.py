@@ -183,7 +183,7 @@ def _most_open(
     target: Target, prompt: int, text: list[int], start: int, places: Iterable[int], sampling: SamplingParams
 ) -> Context | None:
     """The context that ends at one of ``places``, with a most probable next token closest to 1/2."""
-    logits_MV = last_logits(target, text, len(text) - start + 1)
+    logits_MV = last_logits(target, text, len(text) - start + 1, prompt=start)
     histories = [text[:end] for end in range(start, len(text) + 1)]
     certain_M = target_probs(logits_MV, sampling, histories).amax(dim=-1).tolist()
     longest = target.config.max_positions - LENGTH

@@ -194,6 +194,7 @@ def described(
     sampling = config.sampling
     return {
         "model": without_folders(config.loading.model),
+        **({} if config.loading.lora is None else {"lora": config.loading.lora.name}),
         "fingerprint": loaded.target.fingerprint,
         "adapter": loaded.adapters[0].record.get("sha256") if loaded.adapters else None,
         "suite": Path(config.prompts.task[0] if config.prompts.of_task else config.prompts.suite).name,

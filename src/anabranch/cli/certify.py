@@ -178,10 +178,10 @@ def _distribution(config: CertifyConfig, loaded: Loaded, drafter: Spec, prompts:
         report=_console().print,
     )
     if config.test.html is not None:
-        page = html_page(found, loaded.target.name, lambda ids: str(loaded.target.tokenizer.decode(list(ids))))
+        page = html_page(found, loaded.target.title, lambda ids: str(loaded.target.tokenizer.decode(list(ids))))
         write_atomically(config.test.html, page)
     if config.as_json:
-        print(json.dumps({"model": loaded.target.name, **found.to_dict()}))
+        print(json.dumps({"model": loaded.target.title, **found.to_dict()}))
     else:
         print_tables([_table(found)])
         print(f"{found.verdict}: {found.reason} ({found.drafter}, rule {found.rule})")

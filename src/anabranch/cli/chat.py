@@ -77,7 +77,7 @@ def chat(config: ChatConfig) -> None:
         words = [command.split()[0] for command in COMMANDS]
         source = reader(None if config.no_history else cache_home() / "chat_history", words)
     if source.interactive:
-        show.sentences([loaded.target.name, f"drafter {loaded.drafter}", *show.lesser_kernels(loaded)])
+        show.sentences([loaded.target.title, f"drafter {loaded.drafter}", *show.lesser_kernels(loaded)])
         note("/help lists the commands, Ctrl-D leaves")
     _converse(talk, source)
     talk.farewell()

@@ -137,7 +137,7 @@ def _recorded(
     from anabranch.methods import make_drafter
 
     assert config.trace is not None
-    settings = {**call, "drafter": str(loaded.drafter), "model": loaded.target.name}
+    settings = {**call, "drafter": str(loaded.drafter), "model": loaded.target.title}
     with TraceWriter(config.trace, settings=settings, every_position=config.every_position) as writer:
         if config.every_position:
             settled = Options.of(call)

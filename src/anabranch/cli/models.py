@@ -75,10 +75,11 @@ def info(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print as JSON")] = False,
 ) -> None:
-    """Describe this machine, a model, an adapter, or what each method supports.
+    """Describe this machine, a model, an adapter, a LoRA, or what each method supports.
 
     Without an argument: versions, processor, kernels, caches and measured costs, for bug reports. For a model: family,
-    sizes and the adapter shipped for it. For an adapter: target, recipe and measured acceptance.
+    sizes and the adapter shipped for it. For an adapter: target, recipe and measured acceptance. For a LoRA: base
+    model, rank and modules.
     """
     from anabranch.adapters.folder import CONFIG, shipped
 
@@ -241,10 +242,36 @@ def _value(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _adapter(folder: Path, as_json: bool) -> None:
-    """Print the adapter's record as JSON, or its card."""
-    from anabranch.adapters.folder import read_record
+def _lora(folder: Path, as_json: bool) -> None:
+    """Print the settings of a LoRA folder."""
+    from anabranch.model.peft import read_settings
 
+    settings = read_settings(folder)
+    modules = settings.modules
+    facts = {
+        "lora": str(folder),
+        "base_model": settings.base or "not stated",
+        "rank": settings.rank,
+        "alpha": settings.alpha,
+        "modules": modules if isinstance(modules, str) else ", ".join(sorted(modules)),
+        "layers": "all" if settings.layers is None else ", ".join(map(str, settings.layers)),
+    }
+    if as_json:
+        print(json.dumps(facts))
+        return
+    from anabranch.cli.layout import print_facts
+
+    print_facts({"": {key.replace("_", " "): str(value) for key, value in facts.items()}})
+
+
+def _adapter(folder: Path, as_json: bool) -> None:
+    """Print the adapter's record as JSON, or its card; of a LoRA, its settings."""
+    from anabranch.adapters.folder import CONFIG, read_record
+    from anabranch.support.jsonfiles import read_json
+
+    if read_json(folder / CONFIG, "copy or train the adapter again").get("peft_type") == "LORA":
+        _lora(folder, as_json)
+        return
     record = read_record(folder)
     if as_json:
         print(json.dumps(record))

@@ -81,11 +81,16 @@ class Loading:
     ] = "none"
     revision: Annotated[str | None, typer.Option(help="take this branch, tag or commit of a hub id")] = None
     threads: Annotated[int | None, typer.Option(help="use this many CPU threads (default: all allowed)")] = None
+    lora: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="merge this LoRA (PEFT's format) into the model")
+    ] = None
 
     @property
     def config(self) -> LoadConfig:
         """The loader's configuration."""
-        return LoadConfig(self.model, self.adapter, self.dtype, self.device, self.quantize, self.revision, self.threads)
+        return LoadConfig(
+            *(self.model, self.adapter, self.dtype, self.device, self.quantize, self.revision, self.threads), self.lora
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -328,4 +328,5 @@ def load_model(loading: Loading, drafter: str, decoding: Decoding, wait: Wait) -
         quantize=config.quantize,
         revision=config.revision,
         threads=config.threads,
+        lora=config.lora,
     )

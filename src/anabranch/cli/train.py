@@ -2,7 +2,8 @@
 
 ``train METHOD`` trains an adapter: there is one command for each method with trained weights, whose options are those
 of every training and those of the method's recipes (``Trained.options``). Without data, the target writes them first.
-``train answers`` only writes completions (``cli.train_answers``).
+``train answers`` only writes completions (``cli.train_answers``). ``train lora`` tunes the model itself
+(``cli.train_lora``).
 Methods that draft from tables have a command that builds them (``cli.train_tables``).
 """
 
@@ -38,13 +39,17 @@ class Methods(Verbs):
     def list_commands(self, ctx: Any) -> list[str]:
         """The names of the commands."""
         trained = [name.replace("_", "-") for name in trainable_methods()]
-        return [*super().list_commands(ctx), *sorted({*trained, *table_commands()})]
+        return [*super().list_commands(ctx), *sorted({*trained, *table_commands(), "lora"})]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command of this name, or None."""
         found = super().get_command(ctx, cmd_name)
         if found is not None:
             return found
+        if cmd_name == "lora":
+            from anabranch.cli.train_lora import lora_command
+
+            return lora_command()
         from anabranch.methods import methods
 
         for method in methods():
@@ -91,7 +96,17 @@ class TrainConfig:
         bool, typer.Option("--resume/--no-resume", help="resume an unfinished run in --out, or start over")
     ] = True
     force: Annotated[bool, typer.Option("--force", help="replace a finished adapter in --out, and the figure")] = False
+    shard_target: Annotated[
+        bool,
+        typer.Option("--shard-target", help="with torchrun: keep a part of the target's layers in each process only"),
+    ] = False
     figure: options.Figure = None
+    log: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            metavar="KIND", help="write a log in OUT/training besides log.jsonl: csv, tensorboard; repeatable"
+        ),
+    ] = ()
     timing: Annotated[
         bool | None,
         typer.Option(
@@ -119,25 +134,26 @@ def _verb(method: Method) -> Any:
 def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
     """Train; ``given`` has the recipe's values that are overridden on the command line."""
     from anabranch.cli import train_data, train_result
-    from anabranch.cli.screen import resumable, screen
+    from anabranch.cli.screen import resumable, screen, silent
     from anabranch.cli.train_measure import measured_speeds
     from anabranch.support.files import shown_command
     from anabranch.train import split
     from anabranch.train.advice import curve_of
     from anabranch.train.checkpoint import read_log
     from anabranch.train.figure import draw_curves
-    from anabranch.train.job import train_adapter
+    from anabranch.train.job import stored_target, train_adapter
+    from anabranch.train.processes import joined
     from anabranch.train.self_prompts import SOURCE
 
     assert method.trained is not None
     plan = method.trained.recipe(config.recipe, train_data.with_new_data(config.data, method.trained.options, given))
     writing = train_data.self_data(config.data, plan.options.seed)
-    stated = _licences(config.licence)
+    stated = train_data.licences_of(config.licence)
     _check(config)
     task = config.data.of_task.read()
     licences = {SOURCE: "written by the target itself"} | ({} if task is None else task.licences) | stated
     run = config.out / "training"
-    with screen() as shown, resumable():
+    with joined() as processes, screen() if processes.first else silent() as shown, resumable():
         shown.show(f"loading {config.loading.model}", "", plain=f"loading {config.loading.model}")
         target = options.load(config.loading, pack=False, adapters=False).target
         answered, own = train_data.write_data(target, config.data, writing, config.out, shown)
@@ -160,7 +176,13 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
             licences=licences,
             own=own_examples,
             facts=None if task is None else {"task": task.described()},
+            logs=config.log,
+            processes=processes,
+            shard_target=config.shard_target,
         )
+        if not processes.first:
+            return
+        target = stored_target(target)
         shown.keep()
         timed = train_result.timing_pays(target) if config.timing is None else config.timing
         speeds, timings = {}, {}
@@ -171,7 +193,8 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
             timings = measured_speeds(target, config.out, asked, shown)
     log = read_log(run)
     used = str(config.out / "model") if tuned else config.loading.model
-    found = train_result.summary(record, log, speeds, timings, model=used, out=config.out)
+    lora = None if tuned else config.loading.lora
+    found = train_result.summary(record, log, speeds, timings, model=used, lora=lora, out=config.out)
     if config.as_json:
         print(json.dumps({**record, "run": found}))
     else:
@@ -183,16 +206,26 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
 def _check(config: TrainConfig) -> None:
     """Check input and output files, before a model is loaded. Raises InputError or FileError."""
     from anabranch.cli.train_data import check_data_options
+    from anabranch.errors import InputError
     from anabranch.support.files import check_output
     from anabranch.train.job import check_folder_is_free, check_init
+    from anabranch.train.logs import check_logs
+    from anabranch.train.processes import launched
     from anabranch.tune.figure import check_figure
 
     check_init(config.init)
+    check_logs(config.log)
     if config.figure is not None:
         check_figure(config.figure)
         check_output(config.figure, force=config.force, what="the figure", option="--figure")
-    check_folder_is_free(config.out, force=config.force)
+    processes = launched()
+    if processes.first:
+        check_folder_is_free(config.out, force=config.force)
     check_data_options(config.data, config.out)
+    if config.shard_target and processes.count == 1:
+        raise InputError("--shard-target is for several processes; start them with torchrun")
+    if processes.count > 1 and (config.data.self_written or config.data.evaluate is not None):
+        raise InputError("several processes train on data that exist; write them first with 'anabranch train answers'")
 
 
 class _Report:
@@ -224,11 +257,3 @@ class _Report:
             return f"held-out {latest:.2f} tokens/pass"
         change = latest - self.curve[-2][1]
         return f"held-out {latest:.2f} tokens/pass ({change:+.2f})"
-
-
-def _licences(given: tuple[str, ...]) -> dict[str, str]:
-    from anabranch.errors import InputError
-
-    if wrong := [item for item in given if "=" not in item]:
-        raise InputError(f"--licence must be SOURCE=LICENCE, got {wrong[0]!r}")
-    return dict(item.split("=", 1) for item in given)

@@ -18,7 +18,15 @@ if TYPE_CHECKING:
     from anabranch.train.self_data import DataProgress, SelfData
     from anabranch.train.task_data import TaskData
 
-__all__ = ["DataConfig", "check_data_options", "read_examples", "self_data", "with_new_data", "write_data"]
+__all__ = [
+    "DataConfig",
+    "check_data_options",
+    "licences_of",
+    "read_examples",
+    "self_data",
+    "with_new_data",
+    "write_data",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +152,15 @@ def write_data(
             report=show_answers(shown, own.name),
         )
     return learn, own
+
+
+def licences_of(given: tuple[str, ...]) -> dict[str, str]:
+    """The licences of ``--licence`` by source. Raises InputError."""
+    from anabranch.errors import InputError
+
+    if wrong := [item for item in given if "=" not in item]:
+        raise InputError(f"--licence must be SOURCE=LICENCE, got {wrong[0]!r}")
+    return dict(item.split("=", 1) for item in given)
 
 
 def read_examples(

@@ -56,6 +56,7 @@ def _build(method: Method, config: TablesConfig, given: dict[str, Any]) -> None:
     from anabranch.cli.screen import screen
     from anabranch.errors import FileError
     from anabranch.methods.tables import Tokenizer, build_tables, check_free, default_folder
+    from anabranch.model.load import base_name
     from anabranch.model.text import fingerprint
     from anabranch.support.files import check_folder, shown_command
     from anabranch.train.documents import read_documents
@@ -75,7 +76,7 @@ def _build(method: Method, config: TablesConfig, given: dict[str, Any]) -> None:
         identity = fingerprint(target.tokenizer)
         folder = config.out or default_folder(tables.command, identity)
         check_free(folder, force=config.force)
-        name = Path(target.name).name if Path(target.name).expanduser().exists() else target.name
+        name = base_name(target)
         record = build_tables(
             tables,
             method.name,

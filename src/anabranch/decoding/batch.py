@@ -11,16 +11,17 @@ from typing import Literal
 
 import torch
 
-from anabranch.errors import InputError
+from anabranch.errors import CapabilityError, InputError
 from anabranch.methods.base import Drafter, Row
 from anabranch.methods.none import NoDrafter
 from anabranch.model.cache import Cache, shared_length
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
+from anabranch.model.passes import Rider
 from anabranch.sampling import SamplingParams
 from anabranch.verify import Rule
 
-__all__ = ["CHUNK", "Batch", "FinishReason", "Member", "Request"]
+__all__ = ["CHUNK", "Batch", "FinishReason", "Member", "Request", "takes_loras"]
 
 FinishReason = Literal["stop", "length"]
 CHUNK = 512  # tokens of a prompt that one pass reads
@@ -34,6 +35,9 @@ class Request:
     rule       how drafts are verified
     log_probs  whether steps carry the target's raw log probability of each token
     on_prompt  called as on_prompt(done, total) after each chunk of the prompt; what it raises cancels the request
+    emitted    how many of the last prompt tokens an earlier request emitted, which this one continues; a target with
+               rows of its own (``Decoder.rider``) has them at these tokens too
+    lora       the name of the LoRA that its row decodes with; None: the target as it is
     """
 
     prompt_ids: Sequence[int]
@@ -43,6 +47,8 @@ class Request:
     rule: Rule = "match"
     log_probs: bool = False
     on_prompt: Callable[[int, int], None] | None = field(default=None, compare=False)
+    emitted: int = 0
+    lora: str | None = None
 
 
 class Member:
@@ -62,6 +68,11 @@ class Member:
         return self.read >= self.row.prompt_length - 1
 
 
+def takes_loras(drafter: Drafter) -> bool:
+    """Whether rows with a LoRA of their own may use a drafter: one that adds no rows to the target's pass."""
+    return drafter.rider is None or not drafter.rider.rides
+
+
 class Batch:
     """Up to ``rows`` sequences of at most ``capacity`` tokens each, prompts included, in one KV cache.
 
@@ -78,13 +89,14 @@ class Batch:
         rows: int = 1,
         capacity: int = 2048,
         margin: int = 1,
-        on_leave: Callable[[Row, int], None] | None = None,
+        on_leave: Callable[[Member, int], None] | None = None,
     ) -> None:
         if rows < 1 or capacity < 2:
             raise InputError(f"an engine needs at least 1 row and 2 tokens, got {rows} and {capacity}")
         self.target, self.drafter = target, drafter or NoDrafter()
         self.capacity = min(capacity, target.config.max_positions)
-        self.cache = self._new_cache(rows, self.capacity + max(margin, self.drafter.margin))
+        self._places = 1 if target.rider is None else target.rider.places  # cache positions of a node during a pass
+        self.cache = self._new_cache(rows, self.capacity + self._places * max(margin, self.drafter.margin))
         self._on_leave = on_leave
         self._members: list[Member] = []  # of the cache's slots, in order; those still reading their prompt are last
         self.at_fault: int | None = None  # the row whose own functions or numbers ended the last read or step
@@ -152,12 +164,23 @@ class Batch:
         member, slot = self._members[-1], len(self._members) - 1
         row, start, total = member.row, member.read, member.row.prompt_length - 1
         self.at_fault = None
-        tokens = row.tokens[start : min(start + chunk, total)]
+        bare = self._bare(member)
+        rider, end = None, bare
+        if start >= bare:  # as many nodes as the cache has room for
+            rider, end, chunk = self.target.rider, total, min(chunk, member.drafter.margin)
+        tokens = row.tokens[start : min(start + chunk, end)]
         try:
             with self.target.decoding():
                 where, taps = slice(slot, slot + 1), member.drafter.needs.layers if member.drafter.needs.prompt else ()
+                inputs, planned = Inputs.of_prompt(tokens), member.limit
                 result = self.target(
-                    *(Inputs.of_prompt(tokens), self.cache), slots=where, planned=member.limit, taps=taps, need="hidden"
+                    *(inputs, self.cache),
+                    slots=where,
+                    planned=planned,
+                    taps=taps,
+                    rider=rider,
+                    need="hidden",
+                    loras=(member.request.lora,),
                 )
             self.cache.commit([range(len(tokens))])
             member.read += len(tokens)
@@ -185,7 +208,42 @@ class Batch:
         longest = target.config.max_positions
         if len(prompt) >= longest:
             raise InputError(f"the prompt has {len(prompt)} tokens, but the model's limit is {longest}; shorten it")
+        own, rider = target.rider, drafter.rider
+        if own is not None and rider is not None and rider.alters is not own.alters:
+            raise CapabilityError(
+                f"the drafter {drafter.name!r} adds rows to the pass, but this target's passes have the streams of its "
+                "own adapter already; use placement=trail, or drafter='streams'"
+            )
+        if request.lora is not None:
+            target.loras.check(request.lora)
+            if own is not None:
+                raise CapabilityError(
+                    "rows of this target attend to streams of their own adapter, which was trained without a LoRA per "
+                    "request; leave lora out, or load the original model"
+                )
+            if not any(takes_loras(arm) for arm in drafter.arms or (drafter,)):
+                raise CapabilityError(
+                    f"rows of the drafter {drafter.name!r} ride in the target's pass, which takes no LoRA per request; "
+                    "use another drafter or placement, or merge the LoRA (lora=)"
+                )
         drafter.check(request.sampling, request.rule)
+
+    def _bare(self, member: Member) -> int:
+        """How many of a row's first tokens are read without rows of the target's own."""
+        return member.row.prompt_length - 1 - (0 if self.target.rider is None else member.request.emitted)
+
+    def sharable(self, slot: int) -> int:
+        """How many of a row's first cached tokens another row may copy, if its prompt begins with them.
+
+        If the target has rows of its own, the keys and values of completion tokens depend on these, and a prompt's do
+        not.
+        """
+        length = self.cache.lengths[slot]
+        return length if self.target.rider is None else min(length, self._bare(self._members[slot]))
+
+    def rider_of(self, drafter: Drafter) -> Rider | None:
+        """The rider of a pass over a drafter's rows: its own, which includes the target's, or else the target's."""
+        return self.target.rider if drafter.rider is None else drafter.rider
 
     def check(self, request: Request, drafter: Drafter | None = None) -> None:
         """Raise InputError or CapabilityError if ``request`` cannot be served here; ``join`` asks too."""
@@ -195,11 +253,15 @@ class Batch:
                 f"the prompt has {len(request.prompt_ids)} tokens, but the cache holds {self.capacity}; shorten it"
             )
 
-    def longest_shared(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """How many of ``tokens`` a row in use has in its cache from the start, the most of all rows, and its slot."""
+    def longest_shared(self, tokens: Sequence[int], lora: str | None = None) -> tuple[int, int]:
+        """How many of ``tokens`` a row in use with this LoRA has in its cache from the start, the most of all such
+        rows, and its slot.
+        """
         best, slot = 0, 0
         for place, member in enumerate(self._members):
-            count = shared_length(member.row.tokens[: self.cache.lengths[place]], tokens)
+            if member.request.lora != lora:
+                continue
+            count = shared_length(member.row.tokens[: self.sharable(place)], tokens)
             if count > best:
                 best, slot = count, place
         return best, slot
@@ -212,8 +274,8 @@ class Batch:
         """
         if not self._members:
             return True
-        first, rider = self._members[0], (drafter or self.drafter).rider
-        if first.drafter.rider is not rider:
+        first = self._members[0]
+        if self.rider_of(first.drafter) is not self.rider_of(drafter or self.drafter):
             return False
         rope = self.target.config.rope
         kind = (rope.scaling or {}).get("rope_type", (rope.scaling or {}).get("type"))
@@ -226,7 +288,7 @@ class Batch:
     def reserve(self, rows: int, capacity: int, drafter: Drafter | None = None) -> None:
         """Make room for so many rows and tokens; rows in use keep what they have. Raises DeviceError."""
         capacity = min(capacity, self.target.config.max_positions)
-        positions = max(capacity, self.capacity) + (drafter or self.drafter).margin
+        positions = max(capacity, self.capacity) + self._places * (drafter or self.drafter).margin
         if rows > self.cache.rows or positions > self.cache.capacity:
             self.cache = self.cache.resized(max(rows, self.cache.rows), max(positions, self.cache.capacity))
         self.capacity = max(capacity, self.capacity)
@@ -245,7 +307,7 @@ class Batch:
     def _drop(self, slot: int, *, failed: bool = False) -> None:
         member = self._members[slot]
         if self._on_leave is not None and not failed:
-            self._on_leave(member.row, slot)
+            self._on_leave(member, slot)
         ready = len(self._members) - (self.reading is not None)
         if slot < ready - 1:  # the last ready row takes the place, the one that is being read stays last
             self.cache.move_row(ready - 1, slot)

@@ -25,11 +25,11 @@ import torch
 from numpy.typing import NDArray
 
 from anabranch.costs import costs_of
-from anabranch.decoding.batch import Batch, FinishReason, Member, Request
+from anabranch.decoding.batch import Batch, FinishReason, Member, Request, takes_loras
 from anabranch.decoding.scores import Scores
 from anabranch.decoding.speculation import Speculation
 from anabranch.errors import NumericsError
-from anabranch.methods.base import Drafter, Observation, Row
+from anabranch.methods.base import Drafter, Observation
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
 from anabranch.model.passes import PassResult
@@ -93,7 +93,7 @@ class Engine(Batch):
         capacity: int = 2048,
         margin: int = 1,
         speculation: Speculation | None = None,
-        on_leave: Callable[[Row, int], None] | None = None,
+        on_leave: Callable[[Member, int], None] | None = None,
     ) -> None:
         super().__init__(target, drafter, rows=rows, capacity=capacity, margin=margin, on_leave=on_leave)
         self._speculation = speculation
@@ -118,19 +118,20 @@ class Engine(Batch):
 
     def join(self, request: Request, drafter: Drafter | None = None, *, known: int = 0) -> int:
         """As ``Batch.join``, with one of the drafter's arms if it has several."""
-        return super().join(request, self.arm(drafter or self.drafter), known=known)
+        return super().join(request, self.arm(drafter or self.drafter, request), known=known)
 
-    def arm(self, drafter: Drafter, rows: int = 0) -> Drafter:
-        """The drafter of a row that joins now: ``drafter``, or one of its arms.
+    def arm(self, drafter: Drafter, request: Request, rows: int = 0) -> Drafter:
+        """The drafter of a row that joins now with a request: ``drafter``, or one of its arms.
 
         rows  the rows that will soon be in use, if more than now
         """
         if not drafter.arms:
             return drafter
         others = [member.drafter for member in self._members]
-        able = [arm for arm in drafter.arms if not others or arm.rider is others[0].rider]
+        arms = [arm for arm in drafter.arms if request.lora is None or takes_loras(arm)]
+        able = [arm for arm in arms if not others or self.rider_of(arm) is self.rider_of(others[0])]
         if not able:
-            return drafter.arms[0]  # it waits, as any of them would
+            return arms[0]  # it waits, as any of them would
         using = next((other for other in reversed(others) if other in able), None)
         return self.speculation.arm(able, max(rows, self.active + 1), _context(self._members), using=using)
 
@@ -269,8 +270,9 @@ class Engine(Batch):
             slots=slice(0, len(members)),
             planned=planned,
             taps=sorted(taps),
-            rider=members[0].drafter.rider,
+            rider=self.rider_of(members[0].drafter),
             need="tokens" if all(member.greedy for member in members) else "hidden",
+            loras=[member.request.lora for member in members],
         )
         return result
 

@@ -24,11 +24,11 @@ from torch import Tensor
 
 from anabranch.costs import Costs
 from anabranch.decoding.arms import Arms
-from anabranch.decoding.batch import CHUNK
+from anabranch.decoding.batch import CHUNK, Member
 from anabranch.decoding.engine import Engine, Request, Step
 from anabranch.decoding.speculation import Speculation
 from anabranch.errors import DeviceError, InputError
-from anabranch.methods.base import Drafter, Row
+from anabranch.methods.base import Drafter
 from anabranch.model.cache import shared_length
 from anabranch.model.decoder import Decoder
 from anabranch.support.memory import give_back
@@ -77,15 +77,17 @@ class Ticket:
             self.request,
             prompt_ids=[*self.request.prompt_ids, *self.emitted],
             max_new_tokens=self.request.max_new_tokens - len(self.emitted),
+            emitted=self.request.emitted + len(self.emitted),
             on_prompt=None,
         )
 
 
 @dataclass(eq=False)
 class _Prefix:
-    """Keys and values [layers, K, n, E] of a text of n tokens."""
+    """Keys and values [layers, K, n, E] of a text of n tokens, decoded with a LoRA or None."""
 
     tokens: list[int]
+    lora: str | None
     keys: Tensor
     values: Tensor
 
@@ -307,7 +309,7 @@ class Scheduler:
         engine = self.engine
         if engine.active >= self.rows:
             return None
-        ticket.used = engine.arm(ticket.drafter, rows)
+        ticket.used = engine.arm(ticket.drafter, request, rows)
         if not engine.fits(request, ticket.used, capacity=capacity):
             return None
         if not engine.active and (rows > engine.rows or capacity > engine.capacity):
@@ -323,36 +325,40 @@ class Scheduler:
         self.engine = None
 
     # -- what is kept ------------------------------------------------------------------------------------
-    def _keep(self, row: Row, slot: int) -> None:
+    def _keep(self, member: Member, slot: int) -> None:
         """Keep the keys and values of a row that leaves."""
         assert self.engine is not None
         cache = self.engine.cache
-        length = cache.lengths[slot]
+        length = self.engine.sharable(slot)
         if length < SHORTEST or not self.prefix_bytes:
             return
         per_token = cache.token_bytes
         if length * per_token > self.prefix_bytes:
             return
-        tokens = row.tokens[:length]
+        tokens, lora = member.row.tokens[:length], member.request.lora
         # a text that continues a kept one replaces it
-        self._prefixes = [p for p in self._prefixes if p.tokens != tokens[: len(p.tokens)]]
+        self._prefixes = [p for p in self._prefixes if p.lora != lora or p.tokens != tokens[: len(p.tokens)]]
         kept = sum(prefix.nbytes for prefix in self._prefixes) + length * per_token
         while kept > self.prefix_bytes:
             kept -= self._prefixes.pop(0).nbytes
-        self._prefixes.append(_Prefix(tokens, *cache.taken(slot, length)))
+        self._prefixes.append(_Prefix(tokens, lora, *cache.taken(slot, length)))
 
     def _reuse(self, engine: Engine, ticket: Ticket, drafter: Drafter) -> int:
         """Copy the longest beginning that a kept text, or a row in use, shares with a prompt; returns its length."""
-        prompt = list(ticket.remaining.prompt_ids)
+        request = ticket.remaining
+        prompt = list(request.prompt_ids)
         slot, most = engine.cache.count, min(len(prompt) - 1, drafter.recalls(prompt))
+        if self.target.rider is not None:  # what was emitted has rows of the target's own, which no kept text has
+            most = min(most, len(prompt) - 1 - request.emitted)
         if not most or not self.prefix_bytes:
             return 0
         best, source = 0, None
-        for prefix in self._prefixes:
+        lora = ticket.request.lora
+        for prefix in (prefix for prefix in self._prefixes if prefix.lora == lora):
             shared = min(most, shared_length(prefix.tokens, prompt))
             if shared >= max(best, 1):
                 best, source = shared, prefix
-        live, from_slot = engine.longest_shared(prompt[:most])
+        live, from_slot = engine.longest_shared(prompt[:most], lora)
         if max(best, live) < SHORTEST:
             return 0
         if live >= best:

@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["LowRank"]
+__all__ = ["MOST_RANK", "LowRank"]
+
+MOST_RANK = 1024  # of terms that tune a target
 
 
 class LowRank(nn.Module):

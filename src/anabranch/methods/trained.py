@@ -16,8 +16,9 @@ from anabranch.methods.published import Layout
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import Target
+from anabranch.model.passes import Rider
 
-__all__ = ["Config", "Learn", "Trained", "TrainedModule"]
+__all__ = ["Config", "Learn", "Trainable", "Trained", "TrainedModule"]
 
 T = TypeVar("T")
 
@@ -33,24 +34,28 @@ class Config(Protocol):
         """From JSON values. Raises AdapterError for unknown or malformed fields."""
 
 
-class TrainedModule(nn.Module):
-    """The base class of trained modules.
+class Trainable(nn.Module):
+    """The base class of whatever ``train.trainer`` trains; ``config`` is its shape, with a method ``to_dict``."""
 
-    config      its shape
+    config: Any
+
+    def num_parameters(self) -> int:
+        """The number of trained parameters; works on the meta device."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+
+class TrainedModule(Trainable):
+    """The base class of the trained modules of methods.
+
     vocabulary  buffer [Vd] int64: the token ids of the draft vocabulary, ascending
     """
 
-    config: Any
     vocabulary: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         # in a tuple, so that the head is not registered as a submodule
         self._shared: tuple[nn.Module | None, dict[str, object]] = (None, {})
-
-    def num_parameters(self) -> int:
-        """The number of trained parameters; works on the meta device."""
-        return sum(parameter.numel() for parameter in self.parameters())
 
     def shared(self, target: Decoder, kind: type[T], make: Callable[[], T]) -> T:
         """The object of a ``kind`` shared by all drafters of this module and ``target``; built by ``make`` once.
@@ -88,12 +93,14 @@ class Trained:
     options    the values of a recipe that users can override, by name
     change     (recipe, values by name) -> the recipe with these values. Raises InputError
     describe   a module's config -> its size in a few words, for the card
+    rider      (target, module) -> rows that become part of the target itself, since its main rows attend to them
+               (``Decoder.rider``), or None; asked whenever an adapter is loaded
     begin      (module with fresh weights, trained module): copy the trained weights into the fresh module, which may be
                larger. Raises InputError that names what does not fit
     fresh      (target, module with fresh weights): copy those weights of the target that training begins with
     export     (folder, trained module, target): write the module in a form of its own beside the adapter, if there is
-               one; a folder ``model`` inside the adapter's receives it. Returns the module to store and the target that
-               it belongs to where training has made another target, otherwise None
+               one; the folder ``model`` inside the adapter's, and others beside it, receive it. Returns the module to
+               store and the target that it belongs to where training has made another target, otherwise None
     published  the layouts of others' checkpoints that are read as adapters of this method
     any_dtype  whether the objective's target may have another type than its ``frozen`` copy: float32 is faster on some
                processors
@@ -111,6 +118,7 @@ class Trained:
     begin: Callable[[Any, Any], None]
     export: Callable[[Path, Any, Target], tuple[TrainedModule, Target] | None] | None = None
     fresh: Callable[[Decoder, Any], None] | None = None
+    rider: Callable[[Decoder, Any], Rider | None] = lambda target, module: None
     published: tuple[Layout, ...] = ()
     any_dtype: bool = False
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -23,29 +22,34 @@ from anabranch.errors import CapabilityError
 from anabranch.learning.examples import Batch
 from anabranch.learning.loss import Vocabulary, VocabularyLoss
 from anabranch.learning.objective import Segment
-from anabranch.methods.low_rank import LowRank
-from anabranch.model.blocks import MLP, Block, attention
+from anabranch.learning.recompute import through
+from anabranch.methods.low_rank import MOST_RANK, LowRank
+from anabranch.model.blocks import MLP, Attend, Block, attention
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import weight_source
-from anabranch.model.load import Target, load_target
+from anabranch.model.load import Target, base_name, load_target
+from anabranch.model.lora import Lora, Place, Term, module_rows, places
+from anabranch.model.nf4 import Nf4Linear
+from anabranch.model.peft import write_lora
 from anabranch.support.files import write_atomically
 from anabranch.support.jsonfiles import read_json
 
 __all__ = [
     "MOST_RANK",
     "LayerTuning",
+    "TextPass",
     "TunedPass",
     "Tuning",
     "check_tunable",
     "export_tuned",
+    "lora_of",
     "next_token_loss",
+    "next_token_scores",
     "save_tuned",
     "terms_of",
     "tuned_pass",
 ]
-
-MOST_RANK = 1024
 
 
 class Tuning(Protocol):
@@ -100,24 +104,93 @@ class LayerTuning(nn.Module):
         return self._added("down", mlp.down, mlp.activation(y))
 
     def merge(self, block: Block) -> None:
-        """Add the terms to a block's weights."""
-        for name, linear in _linears(block):
-            term = self.terms[name]
-            assert isinstance(term, LowRank)
-            with torch.no_grad():
-                whole = linear.weight.float() + (term.up @ term.down).float().to(linear.weight.device)
-                linear.weight.copy_(whole)
+        """Add the terms to a block's weights: module by module, as loading them as a LoRA does, to the same bits."""
+        with torch.no_grad():
+            for place in places(block.config).values():
+                if place.layer == 0:  # all layers have the same modules
+                    weight = block.get_submodule(place.part).weight
+                    assert isinstance(weight, Tensor)
+                    weight[place.rows] = self.term(place).merged(weight[place.rows])
+
+    def term(self, place: Place) -> Term:
+        """The term of one of the modules that a layer of the block fuses; those of one layer share ``lora_A``."""
+        found = self.terms[place.part.removeprefix("mlp.")]
+        assert isinstance(found, LowRank)
+        return Term(found.down.detach(), found.up.detach()[place.rows], 1.0)
 
 
-def _linears(block: Block) -> Iterator[tuple[str, nn.Linear]]:
-    for name, linear in (("qkv", block.qkv), ("out", block.out), ("up", block.mlp.up), ("down", block.mlp.down)):
-        assert isinstance(linear, nn.Linear)
-        yield name, linear
+def lora_of(model: ModelConfig, layers: nn.ModuleList) -> Lora:
+    """The terms of all layers, split into those of the Hugging Face modules."""
+    terms = {}
+    for name, place in places(model).items():
+        layer = layers[place.layer]
+        assert isinstance(layer, LayerTuning)
+        terms[name] = layer.term(place)
+    return Lora(terms)
 
 
 def terms_of(model: ModelConfig, rank: int) -> nn.ModuleList | None:
     """Terms of a rank for every layer; None for rank 0."""
     return nn.ModuleList(LayerTuning(model, rank) for _ in range(model.num_layers)) if rank else None
+
+
+class TextPass:
+    """A pass over whole texts [B, T] in PyTorch, with gradients: rotations, causal masks, and what layers computed.
+
+    keys_values  of each layer that has run, [B, K, T, E]
+    """
+
+    def __init__(self, target: Decoder, tokens_BT: Tensor) -> None:
+        self.target, (rows, length) = target, tokens_BT.shape
+        self.positions_BT = torch.arange(length, device=tokens_BT.device).expand(rows, length)
+        self.rotations = self.rotated(self.positions_BT)
+        self.keys_values: list[tuple[Tensor, Tensor]] = []
+        behind = self.positions_BT[0, :, None] - self.positions_BT[0]
+        window = target.config.sliding_window
+        self._biases = {False: self._bias(behind < 0)}
+        if window is not None:
+            self._biases[True] = self._bias((behind < 0) | (behind >= window))
+
+    def rotated(self, positions_BR: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of some positions; copies, since tables made in inference mode take no part in gradients."""
+        cos, sin = self.target.rope()(positions_BR, self.positions_BT.shape[1])
+        return cos.clone().to(self.target.dtype), sin.clone().to(self.target.dtype)
+
+    def _bias(self, hidden_TT: Tensor) -> Tensor:
+        groups = self.target.config.num_heads // self.target.config.num_kv_heads
+        whole = torch.zeros(hidden_TT.shape, dtype=self.target.dtype, device=hidden_TT.device)
+        return whole.masked_fill(hidden_TT, float("-inf")).repeat(groups, 1)[None, None]
+
+    def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention of a layer; keeps its keys and values."""
+        self.keys_values.append((k.transpose(1, 2), v.transpose(1, 2)))
+        return self._attention(index, q, *self.keys_values[-1])
+
+    def _attention(self, index: int, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        config = self.target.config
+        return attention(config, q, keys, values, self._biases[config.is_sliding(index)].to(q.dtype))
+
+    def layer(self, index: int, x_BTD: Tensor, side: nn.Module, attend: Attend | None = None) -> Tensor:
+        """One layer with the terms ``side``; ``attend`` takes the place of ``self.attend``."""
+        block = self.target.blocks[index]
+        if attend is not None:
+            found: Tensor = block(x_BTD, *self.rotations, attend, side)
+            return found
+
+        def whole(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            own: list[Tensor] = []
+
+            def look(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                own.extend((k.transpose(1, 2), v.transpose(1, 2)))
+                return self._attention(index, q, own[0], own[1])
+
+            x = block(x, *self.rotations, look, side)
+            return x, own[0], own[1]
+
+        out: Tensor
+        out, keys, values = through(whole, x_BTD)
+        self.keys_values.append((keys, values))
+        return out
 
 
 @dataclass(frozen=True)
@@ -134,40 +207,33 @@ class TunedPass:
 
 def tuned_pass(target: Decoder, layers: nn.ModuleList, tokens_BT: Tensor) -> TunedPass:
     """Run the tuned target over a batch."""
-    config, (rows, length) = target.config, tokens_BT.shape
-    positions_BT = torch.arange(length, device=tokens_BT.device).expand(rows, length)
-    # copies: tables that a pass made in inference mode take no part in gradients
-    cos, sin = (turn.clone().to(target.dtype) for turn in target.rope()(positions_BT, length))
-    behind = positions_BT[0, :, None] - positions_BT[0]
-    groups = config.num_heads // config.num_kv_heads
-
-    def bias(window: int | None) -> Tensor:
-        hidden = (behind < 0) if window is None else (behind < 0) | (behind >= window)
-        whole = torch.zeros(length, length, dtype=target.dtype, device=tokens_BT.device)
-        return whole.masked_fill(hidden, float("-inf")).repeat(groups, 1)[None, None]
-
-    biases = {sliding: bias(config.sliding_window if sliding else None) for sliding in (False, True)}
-    kept: list[tuple[Tensor, Tensor]] = []
-    x = target.embed(tokens_BT, positions_BT)
-    for index, (block, side) in enumerate(zip(target.blocks, layers, strict=True)):
-        mask = biases[config.is_sliding(index)]
-
-        def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor = mask) -> Tensor:
-            kept.append((k.transpose(1, 2), v.transpose(1, 2)))
-            return attention(config, q, *kept[-1], mask.to(q.dtype))
-
-        x = block(x, cos, sin, attend, side)
-    return TunedPass(target.norm(x), kept)
+    run = TextPass(target, tokens_BT)
+    x = target.embed(tokens_BT, run.positions_BT)
+    for index, side in enumerate(layers):
+        x = run.layer(index, x, side)
+    return TunedPass(target.norm(x), run.keys_values)
 
 
 def next_token_loss(
-    target: Decoder, batch: Batch, tuned_BTD: Tensor, frozen_BTD: Tensor, segment: Segment, soft: float
+    target: Decoder, batch: Batch, tuned_BTD: Tensor, frozen_BTD: Tensor | None, segment: Segment, soft: float
 ) -> Tensor:
     """The loss of the tuned target's own next token, summed over the positions of a segment.
 
-    frozen_BTD  the original target's states after the last norm, to distil from
+    frozen_BTD  the original target's states after the last norm, to distil from; None: nothing is distilled
     soft        share of the original target's distribution in the loss; the rest is the completion's token
     """
+    return next_token_scores(target, batch, tuned_BTD, segment, frozen_BTD if soft else None, soft)[0]
+
+
+def next_token_scores(
+    target: Decoder,
+    batch: Batch,
+    tuned_BTD: Tensor,
+    segment: Segment,
+    frozen_BTD: Tensor | None = None,
+    soft: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """As ``next_token_loss``, and which of the M predictions of a segment are right [M]."""
     tokens_BT, (positions_BP, real_BP) = batch.tokens_BT.to(target.device), segment
     rows_M = torch.arange(batch.size, device=tokens_BT.device)[:, None].expand_as(positions_BP)[real_BP]
     at_M = positions_BP[real_BP]
@@ -178,11 +244,11 @@ def next_token_loss(
         words.bias_V,
         words.place[tokens_BT[rows_M, at_M + 1]],
         torch.ones(len(at_M), device=tokens_BT.device),
-        frozen_BTD[rows_M, at_M] if soft else None,
+        None if frozen_BTD is None or not soft else frozen_BTD[rows_M, at_M],
         soft,
         target.config.logit_softcap,
     )
-    return found[0]
+    return found
 
 
 # -- the tuned target as a model folder --------------------------------------------------------------------
@@ -191,7 +257,7 @@ def check_tunable(target: Decoder) -> None:
     config = target.config
     block = target.blocks[0]
     assert isinstance(block, Block)
-    if not isinstance(block.qkv, nn.Linear):
+    if not isinstance(block.qkv, nn.Linear | Nf4Linear):
         raise CapabilityError("a quantised target cannot be tuned; load it with quantize='none', or use lora_rank=0")
     names = [name for name, _ in target.named_parameters()]
     if any(weight_source(config, name).layout != "rows" for name in names):
@@ -208,13 +274,10 @@ def save_tuned(folder: Path, layers: nn.ModuleList, target: Target) -> Target:
         assert isinstance(block, Block)
         assert isinstance(side, LayerTuning)
         side.merge(block)
-    config = decoder.config
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     tensors: dict[str, Tensor] = {}
     for name, parameter in sorted(decoder.named_parameters()):
-        names = [alternatives[0] for alternatives in weight_source(config, name).tensors]
-        sizes = {1: [len(parameter)], 2: [len(parameter) // 2] * 2, 3: [q, kv, kv]}[len(names)]
-        parts = torch.split(parameter.detach(), sizes)
+        names = [alternatives[0] for alternatives in weight_source(decoder.config, name).tensors]
+        parts = torch.split(parameter.detach(), module_rows(decoder.config, len(names), len(parameter)))
         tensors.update((each, part.clone()) for each, part in zip(names, parts, strict=True))
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "model.safetensors", save(tensors, metadata={"format": "pt"}))
@@ -224,10 +287,16 @@ def save_tuned(folder: Path, layers: nn.ModuleList, target: Target) -> Target:
 
 
 def export_tuned(folder: Path, module: M, target: Target) -> tuple[M, Target] | None:
-    """Write the tuned target as a model folder; ``Trained.export``. None if the target was frozen."""
+    """Write the tuned target as a model folder; ``Trained.export``. None if the target was frozen.
+
+    The terms alone are written too, as a LoRA in PEFT's format in the folder ``lora`` beside it; not where the target
+    itself has a LoRA, since they belong to the merged weights.
+    """
     if module.tuning is None:
         return None
     tuned = save_tuned(folder, module.tuning, target)
+    if target.lora is None:
+        write_lora(folder.with_name("lora"), lora_of(target.config, module.tuning), base=base_name(target))
     made: Any = type(module)
     alone = made(target.config, replace(module.config, lora_rank=0), module.vocabulary)
     weights: dict[str, Tensor] = module.state_dict()  # type: ignore[attr-defined]

@@ -85,9 +85,9 @@ class TorchBackend:
 
     def run(self, network: Network, request: PassRequest) -> PassResult:
         """A whole pass; see ``Backend``."""
-        inputs, cache, slots, planned, taps, rider, _ = request
+        inputs, cache, slots, planned, taps, rider, _, sides = request
         nodes = Nodes.of(inputs, cache.lengths[slots])
-        run = Pass(network.config, nodes, cache, slots, planned, network.rope())
+        run = Pass(network.config, nodes, cache, slots, planned, network.rope(), sides=sides)
         return self._through(network, run, inputs.counts_B, taps, rider)
 
     def _through(
@@ -129,7 +129,8 @@ class TorchBackend:
         """Layers ``low`` to ``high`` - 1; see ``Backend``."""
         x = x_BND
         for index in range(low, high):
-            x = network.blocks[index](x, run.cos, run.sin, lambda q, k, v, i=index: run.attend(i, q, k, v))
+            side = None if run.sides is None else run.sides[index]
+            x = network.blocks[index](x, run.cos, run.sin, lambda q, k, v, i=index: run.attend(i, q, k, v), side)
         return x
 
     def normed(self, network: Network, x: Tensor) -> Tensor:
@@ -170,8 +171,8 @@ class GraphBackend(TorchBackend):
 
     def run(self, network: Network, request: PassRequest) -> PassResult:
         """A whole pass at the next larger shapes; see ``Backend``."""
-        inputs, cache, slots, planned, taps, rider, _ = request
-        if slots.start or (rider is not None and not rider.fixed):
+        inputs, cache, slots, planned, taps, rider, _, sides = request
+        if slots.start or sides is not None or (rider is not None and not rider.fixed):
             return super().run(network, request)  # a pass that does not start at the first row reads a prompt
         rows, nodes = len(inputs.counts_B), inputs.width
         width, longest = width_bucket(nodes, rows), max(cache.lengths[slots])

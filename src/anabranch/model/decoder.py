@@ -17,24 +17,39 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anabranch.errors import InputError
+from anabranch.errors import CapabilityError, InputError
 from anabranch.model.backends import Backend, TorchBackend
 from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig
 from anabranch.model.inputs import Inputs
+from anabranch.model.lora import Lora
 from anabranch.model.network import Network
 from anabranch.model.passes import Pass, PassRequest, PassResult, Rider
+from anabranch.model.row_lora import RowLoras
 from anabranch.sampling import SamplingParams
 
 __all__ = ["Decoder"]
 
 
 class Decoder(Network):
-    """A network, and the ``backend`` that runs its passes: PyTorch, captured graphs or the native kernels."""
+    """A network, and the ``backend`` that runs its passes: PyTorch, captured graphs or the native kernels.
+
+    rider  None, or rows that are part of the model itself, because main rows attend to them (``Rider.alters``). They
+           are in every pass that decodes, plain decoding included, but not in those that read a prompt: the last token
+           of the prompt and all tokens after it have them
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.backend: Backend = TorchBackend()
+        self.rider: Rider | None = None
+        self.loras = RowLoras()
+
+    def add_lora(self, name: str, lora: Lora) -> None:
+        """Let rows choose a LoRA by this name. Raises CapabilityError once the native kernels run the layers."""
+        if self.backend.kernels is not None:
+            raise CapabilityError("LoRAs are loaded before the weights are packed; give them to load (loras=)")
+        self.loras.add(name, lora, self)
 
     @property
     def ragged(self) -> bool:
@@ -81,14 +96,16 @@ class Decoder(Network):
         taps: Sequence[int] = (),
         rider: Rider | None = None,
         need: Literal["hidden", "logits", "tokens"] = "logits",
+        loras: Sequence[str | None] = (),
     ) -> PassResult:
         """Run one pass over the nodes of ``inputs``; their keys and values are appended to ``cache``, not committed.
 
         slots    the cache slots of the rows (default: all in use)
         planned  the length that the longest row will reach, for rotations that depend on it
         taps     layers before which the main rows are returned
-        rider    a drafter's part in the pass
+        rider    a drafter's part in the pass, or the target's own; there is none unless it is given
         need     what to compute after the last norm: nothing, the logits, or only the greedy tokens
+        loras    the name of each row's LoRA, or None [B]; empty: no row has one
 
         Raises InputError where the nodes do not fit the cache or the learned positions.
         """
@@ -106,7 +123,9 @@ class Decoder(Network):
             )
         # rotation tables end soon after the planned length: a plan that was too short must not read past them
         planned = max(planned, reach)
-        request = PassRequest(inputs, cache, slots, planned, taps, rider, choose=need == "tokens")
+        sides = self.loras.sides(loras)
+        assert sides is None or rider is None or not rider.rides, "rows that ride take no LoRA"
+        request = PassRequest(inputs, cache, slots, planned, taps, rider, choose=need == "tokens", sides=sides)
         result = self.backend.run(self, request)
         if need == "logits":
             return replace(result, logits_MV=self.logits(result.hidden_MD))

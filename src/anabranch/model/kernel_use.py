@@ -39,6 +39,13 @@ def kernels_of(target: Decoder) -> KernelUse:
     kernels = target.backend.kernels
     name = "torch" if kernels is None else kernels.instruction_set
     lacking = _lacking(target) if kernels is None else native.shortfall()
+    if lacking is None and kernels is not None and target.rider is not None and not target.rider.native:
+        layers = f"layers {target.rider.start + 1} to {target.config.num_layers}"
+        why = (
+            f"main rows attend to rows of the adapter in {layers}, so PyTorch runs these, and a near-tie of two tokens "
+            "may fall otherwise with drafts than without"
+        )
+        return KernelUse(name, why, accepted=True)
     if lacking is None:
         return KernelUse(name)
     return KernelUse(name, lacking.why, lacking.advice, lacking.accepted)
@@ -74,6 +81,10 @@ def _lacking(target: Decoder) -> Shortfall | None:
         return Shortfall(f"the native kernels take bfloat16 and float32, not {dtype}", "load it in bfloat16")
     if isinstance(target.head, QuantizedLinear) and target.dtype != torch.bfloat16:
         return Shortfall("the native kernels run quantised weights beside bfloat16 only", "load it in bfloat16")
+    if target.loras.names:
+        return Shortfall(
+            "LoRAs that are chosen per request run in PyTorch", "merge one of them (lora=) for the native kernels"
+        )
     wired = c.wiring == "sequential" and c.norm == "rms" and c.gated_mlp and c.activation == "silu"
     plain = not (c.post_norms or c.mlp_bias or c.attention_softcap is not None) and c.position == "rope"
     alike = len({c.is_sliding(layer) for layer in range(c.num_layers)}) == 1

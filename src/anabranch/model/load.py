@@ -18,6 +18,8 @@ from anabranch.model.check import token_ids
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import model_config
+from anabranch.model.lora import WithLora
+from anabranch.model.peft import read_lora
 from anabranch.model.quantize import Quantization, check_quantization, quantize_decoder
 from anabranch.model.text import foreign_errors
 from anabranch.model.weights import build_decoder, fill_decoder, load_safetensors_dir, stored_dtype
@@ -28,6 +30,7 @@ from anabranch.support.processor import set_threads
 
 __all__ = [
     "Target",
+    "base_name",
     "build_decoder",
     "load_target",
     "locate",
@@ -54,7 +57,9 @@ class Target:
     decoder      frozen and in eval mode
     tokenizer    the transformers tokenizer
     path         the folder or file that it was loaded from
-    fingerprint  the identity of the stored weights, before ``quantize`` (see ``weights.fingerprint``)
+    fingerprint  the identity of the stored weights, before ``quantize`` (see ``weights.fingerprint``); that of the
+                 merged weights, if a LoRA was merged into them
+    lora         the folder of that LoRA
     """
 
     decoder: Decoder
@@ -64,6 +69,12 @@ class Target:
     path: Path | None
     fingerprint: str
     quantize: Quantization = "none"
+    lora: Path | None = None
+
+    @property
+    def title(self) -> str:
+        """The name of model and LoRA, for messages."""
+        return self.name if self.lora is None else f"{self.name} with the LoRA {self.lora.name}"
 
 
 def load_target(
@@ -73,11 +84,13 @@ def load_target(
     device: str = "auto",
     quantize: str = "none",
     revision: str | None = None,
+    lora: Path | None = None,
 ) -> Target:
     """Load a target by name: ``default``, a folder, a ``.gguf`` file, or a hub id (at ``revision``).
 
     ``dtype`` is auto (as stored), float32, bfloat16 or float16; ``device`` is auto (cuda if available), cpu, cuda or
     cuda:N; ``quantize`` is none, int8 or int4 (see ``model.quantize``), where the quantised model is the target.
+    ``lora`` is a folder in PEFT's format that is merged into the weights first.
     """
     kind = check_quantization(quantize)
     wanted, place = resolve_dtype(dtype), resolve_device(device)
@@ -89,8 +102,9 @@ def load_target(
     if path.is_file():
         from anabranch.model.gguf import read_gguf
 
-        # float32 gives the dequantised values as they are; bfloat16 is the stored dtype of the default model
-        described, tensors, tokenizer = read_gguf(path, dtype=wanted or torch.bfloat16)
+        wanted = wanted or torch.bfloat16
+        # a LoRA is merged into the dequantised values, so that the fingerprint does not depend on the dtype
+        described, tensors, tokenizer = read_gguf(path, dtype=wanted if lora is None else torch.float32)
     else:
         described, tensors = read_json(path / "config.json", _AGAIN), load_safetensors_dir(path)
         if (path / "generation_config.json").is_file():
@@ -100,6 +114,8 @@ def load_target(
     if (stated := generation.get("eos_token_id")) is not None:
         ends = token_ids(stated, "eos_token_id", config.vocab_size, "generation_config.json")
     wanted = wanted or _stored(config, tensors)
+    if lora is not None:
+        tensors = WithLora(tensors, read_lora(lora, config), config)
     decoder, identity = fill_decoder(config, tensors, dtype=wanted, device=place)
     quantize_decoder(decoder, kind)
     # the tokenizer last, so that errors in the config or the weights do not wait a second for transformers
@@ -109,7 +125,12 @@ def load_target(
     decoder.config = config
     name_tokenizer(decoder, tokenizer)
     give_back()
-    return Target(decoder, tokenizer, config, name, path, identity, kind)
+    return Target(decoder, tokenizer, config, name, path, identity, kind, lora)
+
+
+def base_name(target: Target) -> str:
+    """The model's name for files that are shared: of a folder or file its last part, so that no path is stored."""
+    return Path(target.name).name if Path(target.name).expanduser().exists() else target.name
 
 
 def name_tokenizer(decoder: Decoder, tokenizer: Any) -> None:

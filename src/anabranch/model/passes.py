@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anabranch.model.blocks import Block, attention
+from anabranch.model.blocks import Block, RowSide, attention
 from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig
 from anabranch.model.inputs import Inputs
@@ -46,6 +46,8 @@ class Pass:
 
     With a ``span`` the pass reads that many positions of the cache, in use or not, and everything that changes from
     step to step lies in tensors, so that it can be captured as a graph (``graphs``).
+
+    sides  those of ``PassRequest``
     """
 
     def __init__(
@@ -58,7 +60,9 @@ class Pass:
         rope: Rope,
         *,
         span: int | None = None,
+        sides: Sequence[RowSide] | None = None,
     ) -> None:
+        self.sides = sides
         self.config, self.cache, self.slots, self.planned, self.rope = config, cache, slots, planned, rope
         device, self.dtype = cache.keys.device, cache.keys.dtype
         self.tokens_BN, self.positions_BN, self.lengths_B, self.tree_BNN = (x.to(device) for x in nodes)
@@ -162,8 +166,12 @@ class Entry:
 class Rider(Protocol):
     """A drafter's part in the target's forward pass: from layer ``start`` on it adds rows, or prunes nodes, or both.
 
-    rides  whether it adds rows; if not, ``layer`` and ``leave`` are not called
-    fixed  whether its shapes follow from the pass alone, so that the pass can be captured as a graph
+    rides   whether it adds rows; if not, ``layer`` and ``leave`` are not called
+    fixed   whether its shapes follow from the pass alone, so that the pass can be captured as a graph
+    native  whether the native kernels compute all main rows, if they run the target
+    places  cache positions that each node takes while the pass runs
+    alters  the trained module whose rows the main rows attend to, which is then part of the model that is decoded;
+            None: main rows are the same as without the rider
 
     A rider keeps nothing between calls: what it found at the entry travels as an ``Entry``.
     """
@@ -171,6 +179,9 @@ class Rider(Protocol):
     start: int
     rides: bool
     fixed: bool
+    native: bool
+    places: int
+    alters: object | None
 
     def enter(self, x_BND: Tensor, run: Pass) -> tuple[Tensor, Entry]:
         """All rows [B, R, D] from the main rows before layer ``start``, which come first; may ``run.select``."""
@@ -190,6 +201,7 @@ class PassRequest(NamedTuple):
     taps     layers before which the main rows are returned
     rider    a drafter's part in the pass
     choose   whether only the greedy tokens are needed, which a backend may then return
+    sides    what is added in each layer to some rows of the batch (``row_lora``); None: nothing
     """
 
     inputs: Inputs
@@ -199,6 +211,7 @@ class PassRequest(NamedTuple):
     taps: Sequence[int]
     rider: Rider | None
     choose: bool
+    sides: Sequence[RowSide] | None = None
 
 
 @dataclass(frozen=True)

@@ -155,6 +155,7 @@ class Stack:
         x_MD: Tensor | None = None,
         *,
         trailing: bool = False,
+        own: int = 0,
     ) -> StackStep:
         """The nodes of a pass over rows of ``lengths`` committed tokens; all layers have the same sliding window.
 
@@ -163,6 +164,7 @@ class Stack:
         planned    the length that the longest row will reach, for rotations that depend on it
         x_MD       the rows, float32, where the layers start from these
         trailing   the nodes follow the newest committed token and see its sliding window, not one of their own
+        own        S: each of a row's first count / (1 + S) nodes also sees S of those after them, in the same order
         """
         lengths_B, starts = np.array(lengths, np.int64), np.array([*accumulate(counts, initial=0)], np.int64)
         nodes = int(starts[-1])
@@ -180,6 +182,7 @@ class Stack:
             self._window,
             trailing,
             table.shape[1],
+            own,
             None if x_MD is None else x_MD.data_ptr(),
             cos,
             cos + table.stride(0) * table.element_size(),
@@ -256,7 +259,8 @@ class NativeBackend(TorchBackend):
 
     def run(self, network: Network, request: PassRequest) -> PassResult:
         """A whole pass, whose rows are not padded; with a rider or several tapped layers it takes several calls."""
-        inputs, cache, slots, planned, taps, rider, choose = request
+        inputs, cache, slots, planned, taps, rider, choose, sides = request
+        assert sides is None, "a target with LoRAs by row is not packed for the native kernels"
         if rider is not None or len(taps) > 1:
             return super().run(network, request)
         step = self.stack.step(cache.lengths[slots], inputs.counts_B, inputs.parents_M, planned)

@@ -170,7 +170,11 @@ class Attention {
       : s_(s), l_(l), plan_(plan), rows_(rows), task_(task) {
     group_ = s.heads / s.kv_heads;
     length_ = static_cast<int>(plan.lengths[task.row]);
-    span_ = length_ + (task.first + task.count - 1) / group_ + 1;  // nodes do not attend to later ones
+    // nodes do not attend to later ones, except to their own
+    const int last_node = node_of(task.count - 1), owner = plan.start(task.row) + plan.owners(task.row) - 1;
+    int last = plan.ancestors[plan.offsets[last_node + 1] - 1];
+    if (node_of(0) <= owner && owner < last_node) last = std::max(last, plan.ancestors[plan.offsets[owner + 1] - 1]);
+    span_ = length_ + last + 1;
     width_ = padded_scores(span_);
     q_ = memory.queries.of<Q>(static_cast<int64_t>(task.count) * s.e);
     p_ = memory.scores.of<float>(task.count * width_);

@@ -31,6 +31,7 @@ struct RaggedBatch {
   int32_t window;        // a node sees that many positions, its own included (0: all)
   int32_t trailing;      // whether the nodes share the window of the newest committed token instead of one each
   int32_t positions;     // positions that cos and sin have
+  int32_t own;           // S: each of a batch row's first count / (1 + S) nodes also sees S nodes after these, its own
   float* x;                // [M, D], in and out
   const float *cos, *sin;  // [positions, rope_dim]
   const int64_t* starts;   // [B + 1]: batch row b has the nodes starts[b] to starts[b + 1] - 1, possibly none
@@ -39,6 +40,8 @@ struct RaggedBatch {
 
   int start(int b) const { return static_cast<int>(starts[b]); }
   int count(int b) const { return static_cast<int>(starts[b + 1] - starts[b]); }
+  // number of nodes of a batch row that have nodes of their own, which follow them in the same order; all if ``own`` is 0
+  int owners(int b) const { return count(b) / (1 + own); }
   // number of keys visible to the last node of a batch row
   int span(int b) const { return static_cast<int>(lengths[b]) + count(b); }
 };
@@ -66,7 +69,8 @@ struct AttentionTask {
 };
 
 // A batch with the visible keys of its nodes. Node i attends to the committed tokens from first[i] on and to the nodes
-// ancestors[offsets[i] : offsets[i + 1]] of its batch row, itself last; the first run[i] of these are nodes 0, 1, 2, ...
+// ancestors[offsets[i] : offsets[i + 1]] of its batch row: its ancestors, itself, and nodes of its own, in ascending order;
+// the first run[i] of these are nodes 0, 1, 2, ...
 struct PassPlan : RaggedBatch {
   const int32_t* row;           // the batch row of each node [M]
   const int64_t* positions_of;  // position of each node [M]
@@ -103,11 +107,14 @@ PassPlan plan_pass(const RaggedBatch& batch, PlanMemory& memory) {
     const int64_t newest = trailing ? length - 1 : positions[i];
     const int64_t from = batch.window == 0 ? 0 : std::max<int64_t>(0, newest - batch.window + 1);
     first[i] = static_cast<int32_t>(std::min(from, length));
-    // the visible nodes of its parent that are inside the window, and itself
+    // the visible nodes of its parent that are inside the window, but not the parent's own; itself; its own
+    const int owners = batch.own == 0 ? 0 : batch.owners(rows[i]);
     offsets[i] = static_cast<int32_t>(seen.size());
-    for (int j = parent < 0 ? 0 : offsets[above]; parent >= 0 && j < offsets[above + 1]; ++j)
+    const int end = parent < 0 ? 0 : offsets[above + 1] - (parent < owners ? batch.own : 0);
+    for (int j = parent < 0 ? 0 : offsets[above]; j < end; ++j)
       if (trailing || positions[start + seen[static_cast<size_t>(j)]] >= from) seen.push_back(seen[static_cast<size_t>(j)]);
     seen.push_back(node);
+    for (int j = 0; node < owners && j < batch.own; ++j) seen.push_back(owners + node * batch.own + j);
     offsets[i + 1] = static_cast<int32_t>(seen.size());
     run[i] = 0;
     while (offsets[i] + run[i] < offsets[i + 1] && seen[static_cast<size_t>(offsets[i] + run[i])] == run[i]) ++run[i];
@@ -177,11 +184,14 @@ void check(const Shape& s, const RaggedBatch& batch) {
   check(s);
   require(in_range(batch.batch, 1, MAX_VALUES) && in_range(batch.nodes, 1, MAX_VALUES) && batch.window >= 0,
           "a pass has no rows");
+  require(in_range(batch.own, 0, 1 << 16), "the number of nodes of a node's own is out of range");
   require(batch.cos != nullptr && batch.sin != nullptr && batch.starts != nullptr && batch.lengths != nullptr,
           "a pointer of a pass is null");
   require(batch.starts[0] == 0, "the first row of a pass does not start at node 0");
   for (int b = 0; b < batch.batch; ++b)
     require(in_range(batch.starts[b + 1], batch.starts[b], MAX_VALUES), "rows of a pass overlap, or have too many nodes");
+  for (int b = 0; b < batch.batch; ++b)
+    require(batch.count(b) % (1 + batch.own) == 0, "nodes do not have equally many nodes of their own");
   require(batch.starts[batch.batch] == batch.nodes, "the rows of a pass do not add up to its number of nodes");
   const int64_t values = static_cast<int64_t>(batch.nodes) * s.heads * s.e;
   require(values <= std::numeric_limits<int32_t>::max(), "a pass has too many nodes");

@@ -51,11 +51,12 @@ class RaggedBatch(ctypes.Structure):
 
     nodes       total number of nodes
     positions   number of positions in ``cos`` and ``sin``
+    own         S: each of a batch row's first count / (1 + S) nodes also sees S of the nodes after these, its own
     x           the nodes' hidden states; null: the kernels use their own memory
     """
 
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("batch", "nodes", "window", "trailing", "positions")),
+        *((name, ctypes.c_int32) for name in ("batch", "nodes", "window", "trailing", "positions", "own")),
         *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "starts", "lengths", "parents")),
     )
 

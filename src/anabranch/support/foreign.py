@@ -18,10 +18,12 @@ def peft_advice(folder: Path | str, record: Any) -> str | None:
         return None
     base = record.get("base_model_name_or_path")
     into = f"its base model {base}" if isinstance(base, str) and base else "its base model"
+    what = f"{folder} is a PEFT {record['peft_type']} folder, neither a model nor an anabranch adapter"
+    if record["peft_type"] == "LORA":
+        return f"{what}; load {into} and give the folder as the LoRA (lora=FOLDER, or --lora FOLDER)"
     return (
-        f"{folder} is a PEFT {record['peft_type']} folder, neither a model nor an anabranch adapter; merge it into "
-        f"{into} with peft's merge_and_unload, save the result with save_pretrained, and load that folder (anabranch "
-        "adapters are written by 'anabranch train')"
+        f"{what}; merge it into {into} with peft's merge_and_unload, save the result with save_pretrained, and load "
+        "that folder"
     )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.config import StreamConfig
+from anabranch.methods.streams.recipes import paper_shared
 from anabranch.model.config import ModelConfig
 
 
@@ -35,6 +38,17 @@ def test_stream_embeddings_and_pruning_adapter(width: int, printed: float) -> No
     assert found == (4 + 2 * 8) * width
     # the printed column is (gamma + 16) h with gamma 4, to the digits printed there
     assert found == pytest.approx(printed, rel=0.01)
+
+
+@pytest.mark.parametrize("gamma", [1, 4, 8])
+@pytest.mark.parametrize("width", [2048, 4096])
+def test_shared_mode_as_published(width: int, gamma: int) -> None:
+    """(gamma + 16) h beside the terms of the target's layers, which the adapter that is written does not have."""
+    config = replace(paper_shared().config, num_streams=gamma)
+    rank, inner, layers = config.lora_rank, 4 * width, 24
+    terms = layers * rank * ((width + 3 * width) + (width + width) + (width + 2 * inner) + (inner + width))
+    assert count(width, config) == (gamma + 16) * width + terms
+    assert count(width, replace(config, lora_rank=0)) == (gamma + 16) * width
 
 
 @pytest.mark.parametrize("layers", [2, 4, 8])

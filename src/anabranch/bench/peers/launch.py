@@ -98,6 +98,11 @@ def _environment(threads: int) -> dict[str, str]:
 
 
 def _weights(spec: PeerSpec, settings: dict[str, Any], target: Target, python: Path) -> Path:
+    if target.lora is not None:
+        raise CapabilityError(
+            f"the peer {spec.name!r} reads {target.name!r} from its files, without the LoRA; save the merged model "
+            "as a folder and measure that, or leave out --lora or --peer"
+        )
     if spec.weights == "gguf":
         return _gguf(spec, settings, target)
     if target.path is None or not target.path.is_dir():

@@ -6,7 +6,8 @@ B rows of the batch, N nodes, S streams, R rows of a pass, D model width, H quer
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from anabranch.methods.low_rank import LowRank
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.scorer import Conditioner
 from anabranch.methods.trained import TrainedModule
+from anabranch.methods.tuning import LayerTuning, terms_of
 from anabranch.model.blocks import MLP, Block, RowSide
 from anabranch.model.config import ModelConfig
 from anabranch.model.native_linear import NativeLinear
@@ -77,25 +79,44 @@ class StreamSide:
             return whole
         return torch.cat((y[:, : self.main], y[:, self.main :] + delta(x[:, self.main :])), dim=1)
 
-    def qkv(self, h_BRD: Tensor, qkv: nn.Module) -> Tensor:
+    def qkv(self, h_BRD: Tensor, qkv: Callable[[Tensor], Tensor]) -> Tensor:
         """The packed q, k, v projections, with deltas for stream rows."""
         if self.main == 0 and self.weights.merged is not None:
             return self.weights.merged[0](h_BRD)  # type: ignore[no-any-return]
         return self._add(self.weights.qkv, h_BRD, qkv(h_BRD))
 
-    def out(self, a: Tensor, out: nn.Module) -> Tensor:
+    def out(self, a: Tensor, out: Callable[[Tensor], Tensor]) -> Tensor:
         """The output projection, with a delta for stream rows."""
         if self.main == 0 and self.weights.merged is not None:
             return self.weights.merged[1](a)  # type: ignore[no-any-return]
         return self._add(self.weights.out, a, out(a))
 
-    def mlp(self, h_BRD: Tensor, mlp: MLP) -> Tensor:
+    def mlp(self, h_BRD: Tensor, mlp: Callable[[Tensor], Tensor]) -> Tensor:
         """The frozen MLP for main rows; the adapter in its place, or added to it, for stream rows."""
         if self.weights.keep_mlp:
             return self._add(self.weights.mlp, h_BRD, mlp(h_BRD))
         assert self.weights.mlp is not None, "the config refuses rows without an MLP"
         streams: Tensor = self.weights.mlp(h_BRD[:, self.main :])
         return streams if self.main == 0 else torch.cat((mlp(h_BRD[:, : self.main]), streams), dim=1)
+
+
+class TunedSide:
+    """A ``RowSide`` for training in shared mode: terms of the layer for all rows, deltas for stream rows besides."""
+
+    def __init__(self, tuning: LayerTuning, streams: StreamSide) -> None:
+        self.tuning, self.streams = tuning, streams
+
+    def qkv(self, h_BRD: Tensor, qkv: nn.Module) -> Tensor:
+        """The fused projections."""
+        return self.streams.qkv(h_BRD, partial(self.tuning.qkv, qkv=qkv))
+
+    def out(self, a: Tensor, out: nn.Module) -> Tensor:
+        """The output projection."""
+        return self.streams.out(a, partial(self.tuning.out, out=out))
+
+    def mlp(self, h_BRD: Tensor, mlp: MLP) -> Tensor:
+        """The feed-forward part."""
+        return self.streams.mlp(h_BRD, partial(self.tuning.mlp, mlp=mlp))
 
 
 class RootTerm(Packable):
@@ -211,6 +232,8 @@ class StreamAdapter(StreamModule):
     Parameters with the paper's configuration: gamma * h stream embeddings, 2 * 8 * h of the pruning adapter, and
     N_s * 2 * R_s * h of the stream adapters in lossless mode (ACL table 3;
     ``tests/methods/streams/test_parameters.py``).
+
+    tuning  the terms of the target's layers while it is tuned together with the streams (shared mode), else None
     """
 
     config: StreamConfig
@@ -218,3 +241,13 @@ class StreamAdapter(StreamModule):
     def __init__(self, model: ModelConfig, config: StreamConfig, vocabulary: Tensor | None = None) -> None:
         super().__init__(model, config, vocabulary)
         self.config = config
+        self.tuning = terms_of(model, config.lora_rank)
+
+    def side(self, index: int, main: int) -> RowSide:
+        """As ``StreamModule.side``; in training in shared mode with the terms of the layer for all rows."""
+        streams = StreamSide(self.layer(index), main)
+        if self.tuning is None:
+            return streams
+        tuned = self.tuning[index]
+        assert isinstance(tuned, LayerTuning)
+        return TunedSide(tuned, streams)

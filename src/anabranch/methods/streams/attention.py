@@ -1,7 +1,8 @@
-"""Multi-stream attention (MSA): ACL eq. 2, for any set of nodes, riding in the target's pass or trailing it.
+"""Multi-stream attention (MSA), for any set of nodes, riding in the target's pass or trailing it.
 
-Stream j of node n attends to the main stream up to n (cached context, ancestors, n itself) and to streams 1..j of n.
-Stream keys and values come from the target's own projections and are never stored.
+Stream j of node n attends to the main stream up to n (cached context, ancestors, n itself) and to streams 1..j of n
+(ACL eq. 2). In shared mode the main row of n may attend to streams 1..gamma of n as well (eq. 3). Stream keys and
+values come from the target's own projections and are never stored.
 
 B rows of the batch, N nodes, S streams, H query heads, K kv heads, G = H / K, E head width, L cache length, T = top.
 """
@@ -9,13 +10,14 @@ B rows of the batch, N nodes, S streams, H query heads, K kv heads, G = H / K, E
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.model.blocks import attention
 from anabranch.model.config import ModelConfig
 
-__all__ = ["stream_attention", "stream_bias", "stream_positions"]
+__all__ = ["main_attention", "stream_attention", "stream_bias", "stream_positions"]
 
 # Up to this many stream rows attend in one fused call over context and all stream keys. Beyond it (hundreds of nodes in
 # training), the masked keys of other nodes' streams would cost more than a separate product.
@@ -35,6 +37,41 @@ def _rotate_values(v_BNSKE: Tensor, step: float) -> Tensor:
     sin = angle.sin().to(v_BNSKE.dtype)[:, None, None]
     left, right = v_BNSKE.chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, left * sin + right * cos), dim=-1)
+
+
+def main_attention(
+    model: ModelConfig,
+    config: StreamConfig,
+    q_BNHE: Tensor,
+    keys_BKLE: Tensor,
+    values_BKLE: Tensor,
+    streams: tuple[Tensor, Tensor],
+    visible_BNL: Tensor,
+) -> Tensor:
+    """Attention of main rows in shared mode (ACL eq. 3); returns [B, N, H E].
+
+    Each node attends to what it sees of the main stream (``keys_BKLE``, ``values_BKLE``, ``visible_BNL``) and to the
+    keys and values ``streams`` [B, N S, K, E] of its own streams, not to those of other nodes: a node's result is the
+    same in a tree as alone.
+    """
+    (k, v), (b, n, h, e) = streams, q_BNHE.shape
+    kv, s, length = k.shape[2], config.num_streams, keys_BKLE.shape[2]
+    g = h // kv
+    scale = model.attention_scale if model.attention_scale is not None else e**-0.5
+    q_BKGNE = (q_BNHE * scale).view(b, n, kv, g, e).permute(0, 2, 3, 1, 4)
+    v_BNSKE = v.view(b, n, s, kv, e)
+    if config.position == "rotation":
+        v_BNSKE = _rotate_values(v_BNSKE, config.rotation_step)
+    main = (q_BKGNE.reshape(b, kv, g * n, e) @ keys_BKLE.transpose(-1, -2)).view(b, kv, g, n, length)
+    own = torch.einsum("bkgne,bnske->bkgns", q_BKGNE, k.view(b, n, s, kv, e))
+    scores = torch.cat((main, own), dim=-1).float()
+    if model.attention_softcap is not None:
+        scores = torch.tanh(scores / model.attention_softcap) * model.attention_softcap
+    seen = F.pad(visible_BNL, (0, s), value=True)[:, None, None]
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1).to(q_BNHE.dtype)
+    out = (weights[..., :length].reshape(b, kv, g * n, length) @ values_BKLE).view(b, kv, g, n, e)
+    out = out + torch.einsum("bkgns,bnske->bkgne", weights[..., length:], v_BNSKE)
+    return out.permute(0, 3, 1, 2, 4).reshape(b, n, h * e)
 
 
 def stream_bias(model: ModelConfig, config: StreamConfig, visible_BNL: Tensor, dtype: torch.dtype) -> Tensor | None:

@@ -14,10 +14,12 @@ def begin_with(adapter: StreamAdapter, trained: StreamAdapter) -> None:
     """Copy the weights of ``trained`` into the fresh ``adapter``, which keeps its own draft vocabulary.
 
     ``trained`` may lack the root term (which then starts at zero), have fewer streams (new ones start as copies of the
-    last one), and have fewer layers (new ones are below its own and start at zero). Raises InputError if anything else
+    last one), and have fewer layers (new ones are below its own and start at zero). The streams of a frozen target are
+    also a start for shared mode, whose terms of the target's layers start at zero. Raises InputError if anything else
     differs.
     """
     mine, theirs = adapter.config.to_dict(), trained.config.to_dict()
+    theirs |= {name: mine[name] for name in ("mode", "main_attends", "lora_rank")}
     if not theirs["root_width"]:
         theirs["root_width"] = mine["root_width"]
     more = mine["num_streams"] - theirs["num_streams"]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from anabranch.errors import AdapterError, InputError
+from anabranch.methods.low_rank import MOST_RANK
 from anabranch.support.jsonfiles import is_number, is_whole, shown
 
 __all__ = ["MOST_STREAMS", "StreamConfig"]
@@ -25,6 +26,7 @@ _RANGES = {
     "context_top": (0, (1 << 31) - 1),
     "conditioning_rank": (0, _WIDEST),
     "root_width": (0, _WIDEST),
+    "lora_rank": (0, MOST_RANK),
 }
 
 
@@ -48,6 +50,11 @@ class StreamConfig:
     conditioning_rank  width of this term
     root_width         width of the gated term that conditions trailing streams on the token emitted at their node, the
                        root of the next tree; 0: none (the paper, whose streams ride in the pass)
+    mode               "lossless": the target is frozen; "shared": it is tuned together with the streams (ACL figure 2b)
+    main_attends       what a main row attends to besides the main stream in the top layers, in shared mode: "own": the
+                       streams of its own node (ACL eq. 3), which are then part of the model; "none" (v1 of the paper)
+    lora_rank          rank of the terms that tune all linear layers of the target, for main rows and streams alike; in
+                       training only: an adapter has 0, since the terms are merged into a target of its own
     """
 
     num_streams: int = 4
@@ -63,6 +70,9 @@ class StreamConfig:
     conditioning: Literal["none", "parent", "path"] = "none"
     conditioning_rank: int = 0
     root_width: int = 0
+    mode: Literal["lossless", "shared"] = "lossless"
+    main_attends: Literal["none", "own"] = "none"
+    lora_rank: int = 0
 
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():
@@ -75,6 +85,8 @@ class StreamConfig:
             ("stream_mlp", ("adapter", "mlp+adapter")),
             ("position", ("embedding", "rotation")),
             ("conditioning", ("none", "parent", "path")),
+            ("mode", ("lossless", "shared")),
+            ("main_attends", ("none", "own")),
         ):
             if getattr(self, name) not in allowed:
                 raise InputError(f"{name} must be one of {', '.join(allowed)}, got {shown(getattr(self, name))}")
@@ -82,6 +94,22 @@ class StreamConfig:
             raise InputError("adapter_rank 0 leaves stream rows without an MLP; use stream_mlp 'mlp+adapter'")
         if (self.conditioning == "none") != (self.conditioning_rank == 0):
             raise InputError("conditioning and conditioning_rank go together: give both, or 'none' and 0")
+        if self.mode == "lossless" and (self.main_attends != "none" or self.lora_rank):
+            raise InputError(
+                "main_attends 'own' and lora_rank change the target, and mode 'lossless' keeps it as it is; use mode "
+                "'shared'"
+            )
+        if self.main_attends == "own" and self.root_width:
+            raise InputError(
+                f"root_width is {self.root_width}, but streams that main rows attend to are computed before the next "
+                "token is known; use root_width 0, or main_attends 'none'"
+            )
+
+    @property
+    def bare(self) -> bool:
+        """Whether streams pass through the target's layers like main rows, from states that their embeddings give."""
+        own = (self.adapter_rank, self.attention_rank, self.init_rank, self.context_top, self.root_width)
+        return not any(own) and self.position == "embedding"
 
     def to_dict(self) -> dict[str, Any]:
         """As stored in adapter_config.json."""

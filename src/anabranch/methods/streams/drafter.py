@@ -73,12 +73,28 @@ class StreamDrafter(Drafter):
             raise CapabilityError("the adapter was trained without a pruning layer (pruning_rank 0); use prune=0")
         if placement == "trail" and adapter.shape.context_top:
             raise CapabilityError("context_top needs the main rows' attention; use placement=ride")
+        riding = target.rider
+        if adapter.shape.main_attends == "own":
+            if riding is None or riding.alters is not adapter:
+                raise CapabilityError(
+                    "the streams of this adapter are part of its target (shared mode), which was loaded without them; "
+                    "load the target together with this adapter"
+                )
+            if placement == "trail":
+                raise CapabilityError(
+                    "the target's main rows attend to these streams, so they ride; use placement=ride"
+                )
+            placement = "ride"
         self.target, self.adapter, self.prune, self.adaptive, self.name = target, adapter, prune, adaptive, name
         self.tree = StreamDraft(target, adapter, options)
         self._trees = {self.tree.options.nodes: self.tree}
         better = (target.device.type == "cpu" or adapter.root is not None) and not adapter.shape.context_top
         ride = placement == "ride" or (placement == "auto" and not better)
-        self._rider = StreamRider(target, adapter, ride=ride, prune=prune) if ride or prune else None
+        self._rider: Rider | None = None
+        if placement == "ride" and not prune and riding is not None and riding.alters is adapter:
+            self._rider = riding  # one object, so that rows with and without drafts share passes
+        elif ride or prune:
+            self._rider = StreamRider(target, adapter, ride=ride, prune=prune)
         self._native = (
             NativeTrail(target, adapter, self.tree.depth) if not ride and NativeTrail.fits(target, adapter) else None
         )

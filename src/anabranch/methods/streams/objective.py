@@ -1,4 +1,4 @@
-"""The training objective: ``sum_j alpha_j * CE(stream j)`` on completion tokens (ACL eq. 6 with alpha_0 = 0).
+"""The objective of lossless mode: ``sum_j alpha_j * CE(stream j)`` on completion tokens (ACL eq. 6 with alpha_0 = 0).
 
 The target is frozen: its forward pass runs once per batch, without gradients. The streams then trail it over all
 completion positions at once, segment by segment (ACL appendix I): no streams on prompt tokens, and peak memory grows
@@ -32,7 +32,7 @@ from anabranch.model.decoder import Decoder
 
 __all__ = ["Frozen", "LossOptions", "StreamObjective"]
 
-UNCONDITIONED_STRIDE = 5  # every n-th prediction; in multiples of the number of streams it would always be one stream
+UNCONDITIONED_STRIDE = 5  # every n-th diagonal of positions and streams, so that each stream has its share
 RIDING_STRIDE = 8
 
 
@@ -40,7 +40,9 @@ RIDING_STRIDE = 8
 class LossOptions:
     """Weights of the loss.
 
-    decay           alpha_j = decay ** (j - 1)
+    main            alpha_0: weight of the main rows' next token, in shared mode
+    streams         alpha_1: weight of the streams beside it, in shared mode
+    decay           alpha_j = alpha_1 * decay ** (j - 1)
     soft            weight of the target's own distribution in the training target (distillation); the rest is its token
     unconditioned   weight of the loss of the streams without conditioning, if the adapter has conditioning
     pruning         weight of the early-exit adapter's next-token loss (ACL section 2.4)
@@ -52,13 +54,17 @@ class LossOptions:
     unconditioned: float = 0.1
     pruning: float = 1.0
     pruning_stride: int = 8
+    main: float = 0.0
+    streams: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0 < self.decay <= 1:
             raise InputError(f"decay must be greater than 0 and at most 1, got {self.decay}")
         if not 0 <= self.soft <= 1:
             raise InputError(f"soft must be from 0 to 1, got {self.soft}")
-        for name, low in (("unconditioned", 0), ("pruning", 0), ("pruning_stride", 1)):
+        if not self.streams > 0:
+            raise InputError(f"streams must be greater than 0, got {self.streams}")
+        for name, low in (("unconditioned", 0), ("pruning", 0), ("pruning_stride", 1), ("main", 0)):
             if not getattr(self, name) >= low:
                 raise InputError(f"{name} must be at least {low}, got {getattr(self, name)}")
 
@@ -95,12 +101,17 @@ class StreamObjective:
             raise CapabilityError("context_top is for decoding; train with context_top 0 and set it afterwards")
         self.target, self.adapter, self.segment = target, adapter, segment
         self.options = options or LossOptions()
+        if adapter.shape.mode == "lossless" and (self.options.main or self.options.streams != 1):
+            raise InputError(
+                "main and streams weigh the target's own next token against its streams, and mode 'lossless' trains "
+                "streams only; use a recipe of shared mode"
+            )
         self.frozen = target if frozen is None else frozen
         self.predictor, self.predictors = adapter.predictor, adapter.shape.num_streams
 
     def vocabulary(self, batch: Batch) -> Vocabulary:
         """The draft vocabulary with the batch's own tokens; decoding adds a row's own tokens in the same way."""
-        return Vocabulary.of(self.target, self.adapter.vocabulary, batch.tokens_BT)
+        return Vocabulary.of(self.target, self.adapter.vocabulary, batch.scored_BT)
 
     def vocabularies(self, batch: Batch) -> list[Vocabulary]:
         """The same for all streams."""
@@ -143,12 +154,16 @@ class StreamObjective:
             near = seen & (positions_BP[:, :, None] - keys < self.target.config.sliding_window)
         layers = range(self.adapter.start, self.target.config.num_layers)
         visible = [near if self.target.config.is_sliding(layer) else seen for layer in layers]
-        emitted = None
-        if self.adapter.root is not None:
-            emitted = self.target.embedding(tokens_BT.gather(1, (positions_BP + 1).clamp(max=width - 1)))
-            if riding_BP is not None:
-                emitted = emitted.masked_fill(riding_BP[:, :, None], 0.0)
+        emitted = self.emitted(tokens_BT, positions_BP, riding_BP)
         return trail(self.target, self.adapter, entry, emitted, positions_BP, frozen.keys_values, visible, width)
+
+    def emitted(self, tokens_BT: Tensor, positions_BP: Tensor, riding_BP: Tensor | None) -> Tensor | None:
+        """Embeddings [B, P, D] of the tokens after some positions, zero if streams ride; None without a root term."""
+        if self.adapter.root is None:
+            return None
+        after = (positions_BP + 1).clamp(max=tokens_BT.shape[1] - 1)
+        found: Tensor = self.target.embedding(tokens_BT.gather(1, after))
+        return found if riding_BP is None else found.masked_fill(riding_BP[:, :, None], 0.0)
 
     def conditioned(self, states_BPSD: Tensor, tokens_BT: Tensor, positions_BP: Tensor) -> Tensor:
         """States [B, P, S, D] conditioned on the true tokens of the path to each prediction (teacher forcing)."""
@@ -183,6 +198,13 @@ class StreamObjective:
 
     def loss(self, batch: Batch, frozen: Frozen, segment: Segment) -> Scores:
         """The loss of one segment: a sum over its predictions."""
+        tokens, positions_BP = batch.tokens_BT.to(self.target.device), segment.positions_BP
+        # streams that ride are not conditioned on the emitted token: an eighth of the positions trains that case
+        states = self.states(frozen, tokens, positions_BP, positions_BP % RIDING_STRIDE == 0)
+        return self.scored(batch, frozen, segment, states)
+
+    def scored(self, batch: Batch, frozen: Frozen, segment: Segment, states: Tensor) -> Scores:
+        """The loss of streams with these states [B, P, S, D]."""
         positions_BP, real_BP = segment
         tokens = batch.tokens_BT.to(self.target.device)
         lengths = batch.lengths_B.to(self.target.device)
@@ -198,16 +220,13 @@ class StreamObjective:
         stream_M = (streams - 1).expand_as(index)[inside]
         weight_M = self.options.decay ** stream_M.float()
 
-        # streams that ride are not conditioned on the emitted token: an eighth of the positions trains that case
-        states = self.states(frozen, tokens, positions_BP, positions_BP % RIDING_STRIDE == 0)
         conditioned = self.conditioned(states, tokens, positions_BP)
         loss, right = self._cross_entropy(words, conditioned[inside], place_BPS[inside], weight_M, teacher)
         if self.adapter.conditioner is not None and self.options.unconditioned:
             # a fifth of the predictions is enough to keep the streams useful without conditioning
-            some = slice(None, None, UNCONDITIONED_STRIDE)
-            plain, _ = self._cross_entropy(
-                words, states[inside][some], place_BPS[inside][some], weight_M[some] * UNCONDITIONED_STRIDE
-            )
+            some = inside & (index_BPS % UNCONDITIONED_STRIDE == 0)
+            weight = weight_M[some[inside]] * UNCONDITIONED_STRIDE
+            plain, _ = self._cross_entropy(words, states[some], place_BPS[some], weight)
             loss = loss + self.options.unconditioned * plain
         if self.adapter.prune is not None and self.options.pruning:
             loss = loss + self.options.pruning * self._pruning_loss(frozen, tokens, positions_BP, real_BP)
@@ -217,11 +236,11 @@ class StreamObjective:
     def _pruning_loss(self, frozen: Frozen, tokens_BT: Tensor, positions_BP: Tensor, real_BP: Tensor) -> Tensor:
         """Next-token loss of the early-exit adapter at some positions, scaled to the number of all positions."""
         stride = self.options.pruning_stride
-        positions, real = positions_BP[:, ::stride], real_BP[:, ::stride]
-        rows = torch.arange(len(tokens_BT), device=tokens_BT.device)[:, None].expand_as(positions)[real]
-        entry = frozen.entry_BTD[rows, positions[real]]
+        some = real_BP & (positions_BP % stride == 0)
+        rows = torch.arange(len(tokens_BT), device=tokens_BT.device)[:, None].expand_as(positions_BP)[some]
+        entry = frozen.entry_BTD[rows, positions_BP[some]]
         logits = early_exit_logits(self.target, self.adapter, entry[None])[0].float()
-        return stride * F.cross_entropy(logits, tokens_BT[rows, positions[real] + 1], reduction="sum")
+        return stride * F.cross_entropy(logits, tokens_BT[rows, positions_BP[some] + 1], reduction="sum")
 
     def evaluate(self, examples: Sequence[Example], *, nodes: Sequence[int] = ()) -> dict[str, Any]:
         """Predicted mean acceptance length and accuracy by stream, for the default tree of 16 nodes ("tree").

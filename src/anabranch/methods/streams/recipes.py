@@ -3,19 +3,25 @@
 default-adapter    the adapter shipped for the default model
 small              a first adapter in minutes, to check that everything works
 paper-lossless     ACL section 2, lossless mode: stream adapters of rank 8 in place of the MLP, no conditioning
+shared             the target and its streams tuned together on the data: twelve layers, deltas, conditioned on the path
+paper-shared       ACL section 2, shared mode: (gamma + 16) h parameters beside the terms of the target's layers
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from anabranch.learning.recipe import COMMON, Option, Recipe, TrainOptions
+from anabranch.learning.recipe import COMMON, RECOMPUTE, Option, Recipe, TrainOptions
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.begin import begin_with
 from anabranch.methods.streams.config import StreamConfig
+from anabranch.methods.streams.joint import SharedObjective
 from anabranch.methods.streams.objective import LossOptions, StreamObjective
+from anabranch.methods.streams.rider import own_rider
 from anabranch.methods.trained import Trained
+from anabranch.methods.tuning import export_tuned
 from anabranch.model.decoder import Decoder
 
 __all__ = ["OPTIONS", "RECIPES", "TRAINED", "change"]
@@ -51,10 +57,28 @@ def default_adapter() -> Recipe:
     return Recipe(config, LossOptions(), options, draft_vocabulary=8192, held_out=96)
 
 
+def shared() -> Recipe:
+    """Shared mode at its best: the streams of ``default_adapter`` without the root, since they ride."""
+    config = replace(
+        default_adapter().config, root_width=0, num_streams=4, mode="shared", main_attends="own", lora_rank=32
+    )
+    options = TrainOptions(epochs=3.0, lr=5e-4, batch_tokens=2048)
+    return Recipe(config, LossOptions(main=1.0, streams=0.1), options, draft_vocabulary=8192)
+
+
+def paper_shared() -> Recipe:
+    """The paper's shared mode, gamma = 4, N_s = 4, alpha_0 = 1, alpha_j = 0.1; streams run through the tuned layers."""
+    config = StreamConfig(stream_mlp="mlp+adapter", adapter_rank=0, mode="shared", main_attends="own", lora_rank=32)
+    loss = LossOptions(main=1.0, streams=0.1, decay=1.0, soft=0.0, unconditioned=0.0)
+    return Recipe(config, loss, TrainOptions(epochs=3.0, lr=5e-4, schedule="linear"))
+
+
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "default-adapter": default_adapter,
     "small": small,
     "paper-lossless": paper_lossless,
+    "shared": shared,
+    "paper-shared": paper_shared,
 }
 
 OPTIONS: dict[str, Option] = {
@@ -68,10 +92,17 @@ OPTIONS: dict[str, Option] = {
     "conditioning_rank": Option(int, "width of the conditioning term", "config"),
     "root_width": Option(int, "width of the term that conditions streams on the root; 0: none", "config"),
     "pruning_rank": Option(int, "rank of the early-exit pruning layer; 0: none", "config"),
+    "lora_rank": Option(int, "rank of the terms that tune the target, in shared mode", "config"),
+    "main_attends": Option(
+        str, "what main rows attend to besides, in shared mode: own (their streams) or none", "config"
+    ),
+    "main": Option(float, "weight of the target's own next token, in shared mode", "loss"),
+    "streams": Option(float, "weight of the streams beside it, in shared mode", "loss"),
     "soft": Option(float, "share of the target's distribution in the loss (distillation)", "loss"),
     "unconditioned": Option(float, "weight of the loss without conditioning", "loss"),
     "decay": Option(float, "weight of stream j is decay ** (j - 1)", "loss"),
     **COMMON,
+    **RECOMPUTE,
 }
 
 
@@ -83,11 +114,18 @@ def change(recipe: Recipe, given: Mapping[str, Any]) -> Recipe:
 
 
 def _objective(target: Decoder, module: StreamAdapter, recipe: Recipe, *, frozen: Decoder) -> StreamObjective:
-    return StreamObjective(target, module, recipe.loss, segment=recipe.options.segment, frozen=frozen)
+    made = SharedObjective if module.config.mode == "shared" else StreamObjective
+    return made(target, module, recipe.loss, segment=recipe.options.segment, frozen=frozen)
 
 
 def _describe(config: StreamConfig) -> str:
-    return f"{config.num_streams} streams through the top {config.num_stream_layers} layers"
+    size = f"{config.num_streams} streams through the top {config.num_stream_layers} layers"
+    if config.mode == "lossless":
+        return size
+    if config.main_attends == "none":
+        return f"{size}; shared mode: the target was tuned with them"
+    where = "" if config.bare else "; PyTorch runs these layers"
+    return f"{size}; shared mode: main rows attend to their own streams, which are part of the target{where}"
 
 
 TRAINED = Trained(
@@ -101,5 +139,7 @@ TRAINED = Trained(
     change=change,
     describe=_describe,
     begin=begin_with,
+    export=export_tuned,
+    rider=own_rider,
     any_dtype=True,
 )

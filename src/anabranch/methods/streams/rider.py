@@ -5,6 +5,9 @@ node before it is known which one is accepted; trailing computes them for one no
 again. Trailing streams can be conditioned on the emitted token (the adapter's root term), which makes better drafts.
 Training is trailing over all positions of a segment.
 
+In shared mode a main row may attend to its own streams (ACL eq. 3). They then ride in every pass that decodes, plain
+decoding included, and are part of the target: ``own_rider``.
+
 B rows of the batch, N nodes, S streams, D model width.
 """
 
@@ -17,15 +20,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from anabranch.learning.recompute import through
 from anabranch.methods.streams.adapter import StreamModule
-from anabranch.methods.streams.attention import stream_attention, stream_bias, stream_positions
+from anabranch.methods.streams.attention import main_attention, stream_attention, stream_bias, stream_positions
 from anabranch.methods.streams.prune import prune_nodes
 from anabranch.methods.streams.row_attention import row_attention, row_mask
 from anabranch.model.blocks import Block
 from anabranch.model.decoder import Decoder
 from anabranch.model.passes import Entry, Pass
+from anabranch.model.stack import Stack, stack_of
 
-__all__ = ["StreamRider", "trail"]
+__all__ = ["Looks", "StreamRider", "initial_streams", "own_rider", "trail"]
 
 
 @dataclass
@@ -48,6 +53,10 @@ class StreamRider:
         self.start = adapter.start
         self.target, self.adapter, self.rides, self.prune = target, adapter, ride, prune
         self.fixed = not prune
+        self.alters: object | None = adapter if ride and adapter.shape.main_attends == "own" else None
+        # rows that differ from main rows in what they see only: the kernels take them as further nodes of the tree
+        self.native = self.alters is None or (adapter.shape.bare and target.config.sliding_window is None)
+        self.places = 1 if self.alters is None else 1 + adapter.shape.num_streams
 
     def enter(self, x_BND: Tensor, run: Pass) -> tuple[Tensor, Entry]:
         """Prune, then append the stream rows to the main rows."""
@@ -62,14 +71,15 @@ class StreamRider:
         positions = stream_positions(run.positions_BN, self.adapter.shape.num_streams)
         cos, sin = (turn.to(run.dtype) for turn in run.rope(positions, run.planned))
         own = _Own((cos, sin), (torch.cat((run.cos, cos), dim=1), torch.cat((run.sin, sin), dim=1)))
-        streams = _initial(self.target, self.adapter, x_BND.to(self.target.dtype), positions)
+        streams = initial_streams(self.target, self.adapter, x_BND.to(self.target.dtype), positions)
         return torch.cat((x_BND, streams.to(x_BND.dtype)), dim=1), Entry(kept, own)
 
     def layer(self, index: int, block: Block, x_BRD: Tensor, run: Pass, entry: Entry) -> Tensor:
         """One block over main rows and stream rows together, which reads the weights once.
 
         If the target runs on the native kernels, they compute the main rows, which are then bit-identical to a pass
-        without streams, and stream rows are computed separately.
+        without streams, and stream rows are computed separately. If main rows attend to streams, the kernels compute
+        both, or where streams have weights of their own PyTorch does, in the weights' type.
         """
         n, own = run.width, entry.own
         assert isinstance(own, _Own)
@@ -81,18 +91,47 @@ class StreamRider:
             return stream_attention(config, shape, (q, k, v), keys, values, visible, main_q, bias)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            main = run.attend(index, q[:, :n], k[:, :n], v[:, :n])
+            main = self._attend_main(index, q[:, :n], k, v, run)
             return torch.cat((main, look(q[:, n:], k[:, n:], v[:, n:], q[:, :n])), dim=1)
 
-        if self.target.backend.kernels is None:
-            return block(x_BRD, *own.all_rotations, attend, self.adapter.side(index, n))  # type: ignore[no-any-return]
+        stack = stack_of(self.target.backend)
+        if stack is not None and self.alters is not None and self.native:
+            return self._layer_of_kernels(index, x_BRD, run, stack)
         narrow = x_BRD.to(self.target.dtype)
+        if self.target.backend.kernels is None or self.alters is not None:
+            return block(narrow, *own.all_rotations, attend, self.adapter.side(index, n))  # type: ignore[no-any-return]
         main_q = None
         if self.adapter.shape.context_top:
             main_q = block.split(block.qkv(block.norm_in(narrow[:, :n])), run.cos, run.sin)[0]
         main = self.target.layers(x_BRD[:, :n], run, index, index + 1)
         streams = block(narrow[:, n:], *own.rotations, partial(look, main_q=main_q), self.adapter.side(index, 0))
         return torch.cat((main, streams.to(main.dtype)), dim=1)
+
+    def _layer_of_kernels(self, index: int, x_BRD: Tensor, run: Pass, stack: Stack) -> Tensor:
+        """One layer whose main rows attend to their own streams: nodes of one tree, 1..gamma a chain below each node.
+
+        Keys and values of streams lie behind those of the main rows in the cache, until the next pass.
+        """
+        (b, r, _), n, s = x_BRD.shape, run.width, self.adapter.shape.num_streams
+        lengths = run.cache.lengths[run.slots]
+        assert max(lengths) + r <= run.cache.capacity, "an engine's cache has room for its target's own rows"
+        rows = x_BRD.to(torch.float32, copy=True).contiguous().flatten(0, 1)
+        chains = torch.arange(n, r).view(n, s) - 1
+        chains[:, 0] = torch.arange(n)
+        parents_M = torch.cat((run.parents_BN, chains.flatten().expand(b, -1)), dim=1).flatten().numpy()
+        step = stack.step(lengths, [r] * b, parents_M, run.planned, rows, own=s)
+        stack.run(rows, step, run.cache, run.slots.start, index, index + 1)
+        return rows.view(x_BRD.shape)
+
+    def _attend_main(self, index: int, q: Tensor, k: Tensor, v: Tensor, run: Pass) -> Tensor:
+        """Attention of the main rows, which come first in ``k`` and ``v``."""
+        n = run.width
+        if self.alters is None:
+            return run.attend(index, q, k[:, :n], v[:, :n])
+        run.cache.append(index, k[:, :n], v[:, :n])
+        keys, values = run.cache.read(index, run.span)
+        streams = k[:, n:], v[:, n:]
+        return main_attention(self.target.config, self.adapter.shape, q, keys, values, streams, run.visible(index))
 
     def _bias(self, index: int, run: Pass, own: _Own) -> Tensor | None:
         sliding = self.target.config.is_sliding(index)
@@ -107,7 +146,12 @@ class StreamRider:
         return x_BRD[:, : run.width], states
 
 
-def _initial(
+def own_rider(target: Decoder, adapter: StreamModule) -> StreamRider | None:
+    """The streams that are part of the target itself (``Decoder.rider``); None if main rows do not attend to them."""
+    return StreamRider(target, adapter, ride=True) if adapter.shape.main_attends == "own" else None
+
+
+def initial_streams(
     target: Decoder, adapter: StreamModule, main_BND: Tensor, positions_BR: Tensor, emitted_BND: Tensor | None = None
 ) -> Tensor:
     """Stream rows [B, N S, D], with the target's learned positions where they enter as tokens do."""
@@ -138,20 +182,20 @@ def trail(
     b, n, d = entry_BND.shape
     assert adapter.shape.context_top == 0, "context_top needs the main rows' queries: ride"
     positions = stream_positions(positions_BN, adapter.shape.num_streams)
-    x = _initial(target, adapter, entry_BND, positions, emitted_BND)
+    x = initial_streams(target, adapter, entry_BND, positions, emitted_BND)
     cos, sin = target.rope()(positions, planned)
-    looks = _Looks(target, adapter, entry_BND.dtype)
+    looks = Looks(target, adapter, entry_BND.dtype)
     for index in range(adapter.start, len(target.blocks)):
         block = target.blocks[index]
         keys, values = keys_values[index - adapter.start]
         visible = visible_BNL[index - adapter.start]
         look = looks.of(keys, values, visible)
-        x = block(x, cos, sin, look, adapter.side(index, 0))
+        x = through(partial(block, cos=cos, sin=sin, attend=look, side=adapter.side(index, 0)), x)
     streams: Tensor = target.norm(x)
     return streams.view(b, n, adapter.shape.num_streams, d)
 
 
-class _Looks:
+class Looks:
     """The attention of trailing rows; layers with the same ``visible`` tensor share one mask."""
 
     def __init__(self, target: Decoder, adapter: StreamModule, dtype: torch.dtype) -> None:

@@ -1,0 +1,125 @@
+"""``anabranch train lora``: fine-tune a model with LoRA on completions, without drafting."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from anabranch.cli import options
+from anabranch.cli.configured import extended
+
+if TYPE_CHECKING:
+    from anabranch.cli.screen import Screen
+    from anabranch.train import Progress
+
+__all__ = ["LoraTrainConfig", "lora_command"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraTrainConfig:
+    """The options of ``anabranch train lora``, without those of the recipe."""
+
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="write the LoRA, and the run's checkpoint, here")]
+    answers: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="train on completions: JSONL with 'prompt_ids' and 'answer_ids'"),
+    ] = None
+    text: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="train on a text file, or JSONL with a field 'text', instead")
+    ] = None
+    loading: options.Loading = field(default=options.Loading())
+    init: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="start from this LoRA (PEFT's format) instead of a fresh one")
+    ] = None
+    licence: Annotated[
+        tuple[str, ...],
+        typer.Option(metavar="SOURCE=LICENCE", help="state the licence of a data source in the card; repeatable"),
+    ] = ()
+    resume: Annotated[
+        bool, typer.Option("--resume/--no-resume", help="resume an unfinished run in --out, or start over")
+    ] = True
+    force: Annotated[bool, typer.Option("--force", help="replace a finished LoRA in --out")] = False
+    as_json: options.AsJson = False
+
+
+def lora_command() -> Any:
+    """The command; built on demand, since the recipe defines its options."""
+    from anabranch.train.lora import OPTIONS
+
+    help = """Fine-tune a model with LoRA and write a folder in PEFT's format.
+
+    Changes what the model says, not how fast: learns from completions that anybody wrote, and measures loss, perplexity
+    and token accuracy on those held out. Stop with Ctrl-C or SIGTERM at any time; the same command resumes exactly
+    there.
+    """
+    return extended("lora", _train, LoraTrainConfig, OPTIONS, help)
+
+
+def _train(config: LoraTrainConfig, given: dict[str, Any]) -> None:
+    from anabranch.cli.screen import resumable, screen
+    from anabranch.cli.train_data import licences_of
+    from anabranch.errors import InputError
+    from anabranch.support.files import shown_command
+    from anabranch.train.job import check_data, check_folder_is_free
+    from anabranch.train.lora import recipe
+    from anabranch.train.lora_job import check_init, read_completions, train_lora
+
+    plan, licences = recipe(given), licences_of(config.licence)
+    check_data(config.answers, config.text)
+    check_init(config.init, given)
+    check_folder_is_free(config.out, force=config.force)
+    if config.loading.lora is not None:
+        raise InputError("--lora is merged before the training, and its result would fit no other model; use --init")
+    with screen() as shown, resumable():
+        shown.show(f"loading {config.loading.model}", "", plain=f"loading {config.loading.model}")
+        target = options.load(config.loading, pack=False, adapters=False).target
+        examples = read_completions(target, plan, answers=config.answers, text=config.text)
+        tokens = sum(len(example.answer_ids) for example in examples)
+        shown.say(f"{len(examples):,} examples, {tokens:,} answer tokens, {plan.held_out:,} examples held out")
+        record = train_lora(
+            target,
+            plan,
+            examples,
+            config.out,
+            report=_Report(shown),
+            init=config.init,
+            resume=config.resume,
+            command=shown_command("anabranch", *sys.argv[1:]),
+            licences=licences,
+        )
+        shown.keep()
+    if config.as_json:
+        print(json.dumps(record))
+        return
+    print(f"{record['parameters']:,} parameters in {config.out}")
+    if held_out := record["held_out"]:
+        print(f"On {held_out['completions']:,} held-out completions, before and after:")
+        for name in ("perplexity", "accuracy"):
+            print(f"  {name:<10}  {held_out['before'][name]:8.3f}  {held_out['after'][name]:8.3f}")
+    where = "" if config.loading.model == "default" else f"--model {config.loading.model} "
+    print(f"Use it: anabranch chat {where}--lora {config.out}")
+
+
+class _Report:
+    """Shows the progress of a training."""
+
+    def __init__(self, shown: Screen) -> None:
+        self.shown, self.loss = shown, 0.0
+        self.held_out = "held-out not evaluated yet"
+
+    def __call__(self, now: Progress) -> None:
+        from anabranch.cli.screen import clock
+
+        self.loss = now.loss if now.step == 1 else 0.9 * self.loss + 0.1 * now.loss
+        if now.evaluation is not None:
+            self.held_out = f"held-out perplexity {now.evaluation['perplexity']:.3f}"
+        rate = f"{now.positions_per_second:,.0f} tokens/s, {clock(now.seconds_left)} left"
+        first = f"step {now.step:,}/{now.steps:,} {now.step / now.steps:.0%}, {rate}"
+        second = f"loss {self.loss:.3f}, {self.held_out}"
+        due = now.evaluation is not None or now.step == now.steps
+        self.shown.show(first, second, plain=f"{first}, {second}", now=due)

@@ -1,0 +1,345 @@
+"""Read and write LoRA folders in the file format of PEFT, without PEFT.
+
+    FOLDER/adapter_config.json          settings: rank, alpha, which modules
+    FOLDER/adapter_model.safetensors    for each module lora_A [r, I] and lora_B [O, r]
+
+Settings under which PEFT computes anything but ``W + scale * B @ A`` are refused, also those of later versions.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from anabranch.errors import AdapterError, FileError, one_line
+from anabranch.model.config import ModelConfig
+from anabranch.model.lora import Lora, Place, Term, places
+from anabranch.model.weights import is_finite
+from anabranch.support.files import write_atomically
+from anabranch.support.jsonfiles import is_number, is_whole, read_json, shown
+
+__all__ = ["CONFIG", "WEIGHTS", "PeftSettings", "read_lora", "read_settings", "write_lora"]
+
+T = TypeVar("T")
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PICKLED = "adapter_model.bin"
+_AGAIN = "save or copy the LoRA again"
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_UNREADABLE = (SafetensorError, OSError, KeyError, ValueError, TypeError, AttributeError, RuntimeError)
+_TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+# the fields of adapter_config.json that are read here, and those that do not change what PEFT computes
+_READ = {
+    *("peft_type", "base_model_name_or_path", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "bias", "init_lora_weights"),
+}
+_IGNORED = {
+    *("task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "layers_pattern"),
+    *("megatron_config", "megatron_core", "eva_config", "corda_config", "loftq_config", "lora_ga_config"),
+    *("qalora_group_size", "runtime_config", "ensure_weight_tying", "fan_in_fan_out"),
+}
+_PATTERNS = 10_000  # most entries of rank_pattern and alpha_pattern
+_REPEATS = 3  # most repeats in a regular expression
+# initial values that leave the base model's weights as they are; others, such as PiSSA's, change them
+_INITIAL = (None, True, False, "gaussian", "eva", "orthogonal")
+
+
+@dataclass(frozen=True)
+class PeftSettings:
+    """The fields of adapter_config.json that say what a LoRA is.
+
+    base        the model it was trained for, as its author named it; may be empty
+    rank        r of the modules that ``ranks`` does not name; ``alpha`` and ``alphas`` likewise
+    rslora      divide alpha by the root of the rank (Kalajdzievski 2023) instead of the rank
+    ranks       regular expressions of module names, with their rank
+    modules     names of modules or their ends; or a regular expression, which is not evaluated: the terms in the file
+                say the same
+    excluded    modules that are left out nevertheless, in the same form
+    layers      only the modules of these layers; None: all
+    """
+
+    base: str
+    rank: int
+    alpha: float
+    rslora: bool
+    ranks: Mapping[str, int]
+    alphas: Mapping[str, float]
+    modules: str | tuple[str, ...]
+    excluded: str | tuple[str, ...]
+    layers: tuple[int, ...] | None
+
+    def selects(self, module: str, place: Place) -> bool | None:
+        """Whether a module has a term; None where a regular expression would say so, which are not evaluated."""
+        if isinstance(self.modules, str) or isinstance(self.excluded, str):
+            return None
+        if _ends(module, self.excluded) or (self.layers is not None and place.layer not in self.layers):
+            return False
+        return _ends(module, self.modules)
+
+    def rank_of(self, module: str) -> int:
+        """The rank of a module's term."""
+        return _of_pattern(self.ranks, module, self.rank)
+
+    def scale_of(self, module: str) -> float:
+        """The factor of a module's term."""
+        rank = self.rank_of(module)
+        return _of_pattern(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
+
+
+def _ends(module: str, names: tuple[str, ...]) -> bool:
+    """PEFT's rule for lists: a name is a module's, or the end of one from a dot on."""
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def _of_pattern(patterns: Mapping[str, T], module: str, otherwise: T) -> T:
+    """The value of the first pattern that matches a module's name, or its end from a dot on."""
+    parts = module.split(".")
+    ends = [".".join(parts[start:]) for start in range(len(parts))]
+    found = (value for key, value in patterns.items() if any(map(_compiled(key).fullmatch, ends)))
+    return next(found, otherwise)
+
+
+_compiled = cache(re.compile)  # re itself keeps 512 expressions, fewer than a large model has modules
+
+
+# -- reading -----------------------------------------------------------------------------------------
+def read_settings(folder: Path) -> PeftSettings:
+    """The settings of a LoRA folder, checked, without its weights.
+
+    Raises AdapterError where the folder or its config is missing or malformed, and for settings that are not supported.
+    """
+    path = folder / CONFIG
+    if not folder.is_dir():
+        raise AdapterError(f"there is no LoRA folder {folder}; give a folder with {CONFIG} and {WEIGHTS}")
+    if not path.is_file():
+        raise AdapterError(f"the folder {folder} has no {CONFIG}; it is no LoRA, or its copy is incomplete")
+    record = read_json(path, _AGAIN, error=AdapterError)
+    if "peft_type" not in record:
+        own = str(record.get("format", "")).startswith("anabranch")
+        hint = "it is an adapter of anabranch: give it as the adapter" if own else "give a folder that PEFT saved"
+        raise AdapterError(f"{path} is not PEFT's: {hint}")
+    _refuse(path, record)
+    base = record.get("base_model_name_or_path")
+    layers = record.get("layers_to_transform")
+    layers = (layers,) if is_whole(layers, 0) else layers
+    if not (layers is None or (isinstance(layers, list | tuple) and all(is_whole(layer, 0) for layer in layers))):
+        raise _malformed(path, "layers_to_transform", "layer numbers", record)
+    if record.get("target_modules") is None:
+        raise AdapterError(f"{path} names no target_modules; {_AGAIN}")
+    return PeftSettings(
+        base=base if isinstance(base, str) else "",
+        rank=_checked(path, record, "r", is_whole(record.get("r"), 1), "a whole number of at least 1"),
+        alpha=float(_checked(path, record, "lora_alpha", is_number(record.get("lora_alpha")), "a number")),
+        rslora=record.get("use_rslora", False) is True,
+        ranks=_pattern(path, record, "rank_pattern", lambda value: is_whole(value, 1)),
+        alphas=_pattern(path, record, "alpha_pattern", is_number),
+        modules=_modules(path, record, "target_modules"),
+        excluded=_modules(path, record, "exclude_modules"),
+        layers=tuple(layers) if layers else None,
+    )
+
+
+def _refuse(path: Path, record: Mapping[str, Any]) -> None:
+    """Raise AdapterError for settings that are not supported."""
+    use = "merge it with peft's merge_and_unload and load the result"
+    if record["peft_type"] != "LORA":
+        kind = shown(record["peft_type"])
+        raise AdapterError(f"{path} describes a PEFT adapter of the type {kind}, and only LoRA is read; {use}")
+    if record.get("bias", "none") != "none":
+        raise AdapterError(f"{path} trains biases (bias={shown(record['bias'])}), which is not supported; {use}")
+    if record.get("init_lora_weights") not in _INITIAL:
+        raise AdapterError(
+            f"{path} changes the base model's weights (init_lora_weights={shown(record['init_lora_weights'])}), which "
+            f"is not supported; convert it to a plain LoRA with peft's save_pretrained, or {use}"
+        )
+    for name, value in record.items():
+        if name not in _READ and name not in _IGNORED and value:
+            raise AdapterError(f"{path} sets {name} to {shown(value)}, which is not supported; {use}")
+
+
+def _malformed(path: Path, name: str, wanted: str, record: Mapping[str, Any]) -> AdapterError:
+    return AdapterError(f"{name} in {path} must be {wanted}, got {shown(record.get(name))}; {_AGAIN}")
+
+
+def _checked(path: Path, record: Mapping[str, Any], name: str, right: bool, wanted: str) -> Any:
+    if not right:
+        raise _malformed(path, name, wanted, record)
+    return record[name]
+
+
+def _pattern(path: Path, record: Mapping[str, Any], name: str, right: Any) -> dict[str, Any]:
+    patterns = record.get(name) or {}
+    if not isinstance(patterns, dict) or len(patterns) > _PATTERNS or not all(map(right, patterns.values())):
+        raise _malformed(path, name, "numbers by module name", record)
+    for key in patterns:
+        _check_expression(path, name, key)
+    return patterns
+
+
+def _modules(path: Path, record: Mapping[str, Any], name: str) -> str | tuple[str, ...]:
+    modules = record.get(name) or ()
+    if isinstance(modules, str):
+        return modules
+    if not isinstance(modules, list | tuple) or not all(isinstance(each, str) for each in modules):
+        raise _malformed(path, name, "module names or a regular expression", record)
+    return tuple(modules)
+
+
+def _check_expression(path: Path, name: str, expression: str) -> None:
+    """Raise AdapterError unless an expression can be matched, in a time that its author cannot make long."""
+    try:
+        re.compile(expression)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise AdapterError(
+            f"{name} in {path} has {shown(expression)}, which is no regular expression ({one_line(error)}); {_AGAIN}"
+        ) from error
+    # repeated groups may take exponential time, and many repeats a high power of the name's length
+    if re.search(r"\)[*+{]", expression) or len(re.findall(r"[*+{]", expression)) > _REPEATS:
+        raise AdapterError(
+            f"{name} in {path} has {shown(expression)}, with more than {_REPEATS} repeats or a repeated group, which "
+            "may take forever to match; name the modules instead"
+        )
+
+
+def read_lora(folder: Path, config: ModelConfig) -> Lora:
+    """The terms of a LoRA folder for a model, in float32.
+
+    Raises AdapterError where a file is missing, truncated or malformed, for settings that are not supported, and for
+    terms of modules or shapes that the model does not have.
+    """
+    settings = read_settings(folder)
+    known = places(config)
+    ours = {name: module for module, place in known.items() for name in place.names}
+    sides: dict[str, dict[str, Tensor]] = {}
+    for name, value in _tensors(folder).items():
+        found = _TENSOR.fullmatch(name)
+        module = None if found is None else ours.get(found["module"])
+        if found is None or module is None:
+            raise AdapterError(
+                f"{folder / WEIGHTS} has {_name(name)}, and of a {config.family} model only LoRA of {_kinds(known)} is "
+                "read; merge it with peft's merge_and_unload and load the result"
+            )
+        sides.setdefault(module, {})[found["side"]] = _value(folder, name, value)
+    chosen = {module: settings.selects(module, place) for module, place in known.items()}
+    selected = [module for module in known if chosen[module] or (chosen[module] is None and module in sides)]
+    if lacking := [module for module in selected if set(sides.get(module, ())) != {"A", "B"}]:
+        raise AdapterError(
+            f"{folder / WEIGHTS} lacks the terms of {lacking[0]}, which {CONFIG} selects; its copy is incomplete, or "
+            f"it was trained for another model{_base(settings)}"
+        )
+    if other := sorted(set(sides) - set(selected)):
+        raise AdapterError(f"{folder / WEIGHTS} has terms of {other[0]}, which {CONFIG} does not select; {_AGAIN}")
+    if not selected:
+        raise AdapterError(
+            f"{folder} has no term for any linear layer of a {config.family} model; use the model that it was trained "
+            f"for{_base(settings)}"
+        )
+    return Lora({module: _term(folder, settings, module, known[module], sides[module]) for module in selected})
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    path = folder / WEIGHTS
+    if not path.is_file():
+        if (folder / _PICKLED).is_file():
+            raise AdapterError(
+                f"{folder} has only pickled weights ({_PICKLED}), which can run code when loaded; save them as "
+                "safetensors with peft's save_pretrained"
+            )
+        raise AdapterError(f"the folder {folder} has no {WEIGHTS}; its copy is incomplete")
+    try:
+        found: dict[str, Tensor] = load_file(path)
+    except _UNREADABLE as error:
+        raise AdapterError(f"{path} is truncated or not a safetensors file ({one_line(error)}); {_AGAIN}") from error
+    return found
+
+
+def _value(folder: Path, name: str, value: Tensor) -> Tensor:
+    if value.dtype not in _FLOATS:
+        kind = str(value.dtype).removeprefix("torch.")
+        raise AdapterError(f"{folder / WEIGHTS} stores {name} as {kind}; use float32, bfloat16 or float16")
+    if not is_finite(value):
+        raise AdapterError(f"{folder / WEIGHTS} has values in {name} that are not finite numbers; {_AGAIN}")
+    return value.float()
+
+
+def _term(folder: Path, settings: PeftSettings, module: str, place: Place, sides: Mapping[str, Tensor]) -> Term:
+    rank = settings.rank_of(module)
+    for side, wanted in (("A", (rank, place.width)), ("B", (place.outputs, rank))):
+        if tuple(sides[side].shape) != wanted:
+            raise AdapterError(
+                f"{folder / WEIGHTS} has lora_{side} of {module} with the shape {tuple(sides[side].shape)}, but this "
+                f"model and rank {rank} require {wanted}; use the model that it was trained for{_base(settings)}"
+            )
+    return Term(sides["A"], sides["B"], settings.scale_of(module))
+
+
+def _base(settings: PeftSettings) -> str:
+    return f" ({shown(settings.base)})" if settings.base else ""
+
+
+def _name(name: str) -> str:
+    return name if name.isprintable() and len(name) < 150 else ascii(name)[:150]
+
+
+def _kinds(known: Mapping[str, Place]) -> str:
+    """The last parts of the modules' names, each once."""
+    return ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in known))
+
+
+# -- writing -----------------------------------------------------------------------------------------
+def write_lora(folder: Path, lora: Lora, *, base: str, dtype: torch.dtype = torch.float32) -> None:
+    """Write a LoRA as a folder that PEFT and ``read_lora`` read.
+
+    base   the model that it belongs to, a hub id or a folder's name
+    dtype  type of the stored terms
+
+    Raises FileError if the folder cannot be written.
+    """
+    terms = lora.terms
+    assert terms, "a LoRA has terms"
+    ranks = [term.rank for term in terms.values()]
+    alphas = [_alpha(term) for term in terms.values()]
+    rank, alpha = max(set(ranks), key=ranks.count), max(set(alphas), key=alphas.count)
+    record: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "use_rslora": False,
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        # whole names, so that nothing else is selected, whichever modules have terms
+        "target_modules": sorted(terms),
+        "rank_pattern": {re.escape(name): term.rank for name, term in terms.items() if term.rank != rank},
+        "alpha_pattern": {re.escape(name): _alpha(term) for name, term in terms.items() if _alpha(term) != alpha},
+    }
+    tensors: dict[str, Tensor] = {}
+    for name, term in terms.items():
+        for side, value in (("A", term.down_RI), ("B", term.up_OR)):
+            tensors[f"base_model.model.{name}.lora_{side}.weight"] = value.detach().to("cpu", dtype).clone()
+    try:
+        write_atomically(folder / WEIGHTS, save(tensors, metadata={"format": "pt"}))
+        write_atomically(folder / CONFIG, json.dumps(record, indent=2) + "\n")
+    except OSError as error:
+        raise FileError(f"the LoRA cannot be written to {folder} ({error.strerror}); use another folder") from error
+
+
+def _alpha(term: Term) -> float:
+    alpha = term.scale * term.rank
+    return int(alpha) if alpha == int(alpha) else alpha

@@ -1,0 +1,184 @@
+"""The objective of shared mode against the naive layout, and from completions to a tuned target with its streams."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from typer.testing import CliRunner
+
+import anabranch
+from anabranch.adapters.folder import read_record
+from anabranch.cli.train import app
+from anabranch.errors import CapabilityError, InputError
+from anabranch.learning.examples import Batch, Example
+from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.methods.streams.begin import begin_with
+from anabranch.methods.streams.config import StreamConfig
+from anabranch.methods.streams.joint import SharedObjective
+from anabranch.methods.streams.objective import LossOptions, StreamObjective
+from anabranch.methods.tuning import LayerTuning
+from anabranch.model.decoder import Decoder
+from anabranch.model.load import load_target
+from shared_layout import LITERAL, Layout
+from small import RICH, decode, joint_losses, prompt, request, small, small_adapter
+from toy_text import ToyFolders
+
+OWN = replace(LITERAL, lora_rank=3)
+V1 = replace(LITERAL, main_attends="none", lora_rank=3)
+RICHER = replace(RICH, root_width=0, mode="shared", main_attends="own", lora_rank=3)
+LOSS = LossOptions(main=1.0, streams=0.3, decay=0.7, soft=0.0, unconditioned=0.0, pruning=0.5, pruning_stride=1)
+
+
+def batch() -> Batch:
+    """Ragged prompts and completions, one of the least length."""
+    sizes = ((5, 9), (1, 2), (3, 14))
+    return Batch.of([Example(tuple(prompt(p, p)), tuple(prompt(a, 30 + a))) for p, a in sizes])
+
+
+def trainable(target: Decoder, config: StreamConfig) -> StreamAdapter:
+    return small_adapter(target, config).requires_grad_(True)
+
+
+def naive_loss(target: Decoder, adapter: StreamAdapter, of: Batch) -> Tensor:
+    """alpha_0 CE(main) + sum_j alpha_j CE(stream j) + the pruning layer's, one text and one row after the other."""
+    total = torch.zeros(())
+    for tokens, start, length in zip(of.tokens_BT, of.starts_B.tolist(), of.lengths_B.tolist(), strict=True):
+        text = tokens[:length].tolist()
+        layout = Layout(target, adapter, text, first=start)
+        main_TV = target.logits(layout.hidden_TD[None])[0]
+        total = total + LOSS.main * F.cross_entropy(main_TV[start:-1], tokens[start + 1 : length], reduction="sum")
+        streams = torch.zeros(())
+        for t in range(start, length):
+            for j in range(1, adapter.config.num_streams + 1):
+                if t + 1 + j < length:
+                    logits_V = target.logits(layout.states_PSD[None, None, t - start, j - 1])[0, 0]
+                    streams = streams + LOSS.decay ** (j - 1) * F.cross_entropy(logits_V, tokens[t + 1 + j])
+            if t + 1 < length:
+                early = target.logits(target.norm(adapter.early_exit(layout.entry_TD[t].detach()[None, None])))[0, 0]
+                streams = streams + LOSS.pruning * F.cross_entropy(early, tokens[t + 1])
+        total = total + LOSS.streams * streams
+    return adapter.config.num_streams * total
+
+
+def gradients(adapter: StreamAdapter, loss: Tensor) -> dict[str, Tensor]:
+    adapter.zero_grad(set_to_none=True)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return {name: p.grad.clone() for name, p in adapter.named_parameters() if p.grad is not None}
+
+
+def segmented(target: Decoder, adapter: StreamAdapter, of: Batch, segment: int) -> Tensor:
+    objective = SharedObjective(target, adapter, LOSS, segment=segment)
+    (whole,) = objective.segments(of)
+    return objective.loss(of, objective.freeze(of), whole).loss
+
+
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [
+        pytest.param("llama", OWN, id="own"),
+        *(
+            pytest.param(case, config, id=f"{case}-{config.main_attends}", marks=pytest.mark.thorough)
+            for case, config in (("llama", V1), ("mistral", OWN), ("mistral", V1), ("gemma2", OWN), ("gemma2", V1))
+        ),
+    ],
+)
+def test_loss_and_gradients_are_those_of_the_naive_layout(case: str, config: StreamConfig) -> None:
+    target, of = small(case), batch()
+    adapter = trainable(target, config)
+    by_hand = naive_loss(target, adapter, of)
+    wanted = gradients(adapter, by_hand)
+    assert {name.split(".")[0] for name in wanted} == {"embeddings", "prune", "tuning"}
+    for segment in (100, 4):
+        loss = segmented(target, adapter, of, segment)
+        found = gradients(adapter, loss)
+        assert float(loss.detach()) == pytest.approx(float(by_hand.detach()), rel=1e-5)
+        assert found.keys() == wanted.keys()
+        for name, gradient in found.items():
+            assert torch.allclose(gradient, wanted[name], rtol=1e-3, atol=1e-4 * float(wanted[name].abs().max())), name
+
+
+def test_streams_of_training_are_those_of_decoding() -> None:
+    """The tuned target with its terms merged, decoding token by token, has the states that training computed."""
+    target, adapter = small(), small_adapter(small(), RICHER)
+    of = batch()
+    objective = SharedObjective(target, adapter, replace(LOSS, unconditioned=0.1))
+    (segment,) = objective.segments(of)
+    with torch.no_grad():
+        states = objective.states(objective.freeze(of), of.tokens_BT, segment.positions_BP)
+        for b, (start, length) in enumerate(zip(of.starts_B.tolist(), of.lengths_B.tolist(), strict=True)):
+            layout = Layout(target, adapter, of.tokens_BT[b, :length].tolist(), first=start)
+            count = length - 1 - start
+            assert torch.allclose(states[b, :count], layout.states_PSD[:count], atol=1e-4)
+
+
+@pytest.mark.thorough
+def test_training_lowers_the_loss_of_both() -> None:
+    target = small()
+    asked = [request(4 + n, n, 14) for n in range(6)]
+    said, _ = decode(target, asked)
+    texts = [Example(tuple(each.prompt_ids), tuple(answer)) for each, answer in zip(asked, said, strict=True)]
+    torch.manual_seed(0)
+    adapter = StreamAdapter(target.config, replace(RICHER, lora_rank=4), None)
+    objective = SharedObjective(target, adapter, LossOptions(main=1.0, streams=0.5))
+    of = Batch.of(texts)
+    before = objective.evaluate(texts)
+    losses = joint_losses(objective, adapter, of, objective.freeze(of), steps=30, lr=1e-2)
+    assert losses[-1] < 0.8 * losses[0]
+    assert objective.evaluate(texts)["tree"] > before["tree"] + 0.3
+    assert all(parameter.grad is None for parameter in target.parameters())
+
+
+def test_what_is_refused() -> None:
+    target = small()
+    with pytest.raises(InputError, match="lora_rank must be at least 1, got 0"):
+        SharedObjective(target, small_adapter(target, LITERAL))
+    with pytest.raises(InputError, match="mode 'lossless' trains streams only; use a recipe of shared mode"):
+        StreamObjective(target, small_adapter(target), LossOptions(main=1.0))
+    with pytest.raises(InputError, match="streams must be greater than 0, got 0"):
+        LossOptions(streams=0.0)
+    with pytest.raises(CapabilityError, match="family 'gpt2' cannot be written as a model folder"):
+        SharedObjective(small("gpt2"), small_adapter(small("gpt2"), OWN))
+
+
+def test_streams_of_a_frozen_target_are_a_start() -> None:
+    target = small()
+    trained = small_adapter(target, replace(RICH, root_width=0))
+    adapter = StreamAdapter(target.config, RICHER, None)
+    begin_with(adapter, trained)
+    assert adapter.config.main_attends == "own"
+    assert torch.equal(adapter.embeddings, trained.embeddings)  # type: ignore[arg-type]
+    assert all(isinstance(layer, LayerTuning) for layer in adapter.tuning or ())
+
+
+@pytest.mark.filterwarnings("ignore::anabranch.errors.TrainingWarning")
+@pytest.mark.parametrize("recipe", ["paper-shared", pytest.param("shared", marks=pytest.mark.thorough)])
+def test_from_completions_to_a_tuned_target_with_its_streams(recipe: str, toys: ToyFolders, tmp_path: Path) -> None:
+    target = load_target(str(toys.model), dtype="float32")
+    asked = [request(4 + n % 5, n, 20) for n in range(16)]
+    said, _ = decode(target.decoder, asked)
+    lines = [{"prompt_ids": a.prompt_ids, "answer_ids": s} for a, s in zip(asked, said, strict=True)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    folder = tmp_path / "joint"
+    words = ("streams", "--recipe", recipe, "--out", folder, "--stream-layers", 1, "--lora-rank", 4)
+    data = ("--model", toys.model, "--answers", tmp_path / "a.jsonl", "--batch-tokens", 200, "--epochs", 2)
+    rest = ("--warmup", 2, "--held-out", 4, "--lr", 0.01, "--no-timing", "--json")
+    result = CliRunner().invoke(app, list(map(str, (*words, *data, *rest))))
+    assert result.exit_code == 0, result.output
+    record = read_record(folder)
+    assert record["config"]["lora_rank"] == 0
+    assert record["config"]["main_attends"] == "own"
+    if recipe == "paper-shared":
+        assert record["parameters"] == (4 + 16) * target.config.hidden_size
+    ids = list(asked[0].prompt_ids)
+    with anabranch.load(folder / "model", adapter=folder, dtype="float32") as model:
+        plain = model.generate(ids, max_new_tokens=20, drafter="none", ignore_eos=True).token_ids
+        for drafter in ("streams", "streams:prune=4", "streams+prompt_lookup", "auto", "suffix"):
+            assert model.generate(ids, max_new_tokens=20, drafter=drafter, ignore_eos=True).token_ids == plain
+        assert model.target.decoder.rider is not None
+    assert "shared mode: main rows attend to their own streams" in (folder / "README.md").read_text("utf-8")

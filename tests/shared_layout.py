@@ -1,0 +1,93 @@
+"""Shared mode in its naive layout: all rows of a text, main rows and streams, in one attention with one mask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.methods.streams.attention import stream_positions
+from anabranch.methods.streams.config import StreamConfig
+from anabranch.model.blocks import Block, attention
+from anabranch.model.decoder import Decoder
+
+LITERAL = StreamConfig(
+    num_streams=3,
+    num_stream_layers=2,
+    stream_mlp="mlp+adapter",
+    adapter_rank=0,
+    pruning_rank=2,
+    mode="shared",
+    main_attends="own",
+)
+
+
+class Layout:
+    """The rows of a text of T tokens whose tokens from ``first`` on have streams.
+
+    Rows 0 to T - 1 are main rows; the streams of each token follow, token by token.
+    """
+
+    def __init__(self, target: Decoder, adapter: StreamAdapter, text: Sequence[int], first: int) -> None:
+        self.target, self.adapter, config = target, adapter, target.config
+        self.length, self.first, s = len(text), first, adapter.config.num_streams
+        tokens, positions = torch.tensor(text)[None], torch.arange(self.length)[None]
+        x = target.embed(tokens, positions)
+        cos, sin = target.rope()(positions, self.length)
+        for index in range(adapter.start):
+            x = self._block(index, x, (cos, sin), self._mask(index, 0), self.length)
+        self.entry_TD = x[0]
+        own = stream_positions(positions[:, first:], s)
+        x = torch.cat((x, adapter.initial(x[:, first:])), dim=1)
+        more = target.rope()(own, self.length)
+        turns = (torch.cat((cos, more[0]), dim=1), torch.cat((sin, more[1]), dim=1))
+        for index in range(adapter.start, config.num_layers):
+            x = self._block(index, x, turns, self._mask(index, s), self.length)
+        x = target.norm(x)[0]
+        self.hidden_TD, self.states_PSD = x[: self.length], x[self.length :].view(self.length - first, s, -1)
+
+    def logits(self) -> Tensor:
+        """The main rows' logits [T, V]."""
+        return self.target.logits(self.hidden_TD[None])[0].detach()
+
+    def _mask(self, index: int, streams: int) -> Tensor:
+        """Which row sees which [R, R], one pair after the other."""
+        config, shape = self.target.config, self.adapter.config
+        nodes = [(t, 0) for t in range(self.length)]
+        nodes += [(t, j) for t in range(self.first, self.length) for j in range(1, streams + 1)]
+        window = config.sliding_window if config.is_sliding(index) else None
+
+        def sees(row: tuple[int, int], key: tuple[int, int]) -> bool:
+            (t, j), (u, i) = row, key
+            if i == 0:
+                return u <= t and (window is None or t - u < window)
+            return u == t and (i <= j or (j == 0 and shape.main_attends == "own"))
+
+        return torch.tensor([[sees(row, key) for key in nodes] for row in nodes])
+
+    def _block(self, index: int, x: Tensor, turns: tuple[Tensor, Tensor], mask: Tensor, main: int) -> Tensor:
+        config, shape = self.target.config, self.adapter.config
+        block = self.target.blocks[index]
+        assert isinstance(block, Block)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if shape.position == "rotation":
+                angle = shape.rotation_step * torch.arange(1, shape.num_streams + 1).repeat(
+                    (v.shape[1] - main) // shape.num_streams
+                )
+                cos, sin = angle.cos()[:, None, None], angle.sin()[:, None, None]
+                left, right = v[0, main:].chunk(2, dim=-1)
+                turned = torch.cat((left * cos - right * sin, left * sin + right * cos), dim=-1)
+                v = torch.cat((v[:, :main], turned[None]), dim=1)
+            bias = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
+            bias = bias.repeat(config.num_heads // config.num_kv_heads, 1)[None, None]
+            return attention(config, q, k.transpose(1, 2), v.transpose(1, 2), bias)
+
+        if index >= self.adapter.start:
+            side = self.adapter.side(index, main)
+        else:
+            side = None if self.adapter.tuning is None else self.adapter.tuning[index]  # type: ignore[assignment]
+        found: Tensor = block(x, *turns, attend, side)
+        return found
