@@ -289,6 +289,14 @@ def _methods(result: Result) -> list[str]:
     return [f"{names}. The newest such result is on the page [Comparison of methods](comparison.md).", ""]
 
 
+def _study(result: Result) -> list[str]:
+    """A study of the papers (``scripts/study.py``), which have a page of their own."""
+    return [
+        f"`{result['study']}`. The newest result of each study is on the page [The papers' studies](reproduction.md).",
+        "",
+    ]
+
+
 # what a kind is called, the keys that only its files have, and its tables; the page has them in this order
 KINDS: tuple[tuple[str, tuple[str, ...], Callable[[Result], list[str]]], ...] = (
     ("Spec-Bench: drafters and other engines", ("contenders", "prompts_done"), comparison),
@@ -308,6 +316,7 @@ KINDS: tuple[tuple[str, tuple[str, ...], Callable[[Result], list[str]]], ...] = 
     ("Training rates", ("methods", "completions", "batch_tokens"), _training_rates),
     ("Tables of a large text", ("tables", "tokens"), _tables),
     ("Fuzzing", ("kinds", "findings"), _fuzz),
+    ("Studies of the papers", ("study",), _study),
     ("Other results", (), _listed),
 )
 

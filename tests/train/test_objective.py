@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from anabranch.errors import CapabilityError, InputError
 from anabranch.learning import loss as loss_module
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import VocabularyLoss
+from anabranch.methods.streams import attention
 from anabranch.methods.streams import objective as module
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.config import StreamConfig
@@ -79,22 +82,38 @@ def test_vocabulary_loss_is_cross_entropy(
 
 
 @pytest.mark.parametrize("case", ["llama", "gemma2", "mistral"])
-@pytest.mark.parametrize("config", [PAPER, RICH])
-def test_segments_of_any_size_are_one_loss(case: str, config: StreamConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "UNCONDITIONED_STRIDE", 1)  # which predictions are sampled depends on the segment
-    target, options = small(case), LossOptions(pruning=0.0)
+@pytest.mark.parametrize("config", [PAPER, RICH, replace(PAPER, position="rotation")])
+def test_segments_of_any_size_are_the_naive_layout(
+    case: str, config: StreamConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The naive layout: the streams of all positions in one attention over the text and all streams, masked."""
+    target = small(case)
     adapter = trainable(target, config)
     losses, found = [], []
-    for segment in (100, 5, 1):
-        loss = total(StreamObjective(target, adapter, options, segment=segment), batch())
+    for fused, segment in ((10**9, 100), (0, 100), (0, 5), (0, 1), (12, 4)):
+        monkeypatch.setattr(attention, "FUSED_ROWS", fused)
+        loss = total(StreamObjective(target, adapter, LossOptions(pruning_stride=3), segment=segment), batch())
         loss.backward()
         losses.append(float(loss.detach()))
         found.append(gradients(adapter))
-    assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-5)
+    assert losses[1:] == pytest.approx(losses[:1] * 4, rel=1e-6)
     for other in found[1:]:
         assert other.keys() == found[0].keys()
         for name, gradient in other.items():
-            assert torch.allclose(gradient, found[0][name], rtol=1e-3, atol=1e-4), name
+            assert float((gradient - found[0][name]).norm()) <= 1e-5 * float(found[0][name].norm()), name
+
+
+def test_the_script_that_measures_segments_compares_the_same_loss() -> None:
+    path = Path(__file__).resolve().parents[2] / "scripts" / "segment_memory.py"
+    spec = importlib.util.spec_from_file_location("segment_memory", path)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    naive, segments = (script.measured(2, 128, layout, 32) for layout in ("naive", "segments"))
+    assert naive["loss"] == pytest.approx(segments["loss"], rel=1e-6)
+    assert segments["positions_per_second"] > 0
+    assert script.mask_bytes(8, 4096) > 15e9
 
 
 def test_the_pruning_layers_loss_is_the_next_tokens() -> None:

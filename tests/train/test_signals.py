@@ -84,6 +84,26 @@ def test_sigterm_in_the_middle_of_a_training(toys: ToyFolders, written: Path, tm
     assert weights[0] == weights[1]
 
 
+@pytest.mark.thorough
+def test_a_killed_training_resumes_from_its_last_checkpoint(toys: ToyFolders, written: Path, tmp_path: Path) -> None:
+    def arguments(folder: Path) -> list[str]:
+        words = ("train", "streams", "--model", toys.model, "--answers", written, "--out", folder, *RECIPE)
+        return [*map(str, words), "--no-timing", "--checkpoint-every", "7"]
+
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    log = killed / "training" / "log.jsonl"
+    process = started(*arguments(killed))
+    terminated(process, lambda: has_lines(log, 2), signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    assert json.loads((killed / "training" / "checkpoint.json").read_text(encoding="utf-8"))["step"] % 7 == 0
+    for folder in (killed, whole):
+        assert CliRunner().invoke(app, arguments(folder)).exit_code == 0
+    weights = [(folder / "adapter.safetensors").read_bytes() for folder in (killed, whole)]
+    assert weights[0] == weights[1]
+    steps = [json.loads(line)["step"] for line in log.read_text(encoding="utf-8").splitlines()]
+    assert steps == sorted(set(steps))
+
+
 def test_sigterm_keeps_the_answers_that_are_written(toys: ToyFolders, tmp_path: Path) -> None:
     prompts, out = tmp_path / "p.jsonl", tmp_path / "a.jsonl"
     prompts.write_text("".join(f'{{"prompt": "the {n}"}}\n' for n in range(1000)), encoding="utf-8")

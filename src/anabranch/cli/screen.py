@@ -16,7 +16,7 @@ from rich.text import Text
 from anabranch.errors import AnabranchWarning
 from anabranch.support.interrupt import INTERRUPTED
 
-__all__ = ["Screen", "clock", "resumable", "screen"]
+__all__ = ["Screen", "clock", "resumable", "screen", "silent"]
 
 EVERY = 30.0  # seconds between lines outside a terminal
 
@@ -69,6 +69,12 @@ def screen() -> Iterator[Screen]:
             yield shown
         finally:
             warnings.showwarning = before
+
+
+@contextmanager
+def silent() -> Iterator[Screen]:
+    """A screen that shows nothing: of a process that works beside another one."""
+    yield Screen(Console(quiet=True), None)
 
 
 @contextmanager

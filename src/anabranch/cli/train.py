@@ -96,7 +96,17 @@ class TrainConfig:
         bool, typer.Option("--resume/--no-resume", help="resume an unfinished run in --out, or start over")
     ] = True
     force: Annotated[bool, typer.Option("--force", help="replace a finished adapter in --out, and the figure")] = False
+    shard_target: Annotated[
+        bool,
+        typer.Option("--shard-target", help="with torchrun: keep a part of the target's layers in each process only"),
+    ] = False
     figure: options.Figure = None
+    log: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            metavar="KIND", help="write a log in OUT/training besides log.jsonl: csv, tensorboard; repeatable"
+        ),
+    ] = ()
     timing: Annotated[
         bool | None,
         typer.Option(
@@ -124,14 +134,15 @@ def _verb(method: Method) -> Any:
 def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
     """Train; ``given`` has the recipe's values that are overridden on the command line."""
     from anabranch.cli import train_data, train_result
-    from anabranch.cli.screen import resumable, screen
+    from anabranch.cli.screen import resumable, screen, silent
     from anabranch.cli.train_measure import measured_speeds
     from anabranch.support.files import shown_command
     from anabranch.train import split
     from anabranch.train.advice import curve_of
     from anabranch.train.checkpoint import read_log
     from anabranch.train.figure import draw_curves
-    from anabranch.train.job import train_adapter
+    from anabranch.train.job import stored_target, train_adapter
+    from anabranch.train.processes import joined
     from anabranch.train.self_prompts import SOURCE
 
     assert method.trained is not None
@@ -142,7 +153,7 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
     task = config.data.of_task.read()
     licences = {SOURCE: "written by the target itself"} | ({} if task is None else task.licences) | stated
     run = config.out / "training"
-    with screen() as shown, resumable():
+    with joined() as processes, screen() if processes.first else silent() as shown, resumable():
         shown.show(f"loading {config.loading.model}", "", plain=f"loading {config.loading.model}")
         target = options.load(config.loading, pack=False, adapters=False).target
         answered, own = train_data.write_data(target, config.data, writing, config.out, shown)
@@ -165,7 +176,13 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
             licences=licences,
             own=own_examples,
             facts=None if task is None else {"task": task.described()},
+            logs=config.log,
+            processes=processes,
+            shard_target=config.shard_target,
         )
+        if not processes.first:
+            return
+        target = stored_target(target)
         shown.keep()
         timed = train_result.timing_pays(target) if config.timing is None else config.timing
         speeds, timings = {}, {}
@@ -189,16 +206,26 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
 def _check(config: TrainConfig) -> None:
     """Check input and output files, before a model is loaded. Raises InputError or FileError."""
     from anabranch.cli.train_data import check_data_options
+    from anabranch.errors import InputError
     from anabranch.support.files import check_output
     from anabranch.train.job import check_folder_is_free, check_init
+    from anabranch.train.logs import check_logs
+    from anabranch.train.processes import launched
     from anabranch.tune.figure import check_figure
 
     check_init(config.init)
+    check_logs(config.log)
     if config.figure is not None:
         check_figure(config.figure)
         check_output(config.figure, force=config.force, what="the figure", option="--figure")
-    check_folder_is_free(config.out, force=config.force)
+    processes = launched()
+    if processes.first:
+        check_folder_is_free(config.out, force=config.force)
     check_data_options(config.data, config.out)
+    if config.shard_target and processes.count == 1:
+        raise InputError("--shard-target is for several processes; start them with torchrun")
+    if processes.count > 1 and (config.data.self_written or config.data.evaluate is not None):
+        raise InputError("several processes train on data that exist; write them first with 'anabranch train answers'")
 
 
 class _Report:

@@ -137,9 +137,23 @@ def show(record: Mapping[str, Any], found: Mapping[str, Any], out: Path) -> None
         say("\nHeld-out tokens per pass (16 nodes) by step:")
         say(f"{sparkline([value for _, value in curve])}  {curve[0][1]:.2f} at step {curve[0][0]:,}, "
             f"{curve[-1][1]:.2f} at step {curve[-1][0]:,}")  # fmt: skip
+    if sentence := _stopped(record["training"]):
+        say(f"\n{sentence}")
     for sentence in found["next"]:
         console.print(f"Next: {sentence}", width=min(console.width, 80))
     say(f"\nUse it: {found['command']}")
+
+
+def _stopped(training: Mapping[str, Any]) -> str:
+    """What early stopping did; empty without it."""
+    if "early_stopping" not in training:
+        return ""
+    best = training["early_stopping"]
+    kept = f"The weights of step {best['kept_step']:,} are kept ({best['held_out']:.2f} tokens per pass)."
+    if training["steps"] == training["planned_steps"]:
+        return kept
+    stopped = f"Stopped at step {training['steps']:,} of {training['planned_steps']:,}"
+    return f"{stopped}: {best['evaluations_without_gain']} evaluations without gain.\n{kept}"
 
 
 def _speedup(speeds: Mapping[str, float]) -> str:

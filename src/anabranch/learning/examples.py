@@ -33,13 +33,15 @@ class Example:
 class Batch:
     """Padded examples: tokens [B, T], lengths [B], and the position of each row's last prompt token [B].
 
-    Training starts at that last prompt token. ``names`` are the examples' sources and ids, for messages.
+    Training starts at that last prompt token. ``names`` are the examples' sources and ids, for messages. ``whole_BT``
+    are the tokens of the batch that this one was split from.
     """
 
     tokens_BT: Tensor
     lengths_B: Tensor
     starts_B: Tensor
     names: tuple[str, ...] = ()
+    whole_BT: Tensor | None = None
 
     @staticmethod
     def of(examples: Sequence[Example]) -> Batch:
@@ -59,3 +61,23 @@ class Batch:
     def size(self) -> int:
         """Number of rows."""
         return len(self.lengths_B)
+
+    @property
+    def scored_BT(self) -> Tensor:
+        """The tokens that a draft vocabulary includes: those of the whole batch, so that its parts have one loss."""
+        return self.tokens_BT if self.whole_BT is None else self.whole_BT
+
+    def split(self, parts: int) -> list[Batch]:
+        """At most ``parts`` batches with every ``parts``-th row each, padded to their own longest row.
+
+        Rows of a batch have similar lengths, and so have its parts. A batch of fewer rows has fewer parts.
+        """
+        if parts == 1:
+            return [self]
+        found = []
+        for first in range(min(parts, self.size)):
+            rows = slice(first, None, parts)
+            lengths_B = self.lengths_B[rows]
+            tokens_BT = self.tokens_BT[rows, : int(lengths_B.max())]
+            found.append(Batch(tokens_BT, lengths_B, self.starts_B[rows], self.names[rows], self.scored_BT))
+        return found

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from anabranch.errors import InputError
 
-__all__ = ["COMMON", "Option", "Recipe", "TrainOptions"]
+__all__ = ["COMMON", "RECOMPUTE", "Option", "Recipe", "TrainOptions"]
 
 
 @dataclass(frozen=True)
@@ -16,14 +16,19 @@ class TrainOptions:
     """Length, batch size, schedule and memory of a training run.
 
     batch_tokens      padded text tokens of a step
+    accumulate        parts that a step's batch is split into; their gradients are added, which bounds the memory
     lr                peak learning rate
     segment           positions trained at a time; bounds the memory
+    target_format     stored: the target as it was loaded; nf4: its layers in 4 bits while training (QLoRA)
+    recompute         keep each layer's input only, and compute the layer again for its gradient
     keep_states       run the frozen target over each batch only once and keep its states, on a CPU in an unnamed file
                       in the run's folder, on a GPU in its memory: later epochs take half the time. Batches then have
                       the same members in every epoch, in another order
     evaluate_every    steps between evaluations; 0: six evaluations per run, but every 10 to 200 steps
     evaluate_rows     held-out examples in each of these evaluations; the final one uses all
     checkpoint_every  steps between checkpoints
+    patience          stop after this many evaluations without gain and keep the best evaluation's weights; 0: train to
+                      the end and keep the last weights
     """
 
     epochs: float = 3.0
@@ -39,17 +44,24 @@ class TrainOptions:
     evaluate_every: int = 0
     evaluate_rows: int = 48
     checkpoint_every: int = 100
+    accumulate: int = 1
+    recompute: bool = False
+    target_format: Literal["stored", "nf4"] = "stored"
+    patience: int = 0
 
     def __post_init__(self) -> None:
         for name in ("epochs", "lr", "clip"):
             if not getattr(self, name) > 0:
                 raise InputError(f"{name} must be greater than 0, got {getattr(self, name)}")
         lowest = {"batch_tokens": 1, "segment": 1, "warmup": 0, "evaluate_every": 0, "checkpoint_every": 1}
+        lowest |= {"accumulate": 1, "patience": 0}
         for name, low in lowest.items():
             if getattr(self, name) < low:
                 raise InputError(f"{name} must be at least {low}, got {getattr(self, name)}")
         if self.schedule not in ("cosine", "linear"):
             raise InputError(f"schedule must be cosine or linear, got {self.schedule!r}")
+        if self.target_format not in ("stored", "nf4"):
+            raise InputError(f"target_format must be stored or nf4, got {self.target_format!r}")
 
 
 @dataclass(frozen=True)
@@ -117,7 +129,15 @@ COMMON: dict[str, Option] = {
     "seed": Option(int, "seed of the initial weights and the order of batches"),
     "evaluate_every": Option(int, "steps between evaluations"),
     "checkpoint_every": Option(int, "steps between checkpoints"),
+    "accumulate": Option(int, "split each batch into this many parts and add their gradients; needs less memory"),
+    "target_format": Option(str, "stored, or nf4: hold the target's layers in 4 bits while training"),
+    "patience": Option(int, "stop after this many evaluations without gain and keep the best weights; 0: never"),
     "draft_vocabulary": Option(int, "draft only this many tokens, the most frequent ones; 0: all", ""),
     "held_out": Option(int, "examples set aside for evaluation", ""),
     "max_tokens": Option(int, "cut longer examples to this many tokens", ""),
+}
+
+# an option of the methods whose training passes through several layers
+RECOMPUTE: dict[str, Option] = {
+    "recompute": Option(bool, "compute layers again for their gradients instead of keeping them; needs less memory"),
 }

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -23,6 +22,7 @@ from anabranch.errors import CapabilityError
 from anabranch.learning.examples import Batch
 from anabranch.learning.loss import Vocabulary, VocabularyLoss
 from anabranch.learning.objective import Segment
+from anabranch.learning.recompute import through
 from anabranch.methods.low_rank import MOST_RANK, LowRank
 from anabranch.model.blocks import MLP, Attend, Block, attention
 from anabranch.model.config import ModelConfig
@@ -30,6 +30,7 @@ from anabranch.model.decoder import Decoder
 from anabranch.model.families import weight_source
 from anabranch.model.load import Target, base_name, load_target
 from anabranch.model.lora import Lora, Place, Term, module_rows, places
+from anabranch.model.nf4 import Nf4Linear
 from anabranch.model.peft import write_lora
 from anabranch.support.files import write_atomically
 from anabranch.support.jsonfiles import read_json
@@ -162,14 +163,34 @@ class TextPass:
 
     def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention of a layer; keeps its keys and values."""
-        config = self.target.config
         self.keys_values.append((k.transpose(1, 2), v.transpose(1, 2)))
-        return attention(config, q, *self.keys_values[-1], self._biases[config.is_sliding(index)].to(q.dtype))
+        return self._attention(index, q, *self.keys_values[-1])
+
+    def _attention(self, index: int, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        config = self.target.config
+        return attention(config, q, keys, values, self._biases[config.is_sliding(index)].to(q.dtype))
 
     def layer(self, index: int, x_BTD: Tensor, side: nn.Module, attend: Attend | None = None) -> Tensor:
         """One layer with the terms ``side``; ``attend`` takes the place of ``self.attend``."""
-        found: Tensor = self.target.blocks[index](x_BTD, *self.rotations, attend or partial(self.attend, index), side)
-        return found
+        block = self.target.blocks[index]
+        if attend is not None:
+            found: Tensor = block(x_BTD, *self.rotations, attend, side)
+            return found
+
+        def whole(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            own: list[Tensor] = []
+
+            def look(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                own.extend((k.transpose(1, 2), v.transpose(1, 2)))
+                return self._attention(index, q, own[0], own[1])
+
+            x = block(x, *self.rotations, look, side)
+            return x, own[0], own[1]
+
+        out: Tensor
+        out, keys, values = through(whole, x_BTD)
+        self.keys_values.append((keys, values))
+        return out
 
 
 @dataclass(frozen=True)
@@ -236,7 +257,7 @@ def check_tunable(target: Decoder) -> None:
     config = target.config
     block = target.blocks[0]
     assert isinstance(block, Block)
-    if not isinstance(block.qkv, nn.Linear):
+    if not isinstance(block.qkv, nn.Linear | Nf4Linear):
         raise CapabilityError("a quantised target cannot be tuned; load it with quantize='none', or use lora_rank=0")
     names = [name for name, _ in target.named_parameters()]
     if any(weight_source(config, name).layout != "rows" for name in names):

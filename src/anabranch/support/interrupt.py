@@ -45,24 +45,26 @@ def sigterm_raises() -> Iterator[list[int]]:
 
 
 @contextmanager
-def shielded() -> Iterator[None]:
+def shielded() -> Iterator[list[int]]:
     """Defer Ctrl-C and SIGTERM until the end of the block, then deliver the first of them.
+
+    Yields the list of signals received so far.
 
     An optimizer stopped half-way has updated only some of the weights, which a resume cannot repair. Signals that are
     ignored, or that end the process without running Python code, are not deferred.
     """
     if threading.current_thread() is not threading.main_thread():  # signals reach the main thread only
-        yield
+        yield []
         return
     handlers: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
     handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
-    held: list[tuple[int, FrameType | None]] = []
+    held: list[int] = []
     try:
         for number in handlers:
-            signal.signal(number, lambda *arrived: held.append(arrived))
-        yield
+            signal.signal(number, lambda number, _: held.append(number))
+        yield held
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         if held:
-            handlers[held[0][0]](*held[0])
+            handlers[held[0]](held[0], None)

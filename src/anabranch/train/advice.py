@@ -156,7 +156,7 @@ def scaling_of(curve: Curve, training: Mapping[str, Any]) -> Scaling | None:
     That is the first epoch, after the warmup. ``training`` is what the adapter's record says of the run. None if there
     are too few evaluations in it.
     """
-    options, steps = training.get("options", {}), training.get("steps", 0)
+    options, steps = training.get("options", {}), training.get("planned_steps", training.get("steps", 0))
     if not steps or "epochs" not in options:
         return None
     tokens = training["answer_tokens"] * options["epochs"] / steps

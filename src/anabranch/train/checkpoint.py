@@ -2,13 +2,14 @@
 
 RUN/checkpoint.safetensors    weights, AdamW moments and, as metadata, the record
 RUN/checkpoint.json           the record again, readable: step, options, config, digest of the data
-RUN/log.jsonl                 a line of progress every few steps
+RUN/log.jsonl                 a line of progress every few steps; beside it log.csv and tensorboard/, if asked for
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,19 +24,36 @@ from anabranch.model.weights import is_finite
 from anabranch.support.files import write_atomically
 from anabranch.support.jsonfiles import is_whole, parse_json
 
-__all__ = ["drop_run", "load_checkpoint", "read_checkpoint", "read_log", "save_checkpoint", "trim_log"]
+__all__ = ["drop_run", "load_checkpoint", "load_weights", "read_checkpoint", "read_log", "save_checkpoint", "trim_log"]
 
 _UNREADABLE = (SafetensorError, OSError, KeyError, IndexError, ValueError, TypeError, AttributeError, RuntimeError)
-WEIGHTS, RECORD, LOG = "checkpoint.safetensors", "checkpoint.json", "log.jsonl"
+WEIGHTS, RECORD, LOG, CSV, TENSORBOARD = (
+    *("checkpoint.safetensors", "checkpoint.json"),
+    *("log.jsonl", "log.csv", "tensorboard"),
+)
+STAGED = ".checkpoint.*.tmp"
+BEST = "best."  # prefix of the weights of the best evaluation, where a run keeps them
 
 
-def save_checkpoint(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, record: dict[str, Any]) -> None:
-    """Store everything for an exact resume. The record is in the file of the tensors, so the two always agree."""
+def save_checkpoint(
+    folder: Path,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    record: dict[str, Any],
+    best: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """Store everything for an exact resume. The record is in the file of the tensors, so the two always agree.
+
+    best  the weights of the best evaluation, if the run keeps them
+
+    Raises FileError if the disk is full; the last checkpoint is kept.
+    """
     tensors = {f"weight.{name}": value.detach().contiguous() for name, value in module.state_dict().items()}
     for index, state in optimizer.state_dict()["state"].items():
         for key, value in state.items():
             tensors[f"optimizer.{index}.{key}"] = torch.as_tensor(value).detach().clone().contiguous()
-    staged = folder / f".checkpoint.{os.getpid()}.tmp"
+    tensors.update((BEST + name, value) for name, value in (best or {}).items())
+    staged = folder / STAGED.replace("*", str(os.getpid()))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -45,7 +63,11 @@ def save_checkpoint(folder: Path, module: nn.Module, optimizer: torch.optim.Opti
             staged.unlink(missing_ok=True)
         write_atomically(folder / RECORD, json.dumps(record, indent=2) + "\n")
     except (OSError, SafetensorError) as error:
-        raise FileError(f"the checkpoint cannot be written to {folder} ({error}); free some space there") from error
+        kept = "; the last one is kept" if (folder / WEIGHTS).is_file() else ""
+        raise FileError(
+            f"the checkpoint of step {record['step']} cannot be written to {folder} ({error}){kept}; free some space "
+            "there, and the same command resumes"
+        ) from error
 
 
 def read_checkpoint(folder: Path) -> dict[str, Any] | None:
@@ -85,6 +107,13 @@ def load_checkpoint(folder: Path, module: nn.Module, optimizer: torch.optim.Opti
     return record
 
 
+def load_weights(folder: Path, prefix: str) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint whose names have a prefix, without it."""
+    with safe_open(folder / WEIGHTS, "pt") as opened:
+        names = [name for name in opened.keys() if name.startswith(prefix)]  # noqa: SIM118 - not a dict
+        return {name.removeprefix(prefix): opened.get_tensor(name) for name in names}
+
+
 def _optimizer_state(tensors: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[int, Any]:
     """State for ``optimizer.load_state_dict``. Raises ValueError if it does not fit the parameters."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -103,12 +132,18 @@ def _optimizer_state(tensors: Mapping[str, torch.Tensor], optimizer: torch.optim
 
 def drop_run(folder: Path) -> None:
     """Delete a run, so that a new one can start in its folder."""
-    for name in (WEIGHTS, RECORD, LOG):
-        (folder / name).unlink(missing_ok=True)
+    for path in (*(folder / name for name in (WEIGHTS, RECORD, LOG, CSV)), *folder.glob(STAGED)):
+        path.unlink(missing_ok=True)
+    shutil.rmtree(folder / TENSORBOARD, ignore_errors=True)
 
 
 def trim_log(folder: Path, step: int) -> None:
-    """Remove incomplete lines and those after ``step``: a killed run goes back to its checkpoint."""
+    """Remove incomplete lines and those after ``step``: a killed run goes back to its checkpoint.
+
+    What a run that was killed while it wrote a checkpoint left behind is removed too.
+    """
+    for left in folder.glob(STAGED):
+        left.unlink(missing_ok=True)
     path = folder / LOG
     if path.is_file():
         kept = [json.dumps(line) + "\n" for line in read_log(folder) if line["step"] <= step]

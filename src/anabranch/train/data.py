@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anabranch.errors import FileError, InputError
+from anabranch.errors import FileError, InputError, TrainingWarning
 from anabranch.learning.examples import Batch, Example
 from anabranch.model.text import encode
 from anabranch.support.files import LONE_SURROGATES
@@ -38,11 +39,12 @@ __all__ = [
 def read_examples(path: Path, *, vocab_size: int, max_tokens: int) -> list[Example]:
     """Read a file of completions; examples longer than ``max_tokens`` are cut at the end.
 
-    Raises FileError that names the malformed line.
+    Those whose prompt alone is that long are left out, with a warning. Raises FileError that names the malformed line.
     """
     if not path.is_file():
         raise FileError(f"there is no file {path}; write one with 'anabranch train answers'")
     examples: list[Example] = []
+    long = 0
     for number, record in read_rows(path):
         prompt: Any = record.get("prompt_ids")
         answer: Any = record.get("answer_ids")
@@ -53,13 +55,22 @@ def read_examples(path: Path, *, vocab_size: int, max_tokens: int) -> list[Examp
                 )
         if any(not 0 <= i < vocab_size for i in (*prompt, *answer)):
             raise FileError(f"line {number} of {path} has token ids outside the target's vocabulary")
-        answer = answer[: max_tokens - len(prompt)] if len(prompt) < max_tokens else ()
+        long += len(prompt) > max_tokens - 2
+        answer = answer[: max(0, max_tokens - len(prompt))]
         if prompt and len(answer) >= 2:
             examples.append(
                 Example(tuple(prompt), tuple(answer), str(record.get("source", "")), str(record.get("id", number)))
             )
     if not examples:
-        raise FileError(f"{path} has no prompt with a completion of at least 2 tokens")
+        longer = f"; {long:,} prompts fill the {max_tokens:,} tokens of --max-tokens or of the target" if long else ""
+        raise FileError(f"{path} has no prompt with a completion of at least 2 tokens{longer}")
+    if long:
+        warnings.warn(
+            f"{long:,} prompts of {path} are left out, since they fill the {max_tokens:,} tokens of --max-tokens or of "
+            "the target's context",
+            TrainingWarning,
+            stacklevel=2,
+        )
     return examples
 
 

@@ -10,7 +10,7 @@ import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,10 @@ from anabranch.learning.examples import Example
 from anabranch.learning.recipe import Recipe
 from anabranch.methods import Method, methods
 from anabranch.methods.trained import Trained, TrainedModule
+from anabranch.model.blocks import Block
 from anabranch.model.decoder import Decoder
-from anabranch.model.load import Target
+from anabranch.model.load import Target, load_target
+from anabranch.model.nf4 import Nf4Linear, quantize_to_nf4
 from anabranch.model.pack import pack_decoder
 from anabranch.support.files import check_folder
 from anabranch.support.jsonfiles import read_json
@@ -34,6 +36,8 @@ from anabranch.train.appended import settings_path
 from anabranch.train.arithmetic import ARITHMETIC, chosen_dtype, float32_copy
 from anabranch.train.checkpoint import read_checkpoint, read_log
 from anabranch.train.data import digest, frequent_tokens, read_examples, read_texts, split
+from anabranch.train.logs import check_logs
+from anabranch.train.processes import Processes
 from anabranch.train.trainer import TREES, Progress, Trainer
 
 __all__ = [
@@ -45,6 +49,7 @@ __all__ = [
     "packed_copy",
     "read_data",
     "sources",
+    "stored_target",
     "train_adapter",
     "trainable",
 ]
@@ -133,6 +138,9 @@ def train_adapter(
     licences: Mapping[str, str] | None = None,
     own: Sequence[Example] = (),
     facts: Mapping[str, Any] | None = None,
+    logs: Sequence[str] = (),
+    processes: Processes | None = None,
+    shard_target: bool = False,
 ) -> dict[str, Any]:
     """Train an adapter for ``method`` and write its folder; returns its record (``adapter_config.json``).
 
@@ -142,9 +150,17 @@ def train_adapter(
     own       further examples to evaluate on at the end: completions of the user's prompts. Those of ``examples`` with
               the same prompts are left out
     facts     more to say about the data in the record
+    logs      kinds of logs besides log.jsonl: csv, tensorboard
+    processes those that share the training. Only the first one reports, writes and returns a record; in others it is {}
+    shard_target  keep a part of the target's layers in each process only
+
+    With ``shard_target`` or ``target_format`` nf4, ``target.decoder`` is changed in place, and ``stored_target`` loads
+    it again. Raises InputError if an example is longer than the target's context.
     """
     if method.trained is None:
         raise CapabilityError(f"the method {method.name!r} has nothing to train; see 'anabranch train --help'")
+    check_logs(logs)
+    _check_lengths(target, (*examples, *own))
     keep_memory()
     asked = {example.prompt_ids for example in own}
     examples = [example for example in examples if example.prompt_ids not in asked]
@@ -155,17 +171,27 @@ def train_adapter(
     if method.trained.fresh is not None:
         method.trained.fresh(target.decoder, module)
     begun = None if init is None else _begin(method, method.trained, module, init, target)
-    check_folder(folder, "the adapter", "folder (--out)")
+    processes = processes or Processes()
+    in_place = shard_target or recipe.options.target_format != "stored"
+    if processes.first:
+        check_folder(folder, "the adapter", "folder (--out)")
     run = folder / "training"
     dtype = target.decoder.dtype
-    if method.trained.any_dtype:
-        dtype = chosen_dtype(target.decoder, read_checkpoint(run) if resume else None)
-    learner = target.decoder if dtype == target.decoder.dtype else float32_copy(target.decoder)
-    objective = method.trained.objective(learner, module, recipe, frozen=packed_copy(target))
-    plan = {"method": method.name, **_made_with(recipe), ARITHMETIC: str(dtype)}
-    trainer = Trainer(learner, module, objective, training, held_out, recipe.options, run, plan=plan)
+    if method.trained.any_dtype and not in_place:
+        dtype = processes.tell(chosen_dtype(target.decoder, read_checkpoint(run) if resume else None))
+    learner, frozen = _frozen(target, recipe, dtype, processes if shard_target else None)
+    objective = method.trained.objective(learner, module, recipe, frozen=frozen)
+    whose = {"method": method.name, "target": target.fingerprint[:12]}
+    plan = {**whose, **_made_with(recipe), ARITHMETIC: str(dtype)}
+    trainer = Trainer(
+        *(learner, module, objective, training, held_out, recipe.options, run),
+        plan=plan,
+        logs=logs,
+        processes=processes,
+    )
     longest = min(recipe.max_tokens, target.config.max_positions)
-    _warn(before(training, recipe.options, trainer.steps, module.num_parameters(), max_tokens=longest))
+    if processes.first:
+        _warn(before(training, recipe.options, trainer.steps, module.num_parameters(), max_tokens=longest))
     watch = Watch(bool(held_out))
 
     def watched(progress: Progress) -> None:
@@ -174,9 +200,12 @@ def train_adapter(
             _warn(watch.see(read_log(run), progress))
 
     evaluation = trainer.run(watched, resume=resume)
+    on_own = trainer.evaluate_on(own) if own and trainer.evaluating else {}
+    if not processes.first:
+        return {}
     measured = _measured(evaluation, len(held_out), objective.predictor) if held_out else {}
     if own:
-        measured[OWN] = _measured(trainer.evaluate_on(own), len(own), objective.predictor)
+        measured[OWN] = _measured(on_own, len(own), objective.predictor)
     record = {
         "command": command,
         **({} if begun is None else {"init": begun}),
@@ -186,6 +215,7 @@ def train_adapter(
         "answer_tokens": sum(len(example.answer_ids) for example in training),
         "data_sha256": digest(training),
         "steps": trainer.done,
+        **_stopping(trainer),
         "seconds": round(trainer.seconds, 1),
         ARITHMETIC: str(dtype).removeprefix("torch."),
         "options": {**asdict(recipe.options), "loss": asdict(recipe.loss)},
@@ -193,10 +223,21 @@ def train_adapter(
         "max_tokens": recipe.max_tokens,
     }
     if method.trained.export is not None:
-        made = method.trained.export(folder / "model", module, target)
+        del trainer, objective, learner, frozen  # a tuned target is written from the stored weights
+        made = method.trained.export(folder / "model", module, stored_target(target))
         module, target = (module, target) if made is None else made
     identity = TargetIdentity.of(target)
     return save_adapter(folder, module, method=method, target=identity, training=record, measured=measured)
+
+
+def _check_lengths(target: Target, examples: Iterable[Example]) -> None:
+    longest = target.config.max_positions
+    for example in examples:
+        if len(example) > longest:
+            raise InputError(
+                f"the example {example.name} has {len(example):,} tokens, and the target's context {longest:,}; cut "
+                "it, or read it with read_data"
+            )
 
 
 def _vocabulary(target: Target, recipe: Recipe, training: list[Example]) -> Tensor | None:
@@ -213,6 +254,41 @@ def packed_copy(target: Target) -> Decoder:
         return target.decoder
     copied = copy.deepcopy(target.decoder)
     return copied if pack_decoder(copied) else target.decoder
+
+
+def _frozen(target: Target, recipe: Recipe, dtype: torch.dtype, sharing: Processes | None) -> tuple[Decoder, Decoder]:
+    """The decoders for passes with and without gradients; ``sharing`` are the processes that share the target."""
+    if sharing is not None:
+        if recipe.options.target_format == "nf4":
+            raise CapabilityError("a target in NF4 cannot be sharded; leave --target-format or --shard-target out")
+        sharing.shard(target.decoder)
+        return target.decoder, target.decoder
+    if recipe.options.target_format == "nf4":
+        quantize_to_nf4(target.decoder)
+        return target.decoder, target.decoder
+    learner = target.decoder if dtype == target.decoder.dtype else float32_copy(target.decoder)
+    return learner, packed_copy(target)
+
+
+def stored_target(target: Target) -> Target:
+    """The target as it was loaded: again from its files if training has quantised or sharded it."""
+    block = target.decoder.blocks[0]
+    if type(block) is Block and not isinstance(block.qkv, Nf4Linear):  # sharding changes a block's class
+        return target
+    assert target.path is not None, "a target that is trained was loaded from somewhere"
+    again = load_target(str(target.path), dtype=target.decoder.dtype, device=str(target.decoder.device))
+    return replace(target, decoder=again.decoder)
+
+
+def _stopping(trainer: Trainer) -> dict[str, Any]:
+    """How early stopping ended a run, for its record; empty without it."""
+    if not trainer.best.patience:
+        return {}
+    best = trainer.best
+    return {
+        "planned_steps": trainer.steps,
+        "early_stopping": {"kept_step": best.step, "held_out": best.length, "evaluations_without_gain": best.waited},
+    }
 
 
 def _made_with(recipe: Recipe) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -21,19 +21,34 @@ from anabranch.errors import FileError, InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.objective import Objective
 from anabranch.learning.recipe import TrainOptions
+from anabranch.learning.recompute import recomputing
 from anabranch.methods.trained import Trainable
 from anabranch.model.decoder import Decoder
 from anabranch.support.interrupt import shielded
 from anabranch.support.memory import off_heap
-from anabranch.train.checkpoint import drop_run, load_checkpoint, read_checkpoint, save_checkpoint, trim_log
+from anabranch.train.checkpoint import (
+    BEST,
+    drop_run,
+    load_checkpoint,
+    load_weights,
+    read_checkpoint,
+    save_checkpoint,
+    trim_log,
+)
 from anabranch.train.data import batches, digest
+from anabranch.train.logs import Logs
+from anabranch.train.patience import Best
+from anabranch.train.processes import Processes
+from anabranch.train.shares import Share, shares
 
 __all__ = ["TREES", "Progress", "Trainer"]
 
 NAMED = 8  # maximum number of rows of a broken batch in a message
 TREES = (4, 8)  # nodes of additional trees in the final evaluation
-# options that may change when a run is resumed: they do not affect the weights
-_FREE = ("evaluate_every", "evaluate_rows", "checkpoint_every")
+# options that may change when a run is resumed: they do not affect the weights of a step, or by rounding only
+_FREE = ("evaluate_every", "evaluate_rows", "checkpoint_every", "patience", "accumulate", "recompute")
+_WHOSE = ("method", "target")  # in ``plan``: a run of another one is never continued
+Part = tuple[Share, Callable[[], Any]]  # a share of a step's batch, and what returns the target's states for it
 # what identifies a run besides its options, and why it may differ although all options are equal
 _MADE = {"examples": "another file of --answers or --text", "initial weights": "another --init, or none"}
 
@@ -52,9 +67,11 @@ class Progress:
 
 
 class Trainer:
-    """Trains ``module`` for a frozen ``target`` on ``examples``; ``folder`` receives checkpoints and log.jsonl.
+    """Trains ``module`` for a frozen ``target`` on ``examples``; ``folder`` receives checkpoints and logs.
 
     objective  the training objective of the module
+    logs       kinds of logs besides log.jsonl: csv, tensorboard
+    processes  those that share the training; the first one evaluates and writes, and all end with the same weights
     plan       settings that determine examples, vocabulary and module, for messages about a different run in ``folder``
     """
 
@@ -69,20 +86,28 @@ class Trainer:
         folder: Path,
         *,
         plan: Mapping[str, Any] | None = None,
+        logs: Sequence[str] = (),
+        processes: Processes | None = None,
     ) -> None:
         if not examples:
             raise InputError("there are no examples to train on; hold fewer out or give more completions")
+        if options.patience and not held_out:
+            raise InputError(f"patience {options.patience} needs evaluations: hold examples out, or give patience 0")
         self.target, self.module, self.objective = target, module, objective
-        self.options, self.folder = options, folder
+        self.processes = processes or Processes()
+        self.options, self.folder, self.log_kinds = options, folder, logs
         self.examples, self.held_out, self.plan = examples, held_out, dict(plan or {})
         self.optimizer = torch.optim.AdamW(
             module.parameters(), lr=options.lr, betas=(0.9, 0.98), weight_decay=options.weight_decay
         )
         self._groups = list(batches(examples, options.batch_tokens, seed=options.seed))
-        self._kept: dict[int, Any] = {}
+        if not any(map(objective.predictions, self._groups)):
+            raise InputError(f"none of the {len(examples):,} examples has a token to predict; give longer completions")
+        self._kept: dict[tuple[int, int], Any] = {}
         self.per_epoch = len(self._groups)
         self.steps = max(1, math.ceil(self.per_epoch * options.epochs))
         self.evaluate_every = options.evaluate_every or max(10, min(200, self.steps // 6))
+        self.best = Best(options.patience)
         self.done = 0  # updates applied
         self.seconds = 0.0  # that they took, evaluations in between included, over all runs from the same checkpoints
         self._right = torch.zeros(objective.predictors)
@@ -98,42 +123,53 @@ class Trainer:
         fall = 0.5 * (1 + math.cos(math.pi * done)) if self.options.schedule == "cosine" else 1 - done
         return self.options.lr * max(fall, 0.02)
 
-    def epoch(self, number: int) -> Iterator[tuple[Batch, Callable[[], Any]]]:
-        """The batches of an epoch in order, each with a function that returns the target's states for it."""
+    def epoch(self, number: int) -> Iterator[tuple[Batch, list[Part]]]:
+        """The batches of an epoch in order, each with this process's shares."""
         if not self.options.keep_states:
             for batch in batches(self.examples, self.options.batch_tokens, seed=self.options.seed + number):
-                yield batch, partial(self.objective.freeze, batch)
+                yield batch, [(share, partial(self.objective.freeze, share.batch)) for share in self._shares(batch)]
             return
         order = list(range(self.per_epoch))
         random.Random(self.options.seed + number).shuffle(order)
         for index in order:
-            yield self._groups[index], partial(self._remember, index)
+            parts = enumerate(self._shares(self._groups[index]))
+            yield self._groups[index], [(share, partial(self._remember, share.batch, (index, n))) for n, share in parts]
 
-    def _remember(self, index: int) -> Any:
-        if index not in self._kept:
-            frozen = self.objective.freeze(self._groups[index])
-            self._kept[index] = self.objective.keep(frozen, partial(off_heap, folder=self.folder))
-        return self._kept[index]
+    def _shares(self, batch: Batch) -> list[Share]:
+        return shares(batch, self.objective.segments, self.processes, self.options.accumulate)
+
+    def _remember(self, part: Batch, place: tuple[int, int]) -> Any:
+        if place not in self._kept:
+            frozen = self.objective.freeze(part)
+            self._kept[place] = self.objective.keep(frozen, partial(off_heap, folder=self.folder))
+        return self._kept[place]
 
     def _autocast(self) -> AbstractContextManager[None]:
         dtype = self.target.dtype
         reduced = dtype in (torch.bfloat16, torch.float16)
         return torch.autocast(self.target.device.type, dtype=dtype, enabled=reduced)
 
-    def step(self, batch: Batch, frozen: Any, rate: float) -> tuple[float, torch.Tensor, torch.Tensor]:
-        """One update; returns the loss per prediction, right predictions and predictions by predictor."""
+    def step(self, batch: Batch, parts: Sequence[Part], rate: float) -> tuple[float, torch.Tensor, torch.Tensor]:
+        """One update; returns the loss per prediction, right predictions and predictions by predictor.
+
+        ``parts`` are this process's shares of ``batch``; the gradients of all are added. A batch without predictions
+        changes nothing.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)  # before the step, since an interrupted one leaves gradients
         right, count, loss = torch.zeros_like(self._right), torch.zeros_like(self._count), 0.0
         wanted = self.objective.predictions(batch)
-        for segment in self.objective.segments(batch):
-            with self._autocast():
-                scores = self.objective.loss(batch, frozen, segment)
-            (scores.loss / wanted).backward()  # type: ignore[no-untyped-call]
-            loss += float(scores.loss.detach())
-            right += scores.right_S.cpu()
-            count += scores.count_S.cpu()
+        for share, states in parts if wanted else ():
+            frozen = states()
+            for segment, weight in share.weighted(self.objective.segments):
+                with self._autocast(), recomputing(self.options.recompute):
+                    scores = self.objective.loss(share.batch, frozen, segment)
+                (weight * scores.loss / wanted).backward()  # type: ignore[no-untyped-call]
+                loss += weight * float(scores.loss.detach())
+                right += weight * scores.right_S.cpu()
+                count += weight * scores.count_S.cpu()
+        loss, right, count = self._summed(loss, right, count)
         norm = float(torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.options.clip))
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise FileError(self._diverged(batch, loss, norm))
@@ -141,6 +177,24 @@ class Trainer:
             self.optimizer.step()
             self.done += 1
         return loss / max(1.0, float(count.sum())), right, count
+
+    def _summed(
+        self, loss: float, right: torch.Tensor, count: torch.Tensor
+    ) -> tuple[float, torch.Tensor, torch.Tensor]:
+        """Sum gradients, loss, correct and total predictions of all processes."""
+        if self.processes.count == 1:
+            return loss, right, count
+        whole = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        sums = torch.cat((torch.tensor([loss], dtype=torch.float64), right.double(), count.double()))
+        used = torch.tensor([float(parameter.grad is not None) for parameter in whole])
+        sums = self.processes.add(torch.cat((sums, used.double())))
+        flat = torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in whole])
+        flat = self.processes.add(flat)
+        parts = torch.split(flat, [parameter.numel() for parameter in whole])
+        for parameter, gradient, anywhere in zip(whole, parts, sums[-len(whole) :].tolist(), strict=True):
+            parameter.grad = gradient.view_as(parameter) if anywhere else None
+        right, count = sums[1 : -len(whole)].float().chunk(2)
+        return float(sums[0]), right, count
 
     def _diverged(self, batch: Batch, loss: float, norm: float) -> str:
         """The message for a loss or gradient that is not finite."""
@@ -165,66 +219,112 @@ class Trainer:
     def run(self, report: Callable[[Progress], None], *, resume: bool = True) -> dict[str, Any]:
         """Train to the end, from the last checkpoint if there is one, and return the final evaluation.
 
+        With ``patience``, the run ends after as many evaluations without gain, and the module has the weights of
+        ``best`` afterwards.
+
         On KeyboardInterrupt (Ctrl-C, and SIGTERM under ``sigterm_raises``) a checkpoint is saved first; a resumed run
         yields the same weights as an uninterrupted one. Raises FileError if the folder contains a run with other
         options, another config or other examples, or if the loss is not finite.
         """
         self._restore(resume)
+        if self.options.patience and self.best.seen < self.done and self._evaluates():
+            self._evaluate_now()  # the run was stopped in that evaluation
+        if not self.processes.first:
+            self._train(report, None)
+        else:
+            with closing(Logs(self.folder, self.log_kinds, self.objective.predictors, self.done)) as logs:
+                self._train(report, logs)
+        self.best.put_back(self.module)
+        return self.evaluate(nodes=TREES) if self.held_out and self.evaluating else {}
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether this process evaluates: the first one, or all where a pass needs the weights of all."""
+        return self.processes.first or self.processes.sharded
+
+    def _train(self, report: Callable[[Progress], None], logs: Logs | None) -> None:
+        """The remaining steps; ``logs`` are the first process's. Several processes stop after the same step."""
         first, saved, positions, began = self.done, self.done, 0, time.monotonic()
         before = self.seconds
+        together = self.processes.count > 1
+        deferred: AbstractContextManager[list[int]] = shielded() if together else nullcontext([])
         try:
-            for batch, states in self._left(first):
-                loss, right, count = self.step(batch, states(), self.rate(self.done))
-                self._right, self._count = 0.95 * self._right + right, 0.95 * self._count + count
-                positions += int(count[0])
-                evaluation = None
-                if self._evaluates():
-                    evaluation = self.evaluate(self.options.evaluate_rows)
-                taken = time.monotonic() - began
-                self.seconds = before + taken
-                accuracy = tuple((self._right / self._count.clamp(min=1)).tolist())
-                left = taken / (self.done - first) * (self.steps - self.done)
-                speed = positions / max(taken, 1e-9)
-                self._report(report, Progress(self.done, self.steps, loss, accuracy, speed, left, evaluation))
-                if self.done % self.options.checkpoint_every == 0:
-                    self._save()
-                    saved = self.done
+            with deferred as signals:
+                for batch, parts in self._left(first):
+                    loss, right, count = self.step(batch, parts, self.rate(self.done))
+                    self._right, self._count = 0.95 * self._right + right, 0.95 * self._count + count
+                    positions += int(count[0])
+                    evaluation = self._evaluate_now() if self._evaluates() else None
+                    taken = time.monotonic() - began
+                    self.seconds = before + taken
+                    accuracy = tuple((self._right / self._count.clamp(min=1)).tolist())
+                    left = taken / (self.done - first) * (self.steps - self.done)
+                    speed = positions / max(taken, 1e-9)
+                    if logs is not None:
+                        now = Progress(self.done, self.steps, loss, accuracy, speed, left, evaluation)
+                        self._report(report, logs, now)
+                    if self.done % self.options.checkpoint_every == 0:
+                        self._save()
+                        saved = self.done
+                    if together and float(self.processes.add(torch.tensor([float(len(signals))]))):
+                        raise KeyboardInterrupt
         finally:
             if self.done > saved:
                 self._save()
-        return self.evaluate(nodes=TREES) if self.held_out else {}
+
+    def _evaluate_now(self) -> dict[str, Any]:
+        """Evaluate on the first held-out examples, and keep the weights if they are the best so far."""
+        evaluation = self.evaluate(self.options.evaluate_rows) if self.evaluating else {}
+        evaluation = self.processes.tell(evaluation)
+        with shielded():
+            self.best.see(self.done, evaluation, self.module)
+        return evaluation
 
     def _evaluates(self) -> bool:
         """Whether an evaluation on the first held-out examples follows the last step."""
         if not self.held_out or self.done < self.steps:
             return bool(self.held_out) and self.done % self.evaluate_every == 0
-        return len(self.held_out) > self.options.evaluate_rows  # otherwise the final evaluation has the same examples
+        # otherwise the final evaluation has the same examples; the best weights are chosen before it
+        return self.options.patience > 0 or len(self.held_out) > self.options.evaluate_rows
 
-    def _left(self, done: int) -> Iterator[tuple[Batch, Callable[[], Any]]]:
-        """The batches that remain after ``done`` steps."""
+    def _left(self, done: int) -> Iterator[tuple[Batch, list[Part]]]:
+        """The batches that remain after ``done`` steps, as long as there is gain."""
         for number in itertools.count(done // self.per_epoch):
             for index, item in enumerate(self.epoch(number), number * self.per_epoch):
-                if index >= self.steps:
+                if index >= self.steps or self.best.exhausted:
                     return
                 if index >= done:
                     yield item
 
     def _restore(self, resume: bool) -> None:
-        if not resume:
-            drop_run(self.folder)
-        found = read_checkpoint(self.folder)
+        mine = (self._digest, self._began)
+        differs = torch.tensor([float(self.processes.tell(mine) != mine)])
+        if float(self.processes.add(differs)):
+            raise InputError(
+                "the processes have other examples or initial weights; give all the same files and options"
+            )
+        found = read_checkpoint(self.folder) if resume else None
         if found is None:
-            drop_run(self.folder)
+            if self.processes.first:
+                drop_run(self.folder)
             return
         self._agree(found)
         load_checkpoint(self.folder, self.module, self.optimizer)
+        self.best = Best.restored(self.options.patience, found.get("best"), load_weights(self.folder, BEST))
         self.done, self.seconds = int(found["step"]), float(found.get("seconds", 0.0))
         if "right" in found:
             self._right, self._count = torch.tensor(found["right"]), torch.tensor(found["count"])
-        trim_log(self.folder, self.done)
+        if self.processes.first:
+            trim_log(self.folder, self.done)
 
     def _agree(self, found: Mapping[str, Any]) -> None:
         """Raise FileError, naming the differences, if a stored run was started differently."""
+        for name in _WHOSE:
+            if found.get("plan", {}).get(name, self.plan.get(name)) != self.plan.get(name):
+                raise FileError(
+                    f"the run in {self.folder} belongs to another {name} ({found['plan'][name]}, now "
+                    f"{self.plan.get(name)}); give another folder, or start over with --no-resume"
+                )
         identity = self._identity()
         other = [name for part in ("config", "options", "loss") for name in _other(found.get(part), identity[part])]
         if made := [name for name in _MADE if found.get(name, identity[name]) != identity[name]]:
@@ -247,19 +347,19 @@ class Trainer:
         return {**json.loads(json.dumps(parts)), "examples": self._digest, "initial weights": self._began}
 
     def _save(self) -> None:
+        if not self.processes.first:
+            return
         accuracy = {"right": self._right.tolist(), "count": self._count.tolist()}
         made = {"step": self.done, "seconds": round(self.seconds, 1)}
-        record = {**made, **self._identity(), "plan": self.plan, **accuracy}
+        record = {**made, **self._identity(), "plan": self.plan, **accuracy, "best": self.best.record()}
         with shielded():  # a second signal waits until the checkpoint is written
-            save_checkpoint(self.folder, self.module, self.optimizer, record)
+            save_checkpoint(self.folder, self.module, self.optimizer, record, self.best.weights)
 
-    def _report(self, report: Callable[[Progress], None], progress: Progress) -> None:
+    def _report(self, report: Callable[[Progress], None], logs: Logs, progress: Progress) -> None:
         report(progress)
         if progress.step % 10 == 0 or progress.step == progress.steps or progress.evaluation is not None:
             line = {**asdict(progress), "accuracy": [round(a, 4) for a in progress.accuracy]}
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with (self.folder / "log.jsonl").open("a", encoding="utf-8") as log:
-                log.write(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in line.items()}) + "\n")
+            logs.write({name: round(value, 4) if isinstance(value, float) else value for name, value in line.items()})
 
 
 def _other(stored: Any, wanted: Mapping[str, Any]) -> list[str]:

@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,6 +20,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from anabranch.errors import AdapterError, InputError
+from anabranch.learning.recompute import through
 from anabranch.methods.trained import TrainedModule
 from anabranch.model.backends import backend_for
 from anabranch.model.config import ModelConfig, RopeConfig
@@ -131,7 +133,7 @@ class DraftModule(TrainedModule):
         cos, sin = (turn.clone().to(model.dtype) for turn in model.rope()(positions, length))
         x = model.embed(tokens_BT, positions)
         for block in model.blocks:
-            x = block(x, cos, sin, _causal)
+            x = through(partial(block, cos=cos, sin=sin, attend=_causal), x)
         return model.normed(x)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from anabranch.learning.recipe import COMMON, Option, Recipe, TrainOptions
+from anabranch.learning.recipe import COMMON, RECOMPUTE, Option, Recipe, TrainOptions
 from anabranch.methods.draft_model.module import DraftConfig, DraftModule, begin_with, export
 from anabranch.methods.draft_model.objective import DraftObjective, LossOptions
 from anabranch.methods.trained import Trained
@@ -37,6 +37,7 @@ OPTIONS: dict[str, Option] = {
     "intermediate_size": Option(int, "width of the feed-forward layers", "config"),
     "soft": Option(float, "share of the target's distribution in the loss (distillation)", "loss"),
     **{name: option for name, option in COMMON.items() if name not in ("draft_vocabulary", "segment")},
+    **RECOMPUTE,
 }
 
 

@@ -100,7 +100,7 @@ class EagleObjective:
 
     def vocabulary(self, batch: Batch) -> Vocabulary:
         """The draft vocabulary with the batch's own tokens; decoding adds a row's own tokens in the same way."""
-        return Vocabulary.of(self.target, self.module.vocabulary, batch.tokens_BT)
+        return Vocabulary.of(self.target, self.module.vocabulary, batch.scored_BT)
 
     @torch.no_grad()
     def freeze(self, batch: Batch) -> Frozen:

@@ -133,7 +133,7 @@ class HeadObjective:
         """The loss of the heads where they read some states [B, T, D]; ``frozen`` are the target's own."""
         asked = self._asked(batch, read_BTD, segment)
         states_MKD = self.module.predicted(self.target, asked.states_MD, asked.path_MK)
-        words = self.module.vocabularies(self.target, batch.tokens_BT)
+        words = self.module.vocabularies(self.target, batch.scored_BT)
         if self.module.weights is None:
             loss, right_MK = self._shared(asked, states_MKD, frozen, words[0])
         else:
@@ -209,7 +209,7 @@ class HeadObjective:
     # -- evaluation by replay ----------------------------------------------------------------------------
     def vocabularies(self, batch: Batch) -> list[Vocabulary]:
         """What each head scores; heads that share the target's also score the batch's own tokens."""
-        return self.module.vocabularies(self.target, batch.tokens_BT)
+        return self.module.vocabularies(self.target, batch.scored_BT)
 
     def states(self, frozen: Tensor, tokens_BT: Tensor, positions_BP: Tensor) -> Tensor:
         """What the heads read at some positions [B, P, 1, D]."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from anabranch.learning.recipe import Option, Recipe, TrainOptions
+from anabranch.learning.recipe import RECOMPUTE, Option, Recipe, TrainOptions
 from anabranch.methods.counting import DraftCost, DraftShape
 from anabranch.methods.heads.module import start_from_target
 from anabranch.methods.heads.objective import HeadObjective
@@ -56,6 +56,7 @@ OPTIONS: dict[str, Option] = {
     **SHARED_OPTIONS,
     "lora_rank": Option(int, "rank of the terms that tune the target with the heads (Medusa-2); 0: frozen", "config"),
     "heads": Option(float, "weight of the heads beside the target in Medusa-2", "loss"),
+    **RECOMPUTE,
 }
 
 

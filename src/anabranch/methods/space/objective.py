@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from anabranch.errors import InputError
 from anabranch.learning.examples import Batch
 from anabranch.learning.objective import Scores, Segment
@@ -66,6 +68,12 @@ class MaskObjective(StreamObjective):
 
     def loss(self, batch: Batch, frozen: Frozen, segment: Segment) -> Scores:
         """The loss of some positions of a segment; which ones depends on the batch, so that epochs differ."""
-        offset = int(batch.lengths_B.sum()) % min(self.stride, segment.positions_BP.shape[1])
-        positions_BP, real_BP = (part[:, offset :: self.stride] for part in segment)
-        return super().loss(batch, frozen, Segment(positions_BP, real_BP))
+        positions_BP, real_BP = segment
+        width, offset = positions_BP.shape[1], int(batch.scored_BT.sum()) % self.stride
+        columns_BC = (offset - positions_BP[:, :1]) % self.stride + torch.arange(
+            0, width, self.stride, device=positions_BP.device
+        )
+        inside_BC = columns_BC < width
+        columns_BC = columns_BC.clamp(max=width - 1)
+        chosen = Segment(positions_BP.gather(1, columns_BC), real_BP.gather(1, columns_BC) & inside_BC)
+        return super().loss(batch, frozen, chosen)

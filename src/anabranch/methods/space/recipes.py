@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from anabranch.learning.recipe import COMMON, Option, Recipe, TrainOptions
+from anabranch.learning.recipe import COMMON, RECOMPUTE, Option, Recipe, TrainOptions
 from anabranch.methods.space.joint import JointMaskObjective
 from anabranch.methods.space.module import TUNED_UNIT, MaskConfig, MaskModule, begin_with, start_from_target
 from anabranch.methods.space.objective import MaskLossOptions, MaskObjective
@@ -50,6 +50,7 @@ OPTIONS: dict[str, Option] = {
     "lora_rank": Option(int, "rank of the terms that tune the target with the masks (SAR-SFT); 0: frozen", "config"),
     "masks": Option(float, "weight of the masks beside the target in SAR-SFT", "loss"),
     **COMMON,
+    **RECOMPUTE,
 }
 
 

@@ -32,7 +32,7 @@ from anabranch.model.decoder import Decoder
 
 __all__ = ["Frozen", "LossOptions", "StreamObjective"]
 
-UNCONDITIONED_STRIDE = 5  # every n-th prediction; in multiples of the number of streams it would always be one stream
+UNCONDITIONED_STRIDE = 5  # every n-th diagonal of positions and streams, so that each stream has its share
 RIDING_STRIDE = 8
 
 
@@ -111,7 +111,7 @@ class StreamObjective:
 
     def vocabulary(self, batch: Batch) -> Vocabulary:
         """The draft vocabulary with the batch's own tokens; decoding adds a row's own tokens in the same way."""
-        return Vocabulary.of(self.target, self.adapter.vocabulary, batch.tokens_BT)
+        return Vocabulary.of(self.target, self.adapter.vocabulary, batch.scored_BT)
 
     def vocabularies(self, batch: Batch) -> list[Vocabulary]:
         """The same for all streams."""
@@ -224,10 +224,9 @@ class StreamObjective:
         loss, right = self._cross_entropy(words, conditioned[inside], place_BPS[inside], weight_M, teacher)
         if self.adapter.conditioner is not None and self.options.unconditioned:
             # a fifth of the predictions is enough to keep the streams useful without conditioning
-            some = slice(None, None, UNCONDITIONED_STRIDE)
-            plain, _ = self._cross_entropy(
-                words, states[inside][some], place_BPS[inside][some], weight_M[some] * UNCONDITIONED_STRIDE
-            )
+            some = inside & (index_BPS % UNCONDITIONED_STRIDE == 0)
+            weight = weight_M[some[inside]] * UNCONDITIONED_STRIDE
+            plain, _ = self._cross_entropy(words, states[some], place_BPS[some], weight)
             loss = loss + self.options.unconditioned * plain
         if self.adapter.prune is not None and self.options.pruning:
             loss = loss + self.options.pruning * self._pruning_loss(frozen, tokens, positions_BP, real_BP)
@@ -237,11 +236,11 @@ class StreamObjective:
     def _pruning_loss(self, frozen: Frozen, tokens_BT: Tensor, positions_BP: Tensor, real_BP: Tensor) -> Tensor:
         """Next-token loss of the early-exit adapter at some positions, scaled to the number of all positions."""
         stride = self.options.pruning_stride
-        positions, real = positions_BP[:, ::stride], real_BP[:, ::stride]
-        rows = torch.arange(len(tokens_BT), device=tokens_BT.device)[:, None].expand_as(positions)[real]
-        entry = frozen.entry_BTD[rows, positions[real]]
+        some = real_BP & (positions_BP % stride == 0)
+        rows = torch.arange(len(tokens_BT), device=tokens_BT.device)[:, None].expand_as(positions_BP)[some]
+        entry = frozen.entry_BTD[rows, positions_BP[some]]
         logits = early_exit_logits(self.target, self.adapter, entry[None])[0].float()
-        return stride * F.cross_entropy(logits, tokens_BT[rows, positions[real] + 1], reduction="sum")
+        return stride * F.cross_entropy(logits, tokens_BT[rows, positions_BP[some] + 1], reduction="sum")
 
     def evaluate(self, examples: Sequence[Example], *, nodes: Sequence[int] = ()) -> dict[str, Any]:
         """Predicted mean acceptance length and accuracy by stream, for the default tree of 16 nodes ("tree").

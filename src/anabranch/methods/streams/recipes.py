@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from anabranch.learning.recipe import COMMON, Option, Recipe, TrainOptions
+from anabranch.learning.recipe import COMMON, RECOMPUTE, Option, Recipe, TrainOptions
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.begin import begin_with
 from anabranch.methods.streams.config import StreamConfig
@@ -87,6 +87,7 @@ OPTIONS: dict[str, Option] = {
     "stream_mlp": Option(str, "adapter (the paper) or mlp+adapter", "config"),
     "adapter_rank": Option(int, "rank of the stream adapters (R_s)", "config"),
     "attention_rank": Option(int, "rank of the deltas on q, k, v and o; 0: none", "config"),
+    "position": Option(str, "what tells streams apart: embedding (the paper) or rotation (of values, eq. 8)", "config"),
     "conditioning": Option(str, "what scores are conditioned on: none, parent or path", "config"),
     "conditioning_rank": Option(int, "width of the conditioning term", "config"),
     "root_width": Option(int, "width of the term that conditions streams on the root; 0: none", "config"),
@@ -101,6 +102,7 @@ OPTIONS: dict[str, Option] = {
     "unconditioned": Option(float, "weight of the loss without conditioning", "loss"),
     "decay": Option(float, "weight of stream j is decay ** (j - 1)", "loss"),
     **COMMON,
+    **RECOMPUTE,
 }
 
 

@@ -20,6 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from anabranch.learning.recompute import through
 from anabranch.methods.streams.adapter import StreamModule
 from anabranch.methods.streams.attention import main_attention, stream_attention, stream_bias, stream_positions
 from anabranch.methods.streams.prune import prune_nodes
@@ -189,7 +190,7 @@ def trail(
         keys, values = keys_values[index - adapter.start]
         visible = visible_BNL[index - adapter.start]
         look = looks.of(keys, values, visible)
-        x = block(x, cos, sin, look, adapter.side(index, 0))
+        x = through(partial(block, cos=cos, sin=sin, attend=look, side=adapter.side(index, 0)), x)
     streams: Tensor = target.norm(x)
     return streams.view(b, n, adapter.shape.num_streams, d)
 
