@@ -125,6 +125,19 @@ def test_from_completions_to_a_lora(anabranch: Anabranch, toys: ToyFolders, tmp_
     assert "4" in anabranch("info", tmp_path / "two").out
 
 
+@pytest.mark.filterwarnings("ignore::anabranch.errors.TrainingWarning")
+def test_a_task_of_ones_own(anabranch: Anabranch, toys: ToyFolders, tmp_path: Path) -> None:
+    rows = [{"q": f"the {n} of the", "a": f"the {n % 3}"} for n in range(60)]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    task = ("--task", tmp_path / "own.jsonl", "--prompt-template", "Say {q}", "--completion", "a", "--raw")
+    where = ("--model", toys.model, "--out", tmp_path / "out", "--dtype", "float32")
+    done = anabranch("train", "lora", *where, *task, "--epochs", 1, "--held-out", 2, "--lr", 0.01, "--json")
+    assert done.code == 0, done.err
+    record = json.loads(done.out)
+    assert record["examples"] + record["held_out"]["completions"] < 60  # the rows of the split test are left alone
+    assert anabranch("train", "lora", *where, *task, "--text", tmp_path / "own.jsonl").code == 1
+
+
 def test_refusals(anabranch: Anabranch, toys: ToyFolders, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt_ids": [1], "answer_ids": [2, 3]}) + "\n")
     write_lora(tmp_path / "lora", drawn_lora(load_target(str(toys.model)).config), base="")

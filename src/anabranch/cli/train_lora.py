@@ -12,6 +12,7 @@ import typer
 
 from anabranch.cli import options
 from anabranch.cli.configured import extended
+from anabranch.cli.train_task import TaskConfig
 
 if TYPE_CHECKING:
     from anabranch.cli.screen import Screen
@@ -32,6 +33,7 @@ class LoraTrainConfig:
     text: Annotated[
         Path | None, typer.Option(metavar="FILE", help="train on a text file, or JSONL with a field 'text', instead")
     ] = None
+    of_task: TaskConfig = field(default=TaskConfig())
     loading: options.Loading = field(default=options.Loading())
     init: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="start from this LoRA (PEFT's format) instead of a fresh one")
@@ -70,7 +72,12 @@ def _train(config: LoraTrainConfig, given: dict[str, Any]) -> None:
     from anabranch.train.lora_job import check_init, read_completions, train_lora
 
     plan, licences = recipe(given), licences_of(config.licence)
-    check_data(config.answers, config.text)
+    config.of_task.check()
+    task = config.of_task.read()
+    if task is None:
+        check_data(config.answers, config.text)
+    elif config.answers is not None or config.text is not None:
+        raise InputError("--task, --answers and --text are all data to learn from; give one")
     check_init(config.init, given)
     check_folder_is_free(config.out, force=config.force)
     if config.loading.lora is not None:
@@ -78,7 +85,12 @@ def _train(config: LoraTrainConfig, given: dict[str, Any]) -> None:
     with screen() as shown, resumable():
         shown.show(f"loading {config.loading.model}", "", plain=f"loading {config.loading.model}")
         target = options.load(config.loading, pack=False, adapters=False).target
-        examples = read_completions(target, plan, answers=config.answers, text=config.text)
+        validation = None
+        if task is None:
+            examples = read_completions(target, plan, answers=config.answers, text=config.text)
+        else:
+            shown.say(task.told())
+            examples, validation = task.examples(target, plan)
         tokens = sum(len(example.answer_ids) for example in examples)
         shown.say(f"{len(examples):,} examples, {tokens:,} answer tokens, {plan.held_out:,} examples held out")
         record = train_lora(
@@ -90,7 +102,8 @@ def _train(config: LoraTrainConfig, given: dict[str, Any]) -> None:
             init=config.init,
             resume=config.resume,
             command=shown_command("anabranch", *sys.argv[1:]),
-            licences=licences,
+            licences=licences if task is None else task.licences | licences,
+            validation=validation,
         )
         shown.keep()
     if config.as_json:

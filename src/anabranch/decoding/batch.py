@@ -221,7 +221,7 @@ class Batch:
                     "rows of this target attend to streams of their own adapter, which was trained without a LoRA per "
                     "request; leave lora out, or load the original model"
                 )
-            if not any(takes_loras(arm) for arm in drafter.arms or (drafter,)):
+            if target.rider is not None or not any(takes_loras(arm) for arm in drafter.arms or (drafter,)):
                 raise CapabilityError(
                     f"rows of the drafter {drafter.name!r} ride in the target's pass, which takes no LoRA per request; "
                     "use another drafter or placement, or merge the LoRA (lora=)"

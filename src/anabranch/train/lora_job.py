@@ -73,12 +73,14 @@ def train_lora(
     resume: bool = True,
     command: str = "",
     licences: Mapping[str, str] | None = None,
+    validation: Sequence[Example] | None = None,
 ) -> dict[str, Any]:
     """Train low-rank terms for ``target`` and write them as a LoRA folder; returns the record (training.json).
 
-    init      LoRA folder in PEFT's format to start from, with its own ranks, scales and modules
-    command   the command to repeat the training, for the card
-    licences  licences of the data by source, for the card
+    init        LoRA folder in PEFT's format to start from, with its own ranks, scales and modules
+    command     the command to repeat the training, for the card
+    licences    licences of the data by source, for the card
+    validation  the held-out examples; None: some of ``examples`` are set aside
 
     Raises CapabilityError for a target that is quantised or has a LoRA already, AdapterError for an ``init`` that does
     not fit it, and what ``Trainer`` raises.
@@ -86,7 +88,9 @@ def train_lora(
     if target.lora is not None:
         raise CapabilityError("a LoRA belongs to a model without one; continue the training of a LoRA with --init")
     keep_memory()
-    training, held_out = split(examples, recipe.held_out, recipe.options.seed)
+    training, held_out = list(examples), list(validation or ())
+    if validation is None:
+        training, held_out = split(examples, recipe.held_out, recipe.options.seed)
     torch.manual_seed(recipe.options.seed)  # for the initial terms; besides, only the order of batches is random
     begun = recipe.config.fresh(target.config) if init is None else read_lora(init, target.config)
     module = LoraLayers(target.config, begun).to(target.decoder.device)
