@@ -131,7 +131,7 @@ def test_a_task_of_ones_own(anabranch: Anabranch, toys: ToyFolders, tmp_path: Pa
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     task = ("--task", tmp_path / "own.jsonl", "--prompt-template", "Say {q}", "--completion", "a", "--raw")
     where = ("--model", toys.model, "--out", tmp_path / "out", "--dtype", "float32")
-    done = anabranch("train", "lora", *where, *task, "--epochs", 1, "--held-out", 2, "--lr", 0.01, "--json")
+    done = anabranch("train", "lora", *where, *task, "--epochs", 1, "--held-out", 2, "--accumulate", 2, "--json")
     assert done.code == 0, done.err
     record = json.loads(done.out)
     assert record["examples"] + record["held_out"]["completions"] < 60  # the rows of the split test are left alone

@@ -231,7 +231,17 @@ def recipe(given: Mapping[str, Any]) -> Recipe:
     return Recipe(LoraConfig(), LoraLoss(), options).changed(OPTIONS, given)
 
 
-_SHARED = ("epochs", "lr", "batch_tokens", "schedule", "warmup", "seed", "evaluate_every", "checkpoint_every")
+_SHARED = (
+    "epochs",
+    "lr",
+    "batch_tokens",
+    "accumulate",
+    "schedule",
+    "warmup",
+    "seed",
+    "evaluate_every",
+    "checkpoint_every",
+)
 OPTIONS: dict[str, Option] = {
     "rank": Option(int, "rank of the terms", "config"),
     "alpha": Option(float, "multiply the terms by alpha / rank", "config"),
