@@ -87,6 +87,7 @@ def test_what_cannot_be_replayed_is_said(
         assert "Traceback" not in err
 
 
+@pytest.mark.thorough
 def test_the_figures_and_their_tables(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

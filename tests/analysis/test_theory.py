@@ -68,6 +68,7 @@ def test_the_sum_is_the_fraction(alpha: float, gamma: int, c: float) -> None:
     )
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=25)  # the sums that they are compared with are long
 @given(alpha=RATES, c=COSTS)
 def test_the_best_gamma_is_the_best_of_all(alpha: float, c: float) -> None:
@@ -87,6 +88,7 @@ def test_without_a_cost_there_is_no_best_gamma() -> None:
             optimal_gamma(alpha, c)
 
 
+@pytest.mark.thorough
 def test_the_acceptance_process_of_reject_agrees_with_the_formulas() -> None:
     # chains sampled from q and judged against p by the shipped rule; both distributions are the same at every position,
     # so acceptances are independent, as the closed forms assume

@@ -43,6 +43,7 @@ def _wheel(folder: Path) -> str:
     return str(path)
 
 
+@pytest.mark.thorough
 def test_install_use_and_remove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = _plan(("install", "--no-index", _wheel(tmp_path)))
     monkeypatch.setattr("anabranch.bench.peers.environments.ENVIRONMENTS", {**ENVIRONMENTS, NAME: plan})

@@ -163,12 +163,8 @@ def test_results_of_several_targets_in_one_table(
     done = anabranch("bench", "table", a, f"{b}.json")
     assert done.code == 0, done.err
     assert "warning: shared: the completion of the task differs" in done.out
-    lines = [line.split() for line in done.out.splitlines()]
-    assert [line[:2] for line in lines if line[:1] in (["lora"], ["shared"])] == [
-        ["lora", "none"],
-        ["shared", "none"],
-        ["shared", "streams"],
-    ]
+    firsts = [line.split()[0] for line in done.out.splitlines() if line.split()]
+    assert [first for first in firsts if first in ("lora", "shared")] == ["lora", "shared", "shared"]
     found = json.loads(anabranch("bench", "table", a, b, "--json").out)
     assert found["contenders"][0]["speedup_quartiles"] == [1.0, 1.0, 1.0]
     zero = {"mean": 0.0, "low": 0.0, "high": 0.0, "rows": 3}

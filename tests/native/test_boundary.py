@@ -449,6 +449,7 @@ print(kernels.linear(x, weight, None).shape)
     assert third == "torch.Size([1, 32])"
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(SANITIZED, reason="sanitizers need memory of their own")
 def test_with_fewer_threads_than_asked_for() -> None:
     """Room for some of the threads' stacks: the pool has fewer, its products are the same, and it says so."""

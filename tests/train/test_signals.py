@@ -104,6 +104,7 @@ def test_a_killed_training_resumes_from_its_last_checkpoint(toys: ToyFolders, wr
     assert steps == sorted(set(steps))
 
 
+@pytest.mark.thorough
 def test_sigterm_keeps_the_answers_that_are_written(toys: ToyFolders, tmp_path: Path) -> None:
     prompts, out = tmp_path / "p.jsonl", tmp_path / "a.jsonl"
     prompts.write_text("".join(f'{{"prompt": "the {n}"}}\n' for n in range(1000)), encoding="utf-8")
