@@ -37,7 +37,8 @@ def serve() -> None:
         print(json.dumps(took), file=answers, flush=True)
 
 
-def compare(case: str, args: argparse.Namespace, prompts: list[str]) -> dict[str, Any]:
+def compare(case: str, args: argparse.Namespace, prompts: list[str], suites: list[str]) -> dict[str, Any]:
+    """The result of a case; ``suites`` has the suite of each prompt."""
     kind, _, drafter = case.partition(":")
     quantize = "none" if kind in ("bf16", "float32") else kind
     dtype = "float32" if kind == "float32" else "auto"
@@ -56,14 +57,22 @@ def compare(case: str, args: argparse.Namespace, prompts: list[str]) -> dict[str
     for worker in workers.values():
         worker.close()
     ratios = [now / before for before, now in zip(rates["before"], rates["now"], strict=True)]
-    low, median, high = statistics.quantiles(ratios, n=4)
+    of_suite: dict[str, list[float]] = {}
+    for suite, ratio in zip(suites * args.repeats, ratios, strict=True):
+        of_suite.setdefault(suite, []).append(ratio)
     return {
         "case": case,
         "drafter": {name: worker.ready["drafter"] for name, worker in workers.items()},
         "median_tokens_per_second": {name: round(statistics.median(found), 1) for name, found in rates.items()},
-        "ratio": {"median": round(median, 4), "quartiles": [round(low, 4), round(high, 4)]},
+        "ratio": spread(ratios),
+        "by_suite": {suite: spread(found) for suite, found in of_suite.items()},
         "same_tokens": f"{same} of {len(ratios)}",
     }
+
+
+def spread(ratios: list[float]) -> dict[str, Any]:
+    low, median, high = statistics.quantiles(ratios, n=4)
+    return {"median": round(median, 4), "quartiles": [round(low, 4), round(high, 4)]}
 
 
 def commit_of(checkout: Path) -> str:
@@ -75,9 +84,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--before", type=Path, help="the other checkout")
-    parser.add_argument("--suite", default="spec_bench", help="prompts")
+    parser.add_argument("--suite", action="append", help="prompts (default: spec_bench); repeatable")
     parser.add_argument("--data", type=Path, help="folder with the suites")
-    parser.add_argument("--limit", type=int, default=20, help="that many prompts, spread over the tasks")
+    parser.add_argument("--limit", type=int, default=20, help="that many prompts of each suite")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each prompt")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument(
@@ -96,10 +105,12 @@ def main() -> None:
     from anabranch.bench.suites import load_suite
     from anabranch.support.files import shown_command, write_atomically
 
-    prompts = [prompt.text for prompt in load_suite(args.suite, data=args.data, limit=args.limit)]
+    names = args.suite or ["spec_bench"]
+    loaded = [(name, each.text) for name in names for each in load_suite(name, data=args.data, limit=args.limit)]
+    suites, prompts = [name for name, _ in loaded], [text for _, text in loaded]
     found = []
     for case in args.case or ["bf16:auto", "int4:auto"]:
-        found.append(compare(case, args, prompts))
+        found.append(compare(case, args, prompts, suites))
         print(json.dumps(found[-1]), flush=True)
     if args.out is not None:
         words = list(sys.argv[1:])
