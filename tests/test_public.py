@@ -69,6 +69,7 @@ def test_importing_is_light() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.thorough
 def test_the_compiler_stays_out(toys: ToyFolders) -> None:
     """Importing it costs 110 MB and a second; neither loading nor decoding on a CPU needs it."""
     code = f"""if True:

@@ -153,6 +153,7 @@ def test_a_cut_off_last_record_is_left_out(tmp_path: Path) -> None:
         list(trace)
 
 
+@pytest.mark.thorough
 def test_what_was_written_before_a_crash_is_there(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     script = f"""

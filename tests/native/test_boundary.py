@@ -425,6 +425,7 @@ def in_a_process(code: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(SANITIZED, reason="sanitizers need memory of their own")
 def test_without_memory() -> None:
     """It ended the process: a C++ exception crossed the C boundary."""

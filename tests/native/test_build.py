@@ -209,6 +209,7 @@ def test_old_libraries_are_removed(home: Path, quick: Path) -> None:
     assert not (folder / f"kernels-{0:016x}-{0:064x}.so").exists()
 
 
+@pytest.mark.thorough
 @needs_kernels
 def test_threads_and_processes_compile_once(home: Path, quick: Path) -> None:
     code = f"from anabranch.native import build; build.FLAGS = {build.FLAGS!r}\n"

@@ -86,7 +86,7 @@ def test_without_patience_the_last_weights_are_kept(tmp_path: Path) -> None:
     assert not run.trainer.best.weights
 
 
-@pytest.mark.parametrize("stop", [3, 4, 5, 8, 9])
+@pytest.mark.parametrize("stop", [4, *(pytest.param(stop, marks=pytest.mark.thorough) for stop in (3, 5, 8, 9))])
 @pytest.mark.parametrize("where", ["report", "evaluation"])
 def test_a_run_that_was_stopped_keeps_the_same_weights(stop: int, where: str, tmp_path: Path) -> None:
     first, whole = Run(tmp_path / "part"), Run(tmp_path / "whole")

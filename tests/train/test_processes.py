@@ -164,6 +164,7 @@ def test_a_process_that_is_gone_is_said_in_one_sentence(monkeypatch: pytest.Monk
         Processes(0, 2).add(torch.ones(1))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_processes_that_share_a_target_call_its_layers_alike(accumulate: int, tmp_path: Path) -> None:
     """Every call gathers weights from all processes, so one call too few would leave the others waiting."""
