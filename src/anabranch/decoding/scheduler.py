@@ -211,6 +211,14 @@ class Scheduler:
         assert not self._ticking, "another thread is decoding; use steps"
         return self._tick()
 
+    def reserve(self, drafter: Drafter, tokens: int) -> None:
+        """Allocate the cache of an idle scheduler for all its rows, of ``tokens`` tokens each, before requests come.
+
+        Raises DeviceError where memory does not suffice.
+        """
+        assert not self.busy, "requests are in progress"
+        self._allocate(self.rows, self._capacity(tokens), drafter)
+
     # -- a tick -----------------------------------------------------------------------------------------
     def _tick(self) -> list[tuple[Ticket, Step]]:
         began = time.perf_counter()
@@ -291,21 +299,13 @@ class Scheduler:
 
     def _engine_for(self, ticket: Ticket) -> Engine | None:
         """The engine with room for a request, whose drafter is chosen; None where it has to wait."""
-        limit = self.target.config.max_positions
         request = ticket.request
-        wanted = min(limit, max(MIN_CAPACITY, len(request.prompt_ids) + request.max_new_tokens))
-        capacity = min(limit, 1 << (wanted - 1).bit_length())
+        capacity = self._capacity(len(request.prompt_ids) + request.max_new_tokens)
         active = 0 if self.engine is None else self.engine.active
         rows = min(self.rows, active + len(self._waiting))
         if self.engine is None:
-            self.engine = Engine(
-                self.target,
-                rows=rows,
-                capacity=capacity,
-                margin=ticket.drafter.margin,
-                speculation=self._speculation,
-                on_leave=self._keep,
-            )
+            self._allocate(rows, capacity, ticket.drafter)
+            assert self.engine is not None
         engine = self.engine
         if engine.active >= self.rows:
             return None
@@ -317,6 +317,21 @@ class Scheduler:
             return self._engine_for(ticket)
         engine.reserve(rows, capacity, ticket.used)
         return engine
+
+    def _capacity(self, tokens: int) -> int:
+        """The tokens for which the cache's rows are allocated when one needs ``tokens``: a power of two."""
+        limit = self.target.config.max_positions
+        return min(limit, 1 << (min(limit, max(MIN_CAPACITY, tokens)) - 1).bit_length())
+
+    def _allocate(self, rows: int, capacity: int, drafter: Drafter) -> None:
+        self.engine = Engine(
+            self.target,
+            rows=rows,
+            capacity=capacity,
+            margin=drafter.margin,
+            speculation=self._speculation,
+            on_leave=self._keep,
+        )
 
     def _drop_cache(self) -> None:
         """Let the engine go; what was learned of costs stays."""
