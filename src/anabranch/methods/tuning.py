@@ -28,6 +28,7 @@ from anabranch.model.blocks import MLP, Attend, Block, attention
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import weight_source
+from anabranch.model.int8_training import Int8Linear
 from anabranch.model.load import Target, base_name, load_target
 from anabranch.model.lora import Lora, Place, Term, module_rows, places
 from anabranch.model.nf4 import Nf4Linear
@@ -257,7 +258,7 @@ def check_tunable(target: Decoder) -> None:
     config = target.config
     block = target.blocks[0]
     assert isinstance(block, Block)
-    if not isinstance(block.qkv, nn.Linear | Nf4Linear):
+    if not isinstance(block.qkv, nn.Linear | Nf4Linear | Int8Linear):
         raise CapabilityError("a quantised target cannot be tuned; load it with quantize='none', or use lora_rank=0")
     names = [name for name, _ in target.named_parameters()]
     if any(weight_source(config, name).layout != "rows" for name in names):

@@ -13,6 +13,7 @@
 
 namespace {
 
+constexpr int MANY_ROWS = 256;        // rows multiplied by all blocks of a weight before the next ones are
 constexpr int PREFETCH_BYTES = 8192;  // distance between the weights that are read and those that are prefetched
 
 // values in one T
@@ -98,10 +99,21 @@ inline void multiply_block(const T* x, int count, const Packed& w, int b, Done&&
 
 // ---- on all threads -----------------------------------------------------------------------------------------------
 
-// a thread's part of a product
+// a thread's part of a product; many rows are multiplied MANY_ROWS at a time, so that the pages of their outputs stay in the
+// TLB while block after block of weights is read
 template <class T, class Done>
 void multiply(ThreadPool& pool, const T* x, int count, const Packed& w, int thread, Done&& done) {
-  pool.parallel_for(w.blocks(), thread, [&](int b) { multiply_block(x, count, w, b, done); });
+  const int blocks = static_cast<int>(w.blocks());
+  const int rows = static_cast<int64_t>(count) * blocks < MAX_VALUES ? MANY_ROWS : count;
+  if (count <= rows) {
+    pool.parallel_for(blocks, thread, [&](int b) { multiply_block(x, count, w, b, done); });
+    return;
+  }
+  pool.parallel_for((count + rows - 1) / rows * blocks, thread, [&](int i) {
+    const int first = i / blocks * rows;
+    multiply_block(x + row_offset<T>(first, w.width), std::min(rows, count - first), w, i % blocks,
+                   [&](int row, int b, F32x16 low, F32x16 high) { done(first + row, b, low, high); });
+  });
 }
 
 // Prefetches the start of a thread's part of a weight, before a barrier: memory is busy while threads wait.

@@ -25,6 +25,7 @@ from anabranch.methods import Method, methods
 from anabranch.methods.trained import Trained, TrainedModule
 from anabranch.model.blocks import Block
 from anabranch.model.decoder import Decoder
+from anabranch.model.int8_training import multiply_in_int8
 from anabranch.model.load import Target, load_target
 from anabranch.model.nf4 import Nf4Linear, quantize_to_nf4
 from anabranch.model.pack import pack_decoder
@@ -172,13 +173,18 @@ def train_adapter(
         method.trained.fresh(target.decoder, module)
     begun = None if init is None else _begin(method, method.trained, module, init, target)
     processes = processes or Processes()
-    in_place = shard_target or recipe.options.target_format != "stored"
+    form = recipe.options.target_format
+    in_place = shard_target or form == "nf4"
     if processes.first:
         check_folder(folder, "the adapter", "folder (--out)")
     run = folder / "training"
     dtype = target.decoder.dtype
     if method.trained.any_dtype and not in_place:
-        dtype = processes.tell(chosen_dtype(target.decoder, read_checkpoint(run) if resume else None))
+        # what the kernels return in int8 is float32
+        dtype = (
+            torch.float32 if form == "int8" else chosen_dtype(target.decoder, read_checkpoint(run) if resume else None)
+        )
+        dtype = processes.tell(dtype)
     learner, frozen = _frozen(target, recipe, dtype, processes if shard_target else None)
     objective = method.trained.objective(learner, module, recipe, frozen=frozen)
     whose = {"method": method.name, "target": target.fingerprint[:12]}
@@ -258,15 +264,19 @@ def packed_copy(target: Target) -> Decoder:
 
 def _frozen(target: Target, recipe: Recipe, dtype: torch.dtype, sharing: Processes | None) -> tuple[Decoder, Decoder]:
     """The decoders for passes with and without gradients; ``sharing`` are the processes that share the target."""
+    form = recipe.options.target_format
     if sharing is not None:
-        if recipe.options.target_format == "nf4":
-            raise CapabilityError("a target in NF4 cannot be sharded; leave --target-format or --shard-target out")
+        if form != "stored":
+            raise CapabilityError(f"a target in {form} cannot be sharded; leave --target-format or --shard-target out")
         sharing.shard(target.decoder)
         return target.decoder, target.decoder
-    if recipe.options.target_format == "nf4":
+    if form == "nf4":
         quantize_to_nf4(target.decoder)
         return target.decoder, target.decoder
     learner = target.decoder if dtype == target.decoder.dtype else float32_copy(target.decoder)
+    if form == "int8":
+        learner = copy.deepcopy(learner) if learner is target.decoder else learner
+        multiply_in_int8(learner)
     return learner, packed_copy(target)
 
 

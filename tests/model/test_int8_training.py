@@ -1,0 +1,94 @@
+"""Training with the target's products in int8: values and gradients near the weights' own, and a run that ends well."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from typer.testing import CliRunner
+
+from anabranch.cli.train import app
+from anabranch.errors import CapabilityError
+from anabranch.learning.examples import Batch, Example
+from anabranch.methods.streams.objective import StreamObjective
+from anabranch.model.int8_training import Int8Linear, multiply_in_int8
+from anabranch.model.quantize import quantize_decoder
+from anabranch.native import library as native
+from small import prompt, small, small_adapter
+from toy_text import ToyFolders
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::anabranch.errors.TrainingWarning"),
+    pytest.mark.skipif(native.library() is None, reason="needs the native kernels"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_and_gradients_are_near_those_of_the_weight(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 96)
+    product = Int8Linear(linear.weight, linear.bias)
+    x = torch.randn(3, 5, 64, dtype=dtype, requires_grad=True)
+    y, wanted = product(x), F.linear(x.float(), linear.weight, linear.bias)
+    assert y.dtype == dtype
+    assert y.shape == (3, 5, 96)
+    assert float((y.float() - wanted).detach().norm()) < 0.02 * float(wanted.detach().norm())
+    slope = torch.randn_like(wanted)
+    (mine,), (theirs,) = (torch.autograd.grad(each, x, slope.to(each.dtype)) for each in (y, wanted))
+    assert mine.dtype == dtype
+    assert float((mine.float() - theirs.float()).norm()) < 0.02 * float(theirs.float().norm())
+    assert not any(parameter.requires_grad for parameter in product.parameters())
+
+
+def test_streams_learn_from_a_target_in_int8_as_from_the_stored_one() -> None:
+    found = []
+    for quantised in (False, True):
+        target = copy.deepcopy(small())
+        stored = target
+        if quantised:
+            target = copy.deepcopy(target)
+            multiply_in_int8(target)
+            assert isinstance(target.blocks[0].qkv, Int8Linear)
+        adapter = small_adapter(target).requires_grad_(True)
+        batch = Batch.of([Example(tuple(prompt(4, n)), tuple(prompt(12, 30 + n))) for n in range(6)])
+        objective = StreamObjective(target, adapter, frozen=stored)
+        frozen = objective.freeze(batch)
+        loss = torch.stack([objective.loss(batch, frozen, segment).loss for segment in objective.segments(batch)]).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        slope = torch.cat([p.grad.flatten() for p in adapter.parameters() if p.grad is not None])
+        found.append((float(loss.detach()), slope))
+    (loss, slope), (near, near_slope) = found
+    assert near == pytest.approx(loss, rel=0.01)
+    assert float(F.cosine_similarity(slope, near_slope, dim=0)) > 0.99
+
+
+def test_a_target_that_cannot_be_multiplied_in_int8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    quantised = copy.deepcopy(small())
+    quantize_decoder(quantised, "int8")
+    with pytest.raises(CapabilityError, match="a quantised target cannot be trained in int8; load it with quantize="):
+        multiply_in_int8(quantised)
+    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(native, "why_not", lambda: "no compiler")
+    with pytest.raises(CapabilityError, match=r"need the native kernels on a CPU \(no compiler\)"):
+        multiply_in_int8(copy.deepcopy(small()))
+
+
+@pytest.mark.parametrize("verb", [("streams", "--stream-layers", 1), ("medusa", "--lora-rank", 2)])
+def test_a_training_in_int8_from_the_command_line(verb: tuple[object, ...], toys: ToyFolders, tmp_path: Path) -> None:
+    data = tmp_path / "a.jsonl"
+    rows = [{"id": n, "prompt_ids": prompt(4, n), "answer_ids": prompt(9, 50 + n)} for n in range(12)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    options = ("--model", toys.model, "--answers", data, "--recipe", "small", "--held-out", 2, "--no-timing", "--json")
+    words = (*verb, *options, "--out", tmp_path / "out")
+    done = CliRunner().invoke(app, [*map(str, words), "--target-format", "int8"])
+    assert done.exit_code == 0, done.output
+    record = json.loads(done.stdout)
+    assert record["training"]["options"]["target_format"] == "int8"
+    assert (tmp_path / "out" / "model" / "model.safetensors").is_file() == (verb[0] == "medusa")
+    refused = CliRunner().invoke(app, [*map(str, words), "--force"])
+    assert "was started with target_format int8 (now stored)" in str(refused.exception)
