@@ -1,0 +1,119 @@
+"""Predicted mean acceptance length of adapters on prompts of several kinds: tokens a pass of the target.
+
+The default model completes the prompts greedily, and the completions are replayed through each adapter's tree builder
+(``anabranch.methods.replay``), so all adapters are measured on the same texts. Kinds are the suites spec_bench,
+mt_bench (conversation) and humaneval (code), the instructions of alpaca_subset, and the test rows of the tasks sql, e2e
+and dialogsum. The adapter that ships comes first.
+
+    python scripts/acceptance_by_kind.py --data DIR --adapter FOLDER --out benchmarks/acceptance-by-kind-DATE.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import anabranch
+from anabranch.adapters.folder import find_adapters, load_adapter
+from anabranch.bench.report import environment
+from anabranch.bench.suites import load_suite
+from anabranch.learning.examples import Example
+from anabranch.model.load import Target, load_target
+from anabranch.prompts import chat_ids
+from anabranch.support.files import shown_command, write_atomically
+from anabranch.support.jsonfiles import read_rows
+from anabranch.tasks.catalogue import TASKS
+from anabranch.tasks.rows import rows_of, sample
+from anabranch.train.arithmetic import float32_copy
+from anabranch.train.job import packed_copy
+
+SUITES = ("spec_bench", "mt_bench", "humaneval")
+
+
+def kinds(data: Path, limit: int, seed: int) -> Iterator[tuple[str, list[str]]]:
+    """Each kind's name and prompts."""
+    for suite in SUITES:
+        yield suite, [prompt.text for prompt in load_suite(suite, data=data, limit=limit)]
+    rows = [row for _, row in read_rows(data / "alpaca_subset" / "train.jsonl.gz")]
+    texts = ["\n\n".join(part for part in (row["instruction"], row.get("input")) if part) for row in rows]
+    yield "alpaca_subset", random.Random(seed).sample(texts, limit)
+    for task in TASKS.values():
+        yield (
+            task.name,
+            [task.template.render(row.fields, row.name) for row in sample(rows_of(task, "test", data), limit)],
+        )
+
+
+def completed(data: Path, limit: int, new: int, seed: int) -> dict[str, list[Example]]:
+    """The default model's own completions of each kind's prompts."""
+    found = {}
+    with anabranch.load("default") as model:
+        for kind, texts in kinds(data, limit, seed):
+            prompts = [chat_ids(model.tokenizer, text, model="default") for text in texts]
+            done = model.generate(prompts, max_new_tokens=new, rows=min(32, len(prompts)))
+            found[kind] = [
+                Example(tuple(prompt), tuple(result.token_ids), kind, place)
+                for place, (prompt, result) in enumerate(zip(prompts, done, strict=True))
+            ]
+            print(f"{kind}: {sum(len(example.answer_ids) for example in found[kind]):,} tokens", flush=True)
+    return found
+
+
+def lengths(target: Target, adapter: Any, examples: dict[str, list[Example]], nodes: list[int]) -> dict[str, Any]:
+    """By kind: tokens a pass for trees of each size, and for a chain."""
+    trained = adapter.method.trained
+    decoder = float32_copy(target.decoder)
+    objective = trained.objective(decoder, adapter.module.float(), trained.recipe(None, {}), frozen=packed_copy(target))
+    found = {}
+    for kind, rows in examples.items():
+        evaluation = objective.evaluate(rows, nodes=nodes)
+        found[kind] = {name: round(evaluation[name], 4) for name in ("chain", *(f"{n} nodes" for n in nodes))}
+        print(f"{adapter.method.name} {adapter.record['sha256'][:8]} {kind}: {found[kind]}", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--data", type=Path, required=True, help="folder with the data sets")
+    parser.add_argument("--adapter", type=Path, action="append", default=[], help="an adapter folder; may be repeated")
+    parser.add_argument("--limit", type=int, default=40, help="prompts of each kind")
+    parser.add_argument("--new", type=int, default=128, help="new tokens per prompt")
+    parser.add_argument("--nodes", type=int, action="append", help="nodes of a tree (default: 8)")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of instructions")
+    parser.add_argument("--out", type=Path, help="write the result as JSON")
+    args = parser.parse_args()
+    nodes = args.nodes or [8]
+    examples = completed(args.data, args.limit, args.new, args.seed)
+    target = load_target("default")
+    adapters = [*find_adapters(target), *(load_adapter(folder, target) for folder in args.adapter)]
+    measured = [
+        {
+            "adapter": "shipped" if place == 0 else args.adapter[place - 1].name,
+            "method": adapter.method.name,
+            "sha256": adapter.record["sha256"],
+            "tokens_per_pass": lengths(target, adapter, examples, nodes),
+        }
+        for place, adapter in enumerate(adapters)
+    ]
+    result = {
+        "command": shown_command("python", "scripts/acceptance_by_kind.py", *sys.argv[1:]),
+        "prompts_of_a_kind": args.limit,
+        "new_tokens": args.new,
+        "answer_tokens": {kind: sum(len(row.answer_ids) for row in rows) for kind, rows in examples.items()},
+        "adapters": measured,
+        "environment": environment(torch.device("cpu")),
+    }
+    print(json.dumps(measured, indent=1))
+    if args.out is not None:
+        write_atomically(args.out, json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
