@@ -76,7 +76,7 @@ def parse() -> argparse.Namespace:
     add("--certify-tokens", type=int, default=32, help="new tokens of those")
     add("--certify-rows", type=int, nargs="+", default=[1, 4], help="numbers of rows at which they are certified")
     add("--out", type=Path, required=True, help="write the result to this JSON file")
-    add("--resume", action="store_true", help="continue a stopped run")
+    add("--resume", action="store_true", help="continue a stopped run, or add methods to a result")
     add("--force", action="store_true", help="replace an existing result")
     return parser.parse_args()
 

@@ -274,6 +274,20 @@ def test_results_are_continued_with_the_same_settings_only(tmp_path: Path) -> No
         Parts.resume(path, {})
 
 
+def test_a_result_takes_further_methods_but_loses_none(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    Parts(path, {"run": {"methods": [["a", "eagle"], ["b", "suffix"]]}}, [{"name": "a"}, {"name": "b"}]).write()
+    more = [["c", "space"], ["a", "eagle"], ["b", "suffix"]]
+    again = Parts.resume(path, {"methods": more})
+    again.of("c")
+    again.write()
+    found = json.loads(path.read_text())
+    assert found["run"]["methods"] == more
+    assert [record["name"] for record in found["compared"]] == ["a", "b", "c"]
+    with pytest.raises(InputError, match="another methods"):
+        Parts.resume(path, {"methods": more[1:]})
+
+
 # -- the scripts ---------------------------------------------------------------------------------------------------
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

@@ -38,20 +38,24 @@ class Parts:
 
     @staticmethod
     def resume(path: Path, run: Mapping[str, Any]) -> Parts:
-        """Continue the file. Raises InputError for other settings, FileError for a file that is no such result."""
+        """Continue the file, with further ``methods`` if there are any.
+
+        Raises InputError for other settings, FileError for a file that is no such result.
+        """
         found = read_json(path, "measure again with --force")
         stored, compared = found.get("run"), found.get("compared")
         if not isinstance(stored, dict) or not isinstance(compared, list):
             raise FileError(f"{path} is not the result of a comparison of methods; give another --out")
         known = json.loads(json.dumps(run))
         for name in {**stored, **known}:
-            if stored.get(name) != known.get(name) and name != "command":
+            same = stored.get(name) == known.get(name) or _extends(name, stored.get(name), known.get(name))
+            if not same and name != "command":
                 raise InputError(
                     f"{path} was measured with another {name.replace('_', ' ')} ({stored.get(name)}, now "
                     f"{known.get(name)}); give the same settings, or replace it with --force"
                 )
         header = {name: value for name, value in found.items() if name not in REPLACED}
-        return Parts(path, header, compared)
+        return Parts(path, header | {"run": known}, compared)
 
     def of(self, name: str) -> dict[str, Any]:
         """The record of a method; a new one if there is none yet."""
@@ -65,3 +69,8 @@ class Parts:
         """Write the file."""
         whole = {**self.header, "complete": complete, "compared": self.compared}
         write_atomically(self.path, json.dumps(whole, indent=1) + "\n")
+
+
+def _extends(name: str, before: Any, now: Any) -> bool:
+    """Whether a list of methods has all that it had before."""
+    return name == "methods" and isinstance(before, list) and all(method in now for method in before)
