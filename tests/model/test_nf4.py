@@ -21,6 +21,7 @@ from anabranch.learning.recipe import TrainOptions
 from anabranch.methods.streams.objective import StreamObjective
 from anabranch.model.nf4 import BLOCK, LEVELS, Nf4Linear, quantize_to_nf4
 from anabranch.model.quantize import quantize_decoder
+from anabranch.native import library as native
 from small import prompt, small, small_adapter
 from toy_text import ToyFolders
 
@@ -104,18 +105,23 @@ def test_streams_learn_from_a_target_in_nf4_with_a_loss_near_its_own() -> None:
 
 
 @pytest.mark.parametrize("verb", [("streams", "--stream-layers", 1), ("medusa", "--lora-rank", 2)])
-def test_a_training_in_nf4_from_the_command_line(verb: tuple[object, ...], toys: ToyFolders, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["nf4", "int8"])
+def test_a_training_in_another_format_from_the_command_line(
+    verb: tuple[object, ...], form: str, toys: ToyFolders, tmp_path: Path
+) -> None:
+    if form == "int8" and native.library() is None:
+        pytest.skip(f"no native kernels here: {native.why_not()}")
     data = tmp_path / "a.jsonl"
     rows = [{"id": n, "prompt_ids": prompt(4, n), "answer_ids": prompt(9, 50 + n)} for n in range(12)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     options = ("--model", toys.model, "--answers", data, "--recipe", "small", "--held-out", 2, "--no-timing", "--json")
     words = (*verb, *options, "--out", tmp_path / "out")
-    done = CliRunner().invoke(app, [*map(str, words), "--target-format", "nf4"])
+    done = CliRunner().invoke(app, [*map(str, words), "--target-format", form])
     assert done.exit_code == 0, done.output
     record = json.loads(done.stdout)
-    assert record["training"]["options"]["target_format"] == "nf4"
+    assert record["training"]["options"]["target_format"] == form
     assert (tmp_path / "out" / "model" / "model.safetensors").is_file() == (verb[0] == "medusa")
     refused = CliRunner().invoke(app, [*map(str, words), "--force"])
-    assert "was started with target_format nf4 (now stored)" in str(refused.exception)
+    assert f"was started with target_format {form} (now stored)" in str(refused.exception)
     with pytest.raises(InputError, match="target_format must be stored, int8 or nf4, got 'fp4'"):
         TrainOptions(target_format="fp4")  # type: ignore[arg-type]

@@ -102,8 +102,6 @@ class Trained:
                one; the folder ``model`` inside the adapter's, and others beside it, receive it. Returns the module to
                store and the target that it belongs to where training has made another target, otherwise None
     published  the layouts of others' checkpoints that are read as adapters of this method
-    any_dtype  whether the objective's target may have another type than its ``frozen`` copy: float32 is faster on some
-               processors
     """
 
     title: str
@@ -120,7 +118,6 @@ class Trained:
     fresh: Callable[[Decoder, Any], None] | None = None
     rider: Callable[[Decoder, Any], Rider | None] = lambda target, module: None
     published: tuple[Layout, ...] = ()
-    any_dtype: bool = False
 
     def recipe(self, name: str | None = None, given: Mapping[str, Any] | None = None) -> Recipe:
         """The recipe of a name (default: the first) with the ``given`` values. Raises InputError."""

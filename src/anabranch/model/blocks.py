@@ -139,6 +139,10 @@ class Block(nn.Module):
         self.norm_after_attention = Norm(config) if config.post_norms else None
         self.norm_after_mlp = Norm(config) if config.post_norms else None
 
+    def linears(self) -> tuple[tuple[nn.Module, str], ...]:
+        """The linear layers, each as the module that has it and its name there, for replacing them."""
+        return (self, "qkv"), (self, "out"), (self.mlp, "up"), (self.mlp, "down")
+
     def split(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Fused projections [B, R, (H+2K)E] -> q [B, R, H, E], k and v [B, R, K, E], q and k rotated."""
         c = self.config

@@ -82,7 +82,7 @@ def multiply_in_int8(target: Network) -> None:
         )
     for block in target.blocks:
         assert isinstance(block, Block)
-        for module, name in ((block, "qkv"), (block, "out"), (block.mlp, "up"), (block.mlp, "down")):
+        for module, name in block.linears():
             linear = getattr(module, name)
             if not isinstance(linear, nn.Linear):
                 raise CapabilityError("a quantised target cannot be trained in int8; load it with quantize='none'")

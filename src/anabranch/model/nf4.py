@@ -97,7 +97,7 @@ def quantize_to_nf4(target: Network) -> None:
     """
     for block in target.blocks:
         assert isinstance(block, Block)
-        for module, name in ((block, "qkv"), (block, "out"), (block.mlp, "up"), (block.mlp, "down")):
+        for module, name in block.linears():
             linear = getattr(module, name)
             if not isinstance(linear, nn.Linear):
                 raise CapabilityError("a quantised target cannot be trained in NF4; load it with quantize='none'")

@@ -219,7 +219,7 @@ def _pack(target: Decoder) -> bool:
         return False
     for block in target.blocks:
         assert isinstance(block, Block)
-        for module, name in ((block, "qkv"), (block, "out"), (block.mlp, "up"), (block.mlp, "down")):
+        for module, name in block.linears():
             linear = getattr(module, name)
             if native:
                 packed: nn.Module = NativeLinear(_stored(linear), linear.bias, gated=name == "up")

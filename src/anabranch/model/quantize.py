@@ -131,7 +131,7 @@ def quantize_decoder(target: Network, kind: Quantization) -> None:
         return
     for block in target.blocks:
         assert isinstance(block, Block)
-        for module, name in ((block, "qkv"), (block, "out"), (block.mlp, "up"), (block.mlp, "down")):
+        for module, name in block.linears():
             linear = getattr(module, name)
             setattr(module, name, QuantizedLinear(linear.weight, linear.bias, kind, keep=False))
     target.head = QuantizedLinear(target.head.weight, target.head.bias, "int8", keep=True)

@@ -179,7 +179,7 @@ def train_adapter(
         check_folder(folder, "the adapter", "folder (--out)")
     run = folder / "training"
     dtype = target.decoder.dtype
-    if method.trained.any_dtype and not in_place:
+    if not in_place:
         # what the kernels return in int8 is float32
         dtype = (
             torch.float32 if form == "int8" else chosen_dtype(target.decoder, read_checkpoint(run) if resume else None)

@@ -141,5 +141,4 @@ TRAINED = Trained(
     begin=begin_with,
     export=export_tuned,
     rider=own_rider,
-    any_dtype=True,
 )
