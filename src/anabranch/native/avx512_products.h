@@ -1,0 +1,331 @@
+// Products and attention with AVX-512, products in AMX tiles too; included by avx512.h. The names are documented in simd.h.
+#pragma once
+
+#include "avx512.h"
+
+namespace {
+
+// ---- products -----------------------------------------------------------------------------------------------------
+
+// ``multiply_tile`` for exactly ROWS rows
+template <class T, int ROWS, int LINES>
+NOINLINE void multiply_tile_rows(const T* x, int64_t stride, const T* block, int width, const char* next, Sums& acc) {
+  constexpr int STEP = PER_LANE<T>;
+  __m512 a[ROWS][2];
+#pragma GCC unroll 16
+  for (int m = 0; m < ROWS; ++m) a[m][0] = acc[m][0], a[m][1] = acc[m][1];
+  const int steps = width / STEP;
+  for (int k = 0; k < steps; ++k) {
+    const T* w = block + static_cast<int64_t>(k) * STEP * BLOCK;
+    if (LINES > 0) prefetch(next + 64 * LINES * static_cast<int64_t>(k));
+    if (LINES > 1) prefetch(next + 64 * LINES * static_cast<int64_t>(k) + 64);
+    const __m512i w0 = _mm512_loadu_si512(w), w1 = _mm512_loadu_si512(w + 16 * STEP);
+#pragma GCC unroll 16
+    for (int m = 0; m < ROWS; ++m) {
+      const __m512i v = broadcast_word(x + m * stride + STEP * k);
+      a[m][0] = dot_add<T>(a[m][0], v, w0);
+      a[m][1] = dot_add<T>(a[m][1], v, w1);
+    }
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < ROWS; ++m) acc[m][0] = a[m][0], acc[m][1] = a[m][1];
+}
+
+// The same for values of bf16 as floats. The weights are read twice: 28 accumulators leave no registers for the second values
+// of the pairs while the first ones are multiplied.
+template <class W, int ROWS, int LINES>
+NOINLINE void multiply_tile_rows(const Rounded* x, int64_t stride, const bf16* block, int width, const char* next, Sums& acc) {
+  __m512 a[ROWS][2];
+#pragma GCC unroll 16
+  for (int m = 0; m < ROWS; ++m) a[m][0] = acc[m][0], a[m][1] = acc[m][1];
+  const auto add = [&](const Rounded* value, __m512 w0, __m512 w1) {
+#pragma GCC unroll 16
+    for (int m = 0; m < ROWS; ++m) {
+      const __m512 v = _mm512_set1_ps(value[m * stride].value);
+      a[m][0] = _mm512_fmadd_ps(v, w0, a[m][0]);
+      a[m][1] = _mm512_fmadd_ps(v, w1, a[m][1]);
+    }
+  };
+  for (int k = 0; k < width / 2; ++k) {
+    const bf16* w = block + static_cast<int64_t>(k) * 2 * BLOCK;
+    if (LINES > 0) prefetch(next + 64 * LINES * static_cast<int64_t>(k));
+    if (LINES > 1) prefetch(next + 64 * LINES * static_cast<int64_t>(k) + 64);
+    add(x + 2 * k, first_of(_mm512_loadu_si512(w)), first_of(_mm512_loadu_si512(w + BLOCK)));
+    add(x + 2 * k + 1, second_of(_mm512_loadu_si512(w)), second_of(_mm512_loadu_si512(w + BLOCK)));
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < ROWS; ++m) acc[m][0] = a[m][0], acc[m][1] = a[m][1];
+}
+
+// acc + the sums of 4 products each: a in unsigned bytes, b in signed ones
+inline __m512i dot4_add(__m512i acc, __m512i a, __m512i b) {
+#ifdef __AVX512VNNI__
+  return _mm512_dpbusd_epi32(acc, a, b);
+#else
+  const __m512i low = _mm512_set1_epi16(0xff), one = _mm512_set1_epi16(1);
+  const __m512i even = _mm512_mullo_epi16(_mm512_and_si512(a, low), _mm512_srai_epi16(_mm512_slli_epi16(b, 8), 8));
+  const __m512i odd = _mm512_mullo_epi16(_mm512_srli_epi16(a, 8), _mm512_srai_epi16(b, 8));
+  acc = _mm512_add_epi32(acc, _mm512_madd_epi16(even, one));
+  return _mm512_add_epi32(acc, _mm512_madd_epi16(odd, one));
+#endif
+}
+
+template <class W, int ROWS, int LINES>
+NOINLINE void multiply_tile_rows(const QuantizedGroup* x, int64_t stride, const uint8_t* block, int width, const char* next,
+                                 Sums& acc) {
+  constexpr bool NARROW = std::is_same<W, Int4>::value;
+  constexpr int PAIRS = GROUP_BYTES<W> / 128;
+  const int groups = width / BLOCK;
+  const __m512i half = _mm512_set1_epi8(15);
+  __m512 total[ROWS][2];
+#pragma GCC unroll 8
+  for (int m = 0; m < ROWS; ++m) total[m][0] = total[m][1] = _mm512_setzero_ps();
+  for (int g = 0; g < groups; ++g) {
+    const uint8_t* w = block + static_cast<int64_t>(g) * GROUP_BYTES<W>;
+    const QuantizedGroup* v = x + g;
+    __m512i sum[ROWS][2];
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; ++m)
+      sum[m][0] = sum[m][1] = NARROW ? _mm512_setzero_si512() : _mm512_set1_epi32(v[m * stride].offset);
+    for (int k = 0; k < PAIRS; ++k) {
+      const char* line = next + (static_cast<int64_t>(g) * PAIRS + k) * 64 * LINES;
+      if (LINES > 0) prefetch(line);
+      if (LINES > 1) prefetch(line + 64);
+      if (NARROW && k == PAIRS - 1) break;
+      const __m512i w0 = _mm512_loadu_si512(w + 128 * k), w1 = _mm512_loadu_si512(w + 128 * k + 64);
+      if (NARROW) {
+        const __m512i low0 = _mm512_and_si512(w0, half), low1 = _mm512_and_si512(w1, half);
+        const __m512i high0 = _mm512_and_si512(_mm512_srli_epi16(w0, 4), half);
+        const __m512i high1 = _mm512_and_si512(_mm512_srli_epi16(w1, 4), half);
+#pragma GCC unroll 8
+        for (int m = 0; m < ROWS; ++m) {
+          const __m512i a = broadcast_word(v[m * stride].value + 8 * k), b = broadcast_word(v[m * stride].value + 8 * k + 4);
+          sum[m][0] = dot4_add(dot4_add(sum[m][0], low0, a), high0, b);
+          sum[m][1] = dot4_add(dot4_add(sum[m][1], low1, a), high1, b);
+        }
+      } else {
+#pragma GCC unroll 8
+        for (int m = 0; m < ROWS; ++m) {
+          const __m512i a = broadcast_word(v[m * stride].value + 4 * k);
+          sum[m][0] = dot4_add(sum[m][0], w0, a);
+          sum[m][1] = dot4_add(sum[m][1], w1, a);
+        }
+      }
+    }
+    const auto of_half = [](const uint8_t* p) {
+      return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    };
+    __m512 scale[2], minimum[2];
+    if (NARROW)
+      for (int i = 0; i < 2; ++i) scale[i] = of_half(w + 512 + 32 * i), minimum[i] = of_half(w + 576 + 32 * i);
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; ++m) {
+      const __m512 s = _mm512_set1_ps(v[m * stride].scale);
+      for (int i = 0; i < 2; ++i) {
+        const __m512 f = _mm512_cvtepi32_ps(sum[m][i]);
+        if (NARROW) {
+          total[m][i] = _mm512_fmadd_ps(_mm512_mul_ps(f, scale[i]), s, total[m][i]);
+          total[m][i] = _mm512_fmadd_ps(_mm512_set1_ps(v[m * stride].sum), minimum[i], total[m][i]);
+        } else {
+          total[m][i] = _mm512_fmadd_ps(f, s, total[m][i]);
+        }
+      }
+    }
+  }
+  const float* scales = reinterpret_cast<const float*>(block + static_cast<int64_t>(groups) * GROUP_BYTES<W>);
+#pragma GCC unroll 8
+  for (int m = 0; m < ROWS; ++m)
+    for (int i = 0; i < 2; ++i)
+      acc[m][i] = NARROW ? _mm512_add_ps(acc[m][i], total[m][i])
+                         : _mm512_fmadd_ps(total[m][i], _mm512_loadu_ps(scales + 16 * i), acc[m][i]);
+}
+
+// ---- tiles --------------------------------------------------------------------------------------------------------
+
+#ifdef ANABRANCH_TILES
+// Tiles 0 to 3 accumulate 16 rows by 16 outputs each, 4 and 5 have 16 rows of 32 values, 6 and 7 the weights. This is the
+// number of rows for which the calling thread's tiles are configured; 0: they are not.
+thread_local int configured_rows = 0;
+
+// Completes stores before tiles are loaded: the compiler does not know that loading them reads memory.
+inline void memory_barrier(const void* p) { asm volatile("" : : "r"(p) : "memory"); }
+
+inline void configure_tiles(int rows) {
+  if (rows == configured_rows) return;
+  struct alignas(64) {
+    uint8_t palette = 1, start = 0, unused[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {};
+  } config;
+  const int first = std::min(rows, 16), second = rows - first;
+  const int of[8] = {first, first, second, second, first, second, 16, 16};
+  for (int i = 0; i < 8; ++i) {
+    config.rows[i] = static_cast<uint8_t>(of[i]);
+    config.bytes[i] = of[i] == 0 ? 0 : 64;
+  }
+  memory_barrier(&config);
+  _tile_loadconfig(&config);
+  configured_rows = rows;
+}
+
+// Waiting threads release their tiles, which the system would otherwise save at every context switch.
+inline void release_tiles() {
+  if (configured_rows != 0) _tile_release();
+  configured_rows = 0;
+}
+
+// ``multiply_tile`` in AMX tiles, 32 values of k at a time. Packed blocks have the layout of weight tiles: a line of 128
+// bytes for each pair of k, one half for each 16 outputs.
+template <int LINES>
+inline void multiply_amx(int count, const bf16* x, int64_t stride, const bf16* block, int width, const char* next,
+                         Sums& acc) {
+  constexpr int LINE = 2 * BLOCK * static_cast<int>(sizeof(bf16));
+  const int64_t row = stride * static_cast<int64_t>(sizeof(bf16));
+  configure_tiles(count);
+  memory_barrier(acc);
+  _tile_loadd(0, &acc[0][0], LINE);
+  _tile_loadd(1, &acc[0][1], LINE);
+  if (count > 16) {
+    _tile_loadd(2, &acc[16][0], LINE);
+    _tile_loadd(3, &acc[16][1], LINE);
+  }
+  for (int k = 0; k < width; k += BLOCK) {
+    const bf16* weights = block + static_cast<int64_t>(k) * BLOCK;
+    for (int i = 0; i < 16 * LINES; ++i) prefetch(next + 32 * LINES * static_cast<int64_t>(k) + 64 * i);
+    _tile_loadd(4, x + k, row);
+    _tile_loadd(6, weights, LINE);
+    _tile_loadd(7, weights + BLOCK, LINE);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if (count > 16) {
+      _tile_loadd(5, x + 16 * stride + k, row);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, &acc[0][0], LINE);
+  _tile_stored(1, &acc[0][1], LINE);
+  if (count > 16) {
+    _tile_stored(2, &acc[16][0], LINE);
+    _tile_stored(3, &acc[16][1], LINE);
+  }
+}
+#else
+inline void release_tiles() {}
+#endif
+
+template <class W, int LINES, int ROWS, class T, class P>
+inline void multiply_tile_of(int count, const T* x, int64_t stride, const P* block, int width, const char* next, Sums& acc) {
+  if constexpr (ROWS > 1)
+    if (count < ROWS) return multiply_tile_of<W, LINES, ROWS - 1>(count, x, stride, block, width, next, acc);
+  multiply_tile_rows<W, ROWS, LINES>(x, stride, block, width, next, acc);
+}
+
+template <class W, int LINES, class T, class P>
+inline void multiply_tile(int count, const T* x, int64_t stride, const P* block, int width, const char* next, Sums& acc) {
+#ifdef ANABRANCH_TILES
+  if constexpr (std::is_same<T, bf16>::value)
+    if (width % BLOCK == 0) return multiply_amx<LINES>(count, x, stride, block, width, next, acc);
+#endif
+  constexpr int ROWS = std::is_same<T, QuantizedGroup>::value ? QUANTIZED_TILE_ROWS : TILE_ROWS;
+  multiply_tile_of<W, LINES, ROWS>(count, x, stride, block, width, next, acc);
+}
+
+// ---- attention ----------------------------------------------------------------------------------------------------
+
+// 16 words of 32 bits of up to 16 keys: out[i] has word i of each
+inline void transpose_words(const void* keys, int have, int64_t bytes, __m512i* out) {
+  __m512i r[16], t[16];
+  for (int i = 0; i < 16; ++i)
+    r[i] = i < have ? _mm512_loadu_si512(static_cast<const char*>(keys) + i * bytes) : _mm512_setzero_si512();
+  for (int i = 0; i < 8; ++i) {
+    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
+    t[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
+    t[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
+    t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
+  }
+  for (int i = 0; i < 4; ++i) {
+    out[i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88);
+    out[4 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88);
+    out[8 + i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0xdd);
+    out[12 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xdd);
+  }
+}
+
+template <class P>
+inline void transpose_keys(const P* keys, int have, int e, KeyLanes* out) {
+  const int64_t bytes = static_cast<int64_t>(e) * static_cast<int64_t>(sizeof(P));
+  for (int from = 0; from < e; from += 16 * PER_LANE<P>) {
+    __m512i words[16];
+    transpose_words(keys + from, have, bytes, words);
+    for (int i = 0; i < 16; ++i)
+      if constexpr (PER_LANE<Operand<P>> == PER_LANE<P>) {
+        *out++ = words[i];
+      } else {
+        *out++ = _mm512_castps_si512(first_of(words[i]));
+        *out++ = _mm512_castps_si512(second_of(words[i]));
+      }
+  }
+}
+
+// Of every 32 channels, the first vector of pairs has 0-3, 8-11, 16-19, 24-27 and the second one the others.
+template <int NE, class P>
+inline void load_pairs(const P* one, const P* two, KeyLanes (&out)[NE]) {
+  if constexpr (PER_LANE<Operand<P>> == 1) {
+#pragma GCC unroll 8
+    for (int c = 0; c < NE; ++c) out[c] = _mm512_castps_si512(load16(one + 16 * c));
+  } else {
+#pragma GCC unroll 4
+    for (int c = 0; c < NE / 2; ++c) {
+      const __m512i a = _mm512_loadu_si512(one + 32 * c), b = _mm512_loadu_si512(two + 32 * c);
+      out[2 * c] = _mm512_unpacklo_epi16(a, b);
+      out[2 * c + 1] = _mm512_unpackhi_epi16(a, b);
+    }
+  }
+}
+
+template <class T>
+inline void unpair_sums(F32x16* low, F32x16* high) {
+  if (PER_LANE<T> == 1) return;
+  const __m512 a = *low, b = *high;
+  const __m512 ab = _mm512_shuffle_f32x4(a, b, 0x44), cd = _mm512_shuffle_f32x4(a, b, 0xee);
+  *low = _mm512_shuffle_f32x4(ab, ab, 0xd8);
+  *high = _mm512_shuffle_f32x4(cd, cd, 0xd8);
+}
+
+template <int QUERIES, int NE, class T, class P>
+inline void accumulate_values(const T* p, int64_t p_stride, const P* v, int count, F32x16* out) {
+  constexpr int STEP = PER_LANE<T>;
+  __m512 acc[QUERIES][NE];
+#pragma GCC unroll 8
+  for (int i = 0; i < QUERIES; ++i)
+#pragma GCC unroll 8
+    for (int c = 0; c < NE; ++c) acc[i][c] = out[i * NE + c];
+  for (int j = 0; j < count; j += STEP) {
+    const P* row = v + static_cast<int64_t>(j) * NE * 16;
+    __m512i value[NE];
+    load_pairs<NE>(row, row + NE * 16, value);
+#pragma GCC unroll 8
+    for (int i = 0; i < QUERIES; ++i) {
+      const __m512i w = broadcast_word(p + i * p_stride + j);
+#pragma GCC unroll 8
+      for (int c = 0; c < NE; ++c) acc[i][c] = dot_add<T>(acc[i][c], w, value[c]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < QUERIES; ++i)
+#pragma GCC unroll 8
+    for (int c = 0; c < NE; ++c) out[i * NE + c] = acc[i][c];
+}
+
+}  // namespace
