@@ -21,7 +21,7 @@ from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import DistillationLoss
 from anabranch.methods import make_drafter
 from anabranch.methods.draft_model.drafter import DraftModelDrafter
-from anabranch.methods.draft_model.module import DraftConfig, DraftModule, begin_with
+from anabranch.methods.draft_model.module import DraftConfig, DraftModule, begin_with, start_from_target
 from anabranch.methods.draft_model.objective import DraftObjective, LossOptions
 from anabranch.methods.draft_model.recipes import TRAINED
 from anabranch.model.cache import Cache
@@ -83,6 +83,23 @@ def test_the_pass_that_is_trained_is_the_one_that_drafts() -> None:
     torch.testing.assert_close(states[0], wanted.clone())
     states.sum().backward()  # type: ignore[no-untyped-call]
     assert all(parameter.grad is not None for parameter in made.parameters())
+
+
+def test_a_draft_model_begins_with_the_best_narrow_copy_of_the_targets_head() -> None:
+    target = small()
+    drafting = DraftModule(target.config, replace(TINY, hidden_size=16))
+    start_from_target(target, drafting)
+    table, head = drafting.model.embedding.weight.detach(), target.head.weight.detach().float()
+    assert table.shape[1] < head.shape[1]
+    assert float(table.pow(2).mean().sqrt()) == pytest.approx(0.1)
+    left, spectrum, _ = torch.linalg.svd(head - head.mean(0), full_matrices=False)
+    best = left[:, : table.shape[1]] * spectrum[: table.shape[1]]
+    products, wanted = table @ table.T, best @ best.T  # equal up to a rotation of the width, and the scale
+    torch.testing.assert_close(products / products.norm(), wanted / wanted.norm(), rtol=1e-3, atol=1e-5)
+    wide = DraftModule(target.config, replace(TINY, hidden_size=2 * head.shape[1]))
+    before = wide.model.embedding.weight.detach().clone()
+    start_from_target(target, wide)
+    assert torch.equal(wide.model.embedding.weight, before), "a head has no more components than its width"
 
 
 def test_the_loss_falls_and_acceptance_rises() -> None:

@@ -31,9 +31,10 @@ from anabranch.model.pack import pack_decoder
 from anabranch.support.files import write_atomically
 from anabranch.support.jsonfiles import is_whole, shown
 
-__all__ = ["DraftConfig", "DraftModule", "begin_with", "decoder_of", "export"]
+__all__ = ["DraftConfig", "DraftModule", "begin_with", "decoder_of", "export", "start_from_target"]
 
 STD = 0.02  # of fresh weights
+TABLE = 0.1  # root mean square of a table that begins with the target's
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,22 @@ def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q, k, v [B, T, H, E] -> [B, T, H E]."""
     seen = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
     return seen.transpose(1, 2).flatten(2)
+
+
+@torch.no_grad()
+def start_from_target(target: Decoder, module: DraftModule) -> None:
+    """Begin with the principal components of the target's head as the table.
+
+    Tokens that the target takes for alike are so from the start, also those that no completion has.
+    """
+    table = module.model.embedding.weight
+    head = target.head.weight.detach().float()
+    if table.shape[1] > head.shape[1]:
+        return
+    centred = head - head.mean(0)
+    _, directions = torch.linalg.eigh(centred.T @ centred)
+    found = centred @ directions[:, -table.shape[1] :]
+    table.copy_(TABLE * found / found.pow(2).mean().sqrt().clamp(min=1e-12))
 
 
 def begin_with(module: DraftModule, trained: DraftModule) -> None:

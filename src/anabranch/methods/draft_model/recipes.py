@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from anabranch.learning.recipe import COMMON, RECOMPUTE, Option, Recipe, TrainOptions
-from anabranch.methods.draft_model.module import DraftConfig, DraftModule, begin_with, export
+from anabranch.methods.draft_model.module import DraftConfig, DraftModule, begin_with, export, start_from_target
 from anabranch.methods.draft_model.objective import DraftObjective, LossOptions
 from anabranch.methods.trained import Trained
 from anabranch.model.decoder import Decoder
@@ -65,5 +65,6 @@ TRAINED = Trained(
     change=change,
     describe=_describe,
     begin=begin_with,
+    fresh=start_from_target,
     export=export,
 )
