@@ -104,6 +104,9 @@ def trained(
 
     with ThreadPoolExecutor(count) as pool:
         futures = [pool.submit(one, rank) for rank in range(count)]
+    for future in futures if until < 0 else ():  # the one that failed by itself says why, not one that waited for it
+        if (error := future.exception()) is not None and not isinstance(error, threading.BrokenBarrierError):
+            raise error
     return seen, [future.result() for future in futures] if until < 0 else []
 
 

@@ -43,6 +43,7 @@ from anabranch.train.trainer import TREES, Progress, Trainer
 
 __all__ = [
     "OWN",
+    "as_measured",
     "check_answers",
     "check_data",
     "check_folder_is_free",
@@ -209,9 +210,9 @@ def train_adapter(
     on_own = trainer.evaluate_on(own) if own and trainer.evaluating else {}
     if not processes.first:
         return {}
-    measured = _measured(evaluation, len(held_out), objective.predictor) if held_out else {}
+    measured = as_measured(evaluation, len(held_out), objective.predictor) if held_out else {}
     if own:
-        measured[OWN] = _measured(on_own, len(own), objective.predictor)
+        measured[OWN] = as_measured(on_own, len(own), objective.predictor)
     record = {
         "command": command,
         **({} if begun is None else {"init": begun}),
@@ -335,7 +336,7 @@ def _warn(sentences: Iterable[str]) -> None:
         warnings.warn(sentence, TrainingWarning, stacklevel=3)
 
 
-def _measured(evaluation: Mapping[str, Any], held_out: int, predictor: str) -> dict[str, Any]:
+def as_measured(evaluation: Mapping[str, Any], held_out: int, predictor: str) -> dict[str, Any]:
     """An evaluation with descriptive names, for the record and the card."""
     tops = {name.removeprefix("top "): shares for name, shares in evaluation.items() if name.startswith("top ")}
     accuracy = {"best token" if top == "1" else f"one of the {top} best": shares for top, shares in tops.items()}

@@ -1,0 +1,84 @@
+"""Average the weights of an adapter and of one that was trained from it.
+
+Further training on other data gains where the new data is and may lose elsewhere; weights between the two often keep
+both (Wortsman et al. 2022, robust fine-tuning by interpolation). The draft vocabulary is that of the earlier adapter:
+it belongs to the data, not to the weights, and ``--init`` chooses it anew.
+
+    python scripts/average_adapters.py EARLIER LATER --share 0.5 --answers ANSWERS --out FOLDER
+
+With ``--answers``, the card states what the average reaches on those that LATER's training has held out of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anabranch.adapters.folder import TargetIdentity, load_adapter, save_adapter
+from anabranch.methods import Method
+from anabranch.model.load import Target, load_target
+from anabranch.support.files import shown_command
+from anabranch.train.arithmetic import float32_copy
+from anabranch.train.data import read_examples, split
+from anabranch.train.job import as_measured, packed_copy
+from anabranch.train.trainer import TREES
+
+
+def evaluated(target: Target, method: Method, module: Any, training: dict[str, Any], answers: Path) -> dict[str, Any]:
+    """What a module reaches on the held-out ones of some answers."""
+    assert method.trained is not None
+    held_out, seed, longest = training["held_out"], training["options"]["seed"], training["max_tokens"]
+    examples = read_examples(answers, vocab_size=target.config.vocab_size, max_tokens=longest)
+    _, unseen = split(examples, held_out, seed)
+    recipe, frozen = method.trained.recipe(None, {}), packed_copy(target)
+    objective = method.trained.objective(float32_copy(target.decoder), module.float(), recipe, frozen=frozen)
+    return as_measured(objective.evaluate(unseen, nodes=TREES), held_out, objective.predictor)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("earlier", type=Path, help="adapter folder; its draft vocabulary is kept")
+    parser.add_argument("later", type=Path, help="adapter folder that was trained with --init EARLIER")
+    parser.add_argument("--share", type=float, default=0.5, help="weight of LATER in the average")
+    parser.add_argument("--model", default="default", help="their target")
+    parser.add_argument("--answers", type=Path, help="what LATER was trained on; its held-out part is evaluated")
+    parser.add_argument("--out", type=Path, required=True, help="write the average here")
+    args = parser.parse_args()
+    if not 0 <= args.share <= 1:
+        raise SystemExit(f"error: --share must be from 0 to 1, got {args.share}")
+    target = load_target(args.model)
+    earlier, later = (load_adapter(folder, target) for folder in (args.earlier, args.later))
+    if earlier.method.name != later.method.name or earlier.module.config != later.module.config:
+        raise SystemExit(f"error: {args.earlier} and {args.later} are adapters of other methods or shapes")
+    ours, theirs = dict(earlier.module.named_parameters()), dict(later.module.named_parameters())
+    with torch.no_grad():
+        for name, weight in ours.items():
+            weight.copy_(torch.lerp(weight.float(), theirs[name].float(), args.share))
+    training = dict(later.record["training"])
+    words = ("--share", str(args.share), "--out", args.out.name)
+    averaged = shown_command("python", "scripts/average_adapters.py", args.earlier.name, args.later.name, *words)
+    training["command"] = f"{training['command']}\n{averaged}"
+    training["averaged"] = {
+        "earlier": earlier.record["sha256"],
+        "later": later.record["sha256"],
+        "share_of_later": args.share,
+        "draft_vocabulary_of": "earlier",
+    }
+    measured = {}
+    if args.answers is not None:
+        measured = evaluated(target, earlier.method, earlier.module, later.record["training"], args.answers)
+    record = save_adapter(
+        *(args.out, earlier.module),
+        method=earlier.method,
+        target=TargetIdentity.of(target),
+        training=training,
+        measured=measured,
+    )
+    print(f"wrote {args.out}: SHA-256 {record['sha256']}")
+
+
+if __name__ == "__main__":
+    main()
