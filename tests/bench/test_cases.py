@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from anabranch.adapters.folder import TargetIdentity, save_adapter
 from anabranch.bench.case_parts import certificate, one_row, several_rows, step_costs
@@ -86,11 +88,14 @@ def test_who_reads_the_same_weights_takes_part(toys: ToyFolders, drafts: Path) -
 def test_an_adapter_with_a_target_of_its_own(toys: ToyFolders, tmp_path: Path) -> None:
     for name in ("adapter_config.json", "adapter.safetensors"):
         (tmp_path / name).write_bytes((toys.adapter / name).read_bytes())
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "model.safetensors").write_bytes(b"x" * 100)
+    shutil.copytree(toys.model, tmp_path / "model")
     (case,) = adapter_cases([f"joint={tmp_path}"])
     assert case.tuned == tmp_path / "model"
-    assert facts(case, load_target(str(toys.model)).config)["tuned_bytes"] == 100
+    weights = tmp_path / "model" / "model.safetensors"
+    assert facts(case, load_target(str(toys.model)).config)["tuned_bytes"] == weights.stat().st_size
+    save_file({name: tensor + 1 for name, tensor in load_file(weights).items()}, weights)
+    (case,) = adapter_cases([f"draft_model={tmp_path}"])
+    assert case.tuned is None, "a draft model lies there as well, and is nobody's target"
 
 
 @pytest.mark.parametrize(

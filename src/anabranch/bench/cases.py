@@ -19,7 +19,7 @@ from anabranch.methods.settings import Settings
 from anabranch.methods.spec import Part, Spec
 from anabranch.model.config import ModelConfig
 from anabranch.model.load import Target
-from anabranch.model.weights import build_decoder
+from anabranch.model.weights import build_decoder, fingerprint
 from anabranch.sampling import SamplingParams
 from anabranch.support.files import without_folders
 from anabranch.support.jsonfiles import is_number
@@ -75,14 +75,20 @@ def adapter_cases(texts: Sequence[str]) -> list[Case]:
         if not equals or not label.strip() or not place.strip():
             raise InputError(f"an adapter must be LABEL=FOLDER, as in heads=FOLDER, got {text!r}")
         folder, label = Path(place.strip()).expanduser(), label.strip()
-        method, trained = method_of(read_record(folder))
-        tuned = folder / TUNED if (folder / TUNED).is_dir() else None
+        record = read_record(folder)
+        method, trained = method_of(record)
+        tuned = _tuned(folder / TUNED, record)
         found.append(Case(label, Part(method, method.settings()), folder, tuned))
         for reader in methods():
             if reader.reads is trained:
                 name = reader.name if label.replace("-", "_") == method.name else f"{reader.name} ({label})"
                 found.append(Case(name, Part(reader, reader.settings()), folder, tuned))
     return found
+
+
+def _tuned(model: Path, record: Mapping[str, Any]) -> Path | None:
+    """The model in an adapter's folder if it is the adapter's target; a draft model stands there too."""
+    return model if model.is_dir() and fingerprint(model) == record["target"]["fingerprint"] else None
 
 
 def in_folder(folder: Path) -> list[str]:
