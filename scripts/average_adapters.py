@@ -2,7 +2,7 @@
 
 Further training on other data gains where the new data is and may lose elsewhere; weights between the two often keep
 both (Wortsman et al. 2022, robust fine-tuning by interpolation). The draft vocabulary is that of the earlier adapter:
-it belongs to the data, not to the weights, and ``--init`` chooses it anew.
+training with ``--init`` picks a new one from the new data, and any vocabulary fits the weights.
 
     python scripts/average_adapters.py EARLIER LATER --share 0.5 --answers ANSWERS --out FOLDER
 

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.errors import CapabilityError
-from anabranch.model.blocks import Block
 from anabranch.model.network import Network
-from anabranch.model.quantize import GROUP, QuantizedWeight
+from anabranch.model.quantize import GROUP, QuantizedWeight, plain_linears
 from anabranch.native import library as native
 
 __all__ = ["Int8Linear", "multiply_in_int8"]
@@ -80,11 +79,6 @@ def multiply_in_int8(target: Network) -> None:
             f"products in int8 need the native kernels on a CPU ({native.why_not() or 'the target is on a GPU'}); "
             "leave --target-format int8 out"
         )
-    for block in target.blocks:
-        assert isinstance(block, Block)
-        for module, name in block.linears():
-            linear = getattr(module, name)
-            if not isinstance(linear, nn.Linear):
-                raise CapabilityError("a quantised target cannot be trained in int8; load it with quantize='none'")
-            if linear.in_features % GROUP == 0 and linear.out_features % GROUP == 0:
-                setattr(module, name, Int8Linear(linear.weight, linear.bias))
+    for module, name, linear in plain_linears(target, "int8"):
+        if linear.in_features % GROUP == 0 and linear.out_features % GROUP == 0:
+            setattr(module, name, Int8Linear(linear.weight, linear.bias))

@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anabranch.errors import CapabilityError
-from anabranch.model.blocks import Block
 from anabranch.model.network import Network
+from anabranch.model.quantize import plain_linears
 
 __all__ = ["BLOCK", "LEVELS", "Nf4Linear", "quantize_to_nf4"]
 
@@ -95,10 +94,5 @@ def quantize_to_nf4(target: Network) -> None:
 
     Embeddings, norms and the head stay as they are. Raises CapabilityError for a target that is quantised already.
     """
-    for block in target.blocks:
-        assert isinstance(block, Block)
-        for module, name in block.linears():
-            linear = getattr(module, name)
-            if not isinstance(linear, nn.Linear):
-                raise CapabilityError("a quantised target cannot be trained in NF4; load it with quantize='none'")
-            setattr(module, name, Nf4Linear(linear.weight, linear.bias))
+    for module, name, linear in plain_linears(target, "NF4"):
+        setattr(module, name, Nf4Linear(linear.weight, linear.bias))

@@ -14,7 +14,7 @@ N outputs, D inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anabranch.errors import InputError
+from anabranch.errors import CapabilityError, InputError
 from anabranch.model.blocks import Block
 from anabranch.model.network import Network
 
@@ -33,6 +33,7 @@ __all__ = [
     "QuantizedLinear",
     "QuantizedWeight",
     "check_quantization",
+    "plain_linears",
     "quantize_decoder",
 ]
 
@@ -123,6 +124,20 @@ def check_quantization(kind: str) -> Quantization:
         if kind == known:
             return known
     raise InputError(f"quantize must be one of {', '.join(QUANTIZATIONS)}, got {kind!r}")
+
+
+def plain_linears(target: Network, form: str) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+    """The linear layers of a target's blocks, to be replaced for training in ``form``: module, name in it, layer.
+
+    Raises CapabilityError at a layer that is quantised already.
+    """
+    for block in target.blocks:
+        assert isinstance(block, Block)
+        for module, name in block.linears():
+            linear = getattr(module, name)
+            if not isinstance(linear, nn.Linear):
+                raise CapabilityError(f"a quantised target cannot be trained in {form}; load it with quantize='none'")
+            yield module, name, linear
 
 
 def quantize_decoder(target: Network, kind: Quantization) -> None:
