@@ -31,7 +31,7 @@ from anabranch.support.files import shown_command, write_atomically
 from anabranch.support.jsonfiles import read_rows
 from anabranch.tasks.catalogue import TASKS
 from anabranch.tasks.rows import rows_of, sample
-from anabranch.train.arithmetic import float32_copy
+from anabranch.train.arithmetic import learner_of
 from anabranch.train.job import packed_copy
 
 SUITES = ("spec_bench", "mt_bench", "humaneval")
@@ -69,7 +69,7 @@ def completed(data: Path, limit: int, new: int, seed: int) -> dict[str, list[Exa
 def lengths(target: Target, adapter: Any, examples: dict[str, list[Example]], nodes: list[int]) -> dict[str, Any]:
     """By kind: tokens a pass for trees of each size, and for a chain."""
     trained = adapter.method.trained
-    decoder = float32_copy(target.decoder)
+    decoder = learner_of(target.decoder, "stored", torch.float32)
     objective = trained.objective(decoder, adapter.module.float(), trained.recipe(None, {}), frozen=packed_copy(target))
     found = {}
     for kind, rows in examples.items():

@@ -18,6 +18,7 @@ from anabranch.model.load import load_target
 from anabranch.model.peft import WEIGHTS, write_lora
 from anabranch.model.quantize import quantize_decoder
 from anabranch.model.weights import build_decoder
+from anabranch.native import library as native
 from anabranch.train.lora import LoraConfig, LoraLayers, LoraObjective, recipe
 from anabranch.train.lora_job import train_lora
 from anabranch.train.trainer import Progress
@@ -61,6 +62,24 @@ def test_training_lowers_the_loss_and_the_target_stays() -> None:
     assert after["accuracy"] > before["accuracy"]
     assert set(after["by source"]) == {"a", "b"}
     assert all(parameter.grad is None for parameter in target.parameters())
+
+
+@pytest.mark.filterwarnings("ignore::anabranch.errors.TrainingWarning")
+@pytest.mark.parametrize("form", ["int8", "nf4"])
+def test_the_target_may_be_quantised_while_it_is_tuned(form: str, toys: ToyFolders, tmp_path: Path) -> None:
+    if form == "int8" and native.library() is None:
+        pytest.skip(f"no native kernels: {native.why_not()}")
+    stored, quantised = (load_target(str(toys.model), dtype="float32") for _ in range(2))
+    plan = {**SMALL, "epochs": 4}
+    record = train_lora(stored, recipe(plan), EXAMPLES, tmp_path / "stored", report=lambda now: None)
+    near = train_lora(
+        quantised, recipe({**plan, "target_format": form}), EXAMPLES, tmp_path / form, report=lambda now: None
+    )
+    assert near["base_fingerprint"] == record["base_fingerprint"]
+    learned, wanted = (r["held_out"]["before"]["loss"] - r["held_out"]["after"]["loss"] for r in (near, record))
+    assert wanted > 0.4
+    assert learned == pytest.approx(wanted, rel=0.3)
+    load_target(str(toys.model), lora=tmp_path / form)
 
 
 def test_the_loss_is_the_completions_cross_entropy() -> None:

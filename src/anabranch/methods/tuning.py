@@ -43,6 +43,7 @@ __all__ = [
     "TunedPass",
     "Tuning",
     "check_tunable",
+    "check_weights",
     "export_tuned",
     "lora_of",
     "next_token_loss",
@@ -253,13 +254,18 @@ def next_token_scores(
 
 
 # -- the tuned target as a model folder --------------------------------------------------------------------
-def check_tunable(target: Decoder) -> None:
-    """Raise CapabilityError where a target cannot be tuned, or not be written as a model folder."""
-    config = target.config
+def check_weights(target: Decoder) -> None:
+    """Raise CapabilityError for a target whose weights are quantised, other than for the time of a training."""
     block = target.blocks[0]
     assert isinstance(block, Block)
     if not isinstance(block.qkv, nn.Linear | Nf4Linear | Int8Linear):
-        raise CapabilityError("a quantised target cannot be tuned; load it with quantize='none', or use lora_rank=0")
+        raise CapabilityError("a quantised target cannot be tuned; load it with quantize='none'")
+
+
+def check_tunable(target: Decoder) -> None:
+    """Raise CapabilityError where a target cannot be tuned, or not be written as a model folder."""
+    check_weights(target)
+    config = target.config
     names = [name for name, _ in target.named_parameters()]
     if any(weight_source(config, name).layout != "rows" for name in names):
         raise CapabilityError(
@@ -291,13 +297,19 @@ def export_tuned(folder: Path, module: M, target: Target) -> tuple[M, Target] | 
     """Write the tuned target as a model folder; ``Trained.export``. None if the target was frozen.
 
     The terms alone are written too, as a LoRA in PEFT's format in the folder ``lora`` beside it; not where the target
-    itself has a LoRA, since they belong to the merged weights.
+    itself has a LoRA, since they belong to the merged weights. They are rounded to the type of the target's weights,
+    which they are added to, and both folders have the rounded ones.
     """
     if module.tuning is None:
         return None
+    stored = target.decoder.dtype
+    with torch.no_grad():
+        for term in module.tuning.parameters():
+            term.copy_(term.to(stored))
     tuned = save_tuned(folder, module.tuning, target)
     if target.lora is None:
-        write_lora(folder.with_name("lora"), lora_of(target.config, module.tuning), base=base_name(target))
+        lora = lora_of(target.config, module.tuning)
+        write_lora(folder.with_name("lora"), lora, base=base_name(target), dtype=stored)
     made: Any = type(module)
     alone = made(target.config, replace(module.config, lora_rank=0), module.vocabulary)
     weights: dict[str, Tensor] = module.state_dict()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Which type a training computes in: the target's own, or float32 where this processor multiplies that faster.
+"""What a training computes in: the target's own type, float32 where this processor multiplies that faster, or int8.
 
 oneDNN's products in bf16 are faster than in float32 on some processors (those with AMX, for example) and slower on
 others. The weights are the same either way, and float32 rounds less.
@@ -14,21 +14,28 @@ from typing import Any
 import torch
 
 from anabranch.model.decoder import Decoder
+from anabranch.model.int8_training import multiply_in_int8
+from anabranch.model.nf4 import quantize_to_nf4
 
-__all__ = ["ARITHMETIC", "chosen_dtype", "float32_copy"]
+__all__ = ["ARITHMETIC", "chosen_dtype", "learner_of"]
 
 ARITHMETIC = "arithmetic"  # in the plan of a run's checkpoint
 ROWS, ROUNDS = 512, 5
 FASTER = 1.2  # how much faster float32 must be: its activations take twice the memory
 
 
-def chosen_dtype(decoder: Decoder, stored: Mapping[str, Any] | None = None) -> torch.dtype:
-    """The type to compute gradients in; ``stored`` is the record of a checkpoint, whose choice is kept.
+def chosen_dtype(decoder: Decoder, form: str, stored: Mapping[str, Any] | None = None) -> torch.dtype:
+    """The type to compute gradients in.
+
+    form    the recipe's ``target_format``: what the kernels return in int8 is float32, and nf4 computes in the target's
+    stored  the record of a checkpoint, whose choice is kept
 
     Times products of one width of the target on a CPU; elsewhere, and for other types than bf16, it is the target's.
     """
     own = decoder.dtype
-    if own != torch.bfloat16 or decoder.device.type != "cpu":
+    if form == "int8":
+        return torch.float32
+    if form == "nf4" or own != torch.bfloat16 or decoder.device.type != "cpu":
         return own
     names = {str(dtype): dtype for dtype in (torch.float32, own)}
     if stored is not None:
@@ -44,6 +51,16 @@ def chosen_dtype(decoder: Decoder, stored: Mapping[str, Any] | None = None) -> t
     return torch.float32 if best[own] > FASTER * best[torch.float32] else own
 
 
-def float32_copy(decoder: Decoder) -> Decoder:
-    """A copy with the same weights in float32."""
-    return copy.deepcopy(decoder).float()
+def learner_of(decoder: Decoder, form: str, dtype: torch.dtype) -> Decoder:
+    """The decoder for passes with gradients, whose weights stay as they are: ``decoder`` itself, or a copy.
+
+    With the format nf4, ``decoder`` is changed in place. Raises CapabilityError where the format cannot be had.
+    """
+    if form == "nf4":
+        quantize_to_nf4(decoder)
+        return decoder
+    learner = decoder if dtype == decoder.dtype else copy.deepcopy(decoder).to(dtype)
+    if form == "int8":
+        learner = copy.deepcopy(learner) if learner is decoder else learner
+        multiply_in_int8(learner)
+    return learner

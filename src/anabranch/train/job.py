@@ -25,16 +25,15 @@ from anabranch.methods import Method, methods
 from anabranch.methods.trained import Trained, TrainedModule
 from anabranch.model.blocks import Block
 from anabranch.model.decoder import Decoder
-from anabranch.model.int8_training import multiply_in_int8
 from anabranch.model.load import Target, load_target
-from anabranch.model.nf4 import Nf4Linear, quantize_to_nf4
+from anabranch.model.nf4 import Nf4Linear
 from anabranch.model.pack import pack_decoder
 from anabranch.support.files import check_folder
 from anabranch.support.jsonfiles import read_json
 from anabranch.support.memory import keep_memory
 from anabranch.train.advice import Watch, before
 from anabranch.train.appended import settings_path
-from anabranch.train.arithmetic import ARITHMETIC, chosen_dtype, float32_copy
+from anabranch.train.arithmetic import ARITHMETIC, chosen_dtype, learner_of
 from anabranch.train.checkpoint import read_checkpoint, read_log
 from anabranch.train.data import digest, frequent_tokens, read_examples, read_texts, split
 from anabranch.train.logs import check_logs
@@ -181,11 +180,7 @@ def train_adapter(
     run = folder / "training"
     dtype = target.decoder.dtype
     if not in_place:
-        # what the kernels return in int8 is float32
-        dtype = (
-            torch.float32 if form == "int8" else chosen_dtype(target.decoder, read_checkpoint(run) if resume else None)
-        )
-        dtype = processes.tell(dtype)
+        dtype = processes.tell(chosen_dtype(target.decoder, form, read_checkpoint(run) if resume else None))
     learner, frozen = _frozen(target, recipe, dtype, processes if shard_target else None)
     objective = method.trained.objective(learner, module, recipe, frozen=frozen)
     whose = {"method": method.name, "target": target.fingerprint[:12]}
@@ -271,14 +266,8 @@ def _frozen(target: Target, recipe: Recipe, dtype: torch.dtype, sharing: Process
             raise CapabilityError(f"a target in {form} cannot be sharded; leave --target-format or --shard-target out")
         sharing.shard(target.decoder)
         return target.decoder, target.decoder
-    if form == "nf4":
-        quantize_to_nf4(target.decoder)
-        return target.decoder, target.decoder
-    learner = target.decoder if dtype == target.decoder.dtype else float32_copy(target.decoder)
-    if form == "int8":
-        learner = copy.deepcopy(learner) if learner is target.decoder else learner
-        multiply_in_int8(learner)
-    return learner, packed_copy(target)
+    learner = learner_of(target.decoder, form, dtype)
+    return learner, target.decoder if form == "nf4" else packed_copy(target)
 
 
 def stored_target(target: Target) -> Target:

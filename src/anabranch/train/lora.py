@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anabranch.errors import CapabilityError, InputError
+from anabranch.errors import InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.objective import Scores, Segment, segments
 from anabranch.learning.recipe import COMMON, Option, Recipe, TrainOptions
 from anabranch.methods.low_rank import LowRank
 from anabranch.methods.trained import Trainable
-from anabranch.methods.tuning import MOST_RANK, next_token_scores, tuned_pass
-from anabranch.model.blocks import Block
+from anabranch.methods.tuning import MOST_RANK, check_weights, next_token_scores, tuned_pass
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.lora import PARTS, Lora, Place, SideTerms, Term, decoder_rows, places, stored_rows, widths
@@ -178,10 +177,7 @@ class LoraObjective:
     predictors = 1
 
     def __init__(self, target: Decoder, module: LoraLayers) -> None:
-        block = target.blocks[0]
-        assert isinstance(block, Block)
-        if not isinstance(block.qkv, nn.Linear):
-            raise CapabilityError("a quantised target cannot be tuned; load it with quantize='none'")
+        check_weights(target)
         self.target, self.module, self.options = target, module, LoraLoss()
 
     def freeze(self, batch: Batch) -> None:
@@ -241,6 +237,7 @@ _SHARED = (
     "seed",
     "evaluate_every",
     "checkpoint_every",
+    "target_format",
 )
 OPTIONS: dict[str, Option] = {
     "rank": Option(int, "rank of the terms", "config"),

@@ -23,7 +23,7 @@ from anabranch.model.lora import Lora
 from anabranch.model.peft import read_lora, read_settings, write_lora
 from anabranch.support.files import check_folder, write_atomically
 from anabranch.support.memory import keep_memory
-from anabranch.train.arithmetic import ARITHMETIC, chosen_dtype, float32_copy
+from anabranch.train.arithmetic import ARITHMETIC, chosen_dtype, learner_of
 from anabranch.train.checkpoint import read_checkpoint
 from anabranch.train.data import digest, read_examples, read_texts, split
 from anabranch.train.job import check_data, sources
@@ -96,8 +96,9 @@ def train_lora(
     module = LoraLayers(target.config, begun).to(target.decoder.device)
     check_folder(folder, "the LoRA", "folder (--out)")
     run = folder / "training"
-    dtype = chosen_dtype(target.decoder, read_checkpoint(run) if resume else None)
-    learner = target.decoder if dtype == target.decoder.dtype else float32_copy(target.decoder)
+    form = recipe.options.target_format
+    dtype = chosen_dtype(target.decoder, form, read_checkpoint(run) if resume else None)
+    learner = learner_of(target.decoder, form, dtype)
     objective = LoraObjective(learner, module)
     plan = {
         "method": "lora",

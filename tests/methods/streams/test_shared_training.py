@@ -146,14 +146,16 @@ def test_what_is_refused() -> None:
         SharedObjective(small("gpt2"), small_adapter(small("gpt2"), OWN))
 
 
-def test_streams_of_a_frozen_target_are_a_start() -> None:
+@pytest.mark.parametrize("root_width", [0, 8])
+def test_streams_of_a_frozen_target_are_a_start(root_width: int) -> None:
     target = small()
-    trained = small_adapter(target, replace(RICH, root_width=0))
+    trained = small_adapter(target, replace(RICH, root_width=root_width))
     adapter = StreamAdapter(target.config, RICHER, None)
     begin_with(adapter, trained)
     assert adapter.config.main_attends == "own"
     assert torch.equal(adapter.embeddings, trained.embeddings)  # type: ignore[arg-type]
     assert all(isinstance(layer, LayerTuning) for layer in adapter.tuning or ())
+    assert adapter.root is None
 
 
 @pytest.mark.filterwarnings("ignore::anabranch.errors.TrainingWarning")

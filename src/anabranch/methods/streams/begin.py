@@ -13,14 +13,14 @@ __all__ = ["begin_with"]
 def begin_with(adapter: StreamAdapter, trained: StreamAdapter) -> None:
     """Copy the weights of ``trained`` into the fresh ``adapter``, which keeps its own draft vocabulary.
 
-    ``trained`` may lack the root term (which then starts at zero), have fewer streams (new ones start as copies of the
-    last one), and have fewer layers (new ones are below its own and start at zero). The streams of a frozen target are
-    also a start for shared mode, whose terms of the target's layers start at zero. Raises InputError if anything else
-    differs.
+    ``trained`` may lack the root term (it then starts at zero) or have one that is not wanted (it is left out), have
+    fewer streams (new ones start as copies of the last one), and have fewer layers (new ones are below its own and
+    start at zero). The streams of a frozen target are also a start for shared mode, whose terms of the target's layers
+    start at zero. Raises InputError if anything else differs.
     """
     mine, theirs = adapter.config.to_dict(), trained.config.to_dict()
     theirs |= {name: mine[name] for name in ("mode", "main_attends", "lora_rank")}
-    if not theirs["root_width"]:
+    if not (theirs["root_width"] and mine["root_width"]):
         theirs["root_width"] = mine["root_width"]
     more = mine["num_streams"] - theirs["num_streams"]
     lower = mine["num_stream_layers"] - theirs["num_stream_layers"]
