@@ -14,32 +14,54 @@ from torch import Tensor
 
 from anabranch.errors import FileError
 
-__all__ = ["free_memory", "give_back", "keep_memory", "off_heap"]
+__all__ = ["OffHeap", "free_memory", "give_back", "keep_memory"]
+
+SMALLEST, LARGEST = 1 << 20, 1 << 28  # bytes of a file that tensors share: each has twice those of the one before it
+ALIGNED = 64
 
 # <malloc.h>
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 
 
-def off_heap(x: Tensor, folder: Path) -> Tensor:
-    """Copy a CPU tensor into an unnamed memory-mapped file in ``folder``.
+class OffHeap:
+    """CPU tensors in unnamed memory-mapped files in ``folder``, for as long as any of them lives.
 
     Long-lived tensors of a training then do not fragment the heap, and the system can page them out if memory is short.
-    Raises FileError if the disk is full.
+    A mapping holds a file descriptor, of which a process often has 1,024, so many tensors share one.
     """
-    if x.device.type != "cpu" or x.numel() == 0:
-        return x
-    size = x.numel() * x.itemsize
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder) as file:
-        try:
-            os.posix_fallocate(file.fileno(), 0, size)
-        except OSError as error:
-            raise FileError(
-                f"{folder} has too little space for the target's states ({error.strerror}); use --no-keep-states"
-            ) from error
-        copy = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=x.dtype).view(x.shape)
-    return copy.copy_(x)
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._mapped: mmap.mmap | None = None
+        self._used = 0
+
+    def keep(self, x: Tensor) -> Tensor:
+        """A copy of the tensor; the tensor itself if it is empty or not on a CPU.
+
+        Raises FileError if the disk is full.
+        """
+        if x.device.type != "cpu" or x.numel() == 0:
+            return x
+        size, start = x.numel() * x.itemsize, -(-self._used // ALIGNED) * ALIGNED
+        if self._mapped is None or start + size > len(self._mapped):
+            before = SMALLEST if self._mapped is None else len(self._mapped)
+            self._mapped, start = self._file(max(size, min(2 * before, LARGEST))), 0
+        self._used = start + size
+        copy = torch.frombuffer(self._mapped, dtype=x.dtype, count=x.numel(), offset=start).view(x.shape)
+        return copy.copy_(x)
+
+    def _file(self, size: int) -> mmap.mmap:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self.folder) as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, size)
+            except OSError as error:
+                raise FileError(
+                    f"{self.folder} has too little space for the target's states ({error.strerror}); use "
+                    "--no-keep-states"
+                ) from error
+            return mmap.mmap(file.fileno(), size)
 
 
 def keep_memory() -> bool:

@@ -25,7 +25,7 @@ from anabranch.learning.recompute import recomputing
 from anabranch.methods.trained import Trainable
 from anabranch.model.decoder import Decoder
 from anabranch.support.interrupt import shielded
-from anabranch.support.memory import off_heap
+from anabranch.support.memory import OffHeap
 from anabranch.train.checkpoint import (
     BEST,
     drop_run,
@@ -104,6 +104,7 @@ class Trainer:
         if not any(map(objective.predictions, self._groups)):
             raise InputError(f"none of the {len(examples):,} examples has a token to predict; give longer completions")
         self._kept: dict[tuple[int, int], Any] = {}
+        self._off_heap = OffHeap(folder)
         self.per_epoch = len(self._groups)
         self.steps = max(1, math.ceil(self.per_epoch * options.epochs))
         self.evaluate_every = options.evaluate_every or max(10, min(200, self.steps // 6))
@@ -141,7 +142,7 @@ class Trainer:
     def _remember(self, part: Batch, place: tuple[int, int]) -> Any:
         if place not in self._kept:
             frozen = self.objective.freeze(part)
-            self._kept[place] = self.objective.keep(frozen, partial(off_heap, folder=self.folder))
+            self._kept[place] = self.objective.keep(frozen, self._off_heap.keep)
         return self._kept[place]
 
     def _autocast(self) -> AbstractContextManager[None]:
