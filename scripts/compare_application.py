@@ -5,8 +5,9 @@
 
 Every tuned model in the folder FORMS decodes the rows by ``anabranch bench --task``, plainly and with its own drafter,
 and the model that plain LoRA made also with every adapter that was trained for it and with a drafter that needs no
-training. Their results stay in FORMS/bench; run again, it measures what is missing (--force: everything). Run nothing
-else at the same time. ``python scripts/applications_page.py`` turns the newest results into docs/applications.md.
+training. Their results stay in FORMS/bench; run again, it measures what is missing (--force: everything). Options that
+are not known here, such as --prompt-template, are passed to ``anabranch bench``. Run nothing else at the same time.
+``python scripts/applications_page.py`` turns the newest results into docs/applications.md.
 """
 
 from __future__ import annotations
@@ -53,16 +54,18 @@ def parse() -> argparse.Namespace:
     add("--task", required=True, help="sql, e2e, dialogsum or a JSONL file")
     add("--data", type=Path, help="folder with the data sets")
     add("--forms", type=Path, required=True, help="folder with the tuned models of scripts/train_application")
+    add("--model", default="default", help="the model that was tuned")
     add("--limit", type=int, default=100, help="test rows")
     add("--max-new-tokens", type=int, default=96)
     add("--nodes", type=int, nargs="+", default=[16], help="nodes of a draft, the root included")
     add("--only", nargs="+", default=[], metavar="FORM", help="measure these forms only, and leave the others out")
     add("--out", type=Path, required=True, help="write the result to this JSON file")
     add("--force", action="store_true", help="measure everything again")
-    return parser.parse_args()
+    args, args.further = parser.parse_known_args()
+    return args
 
 
-def runs(forms: Path, nodes: list[int], only: list[str]) -> list[Run]:
+def runs(model: str, forms: Path, nodes: list[int], only: list[str]) -> list[Run]:
     """The runs, that of plain LoRA first. Raises InputError without it."""
     if not (forms / PLAIN / LORA_WEIGHTS).is_file():
         raise InputError(f"{forms} has no folder {PLAIN!r}; run scripts/train_application first")
@@ -71,7 +74,7 @@ def runs(forms: Path, nodes: list[int], only: list[str]) -> list[Run]:
     for folder in folders:
         if not only or folder.name in only:
             (joint if (folder / "lora").is_dir() else later).append(folder)
-    loading = ["--lora", str(forms / PLAIN)]
+    loading = ["--model", model, "--lora", str(forms / PLAIN)]
     drafters = {FREE: FREE}
     for folder in later:
         loading += ["--adapter", str(folder)]
@@ -94,6 +97,7 @@ def measure(run: Run, args: argparse.Namespace, path: Path) -> None:
         return
     command = [sys.executable, "-m", "anabranch", "bench", "--task", args.task, *run.words]
     command += ["--limit", str(args.limit), "--max-new-tokens", str(args.max_new_tokens), "--examples", "0"]
+    command += args.further
     command += [] if args.data is None else ["--data", str(args.data)]
     for name, spec in {"none": "none", **run.drafters}.items():
         command += ["--method", f"{name}={spec}"]
@@ -134,7 +138,7 @@ def main() -> None:
     try:
         check_output(args.out, force=args.force)
         check_writable(args.out)
-        planned, files = runs(args.forms, args.nodes, args.only), {}
+        planned, files = runs(args.model, args.forms, args.nodes, args.only), {}
         for number, run in enumerate(planned, 1):
             files[run.label] = args.forms / "bench" / f"{run.label}.json"
             measure(run, args, files[run.label])
