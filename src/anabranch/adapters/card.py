@@ -27,8 +27,8 @@ def card(record: dict[str, Any]) -> str:
         "",
         f"# {trained.title} for {title}",
         "",
-        f"An adapter that lets anabranch decode {title} faster by {trained.title}. The target is not changed, "
-        "and neither is its output: an adapter changes how many tokens a forward pass yields, never which.",
+        f"An adapter with which anabranch decodes {title} faster by {trained.title}: more tokens a forward pass, and "
+        "the same ones as without drafts.",
         "",
         f"- method: {method.name}",
         f"- target: {title}, family {target['family']}, fingerprint `{target['fingerprint']}`",

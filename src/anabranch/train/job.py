@@ -224,11 +224,15 @@ def train_adapter(
         "held_out": recipe.held_out,
         "max_tokens": recipe.max_tokens,
     }
+    identity = TargetIdentity.of(target)
     if method.trained.export is not None:
         del trainer, objective, learner, frozen  # a tuned target is written from the stored weights
         made = method.trained.export(folder / "model", module, stored_target(target))
-        module, target = (module, target) if made is None else made
-    identity = TargetIdentity.of(target)
+        if made is not None:
+            module, tuned = made
+            name, identity = identity.name, TargetIdentity.of(tuned)
+            if target.lora is None:  # then the terms are written as a LoRA, too
+                identity = replace(identity, name=name, lora="lora")
     return save_adapter(folder, module, method=method, target=identity, training=record, measured=measured)
 
 

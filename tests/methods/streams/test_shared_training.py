@@ -175,6 +175,7 @@ def test_from_completions_to_a_tuned_target_with_its_streams(recipe: str, toys: 
     record = read_record(folder)
     assert record["config"]["lora_rank"] == 0
     assert record["config"]["main_attends"] == "own"
+    assert (record["target"]["name"], record["target"]["lora"]) == (toys.model.name, "lora")
     if recipe == "paper-shared":
         assert record["parameters"] == (4 + 16) * target.config.hidden_size
     ids = list(asked[0].prompt_ids)
