@@ -43,6 +43,10 @@ class Trainable(nn.Module):
         """The number of trained parameters; works on the meta device."""
         return sum(parameter.numel() for parameter in self.parameters())
 
+    def rates(self) -> Mapping[str, float]:
+        """Multiples of the learning rate by the name of a parameter; it is 1 for all that are not named."""
+        return {}
+
 
 class TrainedModule(Trainable):
     """The base class of the trained modules of methods.
@@ -97,7 +101,7 @@ class Trained:
                (``Decoder.rider``), or None; asked whenever an adapter is loaded
     begin      (module with fresh weights, trained module): copy the trained weights into the fresh module, which may be
                larger. Raises InputError that names what does not fit
-    fresh      (target, module with fresh weights): copy those weights of the target that training begins with
+    fresh      (target, module with fresh weights): take from the target what training begins with
     export     (folder, trained module, target): write the module in a form of its own beside the adapter, if there is
                one; the folder ``model`` inside the adapter's, and others beside it, receive it. Returns the module to
                store and the target that it belongs to where training has made another target, otherwise None

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from anabranch.errors import FileError, InputError
 from anabranch.learning.examples import Batch, Example
@@ -98,7 +99,7 @@ class Trainer:
         self.options, self.folder, self.log_kinds = options, folder, logs
         self.examples, self.held_out, self.plan = examples, held_out, dict(plan or {})
         self.optimizer = torch.optim.AdamW(
-            module.parameters(), lr=options.lr, betas=(0.9, 0.98), weight_decay=options.weight_decay
+            _groups(module), lr=options.lr, betas=(0.9, 0.98), weight_decay=options.weight_decay
         )
         self._groups = list(batches(examples, options.batch_tokens, seed=options.seed))
         if not any(map(objective.predictions, self._groups)):
@@ -157,7 +158,7 @@ class Trainer:
         changes nothing.
         """
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["times"]
         self.optimizer.zero_grad(set_to_none=True)  # before the step, since an interrupted one leaves gradients
         right, count, loss = torch.zeros_like(self._right), torch.zeros_like(self._count), 0.0
         wanted = self.objective.predictions(batch)
@@ -368,6 +369,15 @@ def _other(stored: Any, wanted: Mapping[str, Any]) -> list[str]:
     before: Mapping[str, Any] = stored if isinstance(stored, Mapping) else {}
     changed = [name for name in before if name not in _FREE and before[name] != wanted.get(name)]
     return [f"{name} {before[name]} (now {wanted.get(name)})" for name in changed]
+
+
+def _groups(module: Trainable) -> list[dict[str, Any]]:
+    """The parameters for the optimizer, by the multiple of the learning rate that they have."""
+    rates = module.rates()
+    found: dict[float, list[nn.Parameter]] = {1.0: []}
+    for name, parameter in module.named_parameters():
+        found.setdefault(rates.get(name, 1.0), []).append(parameter)
+    return [{"params": parameters, "times": times} for times, parameters in found.items() if parameters]
 
 
 def _weights(module: Trainable) -> str:

@@ -6,7 +6,7 @@ B rows of the batch, N nodes, S streams, R rows of a pass, D model width, H quer
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import torch
@@ -187,6 +187,7 @@ class StreamModule(TrainedModule):
         )
         if self.embeddings is not None and not self.embeddings.is_meta:
             nn.init.normal_(self.embeddings, std=0.02)
+        self.embedding_rate = 1.0  # see rates
         self.init = LowRank(width, width, config.init_rank) if config.init_rank else None
         self.root = RootTerm(width, config.root_width, config.num_streams) if config.root_width else None
         self.layers = nn.ModuleList(StreamLayer(model, config) for _ in range(config.num_stream_layers))
@@ -196,6 +197,10 @@ class StreamModule(TrainedModule):
         )
         ids = torch.arange(model.vocab_size) if vocabulary is None else vocabulary.long().cpu()
         self.register_buffer("vocabulary", ids, persistent=True)
+
+    def rates(self) -> Mapping[str, float]:
+        """Stream embeddings may learn faster: ``begin.scale_to_target``."""
+        return {} if self.embeddings is None else {"embeddings": self.embedding_rate}
 
     def layer(self, index: int) -> StreamLayer:
         """The trained part of the target's layer ``index`` (counted from the bottom of the target)."""

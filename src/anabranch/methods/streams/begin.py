@@ -1,13 +1,39 @@
-"""Start a training from another adapter's weights, of the same or a smaller shape."""
+"""What a training of streams begins with: the scale of the target's states, or another adapter's weights."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 
 from anabranch.errors import InputError
+from anabranch.learning.examples import Batch, Example
+from anabranch.learning.target import run_frozen
 from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.model.decoder import Decoder
 
-__all__ = ["begin_with"]
+__all__ = ["begin_with", "scale_to_target"]
+
+SAMPLE = 64  # tokens
+STEP = 10.0  # a step moves an embedding by the learning rate times this, times the states' root mean square
+
+
+def scale_to_target(target: Decoder, adapter: StreamAdapter) -> None:
+    """Let embeddings that alone tell streams apart learn as fast as the states that they are added to are large.
+
+    A step of Adam moves every weight by about the learning rate. The states at the entry of the top layers have root
+    mean squares from about 1 to 20, so embeddings would need many thousands of steps to matter, and until then all
+    streams of a token are the same. Streams with other weights of their own (``StreamConfig.bare`` is False) keep the
+    learning rate: what those weights add makes up for it.
+    """
+    if not adapter.shape.bare or adapter.embeddings is None:
+        return
+    ids = torch.linspace(0, target.config.vocab_size - 1, SAMPLE).long().tolist()
+    batch = Batch.of([Example(tuple(ids[:1]), tuple(ids[1:]))])
+    x_BTD = run_frozen(target, batch, taps=(adapter.start,)).taps[adapter.start]
+    # the median: the first token's state is often a thousand times as large
+    size = float(x_BTD.float().square().mean(-1).sqrt().median())
+    adapter.embedding_rate = max(1.0, 2.0 ** round(math.log2(STEP * size)))  # the same on any machine
 
 
 def begin_with(adapter: StreamAdapter, trained: StreamAdapter) -> None:

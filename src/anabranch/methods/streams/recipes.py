@@ -15,7 +15,7 @@ from typing import Any
 
 from anabranch.learning.recipe import COMMON, RECOMPUTE, Option, Recipe, TrainOptions
 from anabranch.methods.streams.adapter import StreamAdapter
-from anabranch.methods.streams.begin import begin_with
+from anabranch.methods.streams.begin import begin_with, scale_to_target
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.joint import SharedObjective
 from anabranch.methods.streams.objective import LossOptions, StreamObjective
@@ -139,6 +139,7 @@ TRAINED = Trained(
     change=change,
     describe=_describe,
     begin=begin_with,
+    fresh=scale_to_target,
     export=export_tuned,
     rider=own_rider,
 )
