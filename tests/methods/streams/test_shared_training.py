@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,14 +19,16 @@ from anabranch.adapters.folder import read_record
 from anabranch.cli.train import app
 from anabranch.errors import CapabilityError, InputError
 from anabranch.learning.examples import Batch, Example
+from anabranch.learning.recipe import TrainOptions
 from anabranch.methods.streams.adapter import StreamAdapter
-from anabranch.methods.streams.begin import begin_with
+from anabranch.methods.streams.begin import begin_with, scale_to_target
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.joint import SharedObjective
 from anabranch.methods.streams.objective import LossOptions, StreamObjective
 from anabranch.methods.tuning import LayerTuning
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import load_target
+from anabranch.train.trainer import Trainer
 from shared_layout import LITERAL, Layout
 from small import RICH, decode, joint_losses, prompt, request, small, small_adapter
 from toy_text import ToyFolders
@@ -156,6 +160,28 @@ def test_streams_of_a_frozen_target_are_a_start(root_width: int) -> None:
     assert torch.equal(adapter.embeddings, trained.embeddings)  # type: ignore[arg-type]
     assert all(isinstance(layer, LayerTuning) for layer in adapter.tuning or ())
     assert adapter.root is None
+
+
+def test_embeddings_that_stand_alone_learn_in_proportion_to_the_states(tmp_path: Path) -> None:
+    target = copy.deepcopy(small())
+    adapter, richer = trainable(target, OWN), trainable(target, RICHER)
+    scale_to_target(target, richer)
+    assert richer.rates() == {"embeddings": 1.0}
+    scale_to_target(target, adapter)
+    (rate,) = adapter.rates().values()
+    with torch.no_grad():  # what enters the top layers grows with the embeddings of tokens
+        target.embedding.weight.mul_(64)
+    scale_to_target(target, adapter)
+    assert math.log2(rate) % 1 == 0
+    assert adapter.embedding_rate > 2 * rate
+    examples = [Example(tuple(prompt(4, n)), tuple(prompt(9, 30 + n))) for n in range(6)]
+    objective = SharedObjective(target, adapter, LOSS)
+    options = TrainOptions(epochs=1, batch_tokens=1000, warmup=0, lr=1e-3)
+    before = adapter.embeddings.detach().clone()
+    run = Trainer(target, adapter, objective, examples, [], options, tmp_path)
+    run.run(lambda now: None)
+    moved = (adapter.embeddings.detach() - before).abs().median()
+    assert float(moved) == pytest.approx(1e-3 * adapter.embedding_rate, rel=0.2)  # the first step of Adam
 
 
 @pytest.mark.filterwarnings("ignore::anabranch.errors.TrainingWarning")
