@@ -1,0 +1,41 @@
+"""The adapters in ``examples``: they fit the default model with their LoRA, draft well, and change nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import anabranch
+from anabranch.tasks import find_task
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+ROWS = {
+    "sql": {
+        "context": "CREATE TABLE head (name VARCHAR, age INTEGER)",
+        "question": "How many heads are older than 56?",
+    },
+    "e2e": {"meaning_representation": "name[The Wrestlers], eatType[pub], food[Italian], area[riverside]"},
+}
+
+pytestmark = pytest.mark.default_model
+
+
+def test_every_folder_is_tested() -> None:
+    assert {path.name for path in EXAMPLES.iterdir() if path.is_dir()} == set(ROWS)
+    for path in EXAMPLES.iterdir():
+        assert sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) <= 10_000_000
+
+
+@pytest.mark.parametrize("name", list(ROWS))
+def test_an_example_drafts_what_its_tuned_model_says(name: str) -> None:
+    folder = EXAMPLES / name
+    prompt = find_task(name).template.render(ROWS[name], name)
+    with anabranch.load("default", lora=folder / "lora", adapter=folder, dtype="float32") as model:
+        said = [{"role": "user", "content": prompt}]
+        plain = model.chat(said, max_new_tokens=40, drafter="none")
+        drafted = model.chat(said, max_new_tokens=40, drafter="streams:nodes=12")
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.stats.mean_acceptance_length > 2
+    assert drafted.finish_reason == plain.finish_reason == "stop"
+    assert {"sql": "SELECT COUNT(", "e2e": "The Wrestlers"}[name] in plain.text
