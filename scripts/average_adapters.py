@@ -21,7 +21,7 @@ from anabranch.adapters.folder import TargetIdentity, load_adapter, save_adapter
 from anabranch.methods import Method
 from anabranch.model.load import Target, load_target
 from anabranch.support.files import shown_command
-from anabranch.train.arithmetic import float32_copy
+from anabranch.train.arithmetic import learner_of
 from anabranch.train.data import read_examples, split
 from anabranch.train.job import as_measured, packed_copy
 from anabranch.train.trainer import TREES
@@ -34,7 +34,9 @@ def evaluated(target: Target, method: Method, module: Any, training: dict[str, A
     examples = read_examples(answers, vocab_size=target.config.vocab_size, max_tokens=longest)
     _, unseen = split(examples, held_out, seed)
     recipe, frozen = method.trained.recipe(None, {}), packed_copy(target)
-    objective = method.trained.objective(float32_copy(target.decoder), module.float(), recipe, frozen=frozen)
+    objective = method.trained.objective(
+        learner_of(target.decoder, "stored", torch.float32), module.float(), recipe, frozen=frozen
+    )
     return as_measured(objective.evaluate(unseen, nodes=TREES), held_out, objective.predictor)
 
 

@@ -85,12 +85,12 @@ def test_noise_is_needed_only_for_tokens_that_are_left(params: dict[str, float])
 
 
 def test_a_run_keeps_its_arithmetic() -> None:
-    assert chosen_dtype(small()) == torch.float32
+    assert chosen_dtype(small(), "stored") == torch.float32
     target = as_target(copy.deepcopy(small()).to(torch.bfloat16))
-    assert chosen_dtype(target.decoder) in (torch.float32, torch.bfloat16)
+    assert chosen_dtype(target.decoder, "stored") in (torch.float32, torch.bfloat16)
     for kept in (torch.float32, torch.bfloat16):
-        assert chosen_dtype(target.decoder, {"plan": {"arithmetic": str(kept)}}) == kept
-    assert chosen_dtype(target.decoder, {"plan": {}}) == torch.bfloat16, "a run of an earlier version"
+        assert chosen_dtype(target.decoder, "stored", {"plan": {"arithmetic": str(kept)}}) == kept
+    assert chosen_dtype(target.decoder, "stored", {"plan": {}}) == torch.bfloat16, "a run of an earlier version"
 
 
 @pytest.mark.parametrize("method", [method for method in methods() if method.trained], ids=lambda method: method.name)
@@ -110,7 +110,7 @@ def test_every_method_learns_the_same_in_either_arithmetic(
     plan = method.trained.recipe("small" if "small" in method.trained.recipes else None, shape)
     losses = []
     for dtype in (torch.float32, torch.bfloat16):
-        monkeypatch.setattr(job, "chosen_dtype", lambda _, stored, dtype=dtype: dtype if stored is None else None)
+        monkeypatch.setattr(job, "chosen_dtype", lambda _, form, stored, dtype=dtype: dtype if stored is None else None)
         folder = tmp_path / str(dtype)
         record = train_adapter(target, method, plan, examples, folder, report=lambda _: None)
         assert record["training"]["arithmetic"] == str(dtype).removeprefix("torch.")
