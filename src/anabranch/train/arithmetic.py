@@ -59,8 +59,9 @@ def learner_of(decoder: Decoder, form: str, dtype: torch.dtype) -> Decoder:
     if form == "nf4":
         quantize_to_nf4(decoder)
         return decoder
-    learner = decoder if dtype == decoder.dtype else copy.deepcopy(decoder).to(dtype)
+    if form == "stored" and dtype == decoder.dtype:
+        return decoder
+    learner = copy.deepcopy(decoder).to(dtype)
     if form == "int8":
-        learner = copy.deepcopy(learner) if learner is decoder else learner
         multiply_in_int8(learner)
     return learner

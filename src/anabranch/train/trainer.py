@@ -99,7 +99,7 @@ class Trainer:
         self.options, self.folder, self.log_kinds = options, folder, logs
         self.examples, self.held_out, self.plan = examples, held_out, dict(plan or {})
         self.optimizer = torch.optim.AdamW(
-            _groups(module), lr=options.lr, betas=(0.9, 0.98), weight_decay=options.weight_decay
+            _parameter_groups(module), lr=options.lr, betas=(0.9, 0.98), weight_decay=options.weight_decay
         )
         self._groups = list(batches(examples, options.batch_tokens, seed=options.seed))
         if not any(map(objective.predictions, self._groups)):
@@ -371,7 +371,7 @@ def _other(stored: Any, wanted: Mapping[str, Any]) -> list[str]:
     return [f"{name} {before[name]} (now {wanted.get(name)})" for name in changed]
 
 
-def _groups(module: Trainable) -> list[dict[str, Any]]:
+def _parameter_groups(module: Trainable) -> list[dict[str, Any]]:
     """The parameters for the optimizer, by the multiple of the learning rate that they have."""
     rates = module.rates()
     found: dict[float, list[nn.Parameter]] = {1.0: []}
