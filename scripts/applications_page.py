@@ -14,6 +14,7 @@ from benchmark_tables import machine_line, table
 from generated import ROOT, write_or_check
 
 from anabranch.bench.quality import percent, quartiles_cell
+from anabranch.bench.task_table import signed_cell
 
 BENCHMARKS, PAGE = ROOT / "benchmarks", "docs/applications.md"
 START, END = "<!-- results: scripts/applications_page.py -->", "<!-- end of results -->"
@@ -61,7 +62,7 @@ def decoded(result: Result) -> list[str]:
             lines.append([*cells, one["error"]])
             continue
         for key in result["columns"]:
-            cells += [percent(one["quality"][key]), _signed(one["difference"][key])]
+            cells += [percent(one["quality"][key]), signed_cell(one["difference"][key])]
         length = one["mean_acceptance_length"]
         cells += [f"{one['equal_texts']}/{result['rows']}", "-" if length is None else f"{length:.2f}"]
         cells += [quartiles_cell(one["own_speedup_quartiles"]), quartiles_cell(one["speedup_quartiles"])]
@@ -88,13 +89,6 @@ def trained(result: Result) -> list[str]:
     ]
     commands = [f"{one['form']}: `{one['command']}`" for one in result["forms"]]
     return [*table(titles, lines), *[f"- {line}" for line in commands], ""]
-
-
-def _signed(part: Mapping[str, Any]) -> str:
-    if part["mean"] is None:
-        return "-"
-    mean, low, high = (f"{100 * part[name]:+.1f}" for name in ("mean", "low", "high"))
-    return f"{mean} ({low} to {high})"
 
 
 def outputs() -> dict[str, str]:

@@ -18,7 +18,7 @@ from anabranch.errors import FileError, InputError
 from anabranch.support.jsonfiles import is_number, is_whole
 from anabranch.tasks import METRICS, difference, spread
 
-__all__ = ["collect", "rows_of_table"]
+__all__ = ["collect", "rows_of_table", "signed_cell"]
 
 PLAIN = "none"
 DIFFERS = ("template", "completion", "split", "rows", "of")  # of the task: a warning
@@ -137,7 +137,7 @@ def rows_of_table(found: Mapping[str, Any]) -> Table:
             table.add_row(*cells, "error")
             continue
         for key in found["columns"]:
-            cells += [percent(record["quality"][key]), _signed(record["difference"][key])]
+            cells += [percent(record["quality"][key]), signed_cell(record["difference"][key])]
         length, extra = record["mean_acceptance_length"], record["extra_parameters"]
         table.add_row(
             *cells,
@@ -149,7 +149,8 @@ def rows_of_table(found: Mapping[str, Any]) -> Table:
     return table
 
 
-def _signed(part: Mapping[str, Any]) -> str:
+def signed_cell(part: Mapping[str, Any]) -> str:
+    """A mean difference with its interval, in percentage points."""
     if part["mean"] is None:
         return "-"
     mean, low, high = (f"{100 * part[name]:+.1f}" for name in ("mean", "low", "high"))
