@@ -62,7 +62,7 @@ def states(target: Decoder, module: MaskModule, placement: str) -> list[torch.Te
     verdicts = [Verdict(path, 0) for path in paths]
     seen = Observation(output, cache, range(3), trees, verdicts, [True] * 3, 96, drafter.max_nodes)
     drafter.observe(rows, seen)
-    return [drafter._states(row) for row in rows]  # type: ignore[misc]
+    return [drafter._state(row).states_SD for row in rows]  # type: ignore[misc]
 
 
 def as_tokens(target: Decoder, module: MaskModule, text: list[int]) -> torch.Tensor:

@@ -398,6 +398,9 @@ def test_speculation_says_the_same(name: str, rows: int, form: str) -> None:
         assert decode(StreamDrafter(model, adapter, options), rows) == plain
     assert decode(StreamDrafter(model, adapter, DraftOptions(nodes=24), prune=7), rows) == plain
     assert decode(StreamDrafter(model, adapter, DraftOptions(nodes=24), prune=7, placement="ride"), rows) == plain
+    if form == "bfloat16":
+        for options, lead in ((DraftOptions(nodes=12), 2), (DraftOptions(tree="chain"), 3), (DraftOptions(nodes=2), 2)):
+            assert decode(StreamDrafter(model, adapter, options, lead=lead), rows) == plain
     narrow = adapter_for(model, conditioning="parent", conditioning_rank=8, context_top=5)
     assert decode(StreamDrafter(model, narrow, DraftOptions(nodes=12)), rows) == plain
 

@@ -201,7 +201,7 @@ def test_streams_in_training_are_those_of_decoding(case: str, placement: str) ->
         untold = torch.tensor([[placement == "ride"]])
         with torch.no_grad():
             wanted = objective.states(frozen, of.tokens_BT, torch.tensor([[at - 2]]), untold)[0, 0]
-        found = drafter._states(row)
+        found = drafter._state(row).states_SD
         assert found is not None
         assert torch.allclose(found, wanted[: len(found)], atol=5e-5)
     assert at == len(text)

@@ -345,7 +345,7 @@ class Engine(Batch):
                 costs.saw_free(drafter.name, 1e3 * timings.draft, len(places))
             live = sum(members[b].finish is None for b in places)
             if live and not drafter.free and (budget := self._budgets.get(drafter, 1)) > 1:
-                costs.saw_prepare(drafter.name, 1e3 * prepare, live * drafter.depth_of(budget))
+                costs.saw_prepare(drafter.name, 1e3 * prepare, drafter.depth_of(budget), live)
 
 
 def _by_drafter(members: Sequence[Member]) -> dict[Drafter, list[int]]:

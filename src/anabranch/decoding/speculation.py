@@ -289,7 +289,7 @@ class Speculation:
         verified[0] += round(count * lately.free_nodes)
         ms = costs.pass_ms(verified, rows, context) + costs.rest_ms(rows)
         ms[1:] += costs.draft_ms(drafter.name, tried, count)
-        ms[1:] += costs.prepare_ms(drafter.name, lately.depths[: len(tried)] * count)
+        ms[1:] += costs.prepare_ms(drafter.name, lately.depths[: len(tried)], count)
         rates = tokens / ms
         rates[0] *= MARGIN * self._trusted(drafter.name, False, rows).factor
         rates[1:] *= self._trusted(drafter.name, True, rows).factor
@@ -355,7 +355,7 @@ class Speculation:
             if drafter.adaptive and not drafter.free and budgets[drafter] > 1:
                 free = False
                 rest += float(self.costs.draft_ms(drafter.name, budgets[drafter], count))
-                rest += float(self.costs.prepare_ms(drafter.name, drafter.depth_of(budgets[drafter]) * count))
+                rest += float(self.costs.prepare_ms(drafter.name, drafter.depth_of(budgets[drafter]), count))
         sizes, gain = self._sizes(rows, trees, beliefs, beside, rest, FREE_MARGIN if free else 1.0)
         found = [best_nodes(tree, beliefs[b], sizes[b]) if b in beliefs else tree for b, tree in enumerate(trees)]
         for drafter in {drafters[b] for b in beliefs}:

@@ -69,11 +69,11 @@ class DrawNoise:
     keys_D: NDArray[np.uint64]
 
     @staticmethod
-    def of(row: Row, depth: int) -> DrawNoise | None:
-        """The noise of the ``depth`` tokens after a row's root; None if the row is greedy."""
+    def of(row: Row, depth: int, *, ahead: int = 0) -> DrawNoise | None:
+        """The noise of ``depth`` tokens, ``ahead`` tokens after a row's root; None if the row is greedy."""
         if row.sampling.greedy:
             return None
-        positions = len(row.tokens) + np.arange(depth)
+        positions = len(row.tokens) + ahead + np.arange(depth)
         return DrawNoise(max(row.sampling.temperature, MIN_TEMPERATURE), position_keys(row.sampling.seed, positions))
 
     @staticmethod

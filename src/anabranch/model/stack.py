@@ -81,13 +81,14 @@ class Stack:
         )
 
     @staticmethod
-    def of_target(target: Network) -> Stack:
-        """All layers of a packed target, with its embedding, last norm and head."""
-        layers = []
-        for block in target.blocks:
-            assert isinstance(block, Block)
-            weights = (block.qkv, block.out, block.mlp.up, block.mlp.down)
-            layers.append(LayerWeights(block, *(linear for linear in weights if isinstance(linear, NativeLinear))))
+    def of_target(target: Network, layers: Sequence[LayerWeights] | None = None) -> Stack:
+        """All layers of a packed target, with its embedding, last norm and head; ``layers`` replace its own."""
+        if layers is None:
+            layers = []
+            for block in target.blocks:
+                assert isinstance(block, Block)
+                weights = (block.qkv, block.out, block.mlp.up, block.mlp.down)
+                layers.append(LayerWeights(block, *(linear for linear in weights if isinstance(linear, NativeLinear))))
         stack = Stack(target, layers, 0)
         stack._ends = native.Ends(
             embedding=table_of(target),

@@ -83,7 +83,7 @@ def states(target: Decoder, adapter: StreamAdapter, placement: str) -> list[torc
     verdicts = [Verdict(path, 0) for path in PATHS]
     seen = Observation(output, cache, range(3), trees(), verdicts, [True] * 3, 96, drafter.max_nodes)
     drafter.observe(rows, seen)
-    found = [drafter._states(row) for row in rows]
+    found = [drafter._state(row).states_SD for row in rows]
     return [states_SD for states_SD in found if states_SD is not None]
 
 

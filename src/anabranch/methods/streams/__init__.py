@@ -7,18 +7,20 @@ from typing import Any
 
 from torch import nn
 
-from anabranch.errors import CapabilityError
-from anabranch.methods.base import Drafter, Method, numbered, sized
+from anabranch.errors import CapabilityError, InputError
+from anabranch.methods.base import Drafter, Method, sized
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.counting import COUNTS
 from anabranch.methods.streams.draft import DraftOptions
 from anabranch.methods.streams.drafter import StreamDrafter
+from anabranch.methods.streams.lead import LEAD
 from anabranch.methods.streams.recipes import TRAINED
 from anabranch.methods.streams.settings import TreeSettings
 from anabranch.model.decoder import Decoder
 
 __all__ = ["METHOD", "StreamSettings"]
 
+MOST_LEAD = 8  # tokens
 BUDGETS = (3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 # tokens per step and speedup of lossless Speculative Streaming on MT-Bench, for Vicuna (ACL tables 6 and 1)
 PUBLISHED = {"Llama-2-7B": (3.52, 3.08), "Llama-2-13B": (3.63, 3.21), "Vicuna-33B": (3.75, 3.24)}
@@ -32,6 +34,12 @@ class StreamSettings(TreeSettings):
     condition: bool = True
     prune: int = 0
     placement: str = "auto"
+    lead: str = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lead != "auto" and not (self.lead.isdigit() and int(self.lead) <= MOST_LEAD):
+            raise InputError(f"lead must be auto or a number of tokens from 0 to {MOST_LEAD}, got {self.lead!r}")
 
     @property
     def options(self) -> DraftOptions:
@@ -48,8 +56,18 @@ def _build(target: Decoder, settings: StreamSettings, module: nn.Module | None) 
     assert isinstance(module, StreamAdapter)
     placement: Any = settings.placement
     return StreamDrafter(
-        target, module, settings.options, prune=settings.prune, placement=placement, adaptive=settings.adaptive
+        *(target, module, settings.options),
+        prune=settings.prune,
+        placement=placement,
+        adaptive=settings.adaptive,
+        lead="auto" if settings.lead == "auto" else int(settings.lead),
     )
+
+
+def _order(source: str) -> int | None:
+    """The lead comes before the streams."""
+    name, _, number = source.partition(" ")
+    return int(number) if name in (LEAD, "stream") and number.isdigit() else None
 
 
 METHOD = Method(
@@ -61,7 +79,7 @@ METHOD = Method(
     variants=("", "tree=chain", "tree=auto", "tree=product", "tree=chain,prune=3", "placement=ride"),
     candidates=sized(StreamSettings, BUDGETS),
     default=True,
-    order=numbered("stream"),
+    order=_order,
     counts=COUNTS,
     published=PUBLISHED,
 )

@@ -32,7 +32,7 @@ from anabranch.native import library as native
 from anabranch.sampling import SamplingParams, inverse_cdf, target_probs
 from anabranch.tree import DraftTree
 
-__all__ = ["DraftOptions", "StreamDraft"]
+__all__ = ["DraftOptions", "NativeDraft", "StreamDraft"]
 
 # Number of blocks of 32 draft tokens for which the kernels compute conditioned scores: those with a stream's best
 # tokens without conditioning; at least four times the nodes of a tree (docs/log.md).
@@ -282,7 +282,10 @@ class StreamDraft:
 class NativeDraft:
     """Builds the tree of one row with the native kernels: conditioning, scoring and selection in one call."""
 
-    def __init__(self, draft: StreamDraft, linears: dict[str, NativeLinear], head: NativeLinear) -> None:
+    def __init__(
+        self, draft: StreamDraft, linears: dict[str, NativeLinear], head: NativeLinear, certainty: float | None
+    ) -> None:
+        self._greedy, self._sampled = (1.0, TRUST) if certainty is None else (certainty, certainty)
         options, chain = draft.options, draft.options.tree == "chain"
         self._kernels = StreamKernels(head.kernels)
         self._sources = sources_of(draft.adapter.predictor, range(draft.depth + 1))
@@ -298,14 +301,18 @@ class NativeDraft:
             nodes=draft.depth + 1 if chain else options.nodes,
             frontier=1 if chain else options.frontier,
             blocks=max(BLOCKS, 4 * options.nodes),
-            noise_scale=TRUST,
+            noise_scale=self._sampled,
             min_log_prob=math.log(options.threshold) if options.threshold and not chain else -math.inf,
             **{name: linear.packed for name, linear in linears.items()},
         )
 
     @staticmethod
-    def of(draft: StreamDraft) -> NativeDraft | None:
-        """None unless the target runs on the kernels, with best-first trees or chains, conditioned on paths or not."""
+    def of(draft: StreamDraft, *, certainty: float | None = None) -> NativeDraft | None:
+        """None unless the target runs on the kernels, with best-first trees or chains, conditioned on paths or not.
+
+        certainty  what scores (of sampled rows with their noise) are multiplied by to give the logits of acceptance
+                   probabilities; None: ``TRUST`` for sampled rows, 1 for others
+        """
         conditioner, width = draft.conditioner, draft.target.config.hidden_size
         if not isinstance(draft.head.scores, NativeLinear):
             return None
@@ -319,13 +326,13 @@ class NativeDraft:
             or draft.target.config.logit_softcap is not None
         ):
             return None
-        return NativeDraft(draft, linears, draft.head.scores)
+        return NativeDraft(draft, linears, draft.head.scores, certainty)
 
     def __call__(self, states_SD: Tensor, root: int, row: RowVocabulary | None, noise: DrawNoise | None) -> DraftTree:
         """The tree of one row."""
         keys = None if noise is None else np.ascontiguousarray(noise.keys_D)
         self._config.keys = None if keys is None else keys.ctypes.data
-        self._config.score_scale = 1.0 if noise is None else TRUST / noise.temperature
+        self._config.score_scale = self._greedy if noise is None else self._sampled / noise.temperature
         own = None if row is None else row.head
         if isinstance(own, NativeLinear):
             assert row is not None

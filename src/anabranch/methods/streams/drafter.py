@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from anabranch.methods.base import Drafter, Observation, Row, Taps
 from anabranch.methods.draft_head import DrawNoise, RowVocabulary
 from anabranch.methods.streams.adapter import StreamModule
 from anabranch.methods.streams.draft import DraftOptions, StreamDraft
+from anabranch.methods.streams.lead import LEAD, Lead
 from anabranch.methods.streams.native import NativeTrail
 from anabranch.methods.streams.rider import StreamRider, trail
 from anabranch.model.blocks import Block
@@ -26,16 +29,32 @@ from anabranch.verify import Rule
 
 __all__ = ["StreamDrafter"]
 
+# Tokens of a lead where it is not given, and the most rows that have one: a pass of the copy over many rows is bound by
+# arithmetic like the target's own (docs/log.md).
+AUTO_LEAD, LED_ROWS = 2, 3
 # the lane of the random numbers for sampled drafts; the target's own tokens use lane 0, the rejection rule lane 1
 DRAFT_LANE = 2
 
 
 @dataclass
 class _State:
-    """The state of a row: stream states [S, D] of its last accepted node, and its own part of the draft vocabulary."""
+    """The state of a row.
+
+    words      its own part of the draft vocabulary
+    lead       tokens that were drafted before the streams, after the root
+    log_probs  the joint log probability of each of them
+    states_SD  states of the streams [S, D] that trail the last accepted node, or the lead
+    """
 
     words: RowVocabulary
+    lead: Sequence[int] = ()
+    log_probs: Sequence[float] = ()
     states_SD: Tensor | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether a draft is prepared."""
+        return self.states_SD is not None or bool(self.lead)
 
 
 class StreamDrafter(Drafter):
@@ -49,6 +68,8 @@ class StreamDrafter(Drafter):
                its streams on the emitted token; otherwise ride, which should be nearly free at batch 1 on a GPU (not
                yet run on one)
     adaptive   whether the number of drafted nodes follows the load, up to ``options.nodes``
+    lead       tokens that a 4-bit copy of the target drafts before the streams (``lead.Lead``); "auto": ``AUTO_LEAD``
+               where that fits and at most ``LED_ROWS`` rows go on, else none
     name       of the method
     """
 
@@ -63,6 +84,7 @@ class StreamDrafter(Drafter):
         prune: int = 0,
         placement: Literal["auto", "ride", "trail"] = "auto",
         adaptive: bool = False,
+        lead: Literal["auto"] | int = 0,
         name: str = "streams",
     ) -> None:
         if placement not in ("auto", "ride", "trail"):
@@ -99,18 +121,32 @@ class StreamDrafter(Drafter):
             NativeTrail(target, adapter, self.tree.depth) if not ride and NativeTrail.fits(target, adapter) else None
         )
         self.needs = Taps((adapter.start,) if not ride and adapter.reads_main else ())
+        fits = (
+            self._native is not None
+            and self.tree.options.tree != "product"
+            and adapter.reads_main
+            and Lead.fits(target, adapter)
+        )
+        if lead not in ("auto", 0) and not fits:
+            raise CapabilityError(
+                "a lead needs streams that trail on the native kernels, bf16 weights, and tree=best or tree=chain; use "
+                "lead=0"
+            )
+        self._led_rows = LED_ROWS if lead == "auto" else sys.maxsize
+        self.lead = (AUTO_LEAD if fits else 0) if lead == "auto" else lead
+        self._lead = Lead(target, adapter) if self.lead else None
         if not ride and self._native is None:
             for index in range(adapter.start, len(target.blocks)):
                 block = target.blocks[index]
                 assert isinstance(block, Block)
                 adapter.layer(index).merge(block)
         o, depth = self.tree.options, self.tree.depth
-        self.max_nodes = o.nodes if o.tree == "best" else sum(o.children**d for d in range(depth + 1))
+        self.max_nodes = o.nodes if o.tree == "best" else sum(o.children**d for d in range(depth + 1)) + self.lead
 
     @property
     def margin(self) -> int:
         """The tree's nodes; if streams trail on the native kernels, at least the streams' positions."""
-        return max(self.max_nodes, 0 if self._native is None else self.adapter.shape.num_streams)
+        return max(self.max_nodes, 0 if self._native is None else self.adapter.shape.num_streams + self.lead)
 
     @property
     def rider(self) -> Rider | None:
@@ -118,10 +154,20 @@ class StreamDrafter(Drafter):
         return self._rider
 
     def depth_of(self, budget: int) -> int:
+        """The maximum depth of a tree of ``budget`` nodes: its lead, and the streams that the rest of it uses."""
+        return self.lead + self._streams_of(min(budget, self.max_nodes) - self.lead)
+
+    def _streams_of(self, budget: int) -> int:
         """The number of streams that a tree of ``budget`` nodes uses."""
         if self.tree.options.tree != "best":
             return self.tree.depth
-        return replace(self.tree.options, nodes=max(2, min(budget, self.max_nodes))).streams(self.tree.depth)
+        return replace(self.tree.options, nodes=max(2, budget)).streams(self.tree.depth)
+
+    def _ahead(self, rows: Sequence[Row], going: Sequence[int]) -> int:
+        """The number of tokens that lead the next drafts of the rows that go on."""
+        if any(rows[i].rule != "match" for i in going):
+            return 0  # they are judged by the distributions that they were sampled from
+        return self.lead if len(going) <= self._led_rows else 0
 
     def check(self, sampling: SamplingParams, rule: Rule) -> None:
         """*Rejection* needs sampled trees, verified without changes."""
@@ -160,21 +206,31 @@ class StreamDrafter(Drafter):
         found = [DraftTree.root(row.root) for row in rows]
         if budget < 2:
             return found
-        known = [b for b, row in enumerate(rows) if row.max_depth > 0 and self._states(row) is not None]
+        known = [b for b, row in enumerate(rows) if row.max_depth > 0 and self._state(row).ready]
         if batch := [b for b in known if rows[b].rule == "match"]:
-            states = [states for b in batch if (states := self._states(rows[b])) is not None]
-            draft = self._sized(budget)
-            while draft.depth > min(map(len, states)):  # states were prepared for a smaller tree
-                budget = min(budget, draft.options.nodes) - 1
+            kept = [self._state(rows[b]) for b in batch]
+            count = len(kept[0].lead)  # drafts of one step were prepared together
+            trees = [
+                DraftTree.root(state.lead[-1] if count else rows[b].root) for b, state in zip(batch, kept, strict=True)
+            ]
+            states = [state.states_SD for state in kept if state.states_SD is not None]
+            budget = min(budget, self.max_nodes) - count
+            if budget >= 2 and len(states) == len(batch):
                 draft = self._sized(budget)
-            words = [self._words(rows[b]) for b in batch]
-            roots, drawn = [rows[b].root for b in batch], [DrawNoise.of(rows[b], draft.depth) for b in batch]
-            for b, tree in zip(batch, draft.build(states, roots, words, drawn), strict=True):
-                limit = rows[b].max_depth
-                fits = draft.depth <= limit or tree.max_depth <= limit
-                found[b] = tree if fits else tree.select((tree.depths <= limit).nonzero()[0])
+                while draft.depth > min(map(len, states)):  # states were prepared for a smaller tree
+                    budget = min(budget, draft.options.nodes) - 1
+                    draft = self._sized(budget)
+                words = [self._words(rows[b]) for b in batch]
+                drawn = [DrawNoise.of(rows[b], draft.depth, ahead=count) for b in batch]
+                trees = draft.build(states, [tree.tokens.item(0) for tree in trees], words, drawn)
+            for b, state, tree in zip(batch, kept, trees, strict=True):
+                led, limit = _led(rows[b].root, state, tree), rows[b].max_depth
+                if budget < 1:  # smaller than what was prepared
+                    limit = min(limit, budget + count - 1)
+                fits = led.max_depth <= limit
+                found[b] = led if fits else led.select((led.depths <= limit).nonzero()[0])
         for b in known:
-            row, states_SD = rows[b], self._states(rows[b])
+            row, states_SD = rows[b], self._state(rows[b]).states_SD
             if row.rule == "rejection" and states_SD is not None:
                 noise = generator(row.sampling.seed, len(row.tokens), lane=DRAFT_LANE)
                 found[b] = self.tree.sample(
@@ -182,20 +238,19 @@ class StreamDrafter(Drafter):
                 )
         return found
 
-    def _states(self, row: Row) -> Tensor | None:
+    def _state(self, row: Row) -> _State:
         state: _State = row.state[self]
-        return state.states_SD
+        return state
 
     def _words(self, row: Row) -> RowVocabulary:
-        state: _State = row.state[self]
-        return state.words.extend(row.tokens)
+        return self._state(row).words.extend(row.tokens)
 
     def observe(self, rows: Sequence[Row], seen: Observation) -> None:
         """Keep the stream states of each row's accepted node; not computed if nothing will be drafted."""
         result = seen.result
         last = [result.starts_B[slot] + v.path[-1] for slot, v in zip(seen.slots, seen.verdicts, strict=True)]
         for row in rows:
-            row.state[self].states_SD = None
+            row.state[self] = _State(self._state(row).words)
         if seen.budget < 2 or not any(seen.live):
             return
         if self._rider is not None and self._rider.rides:
@@ -212,12 +267,25 @@ class StreamDrafter(Drafter):
             tokens_B = torch.tensor([emitted[i] for i in going])
             states = self._trail(main_MD[at_B].to(self.target.dtype), tokens_B, [seen.slots[i] for i in going], seen)
         else:
-            depth = self.depth_of(seen.budget)
+            order = sorted(going, key=seen.slots.__getitem__)
+            budget = min(seen.budget, self.max_nodes)
+            ahead = min(self._ahead(rows, going), budget - 1)
+            if ahead and self._lead is not None:
+                roots, slots = [emitted[i] for i in order], [seen.slots[i] for i in order]
+                words, noise = [self._words(rows[i]) for i in order], [DrawNoise.of(rows[i], ahead) for i in order]
+                led = self._lead.run(roots, slots, words, noise, seen.cache, seen.planned, ahead)
+                for place, i in enumerate(order):
+                    state = self._state(rows[i])
+                    state.lead, state.log_probs = led.tokens[place], led.log_probs[place]
+                    last[i], emitted[i] = place, led.tokens[place][-1]
+                main_MD = led.main_AD
+            if budget - ahead < 2:
+                return
+            depth = self._streams_of(budget - ahead)
             nodes, tokens, counts = ([0] * seen.cache.count for _ in range(3))
             for i in going:
                 nodes[seen.slots[i]], tokens[seen.slots[i]], counts[seen.slots[i]] = last[i], emitted[i], depth
-            order = sorted(going, key=seen.slots.__getitem__)
-            flat = self._native.run(main_MD, nodes, tokens, counts, seen.cache, seen.planned)
+            flat = self._native.run(main_MD, nodes, tokens, counts, seen.cache, seen.planned, ahead=ahead)
             by_slot = flat.view(len(going), depth, -1)
             states = by_slot if order == going else by_slot[[order.index(i) for i in going]]
         for i, states_SD in zip(going, states, strict=True):
@@ -254,3 +322,22 @@ class StreamDrafter(Drafter):
         inputs = (entry_BD, emitted_B, torch.tensor(lengths), torch.tensor(slots))
         (states,) = cache.graphs.run(target.backend.capture, key, compute, inputs, target.device, held=(table, self))
         return states.clone()
+
+
+def _led(root: int, state: _State, tree: DraftTree) -> DraftTree:
+    """The tree of a row from the one below its lead.
+
+    lead 7 8, tree 8 +-- 1 -- 2         root 5 -- 7 -- 8 +-- 1 -- 2
+                     +-- 4                               +-- 4
+    """
+    count = len(state.lead)
+    if not count:
+        return tree
+    assert tree.log_probs is not None
+    sources = [f"{LEAD} {depth}" for depth in range(1, count + 1)]
+    return DraftTree(
+        np.concatenate(([root], state.lead, tree.tokens[1:])).astype(np.int64),
+        np.concatenate((np.arange(-1, count), tree.parents[1:] + count)).astype(np.int64),
+        sources=("target", *sources, *tree.sources[1:]),
+        log_probs=np.concatenate(([0.0], state.log_probs, tree.log_probs[1:] + state.log_probs[-1])).astype(np.float32),
+    )

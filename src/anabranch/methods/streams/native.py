@@ -6,6 +6,7 @@ B rows of the batch, S streams, D model width.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -25,7 +26,9 @@ from anabranch.model.stack import LayerWeights, Stack, norm_weight
 from anabranch.native.library import BLOCK, MAX_EMBEDDING_WIDTH
 from anabranch.support.memory import give_back
 
-__all__ = ["NativeTrail"]
+__all__ = ["NativeTrail", "narrow", "narrow_layer"]
+
+_narrowed: WeakKeyDictionary[NativeLinear, NativeLinear] = WeakKeyDictionary()
 
 
 class _TrailWeights:
@@ -47,11 +50,11 @@ class _TrailWeights:
     def _layer(block: object, weights: StreamLayer) -> LayerWeights:
         assert isinstance(block, Block)
         weights.merge(block)
-        qkv, out = (_narrow(block.qkv), _narrow(block.out)) if weights.merged is None else weights.merged
+        qkv, out = (narrow(block.qkv), narrow(block.out)) if weights.merged is None else weights.merged
         assert isinstance(qkv, NativeLinear)
         assert isinstance(out, NativeLinear)
-        up = _narrow(block.mlp.up) if weights.keep_mlp else None
-        down = _narrow(block.mlp.down) if weights.keep_mlp else None
+        up = narrow(block.mlp.up) if weights.keep_mlp else None
+        down = narrow(block.mlp.down) if weights.keep_mlp else None
         term = () if weights.mlp is None else _whole_blocks(weights.mlp, block.qkv)
         return LayerWeights(block, qkv, out, up, down, *term)
 
@@ -109,6 +112,8 @@ class NativeTrail:
         counts: Sequence[int],
         cache: Cache,
         planned: int,
+        *,
+        ahead: int = 0,
     ) -> Tensor:
         """Stream states after the last norm, row by row [sum of ``counts``, D].
 
@@ -116,9 +121,11 @@ class NativeTrail:
         nodes    the main row that each batch row trails: its newest committed node
         emitted  the token emitted at each of these nodes
         counts   number of streams of each batch row, at most ``streams``; 0: the row is skipped (not for all rows)
+        ahead    cache positions after the committed ones that the streams attend to as if they were committed
         """
         assert max(counts) <= self.streams
-        lengths, low, high = cache.lengths, self.stack.first, self.stack.config.num_layers
+        low, high = self.stack.first, self.stack.config.num_layers
+        lengths = [length + ahead for length in cache.lengths] if ahead else cache.lengths
         if self._entry is None:
             active = [b for b, count in enumerate(counts) if count]
             tokens = self.target.embedding(torch.tensor([emitted[b] for b in active]))[:, None]
@@ -139,12 +146,20 @@ class NativeTrail:
         return states
 
 
-def _narrow(linear: nn.Module) -> NativeLinear:
-    """A linear layer for drafts: bf16 weights are quantised to int4."""
+def narrow(linear: nn.Module) -> NativeLinear:
+    """A linear layer for drafts: bf16 weights are quantised to int4, once for all that draft with them."""
     assert isinstance(linear, NativeLinear)
     if linear.kind != "bfloat16":
         return linear
-    return NativeLinear(QuantizedWeight.of(linear.dense(), "int4"), linear.bias, gated=linear.gated)
+    if linear not in _narrowed:
+        _narrowed[linear] = NativeLinear(QuantizedWeight.of(linear.dense(), "int4"), linear.bias, gated=linear.gated)
+    return _narrowed[linear]
+
+
+def narrow_layer(block: nn.Module) -> LayerWeights:
+    """A layer for drafts."""
+    assert isinstance(block, Block)
+    return LayerWeights(block, *map(narrow, (block.qkv, block.out, block.mlp.up, block.mlp.down)))
 
 
 def _whole_blocks(term: LowRank, like: nn.Module) -> tuple[NativeLinear, NativeLinear]:

@@ -1,0 +1,145 @@
+"""The lead of a draft: tokens from a 4-bit copy of the target, and the streams that trail them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from test_kernels import BASE, adapter_for, decoder, in_four_bits, needs_kernels, packed, tokens
+
+from anabranch.decoding.engine import Engine, Request, Step
+from anabranch.errors import CapabilityError, InputError
+from anabranch.methods import parse_spec
+from anabranch.methods.draft_head import RowVocabulary
+from anabranch.methods.none import NoDrafter
+from anabranch.methods.streams import METHOD
+from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.methods.streams.draft import DraftOptions, StreamDraft
+from anabranch.methods.streams.drafter import LED_ROWS, StreamDrafter, _led, _State
+from anabranch.methods.streams.lead import LEAD
+from anabranch.model.decoder import Decoder
+from anabranch.model.pack import pack_decoder
+from anabranch.sampling import SamplingParams
+from anabranch.tree import DraftTree
+
+SHAPE: dict[str, object] = {"conditioning": "path", "conditioning_rank": 32, "root_width": 32}
+SAMPLED = SamplingParams(temperature=1.0, seed=5)
+
+
+def setup(form: str = "bfloat16") -> tuple[Decoder, StreamAdapter]:
+    model = packed(BASE, form)
+    return model, adapter_for(model, **SHAPE)
+
+
+def decode(model: Decoder, drafter: object, rows: int, sampling: SamplingParams | None = None) -> list[list[Step]]:
+    engine = Engine(model, drafter, rows=rows, capacity=200)  # type: ignore[arg-type]
+    asked = [Request(tokens(4 + 9 * i, i), 30, sampling=sampling or SamplingParams()) for i in range(rows)]
+    order = [engine.add(request) for request in asked]
+    found: dict[int, list[Step]] = {}
+    for step in engine.run():
+        found.setdefault(step.row, []).append(step)
+    return [found[key] for key in order]
+
+
+def said(steps: list[Step]) -> list[int]:
+    return [token for step in steps for token in step.tokens]
+
+
+def test_a_lead_stands_between_the_root_and_the_streams_tree() -> None:
+    """The example of ``_led``."""
+    below = DraftTree(
+        np.array([8, 1, 4, 2], np.int64),
+        np.array([-1, 0, 0, 1], np.int64),
+        sources=("target", "stream 1", "stream 1", "stream 2"),
+        log_probs=np.array([0.0, -0.5, -1.5, -0.75], np.float32),
+    )
+    state = _State(RowVocabulary.__new__(RowVocabulary), [7, 8], [-0.125, -0.25])
+    tree = _led(5, state, below)
+    assert tree.tokens.tolist() == [5, 7, 8, 1, 4, 2]
+    assert tree.parents.tolist() == [-1, 0, 1, 2, 2, 3]
+    assert tree.sources == ("target", "lead 1", "lead 2", "stream 1", "stream 1", "stream 2")
+    assert tree.log_probs is not None
+    assert tree.log_probs.tolist() == [0.0, -0.125, -0.25, -0.75, -1.75, -1.0]
+
+
+@needs_kernels
+@pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("rows", [1, 2, LED_ROWS + 2])
+def test_a_lead_changes_nothing_that_is_said(rows: int, sampling: SamplingParams) -> None:
+    model, adapter = setup()
+    plain = [said(steps) for steps in decode(model, NoDrafter(), rows, sampling)]
+    for lead in ("auto", 1, 3):
+        drafter = StreamDrafter(model, adapter, DraftOptions(nodes=7), lead=lead)  # type: ignore[arg-type]
+        found = decode(model, drafter, rows, sampling)
+        assert [said(steps) for steps in found] == plain
+        led = any(source.startswith(LEAD) for steps in found for source in steps[1].tree.sources)
+        assert led == (lead != "auto" or rows <= LED_ROWS)
+        assert max(step.tree.size for steps in found for step in steps) <= 7
+
+
+@needs_kernels
+@pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
+@torch.no_grad()
+def test_a_copy_of_weights_that_four_bits_hold_is_nearly_always_right(sampling: SamplingParams) -> None:
+    model = decoder(BASE)
+    adapter = adapter_for(model, num_stream_layers=1, attention_rank=0)
+    in_four_bits(model, adapter)
+    assert pack_decoder(model)
+    (steps,) = decode(model, StreamDrafter(model, adapter, DraftOptions(nodes=4), lead=3), 1, sampling)
+    whole = [step for step in steps if step.tree.size == 4]
+    assert len(whole) > 3
+    assert sum(len(step.verdict.path) - 1 for step in whole) / (3 * len(whole)) > 0.8
+
+
+@needs_kernels
+def test_small_budgets_cut_the_lead() -> None:
+    model, adapter = setup()
+    plain = [said(steps) for steps in decode(model, NoDrafter(), 1)]
+    found = decode(model, StreamDrafter(model, adapter, DraftOptions(nodes=2), lead=2), 1)
+    assert [said(steps) for steps in found] == plain
+    assert {step.tree.size for steps in found for step in steps} == {1, 2}
+
+
+@needs_kernels
+def test_sampled_drafts_that_rejection_judges_have_no_lead() -> None:
+    model, adapter = setup()
+    drafter = StreamDrafter(model, adapter, DraftOptions(tree="chain"), lead="auto")
+    engine = Engine(model, drafter, rows=1, capacity=100)
+    engine.add(Request(tokens(9), 20, sampling=SAMPLED, rule="rejection"))
+    assert not any(source.startswith(LEAD) for step in engine.run() for source in step.tree.sources)
+
+
+@needs_kernels
+@pytest.mark.parametrize("form", ["float32", "int8", "int4"])
+def test_there_is_no_lead_where_four_bits_read_no_less(form: str) -> None:
+    model, adapter = setup(form)
+    assert StreamDrafter(model, adapter, lead="auto").lead == 0
+    with pytest.raises(CapabilityError, match="bf16 weights"):
+        StreamDrafter(model, adapter, lead=1)
+
+
+@needs_kernels
+def test_what_a_lead_does_not_go_with() -> None:
+    model, adapter = setup()
+    with pytest.raises(CapabilityError, match="tree=best or tree=chain"):
+        StreamDrafter(model, adapter, DraftOptions(tree="product", k=2), lead=1)
+    with pytest.raises(CapabilityError, match="streams that trail"):
+        StreamDrafter(model, adapter, placement="ride", lead=1)
+    assert StreamDrafter(model, adapter, placement="ride", lead="auto").lead == 0
+
+
+@pytest.mark.parametrize("lead", ["9", "-1", "two"])
+def test_the_setting_is_a_small_number_or_auto(lead: str) -> None:
+    with pytest.raises(InputError, match="lead must be auto or a number of tokens from 0 to 8"):
+        METHOD.settings.parse(f"lead={lead}", "streams")
+    assert str(parse_spec("streams:tree=8,lead=2")) == "streams:nodes=8,lead=2"
+
+
+@needs_kernels
+def test_the_copy_is_made_once() -> None:
+    model, adapter = setup()
+    first, second = (StreamDrafter(model, adapter, lead=lead) for lead in (1, 2))
+    assert first._lead is not None
+    assert second._lead is not None
+    assert first._lead._stack is second._lead._stack
+    assert isinstance(first.tree, StreamDraft)
