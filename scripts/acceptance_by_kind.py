@@ -1,11 +1,14 @@
-"""Predicted mean acceptance length of adapters on prompts of several kinds: tokens a pass of the target.
+"""Mean acceptance length on prompts of several kinds, predicted for adapters or decoded by drafters.
 
-The default model completes the prompts greedily, and the completions are replayed through each adapter's tree builder
-(``anabranch.methods.replay``), so all adapters are measured on the same texts. Kinds are the suites spec_bench,
-mt_bench (conversation) and humaneval (code), the instructions of alpaca_subset, and the test rows of the tasks sql, e2e
-and dialogsum. The adapter that ships comes first.
+The default model completes the prompts greedily. The completions are replayed through each adapter's tree builder
+(``anabranch.methods.replay``), so all adapters are measured on the same texts; a replay knows the streams only, not
+what leads them. With ``--drafter``, the prompts are decoded one at a time by these drafters instead. Kinds are the
+suites spec_bench, mt_bench (conversation) and humaneval (code), the instructions of alpaca_subset, and the test rows of
+the tasks sql, e2e and dialogsum. The adapter that ships comes first.
 
     python scripts/acceptance_by_kind.py --data DIR --adapter FOLDER --out benchmarks/acceptance-by-kind-DATE.json
+    python scripts/acceptance_by_kind.py --data DIR --drafter streams:tree=8 --drafter streams:tree=8,lead=0 \
+        --out benchmarks/decoded-by-kind-DATE.json
 """
 
 from __future__ import annotations
@@ -66,6 +69,34 @@ def completed(data: Path, limit: int, new: int, seed: int) -> dict[str, list[Exa
     return found
 
 
+def decoded(data: Path, limit: int, new: int, seed: int, drafters: list[str]) -> list[dict[str, Any]]:
+    """By drafter and kind: tokens a pass, and on how many prompts the tokens are those of plain decoding."""
+    counts: dict[str, dict[str, list[int]]] = {drafter: {} for drafter in drafters}
+    with anabranch.load("default") as model:
+        for kind, texts in kinds(data, limit, seed):
+            for text in texts:
+                prompt = chat_ids(model.tokenizer, text, model="default")
+                plain = model.generate(prompt, max_new_tokens=new, drafter="none")
+                for drafter in drafters:
+                    found = model.generate(prompt, max_new_tokens=new, drafter=drafter)
+                    seen = counts[drafter].setdefault(kind, [0, 0, 0])
+                    for place, value in enumerate(
+                        (len(found.token_ids), found.stats.steps, found.token_ids == plain.token_ids)
+                    ):
+                        seen[place] += value
+            for drafter in drafters:
+                tokens, steps, equal = counts[drafter][kind]
+                print(f"{drafter} {kind}: {tokens / steps:.3f}, equal {equal} of {len(texts)}", flush=True)
+    return [
+        {
+            "drafter": drafter,
+            "tokens_per_pass": {kind: round(tokens / steps, 4) for kind, (tokens, steps, _) in by_kind.items()},
+            "equal_to_plain": {kind: equal for kind, (_, _, equal) in by_kind.items()},
+        }
+        for drafter, by_kind in counts.items()
+    ]
+
+
 def lengths(target: Target, adapter: Any, examples: dict[str, list[Example]], nodes: list[int]) -> dict[str, Any]:
     """By kind: tokens a pass for trees of each size, and for a chain."""
     trained = adapter.method.trained
@@ -83,6 +114,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--data", type=Path, required=True, help="folder with the data sets")
     parser.add_argument("--adapter", type=Path, action="append", default=[], help="an adapter folder; may be repeated")
+    parser.add_argument("--drafter", action="append", help="decode with this drafter instead; may be repeated")
     parser.add_argument("--limit", type=int, default=40, help="prompts of each kind")
     parser.add_argument("--new", type=int, default=128, help="new tokens per prompt")
     parser.add_argument("--nodes", type=int, action="append", help="nodes of a tree (default: 8)")
@@ -90,6 +122,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     args = parser.parse_args()
     nodes = args.nodes or [8]
+    result: dict[str, Any] = {
+        "command": shown_command("python", "scripts/acceptance_by_kind.py", *sys.argv[1:]),
+        "prompts_of_a_kind": args.limit,
+        "new_tokens": args.new,
+    }
+    if args.drafter:
+        result["decoded"] = decoded(args.data, args.limit, args.new, args.seed, args.drafter)
+    else:
+        result |= predicted(args, nodes)
+    result["environment"] = environment(torch.device("cpu"))
+    print(json.dumps(result, indent=1))
+    if args.out is not None:
+        write_atomically(args.out, json.dumps(result, indent=1) + "\n")
+
+
+def predicted(args: argparse.Namespace, nodes: list[int]) -> dict[str, Any]:
+    """The part of a result that says what adapters are predicted to reach."""
     examples = completed(args.data, args.limit, args.new, args.seed)
     target = load_target("default")
     adapters = [*find_adapters(target), *(load_adapter(folder, target) for folder in args.adapter)]
@@ -102,17 +151,10 @@ def main() -> None:
         }
         for place, adapter in enumerate(adapters)
     ]
-    result = {
-        "command": shown_command("python", "scripts/acceptance_by_kind.py", *sys.argv[1:]),
-        "prompts_of_a_kind": args.limit,
-        "new_tokens": args.new,
+    return {
         "answer_tokens": {kind: sum(len(row.answer_ids) for row in rows) for kind, rows in examples.items()},
         "adapters": measured,
-        "environment": environment(torch.device("cpu")),
     }
-    print(json.dumps(measured, indent=1))
-    if args.out is not None:
-        write_atomically(args.out, json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
