@@ -119,6 +119,29 @@ def _predicted(result: Result) -> list[str]:
     )
 
 
+def _decoded(result: Result) -> list[str]:
+    """Tokens a pass that drafters decoded on prompts of several kinds (``scripts/acceptance_by_kind.py``)."""
+    decoded = result["decoded"]
+    rows = [
+        [
+            kind,
+            *(f"{run['tokens_per_pass'][kind]:.2f}" for run in decoded),
+            min(run["equal_to_plain"][kind] for run in decoded),
+        ]
+        for kind in decoded[0]["tokens_per_pass"]
+    ]
+    titles = [
+        "kind of prompt",
+        *(f"`{run['drafter']}`, tokens a pass" for run in decoded),
+        "texts equal to plain decoding",
+    ]
+    return [
+        f"{result['prompts_of_a_kind']} prompts of each kind, {result['new_tokens']} new tokens, one at a time.",
+        "",
+        *table(titles, rows),
+    ]
+
+
 def _own_evaluation(result: Result) -> list[str]:
     rows = [
         (name, *(f"{result[side][key]:.3f}" for side in ("spec_bench", "ours")))
@@ -306,6 +329,7 @@ KINDS: tuple[tuple[str, tuple[str, ...], Callable[[Result], list[str]]], ...] = 
     ("Exactness", ("methods", "what"), _exactness),
     ("Tuning", ("interval_90", "candidates"), _tune),
     ("Predicted acceptance", ("predicted_over_decoded",), _predicted),
+    ("Acceptance by kind of prompt", ("decoded", "prompts_of_a_kind"), _decoded),
     ("Spec-Bench's own evaluation", ("spec_bench", "ours"), _own_evaluation),
     ("Step times in the shape of larger models", ("steps", "parameters", "left_out"), _shape),
     ("Passes, before and after", ("cases", "passes"), _passes),
