@@ -140,7 +140,7 @@ def test_predicted_acceptance_and_costs_rank_arms_before_they_were_tried() -> No
     assert made.arm(drafter.arms, 1, 0.0, using=None).name == "eagle+prompt_lookup"
     for _ in range(50):
         made.costs.saw_draft("eagle+prompt_lookup", 30.0, 12, 1)
-        made.costs.saw_prepare("eagle+prompt_lookup", 30.0, 5, 1)
+        made.costs.saw_prepare("eagle+prompt_lookup", 30.0, 5)
     assert made.arm(drafter.arms, 1, 0.0, using=None).name == "medusa+prompt_lookup", "its drafts take too long"
 
 

@@ -192,7 +192,7 @@ def test_what_tune_found_comes_first(home: Path) -> None:
     assert (found.origin, found.when) == ("tuned", "2026-11-01")
     assert found.costs.pass_ms(np.array([1, 8]), 1, 0.0).tolist() == [5.0, 10.0]
     assert found.costs.draft_ms("any", 12, 1) == pytest.approx(2.0)
-    assert found.costs.prepare_ms("any", 4, 1) == pytest.approx(3.0)
+    assert found.costs.prepare_ms("any", 4) == pytest.approx(3.0)
 
 
 # -- costs that follow the steps --------------------------------------------------------------------------------
@@ -209,13 +209,13 @@ def test_costs_follow_what_steps_take() -> None:
     for _ in range(400):
         made.saw_pass(9.0, 8, 1, 0.0)
         made.saw_draft("any", 1.5, 12, 3)
-        made.saw_prepare("any", 2.5, 4, 2)
+        made.saw_prepare("any", 2.5, 8)
         made.saw_rest(0.8, 4)
     assert pass_ms(made, 8) == pytest.approx(9.0, rel=0.01)
     assert made.draft_ms("any", 12, 3) == pytest.approx(1.5, rel=0.01)
-    assert made.prepare_ms("any", 4, 2) == pytest.approx(2.5, rel=0.01)
+    assert made.prepare_ms("any", 8) == pytest.approx(2.5, rel=0.01)
     assert made.rest_ms(4) == pytest.approx(0.8, rel=0.01)
-    assert made.prepare_ms("any", 0, 1) == 0.0
+    assert made.prepare_ms("any", 0) == 0.0
 
 
 def test_what_many_rows_take_does_not_change_what_is_known_of_one() -> None:

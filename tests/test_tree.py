@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from anabranch.tree import UNKNOWN_LOG_PROB, DraftTree, exclusive
+from anabranch.tree import UNKNOWN_LOG_PROB, DraftTree
 
 # Another job on the machine must not fail a test of what holds.
 patient = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
@@ -128,11 +130,11 @@ def test_from_paths_keeps_the_best_belief_of_a_shared_node() -> None:
 
 
 def merge_inputs() -> list[DraftTree]:
-    first = DraftTree.chain(9, [1, 2], source="a", log_probs=np.log([0.6, 0.5]))
+    first = DraftTree.chain(9, [1, 2], source="a", log_probs=[-0.1, -0.3])
     second = DraftTree(
         ints(9, 1, 5, 4),
         ints(-1, 0, 1, 0),
-        log_probs=np.log([1.0, 0.5, 0.4, 0.4]).astype(np.float32),
+        log_probs=np.array([0, -0.2, -0.4, -2], np.float32),
         sources=("target", *"bbb"),
     )
     return [first, second]
@@ -144,41 +146,19 @@ def test_merge_drawing() -> None:
     assert full.parents.tolist() == [-1, 0, 1, 1, 0]
     assert full.sources == ("target", "a", "a", "b", "b")
     assert full.log_probs is not None
-    np.testing.assert_allclose(np.exp(full.log_probs), [1.0, 0.8, 0.5, 0.3, 0.2], rtol=1e-5)
+    agreed = math.log(1 - (1 - math.exp(-0.1)) * (1 - math.exp(-0.2)))
+    np.testing.assert_allclose(full.log_probs, [0, agreed, -0.3, -0.4, -2.0], rtol=1e-5)
     assert DraftTree.merge(merge_inputs()).tokens.tolist() == full.tokens.tolist()
     assert DraftTree.merge(merge_inputs(), 4).tokens.tolist() == [9, 1, 2, 5]
     assert DraftTree.merge(merge_inputs(), 1).tokens.tolist() == [9]
 
 
 def test_a_tree_without_beliefs_counts_as_coin_tosses() -> None:
-    other = DraftTree.chain(9, [1, 2], log_probs=np.log([0.4, 0.3]))
-    merged = DraftTree.merge([DraftTree.chain(9, [3, 4, 5]), other], 4)
+    sure = DraftTree.chain(9, [1, 2], log_probs=[-0.1, -0.2])
+    merged = DraftTree.merge([DraftTree.chain(9, [3, 4, 5]), sure], 4)
     assert merged.tokens.tolist() == [9, 3, 1, 2]
     assert merged.log_probs is not None
     assert merged.log_probs[1] == np.float32(UNKNOWN_LOG_PROB)
-
-
-def test_what_leaves_a_sure_path_is_unlikely() -> None:
-    #  9 +-- 1 (.95) -- 2 (.9)      drafted by one
-    #    +-- 3 (.5) -- 4 (.4)       by another, which does not know of it
-    found = exclusive([-1, 0, 1, 0, 3], [1.0, 0.95, 0.9, 0.5, 0.4])
-    assert found == pytest.approx([1.0, 0.95, 0.9, 0.05, 0.04])
-
-
-@patient
-@given(st.lists(st.tuples(st.floats(0, 1), st.integers(0, 30)), min_size=1, max_size=12))
-def test_siblings_share_what_their_parent_has(nodes: list[tuple[float, int]]) -> None:
-    parents, found = [-1], [1.0]
-    for share, above in nodes:
-        parent = above % len(parents)
-        found.append(share * found[parent])
-        parents.append(parent)
-    shared = exclusive(parents, list(found))
-    for parent in range(len(parents)):
-        children = [node for node in range(1, len(parents)) if parents[node] == parent]
-        assert sum(shared[node] for node in children) <= shared[parent] + 1e-9
-        if children and parent == 0:
-            assert max(shared[node] for node in children) == pytest.approx(max(found[node] for node in children))
 
 
 def test_truncate_keeps_parents_of_overrated_children() -> None:

@@ -153,27 +153,26 @@ class _Estimate:
         self.value *= math.exp(rate * _bounded(math.log(value / self.value)))
 
 
-class _ByLoad:
-    """Running estimates of a positive quantity, one for each binary order of the rows: loads differ in what they do.
+class _ByRows:
+    """A running estimate of milliseconds a step that has a fixed part and one for each row.
 
-    start  its value before anything was seen
+    Loads are kept apart by the binary order of their rows: what a step of 32 rows takes says little of one row's.
     """
 
-    def __init__(self, start: float = 0.0) -> None:
-        self._start = start
-        self._each: dict[int, _Estimate] = {}
+    def __init__(self) -> None:
+        self._each: dict[int, _Estimate] = {}  # milliseconds a row
 
     def __call__(self, rows: int) -> float:
-        """At a load of so many rows; before such a load was seen, as at the nearest one."""
+        """Of a step of so many rows; before such a load was seen, as at the nearest one, and 0 before any was."""
         if not self._each:
-            return self._start
+            return 0.0
         order = rows.bit_length()
         found = self._each.get(order) or self._each[min(self._each, key=lambda seen: abs(seen - order))]
-        return found.value
+        return found.value * rows
 
-    def learn(self, value: float, rows: int) -> None:
+    def learn(self, ms: float, rows: int) -> None:
         """Take in a measurement."""
-        self._each.setdefault(rows.bit_length(), _Estimate(self._start)).learn(value)
+        self._each.setdefault(rows.bit_length(), _Estimate(0.0)).learn(ms / rows)
 
 
 def _bounded(difference: float) -> float:
@@ -191,11 +190,11 @@ class _Drafting:
 
     draft    of a dozen nodes for one row
     prepare  in passes over as many rows as positions are prepared
-    free     of drafts that cost next to nothing, a row
+    free     of drafts that cost next to nothing
     """
 
     def __init__(self, draft: float, prepare: float) -> None:
-        self.draft, self.prepare, self.free = _Estimate(draft), _ByLoad(prepare), _ByLoad()
+        self.draft, self.prepare, self.free = _Estimate(draft), _Estimate(prepare), _ByRows()
 
 
 class Costs:
@@ -219,7 +218,7 @@ class Costs:
         self._set_passes(self._base)
         self._usual = 0.5 * draft, 0.5 * draft / float(self._pass[4])  # drafting and preparing, of any drafter
         self._drafting: dict[str, _Drafting] = {}
-        self._rest = _ByLoad()  # a row
+        self._rest = _ByRows()
 
     @staticmethod
     def tuned(
@@ -274,17 +273,17 @@ class Costs:
 
     def free_ms(self, drafter: str, rows: int) -> float:
         """Of a drafter's drafts that are free, which is next to nothing."""
-        return self._of(drafter).free(rows) * rows
+        return self._of(drafter).free(rows)
 
-    def prepare_ms(self, drafter: str, depths: NDArray[np.int64] | int, rows: int) -> NDArray[np.float64]:
-        """Of what follows the pass, for next drafts of these depths of so many rows."""
-        passes = np.interp(np.multiply(depths, rows), GRID, self._pass) * np.sign(depths)
-        found: NDArray[np.float64] = self._of(drafter).prepare(rows) * passes
+    def prepare_ms(self, drafter: str, positions: NDArray[np.int64] | int) -> NDArray[np.float64]:
+        """Of what follows the pass, for so many positions: rows times the depth of their next drafts."""
+        passes = np.interp(positions, GRID, self._pass) * np.sign(positions)
+        found: NDArray[np.float64] = self._of(drafter).prepare.value * passes
         return found
 
     def rest_ms(self, rows: int) -> float:
         """Of verification and of what is left to Python."""
-        return self._rest(rows) * rows
+        return self._rest(rows)
 
     def saw_pass(self, ms: float, nodes: int, rows: int, context: float) -> None:
         """Take in a timed pass; it has an effect with the next few."""
@@ -326,15 +325,15 @@ class Costs:
 
     def saw_free(self, drafter: str, ms: float, rows: int) -> None:
         """Take in timed drafts that were free."""
-        self._of(drafter).free.learn(ms / rows, rows)
+        self._of(drafter).free.learn(ms, rows)
 
-    def saw_prepare(self, drafter: str, ms: float, depth: int, rows: int) -> None:
+    def saw_prepare(self, drafter: str, ms: float, positions: int) -> None:
         """Take in what followed a timed pass."""
-        self._of(drafter).prepare.learn(ms / float(np.interp(depth * rows, GRID, self._pass)), rows)
+        self._of(drafter).prepare.learn(ms / float(np.interp(positions, GRID, self._pass)))
 
     def saw_rest(self, ms: float, rows: int) -> None:
         """Take in what else a step took."""
-        self._rest.learn(ms / rows, rows)
+        self._rest.learn(ms, rows)
 
 
 def disturbed(ms: Sequence[float]) -> bool:

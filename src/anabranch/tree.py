@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["DraftTree", "depths_of", "exclusive", "mask_of"]
+__all__ = ["DraftTree", "depths_of", "mask_of"]
 
 # Log probability assumed for each token of a drafter that gives none.
 UNKNOWN_LOG_PROB = math.log(0.5)
@@ -304,17 +304,16 @@ class DraftTree:
         """Return the union of trees that share a root, truncated to ``budget`` nodes (None: all), counting the root.
 
         A node that several trees propose appears once, with the source that gave it the highest probability. Its
-        probability is that of at least one of them being right, taken as independent: 1 - (1 - p)(1 - q). Siblings of
-        different trees then share what their parent has (``exclusive``). In a tree without log_probs every token has
-        probability 1/2.
+        probability is that of at least one of them being right, taken as independent: 1 - (1 - p)(1 - q). In a tree
+        without log_probs every token has probability 1/2.
 
-            9 +-- 1 (0.6) -- 2 (0.5)         9 +-- 1 (0.5) -- 5 (0.4)
-                                               +-- 4 (0.4)
+            9 +-- 1 (-0.1) -- 2 (-0.3)         9 +-- 1 (-0.2) -- 5 (-0.4)
+                                                 +-- 4 (-2.0)
         merge into
 
-            9 +-- 1 (0.8) +-- 2 (0.5)
-              |           +-- 5 (0.3)
-              +-- 4 (0.2), dropped at budget 4
+            9 (0) +-- 1 (1: -0.02) +-- 2 (2: -0.3)
+                  |                +-- 5 (3: -0.4)
+                  +-- 4 (4: -2.0), dropped at budget 4
         """
         assert trees, "at least one tree"
         trie = _Trie(int(trees[0].tokens[0]), independent=True)
@@ -325,8 +324,6 @@ class DraftTree:
             for node, (parent, token, source, joint) in enumerate(nodes):
                 if node:
                     renamed[node] = trie.add(renamed[parent], token, source, joint)
-        probs = exclusive(trie.parents, list(map(math.exp, trie.joints)))
-        trie.joints = [math.log(prob) if prob else -math.inf for prob in probs]
         union = trie.tree(with_log_probs=True)
         return union if budget is None else union.truncate(budget)
 
@@ -355,30 +352,6 @@ def mask_of(parents_N: NDArray[np.int64]) -> NDArray[np.bool_]:
     packed = np.frombuffer(b"".join([row.to_bytes(stride, "little") for row in rows]), np.uint8)
     bits = np.unpackbits(packed.reshape(size, stride), axis=1, count=size, bitorder="little")
     return bits.view(np.bool_)
-
-
-def exclusive(parents: Sequence[int], found: list[float]) -> list[float]:
-    """Lower the probabilities of siblings that sum to more than their parent's: only one of them can be accepted.
-
-    Drafters whose trees are merged do not know of each other. The more probable sibling keeps its probability, and what
-    it leaves is the most that the others can have; their descendants fall with them.
-
-    >>> exclusive([-1, 0, 0, 2], [1.0, 0.75, 0.5, 0.25])
-    [1.0, 0.75, 0.25, 0.125]
-    """
-    left = list(found)
-    for node in range(1, len(found)):
-        left[parents[node]] -= found[node]
-    if min(left) >= 0.0:
-        return found
-    shares = [1.0] + [found[node] / found[parents[node]] if found[node] else 0.0 for node in range(1, len(found))]
-    left, kept = [1.0] * len(found), [1.0] * len(found)
-    for node in sorted(range(1, len(found)), key=shares.__getitem__, reverse=True):
-        kept[node] = max(0.0, min(shares[node], left[parents[node]]))
-        left[parents[node]] -= kept[node]
-    for node in range(1, len(found)):
-        kept[node] *= kept[parents[node]]
-    return kept
 
 
 class _Trie:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from anabranch.methods.beliefs import MEMORY, PRIOR, Beliefs, best_nodes
+from anabranch.methods.beliefs import MEMORY, PRIOR, Beliefs, best_nodes, exclusive, merged
 from anabranch.tree import DraftTree
 
 #  9 (0) +-- 1 (1: .6) +-- 3 (3: .5) -- 4 (4: .1)
@@ -62,3 +64,40 @@ def test_beliefs_depend_on_the_verdicts_alone() -> None:
         two.learn(TREE, path)
     assert one == two
     assert one(TREE) == two(TREE)
+
+
+def test_what_leaves_a_sure_path_is_unlikely() -> None:
+    #  9 +-- 1 (.95) -- 2 (.9)      drafted by one
+    #    +-- 3 (.5) -- 4 (.4)       by another, which does not know of it
+    found = exclusive([-1, 0, 1, 0, 3], [1.0, 0.95, 0.9, 0.5, 0.4])
+    assert found == pytest.approx([1.0, 0.95, 0.9, 0.05, 0.04])
+
+
+def test_merged_trees_share_what_a_parent_has() -> None:
+    sure = DraftTree.chain(9, [1, 2], source="a", log_probs=np.log([0.6, 0.5]))
+    other = DraftTree(
+        np.array([9, 1, 5, 4]),
+        np.array([-1, 0, 1, 0]),
+        sources=("target", *"bbb"),
+        log_probs=np.log([1.0, 0.5, 0.4, 0.4]).astype(np.float32),
+    )
+    tree = merged([sure, other])
+    assert tree.tokens.tolist() == [9, 1, 2, 5, 4]
+    assert tree.log_probs is not None
+    np.testing.assert_allclose(np.exp(tree.log_probs), [1.0, 0.8, 0.5, 0.3, 0.2], rtol=1e-5)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.floats(0, 1), st.integers(0, 30)), min_size=1, max_size=12))
+def test_siblings_share_what_their_parent_has(nodes: list[tuple[float, int]]) -> None:
+    parents, found = [-1], [1.0]
+    for share, above in nodes:
+        parent = above % len(parents)
+        found.append(share * found[parent])
+        parents.append(parent)
+    shared = exclusive(parents, found)
+    for parent in range(len(parents)):
+        children = [node for node in range(1, len(parents)) if parents[node] == parent]
+        assert sum(shared[node] for node in children) <= shared[parent] + 1e-9
+        if children and parent == 0:
+            assert max(shared[node] for node in children) == pytest.approx(max(found[node] for node in children))

@@ -340,12 +340,12 @@ class Engine(Batch):
             return  # whose draft took how long is not known
         for drafter, places in groups.items():
             if budgets.get(drafter, 1) > 1 and not drafter.free:
-                costs.saw_draft(drafter.name, 1e3 * timings.draft, budgets[drafter], len(places))
+                costs.saw_draft(drafter.account(len(places)), 1e3 * timings.draft, budgets[drafter], len(places))
             elif budgets.get(drafter, 1):
-                costs.saw_free(drafter.name, 1e3 * timings.draft, len(places))
+                costs.saw_free(drafter.account(len(places)), 1e3 * timings.draft, len(places))
             live = sum(members[b].finish is None for b in places)
             if live and not drafter.free and (budget := self._budgets.get(drafter, 1)) > 1:
-                costs.saw_prepare(drafter.name, 1e3 * prepare, drafter.depth_of(budget), live)
+                costs.saw_prepare(drafter.account(live), 1e3 * prepare, live * drafter.depth_of(budget))
 
 
 def _by_drafter(members: Sequence[Member]) -> dict[Drafter, list[int]]:

@@ -195,14 +195,15 @@ class Speculation:
         self._trust: dict[tuple[str, bool, int], _Trust] = {}
         self._plan: _Plan | None = None  # of the next step, where one drafter's budget was planned
 
-    def lately(self, drafter: Drafter) -> _Lately:
-        """What a drafter's nodes have been worth; drafters of one name share it."""
-        if drafter.name not in self._lately:
+    def lately(self, drafter: Drafter, rows: int = 1) -> _Lately:
+        """What a drafter's nodes have been worth with so many rows; drafters of one account share it."""
+        account = drafter.account(rows)
+        if account not in self._lately:
             depths = np.array([drafter.depth_of(min(n, drafter.max_nodes)) for n in BUDGETS], np.int64)
-            made = self._lately[drafter.name] = _Lately(depths)
+            made = self._lately[account] = _Lately(depths)
             if self.arms is not None and drafter.spec in self.arms.lengths:
                 made.worth *= (self.arms.lengths[drafter.spec] - 1) / made.worth[:PREDICTED].sum()
-        return self._lately[drafter.name]
+        return self._lately[account]
 
     def arm(self, arms: Sequence[Drafter], rows: int, context: float, *, using: Drafter | None) -> Drafter:
         """The one of several drafters for a new row, beside which ``rows`` - 1 others will decode.
@@ -237,7 +238,7 @@ class Speculation:
         rows = sum(groups.values())
         for drafter, count in groups.items():
             if drafter.adaptive and drafter.free:
-                budgets[drafter] = drafter.max_nodes if self._ask(drafter, rows) else 0
+                budgets[drafter] = drafter.max_nodes if self._ask(drafter, count, rows) else 0
             elif drafter.adaptive:
                 others = sum(
                     n * (budgets[d] + d.probes) for d, n in groups.items() if d is not drafter and not d.adaptive
@@ -249,7 +250,7 @@ class Speculation:
         return budgets
 
     def _budget(self, drafter: Drafter, count: int, rows: int, others: int, context: float) -> int:
-        lately, planned_for = self.lately(drafter), (count, rows, others)
+        lately, planned_for = self.lately(drafter, count), (count, rows, others)
         lately.since += 1
         lately.kept += 1
         before = lately.plan if lately.planned_for == planned_for else None
@@ -263,22 +264,22 @@ class Speculation:
         self._plan = lately.plan
         if self._plan.drafting:
             return self._plan.budget
-        return 1 if self._ask(drafter, rows) else 0
+        return 1 if self._ask(drafter, count, rows) else 0
 
     def _planned(self, drafter: Drafter, count: int, rows: int, others: int, context: float) -> _Plan:
         """The best budget for the next steps of ``count`` of the ``rows``, beside ``others`` nodes."""
-        lately, outlook = self.lately(drafter), self._outlook(drafter, count, rows, others, context)
+        lately, outlook = self.lately(drafter, count), self._outlook(drafter, count, rows, others, context)
         rates = outlook.rates
         wide = 1 + int(np.flatnonzero(rates[1:] >= NEARLY * rates[1:].max())[-1])
         drafting = self._tried(lately, bool(rates[wide] > rates[0]), rates[wide] / rates[0])
         place = wide if drafting else 0
         plain = 0.0 if self.arms is None else self._plain_ms(rows, context)
         tokens, ms = float(outlook.tokens[place]), float(outlook.ms[place])
-        return _Plan(rows, int(outlook.nodes[place]), tokens, ms, plain, drafter.spec, drafter.name)
+        return _Plan(rows, int(outlook.nodes[place]), tokens, ms, plain, drafter.spec, drafter.account(count))
 
     def _outlook(self, drafter: Drafter, count: int, rows: int, others: int, context: float) -> _Outlook:
         """What steps are expected to yield with drafts of each size for ``count`` of the ``rows``."""
-        lately, costs = self.lately(drafter), self.costs
+        lately, costs, account = self.lately(drafter, count), self.costs, drafter.account(count)
         tried = np.array([n for n in BUDGETS if n < drafter.max_nodes] + [min(drafter.max_nodes, BUDGETS[-1])])
         gains = np.concatenate(([0.0], np.cumsum(lately.worth)))
         nodes = np.concatenate(([1], tried))
@@ -288,11 +289,11 @@ class Speculation:
         verified[1:] += count * drafter.probes
         verified[0] += round(count * lately.free_nodes)
         ms = costs.pass_ms(verified, rows, context) + costs.rest_ms(rows)
-        ms[1:] += costs.draft_ms(drafter.name, tried, count)
-        ms[1:] += costs.prepare_ms(drafter.name, lately.depths[: len(tried)], count)
+        ms[1:] += costs.draft_ms(account, tried, count)
+        ms[1:] += costs.prepare_ms(account, lately.depths[: len(tried)] * count)
         rates = tokens / ms
-        rates[0] *= MARGIN * self._trusted(drafter.name, False, rows).factor
-        rates[1:] *= self._trusted(drafter.name, True, rows).factor
+        rates[0] *= MARGIN * self._trusted(account, False, rows).factor
+        rates[1:] *= self._trusted(account, True, rows).factor
         return _Outlook(nodes, tokens, ms, rates)
 
     def _trusted(self, drafter: str, drafting: bool, rows: int) -> _Trust:
@@ -314,13 +315,16 @@ class Speculation:
             return not pays
         return pays
 
-    def _ask(self, drafter: Drafter, rows: int) -> bool:
+    def _ask(self, drafter: Drafter, count: int, rows: int) -> bool:
         """Whether to ask for free drafts: where they lately paid for the milliseconds they take, else now and then."""
-        lately = self.lately(drafter)
+        lately = self.lately(drafter, count)
         if lately.free_load != rows.bit_length():
             lately.free_load, lately.free_gain = rows.bit_length(), _Lately.free_gain
         lately.free_idle += 1
-        if lately.free_gain > FREE_GAIN * self.costs.free_ms(drafter.name, rows) or lately.free_idle >= SELDOM:
+        if (
+            lately.free_gain > FREE_GAIN * self.costs.free_ms(drafter.account(count), rows)
+            or lately.free_idle >= SELDOM
+        ):
             lately.free_idle = 0
             return True
         return False
@@ -346,25 +350,27 @@ class Speculation:
         if all(len(known) == 1 for known in beliefs.values()):
             for drafter, count in _counts([drafters[b] for b in beliefs]).items():
                 if budgets[drafter] < 2 or drafter.free:
-                    self.lately(drafter).learn_free([()] * count, 0.0)
+                    self.lately(drafter, count).learn_free([()] * count, 0.0)
             return list(trees)
         rest = self.costs.rest_ms(len(rows))
         beside = [drafter.probes if budgets[drafter] > 1 else 0 for drafter in drafters]
         free = True
-        for drafter, count in _counts(drafters).items():
+        counts = _counts(drafters)
+        for drafter, count in counts.items():
             if drafter.adaptive and not drafter.free and budgets[drafter] > 1:
                 free = False
-                rest += float(self.costs.draft_ms(drafter.name, budgets[drafter], count))
-                rest += float(self.costs.prepare_ms(drafter.name, drafter.depth_of(budgets[drafter]), count))
+                account = drafter.account(count)
+                rest += float(self.costs.draft_ms(account, budgets[drafter], count))
+                rest += float(self.costs.prepare_ms(account, drafter.depth_of(budgets[drafter]) * count))
         sizes, gain = self._sizes(rows, trees, beliefs, beside, rest, FREE_MARGIN if free else 1.0)
         found = [best_nodes(tree, beliefs[b], sizes[b]) if b in beliefs else tree for b, tree in enumerate(trees)]
         for drafter in {drafters[b] for b in beliefs}:
             members = [b for b in beliefs if drafters[b] is drafter]
             if budgets[drafter] < 2 or drafter.free:
                 chosen = [sorted(beliefs[b][1:], reverse=True)[: sizes[b] - 1] for b in members]
-                self.lately(drafter).learn_free(chosen, gain)
+                self.lately(drafter, counts[drafter]).learn_free(chosen, gain)
             elif any(trees[b].size > 1 for b in members):
-                self.lately(drafter).learn([beliefs[b][1:] for b in members], budgets[drafter])
+                self.lately(drafter, counts[drafter]).learn([beliefs[b][1:] for b in members], budgets[drafter])
         return found
 
     def _sizes(

@@ -173,6 +173,10 @@ class Drafter(ABC):
         """The maximum depth of a tree of ``budget`` nodes, which may affect the cost of preparing the draft."""
         return budget - 1
 
+    def account(self, rows: int) -> str:
+        """The name under which what its drafts for so many rows cost and are worth is learned."""
+        return self.name
+
 
 class Wrapped(Drafter):
     """A drafter that delegates to another one, for subclasses that override part of its behaviour."""
@@ -229,6 +233,10 @@ class Wrapped(Drafter):
     def depth_of(self, budget: int) -> int:
         """The drafter's own."""
         return self.drafter.depth_of(budget)
+
+    def account(self, rows: int) -> str:
+        """The drafter's own."""
+        return self.drafter.account(rows)
 
 
 def numbered(word: str) -> Callable[[str], int | None]:

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
+
+import numpy as np
 
 from anabranch.tree import DraftTree
 
-__all__ = ["Beliefs", "Calibration", "best_nodes", "joint_beliefs"]
+__all__ = ["Beliefs", "Calibration", "best_nodes", "exclusive", "joint_beliefs", "merged"]
 
 MEMORY = 0.99  # weight of a step relative to the one after it
 VERIFIED = 5.0  # weight of the uncorrected probabilities of a source and tenth, in accepted nodes of all rows
@@ -56,6 +58,39 @@ class Beliefs:
         for node in path[1:]:
             source = tree.sources[node]
             self.accepted[source] = self.accepted.get(source, 0.0) + 1.0
+
+
+def merged(trees: Sequence[DraftTree]) -> DraftTree:
+    """The union of trees that share a root; siblings share what their parent has (``exclusive``)."""
+    tree = DraftTree.merge(trees)
+    assert tree.log_probs is not None, "merged trees have log_probs"
+    shared = exclusive(tree.parents.tolist(), list(map(math.exp, tree.log_probs.tolist())))
+    logs = [math.log(prob) if prob else -math.inf for prob in shared]
+    return replace(tree, log_probs=np.array(logs, np.float32))
+
+
+def exclusive(parents: Sequence[int], found: Sequence[float]) -> list[float]:
+    """Lower the probabilities of siblings that sum to more than their parent's: only one of them can be accepted.
+
+    Drafters whose trees are merged do not know of each other. The more probable sibling keeps its probability, and what
+    it leaves is the most that the others can have; their descendants fall with them.
+
+    >>> exclusive([-1, 0, 0, 2], [1.0, 0.75, 0.5, 0.25])
+    [1.0, 0.75, 0.25, 0.125]
+    """
+    left = list(found)
+    for node in range(1, len(found)):
+        left[parents[node]] -= found[node]
+    if min(left) >= 0.0:
+        return list(found)
+    shares = [1.0] + [found[node] / found[parents[node]] if found[node] else 0.0 for node in range(1, len(found))]
+    left, kept = [1.0] * len(found), [1.0] * len(found)
+    for node in sorted(range(1, len(found)), key=shares.__getitem__, reverse=True):
+        kept[node] = max(0.0, min(shares[node], left[parents[node]]))
+        left[parents[node]] -= kept[node]
+    for node in range(1, len(found)):
+        kept[node] *= kept[parents[node]]
+    return kept
 
 
 class Calibration:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods.base import Drafter, Observation, Row, Taps
-from anabranch.methods.beliefs import best_nodes
+from anabranch.methods.beliefs import best_nodes, merged
 from anabranch.model.passes import PassResult, Rider
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
@@ -91,7 +91,7 @@ class CombinedDrafter(Drafter):
         proposals = [part.draft(rows, min(budget, part.max_nodes)) for part in parts]
         found = []
         for row, trees in zip(rows, zip(*proposals, strict=True), strict=True):
-            tree = trees[0] if len(trees) == 1 and trees[0].log_probs is not None else DraftTree.merge(trees)
+            tree = trees[0] if len(trees) == 1 and trees[0].log_probs is not None else merged(trees)
             found.append(best_nodes(tree, row.beliefs(tree), budget) if tree.size > budget else tree)
         return found
 
@@ -109,6 +109,10 @@ class CombinedDrafter(Drafter):
         super().leave(row)
         for part in self.parts:
             part.leave(row)
+
+    def account(self, rows: int) -> str:
+        """Those of all parts."""
+        return "+".join(part.account(rows) for part in self.parts)
 
     def depth_of(self, budget: int) -> int:
         """The maximum over the parts; free parts prepare nothing."""

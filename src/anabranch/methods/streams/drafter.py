@@ -31,7 +31,7 @@ __all__ = ["StreamDrafter"]
 
 # Tokens of a lead where it is not given, and the most rows that have one: a pass of the copy over many rows is bound by
 # arithmetic like the target's own (docs/log.md).
-AUTO_LEAD, LED_ROWS = 2, 3
+AUTO_LEAD, LED_ROWS = 2, 1
 # the lane of the random numbers for sampled drafts; the target's own tokens use lane 0, the rejection rule lane 1
 DRAFT_LANE = 2
 
@@ -69,7 +69,7 @@ class StreamDrafter(Drafter):
                yet run on one)
     adaptive   whether the number of drafted nodes follows the load, up to ``options.nodes``
     lead       tokens that a 4-bit copy of the target drafts before the streams (``lead.Lead``); "auto": ``AUTO_LEAD``
-               where that fits and at most ``LED_ROWS`` rows go on, else none
+               where that fits and at most ``LED_ROWS`` rows are decoded, else none
     name       of the method
     """
 
@@ -157,17 +157,21 @@ class StreamDrafter(Drafter):
         """The maximum depth of a tree of ``budget`` nodes: its lead, and the streams that the rest of it uses."""
         return self.lead + self._streams_of(min(budget, self.max_nodes) - self.lead)
 
+    def account(self, rows: int) -> str:
+        """A lead costs much and yields much, so drafts with one are judged apart from those without."""
+        return f"{self.name}, led" if self.lead and rows <= self._led_rows else self.name
+
     def _streams_of(self, budget: int) -> int:
         """The number of streams that a tree of ``budget`` nodes uses."""
         if self.tree.options.tree != "best":
             return self.tree.depth
         return replace(self.tree.options, nodes=max(2, budget)).streams(self.tree.depth)
 
-    def _ahead(self, rows: Sequence[Row], going: Sequence[int]) -> int:
-        """The number of tokens that lead the next drafts of the rows that go on."""
-        if any(rows[i].rule != "match" for i in going):
+    def _ahead(self, rows: Sequence[Row]) -> int:
+        """The number of tokens that lead the next drafts of rows."""
+        if any(row.rule != "match" for row in rows):
             return 0  # they are judged by the distributions that they were sampled from
-        return self.lead if len(going) <= self._led_rows else 0
+        return self.lead if len(rows) <= self._led_rows else 0
 
     def check(self, sampling: SamplingParams, rule: Rule) -> None:
         """*Rejection* needs sampled trees, verified without changes."""
@@ -261,35 +265,49 @@ class StreamDrafter(Drafter):
         going = [i for i, live in enumerate(seen.live) if live]
         # streams that start from no main row only need to know how many there are
         main_MD = result.taps[self.adapter.start] if self.adapter.reads_main else result.hidden_MD
-        emitted = [row.root for row in rows]
         if self._native is None:
             at_B = torch.tensor([last[i] for i in going], device=main_MD.device)
-            tokens_B = torch.tensor([emitted[i] for i in going])
+            tokens_B = torch.tensor([rows[i].root for i in going])
             states = self._trail(main_MD[at_B].to(self.target.dtype), tokens_B, [seen.slots[i] for i in going], seen)
+            for i, states_SD in zip(going, states, strict=True):
+                self._state(rows[i]).states_SD = states_SD
         else:
             order = sorted(going, key=seen.slots.__getitem__)
-            budget = min(seen.budget, self.max_nodes)
-            ahead = min(self._ahead(rows, going), budget - 1)
-            if ahead and self._lead is not None:
-                roots, slots = [emitted[i] for i in order], [seen.slots[i] for i in order]
-                words, noise = [self._words(rows[i]) for i in order], [DrawNoise.of(rows[i], ahead) for i in order]
-                led = self._lead.run(roots, slots, words, noise, seen.cache, seen.planned, ahead)
-                for place, i in enumerate(order):
-                    state = self._state(rows[i])
-                    state.lead, state.log_probs = led.tokens[place], led.log_probs[place]
-                    last[i], emitted[i] = place, led.tokens[place][-1]
-                main_MD = led.main_AD
-            if budget - ahead < 2:
-                return
-            depth = self._streams_of(budget - ahead)
-            nodes, tokens, counts = ([0] * seen.cache.count for _ in range(3))
-            for i in going:
-                nodes[seen.slots[i]], tokens[seen.slots[i]], counts[seen.slots[i]] = last[i], emitted[i], depth
-            flat = self._native.run(main_MD, nodes, tokens, counts, seen.cache, seen.planned, ahead=ahead)
-            by_slot = flat.view(len(going), depth, -1)
-            states = by_slot if order == going else by_slot[[order.index(i) for i in going]]
-        for i, states_SD in zip(going, states, strict=True):
-            rows[i].state[self].states_SD = states_SD
+            slots, nodes = [seen.slots[i] for i in order], [last[i] for i in order]
+            self._prepare(self._native, [rows[i] for i in order], slots, nodes, main_MD, seen)
+
+    def _prepare(
+        self,
+        native: NativeTrail,
+        rows: Sequence[Row],
+        slots: Sequence[int],
+        nodes: Sequence[int],
+        main_MD: Tensor,
+        seen: Observation,
+    ) -> None:
+        """Prepare the next drafts on the native kernels: the lead, if there is one, and the streams that trail it.
+
+        ``slots`` of the rows ascend, and ``nodes`` are the rows of ``main_MD`` that they trail without a lead.
+        """
+        emitted = [row.root for row in rows]
+        budget = min(seen.budget, self.max_nodes)
+        ahead = min(self._ahead(rows), budget - 1)
+        if ahead and self._lead is not None:
+            words, noise = [self._words(row) for row in rows], [DrawNoise.of(row, ahead) for row in rows]
+            led = self._lead.run(emitted, slots, words, noise, seen.cache, seen.planned, ahead)
+            for row, tokens, log_probs in zip(rows, led.tokens, led.log_probs, strict=True):
+                state = self._state(row)
+                state.lead, state.log_probs = tokens, log_probs
+            nodes, emitted, main_MD = range(len(rows)), [tokens[-1] for tokens in led.tokens], led.main_AD
+        if budget - ahead < 2:
+            return
+        depth = self._streams_of(budget - ahead)
+        trailed, told, counts = ([0] * seen.cache.count for _ in range(3))
+        for slot, node, token in zip(slots, nodes, emitted, strict=True):
+            trailed[slot], told[slot], counts[slot] = node, token, depth
+        flat = native.run(main_MD, trailed, told, counts, seen.cache, seen.planned, ahead=ahead)
+        for row, states_SD in zip(rows, flat.view(len(rows), depth, -1), strict=True):
+            self._state(row).states_SD = states_SD
 
     def _trail(self, entry_BD: Tensor, emitted_B: Tensor, slots: Sequence[int], seen: Observation) -> Tensor:
         """Stream states [B, S, D] of committed nodes, from their main rows before layer N - N_s."""
