@@ -24,7 +24,7 @@ from anabranch.errors import InputError
 from anabranch.methods.draft_head import TRUST, DraftHead, Drawn, DrawNoise, RowVocabulary, Words
 from anabranch.methods.levels import Level, collect, sources_of, to_host, worth_expanding
 from anabranch.methods.streams.adapter import StreamModule
-from anabranch.methods.streams.kernels import DraftConfig, StreamKernels
+from anabranch.methods.streams.kernels import DraftConfig, DraftedNodes, StreamKernels
 from anabranch.model.decoder import Decoder
 from anabranch.model.graphs import Graphs
 from anabranch.model.native_linear import NativeLinear, table_of
@@ -330,6 +330,12 @@ class NativeDraft:
 
     def __call__(self, states_SD: Tensor, root: int, row: RowVocabulary | None, noise: DrawNoise | None) -> DraftTree:
         """The tree of one row."""
+        tokens, parents, depths, log_probs = self.nodes(states_SD, root, row, noise)
+        sources = tuple([self._sources[depth] for depth in depths.tolist()])
+        return DraftTree(tokens, parents, sources=sources, log_probs=log_probs)
+
+    def nodes(self, states_SD: Tensor, root: int, row: RowVocabulary | None, noise: DrawNoise | None) -> DraftedNodes:
+        """The nodes of one row's tree."""
         keys = None if noise is None else np.ascontiguousarray(noise.keys_D)
         self._config.keys = None if keys is None else keys.ctypes.data
         self._config.score_scale = self._greedy if noise is None else self._sampled / noise.temperature
@@ -339,9 +345,7 @@ class NativeDraft:
             self._config.row_head, self._config.row_ids = own.packed, row.ids.data_ptr()
         else:
             self._config.row_head, self._config.row_ids = native.Packed(), None
-        tokens, parents, depths, log_probs = self._kernels.draft(self._config, states_SD, root)
-        sources = tuple([self._sources[depth] for depth in depths.tolist()])
-        return DraftTree(tokens, parents, sources=sources, log_probs=log_probs)
+        return self._kernels.draft(self._config, states_SD, root)
 
 
 def _children(ids_BV: Tensor, best_BFk: Tensor, joint_BFk: Tensor) -> Level:

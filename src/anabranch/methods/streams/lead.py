@@ -98,11 +98,11 @@ class Lead:
             for i, root in enumerate(latest):
                 drawn = noise[i]
                 here = None if drawn is None else replace(drawn, keys_D=drawn.keys_D[ahead : ahead + 1])
-                tree = self._next(hidden_AD[i : i + 1], root, words[i], here)
-                found = tree.size > 1 and tree.log_probs is not None
-                latest[i] = int(tree.tokens[1]) if found else root
+                drafted = self._next.nodes(hidden_AD[i : i + 1], root, words[i], here)
+                found = len(drafted.tokens) > 1
+                latest[i] = drafted.tokens.item(1) if found else root
                 above = log_probs[i][-1] if ahead else 0.0
-                log_probs[i].append(above + (float(tree.log_probs[1]) if found else OVERFLOWED))  # type: ignore[index]
+                log_probs[i].append(above + (drafted.log_probs.item(1) if found else OVERFLOWED))
                 tokens[i].append(latest[i])
         assert main_AD is not None, "a lead has at least one token"
         return Led(tokens, log_probs, main_AD)
