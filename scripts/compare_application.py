@@ -88,7 +88,11 @@ def runs(model: str, forms: Path, nodes: list[int], only: list[str]) -> list[Run
 
 def _drafters(folder: Path, nodes: list[int]) -> dict[str, str]:
     method = method_of(read_record(folder))[0].name
-    return {f"{folder.name} {count}": f"{method}:nodes={count}" for count in nodes}
+    found = {f"{folder.name} {count}": f"{method}:nodes={count}" for count in nodes}
+    if method != "streams":
+        return found
+    alone = {name: f"{spec},lead=0" for name, spec in found.items()}
+    return alone | {f"{name}, led": spec for name, spec in found.items()}
 
 
 def measure(run: Run, args: argparse.Namespace, path: Path) -> None:
