@@ -125,7 +125,10 @@ def test_what_a_lead_does_not_go_with() -> None:
         StreamDrafter(model, adapter, DraftOptions(tree="product", k=2), lead=1)
     with pytest.raises(CapabilityError, match="streams that trail"):
         StreamDrafter(model, adapter, placement="ride", lead=1)
+    with pytest.raises(CapabilityError, match="without pruning"):
+        StreamDrafter(model, adapter, prune=4, lead=1)
     assert StreamDrafter(model, adapter, placement="ride", lead="auto").lead == 0
+    assert StreamDrafter(model, adapter, prune=4, lead="auto").lead == 0
 
 
 @pytest.mark.parametrize("lead", ["9", "-1", "two"])

@@ -66,7 +66,8 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "prefill_chunk_size": ("anabranch reads prompts in chunks of its own", ()),
 }
 # Arguments of the model's forward that ``generate`` prepares and that say nothing new
-_PREPARED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position")
+_CACHES = ("cache", "past_key_values")  # its name since transformers 5.24, and before
+_PREPARED = ("attention_mask", "position_ids", *_CACHES, "use_cache", "logits_to_keep", "cache_position")
 
 
 def check_config(config: GenerationConfig) -> None:
@@ -116,9 +117,12 @@ def check_arguments(hidden: Mapping[str, Any], model_kwargs: Mapping[str, Any]) 
             raise CapabilityError(
                 f"the argument {name!r} of the model is not supported with custom_generate; leave it out"
             )
-    cache = model_kwargs.get("past_key_values")
+    given = [model_kwargs[name] for name in _CACHES if model_kwargs.get(name) is not None]
+    cache = given[0] if given else None
     if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
-        raise CapabilityError(f"past_key_values are not supported with custom_generate: {_CACHE}; leave them out")
+        raise CapabilityError(
+            f"a cache (past_key_values) is not supported with custom_generate: {_CACHE}; leave it out"
+        )
 
 
 def prompts_of(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[list[int]]:

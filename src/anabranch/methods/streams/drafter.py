@@ -123,14 +123,15 @@ class StreamDrafter(Drafter):
         self.needs = Taps((adapter.start,) if not ride and adapter.reads_main else ())
         fits = (
             self._native is not None
+            and not prune
             and self.tree.options.tree != "product"
             and adapter.reads_main
             and Lead.fits(target, adapter)
         )
         if lead not in ("auto", 0) and not fits:
             raise CapabilityError(
-                "a lead needs streams that trail on the native kernels, bf16 weights, and tree=best or tree=chain; use "
-                "lead=0"
+                "a lead needs streams that trail on the native kernels without pruning, bf16 weights, and tree=best or "
+                "tree=chain; use lead=0"
             )
         self._led_rows = LED_ROWS if lead == "auto" else sys.maxsize
         self.lead = (AUTO_LEAD if fits else 0) if lead == "auto" else lead
