@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.methods.beliefs import MEMORY, PRIOR, Beliefs, best_nodes, exclusive, merged
+from anabranch.methods.beliefs import MEMORY, PRIOR, Beliefs, best_nodes, exclusive, merge
 from anabranch.tree import DraftTree
 
 #  9 (0) +-- 1 (1: .6) +-- 3 (3: .5) -- 4 (4: .1)
@@ -81,7 +81,7 @@ def test_merged_trees_share_what_a_parent_has() -> None:
         sources=("target", *"bbb"),
         log_probs=np.log([1.0, 0.5, 0.4, 0.4]).astype(np.float32),
     )
-    tree = merged([sure, other])
+    tree = merge([sure, other])
     assert tree.tokens.tolist() == [9, 1, 2, 5, 4]
     assert tree.log_probs is not None
     np.testing.assert_allclose(np.exp(tree.log_probs), [1.0, 0.8, 0.5, 0.3, 0.2], rtol=1e-5)

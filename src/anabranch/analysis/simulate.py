@@ -33,7 +33,7 @@ from anabranch.analysis.theory import fitted_acceptance_rate
 from anabranch.analysis.trace import Trace, TraceRecord, TraceRow, child_ranks
 from anabranch.decoding.speculation import best_count
 from anabranch.errors import CapabilityError, FileError, InputError
-from anabranch.methods.beliefs import Beliefs, best_nodes
+from anabranch.methods.beliefs import Beliefs, best_nodes, merge
 from anabranch.support.jsonfiles import parse_json, read_text
 from anabranch.tree import DraftTree
 from anabranch.verify import match
@@ -288,7 +288,7 @@ def merged(rows: Sequence[TraceRow], cuts: Sequence[Cut]) -> TraceRow:
     records = []
     for parts in zip(*(row.records for row in rows), strict=True):
         trees = [_draft(record, cut) for record, cut in zip(parts, cuts, strict=True)]
-        records.append(replace(parts[0], tree=DraftTree.merge(trees), max_depth=None))
+        records.append(replace(parts[0], tree=merge(trees), max_depth=None))
     return TraceRow(tuple(records))
 
 

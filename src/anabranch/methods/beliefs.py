@@ -18,7 +18,7 @@ import numpy as np
 
 from anabranch.tree import DraftTree
 
-__all__ = ["Beliefs", "Calibration", "best_nodes", "exclusive", "joint_beliefs", "merged"]
+__all__ = ["Beliefs", "Calibration", "best_nodes", "exclusive", "joint_beliefs", "merge"]
 
 MEMORY = 0.99  # weight of a step relative to the one after it
 VERIFIED = 5.0  # weight of the uncorrected probabilities of a source and tenth, in accepted nodes of all rows
@@ -60,7 +60,7 @@ class Beliefs:
             self.accepted[source] = self.accepted.get(source, 0.0) + 1.0
 
 
-def merged(trees: Sequence[DraftTree]) -> DraftTree:
+def merge(trees: Sequence[DraftTree]) -> DraftTree:
     """The union of trees that share a root; siblings share what their parent has (``exclusive``)."""
     tree = DraftTree.merge(trees)
     assert tree.log_probs is not None, "merged trees have log_probs"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods.base import Drafter, Observation, Row, Taps
-from anabranch.methods.beliefs import best_nodes, merged
+from anabranch.methods.beliefs import best_nodes, merge
 from anabranch.model.passes import PassResult, Rider
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
@@ -91,7 +91,7 @@ class CombinedDrafter(Drafter):
         proposals = [part.draft(rows, min(budget, part.max_nodes)) for part in parts]
         found = []
         for row, trees in zip(rows, zip(*proposals, strict=True), strict=True):
-            tree = trees[0] if len(trees) == 1 and trees[0].log_probs is not None else merged(trees)
+            tree = trees[0] if len(trees) == 1 and trees[0].log_probs is not None else merge(trees)
             found.append(best_nodes(tree, row.beliefs(tree), budget) if tree.size > budget else tree)
         return found
 
