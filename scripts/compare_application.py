@@ -87,10 +87,11 @@ def runs(model: str, forms: Path, nodes: list[int], only: list[str]) -> list[Run
 
 
 def _drafters(folder: Path, nodes: list[int]) -> dict[str, str]:
-    method = method_of(read_record(folder))[0].name
+    record = read_record(folder)
+    method = method_of(record)[0].name
     found = {f"{folder.name} {count}": f"{method}:nodes={count}" for count in nodes}
-    if method != "streams":
-        return found
+    if method != "streams" or record["config"]["main_attends"] == "own":
+        return found  # only streams that trail can be led
     alone = {name: f"{spec},lead=0" for name, spec in found.items()}
     return alone | {f"{name}, led": spec for name, spec in found.items()}
 

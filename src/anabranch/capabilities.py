@@ -31,7 +31,6 @@ from anabranch.methods.tables import TableSettings, Tokenizer, build_tables
 from anabranch.methods.trained import TrainedModule
 from anabranch.model.config import ModelConfig, RopeConfig
 from anabranch.model.load import Target, resolve_device, resolve_dtype
-from anabranch.model.pack import pack_decoder
 from anabranch.model.quantize import check_quantization, quantize_decoder
 from anabranch.model.weights import build_decoder
 from anabranch.options import Keywords, Options
@@ -169,7 +168,6 @@ class StandIn:
         with torch.random.fork_rng(devices=[]):
             decoder = build_decoder(config, device="cpu").to(device, dtype)
         quantize_decoder(decoder, kind)
-        pack_decoder(decoder)
         self.target = Target(decoder, None, config, "stand-in", None, "0" * 64, kind)
         self._folder = Path(tempfile.mkdtemp(prefix="anabranch-"))
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
