@@ -136,17 +136,20 @@ UNSEEN = 0.5  # passes that the measured curve is worth at each width
 
 
 class _Estimate:
-    """A running estimate of a positive quantity that one odd measurement does not move far."""
+    """A running estimate of a positive quantity that one odd measurement does not move far.
 
-    def __init__(self, value: float) -> None:
-        self.value, self._seen = value, 0
+    guessed  whether the starting value is a guess, which the first measurement replaces, as it does a value of 0
+    """
+
+    def __init__(self, value: float, *, guessed: bool = False) -> None:
+        self.value, self._seen, self._guessed = value, 0, guessed
 
     def learn(self, value: float) -> None:
-        """Take in a measurement. The first replaces a starting value of 0."""
+        """Take in a measurement."""
         if value <= 0:
             return
         self._seen += 1
-        if self.value <= 0:
+        if self.value <= 0 or (self._guessed and self._seen == 1):
             self.value = value
             return
         rate = max(LEARNING, 1 / (2 + self._seen))
@@ -193,8 +196,9 @@ class _Drafting:
     free     of drafts that cost next to nothing
     """
 
-    def __init__(self, draft: float, prepare: float) -> None:
-        self.draft, self.prepare, self.free = _Estimate(draft), _Estimate(prepare), _ByRows()
+    def __init__(self, draft: float, prepare: float, *, guessed: bool = False) -> None:
+        self.draft, self.prepare = _Estimate(draft, guessed=guessed), _Estimate(prepare, guessed=guessed)
+        self.free = _ByRows()
 
 
 class Costs:
@@ -217,6 +221,7 @@ class Costs:
         self._together = FIRST  # as many of them are learned from together
         self._set_passes(self._base)
         self._usual = 0.5 * draft, 0.5 * draft / float(self._pass[4])  # drafting and preparing, of any drafter
+        self._guessed = True  # what drafting and preparing usually take was not measured
         self._drafting: dict[str, _Drafting] = {}
         self._rest = _ByRows()
 
@@ -240,14 +245,14 @@ class Costs:
                 0.0 if prepare is None else float(prepare(np.array([4]))[0]) / float(np.interp(4, GRID, made._pass)),
             )
 
-        made._usual = parts((draft, prepare))
+        made._usual, made._guessed = parts((draft, prepare)), False
         made._drafting = {name: _Drafting(*parts(tables)) for name, tables in (others or {}).items()}
         return made
 
     def _of(self, drafter: str) -> _Drafting:
         found = self._drafting.get(drafter)
         if found is None:
-            found = self._drafting[drafter] = _Drafting(*self._usual)
+            found = self._drafting[drafter] = _Drafting(*self._usual, guessed=self._guessed)
         return found
 
     def pass_ms(self, nodes: NDArray[np.int64], rows: int, context: float) -> NDArray[np.float64]:

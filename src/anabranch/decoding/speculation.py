@@ -280,7 +280,9 @@ class Speculation:
     def _outlook(self, drafter: Drafter, count: int, rows: int, others: int, context: float) -> _Outlook:
         """What steps are expected to yield with drafts of each size for ``count`` of the ``rows``."""
         lately, costs, account = self.lately(drafter, count), self.costs, drafter.account(count)
-        tried = np.array([n for n in BUDGETS if n < drafter.max_nodes] + [min(drafter.max_nodes, BUDGETS[-1])])
+        least = drafter.least(count)
+        smaller = sum(n < least for n in BUDGETS)
+        tried = np.array([n for n in BUDGETS if least <= n < drafter.max_nodes] + [min(drafter.max_nodes, BUDGETS[-1])])
         gains = np.concatenate(([0.0], np.cumsum(lately.worth)))
         nodes = np.concatenate(([1], tried))
         tokens = rows + count * gains[nodes - 1]
@@ -290,7 +292,7 @@ class Speculation:
         verified[0] += round(count * lately.free_nodes)
         ms = costs.pass_ms(verified, rows, context) + costs.rest_ms(rows)
         ms[1:] += costs.draft_ms(account, tried, count)
-        ms[1:] += costs.prepare_ms(account, lately.depths[: len(tried)] * count)
+        ms[1:] += costs.prepare_ms(account, lately.depths[smaller : smaller + len(tried)] * count)
         rates = tokens / ms
         rates[0] *= MARGIN * self._trusted(account, False, rows).factor
         rates[1:] *= self._trusted(account, True, rows).factor
@@ -363,6 +365,10 @@ class Speculation:
                 rest += float(self.costs.draft_ms(account, budgets[drafter], count))
                 rest += float(self.costs.prepare_ms(account, drafter.depth_of(budgets[drafter]) * count))
         sizes, gain = self._sizes(rows, trees, beliefs, beside, rest, FREE_MARGIN if free else 1.0)
+        for b in beliefs:
+            if budgets[drafters[b]] > 1 and not drafters[b].free:
+                least = drafters[b].least(counts[drafters[b]])
+                sizes[b] = max(sizes[b], min(least, trees[b].size)) if least > 2 else sizes[b]
         found = [best_nodes(tree, beliefs[b], sizes[b]) if b in beliefs else tree for b, tree in enumerate(trees)]
         for drafter in {drafters[b] for b in beliefs}:
             members = [b for b in beliefs if drafters[b] is drafter]

@@ -177,6 +177,10 @@ class Drafter(ABC):
         """The name under which what its drafts for so many rows cost and are worth is learned."""
         return self.name
 
+    def least(self, rows: int) -> int:
+        """The fewest nodes, root included, that a draft for each of so many rows is planned and verified with."""
+        return 2
+
 
 class Wrapped(Drafter):
     """A drafter that delegates to another one, for subclasses that override part of its behaviour."""
@@ -237,6 +241,10 @@ class Wrapped(Drafter):
     def account(self, rows: int) -> str:
         """The drafter's own."""
         return self.drafter.account(rows)
+
+    def least(self, rows: int) -> int:
+        """The drafter's own."""
+        return self.drafter.least(rows)
 
 
 def numbered(word: str) -> Callable[[str], int | None]:

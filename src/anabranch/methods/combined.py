@@ -114,6 +114,10 @@ class CombinedDrafter(Drafter):
         """Those of all parts."""
         return "+".join(part.account(rows) for part in self.parts)
 
+    def least(self, rows: int) -> int:
+        """The most that a part wants."""
+        return min(self.max_nodes, max(part.least(rows) for part in self.parts))
+
     def depth_of(self, budget: int) -> int:
         """The maximum over the parts; free parts prepare nothing."""
         return max((part.depth_of(budget) for part in self.parts if not part.free), default=0)

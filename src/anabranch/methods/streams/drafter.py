@@ -32,6 +32,7 @@ __all__ = ["StreamDrafter"]
 # Tokens of a lead where it is not given, and the most rows that have one: a pass of the copy over many rows is bound by
 # arithmetic like the target's own (docs/log.md).
 AUTO_LEAD, LED_ROWS = 2, 1
+LED_NODES = 8  # the fewest nodes of a led draft whose size follows the load
 # the lane of the random numbers for sampled drafts; the target's own tokens use lane 0, the rejection rule lane 1
 DRAFT_LANE = 2
 
@@ -161,6 +162,10 @@ class StreamDrafter(Drafter):
     def account(self, rows: int) -> str:
         """A lead costs much and yields much, so drafts with one are judged apart from those without."""
         return f"{self.name}, led" if self.lead and rows <= self._led_rows else self.name
+
+    def least(self, rows: int) -> int:
+        """What leads a draft has to be paid for, and small drafts hide what the streams behind it are worth."""
+        return min(LED_NODES, self.max_nodes) if self.lead and rows <= self._led_rows else 2
 
     def _streams_of(self, budget: int) -> int:
         """The number of streams that a tree of ``budget`` nodes uses."""
