@@ -218,6 +218,18 @@ def test_costs_follow_what_steps_take() -> None:
     assert made.prepare_ms("any", 0) == 0.0
 
 
+def test_the_first_measurement_replaces_a_guess_and_nothing_that_was_tuned() -> None:
+    guessed = begun()
+    tuned = Costs.tuned(StepCosts((1, 24), (2.0, 4.0)), StepCosts((12,), (0.2,)), StepCosts((4,), (0.2,)))
+    for made in (guessed, tuned):
+        made.saw_prepare("any", 6.0, 4)
+        made.saw_draft("any", 6.0, 12, 1)
+    assert guessed.prepare_ms("any", 4) == pytest.approx(6.0)
+    assert guessed.draft_ms("any", 12, 1) == pytest.approx(6.0)
+    assert tuned.prepare_ms("any", 4) < 0.3
+    assert tuned.draft_ms("any", 12, 1) < 0.3
+
+
 def test_what_many_rows_take_does_not_change_what_is_known_of_one() -> None:
     made = begun()
     for rows, ms in ((1, 0.3), (32, 1.6)):

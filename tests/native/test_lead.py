@@ -139,6 +139,15 @@ def test_the_setting_is_a_small_number_or_auto(lead: str) -> None:
 
 
 @needs_kernels
+def test_drafts_with_a_lead_are_judged_apart_and_never_small() -> None:
+    model, adapter = setup()
+    led, unled = (StreamDrafter(model, adapter, DraftOptions(nodes=12), lead=lead) for lead in ("auto", 0))  # type: ignore[arg-type]
+    assert (led.account(LED_ROWS), led.least(LED_ROWS)) == ("streams, led", 8)
+    assert (led.account(LED_ROWS + 1), led.least(LED_ROWS + 1)) == ("streams", 1)
+    assert (unled.account(1), unled.least(1)) == ("streams", 1)
+
+
+@needs_kernels
 def test_the_copy_is_made_once() -> None:
     model, adapter = setup()
     first, second = (StreamDrafter(model, adapter, lead=lead) for lead in (1, 2))

@@ -367,8 +367,7 @@ class Speculation:
         sizes, gain = self._sizes(rows, trees, beliefs, beside, rest, FREE_MARGIN if free else 1.0)
         for b in beliefs:
             if budgets[drafters[b]] > 1 and not drafters[b].free:
-                least = drafters[b].least(counts[drafters[b]])
-                sizes[b] = max(sizes[b], min(least, trees[b].size)) if least > 2 else sizes[b]
+                sizes[b] = max(sizes[b], min(drafters[b].least(counts[drafters[b]]), trees[b].size))
         found = [best_nodes(tree, beliefs[b], sizes[b]) if b in beliefs else tree for b, tree in enumerate(trees)]
         for drafter in {drafters[b] for b in beliefs}:
             members = [b for b in beliefs if drafters[b] is drafter]

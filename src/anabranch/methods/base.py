@@ -179,7 +179,7 @@ class Drafter(ABC):
 
     def least(self, rows: int) -> int:
         """The fewest nodes, root included, that a draft for each of so many rows is planned and verified with."""
-        return 2
+        return 1
 
 
 class Wrapped(Drafter):

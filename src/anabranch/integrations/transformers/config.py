@@ -65,8 +65,8 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "continuous_batching_config": ("anabranch batches by itself", ()),
     "prefill_chunk_size": ("anabranch reads prompts in chunks of its own", ()),
 }
+_CACHES = ("cache", "past_key_values")  # the argument's name since transformers 5.24, and before
 # Arguments of the model's forward that ``generate`` prepares and that say nothing new
-_CACHES = ("cache", "past_key_values")  # its name since transformers 5.24, and before
 _PREPARED = ("attention_mask", "position_ids", *_CACHES, "use_cache", "logits_to_keep", "cache_position")
 
 
@@ -117,8 +117,7 @@ def check_arguments(hidden: Mapping[str, Any], model_kwargs: Mapping[str, Any]) 
             raise CapabilityError(
                 f"the argument {name!r} of the model is not supported with custom_generate; leave it out"
             )
-    given = [model_kwargs[name] for name in _CACHES if model_kwargs.get(name) is not None]
-    cache = given[0] if given else None
+    cache = next((model_kwargs[name] for name in _CACHES if model_kwargs.get(name) is not None), None)
     if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
         raise CapabilityError(
             f"a cache (past_key_values) is not supported with custom_generate: {_CACHE}; leave it out"

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from anabranch.errors import CapabilityError, InputError
-from anabranch.methods.base import Drafter, Method, sized
+from anabranch.methods.base import Drafter, Method, numbered, sized
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.counting import COUNTS
 from anabranch.methods.streams.draft import DraftOptions
@@ -65,9 +65,7 @@ def _build(target: Decoder, settings: StreamSettings, module: nn.Module | None) 
 
 
 def _order(source: str) -> int | None:
-    """The lead comes before the streams."""
-    name, _, number = source.partition(" ")
-    return int(number) if name in (LEAD, "stream") and number.isdigit() else None
+    return numbered(LEAD)(source) or numbered("stream")(source)
 
 
 METHOD = Method(

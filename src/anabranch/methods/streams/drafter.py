@@ -122,21 +122,16 @@ class StreamDrafter(Drafter):
             NativeTrail(target, adapter, self.tree.depth) if not ride and NativeTrail.fits(target, adapter) else None
         )
         self.needs = Taps((adapter.start,) if not ride and adapter.reads_main else ())
-        fits = (
-            self._native is not None
-            and not prune
-            and self.tree.options.tree != "product"
-            and adapter.reads_main
-            and Lead.fits(target, adapter)
-        )
-        if lead not in ("auto", 0) and not fits:
+        trails = self._native is not None and not prune and adapter.reads_main
+        able = lead != 0 and trails and self.tree.options.tree != "product"
+        self._lead = Lead.of(target, adapter) if able else None
+        if lead not in ("auto", 0) and self._lead is None:
             raise CapabilityError(
                 "a lead needs streams that trail on the native kernels without pruning, bf16 weights, and tree=best or "
                 "tree=chain; use lead=0"
             )
         self._led_rows = LED_ROWS if lead == "auto" else sys.maxsize
-        self.lead = (AUTO_LEAD if fits else 0) if lead == "auto" else lead
-        self._lead = Lead(target, adapter) if self.lead else None
+        self.lead = 0 if self._lead is None else AUTO_LEAD if lead == "auto" else lead
         if not ride and self._native is None:
             for index in range(adapter.start, len(target.blocks)):
                 block = target.blocks[index]
@@ -160,12 +155,15 @@ class StreamDrafter(Drafter):
         return self.lead + self._streams_of(min(budget, self.max_nodes) - self.lead)
 
     def account(self, rows: int) -> str:
-        """A lead costs much and yields much, so drafts with one are judged apart from those without."""
-        return f"{self.name}, led" if self.lead and rows <= self._led_rows else self.name
+        """Drafts with a lead take longer and yield more, so they are judged apart from those without."""
+        return f"{self.name}, led" if self._leads(rows) else self.name
 
     def least(self, rows: int) -> int:
-        """What leads a draft has to be paid for, and small drafts hide what the streams behind it are worth."""
-        return min(LED_NODES, self.max_nodes) if self.lead and rows <= self._led_rows else 2
+        """Enough nodes to pay for a lead; smaller drafts would also show too little of the streams after it."""
+        return min(LED_NODES, self.max_nodes) if self._leads(rows) else 1
+
+    def _leads(self, rows: int) -> bool:
+        return self.lead > 0 and rows <= self._led_rows
 
     def _streams_of(self, budget: int) -> int:
         """The number of streams that a tree of ``budget`` nodes uses."""
@@ -177,7 +175,7 @@ class StreamDrafter(Drafter):
         """The number of tokens that lead the next drafts of rows."""
         if any(row.rule != "match" for row in rows):
             return 0  # they are judged by the distributions that they were sampled from
-        return self.lead if len(rows) <= self._led_rows else 0
+        return self.lead if self._leads(len(rows)) else 0
 
     def check(self, sampling: SamplingParams, rule: Rule) -> None:
         """*Rejection* needs sampled trees, verified without changes."""

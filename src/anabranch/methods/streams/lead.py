@@ -54,25 +54,27 @@ class Led(NamedTuple):
 
 
 class Lead:
-    """Drafts with a 4-bit copy of the target, over the draft vocabulary of ``adapter``."""
+    """Drafts with a 4-bit copy of the target, whose layers are ``stack``; ``following`` chooses the next token.
 
-    def __init__(self, target: Decoder, adapter: StreamModule) -> None:
-        if target not in _copies:
-            _copies[target] = Stack.of_target(target, [narrow_layer(block) for block in target.blocks])
-        self._stack, self._start = _copies[target], adapter.start
-        first = StreamDraft(target, adapter, DraftOptions(tree="chain", depth=1, condition=False))
-        made = NativeDraft.of(first, certainty=CERTAINTY)
-        assert made is not None, "fits() was asked"
-        self._next = made
+    start  the streams' first layer
+    """
+
+    def __init__(self, stack: Stack, following: NativeDraft, start: int) -> None:
+        self._stack, self._next, self._start = stack, following, start
 
     @staticmethod
-    def fits(target: Decoder, adapter: StreamModule) -> bool:
-        """Whether the native kernels run the target from weights that 4 bits are much smaller than."""
+    def of(target: Decoder, adapter: StreamModule) -> Lead | None:
+        """A lead over the draft vocabulary of ``adapter``; None unless the native kernels run bf16 weights."""
         stack = stack_of(target.backend)
         if stack is None or stack.kind != "bfloat16":
-            return False
-        first = StreamDraft(target, adapter, DraftOptions(tree="chain", depth=1, condition=False))
-        return first.native is not None
+            return None
+        one = StreamDraft(target, adapter, DraftOptions(tree="chain", depth=1, condition=False))
+        following = NativeDraft.of(one, certainty=CERTAINTY)
+        if following is None:
+            return None
+        if target not in _copies:
+            _copies[target] = Stack.of_target(target, [narrow_layer(block) for block in target.blocks])
+        return Lead(_copies[target], following, adapter.start)
 
     def run(
         self,
