@@ -93,7 +93,7 @@ std::vector<float> results(int kind, void* runner) {
   const std::vector<uint64_t> keys{1, 2, 1, 3, 4};
   const int plain = floats ? FLOAT : BF16;
   expect(anabranch_linear(plain, runner, rows, ROWS, &head.packed, nullptr, scores.data()) == DONE, "linear");
-  expect(anabranch_choose(plain, runner, rows, ROWS, &head.packed, nullptr, places.data()) == DONE, "choose");
+  expect(anabranch_choose(plain, runner, rows, ROWS, &head.packed, nullptr, nullptr, places.data()) == DONE, "choose");
   expect(anabranch_draw(runner, scores.data(), ROWS, WORDS, 0.7f, keys.data(), places.data() + ROWS) == DONE, "draw");
   found.insert(found.end(), scores.begin(), scores.end());
   for (const int64_t place : places) found.push_back(static_cast<float>(place));

@@ -220,9 +220,7 @@ class Engine(Batch):
     def _draft(self, members: list[Member]) -> tuple[list[DraftTree], list[int]]:
         """What is verified of each row's draft, and the nodes that were drafted."""
         rows, drafters = [member.row for member in members], [member.drafter for member in members]
-        for member in members:
-            # a draft deeper than what may still be emitted beside the next token is of no use
-            member.row.max_depth = member.limit - len(member.row.tokens) - 1
+        _bound_depth(members)
         groups = _by_drafter(members)
         if any(drafter not in self._budgets for drafter in groups):
             self._budgets = self._plan(members)
@@ -304,6 +302,12 @@ class Engine(Batch):
         """Show every drafter what became of its rows, and how large a draft to prepare."""
         going = [member for member in members if member.finish is None]
         self._budgets = self._plan(going)
+        _bound_depth(going)
+        for drafter, places in _by_drafter(going).items():
+            rows = [going[b].row for b in places]
+            if drafter.adaptive and self._budgets[drafter] > 1 and (sketch := drafter.sketch(rows)) is not None:
+                if self.speculation.suffices(rows, sketch):
+                    self._budgets[drafter] = 1
         for drafter, places in _by_drafter(members).items():
             seen = Observation(
                 result,
@@ -354,6 +358,12 @@ def _by_drafter(members: Sequence[Member]) -> dict[Drafter, list[int]]:
     for b, member in enumerate(members):
         groups.setdefault(member.drafter, []).append(b)
     return groups
+
+
+def _bound_depth(members: Sequence[Member]) -> None:
+    """A draft deeper than what may still be emitted beside the next token is of no use."""
+    for member in members:
+        member.row.max_depth = member.limit - len(member.row.tokens) - 1
 
 
 def _context(members: Sequence[Member]) -> float:

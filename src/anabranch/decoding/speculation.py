@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 
 import numpy as np
@@ -53,6 +53,7 @@ FORGOTTEN = 1000.0  # tokens after which what was learned of them counts a third
 SELDOM = 16  # steps after which free drafts are asked for again where they did not pay lately
 FREE_GAIN = 2.0  # times the milliseconds that free drafts take which they have to be expected to save
 MARGIN = 1.04  # times the rate without a draft that one has to promise: estimates that look best are often too high
+SUFFICIENT = 1.1  # times the planned rate that free drafts have to promise for the next step to need no others
 FREE_MARGIN = 1.03  # and that free drafts have to promise for a step: with many rows a node adds little either way
 
 
@@ -73,8 +74,9 @@ def best_count(beliefs: Sequence[float] | NDArray[np.float64], ms: Sequence[floa
 class _Plan:
     """What a step was expected to yield when its draft was planned.
 
-    budget  1 where nothing is drafted
-    plain   milliseconds of a plain step, if it is one of several arms that is judged
+    budget     1 where nothing is drafted
+    plain      milliseconds of a plain step, if it is one of several arms that is judged
+    sufficing  whether a draft was planned, but what was free to draft sufficed
     """
 
     rows: int
@@ -84,6 +86,7 @@ class _Plan:
     plain: float
     spec: str
     name: str
+    sufficing: bool = False
 
     @property
     def drafting(self) -> bool:
@@ -331,6 +334,28 @@ class Speculation:
             return True
         return False
 
+    def suffices(self, rows: Sequence[Row], sketch: Sequence[DraftTree]) -> bool:
+        """Whether free drafts promise so much for the next step that the planned draft need not be prepared.
+
+        Asked after ``plan``, about all rows; if so, the step is planned anew.
+        """
+        plan = self._plan
+        if plan is None or all(tree.size == 1 for tree in sketch):
+            return False
+        beliefs = {b: self._calibration(tree, rows[b].beliefs(tree)) for b, tree in enumerate(sketch)}
+        planned = plan.tokens / plan.ms * self._trusted(plan.name, True, plan.rows).factor
+        rest = self.costs.rest_ms(len(rows))
+        if SUFFICIENT * planned * rest > sum(map(sum, beliefs.values())):
+            return False
+        sizes, _ = self._sizes(rows, sketch, beliefs, [0], rest, 1.0)
+        tokens = sum(sum(sorted(known, reverse=True)[: sizes[b]]) for b, known in beliefs.items())
+        nodes = sum(sizes.values()) if self.ragged else len(rows) * max(sizes.values())
+        ms = float(self.costs.pass_ms(np.array([nodes]), len(rows), _context(rows))[0]) + rest
+        if tokens < SUFFICIENT * planned * ms:
+            return False
+        self._plan = replace(plan, budget=1, tokens=tokens, ms=ms, sufficing=True)
+        return True
+
     def choose(
         self,
         rows: Sequence[Row],
@@ -351,7 +376,7 @@ class Speculation:
             return list(trees)
         if all(len(known) == 1 for known in beliefs.values()):
             for drafter, count in _counts([drafters[b] for b in beliefs]).items():
-                if budgets[drafter] < 2 or drafter.free:
+                if self._usual(drafter, budgets):
                     self.lately(drafter, count).learn_free([()] * count, 0.0)
             return list(trees)
         rest = self.costs.rest_ms(len(rows))
@@ -371,12 +396,16 @@ class Speculation:
         found = [best_nodes(tree, beliefs[b], sizes[b]) if b in beliefs else tree for b, tree in enumerate(trees)]
         for drafter in {drafters[b] for b in beliefs}:
             members = [b for b in beliefs if drafters[b] is drafter]
-            if budgets[drafter] < 2 or drafter.free:
+            if self._usual(drafter, budgets):
                 chosen = [sorted(beliefs[b][1:], reverse=True)[: sizes[b] - 1] for b in members]
                 self.lately(drafter, counts[drafter]).learn_free(chosen, gain)
-            elif any(trees[b].size > 1 for b in members):
+            elif budgets[drafter] > 1 and any(trees[b].size > 1 for b in members):
                 self.lately(drafter, counts[drafter]).learn([beliefs[b][1:] for b in members], budgets[drafter])
         return found
+
+    def _usual(self, drafter: Drafter, budgets: Mapping[Drafter, int]) -> bool:
+        """Whether only free drafts were to be asked for, or there are no others: not because these sufficed for once."""
+        return drafter.free or (budgets[drafter] < 2 and not (self._plan is not None and self._plan.sufficing))
 
     def _sizes(
         self,
@@ -395,7 +424,7 @@ class Speculation:
 
         Returned with them are the milliseconds that this saves over verifying no draft.
         """
-        context = sum(len(row.tokens) for row in rows) / len(rows)
+        context = _context(rows)
         others = [tree.size for b, tree in enumerate(trees) if b not in beliefs]
         if not self.ragged:
             falling = np.zeros((len(beliefs), max(map(len, beliefs.values()))))
@@ -437,6 +466,10 @@ class Speculation:
             self._trusted(plan.name, plan.drafting, rows).learn(plan, tokens, ms)
             if self.arms is not None and plan.plain:
                 self.arms.saw(plan.spec, rows, tokens / rows, min(ms, INTERRUPTED * plan.ms) / plan.plain)
+
+
+def _context(rows: Sequence[Row]) -> float:
+    return sum(len(row.tokens) for row in rows) / len(rows)
 
 
 def _counts(drafters: Sequence[Drafter]) -> dict[Drafter, int]:

@@ -154,6 +154,13 @@ class Drafter(ABC):
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
         """One tree per row: at most ``budget`` nodes (counting the root), no deeper than ``row.max_depth``."""
 
+    def sketch(self, rows: Sequence[Row]) -> list[DraftTree] | None:
+        """What its free parts propose, before a draft is prepared: where that will do, none needs to be.
+
+        Asked for when rows have their new tokens, before ``observe``. None: it has no free parts beside others.
+        """
+        return None
+
     def probe(self, rows: Sequence[Row]) -> list[DraftTree]:
         """Extra nodes for the pass, whose tokens are observed but never emitted; called if ``probes``.
 
@@ -220,6 +227,10 @@ class Wrapped(Drafter):
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
         """The drafter's trees."""
         return self.drafter.draft(rows, budget)
+
+    def sketch(self, rows: Sequence[Row]) -> list[DraftTree] | None:
+        """The drafter's sketch."""
+        return self.drafter.sketch(rows)
 
     def probe(self, rows: Sequence[Row]) -> list[DraftTree]:
         """The drafter's probes."""

@@ -45,6 +45,7 @@ class CombinedDrafter(Drafter):
         self.probes = sum(part.probes for part in probing)
         self.parts, self.adaptive = tuple(parts), adaptive
         self.free = all(part.free for part in parts)
+        self._free = tuple(part for part in parts if part.free)
         self.name = "+".join(part.name for part in parts)
         self.max_nodes = nodes
         layers = {layer for part in parts for layer in part.needs.layers}
@@ -84,11 +85,35 @@ class CombinedDrafter(Drafter):
         """The merged trees, truncated to the most probable nodes."""
         parts = self.parts
         if budget < 2:
-            parts, budget = tuple(part for part in parts if part.free), self.max_nodes
+            parts, budget = self._free, self.max_nodes
         if not parts:
             return [DraftTree.root(row.root) for row in rows]
         budget = min(budget, self.max_nodes)
-        proposals = [part.draft(rows, min(budget, part.max_nodes)) for part in parts]
+        return self._merged(rows, [self._proposed(part, rows, min(budget, part.max_nodes)) for part in parts], budget)
+
+    def sketch(self, rows: Sequence[Row]) -> list[DraftTree] | None:
+        """The merged trees of the free parts, which are kept for the draft."""
+        if self.free or not self._free:
+            return None
+        proposals = [part.draft(rows, part.max_nodes) for part in self._free]
+        for i, row in enumerate(rows):
+            row.state[self] = (
+                len(row.tokens),
+                {part: trees[i] for part, trees in zip(self._free, proposals, strict=True)},
+            )
+        return self._merged(rows, proposals, self.max_nodes)
+
+    def _proposed(self, part: Drafter, rows: Sequence[Row], budget: int) -> list[DraftTree]:
+        """The trees of a part: those of the sketch, if the rows' texts are still the same."""
+        sketched = [row.state.get(self, (0, {})) for row in rows]
+        if all(
+            length == len(row.tokens) and part in trees for (length, trees), row in zip(sketched, rows, strict=True)
+        ):
+            return [trees[part] for _, trees in sketched]
+        return part.draft(rows, budget)
+
+    @staticmethod
+    def _merged(rows: Sequence[Row], proposals: Sequence[Sequence[DraftTree]], budget: int) -> list[DraftTree]:
         found = []
         for row, trees in zip(rows, zip(*proposals, strict=True), strict=True):
             tree = trees[0] if len(trees) == 1 and trees[0].log_probs is not None else merge(trees)

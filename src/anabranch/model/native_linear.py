@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from anabranch.model.network import Network
 from anabranch.model.quantize import QuantizedWeight
+from anabranch.model.screen import Screen
 from anabranch.native import library as native
 
 __all__ = ["HeadTable", "NativeLinear", "table_of"]
@@ -22,6 +23,7 @@ class NativeLinear(nn.Module):
     weight  bf16 or float32 [N, D], or quantised; inputs and outputs have its type, or bf16 if it is quantised
     wide    return float32 (logits) instead
     keep    an unpacked copy to keep beside the packed weight, where ``rows`` cannot be read from that
+    screen  keep an int8 copy beside a weight that is not quantised, with which ``choose`` takes less time
     gated   interleave the two halves of the outputs, gate and up, block by block, so that they are read together
 
     bf16 weights are packed in pairs of inputs: an odd D is padded with a zero.
@@ -35,12 +37,14 @@ class NativeLinear(nn.Module):
         keep: Tensor | None = None,
         wide: bool = False,
         gated: bool = False,
+        screen: bool = False,
     ) -> None:
         super().__init__()
         kernels = native.library()
         assert kernels is not None, native.why_not()
         self.kernels, self.wide, self.gated, self.weight = kernels, wide, gated, keep
         self.kind: str  # one of native.KINDS
+        self.screen = Screen.of(kernels, weight, bias) if screen and isinstance(weight, Tensor) else None
         if isinstance(weight, QuantizedWeight):
             q = weight.outputs(self._interleave) if gated else weight
             self.kind, self.dtype = q.kind, torch.bfloat16
@@ -76,7 +80,8 @@ class NativeLinear(nn.Module):
 
     def choose(self, x: Tensor) -> Tensor:
         """The first index of the largest output of each row [..., in]: int64 [...]."""
-        return self.kernels.choose(self._padded(x), self.packed, self.offset).view(x.shape[:-1])
+        screen = None if self.screen is None else self.screen.native
+        return self.kernels.choose(self._padded(x), self.packed, self.offset, screen).view(x.shape[:-1])
 
     def _padded(self, x: Tensor) -> Tensor:
         """Rows [..., in] as the kernels read them: [M, packed width]."""

@@ -231,7 +231,9 @@ def _pack(target: Decoder) -> bool:
         give_back()
     if native:
         exact = not narrow
-        target.head = NativeLinear(_stored(head), head.bias, keep=None if exact else head.weight, wide=True)
+        target.head = NativeLinear(
+            _stored(head), head.bias, keep=None if exact else head.weight, wide=True, screen=True
+        )
         if exact and target.config.tied_head:
             target.embedding = HeadTable(target.head)
         target.backend = NativeBackend(Stack.of_target(target))

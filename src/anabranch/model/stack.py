@@ -95,6 +95,7 @@ class Stack:
             norm=stack._pointer(norm_weight(target.norm)),
             head=stack._packed(target.head),
             bias=stack._pointer(target.head.offset),
+            screen=native.Screen() if target.head.screen is None else target.head.screen.native,
         )
         stack._kept.append(target.embedding)
         return stack

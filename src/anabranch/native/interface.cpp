@@ -91,6 +91,7 @@ constexpr int32_t LAYOUT[] = {
     sizeof(Packed), offsetof(Packed, kind),       sizeof(Table),       offsetof(Table, words),
     sizeof(Layer),  offsetof(Layer, values),      sizeof(Shape),       offsetof(Shape, head_stride),
     sizeof(RaggedBatch), offsetof(RaggedBatch, parents), sizeof(Ends), offsetof(Ends, chosen),
+    sizeof(Screen), offsetof(Screen, size),
 };
 
 }  // namespace
@@ -190,11 +191,16 @@ int anabranch_best(const float* z, int64_t count, int width, int best, float* va
 }
 
 // The index of the largest output of each row [count], the first among equals; -1 if it is not finite or any is NaN.
-int anabranch_choose(int kind, void* runner, const void* x, int count, const Packed* w, const float* bias, int64_t* places) {
+// ``screen`` may be null, and is if there is a bias.
+int anabranch_choose(int kind, void* runner, const void* x, int count, const Packed* w, const float* bias,
+                     const Screen* screen, int64_t* places) {
   return guarded([&] {
     check_rows(runner, x, kind, count, w, places);
+    require(screen == nullptr || bias == nullptr, "a weight with a bias has a screen");
+    const Screen used = screen == nullptr ? Screen{} : *screen;
+    check(used, *w);
     with_plain_type(kind, [&](auto* p) {
-      choose(*static_cast<Runner*>(runner), static_cast<decltype(p)>(const_cast<void*>(x)), count, *w, bias, places);
+      choose(*static_cast<Runner*>(runner), static_cast<decltype(p)>(const_cast<void*>(x)), count, *w, bias, used, places);
     });
     return DONE;
   });

@@ -29,7 +29,7 @@ from anabranch.errors import DeviceError, PerformanceWarning
 from anabranch.native import build
 from anabranch.native.arguments import BLOCK, KINDS, filled, packable, require, row_kind, rows_for, scores
 from anabranch.native.openmp import set_openmp_threads
-from anabranch.native.structs import LAST, Ends, Layer, Layers, Packed, RaggedBatch, Shape, Table, layout
+from anabranch.native.structs import LAST, Ends, Layer, Layers, Packed, RaggedBatch, Screen, Shape, Table, layout
 
 __all__ = [
     "BLOCK",
@@ -41,6 +41,7 @@ __all__ = [
     "Library",
     "Packed",
     "RaggedBatch",
+    "Screen",
     "Shape",
     "Table",
     "forget",
@@ -64,7 +65,10 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "linear": (_INT, _POINTER, _POINTER, _INT, ctypes.POINTER(Packed), _POINTER, _POINTER),
     "norm": (_INT, _POINTER, _LONG, _INT, _POINTER, _FLOAT, _POINTER),
     "best": (_POINTER, _LONG, _INT, _INT, _POINTER, _POINTER),
-    "choose": (_INT, _POINTER, _POINTER, _INT, ctypes.POINTER(Packed), _POINTER, _POINTER),
+    "choose": (
+        *(_INT, _POINTER, _POINTER, _INT, ctypes.POINTER(Packed)),
+        *(_POINTER, ctypes.POINTER(Screen), _POINTER),
+    ),
     "draw": (_POINTER, _POINTER, _INT, _INT, _FLOAT, _POINTER, _POINTER),
     "layers": (
         *(_INT, _POINTER, ctypes.POINTER(Shape), _POINTER, _INT),
@@ -250,16 +254,18 @@ class Library:
         self._c.anabranch_best(z_MN.data_ptr(), *z_MN.shape, count, values.data_ptr(), places.data_ptr())
         return values, places
 
-    def choose(self, x_MD: Tensor, packed: Packed, bias_N: Tensor | None) -> Tensor:
+    def choose(self, x_MD: Tensor, packed: Packed, bias_N: Tensor | None, screen: Screen | None = None) -> Tensor:
         """The first index of the largest entry of each row of ``linear``: int64 [M]. The scores are not stored.
 
-        -1 for a row whose largest score is not finite, or that has a NaN.
+        -1 for a row whose largest score is not finite, or that has a NaN. With a ``screen`` of the weight, and then
+        without a bias, it is found in less time.
         """
         x_MD, bias = rows_for(packed, x_MD, bias_N)
         places = torch.empty(len(x_MD), dtype=torch.long)
         with self.runner() as runner:
             self._c.anabranch_choose(
-                *(row_kind(x_MD), runner, x_MD.data_ptr(), len(x_MD), ctypes.byref(packed), bias, places.data_ptr())
+                *(row_kind(x_MD), runner, x_MD.data_ptr(), len(x_MD), ctypes.byref(packed), bias),
+                *(None if screen is None else ctypes.byref(screen), places.data_ptr()),
             )
         return places
 

@@ -36,6 +36,13 @@ struct Packed {
   int blocks() const { return (outputs + BLOCK - 1) / BLOCK; }
 };
 
+// A copy of a weight in int8, and for each of its outputs, padded to whole blocks, bounds of what the copy lacks: a row x whose
+// copy in int8 lacks a vector of norm l has the output up to |x| error + l size. No data: there is no copy. See screen.h.
+struct Screen {
+  Packed copy;
+  const float *error, *size;
+};
+
 // w [outputs, width] row by row -> blocks; ``to`` has space for ceil(outputs / 32) blocks
 template <class T>
 void pack(const T* w, int outputs, int width, T* to) {
@@ -87,6 +94,15 @@ void check_shape(const Packed& w) {
 void check(const Packed& w) {
   check_shape(w);
   require(w.data != nullptr, "a packed weight has no memory");
+}
+
+// a screen of w, if there is one
+void check(const Screen& screen, const Packed& w) {
+  if (screen.copy.data == nullptr) return;
+  check(screen.copy);
+  require(w.kind < INT8 && screen.copy.kind == INT8, "a screen is not an int8 copy of a weight that is not quantised");
+  require(screen.copy.outputs == w.outputs && screen.copy.width == w.width, "a screen has another size than its weight");
+  require(screen.error != nullptr && screen.size != nullptr, "a screen has no bounds");
 }
 
 // whether w can be used in a pass of this kind: it has the same type, or both are quantised

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "layer.h"
-#include "sampling.h"
+#include "screen.h"
 
 namespace {
 
@@ -18,8 +18,9 @@ void run_pass(Runner& runner, const Shape& s, const Layer* layers, int count, co
   const Activations<T> rows = activations<T>(runner, s, layers, count, nodes);
   plan_attention<T>(runner, s, plan);
   const bool choosing = ends != nullptr && ends->chosen != nullptr;
-  ArgmaxSearch<P> search;
-  if (choosing) search = argmax_search(runner, static_cast<const P*>(ends->hidden), nodes, ends->head, ends->bias);
+  ScreenedSearch<P> search;
+  if (choosing)
+    search = screened_search(runner, static_cast<const P*>(ends->hidden), nodes, ends->head, ends->bias, ends->screen);
   ThreadPool& pool = runner.pool;
   pool.run([&](int thread) {
     int first, last;

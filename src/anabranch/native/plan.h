@@ -60,6 +60,7 @@ struct Ends {
   void* hidden;           // the rows after it [M, D]
   Packed head;
   const float* bias;
+  Screen screen;    // of the head, which has no bias then
   int64_t* chosen;  // the index of the head's largest output [M], the first of equals; null: not needed
 };
 
@@ -244,6 +245,8 @@ void check(int kind, const Shape& s, const RaggedBatch& batch, const Ends& ends)
   // rows after the last norm have the cache's type
   require(ends.head.kind >= INT8 || (ends.head.kind == FLOAT) == (kind == FLOAT), "the head has another type");
   require(ends.head.width == s.d, "the head has another width");
+  check(ends.screen, ends.head);
+  require(ends.screen.copy.data == nullptr || ends.bias == nullptr, "a head with a bias has a screen");
 }
 
 }  // namespace

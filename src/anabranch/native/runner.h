@@ -24,6 +24,7 @@ class Runner {
   PlanMemory plan;
   Workspace x, qkv, heads, inner, low;  // rows of a pass, and between the products of its layers
   Workspace argmax, converted;
+  Workspace screened, norms, upper, lower;  // of a screened search
 
   // memory of a method's own kernels, created on first use and kept with the runner
   template <class T>

@@ -162,14 +162,6 @@ void reduce_argmax(const Argmax* found, int threads, int count, int64_t* places)
   }
 }
 
-// The indices of the largest outputs of rows [count, w.width], without storing the outputs.
-template <class P>
-void choose(Runner& runner, const P* x, int count, const Packed& w, const float* bias, int64_t* places) {
-  const ArgmaxSearch<P> search = argmax_search(runner, x, count, w, bias);
-  runner.pool.run([&](int thread) { search_argmax(runner.pool, search, thread); });
-  reduce_argmax(search.found, runner.pool.size(), count, places);
-}
-
 // The largest of z / temperature + noise of each row of z [count, width]; rows with the same key share their noise.
 void sample(Runner& runner, const float* z, int count, int width, float temperature, const uint64_t* keys, int64_t* places) {
   constexpr int PART = 512;

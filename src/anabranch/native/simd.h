@@ -18,8 +18,8 @@
 //   U32x16               16 uint32_t
 //   Operand<P>           what rows of P (bf16 or float) are converted to before they are multiplied with weights, keys or
 //                        values of P. Operand<float> is float. Operand<bf16> is bf16 or Rounded
-//   QuantizedGroup       32 values of a row in int8, for weights in int8 and int4: value[i] * scale. Each header chooses its
-//                        members; products with a group that has a value which is not finite are NaN
+//   QuantizedGroup       32 values of a row in int8, for weights in int8 and int4: value[i] * scale. Each header adds members
+//                        of its own; products with a group that has a value which is not finite are NaN
 //   KeyLanes             lane i has 32 bits of key i: one Operand<float>, or PER_LANE<Operand<bf16>> of Operand<bf16>
 //   Sums                 F32x16[MAX_TILE_ROWS][2]: 32 outputs of each row of a tile
 //

@@ -5,13 +5,19 @@ from __future__ import annotations
 import ctypes
 from typing import TypeAlias
 
-__all__ = ["LAST", "Ends", "Layer", "Layers", "Packed", "RaggedBatch", "Shape", "Table", "layout"]
+__all__ = ["LAST", "Ends", "Layer", "Layers", "Packed", "RaggedBatch", "Screen", "Shape", "Table", "layout"]
 
 
 class Packed(ctypes.Structure):
     """A packed weight [outputs, width]; ``kind`` is one of ``KINDS``."""
 
     _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_int32) for name in ("outputs", "width", "kind")))
+
+
+class Screen(ctypes.Structure):
+    """A copy of a weight in int8 and its bounds, float32 [outputs in whole blocks]; see ``screen.h``."""
+
+    _fields_ = (("copy", Packed), ("error", ctypes.c_void_p), ("size", ctypes.c_void_p))
 
 
 class Table(ctypes.Structure):
@@ -69,6 +75,7 @@ class Ends(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("tokens", "norm", "hidden")),
         ("head", Packed),
         ("bias", ctypes.c_void_p),
+        ("screen", Screen),
         ("chosen", ctypes.c_void_p),
     )
 
@@ -81,6 +88,7 @@ LAST: tuple[tuple[type[ctypes.Structure], str], ...] = (
     (Shape, "head_stride"),
     (RaggedBatch, "parents"),
     (Ends, "chosen"),
+    (Screen, "size"),
 )
 
 
