@@ -131,25 +131,31 @@ OUTLIER = 0.4  # the largest difference, in logarithms, that one step is taken t
 OCTAVES = 0.25  # how far, in doublings of the nodes, a pass tells what others cost
 FADING = 0.98  # weight of a pass relative to the next one
 TOGETHER = 16  # passes that are learned from together: alone, each would take as long as a thirtieth of a small one
-FIRST = 4  # as many of the very first ones
+FIRST = 4  # as many of the very first ones, and measurements that replace a guess
 UNSEEN = 0.5  # passes that the measured curve is worth at each width
 
 
 class _Estimate:
     """A running estimate of a positive quantity that one odd measurement does not move far.
 
-    guessed  whether the starting value is a guess, which the first measurement replaces, as it does a value of 0
+    guessed  whether the starting value is a guess, which the first measurement replaces, as it does a value of 0. The
+             least of the first few counts then: they include what happens only once, such as packing weights
     """
 
     def __init__(self, value: float, *, guessed: bool = False) -> None:
         self.value, self._seen, self._guessed = value, 0, guessed
+
+    @property
+    def measured(self) -> bool:
+        """Whether this is more than a guess."""
+        return not self._guessed or self._seen >= FIRST
 
     def learn(self, value: float) -> None:
         """Take in a measurement."""
         if value <= 0:
             return
         self._seen += 1
-        if self.value <= 0 or (self._guessed and self._seen == 1):
+        if self.value <= 0 or (self._guessed and (self._seen == 1 or (self._seen <= FIRST and value < self.value))):
             self.value = value
             return
         rate = max(LEARNING, 1 / (2 + self._seen))
@@ -254,6 +260,10 @@ class Costs:
         if found is None:
             found = self._drafting[drafter] = _Drafting(*self._usual, guessed=self._guessed)
         return found
+
+    def measured(self, drafter: str) -> bool:
+        """Whether what preparing its drafts takes was measured a few times."""
+        return self._of(drafter).prepare.measured
 
     def pass_ms(self, nodes: NDArray[np.int64], rows: int, context: float) -> NDArray[np.float64]:
         """Of passes over ``nodes`` nodes in all, in ``rows`` rows that have ``context`` tokens each in the cache."""

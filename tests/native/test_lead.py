@@ -14,9 +14,10 @@ from anabranch.methods.draft_head import RowVocabulary
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.streams import METHOD
 from anabranch.methods.streams.adapter import StreamAdapter
-from anabranch.methods.streams.draft import DraftOptions, StreamDraft
+from anabranch.methods.streams.draft import DraftOptions, NativeDraft, StreamDraft
 from anabranch.methods.streams.drafter import LED_ROWS, StreamDrafter, _led, _State
-from anabranch.methods.streams.lead import LEAD
+from anabranch.methods.streams.lead import LEAD, Lead, Led
+from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
 from anabranch.model.pack import pack_decoder
 from anabranch.sampling import SamplingParams
@@ -68,13 +69,13 @@ def test_a_lead_stands_between_the_root_and_the_streams_tree() -> None:
 def test_a_lead_changes_nothing_that_is_said(rows: int, sampling: SamplingParams) -> None:
     model, adapter = setup()
     plain = [said(steps) for steps in decode(model, NoDrafter(), rows, sampling)]
-    for lead in ("auto", 1, 3):
-        drafter = StreamDrafter(model, adapter, DraftOptions(nodes=7), lead=lead)  # type: ignore[arg-type]
+    for lead, nodes in (("auto", 7), (1, 7), (3, 7), (2, 3)):
+        drafter = StreamDrafter(model, adapter, DraftOptions(nodes=nodes), lead=lead)  # type: ignore[arg-type]
         found = decode(model, drafter, rows, sampling)
         assert [said(steps) for steps in found] == plain
         led = any(source.startswith(LEAD) for steps in found for source in steps[1].tree.sources)
         assert led == (lead != "auto" or rows <= LED_ROWS)
-        assert max(step.tree.size for steps in found for step in steps) <= 7
+        assert max(step.tree.size for steps in found for step in steps) <= nodes
 
 
 @needs_kernels
@@ -89,6 +90,49 @@ def test_a_copy_of_weights_that_four_bits_hold_is_nearly_always_right(sampling: 
     whole = [step for step in steps if step.tree.size == 4]
     assert len(whole) > 3
     assert sum(len(step.verdict.path) - 1 for step in whole) / (3 * len(whole)) > 0.8
+
+
+@needs_kernels
+@pytest.mark.parametrize("certainty", [None, 10.0])
+def test_certainty_scales_the_scores_of_greedy_rows(certainty: float | None) -> None:
+    model, adapter = setup()
+    one = StreamDraft(model, adapter, DraftOptions(tree="chain", depth=1, condition=False))
+    native = NativeDraft.of(one, certainty=certainty)
+    assert native is not None
+    state = torch.randn(1, BASE.hidden_size, generator=torch.Generator().manual_seed(3)).to(model.dtype)
+    scores = one.head.scores(state)[0].float() * (certainty or 1.0)
+    drafted = native.nodes(state, 1, None, None)
+    assert drafted.tokens.item(1) == one.head.vocabulary[scores.argmax()]
+    assert drafted.log_probs.item(1) == pytest.approx(float(scores.log_softmax(0).max()), abs=1e-3)
+
+
+@needs_kernels
+@torch.no_grad()
+def test_one_pass_drafts_several_tokens_where_the_streams_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy's trees have the right tokens behind wrong ones, so what it keeps in the cache has to be moved."""
+    model = decoder(BASE)
+    adapter = adapter_for(model, num_stream_layers=1, attention_rank=0)
+    in_four_bits(model, adapter)
+    assert pack_decoder(model)
+    (plain,) = decode(model, NoDrafter(), 1)
+    text = tokens(4, 0) + said(plain) + [0] * 20
+
+    def right(lead: Lead, rows: list[Led], cache: Cache, planned: int, most: int) -> list[DraftTree]:
+        (row,) = rows
+        at = cache.lengths[row.slot] + len(row.tokens) + 1
+        first, second = text[at : at + 2]
+        drafted = np.array([row.latest, (first + 1) % 50, first, (second + 1) % 50, second], np.int64)
+        return [DraftTree(drafted, np.array([-1, 0, 0, 2, 2], np.int64))]
+
+    monkeypatch.setattr(Lead, "_trees", right)
+    (found,) = decode(model, StreamDrafter(model, adapter, DraftOptions(nodes=7), lead=4), 1)
+    assert said(found) == said(plain)
+    whole = [step for step in found if step.tree.size == 7]
+    leads = [sum(source.startswith(LEAD) for source in step.tree.sources) for step in whole]
+    assert len(whole) > 3
+    assert max(leads) > 4
+    taken = sum(min(len(step.verdict.path) - 1, lead) for step, lead in zip(whole, leads, strict=True))
+    assert taken / sum(leads) > 0.8
 
 
 @needs_kernels

@@ -305,9 +305,9 @@ class Engine(Batch):
         _bound_depth(going)
         for drafter, places in _by_drafter(going).items():
             rows = [going[b].row for b in places]
-            if drafter.adaptive and self._budgets[drafter] > 1 and (sketch := drafter.sketch(rows)) is not None:
-                if self.speculation.suffices(rows, sketch):
-                    self._budgets[drafter] = 1
+            sketch = drafter.sketch(rows) if drafter.adaptive and self._budgets[drafter] > 1 else None
+            if sketch is not None and self.speculation.suffices(rows, sketch):
+                self._budgets[drafter] = 1
         for drafter, places in _by_drafter(members).items():
             seen = Observation(
                 result,

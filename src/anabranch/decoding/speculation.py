@@ -44,7 +44,7 @@ SOONER = 0.2  # times as many where both are expected to be equally fast
 TRIAL = 4  # steps long
 KEPT = 8  # steps for which a plan is kept while the rows stay the same: making one takes a tenth of a small pass
 LONGEST_KEPT = 32  # steps for which one is kept that came out the same again and again
-WORTH = 0.85  # if it is expected to reach that much of the rate
+WORTH = 0.85  # if it is expected to reach that much of the rate; what is farther behind is tried less often
 FADING = 0.98  # weight of a step relative to the next one in what is learned of planned milliseconds
 INTERRUPTED = 2.0  # times the planned milliseconds that a step counts for at most: one that was interrupted says little
 STATED = 10.0  # steps that a plan's milliseconds are worth before any was checked
@@ -76,6 +76,7 @@ class _Plan:
 
     budget     1 where nothing is drafted
     plain      milliseconds of a plain step, if it is one of several arms that is judged
+    guessed    whether its milliseconds are not from measurements yet, and say nothing about later plans
     sufficing  whether a draft was planned, but what was free to draft sufficed
     """
 
@@ -86,6 +87,7 @@ class _Plan:
     plain: float
     spec: str
     name: str
+    guessed: bool = False
     sufficing: bool = False
 
     @property
@@ -204,8 +206,9 @@ class Speculation:
         if account not in self._lately:
             depths = np.array([drafter.depth_of(min(n, drafter.max_nodes)) for n in BUDGETS], np.int64)
             made = self._lately[account] = _Lately(depths)
-            if self.arms is not None and drafter.spec in self.arms.lengths:
-                made.worth *= (self.arms.lengths[drafter.spec] - 1) / made.worth[:PREDICTED].sum()
+            stated = 0.0 if self.arms is None else self.arms.lengths.get(drafter.spec, 0.0)
+            if length := max(stated, drafter.usual_length(rows)):
+                made.worth *= (length - 1) / made.worth[:PREDICTED].sum()
         return self._lately[account]
 
     def arm(self, arms: Sequence[Drafter], rows: int, context: float, *, using: Drafter | None) -> Drafter:
@@ -278,7 +281,9 @@ class Speculation:
         place = wide if drafting else 0
         plain = 0.0 if self.arms is None else self._plain_ms(rows, context)
         tokens, ms = float(outlook.tokens[place]), float(outlook.ms[place])
-        return _Plan(rows, int(outlook.nodes[place]), tokens, ms, plain, drafter.spec, drafter.account(count))
+        account = drafter.account(count)
+        guessed = drafting and not self.costs.measured(account)
+        return _Plan(rows, int(outlook.nodes[place]), tokens, ms, plain, drafter.spec, account, guessed)
 
     def _outlook(self, drafter: Drafter, count: int, rows: int, others: int, context: float) -> _Outlook:
         """What steps are expected to yield with drafts of each size for ``count`` of the ``rows``."""
@@ -313,7 +318,8 @@ class Speculation:
         if pays != lately.pays:
             lately.pays, lately.since, lately.trial = pays, 0, 0
         behind = 1 - (1 / ratio if pays else ratio)  # of the opposite, as a share of the rate
-        if behind < 1 - WORTH and lately.since >= EXPLORE * max(SOONER, behind / (1 - WORTH)):
+        loss = max(SOONER, behind / (1 - WORTH))
+        if lately.since >= EXPLORE * max(loss, loss**2 if loss > 1 else 0.0):
             lately.since, lately.trial = 0, TRIAL
         if lately.trial:
             lately.trial -= 1
@@ -353,7 +359,7 @@ class Speculation:
         ms = float(self.costs.pass_ms(np.array([nodes]), len(rows), _context(rows))[0]) + rest
         if tokens < SUFFICIENT * planned * ms:
             return False
-        self._plan = replace(plan, budget=1, tokens=tokens, ms=ms, sufficing=True)
+        self._plan = replace(plan, budget=1, tokens=tokens, ms=ms, guessed=False, sufficing=True)
         return True
 
     def choose(
@@ -404,7 +410,7 @@ class Speculation:
         return found
 
     def _usual(self, drafter: Drafter, budgets: Mapping[Drafter, int]) -> bool:
-        """Whether only free drafts were to be asked for, or there are no others: not because these sufficed for once."""
+        """Whether only free drafts were to be asked for, or there are no others; not that these sufficed for once."""
         return drafter.free or (budgets[drafter] < 2 and not (self._plan is not None and self._plan.sufficing))
 
     def _sizes(
@@ -463,7 +469,8 @@ class Speculation:
         """Compare a step with its plan: the tokens of all its rows, and its milliseconds with preparing its draft."""
         plan = self._plan
         if plan is not None and plan.rows == rows:
-            self._trusted(plan.name, plan.drafting, rows).learn(plan, tokens, ms)
+            if not plan.guessed:
+                self._trusted(plan.name, plan.drafting, rows).learn(plan, tokens, ms)
             if self.arms is not None and plan.plain:
                 self.arms.saw(plan.spec, rows, tokens / rows, min(ms, INTERRUPTED * plan.ms) / plan.plain)
 

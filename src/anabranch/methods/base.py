@@ -188,6 +188,10 @@ class Drafter(ABC):
         """The fewest nodes, root included, that a draft for each of so many rows is planned and verified with."""
         return 1
 
+    def usual_length(self, rows: int) -> float:
+        """The mean acceptance length to expect of 16 nodes before any draft was seen; 0: as of most drafters."""
+        return 0.0
+
 
 class Wrapped(Drafter):
     """A drafter that delegates to another one, for subclasses that override part of its behaviour."""
@@ -256,6 +260,10 @@ class Wrapped(Drafter):
     def least(self, rows: int) -> int:
         """The drafter's own."""
         return self.drafter.least(rows)
+
+    def usual_length(self, rows: int) -> float:
+        """The drafter's own."""
+        return self.drafter.usual_length(rows)
 
 
 def numbered(word: str) -> Callable[[str], int | None]:

@@ -143,6 +143,10 @@ class CombinedDrafter(Drafter):
         """The most that a part wants."""
         return min(self.max_nodes, max(part.least(rows) for part in self.parts))
 
+    def usual_length(self, rows: int) -> float:
+        """The longest of the parts."""
+        return max(part.usual_length(rows) for part in self.parts)
+
     def depth_of(self, budget: int) -> int:
         """The maximum over the parts; free parts prepare nothing."""
         return max((part.depth_of(budget) for part in self.parts if not part.free), default=0)

@@ -228,6 +228,11 @@ class Cache:
         self.keys[low:high, slot, :, moved] = self.keys[low:high, slot, :, index]
         self.values[low:high, slot, :, moved] = self.values[low:high, slot, :, index]
 
+    def gather(self, slot: int, start: int, nodes: Sequence[int]) -> None:
+        """Move position start + nodes[i] of a row to start + i in all layers; ``nodes`` ascend."""
+        if list(nodes) != list(range(len(nodes))):
+            self._move(0, self.keys.shape[0], slot, start, list(nodes))
+
     def rewind(self, slot: int, length: int) -> None:
         """Drop all tokens of a row after the first ``length``."""
         assert 0 <= length <= self.lengths[slot]

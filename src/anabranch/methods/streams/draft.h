@@ -237,8 +237,9 @@ class Drafter {
 
   void best_children(int row) {
     float* scores = scores_ + static_cast<int64_t>(row) * width_;
-    for (int j = 0; j < width_ && c_.keys != nullptr; j += 16) {
-      const F32x16 noise = masked_load(noise_ + j, width_ - j, zero()) * broadcast(c_.noise_scale);
+    const bool drawn = c_.keys != nullptr;
+    for (int j = 0; j < width_ && (drawn || c_.score_scale != 1.0f); j += 16) {
+      const F32x16 noise = drawn ? masked_load(noise_ + j, width_ - j, zero()) * broadcast(c_.noise_scale) : zero();
       const F32x16 score = masked_load(scores + j, width_ - j, zero());
       masked_store(scores + j, width_ - j, mul_add(score, broadcast(c_.score_scale), noise));
     }

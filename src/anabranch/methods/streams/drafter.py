@@ -16,7 +16,7 @@ from anabranch.methods.base import Drafter, Observation, Row, Taps
 from anabranch.methods.draft_head import DrawNoise, RowVocabulary
 from anabranch.methods.streams.adapter import StreamModule
 from anabranch.methods.streams.draft import DraftOptions, StreamDraft
-from anabranch.methods.streams.lead import LEAD, Lead
+from anabranch.methods.streams.lead import LEAD, Lead, Led, trailing
 from anabranch.methods.streams.native import NativeTrail
 from anabranch.methods.streams.rider import StreamRider, trail
 from anabranch.model.blocks import Block
@@ -31,8 +31,9 @@ __all__ = ["StreamDrafter"]
 
 # Tokens of a lead where it is not given, and the most rows that have one: a pass of the copy over many rows is bound by
 # arithmetic like the target's own (docs/log.md).
-AUTO_LEAD, LED_ROWS = 2, 1
-LED_NODES = 8  # the fewest nodes of a led draft whose size follows the load
+AUTO_LEAD, LED_ROWS = 1, 1
+# the fewest nodes of a led draft whose size follows the load, and what to expect of it (docs/log.md)
+LED_NODES, LED_LENGTH = 8, 4.5
 # the lane of the random numbers for sampled drafts; the target's own tokens use lane 0, the rejection rule lane 1
 DRAFT_LANE = 2
 
@@ -69,8 +70,9 @@ class StreamDrafter(Drafter):
                its streams on the emitted token; otherwise ride, which should be nearly free at batch 1 on a GPU (not
                yet run on one)
     adaptive   whether the number of drafted nodes follows the load, up to ``options.nodes``
-    lead       tokens that a 4-bit copy of the target drafts before the streams (``lead.Lead``); "auto": ``AUTO_LEAD``
-               where that fits and at most ``LED_ROWS`` rows are decoded, else none
+    lead       tokens that a 4-bit copy of the target drafts before the streams (``lead.Lead``), or a few more, since
+               one pass may bring several; "auto": ``AUTO_LEAD`` where that fits and at most ``LED_ROWS`` rows are
+               decoded, else none
     name       of the method
     """
 
@@ -119,12 +121,14 @@ class StreamDrafter(Drafter):
         elif ride or prune:
             self._rider = StreamRider(target, adapter, ride=ride, prune=prune)
         self._native = (
-            NativeTrail(target, adapter, self.tree.depth) if not ride and NativeTrail.fits(target, adapter) else None
+            NativeTrail(target, adapter, adapter.shape.num_streams)
+            if not ride and NativeTrail.fits(target, adapter)
+            else None
         )
         self.needs = Taps((adapter.start,) if not ride and adapter.reads_main else ())
         trails = self._native is not None and not prune and adapter.reads_main
         able = lead != 0 and trails and self.tree.options.tree != "product"
-        self._lead = Lead.of(target, adapter) if able else None
+        self._lead = Lead.of(target, adapter, self._native) if able and self._native is not None else None
         if lead not in ("auto", 0) and self._lead is None:
             raise CapabilityError(
                 "a lead needs streams that trail on the native kernels without pruning, bf16 weights, and tree=best or "
@@ -132,18 +136,19 @@ class StreamDrafter(Drafter):
             )
         self._led_rows = LED_ROWS if lead == "auto" else sys.maxsize
         self.lead = 0 if self._lead is None else AUTO_LEAD if lead == "auto" else lead
+        self._longest = 0 if self._lead is None else self.lead + self._lead.beyond
         if not ride and self._native is None:
             for index in range(adapter.start, len(target.blocks)):
                 block = target.blocks[index]
                 assert isinstance(block, Block)
                 adapter.layer(index).merge(block)
         o, depth = self.tree.options, self.tree.depth
-        self.max_nodes = o.nodes if o.tree == "best" else sum(o.children**d for d in range(depth + 1)) + self.lead
+        self.max_nodes = o.nodes if o.tree == "best" else sum(o.children**d for d in range(depth + 1)) + self._longest
 
     @property
     def margin(self) -> int:
-        """The tree's nodes; if streams trail on the native kernels, at least the streams' positions."""
-        return max(self.max_nodes, 0 if self._native is None else self.adapter.shape.num_streams + self.lead)
+        """The tree's nodes; if streams trail on the native kernels, at least their positions and those of a lead."""
+        return max(self.max_nodes, 0 if self._native is None else self.adapter.shape.num_streams + self._longest)
 
     @property
     def rider(self) -> Rider | None:
@@ -152,7 +157,8 @@ class StreamDrafter(Drafter):
 
     def depth_of(self, budget: int) -> int:
         """The maximum depth of a tree of ``budget`` nodes: its lead, and the streams that the rest of it uses."""
-        return self.lead + self._streams_of(min(budget, self.max_nodes) - self.lead)
+        streams = self._streams_of(min(budget, self.max_nodes) - self.lead)
+        return min(budget - 1, self._longest + streams) if self.lead else streams
 
     def account(self, rows: int) -> str:
         """Drafts with a lead take longer and yield more, so they are judged apart from those without."""
@@ -161,6 +167,10 @@ class StreamDrafter(Drafter):
     def least(self, rows: int) -> int:
         """Enough nodes to pay for a lead; smaller drafts would also show too little of the streams after it."""
         return min(LED_NODES, self.max_nodes) if self._leads(rows) else 1
+
+    def usual_length(self, rows: int) -> float:
+        """With a lead, more than of most drafters."""
+        return LED_LENGTH if self._leads(rows) else 0.0
 
     def _leads(self, rows: int) -> bool:
         return self.lead > 0 and rows <= self._led_rows
@@ -215,28 +225,14 @@ class StreamDrafter(Drafter):
         if budget < 2:
             return found
         known = [b for b, row in enumerate(rows) if row.max_depth > 0 and self._state(row).ready]
-        if batch := [b for b in known if rows[b].rule == "match"]:
-            kept = [self._state(rows[b]) for b in batch]
-            count = len(kept[0].lead)  # drafts of one step were prepared together
-            trees = [
-                DraftTree.root(state.lead[-1] if count else rows[b].root) for b, state in zip(batch, kept, strict=True)
-            ]
-            states = [state.states_SD for state in kept if state.states_SD is not None]
-            budget = min(budget, self.max_nodes) - count
-            if budget >= 2 and len(states) == len(batch):
-                draft = self._sized(budget)
-                while draft.depth > min(map(len, states)):  # states were prepared for a smaller tree
-                    budget = min(budget, draft.options.nodes) - 1
-                    draft = self._sized(budget)
-                words = [self._words(rows[b]) for b in batch]
-                drawn = [DrawNoise.of(rows[b], draft.depth, ahead=count) for b in batch]
-                trees = draft.build(states, [tree.tokens.item(0) for tree in trees], words, drawn)
-            for b, state, tree in zip(batch, kept, trees, strict=True):
-                led, limit = _led(rows[b].root, state, tree), rows[b].max_depth
-                if budget < 1:  # smaller than what was prepared
-                    limit = min(limit, budget + count - 1)
-                fits = led.max_depth <= limit
-                found[b] = led if fits else led.select((led.depths <= limit).nonzero()[0])
+        batch = [b for b in known if rows[b].rule == "match"]
+        left = {b: min(budget, self.max_nodes) - len(self._state(rows[b]).lead) for b in batch}
+        for nodes in sorted(set(left.values())):
+            places = [b for b in batch if left[b] == nodes]
+            for b, tree in zip(places, self._below(places, rows, nodes), strict=True):
+                led = _led(rows[b].root, self._state(rows[b]), tree)
+                limit = min(rows[b].max_depth, budget - 1)
+                found[b] = led if led.max_depth <= limit else led.select((led.depths <= limit).nonzero()[0])
         for b in known:
             row, states_SD = rows[b], self._state(rows[b]).states_SD
             if row.rule == "rejection" and states_SD is not None:
@@ -245,6 +241,22 @@ class StreamDrafter(Drafter):
                     states_SD, row.root, row.sampling, noise, depth=row.max_depth, row=self._words(row)
                 )
         return found
+
+    def _below(self, places: Sequence[int], rows: Sequence[Row], budget: int) -> list[DraftTree]:
+        """The trees of some rows, of ``budget`` nodes, from the streams that trail their roots or leads."""
+        kept = [self._state(rows[b]) for b in places]
+        roots = [state.lead[-1] if state.lead else rows[b].root for b, state in zip(places, kept, strict=True)]
+        states = [state.states_SD for state in kept if state.states_SD is not None]
+        if budget < 2 or len(states) < len(kept):
+            return [DraftTree.root(root) for root in roots]
+        draft = self._sized(budget)
+        while draft.depth > min(map(len, states)):  # states were prepared for a smaller tree
+            budget = min(budget, draft.options.nodes) - 1
+            draft = self._sized(budget)
+        drawn = [
+            DrawNoise.of(rows[b], draft.depth, ahead=len(state.lead)) for b, state in zip(places, kept, strict=True)
+        ]
+        return draft.build(states, roots, [self._words(rows[b]) for b in places], drawn)
 
     def _state(self, row: Row) -> _State:
         state: _State = row.state[self]
@@ -293,25 +305,29 @@ class StreamDrafter(Drafter):
 
         ``slots`` of the rows ascend, and ``nodes`` are the rows of ``main_MD`` that they trail without a lead.
         """
-        emitted = [row.root for row in rows]
-        budget = min(seen.budget, self.max_nodes)
-        ahead = min(self._ahead(rows), budget - 1)
-        if ahead and self._lead is not None:
-            words, noise = [self._words(row) for row in rows], [DrawNoise.of(row, ahead) for row in rows]
-            led = self._lead.run(emitted, slots, words, noise, seen.cache, seen.planned, ahead)
-            for row, tokens, log_probs in zip(rows, led.tokens, led.log_probs, strict=True):
-                state = self._state(row)
-                state.lead, state.log_probs = tokens, log_probs
-            nodes, emitted, main_MD = range(len(rows)), [tokens[-1] for tokens in led.tokens], led.main_AD
-        if budget - ahead < 2:
-            return
-        depth = self._streams_of(budget - ahead)
-        trailed, told, counts = ([0] * seen.cache.count for _ in range(3))
-        for slot, node, token in zip(slots, nodes, emitted, strict=True):
-            trailed[slot], told[slot], counts[slot] = node, token, depth
-        flat = native.run(main_MD, trailed, told, counts, seen.cache, seen.planned, ahead=ahead)
-        for row, states_SD in zip(rows, flat.view(len(rows), depth, -1), strict=True):
-            self._state(row).states_SD = states_SD
+        budget, count = min(seen.budget, self.max_nodes), self._ahead(rows)
+        most = min(budget - 1, self._longest) if count else 0
+        led = [
+            Led(
+                slot,
+                self._words(row),
+                DrawNoise.of(row, 2 * self._longest) if most else None,
+                row.root,
+                main_MD[node],
+            )
+            for row, slot, node in zip(rows, slots, nodes, strict=True)
+        ]
+        if most and self._lead is not None:
+            self._lead.run(led, seen.cache, seen.planned, min(count, most), most)
+        for row, lead in zip(rows, led, strict=True):
+            self._state(row).lead, self._state(row).log_probs = lead.tokens, lead.log_probs
+        for nodes_left in sorted({budget - len(lead.tokens) for lead in led}):
+            if nodes_left < 2:
+                continue
+            same = [i for i, lead in enumerate(led) if budget - len(lead.tokens) == nodes_left]
+            states = trailing(native, [led[i] for i in same], seen.cache, seen.planned, self._streams_of(nodes_left))
+            for i, states_SD in zip(same, states, strict=True):
+                self._state(rows[i]).states_SD = states_SD
 
     def _trail(self, entry_BD: Tensor, emitted_B: Tensor, slots: Sequence[int], seen: Observation) -> Tensor:
         """Stream states [B, S, D] of committed nodes, from their main rows before layer N - N_s."""

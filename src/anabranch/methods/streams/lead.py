@@ -1,36 +1,40 @@
-"""The lead of a draft: its first tokens come from a copy of the target in 4 bits, one narrow pass each.
+"""The lead of a draft: its first tokens come from a copy of the target in 4 bits, which itself decodes with streams.
 
 Streams that trail the newest committed token guess the token after the next from the states of the top layers. A copy
 of the whole target in 4 bits reads a quarter of the bytes of bf16 weights and nearly always agrees with the target, so
-it is worth a pass of its own: it drafts the first tokens, and the streams trail those. Drafting with the target's own
-quantised weights is also how ML-SpecQD (Georganas et al. 2025) and QuantSpec (Tiwari et al. 2025) draft.
+it is worth passes of its own. Each verifies a small tree of streams (``TREE`` nodes), since a few nodes hardly cost
+more than one, and the streams then trail the last token that it drafted: staged speculative decoding (Spector and Ré
+2023) with the streams as its last stage. Drafting with the target's own quantised weights is also how ML-SpecQD
+(Georganas et al. 2025) and QuantSpec (Tiwari et al. 2025) draft.
 
 The copy shares the target's KV cache. It writes its keys and values after the committed ones, where the next pass
 overwrites them, so the target never reads them.
 
-A rows of the batch that draft, D model width.
+M nodes of a pass of the copy, D model width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from anabranch.methods.draft_head import DrawNoise, RowVocabulary
 from anabranch.methods.streams.adapter import StreamModule
 from anabranch.methods.streams.draft import DraftOptions, NativeDraft, StreamDraft
-from anabranch.methods.streams.native import narrow_layer
+from anabranch.methods.streams.native import NativeTrail, narrow_layer
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
 from anabranch.model.stack import Stack, stack_of
+from anabranch.tree import DraftTree
 
-__all__ = ["LEAD", "Lead", "Led"]
+__all__ = ["LEAD", "Lead", "Led", "trailing"]
 
+TREE = 4  # nodes that a pass of the copy verifies
 LEAD = "lead"  # label of its tokens' sources, before their depth
 # (scores + noise) times this are the logits of the probability that the target says the same. Quantisation moves scores
 # by about a tenth, so it decides near ties only (docs/log.md).
@@ -40,30 +44,50 @@ OVERFLOWED = -100.0  # log probability of a token after scores that are not fini
 _copies: WeakKeyDictionary[Decoder, Stack] = WeakKeyDictionary()
 
 
-class Led(NamedTuple):
-    """What a lead drafted.
+@dataclass(eq=False)
+class Led:
+    """The lead of a row, while it grows.
 
-    tokens     of each of the A rows, one for each pass
-    log_probs  the joint log probability of each of them
-    main_AD    main rows of the last pass before the streams' first layer
+    slot       the row's place in the cache
+    words      its own part of the draft vocabulary
+    noise      the noise of the tokens after its root; None if it is greedy
+    latest     the token that the next pass starts from: the row's root at first
+    main_D     the main row before the streams' first layer of the token before that
+    tokens     what was drafted
+    log_probs  the joint log probability of each token
     """
 
-    tokens: list[list[int]]
-    log_probs: list[list[float]]
-    main_AD: Tensor
+    slot: int
+    words: RowVocabulary
+    noise: DrawNoise | None
+    latest: int
+    main_D: Tensor
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+
+    def noise_ahead(self, depth: int) -> DrawNoise | None:
+        """The noise of the next ``depth`` tokens."""
+        first = len(self.tokens)
+        return self.noise and replace(self.noise, keys_D=self.noise.keys_D[first : first + depth])
 
 
 class Lead:
-    """Drafts with a 4-bit copy of the target, whose layers are ``stack``; ``following`` chooses the next token.
+    """Drafts with a 4-bit copy of the target, whose layers are ``stack``.
 
-    start  the streams' first layer
+    following  chooses the token after a state of the copy
+    trail      runs the streams
+    below      builds the trees that the copy verifies
+    start      the streams' first layer
     """
 
-    def __init__(self, stack: Stack, following: NativeDraft, start: int) -> None:
-        self._stack, self._next, self._start = stack, following, start
+    def __init__(
+        self, stack: Stack, following: NativeDraft, trail: NativeTrail, below: StreamDraft, start: int
+    ) -> None:
+        self._stack, self._following, self._trail, self._below, self._start = stack, following, trail, below, start
+        self.beyond = below.depth  # tokens that the last pass may draft beyond those asked for
 
     @staticmethod
-    def of(target: Decoder, adapter: StreamModule) -> Lead | None:
+    def of(target: Decoder, adapter: StreamModule, trail: NativeTrail) -> Lead | None:
         """A lead over the draft vocabulary of ``adapter``; None unless the native kernels run bf16 weights."""
         stack = stack_of(target.backend)
         if stack is None or stack.kind != "bfloat16":
@@ -74,37 +98,72 @@ class Lead:
             return None
         if target not in _copies:
             _copies[target] = Stack.of_target(target, [narrow_layer(block) for block in target.blocks])
-        return Lead(_copies[target], following, adapter.start)
+        below = StreamDraft(target, adapter, DraftOptions(nodes=TREE))
+        return Lead(_copies[target], following, trail, below, adapter.start)
 
-    def run(
-        self,
-        roots: Sequence[int],
-        slots: Sequence[int],
-        words: Sequence[RowVocabulary],
-        noise: Sequence[DrawNoise | None],
-        cache: Cache,
-        planned: int,
-        count: int,
-    ) -> Led:
-        """Draft ``count`` tokens after each root; ``slots`` ascend, and ``noise`` has that of ``count`` positions."""
-        counts = [0] * cache.count
-        for slot in slots:
-            counts[slot] = 1
-        latest, main_AD = list(roots), None
-        tokens: list[list[int]] = [[] for _ in roots]
-        log_probs: list[list[float]] = [[] for _ in roots]
-        for ahead in range(count):
-            step = self._stack.step([length + ahead for length in cache.lengths], counts, None, planned)
-            fed = np.array(latest, np.int64)
-            hidden_AD, _, main_AD = self._stack.through(fed, step, cache, 0, choose=False, tapped=self._start)
-            for i, root in enumerate(latest):
-                drawn = noise[i]
-                here = None if drawn is None else replace(drawn, keys_D=drawn.keys_D[ahead : ahead + 1])
-                drafted = self._next.nodes(hidden_AD[i : i + 1], root, words[i], here)
-                found = len(drafted.tokens) > 1
-                latest[i] = drafted.tokens.item(1) if found else root
-                above = log_probs[i][-1] if ahead else 0.0
-                log_probs[i].append(above + (drafted.log_probs.item(1) if found else OVERFLOWED))
-                tokens[i].append(latest[i])
-        assert main_AD is not None, "a lead has at least one token"
-        return Led(tokens, log_probs, main_AD)
+    def run(self, rows: Sequence[Led], cache: Cache, planned: int, count: int, most: int) -> None:
+        """Draft at least ``count`` tokens after each row's root, and at most ``most``; slots ascend.
+
+        The noise of a sampled row is that of ``most`` tokens and those of a tree after them.
+        """
+        while going := [row for row in rows if len(row.tokens) < count]:
+            self._pass(going, cache, planned, most)
+
+    def _pass(self, rows: Sequence[Led], cache: Cache, planned: int, most: int) -> None:
+        trees = self._trees(rows, cache, planned, most)
+        lengths, counts = _lengths(rows, cache), [0] * cache.count
+        for row, tree in zip(rows, trees, strict=True):
+            counts[row.slot] = tree.size
+        parents_M = np.concatenate([tree.parents for tree in trees])
+        step = self._stack.step(lengths, counts, parents_M, planned)
+        tokens_M = np.concatenate([tree.tokens for tree in trees])
+        hidden_MD, _, main_MD = self._stack.through(tokens_M, step, cache, 0, choose=False, tapped=self._start)
+        assert main_MD is not None, "the pass was asked for these rows"
+        first = 0
+        for row, tree in zip(rows, trees, strict=True):
+            here = slice(first, first + tree.size)
+            path = self._follow(row, tree, hidden_MD[here], most)
+            row.main_D = main_MD[first + path[-1]]
+            cache.gather(row.slot, lengths[row.slot], path)
+            first += tree.size
+
+    def _trees(self, rows: Sequence[Led], cache: Cache, planned: int, most: int) -> list[DraftTree]:
+        """What the copy verifies after each row's latest token: only that where one more token is wanted."""
+        if most - max(len(row.tokens) for row in rows) < 2:
+            return [DraftTree.root(row.latest) for row in rows]
+        states = trailing(self._trail, rows, cache, planned, self._below.depth)
+        noise = [row.noise_ahead(self._below.depth) for row in rows]
+        return self._below.build(states, [row.latest for row in rows], [row.words for row in rows], noise)
+
+    def _follow(self, row: Led, tree: DraftTree, hidden_ND: Tensor, most: int) -> list[int]:
+        """Take in what the copy says along a tree [N]; returns the path of nodes that it agrees with."""
+        path = [0]
+        while True:
+            node = path[-1]
+            drafted = self._following.nodes(hidden_ND[node : node + 1], row.latest, row.words, row.noise_ahead(1))
+            above, found = row.log_probs[-1] if row.log_probs else 0.0, len(drafted.tokens) > 1
+            row.latest = drafted.tokens.item(1) if found else row.latest
+            row.log_probs.append(above + (drafted.log_probs.item(1) if found else OVERFLOWED))
+            row.tokens.append(row.latest)
+            same = [child for child in tree.children(node) if tree.tokens[child] == row.latest]
+            if not same or len(row.tokens) >= most:
+                return path
+            path += same
+
+
+def trailing(trail: NativeTrail, rows: Sequence[Led], cache: Cache, planned: int, streams: int) -> list[Tensor]:
+    """The states [S, D] of streams that trail the latest token of rows, whose slots ascend."""
+    nodes, emitted, counts = ([0] * cache.count for _ in range(3))
+    for i, row in enumerate(rows):
+        nodes[row.slot], emitted[row.slot], counts[row.slot] = i, row.latest, streams
+    main_AD = rows[0].main_D[None] if len(rows) == 1 else torch.stack([row.main_D for row in rows])
+    states = trail.run(main_AD, nodes, emitted, counts, cache, planned, lengths=_lengths(rows, cache))
+    return list(states.view(len(rows), streams, -1))
+
+
+def _lengths(rows: Sequence[Led], cache: Cache) -> list[int]:
+    """The tokens that each row of the cache has, with those of leads."""
+    lengths = list(cache.lengths)
+    for row in rows:
+        lengths[row.slot] += len(row.tokens)
+    return lengths

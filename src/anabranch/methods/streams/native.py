@@ -113,7 +113,7 @@ class NativeTrail:
         cache: Cache,
         planned: int,
         *,
-        ahead: int = 0,
+        lengths: Sequence[int] | None = None,
     ) -> Tensor:
         """Stream states after the last norm, row by row [sum of ``counts``, D].
 
@@ -121,11 +121,11 @@ class NativeTrail:
         nodes    the main row that each batch row trails: its newest committed node
         emitted  the token emitted at each of these nodes
         counts   number of streams of each batch row, at most ``streams``; 0: the row is skipped (not for all rows)
-        ahead    cache positions after the committed ones that the streams attend to as if they were committed
+        lengths  tokens in the cache of each batch row that the streams attend to; None: the committed ones
         """
         assert max(counts) <= self.streams
         low, high = self.stack.first, self.stack.config.num_layers
-        lengths = [length + ahead for length in cache.lengths] if ahead else cache.lengths
+        lengths = cache.lengths if lengths is None else lengths
         if self._entry is None:
             active = [b for b, count in enumerate(counts) if count]
             tokens = self.target.embedding(torch.tensor([emitted[b] for b in active]))[:, None]
