@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from anabranch.costs import FIRST, Costs, PassCosts, StepCosts
+from anabranch.costs import Costs, PassCosts, StepCosts
 from anabranch.decoding.engine import Engine, Request
 from anabranch.decoding.scheduler import Scheduler
 from anabranch.decoding.speculation import EXPLORE, KEPT, SOONER, TRIAL, Speculation, best_count
@@ -182,8 +182,6 @@ def test_what_small_drafts_do_not_show_follows_what_they_do() -> None:
 def test_a_plan_that_fails_is_not_repeated() -> None:
     made, drafter = controller("1:10/2:12/3:50/512:5120"), Adaptive()  # 1.55 / 12 > 1 / 10
     assert made.plan({drafter: 1}, 0.0) == {drafter: 2}
-    for _ in range(FIRST):
-        made.costs.saw_prepare(drafter.account(1), 1e-6, 1)  # before that, a plan is a guess
     for _ in range(400):
         drafting = made.plan({drafter: 1}, 0.0)[drafter] > 1
         made.saw_step(1, 1, 12.0 if drafting else 10.0)

@@ -143,12 +143,12 @@ class _Estimate:
     """
 
     def __init__(self, value: float, *, guessed: bool = False) -> None:
-        self.value, self._seen, self._guessed = value, 0, guessed
+        self.value, self._seen, self._guessed = value, 0, guessed and value > 0
 
     @property
     def measured(self) -> bool:
         """Whether this is more than a guess."""
-        return not self._guessed or self._seen >= FIRST
+        return self._seen >= FIRST or not self._guessed
 
     def learn(self, value: float) -> None:
         """Take in a measurement."""

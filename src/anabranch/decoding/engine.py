@@ -38,6 +38,10 @@ from anabranch.verify import Verdict
 
 __all__ = ["Engine", "FinishReason", "Request", "Step", "Timings"]
 
+# The times of so many first steps teach what steps cost, and then those of every fourth one: learning from one takes a
+# thirtieth of a small pass.
+TIMED, SELDOM = 64, 4
+
 
 @dataclass(frozen=True)
 class Timings:
@@ -98,6 +102,7 @@ class Engine(Batch):
         super().__init__(target, drafter, rows=rows, capacity=capacity, margin=margin, on_leave=on_leave)
         self._speculation = speculation
         self._budgets: dict[Drafter, int] = {}
+        self._steps = 0
         self._prepared = 0.0  # seconds that preparing the next step's drafts took
 
     @property
@@ -196,7 +201,9 @@ class Engine(Batch):
         timings = Timings(
             after_draft - began, after_forward - after_draft, after_verify - after_forward, done - after_verify
         )
-        if any(member.drafter.adaptive for member in members):
+        self._steps += 1
+        adaptive = any(member.drafter.adaptive for member in members)
+        if adaptive and (self._steps <= TIMED or self._steps % SELDOM == 0 or self.speculation.guessing):
             self._learn(members, result.counts_B, budgets, timings)
         steps = []
         for b, (member, (said, sources)) in enumerate(zip(members, emitted, strict=True)):

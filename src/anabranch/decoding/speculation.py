@@ -39,6 +39,7 @@ PREDICTED = 15  # draft nodes of the trees whose mean acceptance length an adapt
 NEARLY = 0.985  # times the best rate at which the widest draft is preferred: what is not worth it need not be verified
 # what the best, second best, ... draft node of a row is taken to be worth before any was seen
 PRIOR = tuple(0.55 * 0.82**k for k in range(BUDGETS[-1]))
+GUESSED = 0.6  # times the rate without a draft that one whose costs are guessed has to promise to be tried
 EXPLORE = 200  # steps with drafts, or without, after which the opposite is tried
 SOONER = 0.2  # times as many where both are expected to be equally fast
 TRIAL = 4  # steps long
@@ -264,8 +265,8 @@ class Speculation:
             lately.plan = self._planned(drafter, count, rows, others, context)
             same = before is not None and before.budget == lately.plan.budget
             lately.keep = min(2 * lately.keep, LONGEST_KEPT) if same else KEPT
-            trying = lately.plan.drafting != lately.pays
-            lately.planned_for, lately.kept = planned_for, lately.keep if trying else 0
+            again = lately.plan.guessed or lately.plan.drafting != lately.pays
+            lately.planned_for, lately.kept = planned_for, lately.keep if again else 0
         assert lately.plan is not None
         self._plan = lately.plan
         if self._plan.drafting:
@@ -277,13 +278,15 @@ class Speculation:
         lately, outlook = self.lately(drafter, count), self._outlook(drafter, count, rows, others, context)
         rates = outlook.rates
         wide = 1 + int(np.flatnonzero(rates[1:] >= NEARLY * rates[1:].max())[-1])
-        drafting = self._tried(lately, bool(rates[wide] > rates[0]), rates[wide] / rates[0])
+        account = drafter.account(count)
+        guessed = not self.costs.measured(account)
+        ratio = float(rates[wide] / rates[0])
+        drafting = self._tried(lately, ratio > (GUESSED if guessed else 1.0), ratio)
         place = wide if drafting else 0
         plain = 0.0 if self.arms is None else self._plain_ms(rows, context)
         tokens, ms = float(outlook.tokens[place]), float(outlook.ms[place])
-        account = drafter.account(count)
-        guessed = drafting and not self.costs.measured(account)
-        return _Plan(rows, int(outlook.nodes[place]), tokens, ms, plain, drafter.spec, account, guessed)
+        nodes = int(outlook.nodes[place])
+        return _Plan(rows, nodes, tokens, ms, plain, drafter.spec, account, guessed=guessed and drafting)
 
     def _outlook(self, drafter: Drafter, count: int, rows: int, others: int, context: float) -> _Outlook:
         """What steps are expected to yield with drafts of each size for ``count`` of the ``rows``."""
@@ -340,6 +343,11 @@ class Speculation:
             return True
         return False
 
+    @property
+    def guessing(self) -> bool:
+        """Whether the next step was planned without knowing what its draft costs."""
+        return self._plan is not None and self._plan.guessed
+
     def suffices(self, rows: Sequence[Row], sketch: Sequence[DraftTree]) -> bool:
         """Whether free drafts promise so much for the next step that the planned draft need not be prepared.
 
@@ -351,7 +359,8 @@ class Speculation:
         beliefs = {b: self._calibration(tree, rows[b].beliefs(tree)) for b, tree in enumerate(sketch)}
         planned = plan.tokens / plan.ms * self._trusted(plan.name, True, plan.rows).factor
         rest = self.costs.rest_ms(len(rows))
-        if SUFFICIENT * planned * rest > sum(map(sum, beliefs.values())):
+        least = self.costs.passes_ms(len(rows), 1, len(rows), _context(rows))[0] + rest
+        if sum(map(sum, beliefs.values())) < SUFFICIENT * planned * least:
             return False
         sizes, _ = self._sizes(rows, sketch, beliefs, [0], rest, 1.0)
         tokens = sum(sum(sorted(known, reverse=True)[: sizes[b]]) for b, known in beliefs.items())
