@@ -94,6 +94,14 @@ std::vector<float> results(int kind, void* runner) {
   const int plain = floats ? FLOAT : BF16;
   expect(anabranch_linear(plain, runner, rows, ROWS, &head.packed, nullptr, scores.data()) == DONE, "linear");
   expect(anabranch_choose(plain, runner, rows, ROWS, &head.packed, nullptr, nullptr, places.data()) == DONE, "choose");
+  if (kind < INT8) {
+    const Weight copy(INT8, WORDS, D);
+    const std::vector<float> bounds(WORDS + BLOCK, 10.0f);
+    const Screen screen{copy.packed, bounds.data(), bounds.data()};
+    std::vector<int64_t> same(ROWS);
+    expect(anabranch_choose(plain, runner, rows, ROWS, &head.packed, nullptr, &screen, same.data()) == DONE, "screened");
+    expect(std::equal(same.begin(), same.end(), places.begin()), "a screen finds the same token");
+  }
   expect(anabranch_draw(runner, scores.data(), ROWS, WORDS, 0.7f, keys.data(), places.data() + ROWS) == DONE, "draw");
   found.insert(found.end(), scores.begin(), scores.end());
   for (const int64_t place : places) found.push_back(static_cast<float>(place));

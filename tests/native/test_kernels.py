@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 from itertools import product
 from typing import Literal
@@ -31,6 +32,7 @@ from anabranch.model.inputs import Inputs
 from anabranch.model.native_linear import NativeLinear
 from anabranch.model.pack import pack_decoder
 from anabranch.model.quantize import QuantizedWeight, quantize_decoder
+from anabranch.model.screen import Screen
 from anabranch.model.stack import NativeBackend, Stack, stack_of
 from anabranch.native import library as native
 from anabranch.sampling import argmax, gumbels, position_keys
@@ -503,6 +505,65 @@ def test_the_first_of_the_largest(outputs: int, rows: int, kind: str, biased: bo
     scores = linear(x)
     wanted = [row.index(max(row)) for row in scores.tolist()]
     assert linear.choose(x).tolist() == wanted == argmax(scores).tolist()
+
+
+@needs_kernels
+@settings(max_examples=150, deadline=None)
+@given(
+    outputs=st.integers(1, 300),
+    rows=st.integers(1, 18),
+    kind=st.sampled_from(["bfloat16", "float32"]),
+    close=st.sampled_from([0.0, 1e-6, 1e-2, 1.0]),
+    scale=st.sampled_from([1e-30, 1e-10, 1.0, 1e10]),
+    strange=st.sampled_from([0.0, 1e15, 1e30, float("inf"), float("nan")]),
+    seed=st.integers(0, 2**31),
+)
+def test_a_screen_finds_the_same_token(
+    outputs: int, rows: int, kind: str, close: float, scale: float, strange: float, seed: int
+) -> None:
+    """Outputs that are equal or nearly so, in rows of any size, some with a strange value."""
+    source = torch.Generator().manual_seed(seed)
+    base = torch.randn(3, 96, generator=source)[torch.randint(0, 3, (outputs,), generator=source)]
+    weight = (base + close * torch.randn(outputs, 96, generator=source)).to(getattr(torch, kind))
+    linear = NativeLinear(weight, None, wide=True)
+    screen = Screen(linear.kernels, weight)
+    x = (scale * torch.randn(rows, 96, generator=source)).to(weight.dtype)
+    if strange:
+        x[0, 50] = strange
+    wanted = linear.choose(x)
+    assert torch.equal(linear.kernels.choose(x, linear.packed, None, screen.native), wanted)
+    if not math.isnan(strange):
+        found = linear(x)
+        finite = found.isfinite().all(1)
+        assert torch.equal(wanted[finite], argmax(found)[finite])
+
+
+@needs_kernels
+def test_the_bounds_of_a_screen_hold_and_exclude_most_outputs() -> None:
+    source = torch.Generator().manual_seed(1)
+    weight, x = torch.randn(4096, 256, generator=source), torch.randn(8, 256, generator=source)
+    linear = NativeLinear(weight, None, wide=True, screen=True)
+    assert linear.screen is not None
+    error, size = linear.screen.bounds
+    copy = QuantizedWeight.of(weight, "int8").dense()
+    scale = x.view(8, -1, 32).abs().amax(2, keepdim=True) / 127
+    narrow = ((x.view(8, -1, 32) / scale).round() * scale).view(8, -1)
+    bound = x.norm(dim=1)[:, None] * error + (x - narrow).norm(dim=1)[:, None] * size
+    approximate, exact = narrow @ copy.T, x @ weight.T
+    assert bool(((approximate - exact).abs() < bound).all())
+    possible = approximate + bound >= (approximate - bound).amax(1, keepdim=True)
+    assert float(possible.float().mean()) < 0.05
+
+
+@needs_kernels
+@pytest.mark.parametrize("why", ["few outputs", "width", "bias", "nan", "quantised"])
+def test_where_there_is_no_screen(why: str) -> None:
+    weight = torch.ones(40 if why == "few outputs" else 4096, 40 if why == "width" else 64)
+    if why == "nan":
+        weight[7, 3] = math.nan
+    given = QuantizedWeight.of(weight, "int8") if why == "quantised" else weight
+    bias = torch.zeros(4096) if why == "bias" else None
+    assert NativeLinear(given, bias, screen=True).screen is None
 
 
 @needs_kernels

@@ -23,16 +23,19 @@ AT_ONCE = 256
 
 
 class Screen:
-    """The packed copy of a weight [N, D] and the bounds of what it lacks; see ``native.Screen``."""
+    """The packed copy of a weight [N, D] and what bounds its errors; see ``native.Screen``.
+
+    bounds  of the norms of what the copy lacks of each output, and of the copy's own [N, padded to whole blocks]
+    """
 
     def __init__(self, kernels: native.Library, weight: Tensor) -> None:
         parts = [_part(part.float()) for part in torch.split(weight.detach(), AT_ONCE)]
         values, scale, error, size = (torch.cat(part) for part in zip(*parts, strict=True))
         more = -len(weight) % native.BLOCK
-        self._bounds = F.pad(error, (0, more)), F.pad(size, (0, more))
+        self.bounds = F.pad(error, (0, more)), F.pad(size, (0, more))
         packed, self._memory = kernels.pack("int8", values, scale)
-        self.bounded = bool(self._bounds[1].max() <= LARGEST_NORM)  # false where a norm is NaN
-        self.native = native.Screen(packed, *(bound.data_ptr() for bound in self._bounds))
+        self.bounded = bool(self.bounds[1].max() <= LARGEST_NORM)  # false where a norm is NaN
+        self.native = native.Screen(packed, *(bound.data_ptr() for bound in self.bounds))
 
     @staticmethod
     def of(kernels: native.Library, weight: Tensor, bias: Tensor | None) -> Screen | None:
