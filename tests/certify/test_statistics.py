@@ -93,6 +93,11 @@ def test_the_drawing_of_pooling() -> None:
     assert pooled(Counter({(1,): 3}), Counter({(2,): 3}), 4) == [Cell((), 3, 3)]
     rest = pooled(Counter({(1,): 9, (2,): 1}), Counter({(1,): 8, (3,): 2}), 4)
     assert rest == [Cell((1,), 10, 10)], "what is too rare joins the smallest cell"
+    first, second = Counter({(2, 0): 9, (1, 0): 5}), Counter({(1, 0): 8, (2, 0): 4, (3, 0): 2})
+    for found in (pooled(first, second, 4), pooled(second, first, 4)):
+        assert {cell.start: cell.first + cell.second for cell in found} == {(1, 0): 15, (2, 0): 13}, (
+            "or, of equals, the first"
+        )
 
 
 OUTCOMES = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=300)

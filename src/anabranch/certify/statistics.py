@@ -147,10 +147,10 @@ def pooled(first: Counter[Outcome], second: Counter[Outcome], most: int) -> list
 def _absorb(
     cells: dict[Outcome, list[int]], rest: Mapping[Outcome, Outcome], first: Counter[Outcome], second: Counter[Outcome]
 ) -> None:
-    """Add what is too rare for a cell to the smallest one."""
+    """Add what is too rare for a cell to the smallest one; of equals, to the first by its tokens."""
     if not rest:
         return
-    smallest = min(cells, key=lambda start: sum(cells[start])) if cells else ()
+    smallest = min(cells, key=lambda start: (sum(cells[start]), start)) if cells else ()
     cell = cells.setdefault(smallest, [0, 0])
     cell[0] += sum(first[outcome] for outcome in rest)
     cell[1] += sum(second[outcome] for outcome in rest)
