@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -133,6 +135,16 @@ def test_one_pass_drafts_several_tokens_where_the_streams_are_right(monkeypatch:
     assert max(leads) > 4
     taken = sum(min(len(step.verdict.path) - 1, lead) for step, lead in zip(whole, leads, strict=True))
     assert taken / sum(leads) > 0.8
+
+
+@needs_kernels
+@pytest.mark.parametrize(("lead", "nodes"), [(1, 4), (8, 12)])
+def test_a_lead_may_reach_the_end_of_the_context(lead: int, nodes: int) -> None:
+    model = packed(replace(BASE, max_positions=48), "bfloat16")
+    drafter = StreamDrafter(model, adapter_for(model, **SHAPE), DraftOptions(nodes=nodes), lead=lead)
+    engine = Engine(model, drafter, rows=1, capacity=48)
+    engine.add(Request(tokens(8), 40))
+    assert sum(len(step.tokens) for step in engine.run()) == 40
 
 
 @needs_kernels
