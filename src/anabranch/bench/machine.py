@@ -121,12 +121,15 @@ def last_level_cache(device: torch.device) -> int:
 
 
 def weight_bytes(decoder: Decoder) -> int:
-    """Bytes of weights read by a pass over one token: blocks, last norm and head, and one row of the embedding."""
+    """Bytes of weights read by a greedy pass over one token: blocks, last norm and head, and one row of the embedding.
+
+    Of a head with a screen, that is what is read at least.
+    """
     total = 0
     for part in (decoder.blocks, decoder.norm, decoder.head):
         for module in part.modules():
             if isinstance(module, NativeLinear):
-                total += module.nbytes
+                total += module.nbytes if module.screen is None else module.screen.nbytes
             elif isinstance(module, PackedLinear):
                 total += module.out_features * module.in_features * decoder.dtype.itemsize
             elif isinstance(module, QuantizedLinear | PackedQuantized):

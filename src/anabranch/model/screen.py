@@ -29,8 +29,16 @@ class Screen:
     """
 
     def __init__(self, kernels: native.Library, weight: Tensor) -> None:
-        parts = [_part(part.float()) for part in torch.split(weight.detach(), AT_ONCE)]
-        values, scale, error, size = (torch.cat(part) for part in zip(*parts, strict=True))
+        values = torch.empty(weight.shape, dtype=torch.uint8)
+        scale, error, size = torch.empty(3, len(weight))
+        for first in range(0, len(weight), AT_ONCE):
+            here = slice(first, first + AT_ONCE)
+            w = weight[here].detach().float()
+            made = QuantizedWeight.of(w, "int8")
+            copy = made.dense()
+            values[here], scale[here] = made.values, made.scale
+            size[here] = ROOM * copy.norm(dim=1)
+            error[here] = ROOM * (w - copy).norm(dim=1) + ROUNDING * w.shape[1] * size[here]
         more = -len(weight) % native.BLOCK
         self.bounds = F.pad(error, (0, more)), F.pad(size, (0, more))
         packed, self._memory = kernels.pack("int8", values, scale)
@@ -49,11 +57,3 @@ class Screen:
     def nbytes(self) -> int:
         """Bytes that finding a token reads at least."""
         return self._memory.nbytes
-
-
-def _part(w: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    made = QuantizedWeight.of(w, "int8")
-    copy = made.dense()
-    size = ROOM * copy.norm(dim=1)
-    error = ROOM * (w - copy).norm(dim=1) + ROUNDING * w.shape[1] * size
-    return made.values, made.scale, error, size
