@@ -8,10 +8,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from anabranch.costs import Costs, PassCosts, StepCosts
+from anabranch.costs import FIRST, Costs, PassCosts, StepCosts
 from anabranch.decoding.engine import Engine, Request
 from anabranch.decoding.scheduler import Scheduler
-from anabranch.decoding.speculation import EXPLORE, KEPT, SOONER, TRIAL, Speculation, best_count
+from anabranch.decoding.speculation import EXPLORE, GUESSED, KEPT, SOONER, TRIAL, Speculation, best_count
 from anabranch.methods import Drafter, make_drafter
 from anabranch.methods.base import Row
 from anabranch.methods.beliefs import Beliefs, Calibration
@@ -187,6 +187,39 @@ def test_a_plan_that_fails_is_not_repeated() -> None:
         made.saw_step(1, 1, 12.0 if drafting else 10.0)
     drafts = [made.plan({drafter: 1}, 0.0)[drafter] > 1 for _ in range(EXPLORE)]
     assert sum(drafts) <= EXPLORE * TRIAL / (SOONER * EXPLORE)  # only trials
+
+
+def test_free_drafts_that_promise_more_than_the_plan_suffice() -> None:
+    made, drafter = controller("1:10/8:11/16:12/512:900", draft=8.0), Adaptive()
+    row = Row([9], 1, SamplingParams())
+    assert made.plan({drafter: 1}, 0.0)[drafter] > 1
+    for tree in (star(), star(0.3)):
+        assert not made.suffices([row], [tree])
+    assert made.plan({drafter: 1}, 0.0)[drafter] > 1
+    chain = DraftTree.chain(9, [1, 2, 3, 4, 5], log_probs=np.log([0.98**k for k in range(1, 6)]).tolist())
+    assert made.suffices([row], [chain])
+    before = made.lately(drafter).free_tokens, made.lately(drafter).worth.copy()
+    (verified,) = made.choose([row], [drafter], [chain], {drafter: 1})
+    assert verified.size == 6
+    assert made.lately(drafter).free_tokens == before[0], "a step that was chosen for its text says nothing of others"
+    assert (made.lately(drafter).worth == before[1]).all()
+    assert made.plan({drafter: 1}, 0.0)[drafter] > 1, "for one step only"
+    made.plan({}, 0.0)
+    assert not made.suffices([row], [chain]), "nothing was planned"
+
+
+def test_drafts_whose_cost_is_a_guess_are_tried_and_not_distrusted_for_it() -> None:
+    made, drafter = controller("1:10/8:11/16:12/512:900", draft=34.0), Adaptive()
+    outlook = made._outlook(drafter, 1, 1, 0, 0.0)
+    assert GUESSED < outlook.rates[1:].max() / outlook.rates[0] < 1
+    for step in range(FIRST):
+        assert made.plan({drafter: 1}, 0.0)[drafter] > 1
+        assert made.guessing
+        made.saw_step(1, 1, 40.0)
+        made.costs.saw_prepare(drafter.account(1), 30.0 if step == 0 else 1e-3, 1)
+        made.costs.saw_draft(drafter.account(1), 1e-3, 2, 1)
+    assert settled(made, drafter) > 1
+    assert not made.guessing
 
 
 def test_nodes_that_are_rarely_accepted_are_believed_less() -> None:

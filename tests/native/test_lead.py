@@ -10,10 +10,14 @@ import torch
 from test_kernels import BASE, adapter_for, decoder, in_four_bits, needs_kernels, packed, tokens
 
 from anabranch.decoding.engine import Engine, Request, Step
+from anabranch.decoding.speculation import Speculation
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods import parse_spec
+from anabranch.methods.base import Observation, Row
+from anabranch.methods.combined import CombinedDrafter
 from anabranch.methods.draft_head import RowVocabulary
 from anabranch.methods.none import NoDrafter
+from anabranch.methods.prompt_lookup import PromptLookupDrafter
 from anabranch.methods.streams import METHOD
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.draft import DraftOptions, NativeDraft, StreamDraft
@@ -211,3 +215,27 @@ def test_the_copy_is_made_once() -> None:
     assert second._lead is not None
     assert first._lead._stack is second._lead._stack
     assert isinstance(first.tree, StreamDraft)
+
+
+@needs_kernels
+def test_no_streams_trail_where_prompt_lookup_suffices(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, adapter = setup()
+    (plain,) = decode(model, NoDrafter(), 1)
+    streams = StreamDrafter(model, adapter, DraftOptions(nodes=8), lead=0, adaptive=True)
+    budgets = []
+    observe = StreamDrafter.observe
+
+    def counted(self: StreamDrafter, rows: list[Row], seen: Observation) -> None:
+        budgets.append(seen.budget)
+        observe(self, rows, seen)
+
+    monkeypatch.setattr(StreamDrafter, "observe", counted)
+    for suffices in (False, True):
+        monkeypatch.setattr(Speculation, "suffices", lambda self, rows, sketch, always=suffices: always)
+        monkeypatch.setattr(Speculation, "_tried", lambda self, lately, pays, ratio: True)
+        budgets.clear()
+        both = CombinedDrafter([streams, PromptLookupDrafter(adaptive=True)], nodes=8, adaptive=True)
+        (found,) = decode(model, both, 1)
+        assert said(found) == said(plain)
+        assert len(budgets) > 3
+        assert all(budget > 1 for budget in budgets[:-1]) != suffices
