@@ -368,7 +368,7 @@ def _by_drafter(members: Sequence[Member]) -> dict[Drafter, list[int]]:
 
 
 def _bound_depth(members: Sequence[Member]) -> None:
-    """A draft deeper than what may still be emitted beside the next token is of no use."""
+    """Limit the depth of drafts to the tokens that each row may still emit before its last one."""
     for member in members:
         member.row.max_depth = member.limit - len(member.row.tokens) - 1
 

@@ -322,7 +322,7 @@ class Speculation:
             lately.pays, lately.since, lately.trial = pays, 0, 0
         behind = 1 - (1 / ratio if pays else ratio)  # of the opposite, as a share of the rate
         loss = max(SOONER, behind / (1 - WORTH))
-        if lately.since >= EXPLORE * max(loss, loss**2 if loss > 1 else 0.0):
+        if lately.since >= EXPLORE * max(loss, loss**2):
             lately.since, lately.trial = 0, TRIAL
         if lately.trial:
             lately.trial -= 1
@@ -351,7 +351,7 @@ class Speculation:
     def suffices(self, rows: Sequence[Row], sketch: Sequence[DraftTree]) -> bool:
         """Whether free drafts promise so much for the next step that the planned draft need not be prepared.
 
-        Asked after ``plan``, about all rows; if so, the step is planned anew.
+        Call it after ``plan``, with all rows. If it returns True, it has replaced the plan of the step.
         """
         plan = self._plan
         if plan is None or all(tree.size == 1 for tree in sketch):

@@ -155,9 +155,9 @@ class Drafter(ABC):
         """One tree per row: at most ``budget`` nodes (counting the root), no deeper than ``row.max_depth``."""
 
     def sketch(self, rows: Sequence[Row]) -> list[DraftTree] | None:
-        """What its free parts propose, before a draft is prepared: where that will do, none needs to be.
+        """The proposals of its free parts. If they are good enough, no other draft is prepared.
 
-        Asked for when rows have their new tokens, before ``observe``. None: it has no free parts beside others.
+        Called once the rows have their new tokens, before ``observe``. None unless it combines free parts with others.
         """
         return None
 

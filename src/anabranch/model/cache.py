@@ -209,7 +209,7 @@ class Cache:
             # walk the groups of layers from the top, translating node indices back through each selection
             for group in range(len(bounds) - 2, -1, -1):
                 low, high = bounds[group], bounds[group + 1]
-                if high > low and nodes != list(range(len(nodes))):
+                if high > low:
                     self._move(low, high, slot, start, nodes)
                 if group > 0:
                     kept = self._selections[group - 1][1][b].tolist()
@@ -220,6 +220,8 @@ class Cache:
 
     def _move(self, low: int, high: int, slot: int, start: int, nodes: list[int]) -> None:
         """Move position start + nodes[i] to start + i in layers ``low`` to ``high`` - 1."""
+        if nodes == list(range(len(nodes))):
+            return
         if self._kernels is not None:
             self._kernels.move(self.keys, self.values, range(low, high), slot, start, np.asarray(nodes, np.int64))
             return
@@ -230,8 +232,7 @@ class Cache:
 
     def gather(self, slot: int, start: int, nodes: Sequence[int]) -> None:
         """Move position start + nodes[i] of a row to start + i in all layers; ``nodes`` ascend."""
-        if list(nodes) != list(range(len(nodes))):
-            self._move(0, self.keys.shape[0], slot, start, list(nodes))
+        self._move(0, self.keys.shape[0], slot, start, list(nodes))
 
     def rewind(self, slot: int, length: int) -> None:
         """Drop all tokens of a row after the first ``length``."""

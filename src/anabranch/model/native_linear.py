@@ -23,7 +23,7 @@ class NativeLinear(nn.Module):
     weight  bf16 or float32 [N, D], or quantised; inputs and outputs have its type, or bf16 if it is quantised
     wide    return float32 (logits) instead
     keep    an unpacked copy to keep beside the packed weight, where ``rows`` cannot be read from that
-    screen  keep an int8 copy beside a weight that is not quantised, with which ``choose`` takes less time
+    screen  also keep an int8 copy of an unquantised weight, which makes ``choose`` faster
     gated   interleave the two halves of the outputs, gate and up, block by block, so that they are read together
 
     bf16 weights are packed in pairs of inputs: an odd D is padded with a zero.
