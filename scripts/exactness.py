@@ -27,7 +27,8 @@ import torch
 from anabranch.bench.cases import adapter_cases, in_folder, opened
 from anabranch.bench.report import environment
 from anabranch.bench.suites import load_suite
-from anabranch.decoding.engine import Engine, Request
+from anabranch.decoding.engine import Request
+from anabranch.decoding.scheduler import Scheduler
 from anabranch.loading import LoadConfig, Loaded, load
 from anabranch.methods import Spec, make_drafter
 from anabranch.model.cache import Cache
@@ -41,6 +42,7 @@ METHODS = (
     *("none", "prompt_lookup", "prompt_lookup:matches=3", "suffix", "lookahead"),
     *("streams", "streams:nodes=32,prune=12", "streams+suffix", "auto"),
 )
+PREFIX_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -52,21 +54,24 @@ class Entry:
     loaded: Loaded
 
 
-def decode(spec: str, loaded: Loaded, prompts: list[list[int]], *, rows: int, new: int) -> list[list[int]]:
-    target = loaded.target
-    drafter = make_drafter(spec, target.decoder, *loaded.modules)
-    engine = Engine(target.decoder, drafter, rows=rows, capacity=max(map(len, prompts)) + new)
-    stop = frozenset(target.config.eos_token_ids)
-    waiting = list(enumerate(prompts))
-    owner: dict[int, int] = {}
-    out: list[list[int]] = [[] for _ in prompts]
-    while waiting or engine.active:
-        while waiting and engine.active < rows:
-            index, prompt = waiting.pop(0)
-            owner[engine.add(Request(prompt, new, SamplingParams(), stop))] = index
-        for step in engine.step():
-            out[owner[step.row]].extend(step.tokens)
-    return out
+class Decoding:
+    """Decodes the prompts of one target by any method.
+
+    Each prompt is read once for each number of rows: its keys and values are kept, as they are for requests that are
+    served, and every method starts from them.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self._schedulers: dict[int, Scheduler] = {}
+
+    def __call__(self, spec: str, loaded: Loaded, prompts: list[list[int]], *, rows: int, new: int) -> list[list[int]]:
+        if rows not in self._schedulers:
+            self._schedulers[rows] = Scheduler(self.target.decoder, rows=rows, prefix_bytes=PREFIX_BYTES)
+        scheduler, stop = self._schedulers[rows], frozenset(self.target.config.eos_token_ids)
+        drafter = make_drafter(spec, self.target.decoder, *loaded.modules)
+        tickets = [scheduler.submit(Request(prompt, new, SamplingParams(), stop), drafter) for prompt in prompts]
+        return [[token for step in scheduler.steps(ticket) for token in step.tokens] for ticket in tickets]
 
 
 @cache
@@ -154,19 +159,21 @@ def main() -> None:
     exact = None if args.dtype == "float32" else load_target("default", dtype="float32")
     prompts = read_prompts(target, args.data, args.limit)
     tested = list(entries(args, loaded))
+    decoding = {id(entry.loaded.target): Decoding(entry.loaded.target) for entry in tested}
     records: dict[str, dict[str, Any]] = {}
     began = time.time()
     for first in range(0, len(prompts), args.chunk):
         part = prompts[first : first + args.chunk]
         plain = {
-            id(entry.loaded.target): decode("none", entry.loaded, part, rows=1, new=args.new)
-            for entry in {id(entry.loaded.target): entry for entry in tested}.values()
+            key: decode("none", Loaded(decode.target, ()), part, rows=1, new=args.new)
+            for key, decode in decoding.items()
         }
         pairs = {"transformers generate": (oracle(target, part, new=args.new), plain[id(target)])}
         for rows in args.batches:
             for entry in tested:
-                out = decode(entry.spec, entry.loaded, part, rows=rows, new=args.new)
-                pairs[f"{entry.label}, batch {rows}"] = out, plain[id(entry.loaded.target)]
+                key = id(entry.loaded.target)
+                out = decoding[key](entry.spec, entry.loaded, part, rows=rows, new=args.new)
+                pairs[f"{entry.label}, batch {rows}"] = out, plain[key]
         for name, (out, reference) in pairs.items():
             record = records.setdefault(name, {"prompts": 0, "equal": 0, "differences": []})
             found = differences(exact, part, out, reference)

@@ -248,6 +248,17 @@ def test_what_works_has_no_reason() -> None:
     assert not supports(drafter="suffix", rule="rejection")
 
 
+@pytest.mark.skipif(native.library() is None, reason="needs the native kernels")
+def test_a_lead_is_supported_where_the_kernels_run_bf16_weights() -> None:
+    assert supports("streams:lead=2")
+    assert supports("streams:lead=2,tree=chain+suffix", dtype="bfloat16")
+    for options in ({"dtype": "float32"}, {"quantize": "int4"}):
+        said = supports("streams:lead=2", **options)  # type: ignore[arg-type]
+        assert not said
+        assert "use lead=0" in said.reason
+    assert not supports("streams:lead=2,tree=product")
+
+
 def test_asking_draws_no_random_numbers() -> None:
     torch.manual_seed(4)
     wanted = torch.rand(2)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -24,13 +25,14 @@ import torch
 
 from anabranch import loading
 from anabranch.decoding.engine import Engine
-from anabranch.errors import AnabranchError, InputError
+from anabranch.errors import AnabranchError, InputError, PerformanceWarning
 from anabranch.methods import AUTO, Drafter, Method, Spec, make_drafter, methods, parse_spec
 from anabranch.methods.spec import Part
 from anabranch.methods.tables import TableSettings, Tokenizer, build_tables
 from anabranch.methods.trained import TrainedModule
 from anabranch.model.config import ModelConfig, RopeConfig
 from anabranch.model.load import Target, resolve_device, resolve_dtype
+from anabranch.model.pack import pack_decoder
 from anabranch.model.quantize import check_quantization, quantize_decoder
 from anabranch.model.weights import build_decoder
 from anabranch.options import Keywords, Options
@@ -175,8 +177,11 @@ class StandIn:
 
     @staticmethod
     def of(device: str = "auto", dtype: str | torch.dtype = "auto", quantize: str = "none") -> StandIn:
-        """The stand-in of a kind, made on first use. Raises what ``loading.check`` raises."""
-        return _stand_in(resolve_device(device), resolve_dtype(dtype) or torch.float32, quantize)
+        """The stand-in of a kind, packed as ``load`` packs a target; made on first use.
+
+        Where the type is left open, it is bf16, as in most published models. Raises what ``loading.check`` raises.
+        """
+        return _stand_in(resolve_device(device), resolve_dtype(dtype) or torch.bfloat16, quantize)
 
     def drafter(self, spec: str | Spec) -> Drafter:
         """The drafter of a specification. Raises InputError or CapabilityError."""
@@ -215,7 +220,11 @@ class StandIn:
 
 @lru_cache(maxsize=4)
 def _stand_in(device: torch.device, dtype: torch.dtype, quantize: str) -> StandIn:
-    return StandIn(device, dtype, quantize)
+    made = StandIn(device, dtype, quantize)
+    with warnings.catch_warnings():  # nothing will be decoded, so it does not matter how fast
+        warnings.simplefilter("ignore", PerformanceWarning)
+        pack_decoder(made.target.decoder)
+    return made
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ __all__ = ["Engine", "FinishReason", "Request", "Step", "Timings"]
 
 # The times of so many first steps teach what steps cost, and then those of every fourth one: learning from one takes a
 # thirtieth of a small pass.
-TIMED, SELDOM = 64, 4
+TIMED, TIMED_EVERY = 64, 4
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class Engine(Batch):
         )
         self._steps += 1
         adaptive = any(member.drafter.adaptive for member in members)
-        if adaptive and (self._steps <= TIMED or self._steps % SELDOM == 0 or self.speculation.guessing):
+        if adaptive and (self._steps <= TIMED or self._steps % TIMED_EVERY == 0 or self.speculation.guessing):
             self._learn(members, result.counts_B, budgets, timings)
         steps = []
         for b, (member, (said, sources)) in enumerate(zip(members, emitted, strict=True)):

@@ -115,7 +115,8 @@ class CombinedDrafter(Drafter):
     @staticmethod
     def _merged(rows: Sequence[Row], proposals: Sequence[Sequence[DraftTree]], budget: int) -> list[DraftTree]:
         found = []
-        for row, trees in zip(rows, zip(*proposals, strict=True), strict=True):
+        for row, proposed in zip(rows, zip(*proposals, strict=True), strict=True):
+            trees = [tree for tree in proposed if tree.size > 1] or proposed[:1]
             tree = trees[0] if len(trees) == 1 and trees[0].log_probs is not None else merge(trees)
             found.append(best_nodes(tree, row.beliefs(tree), budget) if tree.size > budget else tree)
         return found

@@ -77,11 +77,12 @@ class DraftOptions:
         if self.depth:
             self.check_size(self.depth)
 
-    def streams(self, gamma: int) -> int:
-        """The number of an adapter's ``gamma`` streams that are used."""
+    def streams(self, gamma: int, nodes: int | None = None) -> int:
+        """The number of an adapter's ``gamma`` streams that a tree of ``nodes`` nodes uses (None: ``self.nodes``)."""
         if self.depth or self.tree != "best":
             return self.depth or gamma
-        return min(gamma, self.nodes - 1, -(-2 * self.nodes // 3))
+        nodes = self.nodes if nodes is None else nodes
+        return min(gamma, nodes - 1, -(-2 * nodes // 3))
 
     @property
     def children(self) -> int:

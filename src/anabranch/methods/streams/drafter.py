@@ -179,7 +179,7 @@ class StreamDrafter(Drafter):
         """The number of streams that a tree of ``budget`` nodes uses."""
         if self.tree.options.tree != "best":
             return self.tree.depth
-        return replace(self.tree.options, nodes=max(2, budget)).streams(self.tree.depth)
+        return self.tree.options.streams(self.tree.depth, max(2, budget))
 
     def _ahead(self, rows: Sequence[Row]) -> int:
         """The number of tokens that lead the next drafts of rows."""
