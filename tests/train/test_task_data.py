@@ -79,10 +79,10 @@ def test_a_task_is_trained_on_and_recorded(folder: Path) -> None:
         "rows": {"train": 20, "of": 24, "validation": 5, "test": 5, "left_out": 1},
         "commercial": False,
     }
-    assert record["training"]["data"] == [{"source": "dialogsum", "examples": 16, "licence": "CC BY-NC-SA 4.0"}]
-    assert record["measured"]["own prompts"]["held-out answers"] == 4
+    assert record["training"]["data"] == [{"source": "dialogsum", "examples": 20, "licence": "CC BY-NC-SA 4.0"}]
+    assert record["measured"]["held-out answers"] == 4  # of the validation split: all training rows are trained on
     card = (out / "README.md").read_text(encoding="utf-8")
-    assert "| dialogsum | 16 | CC BY-NC-SA 4.0 |" in card
+    assert "| dialogsum | 20 | CC BY-NC-SA 4.0 |" in card
     load_adapter(out, TARGET)
 
 

@@ -137,11 +137,10 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
     from anabranch.cli.screen import resumable, screen, silent
     from anabranch.cli.train_measure import measured_speeds
     from anabranch.support.files import shown_command
-    from anabranch.train import split
     from anabranch.train.advice import curve_of
     from anabranch.train.checkpoint import read_log
     from anabranch.train.figure import draw_curves
-    from anabranch.train.job import stored_target, train_adapter
+    from anabranch.train.job import divided, read_data, stored_target, train_adapter
     from anabranch.train.processes import joined
     from anabranch.train.self_prompts import SOURCE
 
@@ -159,7 +158,8 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
         answered, own = train_data.write_data(target, config.data, writing, config.out, shown)
         if task is not None:
             shown.say(task.told())
-        examples, own_examples = train_data.read_examples(target, config.data, task, plan, answered, own)
+        examples, validation = train_data.read_examples(target, config.data, task, plan, answered)
+        own_examples = [] if own is None else read_data(target, plan, answers=own)
         tokens = sum(len(example.answer_ids) for example in examples)
         shown.say(f"{len(examples):,} examples, {tokens:,} answer tokens, {plan.held_out:,} examples held out")
         curve = curve_of(read_log(run)) if config.resume else []
@@ -174,6 +174,7 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
             resume=config.resume,
             command=shown_command("anabranch", *sys.argv[1:]),
             licences=licences,
+            validation=validation,
             own=own_examples,
             facts=None if task is None else {"task": task.described()},
             logs=config.log,
@@ -189,7 +190,7 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
         tuned = record["target"]["fingerprint"] != target.fingerprint  # training made a target of its own
         if timed and plan.held_out and not tuned:
             speeds = train_result.predicted_speeds(target, record, config.out, examples, shown)
-            asked = own_examples or split(examples, plan.held_out, plan.options.seed)[1]
+            asked = own_examples or divided(examples, validation, plan)[1]
             timings = measured_speeds(target, config.out, asked, shown)
     log = read_log(run)
     used = str(config.out / "model") if tuned else config.loading.model

@@ -164,15 +164,14 @@ def licences_of(given: tuple[str, ...]) -> dict[str, str]:
 
 
 def read_examples(
-    target: Target, config: DataConfig, task: TaskData | None, recipe: Recipe, learn: Path | None, own: Path | None
-) -> tuple[list[Example], list[Example]]:
-    """The examples to learn from, and further ones to evaluate on, from a task or the files of ``write_data``."""
+    target: Target, config: DataConfig, task: TaskData | None, recipe: Recipe, learn: Path | None
+) -> tuple[list[Example], list[Example] | None]:
+    """The examples to learn from, and those that a task has for validation; without a task, None."""
     from anabranch.train.job import read_data
 
     if task is not None:
         return task.examples(target, recipe)
-    examples = read_data(target, recipe, answers=learn, text=config.text)
-    return examples, [] if own is None else read_data(target, recipe, answers=own)
+    return read_data(target, recipe, answers=learn, text=config.text), None
 
 
 def _show(shown: Screen, now: DataProgress) -> None:

@@ -47,6 +47,7 @@ __all__ = [
     "check_data",
     "check_folder_is_free",
     "check_init",
+    "divided",
     "packed_copy",
     "read_data",
     "sources",
@@ -137,6 +138,7 @@ def train_adapter(
     resume: bool = True,
     command: str = "",
     licences: Mapping[str, str] | None = None,
+    validation: Sequence[Example] | None = None,
     own: Sequence[Example] = (),
     facts: Mapping[str, Any] | None = None,
     logs: Sequence[str] = (),
@@ -148,6 +150,7 @@ def train_adapter(
     init      adapter folder of the same target and kind of module to start from; the draft vocabulary is chosen anew
     command   the command to repeat the training, for the card
     licences  licences of the data by source, for the card
+    validation  the held-out examples; None: some of ``examples`` are set aside
     own       further examples to evaluate on at the end: completions of the user's prompts. Those of ``examples`` with
               the same prompts are left out
     facts     more to say about the data in the record
@@ -161,11 +164,11 @@ def train_adapter(
     if method.trained is None:
         raise CapabilityError(f"the method {method.name!r} has nothing to train; see 'anabranch train --help'")
     check_logs(logs)
-    _check_lengths(target, (*examples, *own))
+    _check_lengths(target, (*examples, *(validation or ()), *own))
     keep_memory()
     asked = {example.prompt_ids for example in own}
     examples = [example for example in examples if example.prompt_ids not in asked]
-    training, held_out = split(examples, recipe.held_out, recipe.options.seed)
+    training, held_out = divided(examples, validation, recipe)
     torch.manual_seed(recipe.options.seed)  # for the initial weights; besides, only the order of batches is random
     vocabulary = _vocabulary(target, recipe, training)
     module = method.trained.make(target.config, recipe.config, vocabulary).to(target.decoder.device)
@@ -234,6 +237,15 @@ def train_adapter(
             if target.lora is None:  # then the terms are written as a LoRA, too
                 identity = replace(identity, name=name, lora="lora")
     return save_adapter(folder, module, method=method, target=identity, training=record, measured=measured)
+
+
+def divided(
+    examples: Sequence[Example], validation: Sequence[Example] | None, recipe: Recipe
+) -> tuple[list[Example], list[Example]]:
+    """The examples to train on and the held-out ones: ``validation``, or where it is None, some of ``examples``."""
+    if validation is not None:
+        return list(examples), list(validation)
+    return split(examples, recipe.held_out, recipe.options.seed)
 
 
 def _check_lengths(target: Target, examples: Iterable[Example]) -> None:

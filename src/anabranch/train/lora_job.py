@@ -25,8 +25,8 @@ from anabranch.support.files import check_folder, write_atomically
 from anabranch.support.memory import keep_memory
 from anabranch.train.arithmetic import ARITHMETIC, chosen_dtype, learner_of
 from anabranch.train.checkpoint import read_checkpoint
-from anabranch.train.data import digest, read_examples, read_texts, split
-from anabranch.train.job import check_data, sources
+from anabranch.train.data import digest, read_examples, read_texts
+from anabranch.train.job import check_data, divided, sources
 from anabranch.train.lora import LoraLayers, LoraObjective
 from anabranch.train.trainer import Progress, Trainer
 
@@ -88,9 +88,7 @@ def train_lora(
     if target.lora is not None:
         raise CapabilityError("a LoRA belongs to a model without one; continue the training of a LoRA with --init")
     keep_memory()
-    training, held_out = list(examples), list(validation or ())
-    if validation is None:
-        training, held_out = split(examples, recipe.held_out, recipe.options.seed)
+    training, held_out = divided(examples, validation, recipe)
     torch.manual_seed(recipe.options.seed)  # for the initial terms; besides, only the order of batches is random
     begun = recipe.config.fresh(target.config) if init is None else read_lora(init, target.config)
     module = LoraLayers(target.config, begun).to(target.decoder.device)
