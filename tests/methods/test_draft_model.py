@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -506,6 +507,22 @@ def test_drafters_of_one_folder_share_the_model(toys: ToyFolders) -> None:
         assert isinstance(two, DraftModelDrafter)
         assert one.model is two.model
         assert one.model is not target
+
+
+def test_a_draft_model_that_comes_with_the_package_serves_targets_of_its_vocabulary(
+    toys: ToyFolders, strangers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("anabranch.methods.draft_model.load.SHIPPED", tmp_path)
+    shutil.copytree(strangers, tmp_path / "a stranger's")
+    with anabranch.load(toys.model, dtype="float32") as model:
+        with pytest.raises(CapabilityError, match="none is named"):
+            model.generate("the", drafter="draft_model")
+        shutil.copytree(toys.model, tmp_path / "the target's")
+        wanted = model.generate("the", drafter="none", max_new_tokens=24, ignore_eos=True)
+        for drafter in ("draft_model", "staged", "draft_model:tree=4+prompt_lookup"):
+            found = model.generate("the", drafter=drafter, max_new_tokens=24, ignore_eos=True)
+            assert found.token_ids == wanted.token_ids
+            assert found.stats.mean_acceptance_length > 1.4
 
 
 def test_another_vocabulary_is_refused_and_named(toys: ToyFolders, strangers: Path) -> None:

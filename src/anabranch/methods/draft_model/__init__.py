@@ -10,7 +10,7 @@ from torch import nn
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods.base import Drafter, Method, numbered, sized
 from anabranch.methods.draft_model.drafter import DraftModelDrafter
-from anabranch.methods.draft_model.load import load_draft
+from anabranch.methods.draft_model.load import load_draft, shipped_draft
 from anabranch.methods.draft_model.module import DraftModule, decoder_of
 from anabranch.methods.draft_model.recipes import TRAINED
 from anabranch.methods.growing import Shape
@@ -30,7 +30,8 @@ BUDGETS = (3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 class DraftModelSettings(Settings):
     """Settings of ``draft_model:...``; ``Shape`` says what each means.
 
-    model      folder, .gguf file or hub id of the draft model; empty: the adapter that was trained for the target
+    model      folder, .gguf file or hub id of the draft model; empty: the adapter that was trained for the target, or
+               without one, the draft model that comes with the package for the target's vocabulary, if there is one
     tree       best, chain, iid, without, auto (best, and the load decides how many nodes), or a number: its nodes
     tokens     depth at most, or auto: up to 10, as the load decides
     nodes      node budget of a best-first tree, root included; 0: 16, or with tree=auto 24
@@ -95,10 +96,15 @@ class DraftModelSettings(Settings):
 
 
 def draft_of(target: Decoder, settings: DraftModelSettings, method: str, module: nn.Module | None = None) -> Decoder:
-    """The draft model that the settings of a method name, or the trained one. Raises CapabilityError without either."""
+    """The draft model that the settings of a method name, else the trained one, else one that comes with the package.
+
+    Raises CapabilityError if there is none of these.
+    """
     if not settings.model:
         if isinstance(module, DraftModule):
             return decoder_of(module, target)
+        if (folder := shipped_draft(target)) is not None:
+            return load_draft(str(folder), target, quantize=settings.quantize)
         raise CapabilityError(
             f"the drafter {method!r} needs a draft model with the target's vocabulary, and none is named; name one "
             f"with {method}:model=FOLDER, train one with 'anabranch train draft-model', or use drafter='prompt_lookup'"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from weakref import WeakValueDictionary
 
 from anabranch.errors import CapabilityError
@@ -10,10 +11,12 @@ from anabranch.model.decoder import Decoder
 from anabranch.model.load import load_target, locate, tokenizer_of
 from anabranch.model.pack import pack_decoder
 from anabranch.model.quantize import check_quantization
+from anabranch.support.jsonfiles import read_json
 
-__all__ = ["check_vocabulary", "load_draft"]
+__all__ = ["SHIPPED", "check_vocabulary", "load_draft", "shipped_draft"]
 
 NAMED = 3  # differing tokens that a message names
+SHIPPED = Path(__file__).with_name("shipped")  # a folder for each draft model that comes with the package
 _loaded: WeakValueDictionary[tuple[str, ...], Decoder] = WeakValueDictionary()
 
 
@@ -36,6 +39,18 @@ def load_draft(name: str, target: Decoder, *, quantize: str = "none") -> Decoder
     if theirs is not None and own is not None:
         check_vocabulary(theirs.get_vocab(), own.get_vocab(), name)
     return model
+
+
+def shipped_draft(target: Decoder) -> Path | None:
+    """The folder of the draft model that comes with the package and has the target's token ids; None without one."""
+    tokenizer = tokenizer_of(target)
+    words = {} if tokenizer is None else tokenizer.get_vocab()
+    for path in sorted(SHIPPED.glob("*/tokenizer.json")) if words else ():
+        found = read_json(path, "install the package again")
+        added = {token["content"]: token["id"] for token in found["added_tokens"]}
+        if found["model"]["vocab"] | added == words:
+            return path.parent
+    return None
 
 
 def check_vocabulary(target: Mapping[str, int], draft: Mapping[str, int], name: str) -> None:
