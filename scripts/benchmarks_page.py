@@ -99,7 +99,7 @@ def results_table(comparisons: Mapping[str, Result]) -> list[str]:
         for weights in ("none", "int4"):
             plain, auto = ours(result, weights)
             low, middle, high = auto["speedup_quartiles"]
-            mark = "" if auto["drafter"] == "auto" else SIGNS[len(fixed) + len(earlier)]
+            mark = "" if auto["spec"] == "auto" and "auto" in auto["drafter"] else SIGNS[len(fixed) + len(earlier)]
             if mark:
                 (fixed if auto["spec"] != "auto" else earlier).append(f"{mark}\u00a0`{auto['drafter']}`")
             rows.append(
