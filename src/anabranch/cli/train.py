@@ -161,7 +161,8 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
         examples, validation = train_data.read_examples(target, config.data, task, plan, answered)
         own_examples = [] if own is None else read_data(target, plan, answers=own)
         tokens = sum(len(example.answer_ids) for example in examples)
-        shown.say(f"{len(examples):,} examples, {tokens:,} answer tokens, {plan.held_out:,} examples held out")
+        held_out = divided(examples, validation, plan)[1]
+        shown.say(f"{len(examples):,} examples, {tokens:,} answer tokens, {len(held_out):,} examples held out")
         curve = curve_of(read_log(run)) if config.resume else []
         record = train_adapter(
             target,
@@ -169,7 +170,7 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
             plan,
             examples,
             config.out,
-            report=_Report(shown, curve, held_out=plan.held_out),
+            report=_Report(shown, curve, held_out=len(held_out)),
             init=config.init,
             resume=config.resume,
             command=shown_command("anabranch", *sys.argv[1:]),
@@ -188,10 +189,9 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
         timed = train_result.timing_pays(target) if config.timing is None else config.timing
         speeds, timings = {}, {}
         tuned = record["target"]["fingerprint"] != target.fingerprint  # training made a target of its own
-        if timed and plan.held_out and not tuned:
+        if timed and held_out and not tuned:
             speeds = train_result.predicted_speeds(target, record, config.out, examples, shown)
-            asked = own_examples or divided(examples, validation, plan)[1]
-            timings = measured_speeds(target, config.out, asked, shown)
+            timings = measured_speeds(target, config.out, own_examples or held_out, shown)
     log = read_log(run)
     used = str(config.out / "model") if tuned else config.loading.model
     lora = None if tuned else config.loading.lora

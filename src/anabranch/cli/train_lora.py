@@ -67,7 +67,7 @@ def _train(config: LoraTrainConfig, given: dict[str, Any]) -> None:
     from anabranch.cli.train_data import licences_of
     from anabranch.errors import InputError
     from anabranch.support.files import shown_command
-    from anabranch.train.job import check_data, check_folder_is_free
+    from anabranch.train.job import check_data, check_folder_is_free, divided
     from anabranch.train.lora import recipe
     from anabranch.train.lora_job import check_init, read_completions, train_lora
 
@@ -92,7 +92,8 @@ def _train(config: LoraTrainConfig, given: dict[str, Any]) -> None:
             shown.say(task.told())
             examples, validation = task.examples(target, plan)
         tokens = sum(len(example.answer_ids) for example in examples)
-        shown.say(f"{len(examples):,} examples, {tokens:,} answer tokens, {plan.held_out:,} examples held out")
+        held_out = divided(examples, validation, plan)[1]
+        shown.say(f"{len(examples):,} examples, {tokens:,} answer tokens, {len(held_out):,} examples held out")
         record = train_lora(
             target,
             plan,
