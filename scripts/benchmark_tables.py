@@ -110,6 +110,23 @@ def _growth(result: Result) -> list[str]:
     return table(("when", "resident MB"), rows)
 
 
+def _segments(result: Result) -> list[str]:
+    """Memory and speed of segment attention beside the naive layout (``scripts/segment_memory.py``)."""
+    by_shape: dict[tuple[int, int], dict[str, Result]] = {}
+    for row in result["rows"]:
+        by_shape.setdefault((row["gamma"], row["length"]), {})[row["layout"]] = row
+    rows = []
+    for (gamma, length), found in by_shape.items():
+        cells = [
+            "not run" if "not_run" in found[layout] else f"{found[layout][field]:,.0f}"
+            for field in ("peak_mb", "positions_per_second")
+            for layout in ("segments", "naive")
+        ]
+        rows.append((gamma, f"{length:,}", *cells))
+    titles = ("gamma", "tokens", "MB, segments", "MB, naive", "positions/s, segments", "positions/s, naive")
+    return table(titles, rows, left=0)
+
+
 def _predicted(result: Result) -> list[str]:
     cells = [result[f"{what}_mean_acceptance_length"] for what in ("predicted", "decoded")]
     return table(
@@ -337,6 +354,7 @@ KINDS: tuple[tuple[str, tuple[str, ...], Callable[[Result], list[str]]], ...] = 
     ("Memory", ("peak_mb",), _memory),
     ("Memory with many drafters", ("held_mb",), _growth),
     ("Adapter search", ("variants", "answer_tokens"), _search),
+    ("Segment attention", ("segment", "rows"), _segments),
     ("Training rates", ("methods", "completions", "batch_tokens"), _training_rates),
     ("Tables of a large text", ("tables", "tokens"), _tables),
     ("Fuzzing", ("kinds", "findings"), _fuzz),
