@@ -68,6 +68,18 @@ def test_training_lowers_the_loss_of_both() -> None:
     assert all(parameter.grad is None for parameter in target.parameters())
 
 
+def test_the_target_learns_the_last_token_too() -> None:
+    target = small()
+    module = MedusaModule(target.config, MedusaConfig(1, lora_rank=2), None)
+    objective = JointObjective(target, module, MedusaLoss(soft=0.0, heads=1e-6))
+    losses = []
+    for last in (5, 9):
+        batch = Batch.of([Example(tuple(prompt(5, 1)), (*prompt(4, 2), last))])
+        (segment,) = objective.segments(batch)
+        losses.append(objective.loss(batch, objective.freeze(batch), segment).loss.item())
+    assert abs(losses[0] - losses[1]) > 1e-3  # otherwise a tuned target would never end a text
+
+
 def test_heads_of_the_frozen_target_are_where_it_begins() -> None:
     target = small()
     trained, fresh = (MedusaModule(target.config, MedusaConfig(3, lora_rank=rank), None) for rank in (0, 2))

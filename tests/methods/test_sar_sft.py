@@ -19,7 +19,7 @@ from anabranch.learning.examples import Batch, Example
 from anabranch.methods.space.joint import JointMaskObjective
 from anabranch.methods.space.module import MaskConfig, MaskModule, begin_with, start_from_target
 from anabranch.methods.space.objective import MaskLossOptions, MaskObjective
-from anabranch.methods.tuning import LayerTuning
+from anabranch.methods.tuning import LayerTuning, whole_texts
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import load_target
 from small import decode, joint_losses, prompt, randomise, request, small
@@ -83,8 +83,11 @@ def test_the_loss_is_that_of_the_target_and_of_the_masks() -> None:
     wanted = nn.functional.cross_entropy(
         logits[:, :-1].flatten(0, 1), batch.tokens_BT[:, 1:].flatten(), reduction="none"
     ).view(len(TEXTS), -1)
-    rows = torch.arange(len(TEXTS))[:, None].expand_as(segment.positions_BP)[segment.real_BP]
-    assert nearly_none == pytest.approx(3 * float(wanted[rows, segment.positions_BP[segment.real_BP]].sum()), rel=1e-4)
+    everything = whole_texts(batch, target.device)  # the last token of a text, too
+    rows = torch.arange(len(TEXTS))[:, None].expand_as(everything.positions_BP)[everything.real_BP]
+    places = everything.positions_BP[everything.real_BP]
+    assert len(places) == len(segment.positions_BP[segment.real_BP]) + len(TEXTS)
+    assert nearly_none == pytest.approx(3 * float(wanted[rows, places].sum()), rel=1e-4)
 
 
 def test_training_lowers_the_loss_of_both_and_raises_acceptance() -> None:

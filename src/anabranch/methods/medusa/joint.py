@@ -19,7 +19,7 @@ from anabranch.learning.objective import Scores, Segment, segments
 from anabranch.methods.heads.objective import HeadObjective, LossOptions
 from anabranch.methods.medusa.draft import MedusaDraft
 from anabranch.methods.medusa.module import MedusaModule
-from anabranch.methods.tuning import check_tunable, next_token_loss, tuned_pass
+from anabranch.methods.tuning import check_tunable, next_token_loss, tuned_pass, whole_texts
 from anabranch.model.decoder import Decoder
 
 __all__ = ["JointObjective", "MedusaLoss"]
@@ -64,7 +64,8 @@ class JointObjective(HeadObjective):
         """The loss of a batch: that of the heads, and the next token's as often as there are heads."""
         tuned_BTD = tuned_pass(self.target, self.layers, batch.tokens_BT.to(self.target.device)).hidden_BTD
         scores = self.heads_loss(batch, tuned_BTD, frozen, segment)
-        main = next_token_loss(self.target, batch, tuned_BTD, frozen, segment, self.options.soft)
+        everything = whole_texts(batch, self.target.device)  # heads have nothing to say before the last token
+        main = next_token_loss(self.target, batch, tuned_BTD, frozen, everything, self.options.soft)
         # a batch's loss is divided by positions times heads
         return Scores(self.predictors * (main + self.share * scores.loss), scores.right_S, scores.count_S)
 

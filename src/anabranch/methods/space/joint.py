@@ -19,7 +19,7 @@ from anabranch.learning.target import run_frozen
 from anabranch.methods.space.module import MaskModule
 from anabranch.methods.space.objective import MaskLossOptions, MaskObjective
 from anabranch.methods.streams.objective import Frozen
-from anabranch.methods.tuning import check_tunable, next_token_loss, tuned_pass
+from anabranch.methods.tuning import check_tunable, next_token_loss, tuned_pass, whole_texts
 from anabranch.model.decoder import Decoder
 
 __all__ = ["JointMaskObjective"]
@@ -59,7 +59,8 @@ class JointMaskObjective(MaskObjective):
         """The loss of a batch: that of the masks, and the next token's as often as there are masks."""
         tuned = tuned_pass(self.target, self.layers, batch.tokens_BT.to(self.target.device))
         scores = super().loss(batch, replace(frozen, keys_values=tuned.keys_values), segment)
-        main = next_token_loss(self.target, batch, tuned.hidden_BTD, frozen.hidden_BTD, segment, self.soft)
+        everything = whole_texts(batch, self.target.device)  # masks have nothing to say before the last token
+        main = next_token_loss(self.target, batch, tuned.hidden_BTD, frozen.hidden_BTD, everything, self.soft)
         # a batch's loss is divided by the number of its masks
         whole = self.predictors / self.stride * main + self.share * scores.loss
         return Scores(whole, scores.right_S, scores.count_S)
