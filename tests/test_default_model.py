@@ -16,6 +16,7 @@ from anabranch.adapters.folder import SHIPPED, find_adapters
 from anabranch.decoding.engine import Engine, Request
 from anabranch.methods import Observation, Row, make_drafter
 from anabranch.methods.base import Wrapped
+from anabranch.methods.draft_model.load import shipped_draft
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.model.cache import Cache
 from anabranch.model.inputs import Inputs
@@ -66,6 +67,18 @@ def test_every_method_emits_the_tokens_of_plain_decoding(
     for spec in ("streams:prune=8,placement=ride", "streams+prompt_lookup"):
         # rows that join and leave; that one row alone is the same is tested in the types that users load
         assert _decode(target, adapter, spec, rows=3, sampling=sampling) == plain, spec
+
+
+def test_a_draft_model_ships(target: Target, adapter: StreamAdapter) -> None:
+    folder = shipped_draft(target.decoder)
+    assert folder is not None
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 20e6
+    plain = _decode(target, adapter, "none", rows=1, sampling=SamplingParams())
+    assert _decode(target, adapter, "draft_model", rows=3, sampling=SamplingParams()) == plain
+    engine = Engine(target.decoder, make_drafter("draft_model", target.decoder), capacity=128)
+    engine.add(Request(target.tokenizer.encode(PROMPTS[0]), 48, SamplingParams()))
+    steps = list(engine.run())
+    assert sum(len(step.tokens) for step in steps) > 1.3 * len(steps)
 
 
 FEW = ("none", "streams:tree=12+prompt_lookup")
