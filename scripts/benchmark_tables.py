@@ -111,7 +111,7 @@ def _growth(result: Result) -> list[str]:
 
 
 def _segments(result: Result) -> list[str]:
-    """Memory and speed of segment attention beside the naive layout (``scripts/segment_memory.py``)."""
+    """Segment attention against the naive layout: peak memory and speed (``scripts/segment_memory.py``)."""
     by_shape: dict[tuple[int, int], dict[str, Result]] = {}
     for row in result["rows"]:
         by_shape.setdefault((row["gamma"], row["length"]), {})[row["layout"]] = row

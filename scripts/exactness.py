@@ -42,7 +42,7 @@ METHODS = (
     *("none", "prompt_lookup", "prompt_lookup:matches=3", "suffix", "lookahead"),
     *("streams", "streams:nodes=32,prune=12", "streams+suffix", "auto"),
 )
-PREFIX_BYTES = 2 << 30
+PREFIX_BYTES = 2 << 30  # for the keys and values of the prompts of one chunk
 
 
 @dataclass(frozen=True)

@@ -218,7 +218,7 @@ def tuned_pass(target: Decoder, layers: nn.ModuleList, tokens_BT: Tensor) -> Tun
 
 
 def whole_texts(batch: Batch, device: torch.device) -> Segment:
-    """All positions of completions with a next token: those whose next token is the end of the text, too."""
+    """All completion positions that have a next token, including the one before the last token of a text."""
     return next(segments(batch, size=batch.tokens_BT.shape[1], ahead=1, device=device))
 
 

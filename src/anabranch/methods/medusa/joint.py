@@ -64,7 +64,7 @@ class JointObjective(HeadObjective):
         """The loss of a batch: that of the heads, and the next token's as often as there are heads."""
         tuned_BTD = tuned_pass(self.target, self.layers, batch.tokens_BT.to(self.target.device)).hidden_BTD
         scores = self.heads_loss(batch, tuned_BTD, frozen, segment)
-        everything = whole_texts(batch, self.target.device)  # heads have nothing to say before the last token
+        everything = whole_texts(batch, self.target.device)  # where only one token follows, heads predict nothing
         main = next_token_loss(self.target, batch, tuned_BTD, frozen, everything, self.options.soft)
         # a batch's loss is divided by positions times heads
         return Scores(self.predictors * (main + self.share * scores.loss), scores.right_S, scores.count_S)

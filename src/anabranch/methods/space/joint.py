@@ -59,7 +59,7 @@ class JointMaskObjective(MaskObjective):
         """The loss of a batch: that of the masks, and the next token's as often as there are masks."""
         tuned = tuned_pass(self.target, self.layers, batch.tokens_BT.to(self.target.device))
         scores = super().loss(batch, replace(frozen, keys_values=tuned.keys_values), segment)
-        everything = whole_texts(batch, self.target.device)  # masks have nothing to say before the last token
+        everything = whole_texts(batch, self.target.device)  # where only one token follows, masks predict nothing
         main = next_token_loss(self.target, batch, tuned.hidden_BTD, frozen.hidden_BTD, everything, self.soft)
         # a batch's loss is divided by the number of its masks
         whole = self.predictors / self.stride * main + self.share * scores.loss
