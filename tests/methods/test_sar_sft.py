@@ -19,7 +19,7 @@ from anabranch.learning.examples import Batch, Example
 from anabranch.methods.space.joint import JointMaskObjective
 from anabranch.methods.space.module import MaskConfig, MaskModule, begin_with, start_from_target
 from anabranch.methods.space.objective import MaskLossOptions, MaskObjective
-from anabranch.methods.tuning import LayerTuning, whole_texts
+from anabranch.methods.tuning import LayerTuning
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import load_target
 from small import decode, joint_losses, prompt, randomise, request, small
@@ -75,7 +75,8 @@ def test_the_loss_is_that_of_the_target_and_of_the_masks() -> None:
     assert twice - once == pytest.approx(once - nearly_none, rel=1e-4)
     joint = JointMaskObjective(target, module, MaskLossOptions(soft=0.0, stride=1))
     (segment,) = joint.segments(batch)
-    assert float(count_S[0]) == float(segment.real_BP.sum())
+    # the last token of a text has no token after the next for the first mask
+    assert float(count_S[0]) == float(segment.real_BP.sum()) - len(TEXTS)
     # without the masks: the mean over positions of the tuned target's own cross-entropy, as often as there are masks
     _, merged, _ = tuned("llama")
     states = MaskObjective(merged, MaskModule(target.config, MaskConfig(3))).freeze(batch).hidden_BTD
@@ -83,10 +84,9 @@ def test_the_loss_is_that_of_the_target_and_of_the_masks() -> None:
     wanted = nn.functional.cross_entropy(
         logits[:, :-1].flatten(0, 1), batch.tokens_BT[:, 1:].flatten(), reduction="none"
     ).view(len(TEXTS), -1)
-    everything = whole_texts(batch, target.device)  # the last token of a text, too
-    rows = torch.arange(len(TEXTS))[:, None].expand_as(everything.positions_BP)[everything.real_BP]
-    places = everything.positions_BP[everything.real_BP]
-    assert len(places) == len(segment.positions_BP[segment.real_BP]) + len(TEXTS)
+    rows = torch.arange(len(TEXTS))[:, None].expand_as(segment.positions_BP)[segment.real_BP]
+    places = segment.positions_BP[segment.real_BP]
+    assert len(places) == sum(len(text.answer_ids) for text in TEXTS)  # the last token of each included
     assert nearly_none == pytest.approx(3 * float(wanted[rows, places].sum()), rel=1e-4)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from anabranch.errors import CapabilityError
 from anabranch.learning.examples import Batch
 from anabranch.learning.loss import Vocabulary, VocabularyLoss
-from anabranch.learning.objective import Segment, segments
+from anabranch.learning.objective import Segment
 from anabranch.learning.recompute import through
 from anabranch.methods.low_rank import MOST_RANK, LowRank
 from anabranch.model.blocks import MLP, Attend, Block, attention
@@ -51,7 +51,6 @@ __all__ = [
     "save_tuned",
     "terms_of",
     "tuned_pass",
-    "whole_texts",
 ]
 
 
@@ -215,11 +214,6 @@ def tuned_pass(target: Decoder, layers: nn.ModuleList, tokens_BT: Tensor) -> Tun
     for index, side in enumerate(layers):
         x = run.layer(index, x, side)
     return TunedPass(target.norm(x), run.keys_values)
-
-
-def whole_texts(batch: Batch, device: torch.device) -> Segment:
-    """All completion positions that have a next token, including the one before the last token of a text."""
-    return next(segments(batch, size=batch.tokens_BT.shape[1], ahead=1, device=device))
 
 
 def next_token_loss(

@@ -19,7 +19,7 @@ from anabranch.learning.objective import Scores, Segment, segments
 from anabranch.methods.heads.objective import HeadObjective, LossOptions
 from anabranch.methods.medusa.draft import MedusaDraft
 from anabranch.methods.medusa.module import MedusaModule
-from anabranch.methods.tuning import check_tunable, next_token_loss, tuned_pass, whole_texts
+from anabranch.methods.tuning import check_tunable, next_token_loss, tuned_pass
 from anabranch.model.decoder import Decoder
 
 __all__ = ["JointObjective", "MedusaLoss"]
@@ -57,15 +57,17 @@ class JointObjective(HeadObjective):
         self.layers = module.tuning
 
     def segments(self, batch: Batch) -> Iterator[Segment]:
-        """All positions at once: each needs the tuned pass over the whole text before it."""
-        return segments(batch, size=batch.tokens_BT.shape[1], ahead=2, device=self.target.device)
+        """All positions at once: each needs the tuned pass over the whole text before it.
+
+        The last has a next token to predict, and nothing for its heads.
+        """
+        return segments(batch, size=batch.tokens_BT.shape[1], ahead=1, device=self.target.device)
 
     def loss(self, batch: Batch, frozen: Tensor, segment: Segment) -> Scores:
         """The loss of a batch: that of the heads, and the next token's as often as there are heads."""
         tuned_BTD = tuned_pass(self.target, self.layers, batch.tokens_BT.to(self.target.device)).hidden_BTD
         scores = self.heads_loss(batch, tuned_BTD, frozen, segment)
-        everything = whole_texts(batch, self.target.device)  # where only one token follows, heads predict nothing
-        main = next_token_loss(self.target, batch, tuned_BTD, frozen, everything, self.options.soft)
+        main = next_token_loss(self.target, batch, tuned_BTD, frozen, segment, self.options.soft)
         # a batch's loss is divided by positions times heads
         return Scores(self.predictors * (main + self.share * scores.loss), scores.right_S, scores.count_S)
 

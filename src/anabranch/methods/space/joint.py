@@ -19,7 +19,7 @@ from anabranch.learning.target import run_frozen
 from anabranch.methods.space.module import MaskModule
 from anabranch.methods.space.objective import MaskLossOptions, MaskObjective
 from anabranch.methods.streams.objective import Frozen
-from anabranch.methods.tuning import check_tunable, next_token_loss, tuned_pass, whole_texts
+from anabranch.methods.tuning import check_tunable, next_token_loss, tuned_pass
 from anabranch.model.decoder import Decoder
 
 __all__ = ["JointMaskObjective"]
@@ -52,15 +52,17 @@ class JointMaskObjective(MaskObjective):
         return Frozen(kept, kept, [])
 
     def segments(self, batch: Batch) -> Iterator[Segment]:
-        """All positions at once: each needs the tuned pass over the whole text before it."""
-        return segments(batch, size=batch.tokens_BT.shape[1], ahead=2, device=self.target.device)
+        """All positions at once: each needs the tuned pass over the whole text before it.
+
+        The last has a next token to predict, and nothing for its masks.
+        """
+        return segments(batch, size=batch.tokens_BT.shape[1], ahead=1, device=self.target.device)
 
     def loss(self, batch: Batch, frozen: Frozen, segment: Segment) -> Scores:
         """The loss of a batch: that of the masks, and the next token's as often as there are masks."""
         tuned = tuned_pass(self.target, self.layers, batch.tokens_BT.to(self.target.device))
         scores = super().loss(batch, replace(frozen, keys_values=tuned.keys_values), segment)
-        everything = whole_texts(batch, self.target.device)  # where only one token follows, masks predict nothing
-        main = next_token_loss(self.target, batch, tuned.hidden_BTD, frozen.hidden_BTD, everything, self.soft)
+        main = next_token_loss(self.target, batch, tuned.hidden_BTD, frozen.hidden_BTD, segment, self.soft)
         # a batch's loss is divided by the number of its masks
         whole = self.predictors / self.stride * main + self.share * scores.loss
         return Scores(whole, scores.right_S, scores.count_S)
