@@ -225,6 +225,15 @@ inline void multiply_tile(int count, const QuantizedGroup* x, int64_t stride, co
     }
 }
 
+inline void expand_group(const uint8_t* group, bf16* to) {
+  for (int k = 0; k < BLOCK; ++k)
+    for (int j = 0; j < BLOCK; ++j) {
+      const float scale = from_half(group + 512 + 2 * j), minimum = from_half(group + 576 + 2 * j);
+      const float value = std::fma(static_cast<float>(stored(Int4{}, group, j, k)), scale, minimum);
+      to[(k / 2 * BLOCK + j) * 2 + k % 2] = to_bf16(value);
+    }
+}
+
 // ---- attention ----------------------------------------------------------------------------------------------------
 
 template <class T>

@@ -25,6 +25,7 @@ from anabranch.methods.streams.draft import BLOCKS, DraftOptions, StreamDraft
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.methods.streams.native import NativeTrail
 from anabranch.methods.streams.rider import trail
+from anabranch.model.blocks import Block
 from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig, RopeConfig
 from anabranch.model.decoder import Decoder
@@ -75,7 +76,7 @@ CASES = {
 
 
 TYPES = [torch.bfloat16, torch.float32]
-FORMS = ["bfloat16", "float32", "int8", "int4"]
+FORMS = ["bfloat16", "compact", "float32", "int8", "int4"]
 
 
 def packed(config: ModelConfig, form: str) -> Decoder:
@@ -83,9 +84,20 @@ def packed(config: ModelConfig, form: str) -> Decoder:
     model = decoder(config, torch.float32 if form == "float32" else torch.bfloat16)
     if form in ("int8", "int4"):
         quantize_decoder(model, form)  # type: ignore[arg-type]
+    if form == "compact":
+        of_four_bits(model)
     assert pack_decoder(model)
     assert isinstance(model.backend, NativeBackend)
     return model
+
+
+def of_four_bits(model: Decoder) -> None:
+    """Make the weights of bf16 layers those that a Q4_1 file would have."""
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        for module, name in block.linears():
+            weight = getattr(module, name).weight
+            weight.copy_(QuantizedWeight.of(weight, "int4").dense())
 
 
 def stack_in(model: Decoder) -> Stack:
@@ -419,6 +431,55 @@ def test_products(outputs: int, rows: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(y, x.float() @ weight.float().T + bias.float(), rtol=1e-4, atol=1e-3)
     assert torch.equal(y[-1], linear(x[-1:])[0])
     assert torch.equal(linear.dense(), weight)
+
+
+@needs_kernels
+@pytest.mark.parametrize("outputs", [1, 31, 32, 33, 200])
+@pytest.mark.parametrize("rows", [1, 5, 8, 9, 14, 15, 24, 50, 300])
+def test_compact_products_are_those_of_bf16_to_the_bit(outputs: int, rows: int) -> None:
+    generator = torch.Generator().manual_seed(outputs)
+    random = torch.randn(outputs, 608, generator=generator) * 10.0 ** torch.randint(
+        -3, 3, (outputs, 1), generator=generator
+    )
+    weight = QuantizedWeight.of(random.bfloat16(), "int4").dense().bfloat16()
+    bias, x = torch.randn(outputs, generator=generator), torch.randn(rows, 608, generator=generator).bfloat16()
+    plain, compact = (NativeLinear(weight, bias, wide=True, compact=choice) for choice in (False, True))
+    assert (plain.kind, compact.kind) == ("bfloat16", "compact")
+    assert compact.nbytes < 0.32 * plain.nbytes
+    assert torch.equal(compact(x), plain(x))
+    assert torch.equal(compact.choose(x), plain.choose(x))
+    assert torch.equal(compact.dense(), weight)
+    narrow = compact.as_int4()
+    assert (narrow.kind, narrow.packed.data, compact.kind) == ("int4", compact.packed.data, "compact")
+    assert torch.equal(narrow(x), NativeLinear(QuantizedWeight.of(weight, "int4"), bias, wide=True)(x))
+
+
+@needs_kernels
+@torch.inference_mode()
+def test_compact_layers_are_those_of_bf16_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = []
+    for expands in (False, True):
+        monkeypatch.setattr(native.Library, "expands", expands)
+        model = packed(BASE, "compact")
+        qkv = model.blocks[0].qkv
+        assert isinstance(qkv, NativeLinear)
+        assert (qkv.kind, stack_in(model).kind) == ("compact" if expands else "bfloat16", "bfloat16")
+        outputs.append([logits_of(model(Inputs.of_prompt(tokens(n)), cache(model))) for n in (1, 7, 40)])
+    assert all(torch.equal(*pair) for pair in zip(*outputs, strict=True))
+
+
+@needs_kernels
+def test_which_weights_are_not_compact() -> None:
+    random = torch.randn(64, 64)
+    four_bits = QuantizedWeight.of(random.bfloat16(), "int4").dense()
+    changed, tiny, infinite = (four_bits.bfloat16() for _ in range(3))
+    changed[-1, 5] = changed[-1, 5] * (1 + 2**-7)
+    tiny[0, :32] = torch.arange(32) * 1e-40
+    infinite[0, 0] = math.inf
+    for weight in (random.bfloat16(), changed, tiny, infinite, four_bits, four_bits[:, :48].bfloat16()):
+        linear = NativeLinear(weight, None, compact=True)
+        assert linear.kind == str(weight.dtype).removeprefix("torch.")
+        assert torch.equal(linear.dense(), weight)
 
 
 def quantized_rows(x: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,8 @@ M rows, D inputs, N outputs.
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,11 +22,13 @@ __all__ = ["HeadTable", "NativeLinear", "table_of"]
 class NativeLinear(nn.Module):
     """``nn.Linear`` over a packed weight, for inference; a row's result does not depend on the other rows.
 
-    weight  bf16 or float32 [N, D], or quantised; inputs and outputs have its type, or bf16 if it is quantised
-    wide    return float32 (logits) instead
-    keep    an unpacked copy to keep beside the packed weight, where ``rows`` cannot be read from that
-    screen  also keep an int8 copy of an unquantised weight, which makes ``choose`` faster
-    gated   interleave the two halves of the outputs, gate and up, block by block, so that they are read together
+    weight   bf16 or float32 [N, D], or quantised; inputs and outputs have its type, or bf16 if it is quantised
+    wide     return float32 (logits) instead
+    keep     an unpacked copy to keep beside the packed weight, where ``rows`` cannot be read from that
+    screen   also keep an int8 copy of an unquantised weight, which makes ``choose`` faster
+    gated    interleave the two halves of the outputs, gate and up, block by block, so that they are read together
+    compact  store a bf16 weight in four bits a value where these give it back exactly (``QuantizedWeight.exact``): the
+             kernels expand them in the caches, and products are the same to the bit
 
     bf16 weights are packed in pairs of inputs: an odd D is padded with a zero.
     """
@@ -38,6 +42,7 @@ class NativeLinear(nn.Module):
         wide: bool = False,
         gated: bool = False,
         screen: bool = False,
+        compact: bool = False,
     ) -> None:
         super().__init__()
         kernels = native.library()
@@ -45,14 +50,16 @@ class NativeLinear(nn.Module):
         self.kernels, self.wide, self.gated, self.weight = kernels, wide, gated, keep
         self.kind: str  # one of native.KINDS
         self.screen = Screen.of(kernels, weight, bias) if screen and isinstance(weight, Tensor) else None
-        if isinstance(weight, QuantizedWeight):
-            q = weight.outputs(self._interleave) if gated else weight
-            self.kind, self.dtype = q.kind, torch.bfloat16
-            self.packed, self._memory = kernels.pack(q.kind, q.values, q.scale, q.least)
+        exact = QuantizedWeight.exact(weight) if compact and isinstance(weight, Tensor) else None
+        stored = weight if exact is None else exact
+        if isinstance(stored, QuantizedWeight):
+            q = stored.outputs(self._interleave) if gated else stored
+            self.kind, self.dtype = q.kind if exact is None else "compact", torch.bfloat16
+            self.packed, self._memory = kernels.pack(self.kind, q.values, q.scale, q.least)
         else:
-            self.kind, self.dtype = str(weight.dtype).removeprefix("torch."), weight.dtype
-            more = -weight.shape[1] % (4 // weight.dtype.itemsize)
-            whole = F.pad(weight.detach(), (0, more)) if more else weight
+            self.kind, self.dtype = str(stored.dtype).removeprefix("torch."), stored.dtype
+            more = -stored.shape[1] % (4 // stored.dtype.itemsize)
+            whole = F.pad(stored.detach(), (0, more)) if more else stored
             self.packed, self._memory = kernels.pack(self.kind, self._interleave(whole) if gated else whole)
         self.in_features = (weight.values if isinstance(weight, QuantizedWeight) else weight).shape[1]
         self.out_features = self.packed.outputs
@@ -69,6 +76,20 @@ class NativeLinear(nn.Module):
         """Interleave blocks of the first half and of the second of axis 0, or undo that (``back``)."""
         shape = (-1, 2, native.BLOCK) if back else (2, -1, native.BLOCK)
         return y.view(*shape, *y.shape[1:]).transpose(0, 1).reshape(y.shape)
+
+    @property
+    def of_rows(self) -> str:
+        """The kind of weights that are multiplied by the same rows: bfloat16 for compact ones."""
+        return "bfloat16" if self.kind == "compact" else self.kind
+
+    def as_int4(self) -> NativeLinear:
+        """The same weight in int4, for rows in int8; a compact one, whose memory it shares, before it is rounded."""
+        if self.kind != "compact":
+            return NativeLinear(QuantizedWeight.of(self.dense(), "int4"), self.bias, gated=self.gated)
+        same = copy(self)
+        same.kind = "int4"
+        same.packed = native.Packed(self.packed.data, *(self.packed.outputs, self.packed.width), native.KINDS["int4"])
+        return same
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
@@ -102,9 +123,10 @@ class NativeLinear(nn.Module):
 
     def dense(self) -> Tensor:
         """The unpacked weight [out, in], rounded to the inputs' type; a quantised one as products see it."""
-        if self.kind in ("int8", "int4"):
+        if self.kind in ("int8", "int4", "compact"):
             # each column of the unit matrix is exact in int8, so its product is the weight's column
-            y = self.kernels.linear(torch.eye(self.in_features), self.packed, None).T.to(self.dtype)
+            unit = torch.eye(self.in_features, dtype=self.dtype)
+            y = self.kernels.linear(unit, self.packed, None).T.to(self.dtype)
         else:
             y = self._blocks().permute(0, 2, 1, 3).reshape(-1, self.packed.width)
             y = y[: self.out_features, : self.in_features].contiguous()

@@ -6,7 +6,9 @@ which would otherwise reorder the weight in each call, half of its time (measure
 those that multiply int8 and int4 values as they are, on a CPU or a GPU.
 
 The packed copy replaces the weight, so memory stays the same; only a head that is quantised or packed for oneDNN keeps
-the original beside it, since drafters read its rows. Where no kernels fit, a module stays as it is.
+the original beside it, since drafters read its rows. Or it shrinks: where the native kernels do so fast, bf16 layers
+from a Q4_1 file, such as the default model's, are kept in four bits a value and expanded to the same bf16 in the
+caches. Where no kernels fit, a module stays as it is.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from anabranch.model.kernel_use import native_for, warn_about_kernels
 from anabranch.model.native_linear import HeadTable, NativeLinear
 from anabranch.model.quantize import GROUP, QuantizedLinear, QuantizedWeight
 from anabranch.model.stack import NativeBackend, Stack
+from anabranch.native import library as native
 from anabranch.support.memory import give_back
 
 __all__ = ["Packable", "PackedLinear", "PackedQuantized", "PackedWeight", "can_pack", "pack_decoder", "packed_like"]
@@ -213,23 +216,26 @@ def pack_decoder(target: Decoder) -> bool:
 
 
 def _pack(target: Decoder) -> bool:
-    native, head, dtype = native_for(target), target.head, target.dtype
+    kernels = native.library() if native_for(target) else None
+    head, dtype = target.head, target.dtype
     narrow = isinstance(head, QuantizedLinear)
-    if not native and not (PackedQuantized.fits(head, dtype) if narrow else can_pack(dtype, target.device)):
+    if kernels is None and not (PackedQuantized.fits(head, dtype) if narrow else can_pack(dtype, target.device)):
         return False
     for block in target.blocks:
         assert isinstance(block, Block)
         for module, name in block.linears():
             linear = getattr(module, name)
-            if native:
-                packed: nn.Module = NativeLinear(_stored(linear), linear.bias, gated=name == "up")
+            if kernels is not None:
+                packed: nn.Module = NativeLinear(
+                    _stored(linear), linear.bias, gated=name == "up", compact=kernels.expands
+                )
             elif narrow:
                 packed = PackedQuantized(linear, dtype) if PackedQuantized.fits(linear, dtype) else linear
             else:
                 packed = PackedLinear(linear.weight, linear.bias)
             setattr(module, name, packed)
         give_back()
-    if native:
+    if kernels is not None:
         exact = not narrow
         target.head = NativeLinear(
             _stored(head), head.bias, keep=None if exact else head.weight, wide=True, screen=True

@@ -14,7 +14,7 @@ N outputs, D inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -55,7 +55,31 @@ class QuantizedWeight:
     @staticmethod
     def of(weight: Tensor, kind: Literal["int8", "int4"]) -> QuantizedWeight:
         """Quantise a weight [N, D], a few outputs at a time, since a head in float32 is large."""
-        parts = [QuantizedWeight._of(part.float(), kind) for part in torch.split(weight.detach(), AT_ONCE)]
+        return QuantizedWeight._joined(
+            [QuantizedWeight._of(part.float(), kind) for part in torch.split(weight.detach(), AT_ONCE)]
+        )
+
+    @staticmethod
+    def exact(weight: Tensor) -> QuantizedWeight | None:
+        """The int4 values of which a bf16 weight [N, D] is ``dense``, rounded to bf16; None if there are none.
+
+        Weights of Q4_1 files have such values: where both ends of a group's range are weights, its scale and least
+        value follow from them. Usually the first outputs tell.
+        """
+        if weight.dtype != torch.bfloat16 or weight.shape[1] % GROUP:
+            return None
+        parts = []
+        for part in torch.split(weight.detach(), AT_ONCE):
+            made = QuantizedWeight._of(part.float(), "int4")
+            tiny = (part != 0) & (part.abs() < torch.finfo(part.dtype).smallest_normal)  # kernels round these to zero
+            if bool(tiny.any()) or not torch.equal(made.dense().to(part.dtype), part):
+                return None
+            parts.append(made)
+        return QuantizedWeight._joined(parts)
+
+    @staticmethod
+    def _joined(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+        kind = parts[0].kind
         values, scale = (torch.cat(part) for part in zip(*((p.values, p.scale) for p in parts), strict=True))
         least = [part.least for part in parts if part.least is not None]
         return QuantizedWeight(kind, values, scale, torch.cat(least) if least else None)

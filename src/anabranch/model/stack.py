@@ -61,7 +61,7 @@ class Stack:
         assert kernels is not None, native.why_not()
         config = target.config
         self.kernels, self.config, self.first, self._rope = kernels, config, first, target.rope()
-        self.kind = layers[0].qkv.kind  # of the weights, one of native.KINDS
+        self.kind = layers[0].qkv.of_rows  # of the rows' weights, one of native.KINDS
         self._window = (config.sliding_window if config.is_sliding(0) else None) or 0  # 0: none
         self._kept: list[object] = []  # what the structs point to
         self._ready: dict[tuple[int, ...], tuple[native.Shape, native.Layers]] = {}

@@ -10,7 +10,7 @@ from anabranch.native.structs import Packed
 __all__ = ["BLOCK", "KINDS", "filled", "packable", "require", "row_kind", "rows_for", "scores"]
 
 BLOCK = 32  # outputs of a packed block
-KINDS = {"bfloat16": 0, "float32": 1, "int8": 2, "int4": 3}  # of packed weights
+KINDS = {"bfloat16": 0, "float32": 1, "int8": 2, "int4": 3, "compact": 4}  # of packed weights
 
 
 def require(holds: bool, what: str, *values: object) -> None:
@@ -33,7 +33,7 @@ def packable(kind: str, weight: Tensor, scale: Tensor | None, least: Tensor | No
     groups = (outputs, width // BLOCK)
     for given, wanted in (
         (scale, None if plain else ((outputs,), torch.float32) if kind == "int8" else (groups, torch.float16)),
-        (least, (groups, torch.float16) if kind == "int4" else None),
+        (least, (groups, torch.float16) if kind in ("int4", "compact") else None),
     ):
         fits = given is None if wanted is None else given is not None and (tuple(given.shape), given.dtype) == wanted
         require(fits, "scales of {} weights must be {}", kind, wanted)
@@ -51,7 +51,8 @@ def rows_for(packed: Packed, x_MD: Tensor, bias_N: Tensor | None) -> tuple[Tenso
     kind = row_kind(x_MD)
     require(x_MD.is_cpu and x_MD.dim() == 2, "rows must be [M, D] on the CPU, got {} on {}", x_MD.shape, x_MD.device)
     require(x_MD.shape[1] == packed.width, "rows of width {} for a weight of width {}", x_MD.shape[1], packed.width)
-    require(packed.kind in (kind, 2, 3), "rows of {} for a weight of kind {}", x_MD.dtype, packed.kind)
+    suits = (KINDS["int8"], KINDS["int4"], kind, *((KINDS["compact"],) if x_MD.dtype == torch.bfloat16 else ()))
+    require(packed.kind in suits, "rows of {} for a weight of kind {}", x_MD.dtype, packed.kind)
     if bias_N is None:
         return x_MD.contiguous(), None
     filled(bias_N, packed.outputs, torch.float32)

@@ -114,6 +114,12 @@ inline __m256 rounded(__m256 x) {
   return _mm256_castsi256_ps(_mm256_and_si256(r, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 
+// stores a[i] and b[i] side by side, rounded
+inline void store_pairs(bf16* p, __m256 a, __m256 b) {
+  const __m256i low = _mm256_srli_epi32(_mm256_castps_si256(rounded(a)), 16);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_or_si256(low, _mm256_castps_si256(rounded(b))));
+}
+
 inline __m256 load8(const bf16* p) {
   const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));

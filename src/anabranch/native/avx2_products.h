@@ -180,6 +180,10 @@ inline void multiply_group(Int4, const QuantizedGroup* x, int64_t stride, const 
     for (int j = 0; j < VECTORS; ++j) sum[m][j] = _mm256_madd_epi16(sum[m][j], _mm256_set1_epi16(1));
 }
 
+inline __m256 float_of_half(const uint8_t* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
 // total[m] += the products of one group, for the 16 outputs of vectors ``at`` and ``at`` + 1
 template <class W, int ROWS>
 NOINLINE void multiply_group_part(const QuantizedGroup* x, int64_t stride, const uint8_t* w, int at, __m256 (*total)[4]) {
@@ -188,11 +192,8 @@ NOINLINE void multiply_group_part(const QuantizedGroup* x, int64_t stride, const
   multiply_group<ROWS, 2>(W{}, x, stride, w + 32 * at, sum);
 #pragma GCC unroll 8
   for (int j = 0; j < 2; ++j) {
-    const auto of_half = [&](int from) {
-      return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w + from + 16 * (at + j))));
-    };
     __m256 scale, minimum;
-    if (NARROW) scale = of_half(512), minimum = of_half(576);
+    if (NARROW) scale = float_of_half(w + 512 + 16 * (at + j)), minimum = float_of_half(w + 576 + 16 * (at + j));
 #pragma GCC unroll 8
     for (int m = 0; m < ROWS; ++m) {
       const __m256 s = _mm256_set1_ps(x[m * stride].scale), f = _mm256_cvtepi32_ps(sum[m][j]);
@@ -230,6 +231,26 @@ inline void multiply_tile(int count, const QuantizedGroup* x, int64_t stride, co
     for (int j = 0; j < 4; ++j)
       sums[4 * m + j] = NARROW ? sums[4 * m + j] + total[m][j]
                                : _mm256_fmadd_ps(total[m][j], _mm256_loadu_ps(scales + 8 * j), sums[4 * m + j]);
+}
+
+inline void expand_group(const uint8_t* group, bf16* to) {
+  const __m256i digit = _mm256_set1_epi32(15);
+  for (int j = 0; j < 4; ++j) {
+    const __m256 scale = float_of_half(group + 512 + 16 * j), minimum = float_of_half(group + 576 + 16 * j);
+#pragma GCC unroll 4
+    for (int k = 0; k < BLOCK / 8; ++k) {
+      const __m256i w = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(group + 128 * k + 32 * j));
+      // the value at one place of each lane: values 0 to 3 are low halves of its bytes, 4 to 7 high ones
+      const auto at = [&](__m256i shifted) {
+        return _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_and_si256(shifted, digit)), scale, minimum);
+      };
+      bf16* pairs = to + 8 * k / 2 * 2 * BLOCK + 16 * j;
+      store_pairs(pairs, at(w), at(_mm256_srli_epi32(w, 8)));
+      store_pairs(pairs + 2 * BLOCK, at(_mm256_srli_epi32(w, 16)), at(_mm256_srli_epi32(w, 24)));
+      store_pairs(pairs + 4 * BLOCK, at(_mm256_srli_epi32(w, 4)), at(_mm256_srli_epi32(w, 12)));
+      store_pairs(pairs + 6 * BLOCK, at(_mm256_srli_epi32(w, 20)), at(_mm256_srli_epi32(w, 28)));
+    }
+  }
 }
 
 // ---- attention ----------------------------------------------------------------------------------------------------

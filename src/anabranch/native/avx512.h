@@ -80,6 +80,18 @@ inline __m256i to_bf16(F32x16 x) {
 #endif
 }
 
+// stores a[i] and b[i] side by side, rounded
+inline void store_pairs(bf16* p, F32x16 a, F32x16 b) {
+#ifdef __AVX512BF16__
+  alignas(64) static constexpr uint16_t ORDER[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                     8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  _mm512_storeu_si512(p, _mm512_permutexvar_epi16(_mm512_load_si512(ORDER), (__m512i)_mm512_cvtne2ps_pbh(b, a)));
+#else
+  const __m512i low = _mm512_cvtepu16_epi32(to_bf16(a)), high = _mm512_cvtepu16_epi32(to_bf16(b));
+  _mm512_storeu_si512(p, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+#endif
+}
+
 inline F32x16 bf16_to_float(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
 inline F32x16 load16(const bf16* p) { return bf16_to_float(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 

@@ -70,6 +70,10 @@ inline __m512i dot4_add(__m512i acc, __m512i a, __m512i b) {
 #endif
 }
 
+inline __m512 float_of_half(const uint8_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+
 template <class W, int ROWS, int LINES>
 NOINLINE void multiply_tile_rows(const QuantizedGroup* x, int64_t stride, const uint8_t* block, int width, const char* next,
                                  Sums& acc) {
@@ -112,12 +116,9 @@ NOINLINE void multiply_tile_rows(const QuantizedGroup* x, int64_t stride, const 
         }
       }
     }
-    const auto of_half = [](const uint8_t* p) {
-      return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-    };
     __m512 scale[2], minimum[2];
     if (NARROW)
-      for (int i = 0; i < 2; ++i) scale[i] = of_half(w + 512 + 32 * i), minimum[i] = of_half(w + 576 + 32 * i);
+      for (int i = 0; i < 2; ++i) scale[i] = float_of_half(w + 512 + 32 * i), minimum[i] = float_of_half(w + 576 + 32 * i);
 #pragma GCC unroll 8
     for (int m = 0; m < ROWS; ++m) {
       const __m512 s = _mm512_set1_ps(v[m * stride].scale);
@@ -138,6 +139,26 @@ NOINLINE void multiply_tile_rows(const QuantizedGroup* x, int64_t stride, const 
     for (int i = 0; i < 2; ++i)
       acc[m][i] = NARROW ? _mm512_add_ps(acc[m][i], total[m][i])
                          : _mm512_fmadd_ps(total[m][i], _mm512_loadu_ps(scales + 16 * i), acc[m][i]);
+}
+
+inline void expand_group(const uint8_t* group, bf16* to) {
+  const __m512i digit = _mm512_set1_epi32(15);
+  for (int i = 0; i < 2; ++i) {
+    const __m512 scale = float_of_half(group + 512 + 32 * i), minimum = float_of_half(group + 576 + 32 * i);
+#pragma GCC unroll 4
+    for (int k = 0; k < BLOCK / 8; ++k) {
+      const __m512i w = _mm512_loadu_si512(group + 128 * k + 64 * i);
+      // the value at one place of each lane: values 0 to 3 are low halves of its bytes, 4 to 7 high ones
+      const auto at = [&](__m512i shifted) {
+        return _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_and_si512(shifted, digit)), scale, minimum);
+      };
+      bf16* pairs = to + (8 * k / 2) * 2 * BLOCK + 32 * i;
+      store_pairs(pairs, at(w), at(_mm512_srli_epi32(w, 8)));
+      store_pairs(pairs + 2 * BLOCK, at(_mm512_srli_epi32(w, 16)), at(_mm512_srli_epi32(w, 24)));
+      store_pairs(pairs + 4 * BLOCK, at(_mm512_srli_epi32(w, 4)), at(_mm512_srli_epi32(w, 12)));
+      store_pairs(pairs + 6 * BLOCK, at(_mm512_srli_epi32(w, 20)), at(_mm512_srli_epi32(w, 28)));
+    }
+  }
 }
 
 // ---- tiles --------------------------------------------------------------------------------------------------------

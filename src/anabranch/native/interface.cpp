@@ -23,7 +23,7 @@ void check_rows(const void* runner, const void* x, int kind, int count, const Pa
   require(runner != nullptr && w != nullptr && x != nullptr && to != nullptr, "a pointer is null");
   check(*w);
   require(kind == BF16 || kind == FLOAT, "rows are not bf16 or float32");
-  require(w->kind >= INT8 || w->kind == kind, "rows and a plain weight have different types");
+  require(quantized(w->kind) || kind_of_rows(w->kind) == kind, "rows and a plain weight have different types");
   require(in_range(count, 0, MAX_VALUES), "the number of rows is out of range");
 }
 
@@ -137,11 +137,11 @@ int anabranch_packed_bytes(const Packed* w, int64_t* bytes) {
   });
 }
 
-// w: unquantised values, or quantised ones with ``scales`` and, in int4, ``minima``
+// w: unquantised values, or quantised ones with ``scales`` and, in four bits, ``minima``
 int anabranch_pack(const Packed* to, const void* w, const void* scales, const void* minima) {
   return guarded([&] {
     check(*to);
-    require(w != nullptr && (to->kind < INT8 || scales != nullptr) && (to->kind != INT4 || minima != nullptr),
+    require(w != nullptr && (to->kind < INT8 || scales != nullptr) && (!four_bits(to->kind) || minima != nullptr),
             "a weight to pack is null");
     void* data = const_cast<void*>(to->data);
     if (to->kind == BF16)

@@ -176,13 +176,19 @@ class Library:
         """One of ``build.INSTRUCTION_SETS``."""
         return str(self._c.anabranch_instruction_set().decode())
 
+    @property
+    def expands(self) -> bool:
+        """Whether compact weights are multiplied faster than bf16 ones; with AVX2, expanding them takes too long."""
+        return self.instruction_set != "avx2"
+
     def pack(
         self, kind: str, weight: Tensor, scale: Tensor | None = None, least: Tensor | None = None
     ) -> tuple[Packed, Tensor]:
         """Pack a weight [N, D] in blocks of 32 outputs, the last one padded; the second value is its memory.
 
         ``weight`` has the dtype given by ``kind`` (in bfloat16, D must be even), or is uint8 with quantised values (D a
-        multiple of 32) and has the ``scale`` and ``least`` of ``model.quantize``.
+        multiple of 32) and has the ``scale`` and ``least`` of ``model.quantize``. A "compact" weight is given like an
+        int4 one, and is the bf16 weight that this rounds to.
         """
         packable(kind, weight, scale, least)
         outputs, width = weight.shape

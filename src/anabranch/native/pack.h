@@ -8,6 +8,7 @@
 //   int4:  in groups of 32 of k, for every 8 of k the 32 outputs' values from 0 to 15, the later 4 of k in the high halves
 //          of the bytes (512 bytes a group), then the outputs' scales and minima in half precision:
 //          w = scale * value + minimum
+//   compact: as int4, for weights that are bf16: w = bf16(scale * value + minimum), which rows of bf16 are multiplied by
 #pragma once
 
 #include "simd.h"
@@ -18,7 +19,16 @@ namespace {
 constexpr int MAX_VALUES = 1 << 24;  // limit of widths and numbers of rows: products of two of them fit 64 bits
 
 // The format of a packed weight; see KINDS in library.py.
-enum Kind : int32_t { BF16 = 0, FLOAT = 1, INT8 = 2, INT4 = 3 };
+enum Kind : int32_t { BF16 = 0, FLOAT = 1, INT8 = 2, INT4 = 3, COMPACT = 4 };
+
+// the kind of the rows that weights of a kind are multiplied by; INT8 for both quantised ones
+inline Kind kind_of_rows(int kind) {
+  return kind == INT4 ? INT8 : kind == COMPACT ? BF16 : static_cast<Kind>(kind);
+}
+inline bool quantized(int kind) { return kind_of_rows(kind) == INT8; }
+
+// whether a weight has four bits a value, and scales and minima
+inline bool four_bits(int kind) { return kind == INT4 || kind == COMPACT; }
 
 struct Packed {
   const void* data;
@@ -55,10 +65,10 @@ void pack(const T* w, int outputs, int width, T* to) {
         }
 }
 
-// quantised values [outputs, width]; int8: scales float [outputs]; int4: scales and minima half [outputs, width / 32]
+// quantised values [outputs, width]; int8: scales float [outputs]; otherwise scales and minima half [outputs, width / 32]
 void pack_quantized(const uint8_t* w, const void* scales, const uint16_t* minima, const Packed& to) {
-  const int width = to.width, groups = width / BLOCK, halves = to.kind == INT4 ? 2 : 1, line = 4 * BLOCK;
-  const int group_bytes = to.kind == INT4 ? GROUP_BYTES<Int4> : GROUP_BYTES<Int8>;
+  const int width = to.width, groups = width / BLOCK, halves = to.kind == INT8 ? 1 : 2, line = 4 * BLOCK;
+  const int group_bytes = to.kind == INT8 ? GROUP_BYTES<Int8> : GROUP_BYTES<Int4>;
   for (int b = 0; b < to.blocks(); ++b) {
     uint8_t* block = const_cast<uint8_t*>(reinterpret_cast<const uint8_t*>(to.block(b)));
     std::memset(block, 0, static_cast<size_t>(to.block_bytes()));
@@ -85,7 +95,7 @@ void pack_quantized(const uint8_t* w, const void* scales, const uint16_t* minima
 // ---- checks -------------------------------------------------------------------------------------------------------
 
 void check_shape(const Packed& w) {
-  require(in_range(w.kind, BF16, INT4), "unknown kind of packed weight");
+  require(in_range(w.kind, BF16, COMPACT), "unknown kind of packed weight");
   require(in_range(w.outputs, 1, MAX_VALUES) && in_range(w.width, 1, MAX_VALUES), "a packed weight's size is out of range");
   require(w.kind != BF16 || w.width % PER_LANE<bf16> == 0, "a packed bf16 weight has an odd width");
   require(w.kind < INT8 || w.width % BLOCK == 0, "a packed quantised weight's width is not a multiple of 32");
@@ -100,13 +110,13 @@ void check(const Packed& w) {
 void check(const Screen& screen, const Packed& w) {
   if (screen.copy.data == nullptr) return;
   check(screen.copy);
-  require(w.kind < INT8 && screen.copy.kind == INT8, "a screen is not an int8 copy of a weight that is not quantised");
+  require(!quantized(w.kind) && screen.copy.kind == INT8, "a screen is not an int8 copy of a weight that is not quantised");
   require(screen.copy.outputs == w.outputs && screen.copy.width == w.width, "a screen has another size than its weight");
   require(screen.error != nullptr && screen.size != nullptr, "a screen has no bounds");
 }
 
-// whether w can be used in a pass of this kind: it has the same type, or both are quantised
-inline bool matches(int kind, const Packed& w) { return kind < INT8 ? w.kind == kind : w.kind >= INT8; }
+// whether w can be used in a pass of this kind: both are multiplied by the same rows
+inline bool matches(int kind, const Packed& w) { return kind_of_rows(kind) == kind_of_rows(w.kind); }
 
 void check(const Packed& w, int kind, int outputs, int width) {
   check(w);

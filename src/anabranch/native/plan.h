@@ -223,7 +223,7 @@ void check(int kind, const Shape& s, const Layer& l) {
 
 void check(int kind, const void* runner, const Shape* s, const Layer* layers, int count, const RaggedBatch* batch) {
   require(runner != nullptr && s != nullptr && layers != nullptr && batch != nullptr, "a pointer is null");
-  require(in_range(kind, BF16, INT4), "unknown kind of layers");
+  require(in_range(kind, BF16, COMPACT), "unknown kind of layers");
   check(*s, *batch);
   require(in_range(count, 1, 1 << 16), "there are no layers");
   // Since the last pass, weights have evicted the layer structs from the caches: prefetch all of them at once.
@@ -243,7 +243,7 @@ void check(int kind, const Shape& s, const RaggedBatch& batch, const Ends& ends)
   if (ends.chosen == nullptr) return;
   check(ends.head);
   // rows after the last norm have the cache's type
-  require(ends.head.kind >= INT8 || (ends.head.kind == FLOAT) == (kind == FLOAT), "the head has another type");
+  require(quantized(ends.head.kind) || (ends.head.kind == FLOAT) == (kind == FLOAT), "the head has another type");
   require(ends.head.width == s.d, "the head has another width");
   check(ends.screen, ends.head);
   require(ends.screen.copy.data == nullptr || ends.bias == nullptr, "a head with a bias has a screen");

@@ -4,7 +4,11 @@
 // in tiles that share a read of a block of weights, and the threads of a job steal blocks from each other.
 //
 // T, the type of the rows, is Operand<bf16> or float, as the weights are, or QuantizedGroup for weights in int8 and int4.
+// Compact weights are expanded to bf16 in the caches, so that their products are those of bf16 weights to the bit.
 #pragma once
+
+#include <memory>
+#include <new>
 
 #include "pack.h"
 #include "threads.h"
@@ -15,6 +19,7 @@ namespace {
 
 constexpr int MANY_ROWS = 256;        // rows multiplied by all blocks of a weight before the next ones are
 constexpr int PREFETCH_BYTES = 8192;  // distance between the weights that are read and those that are prefetched
+constexpr int EXPANDED_GROUPS = 1;    // of compact weights, expanded at a time for a single tile
 
 // values in one T
 template <class T>
@@ -50,6 +55,14 @@ inline int tile_rows(int count, int width) {
   return tiles == 0 ? 1 : (count + tiles - 1) / tiles;
 }
 
+// groups of a compact block -> bf16, laid out like a block of that; prefetches what is PREFETCH_BYTES later
+inline void expand_groups(const char* from, int groups, bf16* to) {
+  for (int g = 0; g < groups; ++g, from += GROUP_BYTES<Int4>, to += BLOCK * BLOCK) {
+    for (int i = 0; i < GROUP_BYTES<Int4>; i += 64) prefetch(from + PREFETCH_BYTES + i);
+    expand_group(reinterpret_cast<const uint8_t*>(from), to);
+  }
+}
+
 inline void clear_sums(Sums& acc, int count) {
   for (int m = 0; m < count; ++m) acc[m][0] = acc[m][1] = zero();
 }
@@ -72,10 +85,60 @@ inline int multiply_rows_by(int m, int count, const T* x, int64_t stride, const 
   return n;
 }
 
+// Compact blocks as bf16, kept by each thread while it multiplies tile after tile by them: a layer alternates between two.
+class ExpandedBlocks {
+ public:
+  // Block b of w, which the first tile (m = 0) expands; null if there is no memory.
+  const bf16* of(int m, const Packed& w, int b) {
+    Kept& kept = kept_[b & 1];
+    const char* from = w.block(b);
+    const int64_t size = static_cast<int64_t>(w.width) * BLOCK;
+    if (m > 0 && kept.from == from && kept.size == size) return kept.values.get();
+    if (kept.capacity < size) {
+      kept.values.reset(new (std::nothrow) bf16[static_cast<size_t>(size)]);
+      kept.capacity = kept.values ? size : 0;
+    }
+    kept.from = from, kept.size = size;
+    if (kept.values) expand_groups(from, w.width / BLOCK, kept.values.get());
+    return kept.values.get();
+  }
+
+ private:
+  struct Kept {
+    const char* from = nullptr;
+    int64_t size = 0, capacity = 0;
+    std::unique_ptr<bf16[]> values;
+  };
+  Kept kept_[2];
+};
+
+// ``multiply_rows_by`` for block b of a compact weight. What a single tile is multiplied by stays in the first-level cache.
+template <class T>
+inline int multiply_compact(int m, int count, const T* x, const Packed& w, int b, Sums& acc) {
+  thread_local ExpandedBlocks expanded;
+  const int size = tile_rows<T>(count, w.width), n = std::min(size, count - m);
+  const T* rows = x + static_cast<int64_t>(m) * w.width;
+  const bf16* whole = n == count ? nullptr : expanded.of(m, w, b);
+  if (whole != nullptr) {
+    multiply_tile<bf16, 0>(n, rows, w.width, whole, w.width, nullptr, acc);
+    return n;
+  }
+  alignas(64) bf16 part[EXPANDED_GROUPS * BLOCK * BLOCK];
+  const int groups = w.width / BLOCK;
+  for (int g = 0; g < groups; g += EXPANDED_GROUPS) {
+    const int some = std::min(EXPANDED_GROUPS, groups - g);
+    expand_groups(w.block(b) + static_cast<int64_t>(g) * GROUP_BYTES<Int4>, some, part);
+    multiply_tile<bf16, 0>(n, rows + g * BLOCK, w.width, part, some * BLOCK, nullptr, acc);
+  }
+  return n;
+}
+
 // the same for block b of a weight; rows have w.width values
 template <class T>
 inline int multiply_rows(int m, int count, const T* x, const Packed& w, int b, Sums& acc) {
   using P = Storage<T>;
+  if constexpr (std::is_same<P, bf16>::value)
+    if (w.kind == COMPACT) return multiply_compact(m, count, x, w, b, acc);
   return multiply_rows_by<P, P>(m, count, x, w.width, w.block(b), w.block_bytes(), w.width, acc);
 }
 
@@ -149,7 +212,7 @@ inline void convert_row(const P* x, int width, T* y) {
 // memory for rows of P, converted for multiplication by w; null if they need no conversion
 template <class P>
 void* conversion_buffer(Workspace& memory, int count, const Packed& w) {
-  if (w.kind >= INT8) return memory.of<QuantizedGroup>(row_offset<QuantizedGroup>(count, w.width));
+  if (quantized(w.kind)) return memory.of<QuantizedGroup>(row_offset<QuantizedGroup>(count, w.width));
   return std::is_same<Operand<P>, P>::value ? nullptr : memory.of<Operand<P>>(static_cast<int64_t>(count) * w.width);
 }
 
@@ -173,7 +236,7 @@ void multiply_as(ThreadPool& pool, const P* x, int count, const Packed& w, void*
 // a thread's part of a product of rows of P, converted in ``buffer`` first
 template <class P, class Done>
 void multiply_converted(ThreadPool& pool, const P* x, int count, const Packed& w, void* buffer, int thread, Done&& done) {
-  if (w.kind < INT8)
+  if (!quantized(w.kind))
     multiply_as<Operand<P>>(pool, x, count, w, buffer, thread, done);
   else
     multiply_as<QuantizedGroup>(pool, x, count, w, buffer, thread, done);

@@ -65,6 +65,8 @@
 //       matrix unit is used); rows are ``stride`` values of T apart. W is bf16 or float with T = Operand<W> and B = W, or
 //       Int8 or Int4 with T = QuantizedGroup and B = uint8_t; blocks are laid out as pack.h writes them. Prefetches LINES
 //       (0, 1 or 2) cache lines from ``next`` on for every two lines of weights.
+//   void expand_group(const uint8_t* group, bf16* to)
+//       a group of int4 weights, scale * value + minimum rounded to bf16, as 32 values of k of a bf16 block
 //
 // ---- attention; T = Operand<P> of the cache's type P, E = 16 NE channels a head ----
 //   broadcast_word(const T* p)           32 bits at p in all lanes, as ``dot_add`` takes them

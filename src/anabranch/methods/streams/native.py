@@ -21,7 +21,6 @@ from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
 from anabranch.model.native_linear import NativeLinear, table_of
 from anabranch.model.pack import packed_like
-from anabranch.model.quantize import QuantizedWeight
 from anabranch.model.stack import LayerWeights, Stack, norm_weight
 from anabranch.native.library import BLOCK, MAX_EMBEDDING_WIDTH
 from anabranch.support.memory import give_back
@@ -149,10 +148,10 @@ class NativeTrail:
 def narrow(linear: nn.Module) -> NativeLinear:
     """A linear layer for drafts: bf16 weights are quantised to int4, once for all that draft with them."""
     assert isinstance(linear, NativeLinear)
-    if linear.kind != "bfloat16":
+    if linear.of_rows != "bfloat16":
         return linear
     if linear not in _narrowed:
-        _narrowed[linear] = NativeLinear(QuantizedWeight.of(linear.dense(), "int4"), linear.bias, gated=linear.gated)
+        _narrowed[linear] = linear.as_int4()
     return _narrowed[linear]
 
 
