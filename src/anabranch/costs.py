@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -48,6 +49,7 @@ ENOUGH = 2.0  # a pass that takes that many times what one over one row takes is
 ROUNDS = 3  # at least, unless one takes longer than ``SECONDS``
 CONTEXT = 1024  # tokens in the cache at which passes are timed too
 CONTEXT_ROUNDS = 3
+WRITING = 0.2  # seconds in which the target writes the text that is timed
 SECONDS = 0.5  # in which rounds begin
 PRECISE = 0.03  # standard error of a cost, over the cost, at which no more rounds are needed
 # The machine is busy where a pass over one row takes between 1 and more than BUSY times the one before it (quartiles),
@@ -469,11 +471,13 @@ def _time_passes(target: Decoder) -> PassTimes:
     cache = Cache(target.config, rows=1, capacity=capacity, dtype=target.dtype, device=target.device, kernels=kernels)
     cache.add_row()
 
-    def once(rows: int, length: int = 0) -> float:
-        cache.lengths[0] = length
-        inputs = Inputs.of_prompt([0] * rows)
+    def once(rows: int, length: int | None = None) -> float:
+        """Time a pass over rows of the text, or one without a head over any tokens behind ``length`` others."""
+        cache.lengths[0] = half if length is None else length
+        inputs = Inputs.of_prompt([text[(half + i) % len(text)] for i in range(rows)])
+        need: Literal["hidden", "tokens"] = "tokens" if length is None else "hidden"
         began = time.perf_counter()
-        target(inputs, cache, planned=context + widest, rider=target.rider, need="tokens")
+        target(inputs, cache, planned=capacity, rider=target.rider, need=need)
         ms = 1e3 * (time.perf_counter() - began)
         cache.commit([[]])
         return ms
@@ -481,6 +485,8 @@ def _time_passes(target: Decoder) -> PassTimes:
     times = PassTimes()
     tried = [rows for rows in ROWS if rows <= widest]
     with target.decoding():
+        text = _own_text(target, cache, 2 * min(widest, target.config.max_positions - widest))
+        half = len(text) // 2
         for rows in [1, *tried] if kernels is None else [1]:
             once(rows)  # memory is touched for the first time, and PyTorch prepares itself for each shape
         with _counting(times):
@@ -493,11 +499,25 @@ def _time_passes(target: Decoder) -> PassTimes:
                         break
         few = tried[0] if tried else 1
         if context and few > 1:
-            pairs = [(once(1, context) - once(1), once(few, context) - once(few)) for _ in range(CONTEXT_ROUNDS)]
+            pairs = [(once(1, context) - once(1, 0), once(few, context) - once(few, 0)) for _ in range(CONTEXT_ROUNDS)]
             one, more = (max(0.0, float(np.median(ms))) * 1000 / context for ms in zip(*pairs, strict=True))
             times.node_ms = max(0.0, more - one) / (few - 1)
             times.row_ms = max(0.0, one - times.node_ms)
     return times
+
+
+def _own_text(target: Decoder, cache: Cache, most: int) -> list[int]:
+    """What the target writes by itself, at most ``most`` tokens, of which it may take ``WRITING`` seconds.
+
+    Its passes choose tokens at the usual cost: of other tokens a screened head has to look at more outputs.
+    """
+    text, began = [target.config.bos_token_id or 0], time.perf_counter()
+    while len(text) < most and (len(text) == 1 or time.perf_counter() - began < WRITING):
+        passed = target(Inputs.of_prompt(text[-1:]), cache, planned=most, rider=target.rider, need="tokens")
+        cache.commit([[0]])
+        assert passed.tokens_M is not None
+        text.append(max(0, int(passed.tokens_M[-1])))  # -1: no score is finite
+    return text
 
 
 @contextmanager

@@ -123,7 +123,11 @@ class Engine(Batch):
 
     def join(self, request: Request, drafter: Drafter | None = None, *, known: int = 0) -> int:
         """As ``Batch.join``, with one of the drafter's arms if it has several."""
-        return super().join(request, self.arm(drafter or self.drafter, request), known=known)
+        joining = self.arm(drafter or self.drafter, request)
+        row = super().join(request, joining, known=known)
+        if self._speculation is not None:
+            self._speculation.joined(joining, sum(member.drafter is joining for member in self._members))
+        return row
 
     def arm(self, drafter: Drafter, request: Request, rows: int = 0) -> Drafter:
         """The drafter of a row that joins now with a request: ``drafter``, or one of its arms.

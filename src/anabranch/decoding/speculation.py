@@ -35,6 +35,7 @@ __all__ = ["Speculation", "best_count"]
 
 BUDGETS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # nodes of a draft, root included
 RATE = 0.05  # weight of a row's newest draft in what nodes are expected to be worth
+USUAL_RATE = 0.01  # the same in what they are expected to be worth in the next text
 PREDICTED = 15  # draft nodes of the trees whose mean acceptance length an adapter's card predicts
 NEARLY = 0.985  # times the best rate at which the widest draft is preferred: what is not worth it need not be verified
 # what the best, second best, ... draft node of a row is taken to be worth before any was seen
@@ -118,6 +119,7 @@ class _Lately:
     worth          of the best, second best, ... node of a row
     free_nodes     nodes a row that were verified in steps for which only its free parts drafted
     free_tokens    tokens that those were expected to add
+    usual          ``worth``, ``free_nodes`` and ``free_tokens`` over more texts
     free_gain      milliseconds that they were expected to save in such a step
     free_idle      steps since its free parts drafted
     free_load      binary order of the rows for which that gain was seen: what many rows made of free drafts says
@@ -131,6 +133,7 @@ class _Lately:
     worth: NDArray[np.float64] = field(default_factory=lambda: np.array(PRIOR))
     free_nodes: float = 0.0
     free_tokens: float = 0.0
+    usual: tuple[NDArray[np.float64], float, float] = field(default_factory=lambda: (np.array(PRIOR), 0.0, 0.0))
     free_gain: float = 1.0
     free_idle: int = 0
     free_load: int = 0
@@ -149,18 +152,29 @@ class _Lately:
         for row in beliefs:
             best = sorted(row, reverse=True)[:size]
             mean[: len(best)] += best
-        rate = 1 - (1 - RATE) ** len(beliefs)
-        before = self.worth[:size].sum()
-        self.worth[:size] += rate * (mean / len(beliefs) - self.worth[:size])
-        # nodes that such drafts do not have are taken to have become better or worse with the others
-        self.worth[size:] = np.minimum(self.worth[size:] * self.worth[:size].sum() / before, self.worth[size - 1])
+        for worth, weight in ((self.worth, RATE), (self.usual[0], USUAL_RATE)):
+            before = worth[:size].sum()
+            worth[:size] += (1 - (1 - weight) ** len(beliefs)) * (mean / len(beliefs) - worth[:size])
+            # nodes that such drafts do not have are taken to have become better or worse with the others
+            worth[size:] = np.minimum(worth[size:] * worth[:size].sum() / before, worth[size - 1])
 
     def learn_free(self, beliefs: Sequence[Sequence[float]], gain: float) -> None:
         """Take in the probabilities of the draft nodes of some rows that cost nothing to draft and were verified."""
         self.free_gain += RATE * (gain - self.free_gain)
-        rate = 1 - (1 - RATE) ** len(beliefs)
-        self.free_nodes += rate * (sum(map(len, beliefs)) / len(beliefs) - self.free_nodes)
-        self.free_tokens += rate * (sum(map(sum, beliefs)) / len(beliefs) - self.free_tokens)
+        seen = sum(map(len, beliefs)) / len(beliefs), sum(map(sum, beliefs)) / len(beliefs)
+        fast, slow = (1 - (1 - weight) ** len(beliefs) for weight in (RATE, USUAL_RATE))
+        self.free_nodes += fast * (seen[0] - self.free_nodes)
+        self.free_tokens += fast * (seen[1] - self.free_tokens)
+        worth, nodes, tokens = self.usual
+        self.usual = worth, nodes + slow * (seen[0] - nodes), tokens + slow * (seen[1] - tokens)
+
+    def begin(self, rows: int) -> None:
+        """A new text is one of ``rows``: it is taken to be like the usual one, not like the last."""
+        worth, nodes, tokens = self.usual
+        self.worth += (worth - self.worth) / rows
+        self.free_nodes += (nodes - self.free_nodes) / rows
+        self.free_tokens += (tokens - self.free_tokens) / rows
+        self.planned_for = (0, 0, 0)
 
 
 @dataclass
@@ -210,7 +224,13 @@ class Speculation:
             stated = 0.0 if self.arms is None else self.arms.lengths.get(drafter.spec, 0.0)
             if length := max(stated, drafter.usual_length(rows)):
                 made.worth *= (length - 1) / made.worth[:PREDICTED].sum()
+                made.usual = made.worth.copy(), 0.0, 0.0
         return self._lately[account]
+
+    def joined(self, drafter: Drafter, rows: int) -> None:
+        """A new text is one of a drafter's ``rows``. The last one may have been so hard to draft that nothing was."""
+        if drafter.adaptive:
+            self.lately(drafter, rows).begin(rows)
 
     def arm(self, arms: Sequence[Drafter], rows: int, context: float, *, using: Drafter | None) -> Drafter:
         """The one of several drafters for a new row, beside which ``rows`` - 1 others will decode.
