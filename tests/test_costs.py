@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
 from unittest import mock
@@ -14,10 +15,12 @@ import pytest
 from anabranch import costs, profiles
 from anabranch.costs import TOGETHER, Costs, PassCosts, PassTimes, StepCosts
 from anabranch.costs import measure_passes as real_measure
+from anabranch.decoding.engine import Request
 from anabranch.errors import InputError, PerformanceWarning
+from anabranch.model.cache import Cache
 from anabranch.profiles import Situation, save_profile, settle
 from anabranch.profiles import _keep_costs as real_keep
-from small import as_target, small
+from small import as_target, decode, small
 
 TRUE = {3: 1.05, 6: 1.1, 8: 1.2, 12: 1.5, 16: 1.8, 24: 2.6}
 
@@ -105,10 +108,29 @@ def test_real_passes() -> None:
     assert all(ms > 0 for ms in found.costs.ms)
 
 
+@pytest.mark.parametrize("positions", [1, 24, 30, 300])
+def test_passes_are_timed_over_the_targets_own_words(positions: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One where time is up, and not beyond its positions."""
+    target, capacity = small(), 2 * costs.ROWS[-1]
+    said = decode(target, [Request([target.config.bos_token_id or 0], capacity - 1)])[0][0]
+    monkeypatch.setattr(target, "config", replace(target.config, max_positions=positions))
+    cache = Cache(target.config, rows=1, capacity=capacity, dtype=target.dtype, device=target.device)
+    cache.add_row()
+    text = costs._own_text(target, cache, capacity)
+    assert text[1:] == said
+    with mock.patch.object(costs, "WRITING", 0.0):
+        cache.lengths[0] = 0
+        assert costs._own_text(target, cache, capacity) == text[:2]
+    assert real_measure(target).costs.widths[0] == 1
+
+
 def test_typical_costs_serve_where_the_machine_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "_time_passes", lambda _: timed(0, 5, spikes=0.5))
     found = real_measure(small())
     assert found == PassCosts(StepCosts.parse(costs.TYPICAL["torch", "float32"]), busy=True)
+    once = iter((timed(0, 5, spikes=0.5), timed(0, 5)))  # disturbed for a moment
+    monkeypatch.setattr(costs, "_time_passes", lambda _: next(once))
+    assert not real_measure(small()).busy
     for table in costs.TYPICAL.values():
         StepCosts.parse(table)
 

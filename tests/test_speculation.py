@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -255,6 +256,38 @@ def test_what_drafts_were_worth_decides_about_the_next_ones() -> None:
     assert settled(made, drafter) == 16
     other = Adaptive()
     assert made.lately(other) is made.lately(drafter), "drafters of one name share what they were worth"
+
+
+def test_a_new_text_is_like_the_usual_one_not_like_the_last() -> None:
+    made, drafter = controller("1:10/2:12/16:30/512:900"), Adaptive()
+    row = Row([9], 1, SamplingParams())
+
+    def see(tree: DraftTree, budget: int, times: int) -> None:
+        for _ in range(times):
+            made.choose([row], [drafter], [tree], {drafter: budget})
+
+    see(star(*[0.9] * 15), 16, 300)
+    see(star(0.01, 0.01), 16, 40)  # a hard text ends drafts of its own, not of those after it
+    hard = made.lately(drafter).worth.sum()
+    assert settled(made, drafter) == 1
+    made.joined(drafter, 2)  # beside a row that is still hard
+    half = made.lately(drafter).worth.sum()
+    made.joined(drafter, 1)
+    assert hard < half < made.lately(drafter).worth.sum()
+    assert made.plan({drafter: 1}, 0.0)[drafter] > 1
+    see(star(0.9, 0.8), 1, 40)  # what was free in a text that repeats itself
+    free = made.lately(drafter).free_tokens
+    made.joined(drafter, 1)
+    assert 0 < made.lately(drafter).free_tokens < 0.5 * free
+
+
+def test_the_engine_says_when_a_text_begins() -> None:
+    target, drafter = small(), make_drafter("prompt_lookup:tokens=auto", small())
+    engine = Engine(target, drafter, rows=2, capacity=64, speculation=Timeless(FREE, target))
+    with mock.patch.object(Speculation, "joined", autospec=True) as joined:
+        for seed in (1, 2):
+            engine.add(request(5, seed, 3))
+        assert [call.args[1:] for call in joined.call_args_list] == [(drafter, 1), (drafter, 2)]
 
 
 def test_a_small_draft_says_nothing_good_of_what_it_left_out() -> None:

@@ -443,11 +443,12 @@ def known_costs(target: Decoder, found: PassCosts | None = None) -> PassCosts:
 
 
 def measure_passes(target: Decoder) -> PassCosts:
-    """Time passes for about half a second at most; typical costs where the machine is too busy for that."""
-    times = _time_passes(target)
-    if times.busy:
-        return PassCosts(_typical(target), busy=True)
-    return PassCosts(times.costs(), row_ms=times.row_ms, node_ms=times.node_ms)
+    """Time passes for about half a second, or twice that; typical costs where the machine is too busy both times."""
+    for _ in range(2):
+        times = _time_passes(target)
+        if not times.busy:
+            return PassCosts(times.costs(), row_ms=times.row_ms, node_ms=times.node_ms)
+    return PassCosts(_typical(target), busy=True)
 
 
 def _typical(target: Decoder) -> StepCosts:
