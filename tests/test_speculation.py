@@ -12,7 +12,7 @@ import pytest
 from anabranch.costs import FIRST, Costs, PassCosts, StepCosts
 from anabranch.decoding.engine import Engine, Request
 from anabranch.decoding.scheduler import Scheduler
-from anabranch.decoding.speculation import EXPLORE, GUESSED, KEPT, SOONER, TRIAL, Speculation, best_count
+from anabranch.decoding.speculation import EXPLORE, FIRST_TRIAL, GUESSED, KEPT, SOONER, TRIAL, Speculation, best_count
 from anabranch.methods import Drafter, make_drafter
 from anabranch.methods.base import Row
 from anabranch.methods.beliefs import Beliefs, Calibration
@@ -276,9 +276,30 @@ def test_a_new_text_is_like_the_usual_one_not_like_the_last() -> None:
     assert hard < half < made.lately(drafter).worth.sum()
     assert made.plan({drafter: 1}, 0.0)[drafter] > 1
     see(star(0.9, 0.8), 1, 40)  # what was free in a text that repeats itself
-    free = made.lately(drafter).free_tokens
+    assert made.lately(drafter).free_tokens > 0.5
     made.joined(drafter, 1)
-    assert 0 < made.lately(drafter).free_tokens < 0.5 * free
+    assert made.lately(drafter).free_tokens == 0.0
+
+
+def test_what_is_free_is_worth_nothing_where_it_is_not_asked_for() -> None:
+    made, drafter = controller("1:10/2:30/512:9000"), Adaptive()
+    assert settled(made, drafter) == 1
+    lately = made.lately(drafter)
+    lately.free_tokens, lately.free_gain = 0.5, -1.0
+    budgets = [made.plan({drafter: 1}, 0.0)[drafter] for _ in range(200)]
+    assert budgets.count(0) > 150
+    assert lately.free_tokens < 0.01
+
+
+@pytest.mark.parametrize(("table", "times"), [("1:10/2:16.8/512:5120", FIRST_TRIAL), ("1:10/2:30/512:9000", 0)])
+def test_a_text_that_is_alone_begins_with_drafts_unless_they_are_far_behind(table: str, times: int) -> None:
+    made, drafter = controller(table), Adaptive()
+    assert settled(made, drafter) == 1
+    made.joined(drafter, 2)
+    assert made.plan({drafter: 2}, 0.0)[drafter] <= 1
+    made.joined(drafter, 1)
+    budgets = [made.plan({drafter: 1}, 0.0)[drafter] for _ in range(30)]
+    assert [budget > 1 for budget in budgets] == [True] * times + [False] * (30 - times)
 
 
 def test_the_engine_says_when_a_text_begins() -> None:

@@ -44,6 +44,8 @@ GUESSED = 0.6  # times the rate without a draft that one whose costs are guessed
 EXPLORE = 200  # steps with drafts, or without, after which the opposite is tried
 SOONER = 0.2  # times as many where both are expected to be equally fast
 TRIAL = 4  # steps long
+FIRST_TRIAL = 8  # steps of a text that is alone in which drafts are tried, if they are expected to reach
+FROM = 0.7  # times the rate
 KEPT = 8  # steps for which a plan is kept while the rows stay the same: making one takes a tenth of a small pass
 LONGEST_KEPT = 32  # steps for which one is kept that came out the same again and again
 WORTH = 0.85  # if it is expected to reach that much of the rate; what is farther behind is tried less often
@@ -117,9 +119,9 @@ class _Lately:
 
     depths         of drafts of each size in ``BUDGETS``
     worth          of the best, second best, ... node of a row
+    usual          the same over more texts
     free_nodes     nodes a row that were verified in steps for which only its free parts drafted
     free_tokens    tokens that those were expected to add
-    usual          ``worth``, ``free_nodes`` and ``free_tokens`` over more texts
     free_gain      milliseconds that they were expected to save in such a step
     free_idle      steps since its free parts drafted
     free_load      binary order of the rows for which that gain was seen: what many rows made of free drafts says
@@ -131,9 +133,9 @@ class _Lately:
 
     depths: NDArray[np.int64]
     worth: NDArray[np.float64] = field(default_factory=lambda: np.array(PRIOR))
+    usual: NDArray[np.float64] = field(default_factory=lambda: np.array(PRIOR))
     free_nodes: float = 0.0
     free_tokens: float = 0.0
-    usual: tuple[NDArray[np.float64], float, float] = field(default_factory=lambda: (np.array(PRIOR), 0.0, 0.0))
     free_gain: float = 1.0
     free_idle: int = 0
     free_load: int = 0
@@ -152,7 +154,7 @@ class _Lately:
         for row in beliefs:
             best = sorted(row, reverse=True)[:size]
             mean[: len(best)] += best
-        for worth, weight in ((self.worth, RATE), (self.usual[0], USUAL_RATE)):
+        for worth, weight in ((self.worth, RATE), (self.usual, USUAL_RATE)):
             before = worth[:size].sum()
             worth[:size] += (1 - (1 - weight) ** len(beliefs)) * (mean / len(beliefs) - worth[:size])
             # nodes that such drafts do not have are taken to have become better or worse with the others
@@ -161,20 +163,25 @@ class _Lately:
     def learn_free(self, beliefs: Sequence[Sequence[float]], gain: float) -> None:
         """Take in the probabilities of the draft nodes of some rows that cost nothing to draft and were verified."""
         self.free_gain += RATE * (gain - self.free_gain)
-        seen = sum(map(len, beliefs)) / len(beliefs), sum(map(sum, beliefs)) / len(beliefs)
-        fast, slow = (1 - (1 - weight) ** len(beliefs) for weight in (RATE, USUAL_RATE))
-        self.free_nodes += fast * (seen[0] - self.free_nodes)
-        self.free_tokens += fast * (seen[1] - self.free_tokens)
-        worth, nodes, tokens = self.usual
-        self.usual = worth, nodes + slow * (seen[0] - nodes), tokens + slow * (seen[1] - tokens)
+        rate = 1 - (1 - RATE) ** len(beliefs)
+        self.free_nodes += rate * (sum(map(len, beliefs)) / len(beliefs) - self.free_nodes)
+        self.free_tokens += rate * (sum(map(sum, beliefs)) / len(beliefs) - self.free_tokens)
+
+    def miss_free(self, rows: int) -> None:
+        """Take in a step of some rows for which nothing was drafted, not even what is free."""
+        left = (1 - RATE) ** rows
+        self.free_nodes, self.free_tokens = left * self.free_nodes, left * self.free_tokens
 
     def begin(self, rows: int) -> None:
-        """A new text is one of ``rows``: it is taken to be like the usual one, not like the last."""
-        worth, nodes, tokens = self.usual
-        self.worth += (worth - self.worth) / rows
-        self.free_nodes += (nodes - self.free_nodes) / rows
-        self.free_tokens += (tokens - self.free_tokens) / rows
+        """A new text is one of ``rows``: it is taken to be like the usual one, not like the last, and not to repeat
+        itself yet.
+        """
+        self.worth += (self.usual - self.worth) / rows
+        self.free_nodes -= self.free_nodes / rows
+        self.free_tokens -= self.free_tokens / rows
         self.planned_for = (0, 0, 0)
+        if rows == 1:
+            self.pays, self.since, self.trial = False, 0, FIRST_TRIAL
 
 
 @dataclass
@@ -224,7 +231,7 @@ class Speculation:
             stated = 0.0 if self.arms is None else self.arms.lengths.get(drafter.spec, 0.0)
             if length := max(stated, drafter.usual_length(rows)):
                 made.worth *= (length - 1) / made.worth[:PREDICTED].sum()
-                made.usual = made.worth.copy(), 0.0, 0.0
+                made.usual = made.worth.copy()
         return self._lately[account]
 
     def joined(self, drafter: Drafter, rows: int) -> None:
@@ -291,7 +298,10 @@ class Speculation:
         self._plan = lately.plan
         if self._plan.drafting:
             return self._plan.budget
-        return 1 if self._ask(drafter, count, rows) else 0
+        if self._ask(drafter, count, rows):
+            return 1
+        lately.miss_free(count)
+        return 0
 
     def _planned(self, drafter: Drafter, count: int, rows: int, others: int, context: float) -> _Plan:
         """The best budget for the next steps of ``count`` of the ``rows``, beside ``others`` nodes."""
@@ -346,7 +356,7 @@ class Speculation:
             lately.since, lately.trial = 0, TRIAL
         if lately.trial:
             lately.trial -= 1
-            return not pays
+            return not pays and ratio > FROM
         return pays
 
     def _ask(self, drafter: Drafter, count: int, rows: int) -> bool:
