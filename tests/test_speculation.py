@@ -270,7 +270,7 @@ def test_a_new_text_is_like_the_usual_one_not_like_the_last() -> None:
     see(star(0.01, 0.01), 16, 40)  # a hard text ends drafts of its own, not of those after it
     hard = made.lately(drafter).worth.sum()
     assert settled(made, drafter) == 1
-    made.joined(drafter, 2)  # beside a row that is still hard
+    made.joined(drafter, 2)  # the other row is still hard to draft
     half = made.lately(drafter).worth.sum()
     made.joined(drafter, 1)
     assert hard < half < made.lately(drafter).worth.sum()

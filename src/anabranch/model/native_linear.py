@@ -24,7 +24,7 @@ class NativeLinear(nn.Module):
 
     weight   bf16 or float32 [N, D], or quantised; inputs and outputs have its type, or bf16 if it is quantised
     wide     return float32 (logits) instead
-    keep     an unpacked copy to keep beside the packed weight, where ``rows`` cannot be read from that
+    keep     an unpacked copy to keep as well, where ``rows`` cannot be read from the packed weight
     screen   also keep an int8 copy of an unquantised weight, which makes ``choose`` faster
     gated    interleave the two halves of the outputs, gate and up, block by block, so that they are read together
     compact  store a bf16 weight in four bits a value where these give it back exactly (``QuantizedWeight.exact``): the

@@ -5,10 +5,10 @@ depend on the other rows. Elsewhere PyTorch's kernels for packed weights are use
 which would otherwise reorder the weight in each call, half of its time (measured: docs/log.md); for quantised weights,
 those that multiply int8 and int4 values as they are, on a CPU or a GPU.
 
-The packed copy replaces the weight, so memory stays the same; only a head that is quantised or packed for oneDNN keeps
-the original beside it, since drafters read its rows. Or it shrinks: where the native kernels do so fast, bf16 layers
-from a Q4_1 file, such as the default model's, are kept in four bits a value and expanded to the same bf16 in the
-caches. Where no kernels fit, a module stays as it is.
+The packed copy replaces the weight, so memory stays the same, with two exceptions. A head that is quantised or packed
+for oneDNN keeps the original as well, since drafters read its rows. And bf16 layers from a Q4_1 file, such as the
+default model's, are stored in four bits a value where the native kernels expand them fast enough, to the same bf16.
+Where no kernels fit, a module stays as it is.
 """
 
 from __future__ import annotations
