@@ -399,7 +399,7 @@ def test_a_huge_frontier_is_that_of_all_nodes() -> None:
         kernels()._c.anabranch_draft(
             *(
                 draft.native._config.head.kind,
-                kernels()._run(),
+                kernels().runner(),
                 ctypes.byref(draft.native._config),
                 states.data_ptr(),
                 5,
@@ -435,7 +435,7 @@ kernels.linear(x, weight, None)
 limit(2**28)
 many = 2**24 - 1
 try:
-    kernels._c.anabranch_linear(1, kernels._run(), x.data_ptr(), many, ctypes.byref(weight), None, x.data_ptr())
+    kernels._c.anabranch_linear(1, kernels.runner(), x.data_ptr(), many, ctypes.byref(weight), None, x.data_ptr())
 except Exception as error:
     print(type(error).__name__, error)
 try:
@@ -515,8 +515,8 @@ def test_the_kernels_keep_their_threads_meanwhile() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        with k.single_threaded(), k._lock:
-            k._run()
+        with k.single_threaded(), k.lock:
+            k.runner()
         assert 2 in k._runners
     finally:
         torch.set_num_threads(before)
@@ -529,7 +529,7 @@ def test_a_fork_takes_no_locks_along() -> None:
     weight, _memory = k.pack("float32", torch.eye(32))
     x = torch.randn(1, 32)
     k.linear(x, weight, None)
-    with k._lock, native._finding:
+    with k.lock, native._finding:
         child = os.fork()
         if child == 0:
             same = torch.equal(k.linear(x, weight, None), x) and native.library() is k

@@ -5,6 +5,7 @@ B rows of the batch, M nodes of all rows, N nodes of the widest row, V vocabular
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from anabranch.model.native_linear import NativeLinear, table_of
 from anabranch.model.network import Network
 from anabranch.model.passes import Pass, PassRequest, PassResult
 from anabranch.native import library as native
+from anabranch.native.arguments import address
 from anabranch.sampling import MIN_TEMPERATURE, SamplingParams
 
 __all__ = ["LayerWeights", "NativeBackend", "Stack", "StackStep", "norm_weight", "stack_of"]
@@ -66,6 +68,7 @@ class Stack:
         self._kept: list[object] = []  # what the structs point to
         self._ready: dict[tuple[int, ...], tuple[native.Shape, native.Layers]] = {}
         self._norms: dict[Norm, Tensor] = {}
+        self._table = (torch.empty(0), 0, 0)  # the newest of ``_rotations``
         self._ends: native.Ends | None = None
         self._layers = [self._struct(layer) for layer in layers]
         scale = config.attention_scale if config.attention_scale is not None else config.head_dim**-0.5
@@ -168,16 +171,13 @@ class Stack:
         trailing   the nodes follow the newest committed token and see its sliding window, not one of their own
         own        S: each of a row's first count / (1 + S) nodes also sees S of those after them, in the same order
         """
-        lengths_B, starts = np.array(lengths, np.int64), np.array([*accumulate(counts, initial=0)], np.int64)
-        nodes = int(starts[-1])
+        lengths_B, starts = array("q", lengths), array("q", accumulate(counts, initial=0))
+        nodes = starts[-1]
         parents_M = None if parents_M is None else np.ascontiguousarray(parents_M, np.int64)
-        table = self._rope.table(planned)  # cos and sin of all positions [2, .., dim]
-        assert table.dtype == torch.float32
-        assert table[0].is_contiguous()
         assert len(lengths_B) == len(counts)
         assert parents_M is None or parents_M.shape == (nodes,)
         assert x_MD is None or x_MD.shape == (nodes, self.config.hidden_size)
-        cos = table.data_ptr()
+        table, cos, sin = self._rotations(planned)
         step = native.RaggedBatch(
             len(lengths),
             nodes,
@@ -187,12 +187,22 @@ class Stack:
             own,
             None if x_MD is None else x_MD.data_ptr(),
             cos,
-            cos + table.stride(0) * table.element_size(),
-            starts.ctypes.data,
-            lengths_B.ctypes.data,
-            None if parents_M is None else parents_M.ctypes.data,
+            sin,
+            starts.buffer_info()[0],
+            lengths_B.buffer_info()[0],
+            None if parents_M is None else address(parents_M),
         )
         return StackStep(step, (lengths_B, starts, parents_M, table, x_MD))
+
+    def _rotations(self, planned: int) -> tuple[Tensor, int, int]:
+        """The rotation table [2, positions, dim] of a planned length, and where its cosines and sines begin."""
+        table = self._rope.table(planned)
+        if table is not self._table[0]:
+            assert table.dtype == torch.float32
+            assert table[0].is_contiguous()
+            cos = table.data_ptr()
+            self._table = table, cos, cos + table.stride(0) * table.element_size()
+        return self._table
 
     def run(self, x_MD: Tensor, step: StackStep, cache: Cache, slot: int, low: int, high: int) -> None:
         """Layers ``low`` to ``high`` - 1 of the target over the float32 rows of ``step``, in place.
@@ -227,7 +237,7 @@ class Stack:
         chosen = torch.empty(len(tokens_M), dtype=torch.long) if choose else None
         seen = None if tapped is None else torch.empty(hidden.shape, dtype=torch.float32)
         ends = native.Ends.from_buffer_copy(self._ends)
-        ends.tokens, ends.hidden = tokens_M.ctypes.data, hidden.data_ptr()
+        ends.tokens, ends.hidden = address(tokens_M), hidden.data_ptr()
         ends.chosen = None if chosen is None else chosen.data_ptr()
         ready = self.ready(cache, slot, 0, self.config.num_layers)
         self.kernels.layers(*ready, step.native, ends, seen, tapped or 0)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+from typing import Any
+
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.native.structs import Packed
 
-__all__ = ["BLOCK", "KINDS", "filled", "packable", "require", "row_kind", "rows_for", "scores"]
+__all__ = ["BLOCK", "KINDS", "address", "filled", "packable", "require", "row_kind", "rows_for", "scores"]
 
 BLOCK = 32  # outputs of a packed block
 KINDS = {"bfloat16": 0, "float32": 1, "int8": 2, "int4": 3, "compact": 4}  # of packed weights
@@ -20,6 +24,16 @@ def require(holds: bool, what: str, *values: object) -> None:
     """
     if not holds:
         raise AssertionError(what.format(*values))
+
+
+def address(array: NDArray[Any]) -> int:
+    """Where an array's memory begins.
+
+    ``array.ctypes`` runs Python code, which takes several times as long, more so from cold caches.
+    """
+    if array.size == 0 or not (array.flags.writeable and array.flags.c_contiguous):
+        return int(array.ctypes.data)
+    return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
 
 
 def packable(kind: str, weight: Tensor, scale: Tensor | None, least: Tensor | None) -> None:

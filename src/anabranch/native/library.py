@@ -27,7 +27,7 @@ from torch import Tensor
 
 from anabranch.errors import DeviceError, PerformanceWarning
 from anabranch.native import build
-from anabranch.native.arguments import BLOCK, KINDS, filled, packable, require, row_kind, rows_for, scores
+from anabranch.native.arguments import BLOCK, KINDS, address, filled, packable, require, row_kind, rows_for, scores
 from anabranch.native.openmp import set_openmp_threads
 from anabranch.native.structs import LAST, Ends, Layer, Layers, Packed, RaggedBatch, Screen, Shape, Table, layout
 
@@ -100,7 +100,7 @@ class Library:
     def function(self, name: str, arguments: tuple[Any, ...]) -> Callable[..., int]:
         """The C function ``anabranch_NAME`` with these ctypes arguments, which returns a status or a number.
 
-        It raises DeviceError or AssertionError. If it takes a runner, it must be called within ``runner``.
+        It raises DeviceError or AssertionError. If it takes a runner, the ``lock`` must be held.
         """
         function: Any = getattr(self._c, f"anabranch_{name}")
         function.argtypes, function.restype = arguments, self._checked
@@ -116,7 +116,7 @@ class Library:
 
     def _begin(self) -> None:
         """Initialise the lock and the thread pools, also in a forked child, which does not inherit threads."""
-        self._lock = threading.Lock()  # one call at a time: threads and their scratch memory are shared
+        self.lock = threading.Lock()  # one call at a time: threads and their scratch memory are shared
         self._runners: dict[int, int] = {}
 
     def _checked(self, status: int) -> int:
@@ -148,14 +148,11 @@ class Library:
             self._mine.threads = 0
             set_threads(threads)
 
-    @contextmanager
-    def runner(self) -> Iterator[int]:
-        """The C++ thread pool and its memory, for the call of one C function."""
-        with self._lock:
-            yield self._run()
+    def runner(self) -> int:
+        """The C++ thread pool with as many threads as torch, or as the system allows, and its memory.
 
-    def _run(self) -> int:
-        """The runner with as many threads as torch, or as the system allows. Must be called with the lock held."""
+        ``lock`` must be held from here to the end of the C function that takes it.
+        """
         count = min(getattr(self._mine, "threads", 0) or torch.get_num_threads(), MAX_THREADS)
         if count not in self._runners:
             runner = _POINTER()
@@ -216,7 +213,7 @@ class Library:
         """Allocate ``size`` bytes in large pages shared by packed weights; freed memory is not reused."""
         if size < PAGE // 8:
             return torch.empty(size, dtype=torch.uint8)
-        with self._lock:
+        with self.lock:
             if len(self._free) < size:
                 # pages are allocated on the first write, so unused ones cost nothing
                 self._free = self.large(max(ARENA, size))
@@ -230,9 +227,9 @@ class Library:
         """
         x_MD, bias = rows_for(packed, x_MD, bias_N)
         y = torch.empty(len(x_MD), packed.outputs)
-        with self.runner() as runner:
+        with self.lock:
             self._c.anabranch_linear(
-                *(row_kind(x_MD), runner, x_MD.data_ptr(), len(x_MD), ctypes.byref(packed), bias, y.data_ptr())
+                *(row_kind(x_MD), self.runner(), x_MD.data_ptr(), len(x_MD), ctypes.byref(packed), bias, y.data_ptr())
             )
         return y
 
@@ -268,9 +265,9 @@ class Library:
         """
         x_MD, bias = rows_for(packed, x_MD, bias_N)
         places = torch.empty(len(x_MD), dtype=torch.long)
-        with self.runner() as runner:
+        with self.lock:
             self._c.anabranch_choose(
-                *(row_kind(x_MD), runner, x_MD.data_ptr(), len(x_MD), ctypes.byref(packed), bias),
+                *(row_kind(x_MD), self.runner(), x_MD.data_ptr(), len(x_MD), ctypes.byref(packed), bias),
                 *(None if screen is None else ctypes.byref(screen), places.data_ptr()),
             )
         return places
@@ -284,9 +281,9 @@ class Library:
         require(keys_M.shape == (len(z_MN),), "{} keys for {} rows", keys_M.shape, len(z_MN))
         require(temperature > 0, "scores are drawn at temperature {}", temperature)
         places = torch.empty(len(z_MN), dtype=torch.long)
-        with self.runner() as runner:
+        with self.lock:
             self._c.anabranch_draw(
-                *(runner, z_MN.data_ptr(), *z_MN.shape, temperature, keys_M.ctypes.data, places.data_ptr())
+                *(self.runner(), z_MN.data_ptr(), *z_MN.shape, temperature, address(keys_M), places.data_ptr())
             )
         return places
 
@@ -308,9 +305,9 @@ class Library:
         require(len(layers) > 0, "a pass has no layers")
         if tap is not None:
             filled(tap, batch.nodes * shape.d, torch.float32)
-        with self.runner() as runner:
+        with self.lock:
             self._c.anabranch_layers(
-                *(layers[0].qkv.kind, runner, ctypes.byref(shape), layers, len(layers), ctypes.byref(batch)),
+                *(layers[0].qkv.kind, self.runner(), ctypes.byref(shape), layers, len(layers), ctypes.byref(batch)),
                 *(None if ends is None else ctypes.byref(ends), None if tap is None else tap.data_ptr(), tapped),
             )
 
@@ -333,7 +330,7 @@ class Library:
         first = layers.start * layer + slot * row
         self._c.anabranch_move(
             *(keys.data_ptr() + first, values.data_ptr() + first, len(layers), keys.shape[2], layer, head, token),
-            *(start, nodes.ctypes.data, len(nodes)),
+            *(start, address(nodes), len(nodes)),
         )
 
 

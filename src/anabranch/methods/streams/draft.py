@@ -29,6 +29,7 @@ from anabranch.model.decoder import Decoder
 from anabranch.model.graphs import Graphs
 from anabranch.model.native_linear import NativeLinear, table_of
 from anabranch.native import library as native
+from anabranch.native.arguments import address
 from anabranch.sampling import SamplingParams, inverse_cdf, target_probs
 from anabranch.tree import DraftTree
 
@@ -338,7 +339,7 @@ class NativeDraft:
     def nodes(self, states_SD: Tensor, root: int, row: RowVocabulary | None, noise: DrawNoise | None) -> DraftedNodes:
         """The nodes of one row's tree."""
         keys = None if noise is None else np.ascontiguousarray(noise.keys_D)
-        self._config.keys = None if keys is None else keys.ctypes.data
+        self._config.keys = None if keys is None else address(keys)
         self._config.score_scale = self._greedy if noise is None else self._sampled / noise.temperature
         own = None if row is None else row.head
         if isinstance(own, NativeLinear):

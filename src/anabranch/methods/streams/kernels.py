@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anabranch.native.arguments import KINDS, filled, require
+from anabranch.native.arguments import KINDS, address, filled, require
 from anabranch.native.library import Layer, Layers, Library, Packed, RaggedBatch, Shape, Table
 
 __all__ = ["DraftConfig", "DraftedNodes", "StreamKernels", "TrailEntry"]
@@ -93,12 +93,12 @@ class StreamKernels:
         require(deep, "expected {} stream states of width {}, got {}", config.depth, config.d, states_SD.shape)
         require(config.nodes >= 1, "a draft needs at least 1 node, got {}", config.nodes)
         states_SD = states_SD.contiguous()
-        integers, log_probs = np.empty((3, config.nodes), np.int64), np.empty(config.nodes, np.float32)
-        tokens, parents, depths = integers
-        with self._kernels.runner() as runner:
+        tokens, parents, depths = integers = np.empty((3, config.nodes), np.int64)
+        log_probs, row, at = np.empty(config.nodes, np.float32), integers.strides[0], address(integers)
+        with self._kernels.lock:
             n = self._draft(
-                *(config.head.kind, runner, ctypes.byref(config), states_SD.data_ptr(), root),
-                *(tokens.ctypes.data, parents.ctypes.data, depths.ctypes.data, log_probs.ctypes.data),
+                *(config.head.kind, self._kernels.runner(), ctypes.byref(config), states_SD.data_ptr(), root),
+                *(at, at + row, at + 2 * row, address(log_probs)),
             )
         return DraftedNodes(tokens[:n], parents[:n], depths[:n], log_probs[:n])
 
@@ -110,9 +110,9 @@ class StreamKernels:
         require(len(layers) > 0, "streams have no layers")
         kind = layers[0].qkv.kind
         filled(states_MD, batch.nodes * shape.d, _state_type(kind))
-        with self._kernels.runner() as runner:
+        with self._kernels.lock:
             self._trail(
-                *(kind, runner, ctypes.byref(shape), layers, len(layers)),
+                *(kind, self._kernels.runner(), ctypes.byref(shape), layers, len(layers)),
                 *(ctypes.byref(batch), ctypes.byref(entry), states_MD.data_ptr()),
             )
 

@@ -22,6 +22,7 @@ from anabranch.model.decoder import Decoder
 from anabranch.model.native_linear import NativeLinear, table_of
 from anabranch.model.pack import packed_like
 from anabranch.model.stack import LayerWeights, Stack, norm_weight
+from anabranch.native.arguments import address
 from anabranch.native.library import BLOCK, MAX_EMBEDDING_WIDTH
 from anabranch.support.memory import give_back
 
@@ -138,7 +139,7 @@ class NativeTrail:
         node_B, emitted_B = np.asarray(nodes, np.int64), np.asarray(emitted, np.int64)
         assert len(node_B) == len(emitted_B) == len(counts)
         entry.main, entry.rows = main.data_ptr(), len(main)
-        entry.nodes, entry.emitted = node_B.ctypes.data, emitted_B.ctypes.data
+        entry.nodes, entry.emitted = address(node_B), address(emitted_B)
         step = self.stack.step(lengths, counts, None, planned, trailing=True)
         states = torch.empty((step.native.nodes, main.shape[1]), dtype=self._dtype)
         self._kernels.trail(*self.stack.ready(cache, 0, low, high), step.native, entry, states)
