@@ -41,6 +41,12 @@ def settled(made: Speculation, drafter: Drafter, rows: int = 1) -> int:
     return budget
 
 
+def step(made: Speculation, drafter: Drafter, tree: DraftTree, budget: int, *, tokens: int, ms: float) -> None:
+    """A step of one row as the engine reports it, once it was planned."""
+    made.choose([Row([9], 1, SamplingParams())], [drafter], [tree], {drafter: budget})
+    made.saw_step(1, tokens, ms)
+
+
 def star(*beliefs: float) -> DraftTree:
     """Children of the root 9, with these probabilities; their tokens are 0, 1, ..."""
     logs = np.log(np.array([1.0, *beliefs])).astype(np.float32)
@@ -184,10 +190,22 @@ def test_a_plan_that_fails_is_not_repeated() -> None:
     made, drafter = controller("1:10/2:12/3:50/512:5120"), Adaptive()  # 1.55 / 12 > 1 / 10
     assert made.plan({drafter: 1}, 0.0) == {drafter: 2}
     for _ in range(400):
-        drafting = made.plan({drafter: 1}, 0.0)[drafter] > 1
-        made.saw_step(1, 1, 12.0 if drafting else 10.0)
+        budget = made.plan({drafter: 1}, 0.0)[drafter]
+        step(made, drafter, star(0.55) if budget > 1 else star(), budget, tokens=1, ms=12.0 if budget > 1 else 10.0)
     drafts = [made.plan({drafter: 1}, 0.0)[drafter] > 1 for _ in range(EXPLORE)]
     assert sum(drafts) <= EXPLORE * TRIAL / (SOONER * EXPLORE)  # only trials
+
+
+def test_what_nodes_are_worth_is_not_held_against_drafts_twice() -> None:
+    """Nodes of this text are worth less than those of most, as they say themselves, but still pay."""
+    made, drafter = controller("1:10/2:10.2/3:50/512:5120"), Adaptive()  # 1.1 / 10.2 > 1.04 / 10
+    for accepted in [True, *[False] * 9] * 30:
+        budget = made.plan({drafter: 1}, 0.0)[drafter]
+        tree, ms = (star(0.1), 10.2) if budget > 1 else (star(), 10.0)
+        step(made, drafter, tree, budget, tokens=1 + (accepted and budget > 1), ms=ms)
+    assert made.lately(drafter).worth[0] == pytest.approx(0.1, abs=0.01)
+    assert made._trusted(drafter.account(1), True, 1).factor == pytest.approx(1.0, abs=0.02)
+    assert settled(made, drafter) == 2
 
 
 def test_free_drafts_that_promise_more_than_the_plan_suffice() -> None:

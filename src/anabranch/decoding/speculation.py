@@ -199,11 +199,11 @@ class _Trust:
         """By which rates of tokens a millisecond turned out higher than planned."""
         return self.tokens[0] / self.tokens[1] * self.ms[1] / self.ms[0]
 
-    def learn(self, plan: _Plan, tokens: float, ms: float) -> None:
-        """Compare a step with its plan."""
-        took = min(INTERRUPTED, ms / plan.ms)
-        fading = math.exp(-plan.tokens / FORGOTTEN)
-        self.tokens = (fading * self.tokens[0] + tokens, fading * self.tokens[1] + plan.tokens)
+    def learn(self, expected: float, tokens: float, planned: float, ms: float) -> None:
+        """Compare a step with what was expected of it: its tokens by the nodes that were verified, its milliseconds."""
+        took = min(INTERRUPTED, ms / planned)
+        fading = math.exp(-expected / FORGOTTEN)
+        self.tokens = (fading * self.tokens[0] + tokens, fading * self.tokens[1] + expected)
         self.ms = (FADING * self.ms[0] + took, FADING * self.ms[1] + 1)
 
 
@@ -221,6 +221,7 @@ class Speculation:
         # of each drafter, with drafts or without, by the binary order of the rows
         self._trust: dict[tuple[str, bool, int], _Trust] = {}
         self._plan: _Plan | None = None  # of the next step, where one drafter's budget was planned
+        self._promised = 1.0  # tokens that this step's nodes, as chosen, are expected to yield
 
     def lately(self, drafter: Drafter, rows: int = 1) -> _Lately:
         """What a drafter's nodes have been worth with so many rows; drafters of one account share it."""
@@ -268,8 +269,8 @@ class Speculation:
         context  mean tokens in the rows' caches
         """
         budgets = {drafter: drafter.max_nodes for drafter in groups}
-        self._plan = None
         rows = sum(groups.values())
+        self._plan, self._promised = None, float(rows)
         for drafter, count in groups.items():
             if drafter.adaptive and drafter.free:
                 budgets[drafter] = drafter.max_nodes if self._ask(drafter, count, rows) else 0
@@ -332,6 +333,7 @@ class Speculation:
         verified[1:] += count * drafter.probes
         verified[0] += round(count * lately.free_nodes)
         ms = costs.pass_ms(verified, rows, context) + costs.rest_ms(rows)
+        ms[0] += costs.free_ms(account, count)
         ms[1:] += costs.draft_ms(account, tried, count)
         ms[1:] += costs.prepare_ms(account, lately.depths[smaller : smaller + len(tried)] * count)
         rates = tokens / ms
@@ -388,7 +390,7 @@ class Speculation:
             return False
         beliefs = {b: self._calibration(tree, rows[b].beliefs(tree)) for b, tree in enumerate(sketch)}
         planned = plan.tokens / plan.ms * self._trusted(plan.name, True, plan.rows).factor
-        rest = self.costs.rest_ms(len(rows))
+        rest = self.costs.rest_ms(len(rows)) + self.costs.free_ms(plan.name, len(rows))
         least = self.costs.passes_ms(len(rows), 1, len(rows), _context(rows))[0] + rest
         if sum(map(sum, beliefs.values())) < SUFFICIENT * planned * least:
             return False
@@ -417,6 +419,7 @@ class Speculation:
             for b, drafter in enumerate(drafters)
             if drafter.adaptive
         }
+        self._promised = float(len(rows))
         if not beliefs:
             return list(trees)
         if all(len(known) == 1 for known in beliefs.values()):
@@ -439,6 +442,7 @@ class Speculation:
             if budgets[drafters[b]] > 1 and not drafters[b].free:
                 sizes[b] = max(sizes[b], min(drafters[b].least(counts[drafters[b]]), trees[b].size))
         found = [best_nodes(tree, beliefs[b], sizes[b]) if b in beliefs else tree for b, tree in enumerate(trees)]
+        self._promised += sum(sum(sorted(known[1:], reverse=True)[: sizes[b] - 1]) for b, known in beliefs.items())
         for drafter in {drafters[b] for b in beliefs}:
             members = [b for b in beliefs if drafters[b] is drafter]
             if self._usual(drafter, budgets):
@@ -509,7 +513,7 @@ class Speculation:
         plan = self._plan
         if plan is not None and plan.rows == rows:
             if not plan.guessed:
-                self._trusted(plan.name, plan.drafting, rows).learn(plan, tokens, ms)
+                self._trusted(plan.name, plan.drafting, rows).learn(self._promised, tokens, plan.ms, ms)
             if self.arms is not None and plan.plain:
                 self.arms.saw(plan.spec, rows, tokens / rows, min(ms, INTERRUPTED * plan.ms) / plan.plain)
 
