@@ -442,12 +442,12 @@ class Speculation:
             if budgets[drafters[b]] > 1 and not drafters[b].free:
                 sizes[b] = max(sizes[b], min(drafters[b].least(counts[drafters[b]]), trees[b].size))
         found = [best_nodes(tree, beliefs[b], sizes[b]) if b in beliefs else tree for b, tree in enumerate(trees)]
-        self._promised += sum(sum(sorted(known[1:], reverse=True)[: sizes[b] - 1]) for b, known in beliefs.items())
+        verified = {b: sorted(known[1:], reverse=True)[: sizes[b] - 1] for b, known in beliefs.items()}
+        self._promised += sum(map(sum, verified.values()))
         for drafter in {drafters[b] for b in beliefs}:
             members = [b for b in beliefs if drafters[b] is drafter]
             if self._usual(drafter, budgets):
-                chosen = [sorted(beliefs[b][1:], reverse=True)[: sizes[b] - 1] for b in members]
-                self.lately(drafter, counts[drafter]).learn_free(chosen, gain)
+                self.lately(drafter, counts[drafter]).learn_free([verified[b] for b in members], gain)
             elif budgets[drafter] > 1 and any(trees[b].size > 1 for b in members):
                 self.lately(drafter, counts[drafter]).learn([beliefs[b][1:] for b in members], budgets[drafter])
         return found
