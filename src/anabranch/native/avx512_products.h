@@ -91,6 +91,7 @@ NOINLINE void multiply_tile_rows(const QuantizedGroup* x, int64_t stride, const 
 #pragma GCC unroll 8
     for (int m = 0; m < ROWS; ++m)
       sum[m][0] = sum[m][1] = NARROW ? _mm512_setzero_si512() : _mm512_set1_epi32(v[m * stride].offset);
+#pragma GCC unroll 8  // else GCC copies all sums from one step of k to the next
     for (int k = 0; k < PAIRS; ++k) {
       const char* line = next + (static_cast<int64_t>(g) * PAIRS + k) * 64 * LINES;
       if (LINES > 0) prefetch(line);
@@ -141,25 +142,101 @@ NOINLINE void multiply_tile_rows(const QuantizedGroup* x, int64_t stride, const 
                          : _mm512_fmadd_ps(total[m][i], _mm512_loadu_ps(scales + 16 * i), acc[m][i]);
 }
 
+// ---- compact weights ------------------------------------------------------------------------------------------------
+
+// Scales and minima of 16 outputs, half ``i`` of a group.
+struct GroupScales {
+  GroupScales(const uint8_t* group, int i)
+      : scale(float_of_half(group + 512 + 32 * i)), minimum(float_of_half(group + 576 + 32 * i)) {}
+  __m512 scale, minimum;
+};
+
+// Expands the values of half ``i`` of a group's outputs at 8 of k, from 8 k on.
+inline void expand_part(const uint8_t* group, int i, int k, const GroupScales& of, bf16* to) {
+  const __m512 digits = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const __m512i w = _mm512_loadu_si512(group + 128 * k + 64 * i);
+  // the value in the lowest four bits of each lane: values 0 to 3 are low halves of its bytes, 4 to 7 high ones
+  const auto at = [&](__m512i shifted) {
+    return _mm512_fmadd_ps(_mm512_permutexvar_ps(shifted, digits), of.scale, of.minimum);
+  };
+  bf16* pairs = to + (8 * k / 2) * 2 * BLOCK + 32 * i;
+  store_pairs(pairs, at(w), at(_mm512_srli_epi32(w, 8)));
+  store_pairs(pairs + 2 * BLOCK, at(_mm512_srli_epi32(w, 16)), at(_mm512_srli_epi32(w, 24)));
+  store_pairs(pairs + 4 * BLOCK, at(_mm512_srli_epi32(w, 4)), at(_mm512_srli_epi32(w, 12)));
+  store_pairs(pairs + 6 * BLOCK, at(_mm512_srli_epi32(w, 20)), at(_mm512_srli_epi32(w, 28)));
+}
+
 inline void expand_group(const uint8_t* group, bf16* to) {
-  const __m512i digit = _mm512_set1_epi32(15);
   for (int i = 0; i < 2; ++i) {
-    const __m512 scale = float_of_half(group + 512 + 32 * i), minimum = float_of_half(group + 576 + 32 * i);
+    const GroupScales of(group, i);
 #pragma GCC unroll 4
-    for (int k = 0; k < BLOCK / 8; ++k) {
-      const __m512i w = _mm512_loadu_si512(group + 128 * k + 64 * i);
-      // the value at one place of each lane: values 0 to 3 are low halves of its bytes, 4 to 7 high ones
-      const auto at = [&](__m512i shifted) {
-        return _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_and_si512(shifted, digit)), scale, minimum);
-      };
-      bf16* pairs = to + (8 * k / 2) * 2 * BLOCK + 32 * i;
-      store_pairs(pairs, at(w), at(_mm512_srli_epi32(w, 8)));
-      store_pairs(pairs + 2 * BLOCK, at(_mm512_srli_epi32(w, 16)), at(_mm512_srli_epi32(w, 24)));
-      store_pairs(pairs + 4 * BLOCK, at(_mm512_srli_epi32(w, 4)), at(_mm512_srli_epi32(w, 12)));
-      store_pairs(pairs + 6 * BLOCK, at(_mm512_srli_epi32(w, 20)), at(_mm512_srli_epi32(w, 28)));
-    }
+    for (int k = 0; k < BLOCK / 8; ++k) expand_part(group, i, k, of, to);
   }
 }
+
+// ``multiply_expanding`` for exactly ROWS rows. While a group is multiplied, the next one is expanded between its steps: the
+// processor multiplies pairs in half of its vector units, and expands in all of them.
+template <int ROWS>
+NOINLINE void multiply_expanding_rows(const bf16* x, int64_t stride, const char* from, int groups, const char* next, Sums& acc) {
+  constexpr int STEPS = BLOCK / PER_LANE<bf16>;
+  alignas(64) bf16 expanded[2][BLOCK * BLOCK];
+  __m512 a[ROWS][2];
+#pragma GCC unroll 16
+  for (int m = 0; m < ROWS; ++m) a[m][0] = acc[m][0], a[m][1] = acc[m][1];
+  const auto multiply = [&](int g, int k) {
+    const bf16 *w = expanded[g & 1] + k * PER_LANE<bf16> * BLOCK, *v = x + g * BLOCK + k * PER_LANE<bf16>;
+    const __m512i w0 = _mm512_load_si512(w), w1 = _mm512_load_si512(w + BLOCK);
+#pragma GCC unroll 16
+    for (int m = 0; m < ROWS; ++m) {
+      const __m512i value = broadcast_word(v + m * stride);
+      a[m][0] = dot_add<bf16>(a[m][0], value, w0);
+      a[m][1] = dot_add<bf16>(a[m][1], value, w1);
+    }
+  };
+  const auto prefetch_group = [&] {
+    for (int i = 0; i < GROUP_BYTES<Int4>; i += 64) prefetch(next + i);
+    next += GROUP_BYTES<Int4>;
+  };
+  const uint8_t* group = reinterpret_cast<const uint8_t*>(from);
+  expand_group(group, expanded[0]);
+  for (int g = 0; g + 1 < groups; ++g) {
+    group += GROUP_BYTES<Int4>;
+    prefetch_group();
+    for (int i = 0; i < 2; ++i) {
+      const GroupScales of(group, i);
+#pragma GCC unroll 4
+      for (int k = 0; k < BLOCK / 8; ++k) {
+        expand_part(group, i, k, of, expanded[(g + 1) & 1]);
+        const int step = STEPS / 2 * i + 2 * k;
+        multiply(g, step), multiply(g, step + 1);
+      }
+    }
+  }
+  prefetch_group();
+#pragma GCC unroll 4
+  for (int k = 0; k < STEPS; ++k) multiply(groups - 1, k);
+#pragma GCC unroll 16
+  for (int m = 0; m < ROWS; ++m) acc[m][0] = a[m][0], acc[m][1] = a[m][1];
+}
+
+template <int ROWS>
+inline void multiply_expanding_of(int count, const bf16* x, int64_t stride, const char* from, int groups, const char* next,
+                                  Sums& acc) {
+  if constexpr (ROWS > 1)
+    if (count < ROWS) return multiply_expanding_of<ROWS - 1>(count, x, stride, from, groups, next, acc);
+  multiply_expanding_rows<ROWS>(x, stride, from, groups, next, acc);
+}
+
+template <class T>
+void multiply_expanding(int count, const T* x, int64_t stride, const char* from, int groups, const char* next, Sums& acc);
+
+#ifdef ANABRANCH_PAIRS
+template <>
+inline void multiply_expanding(int count, const bf16* x, int64_t stride, const char* from, int groups, const char* next,
+                               Sums& acc) {
+  multiply_expanding_of<TILE_ROWS>(count, x, stride, from, groups, next, acc);
+}
+#endif
 
 // ---- tiles --------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ namespace {
 
 constexpr int MANY_ROWS = 256;        // rows multiplied by all blocks of a weight before the next ones are
 constexpr int PREFETCH_BYTES = 8192;  // distance between the weights that are read and those that are prefetched
-constexpr int EXPANDED_GROUPS = 1;    // of compact weights, expanded at a time for a single tile
 
 // values in one T
 template <class T>
@@ -53,14 +52,6 @@ template <class T>
 inline int tile_rows(int count, int width) {
   const int tiles = (count + max_tile_rows<T>(width) - 1) / max_tile_rows<T>(width);
   return tiles == 0 ? 1 : (count + tiles - 1) / tiles;
-}
-
-// groups of a compact block -> bf16, laid out like a block of that; prefetches what is PREFETCH_BYTES later
-inline void expand_groups(const char* from, int groups, bf16* to) {
-  for (int g = 0; g < groups; ++g, from += GROUP_BYTES<Int4>, to += BLOCK * BLOCK) {
-    for (int i = 0; i < GROUP_BYTES<Int4>; i += 64) prefetch(from + PREFETCH_BYTES + i);
-    expand_group(reinterpret_cast<const uint8_t*>(from), to);
-  }
 }
 
 inline void clear_sums(Sums& acc, int count) {
@@ -99,7 +90,10 @@ class ExpandedBlocks {
       kept.capacity = kept.values ? size : 0;
     }
     kept.from = from, kept.size = size;
-    if (kept.values) expand_groups(from, w.width / BLOCK, kept.values.get());
+    for (int64_t at = 0; kept.values && at < size; at += BLOCK * BLOCK, from += GROUP_BYTES<Int4>) {
+      for (int i = 0; i < GROUP_BYTES<Int4>; i += 64) prefetch(from + PREFETCH_BYTES + i);
+      expand_group(reinterpret_cast<const uint8_t*>(from), kept.values.get() + at);
+    }
     return kept.values.get();
   }
 
@@ -112,7 +106,19 @@ class ExpandedBlocks {
   Kept kept_[2];
 };
 
-// ``multiply_rows_by`` for block b of a compact weight. What a single tile is multiplied by stays in the first-level cache.
+// ``multiply_tile`` for groups of a compact block, each expanded in the first-level cache; prefetches as many groups from
+// ``next`` on. Instruction sets may have a faster one of their own.
+template <class T>
+void multiply_expanding(int count, const T* x, int64_t stride, const char* from, int groups, const char* next, Sums& acc) {
+  alignas(64) bf16 expanded[BLOCK * BLOCK];
+  for (int g = 0; g < groups; ++g, from += GROUP_BYTES<Int4>, next += GROUP_BYTES<Int4>) {
+    for (int i = 0; i < GROUP_BYTES<Int4>; i += 64) prefetch(next + i);
+    expand_group(reinterpret_cast<const uint8_t*>(from), expanded);
+    multiply_tile<bf16, 0>(count, x + g * BLOCK, stride, expanded, BLOCK, nullptr, acc);
+  }
+}
+
+// ``multiply_rows_by`` for block b of a compact weight
 template <class T>
 inline int multiply_compact(int m, int count, const T* x, const Packed& w, int b, Sums& acc) {
   thread_local ExpandedBlocks expanded;
@@ -123,13 +129,7 @@ inline int multiply_compact(int m, int count, const T* x, const Packed& w, int b
     multiply_tile<bf16, 0>(n, rows, w.width, whole, w.width, nullptr, acc);
     return n;
   }
-  alignas(64) bf16 part[EXPANDED_GROUPS * BLOCK * BLOCK];
-  const int groups = w.width / BLOCK;
-  for (int g = 0; g < groups; g += EXPANDED_GROUPS) {
-    const int some = std::min(EXPANDED_GROUPS, groups - g);
-    expand_groups(w.block(b) + static_cast<int64_t>(g) * GROUP_BYTES<Int4>, some, part);
-    multiply_tile<bf16, 0>(n, rows + g * BLOCK, w.width, part, some * BLOCK, nullptr, acc);
-  }
+  multiply_expanding(n, rows, w.width, w.block(b), w.width / BLOCK, w.block(b) + PREFETCH_BYTES, acc);
   return n;
 }
 

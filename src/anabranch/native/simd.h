@@ -67,6 +67,7 @@
 //       (0, 1 or 2) cache lines from ``next`` on for every two lines of weights.
 //   void expand_group(const uint8_t* group, bf16* to)
 //       a group of int4 weights, scale * value + minimum rounded to bf16, as 32 values of k of a bf16 block
+//   void multiply_expanding<T>(...)      optional; see products.h
 //
 // ---- attention; T = Operand<P> of the cache's type P, E = 16 NE channels a head ----
 //   broadcast_word(const T* p)           32 bits at p in all lanes, as ``dot_add`` takes them
