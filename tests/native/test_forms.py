@@ -41,25 +41,37 @@ PAIRS = pytest.param(
         pytest.mark.thorough,
     ),
 )
-in_every_other_form = pytest.mark.parametrize("other", [*FASTER, SCALAR_FORM, PAIRS], indirect=True)
+# AVX2 with the integer products of processors before AVX-VNNI
+PLAIN_AVX2 = pytest.param(
+    "avx2 -mno-avxvnni",
+    marks=(
+        test_kernels.needs_kernels,
+        pytest.mark.skipif("avx_vnni" not in processor_flags(), reason="this processor has no AVX-VNNI"),
+        pytest.mark.thorough,
+    ),
+)
+in_every_other_form = pytest.mark.parametrize("other", [*FASTER, SCALAR_FORM, PAIRS, PLAIN_AVX2], indirect=True)
 in_every_faster_form = pytest.mark.parametrize("other", FASTER, indirect=True)
 
 
 @pytest.fixture
 def other(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The kernels in another form, AMX's with pretended tiles."""
+    """The kernels in another form, AMX's with pretended tiles: an instruction set, and more compiler flags."""
+    name, *flags = request.param.split()
     digest = f"-DPRETENDED={zlib.crc32(HEADER.read_bytes() + SCALAR.read_bytes())}"  # another header, another library
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(build.INSTRUCTION_SETS, "scalar", (frozenset(), (f'-DANABRANCH_SIMD="{SCALAR}"', digest)))
         patch.setitem(build.INSTRUCTION_SETS, "amx", (frozenset(), (TILES, "-O1", "-include", str(HEADER), digest)))
-        patch.setattr(build, "instruction_sets", lambda: [request.param])
+        needed, own = build.INSTRUCTION_SETS[name]
+        patch.setitem(build.INSTRUCTION_SETS, name, (needed, (*own, *flags)))
+        patch.setattr(build, "instruction_sets", lambda: [name])
         patch.setattr(build, "processor_vendor", lambda: "" if processor_vendor() == "GenuineIntel" else "GenuineIntel")
         patch.setattr(test_kernels, "MODELS", {})
         native.forget()
         library = native.library()
         assert library is not None
-        assert library.instruction_set == request.param
-        yield request.param
+        assert library.instruction_set == name
+        yield name
     native.forget()
 
 

@@ -116,7 +116,60 @@ inline __m256i broadcast8(const void* p) {
   return _mm256_set1_epi32(word);
 }
 
-// sum[m] = the integer products of one group, for VECTORS vectors of 8 outputs
+// ``multiply_group``: sum[m] = the integer products of one group, for VECTORS vectors of 8 outputs
+#ifdef __AVXVNNI__
+constexpr int ROWS_AT_ONCE = 4;
+
+template <int ROWS, int VECTORS>
+inline void multiply_group(Int8, const QuantizedGroup* x, int64_t stride, const uint8_t* w, __m256i (&sum)[ROWS][VECTORS]) {
+#pragma GCC unroll 8
+  for (int m = 0; m < ROWS; ++m)
+#pragma GCC unroll 8
+    for (int j = 0; j < VECTORS; ++j) sum[m][j] = _mm256_set1_epi32(x[m * stride].offset);
+#pragma GCC unroll 4  // not at all: GCC copies all sums at each step; by 8: it loads the weights again for each row
+  for (int k = 0; k < BLOCK / 4; ++k) {
+    __m256i four[VECTORS];
+#pragma GCC unroll 8
+    for (int j = 0; j < VECTORS; ++j)
+      four[j] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 128 * k + 32 * j));
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; ++m) {
+      const __m256i value = broadcast8(x[m * stride].value + 4 * k);
+#pragma GCC unroll 8
+      for (int j = 0; j < VECTORS; ++j) sum[m][j] = _mm256_dpbusd_avx_epi32(sum[m][j], four[j], value);
+    }
+  }
+}
+
+template <int ROWS, int VECTORS>
+inline void multiply_group(Int4, const QuantizedGroup* x, int64_t stride, const uint8_t* w, __m256i (&sum)[ROWS][VECTORS]) {
+  const __m256i half = _mm256_set1_epi8(15);
+#pragma GCC unroll 8
+  for (int m = 0; m < ROWS; ++m)
+#pragma GCC unroll 8
+    for (int j = 0; j < VECTORS; ++j) sum[m][j] = _mm256_setzero_si256();
+#pragma GCC unroll 8
+  for (int k = 0; k < BLOCK / 8; ++k) {
+    __m256i low[VECTORS], high[VECTORS];
+#pragma GCC unroll 8
+    for (int j = 0; j < VECTORS; ++j) {
+      const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 128 * k + 32 * j));
+      low[j] = _mm256_and_si256(both, half);
+      high[j] = _mm256_and_si256(_mm256_srli_epi16(both, 4), half);
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; ++m) {
+      const int8_t* value = x[m * stride].value + 8 * k;
+      const __m256i first = broadcast8(value), second = broadcast8(value + 4);
+#pragma GCC unroll 8
+      for (int j = 0; j < VECTORS; ++j)
+        sum[m][j] = _mm256_dpbusd_avx_epi32(_mm256_dpbusd_avx_epi32(sum[m][j], low[j], first), high[j], second);
+    }
+  }
+}
+#else
+constexpr int ROWS_AT_ONCE = 3;
+
 template <int ROWS, int VECTORS>
 inline void multiply_group(Int8, const QuantizedGroup* x, int64_t stride, const uint8_t* w, __m256i (&sum)[ROWS][VECTORS]) {
   const __m256i low = _mm256_set1_epi16(0xff);
@@ -179,6 +232,7 @@ inline void multiply_group(Int4, const QuantizedGroup* x, int64_t stride, const 
 #pragma GCC unroll 8
     for (int j = 0; j < VECTORS; ++j) sum[m][j] = _mm256_madd_epi16(sum[m][j], _mm256_set1_epi16(1));
 }
+#endif
 
 inline __m256 float_of_half(const uint8_t* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -212,8 +266,8 @@ template <class W, int LINES>
 inline void multiply_tile(int count, const QuantizedGroup* x, int64_t stride, const uint8_t* block, int width,
                           const char* next, Sums& acc) {
   constexpr bool NARROW = std::is_same<W, Int4>::value;
-  constexpr int AT_ONCE = 3, LINES_OF_GROUP = GROUP_BYTES<W> / 128 * LINES;
-  const int groups = width / BLOCK, parts = (count + AT_ONCE - 1) / AT_ONCE, size = (count + parts - 1) / parts;
+  constexpr int LINES_OF_GROUP = GROUP_BYTES<W> / 128 * LINES;
+  const int groups = width / BLOCK, parts = (count + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, size = (count + parts - 1) / parts;
   __m256 total[MAX_TILE_ROWS][4];
   for (int m = 0; m < count; ++m)
     for (auto& v : total[m]) v = _mm256_setzero_ps();
@@ -221,7 +275,7 @@ inline void multiply_tile(int count, const QuantizedGroup* x, int64_t stride, co
     const uint8_t* w = block + static_cast<int64_t>(g) * GROUP_BYTES<W>;
     for (int i = 0; i < LINES_OF_GROUP; ++i) prefetch(next + (static_cast<int64_t>(g) * LINES_OF_GROUP + i) * 64);
     for (int m = 0; m < count; m += size)
-      with_constant<AT_ONCE>(std::min(size, count - m), [&](auto n) {
+      with_constant<ROWS_AT_ONCE>(std::min(size, count - m), [&](auto n) {
         for (int at = 0; at < 4; at += 2) multiply_group_part<W, n>(x + g + m * stride, stride, w, at, total + m);
       });
   }
