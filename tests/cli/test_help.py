@@ -72,6 +72,7 @@ def test_completion_installs_for_bash_and_completes(tmp_path: Path) -> None:
     environment = {**os.environ, "HOME": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
 
     def run(script: str) -> str:
+        script += "\nexit"  # bash replaces itself by a single command, whose shell could then not be found
         done = subprocess.run([bash, "-c", script], env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout
