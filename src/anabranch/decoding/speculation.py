@@ -36,6 +36,7 @@ __all__ = ["Speculation", "best_count"]
 BUDGETS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # nodes of a draft, root included
 RATE = 0.05  # weight of a row's newest draft in what nodes are expected to be worth
 USUAL_RATE = 0.01  # the same in what they are expected to be worth in the next text
+KEPT_SHARES = 1 - np.array([[RATE], [USUAL_RATE]])  # what is left of earlier estimates after a draft
 PREDICTED = 15  # draft nodes of the trees whose mean acceptance length an adapter's card predicts
 NEARLY = 0.985  # times the best rate at which the widest draft is preferred: what is not worth it need not be verified
 # what the best, second best, ... draft node of a row is taken to be worth before any was seen
@@ -118,8 +119,7 @@ class _Lately:
     """What one drafter's nodes were worth lately.
 
     depths         of drafts of each size in ``BUDGETS``
-    worth          of the best, second best, ... node of a row
-    usual          the same over more texts
+    both           worth of the best, second best, ... node of a row: of the last ones, and of those of more texts
     free_nodes     nodes a row that were verified in steps for which only its free parts drafted
     free_tokens    tokens that those were expected to add
     free_gain      milliseconds that they were expected to save in such a step
@@ -132,8 +132,7 @@ class _Lately:
     """
 
     depths: NDArray[np.int64]
-    worth: NDArray[np.float64] = field(default_factory=lambda: np.array(PRIOR))
-    usual: NDArray[np.float64] = field(default_factory=lambda: np.array(PRIOR))
+    both: NDArray[np.float64] = field(default_factory=lambda: np.array([PRIOR, PRIOR]))
     free_nodes: float = 0.0
     free_tokens: float = 0.0
     free_gain: float = 1.0
@@ -147,18 +146,30 @@ class _Lately:
     kept: int = 0
     keep: int = KEPT
 
+    @property
+    def worth(self) -> NDArray[np.float64]:
+        """Of the best, second best, ... node of a row, lately."""
+        lately: NDArray[np.float64] = self.both[0]
+        return lately
+
+    @property
+    def usual(self) -> NDArray[np.float64]:
+        """The same over more texts."""
+        usual: NDArray[np.float64] = self.both[1]
+        return usual
+
     def learn(self, beliefs: Sequence[Sequence[float]], budget: int) -> None:
         """Take in the draft nodes' probabilities of some rows, from drafts of at most ``budget`` nodes."""
-        size = min(budget - 1, len(self.worth))
+        size = min(budget - 1, self.both.shape[1])
         mean = np.zeros(size)
         for row in beliefs:
             best = sorted(row, reverse=True)[:size]
             mean[: len(best)] += best
-        for worth, weight in ((self.worth, RATE), (self.usual, USUAL_RATE)):
-            before = worth[:size].sum()
-            worth[:size] += (1 - (1 - weight) ** len(beliefs)) * (mean / len(beliefs) - worth[:size])
-            # nodes that such drafts do not have are taken to have become better or worse with the others
-            worth[size:] = np.minimum(worth[size:] * worth[:size].sum() / before, worth[size - 1])
+        had, others = self.both[:, :size], self.both[:, size:]
+        before = had.sum(axis=1)
+        had += (1 - KEPT_SHARES ** len(beliefs)) * (mean / len(beliefs) - had)
+        # nodes that such drafts do not have are taken to have become better or worse with the others
+        np.minimum(others * (had.sum(axis=1) / before)[:, None], had[:, -1:], out=others)
 
     def learn_free(self, beliefs: Sequence[Sequence[float]], gain: float) -> None:
         """Take in the probabilities of the draft nodes of some rows that cost nothing to draft and were verified."""
@@ -176,7 +187,7 @@ class _Lately:
         """A new text is one of ``rows``: it is taken to be like the usual one, not like the last, and not to repeat
         itself yet.
         """
-        self.worth += (self.usual - self.worth) / rows
+        self.both[0] += (self.usual - self.worth) / rows
         self.free_nodes -= self.free_nodes / rows
         self.free_tokens -= self.free_tokens / rows
         self.planned_for = (0, 0, 0)
@@ -231,8 +242,7 @@ class Speculation:
             made = self._lately[account] = _Lately(depths)
             stated = 0.0 if self.arms is None else self.arms.lengths.get(drafter.spec, 0.0)
             if length := max(stated, drafter.usual_length(rows)):
-                made.worth *= (length - 1) / made.worth[:PREDICTED].sum()
-                made.usual = made.worth.copy()
+                made.both *= (length - 1) / made.worth[:PREDICTED].sum()
         return self._lately[account]
 
     def joined(self, drafter: Drafter, rows: int) -> None:
@@ -259,7 +269,7 @@ class Speculation:
 
     def _plain_ms(self, rows: int, context: float) -> float:
         """Milliseconds of a step that verifies no draft."""
-        return float(self.costs.pass_ms(np.array([rows]), rows, context)[0]) + self.costs.rest_ms(rows)
+        return self.costs.passes_ms(rows, 1, rows, context)[0] + self.costs.rest_ms(rows)
 
     def plan(self, groups: Mapping[Drafter, int], context: float) -> dict[Drafter, int]:
         """The budget of each drafter's next draft; ``groups`` says how many rows each has.
@@ -397,7 +407,7 @@ class Speculation:
         sizes, _ = self._sizes(rows, sketch, beliefs, [0], rest, 1.0)
         tokens = sum(sum(sorted(known, reverse=True)[: sizes[b]]) for b, known in beliefs.items())
         nodes = sum(sizes.values()) if self.ragged else len(rows) * max(sizes.values())
-        ms = float(self.costs.pass_ms(np.array([nodes]), len(rows), _context(rows))[0]) + rest
+        ms = self.costs.passes_ms(nodes, 1, len(rows), _context(rows))[0] + rest
         if tokens < SUFFICIENT * planned * ms:
             return False
         self._plan = replace(plan, budget=1, tokens=tokens, ms=ms, guessed=False, sufficing=True)
