@@ -74,10 +74,14 @@ void pack_quantized(const uint8_t* w, const void* scales, const uint16_t* minima
     std::memset(block, 0, static_cast<size_t>(to.block_bytes()));
     for (int j = 0; j < BLOCK && b * BLOCK + j < to.outputs; ++j) {
       const int64_t row = b * BLOCK + j;
-      for (int k = 0; k < width; ++k) {
-        const int group = k / BLOCK, quad = k % BLOCK / 4;
-        uint8_t* part = block + group * group_bytes + quad / halves * line;
-        part[4 * j + k % 4] |= static_cast<uint8_t>(w[row * width + k] << (quad % halves * 4));
+      for (int k = 0; k < width; k += 4) {  // four values at a time, each in the low half of its byte where it has four bits
+        const int quad = k % BLOCK / 4;
+        uint8_t* part = block + k / BLOCK * group_bytes + quad / halves * line + 4 * j;
+        uint32_t four, stored;
+        std::memcpy(&four, w + row * width + k, 4);
+        std::memcpy(&stored, part, 4);
+        stored |= four << (quad % halves * 4);
+        std::memcpy(part, &stored, 4);
       }
       if (to.kind == INT8) {
         std::memcpy(block + groups * group_bytes + 4 * j, static_cast<const float*>(scales) + row, 4);
