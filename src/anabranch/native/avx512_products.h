@@ -174,10 +174,14 @@ inline void expand_group(const uint8_t* group, bf16* to) {
   }
 }
 
-// ``multiply_expanding`` for exactly ROWS rows. While a group is multiplied, the next one is expanded between its steps: the
+#ifdef ANABRANCH_PAIRS
+template <>
+constexpr int INTERLEAVED_ROWS<bf16> = 12;  // with more, sums do not fit the registers beside what expanding takes
+
+// ``multiply_interleaved`` for exactly ROWS rows. While a group is multiplied, the next one is expanded between its steps: the
 // processor multiplies pairs in half of its vector units, and expands in all of them.
 template <int ROWS>
-NOINLINE void multiply_expanding_rows(const bf16* x, int64_t stride, const char* from, int groups, const char* next, Sums& acc) {
+NOINLINE void multiply_interleaved_rows(const bf16* x, int64_t stride, const char* from, int groups, const char* next, Sums& acc) {
   constexpr int STEPS = BLOCK / PER_LANE<bf16>;
   alignas(64) bf16 expanded[2][BLOCK * BLOCK];
   __m512 a[ROWS][2];
@@ -219,22 +223,12 @@ NOINLINE void multiply_expanding_rows(const bf16* x, int64_t stride, const char*
   for (int m = 0; m < ROWS; ++m) acc[m][0] = a[m][0], acc[m][1] = a[m][1];
 }
 
-template <int ROWS>
-inline void multiply_expanding_of(int count, const bf16* x, int64_t stride, const char* from, int groups, const char* next,
-                                  Sums& acc) {
+template <int ROWS = INTERLEAVED_ROWS<bf16>>
+inline void multiply_interleaved(int count, const bf16* x, int64_t stride, const char* from, int groups, const char* next,
+                                 Sums& acc) {
   if constexpr (ROWS > 1)
-    if (count < ROWS) return multiply_expanding_of<ROWS - 1>(count, x, stride, from, groups, next, acc);
-  multiply_expanding_rows<ROWS>(x, stride, from, groups, next, acc);
-}
-
-template <class T>
-void multiply_expanding(int count, const T* x, int64_t stride, const char* from, int groups, const char* next, Sums& acc);
-
-#ifdef ANABRANCH_PAIRS
-template <>
-inline void multiply_expanding(int count, const bf16* x, int64_t stride, const char* from, int groups, const char* next,
-                               Sums& acc) {
-  multiply_expanding_of<TILE_ROWS>(count, x, stride, from, groups, next, acc);
+    if (count < ROWS) return multiply_interleaved<ROWS - 1>(count, x, stride, from, groups, next, acc);
+  multiply_interleaved_rows<ROWS>(x, stride, from, groups, next, acc);
 }
 #endif
 

@@ -107,9 +107,12 @@ class ExpandedBlocks {
 };
 
 // ``multiply_tile`` for groups of a compact block, each expanded in the first-level cache; prefetches as many groups from
-// ``next`` on. Instruction sets may have a faster one of their own.
+// ``next`` on
 template <class T>
-void multiply_expanding(int count, const T* x, int64_t stride, const char* from, int groups, const char* next, Sums& acc) {
+inline void multiply_expanding(int count, const T* x, int64_t stride, const char* from, int groups, const char* next,
+                               Sums& acc) {
+  if constexpr (INTERLEAVED_ROWS<T> > 0)
+    if (count <= INTERLEAVED_ROWS<T>) return multiply_interleaved(count, x, stride, from, groups, next, acc);
   alignas(64) bf16 expanded[BLOCK * BLOCK];
   for (int g = 0; g < groups; ++g, from += GROUP_BYTES<Int4>, next += GROUP_BYTES<Int4>) {
     for (int i = 0; i < GROUP_BYTES<Int4>; i += 64) prefetch(next + i);

@@ -67,7 +67,9 @@
 //       (0, 1 or 2) cache lines from ``next`` on for every two lines of weights.
 //   void expand_group(const uint8_t* group, bf16* to)
 //       a group of int4 weights, scale * value + minimum rounded to bf16, as 32 values of k of a bf16 block
-//   void multiply_expanding<T>(...)      optional; see products.h
+//   void multiply_interleaved(count, const T* x, int64_t stride, const char* from, int groups, const char* next, Sums& acc)
+//       optional: ``multiply_expanding`` (products.h) for up to INTERLEAVED_ROWS<T> rows, which expands and multiplies at
+//       the same time
 //
 // ---- attention; T = Operand<P> of the cache's type P, E = 16 NE channels a head ----
 //   broadcast_word(const T* p)           32 bits at p in all lanes, as ``dot_add`` takes them
@@ -129,6 +131,10 @@ template <class W>
 constexpr int GROUP_BYTES = 1024;
 template <>
 constexpr int GROUP_BYTES<Int4> = 640;
+
+// the most rows for which ``multiply_interleaved`` is faster than expanding first; 0: there is no such function
+template <class T>
+constexpr int INTERLEAVED_ROWS = 0;
 
 // a mask of the first ``n`` of 16 lanes, a bit each
 inline uint32_t first_lanes(int n) { return n >= 16 ? 0xffffu : n <= 0 ? 0u : (1u << n) - 1u; }
