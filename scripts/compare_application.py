@@ -41,11 +41,13 @@ class Run:
     label     of the model
     words     options that load it
     drafters  specifications by label
+    forms     folders of what was trained for it afterwards
     """
 
     label: str
     words: tuple[str, ...]
     drafters: dict[str, str]
+    forms: tuple[str, ...] = ()
 
 
 def parse() -> argparse.Namespace:
@@ -79,7 +81,7 @@ def runs(model: str, forms: Path, nodes: list[int], only: list[str]) -> list[Run
     for folder in later:
         loading += ["--adapter", str(folder)]
         drafters |= _drafters(folder, nodes)
-    found = [Run(PLAIN, tuple(loading), drafters)]
+    found = [Run(PLAIN, tuple(loading), drafters, tuple(folder.name for folder in later))]
     for folder in joint:
         words = ("--model", str(folder / "model"), "--adapter", str(folder))
         found.append(Run(folder.name, words, _drafters(folder, nodes)))
@@ -157,9 +159,7 @@ def main() -> None:
         one = own[record["result"], record["name"]]
         record["own_speedup_quartiles"] = one["speedup_quartiles"]
         record["equal_texts"], record["acceptance_by_depth"] = one["equal_texts"], one.get("acceptance_by_depth")
-    names = [run.label for run in planned] + [
-        folder for folder in dict.fromkeys(name.rpartition(" ")[0] for name in planned[0].drafters) if folder
-    ]
+    names = [run.label for run in planned] + [name for run in planned for name in run.forms]
     words = [word if before != "--data" else "DIR" for before, word in zip(sys.argv, sys.argv[1:], strict=False)]
     result = {
         "kind": "application",
