@@ -118,7 +118,14 @@ inline __m256i broadcast8(const void* p) {
 
 // ``multiply_group``: sum[m] = the integer products of one group, for VECTORS vectors of 8 outputs
 #ifdef __AVXVNNI__
-constexpr int ROWS_AT_ONCE = 4;
+// UNROLLED, of the steps of k: GCC copies all sums at each step of a loop that is not unrolled, and loads the weights again for
+// each row of one that is unrolled by 8
+constexpr int ROWS_AT_ONCE = 4, UNROLLED = 4;
+
+inline __m256i add_products(__m256i sum, __m256i weights, __m256i values) {
+  return _mm256_dpbusd_avx_epi32(sum, weights, values);
+}
+inline __m256i whole_sum(__m256i sum) { return sum; }
 
 template <int ROWS, int VECTORS>
 inline void multiply_group(Int8, const QuantizedGroup* x, int64_t stride, const uint8_t* w, __m256i (&sum)[ROWS][VECTORS]) {
@@ -126,49 +133,28 @@ inline void multiply_group(Int8, const QuantizedGroup* x, int64_t stride, const 
   for (int m = 0; m < ROWS; ++m)
 #pragma GCC unroll 8
     for (int j = 0; j < VECTORS; ++j) sum[m][j] = _mm256_set1_epi32(x[m * stride].offset);
-#pragma GCC unroll 4  // not at all: GCC copies all sums at each step; by 8: it loads the weights again for each row
+#pragma GCC unroll UNROLLED
   for (int k = 0; k < BLOCK / 4; ++k) {
-    __m256i four[VECTORS];
+    __m256i weights[VECTORS];
 #pragma GCC unroll 8
     for (int j = 0; j < VECTORS; ++j)
-      four[j] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 128 * k + 32 * j));
+      weights[j] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 128 * k + 32 * j));
 #pragma GCC unroll 8
     for (int m = 0; m < ROWS; ++m) {
-      const __m256i value = broadcast8(x[m * stride].value + 4 * k);
+      const __m256i values = broadcast8(x[m * stride].value + 4 * k);
 #pragma GCC unroll 8
-      for (int j = 0; j < VECTORS; ++j) sum[m][j] = _mm256_dpbusd_avx_epi32(sum[m][j], four[j], value);
-    }
-  }
-}
-
-template <int ROWS, int VECTORS>
-inline void multiply_group(Int4, const QuantizedGroup* x, int64_t stride, const uint8_t* w, __m256i (&sum)[ROWS][VECTORS]) {
-  const __m256i half = _mm256_set1_epi8(15);
-#pragma GCC unroll 8
-  for (int m = 0; m < ROWS; ++m)
-#pragma GCC unroll 8
-    for (int j = 0; j < VECTORS; ++j) sum[m][j] = _mm256_setzero_si256();
-#pragma GCC unroll 8
-  for (int k = 0; k < BLOCK / 8; ++k) {
-    __m256i low[VECTORS], high[VECTORS];
-#pragma GCC unroll 8
-    for (int j = 0; j < VECTORS; ++j) {
-      const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 128 * k + 32 * j));
-      low[j] = _mm256_and_si256(both, half);
-      high[j] = _mm256_and_si256(_mm256_srli_epi16(both, 4), half);
-    }
-#pragma GCC unroll 8
-    for (int m = 0; m < ROWS; ++m) {
-      const int8_t* value = x[m * stride].value + 8 * k;
-      const __m256i first = broadcast8(value), second = broadcast8(value + 4);
-#pragma GCC unroll 8
-      for (int j = 0; j < VECTORS; ++j)
-        sum[m][j] = _mm256_dpbusd_avx_epi32(_mm256_dpbusd_avx_epi32(sum[m][j], low[j], first), high[j], second);
+      for (int j = 0; j < VECTORS; ++j) sum[m][j] = add_products(sum[m][j], weights[j], values);
     }
   }
 }
 #else
-constexpr int ROWS_AT_ONCE = 3;
+constexpr int ROWS_AT_ONCE = 3, UNROLLED = 1;
+
+// two by two, in 16 bits: a sum of 16 products of at most 15 * 127 fits into these
+inline __m256i add_products(__m256i sum, __m256i weights, __m256i values) {
+  return _mm256_add_epi16(sum, _mm256_maddubs_epi16(weights, values));
+}
+inline __m256i whole_sum(__m256i sum) { return _mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
 
 template <int ROWS, int VECTORS>
 inline void multiply_group(Int8, const QuantizedGroup* x, int64_t stride, const uint8_t* w, __m256i (&sum)[ROWS][VECTORS]) {
@@ -177,7 +163,7 @@ inline void multiply_group(Int8, const QuantizedGroup* x, int64_t stride, const 
   for (int m = 0; m < ROWS; ++m)
 #pragma GCC unroll 8
     for (int j = 0; j < VECTORS; ++j) sum[m][j] = _mm256_set1_epi32(x[m * stride].offset);
-#pragma GCC unroll 1
+#pragma GCC unroll UNROLLED
   for (int k = 0; k < BLOCK / 4; ++k) {
     __m256i even[VECTORS], odd[VECTORS];
 #pragma GCC unroll 8
@@ -198,8 +184,8 @@ inline void multiply_group(Int8, const QuantizedGroup* x, int64_t stride, const 
     }
   }
 }
+#endif
 
-// a sum of 16 products of at most 15 * 127 fits into 16 bits
 template <int ROWS, int VECTORS>
 inline void multiply_group(Int4, const QuantizedGroup* x, int64_t stride, const uint8_t* w, __m256i (&sum)[ROWS][VECTORS]) {
   const __m256i half = _mm256_set1_epi8(15);
@@ -207,7 +193,7 @@ inline void multiply_group(Int4, const QuantizedGroup* x, int64_t stride, const 
   for (int m = 0; m < ROWS; ++m)
 #pragma GCC unroll 8
     for (int j = 0; j < VECTORS; ++j) sum[m][j] = _mm256_setzero_si256();
-#pragma GCC unroll 1
+#pragma GCC unroll UNROLLED
   for (int k = 0; k < BLOCK / 8; ++k) {
     __m256i low[VECTORS], high[VECTORS];
 #pragma GCC unroll 8
@@ -221,18 +207,14 @@ inline void multiply_group(Int4, const QuantizedGroup* x, int64_t stride, const 
       const int8_t* value = x[m * stride].value + 8 * k;
       const __m256i first = broadcast8(value), second = broadcast8(value + 4);
 #pragma GCC unroll 8
-      for (int j = 0; j < VECTORS; ++j) {
-        sum[m][j] = _mm256_add_epi16(sum[m][j], _mm256_maddubs_epi16(low[j], first));
-        sum[m][j] = _mm256_add_epi16(sum[m][j], _mm256_maddubs_epi16(high[j], second));
-      }
+      for (int j = 0; j < VECTORS; ++j) sum[m][j] = add_products(add_products(sum[m][j], low[j], first), high[j], second);
     }
   }
 #pragma GCC unroll 8
   for (int m = 0; m < ROWS; ++m)
 #pragma GCC unroll 8
-    for (int j = 0; j < VECTORS; ++j) sum[m][j] = _mm256_madd_epi16(sum[m][j], _mm256_set1_epi16(1));
+    for (int j = 0; j < VECTORS; ++j) sum[m][j] = whole_sum(sum[m][j]);
 }
-#endif
 
 inline __m256 float_of_half(const uint8_t* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
