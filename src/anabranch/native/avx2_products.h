@@ -126,6 +126,15 @@ inline __m256i add_products(__m256i sum, __m256i weights, __m256i values) {
   return _mm256_dpbusd_avx_epi32(sum, weights, values);
 }
 inline __m256i whole_sum(__m256i sum) { return sum; }
+#else
+constexpr int ROWS_AT_ONCE = 3, UNROLLED = 1;
+
+// two by two, in 16 bits: a sum of 16 products of at most 15 * 127 fits into these
+inline __m256i add_products(__m256i sum, __m256i weights, __m256i values) {
+  return _mm256_add_epi16(sum, _mm256_maddubs_epi16(weights, values));
+}
+inline __m256i whole_sum(__m256i sum) { return _mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
+#endif
 
 template <int ROWS, int VECTORS>
 inline void multiply_group(Int8, const QuantizedGroup* x, int64_t stride, const uint8_t* w, __m256i (&sum)[ROWS][VECTORS]) {
@@ -135,6 +144,7 @@ inline void multiply_group(Int8, const QuantizedGroup* x, int64_t stride, const 
     for (int j = 0; j < VECTORS; ++j) sum[m][j] = _mm256_set1_epi32(x[m * stride].offset);
 #pragma GCC unroll UNROLLED
   for (int k = 0; k < BLOCK / 4; ++k) {
+#ifdef __AVXVNNI__
     __m256i weights[VECTORS];
 #pragma GCC unroll 8
     for (int j = 0; j < VECTORS; ++j)
@@ -145,26 +155,8 @@ inline void multiply_group(Int8, const QuantizedGroup* x, int64_t stride, const 
 #pragma GCC unroll 8
       for (int j = 0; j < VECTORS; ++j) sum[m][j] = add_products(sum[m][j], weights[j], values);
     }
-  }
-}
 #else
-constexpr int ROWS_AT_ONCE = 3, UNROLLED = 1;
-
-// two by two, in 16 bits: a sum of 16 products of at most 15 * 127 fits into these
-inline __m256i add_products(__m256i sum, __m256i weights, __m256i values) {
-  return _mm256_add_epi16(sum, _mm256_maddubs_epi16(weights, values));
-}
-inline __m256i whole_sum(__m256i sum) { return _mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
-
-template <int ROWS, int VECTORS>
-inline void multiply_group(Int8, const QuantizedGroup* x, int64_t stride, const uint8_t* w, __m256i (&sum)[ROWS][VECTORS]) {
-  const __m256i low = _mm256_set1_epi16(0xff);
-#pragma GCC unroll 8
-  for (int m = 0; m < ROWS; ++m)
-#pragma GCC unroll 8
-    for (int j = 0; j < VECTORS; ++j) sum[m][j] = _mm256_set1_epi32(x[m * stride].offset);
-#pragma GCC unroll UNROLLED
-  for (int k = 0; k < BLOCK / 4; ++k) {
+    const __m256i low = _mm256_set1_epi16(0xff);
     __m256i even[VECTORS], odd[VECTORS];
 #pragma GCC unroll 8
     for (int j = 0; j < VECTORS; ++j) {
@@ -182,9 +174,9 @@ inline void multiply_group(Int8, const QuantizedGroup* x, int64_t stride, const 
         sum[m][j] = _mm256_add_epi32(sum[m][j], _mm256_madd_epi16(odd[j], second));
       }
     }
+#endif
   }
 }
-#endif
 
 template <int ROWS, int VECTORS>
 inline void multiply_group(Int4, const QuantizedGroup* x, int64_t stride, const uint8_t* w, __m256i (&sum)[ROWS][VECTORS]) {

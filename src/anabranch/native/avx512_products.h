@@ -176,7 +176,7 @@ inline void expand_group(const uint8_t* group, bf16* to) {
 
 #ifdef ANABRANCH_PAIRS
 template <>
-constexpr int INTERLEAVED_ROWS<bf16> = 12;  // with more, sums do not fit the registers beside what expanding takes
+constexpr int INTERLEAVED_ROWS<bf16> = 12;  // with more, sums and expansion need more registers than there are
 
 // ``multiply_interleaved`` for exactly ROWS rows. While a group is multiplied, the next one is expanded between its steps: the
 // processor multiplies pairs in half of its vector units, and expands in all of them.

@@ -54,6 +54,12 @@ inline int tile_rows(int count, int width) {
   return tiles == 0 ? 1 : (count + tiles - 1) / tiles;
 }
 
+// a group of a compact block -> bf16, laid out like a group of a bf16 block; prefetches the one at ``next``
+inline void expand_and_prefetch(const char* group, const char* next, bf16* to) {
+  for (int i = 0; i < GROUP_BYTES<Int4>; i += 64) prefetch(next + i);
+  expand_group(reinterpret_cast<const uint8_t*>(group), to);
+}
+
 inline void clear_sums(Sums& acc, int count) {
   for (int m = 0; m < count; ++m) acc[m][0] = acc[m][1] = zero();
 }
@@ -90,10 +96,8 @@ class ExpandedBlocks {
       kept.capacity = kept.values ? size : 0;
     }
     kept.from = from, kept.size = size;
-    for (int64_t at = 0; kept.values && at < size; at += BLOCK * BLOCK, from += GROUP_BYTES<Int4>) {
-      for (int i = 0; i < GROUP_BYTES<Int4>; i += 64) prefetch(from + PREFETCH_BYTES + i);
-      expand_group(reinterpret_cast<const uint8_t*>(from), kept.values.get() + at);
-    }
+    for (int64_t at = 0; kept.values && at < size; at += BLOCK * BLOCK, from += GROUP_BYTES<Int4>)
+      expand_and_prefetch(from, from + PREFETCH_BYTES, kept.values.get() + at);
     return kept.values.get();
   }
 
@@ -115,8 +119,7 @@ inline void multiply_expanding(int count, const T* x, int64_t stride, const char
     if (count <= INTERLEAVED_ROWS<T>) return multiply_interleaved(count, x, stride, from, groups, next, acc);
   alignas(64) bf16 expanded[BLOCK * BLOCK];
   for (int g = 0; g < groups; ++g, from += GROUP_BYTES<Int4>, next += GROUP_BYTES<Int4>) {
-    for (int i = 0; i < GROUP_BYTES<Int4>; i += 64) prefetch(next + i);
-    expand_group(reinterpret_cast<const uint8_t*>(from), expanded);
+    expand_and_prefetch(from, next, expanded);
     multiply_tile<bf16, 0>(count, x + g * BLOCK, stride, expanded, BLOCK, nullptr, acc);
   }
 }
