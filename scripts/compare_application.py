@@ -160,10 +160,9 @@ def main() -> None:
         record["own_speedup_quartiles"] = one["speedup_quartiles"]
         record["equal_texts"], record["acceptance_by_depth"] = one["equal_texts"], one.get("acceptance_by_depth")
     names = [run.label for run in planned] + [name for run in planned for name in run.forms]
-    words = [word if before != "--data" else "DIR" for before, word in zip(sys.argv, sys.argv[1:], strict=False)]
     result = {
         "kind": "application",
-        "command": shown_command("python", "scripts/compare_application.py", *words),
+        "command": shown_command("python", "scripts/compare_application.py", *sys.argv[1:], hidden=("--data",)),
         "max_new_tokens": args.max_new_tokens,
         "environment": results[PLAIN]["environment"],
         "forms": [facts(args.forms / name) for name in names],

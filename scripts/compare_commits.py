@@ -113,12 +113,10 @@ def main() -> None:
         found.append(compare(case, args, prompts, suites))
         print(json.dumps(found[-1]), flush=True)
     if args.out is not None:
-        words = list(sys.argv[1:])
-        for place, word in enumerate(words[:-1]):
-            if word in ("--before", "--data"):
-                words[place + 1] = "DIR"
         record = {
-            "command": shown_command("python", "scripts/compare_commits.py", *words),
+            "command": shown_command(
+                "python", "scripts/compare_commits.py", *sys.argv[1:], hidden=("--before", "--data")
+            ),
             "commits": {"before": commit_of(args.before), "now": commit_of(HERE)},
             "environment": environment(torch.device("cpu")),
             "prompts": len(prompts),

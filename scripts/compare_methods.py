@@ -192,10 +192,7 @@ def few(specs: Mapping[str, Spec]) -> dict[str, Spec]:
 
 def _command() -> str:
     words = [word for word in sys.argv[1:] if word not in ("--resume", "--force")]
-    for place, word in enumerate(words[:-1]):
-        if word == "--data":
-            words[place + 1] = "DIR"
-    return shown_command("python", "scripts/compare_methods.py", *words)
+    return shown_command("python", "scripts/compare_methods.py", *words, hidden=("--data",))
 
 
 def say(text: str) -> None:

@@ -165,9 +165,8 @@ def main() -> None:
     args.shape = args.shape or list(SHAPES)
     found = [result for kind in args.format or FORMATS for result in compare(kind, args)]
     if args.out is not None:
-        words = ["DIR" if last == "--before" else word for last, word in zip(sys.argv, sys.argv[1:], strict=False)]
         record = {
-            "command": shown_command("python", "scripts/compare_passes.py", *words),
+            "command": shown_command("python", "scripts/compare_passes.py", *sys.argv[1:], hidden=("--before",)),
             "commits": {"before": commit_of(args.before), "now": commit_of(HERE)},
             "environment": environment(torch.device("cpu")),
             "context": args.context,

@@ -180,9 +180,8 @@ def main() -> None:
             record["prompts"] += len(part)
             record["equal"] += len(part) - len(found)
             record["differences"] += [{**d, "prompt": first + d["prompt"]} for d in found]
-        words = [word if before != "--data" else "DIR" for before, word in zip(sys.argv, sys.argv[1:], strict=False)]
         result = {
-            "command": shown_command("python", "scripts/exactness.py", *words),
+            "command": shown_command("python", "scripts/exactness.py", *sys.argv[1:], hidden=("--data",)),
             "what": "prompts whose new tokens equal those of our plain decoding at batch 1 (of the same target)",
             "prompts": first + len(part),
             "new_tokens": args.new,

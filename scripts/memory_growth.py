@@ -3,7 +3,7 @@
 One model decodes a short prompt with each of 30 drafter specifications, then ``--long`` prompts of ``--length``
 tokens. After each call, what the process holds is read. Buffers are as large as the widest pass and the longest text
 so far, and are kept. So the widest drafts come first, then one that follows the load: for the first of these, passes
-are timed, and on a busy machine that took 31 MB instead of 2. Growth over the specifications is the last reading over
+are timed, which left 1 to 31 MB behind, once. Growth over the specifications is the last reading over
 that one, and growth over the long prompts is their last reading over their first. More than LIMIT means that calls
 leave memory behind.
 

@@ -227,9 +227,4 @@ def command() -> str:
     from anabranch.support.files import shown_command
 
     words = [word for word in sys.argv[1:] if word not in ("--resume", "--force")]
-    for place, word in enumerate(words):
-        if word.startswith("--data="):
-            words[place] = "--data=DIR"
-        elif word == "--data" and place + 1 < len(words):
-            words[place + 1] = "DIR"
-    return shown_command("anabranch", *words)
+    return shown_command("anabranch", *words, hidden=("--data",))

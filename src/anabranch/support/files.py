@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import tempfile
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,9 +36,17 @@ def cache_home() -> Path:
     return Path(user_cache_dir("anabranch", appauthor=False))
 
 
-def shown_command(*words: str) -> str:
-    """A command line for result files, without the folders of absolute paths."""
-    return shlex.join(map(without_folders, words))
+def shown_command(*words: str, hidden: Collection[str] = ()) -> str:
+    """A command line for result files, without the folders of absolute paths; options in ``hidden`` have the value DIR.
+
+    >>> shown_command("anabranch", "bench", "--data", "mine", "--limit", "3", hidden=("--data",))
+    'anabranch bench --data DIR --limit 3'
+    """
+    shown = []
+    for before, word in zip(("", *words), words, strict=False):
+        option, equals, _ = word.partition("=")
+        shown.append("DIR" if before in hidden else f"{option}=DIR" if equals and option in hidden else word)
+    return shlex.join(map(without_folders, shown))
 
 
 def without_folders(text: str) -> str:
