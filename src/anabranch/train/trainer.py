@@ -352,7 +352,7 @@ class Trainer:
         if not self.processes.first:
             return
         accuracy = {"right": self._right.tolist(), "count": self._count.tolist()}
-        made = {"step": self.done, "seconds": round(self.seconds, 1)}
+        made = {"step": self.done, "seconds": self.seconds}
         record = {**made, **self._identity(), "plan": self.plan, **accuracy, "best": self.best.record()}
         with shielded():  # a second signal waits until the checkpoint is written
             save_checkpoint(self.folder, self.module, self.optimizer, record, self.best.weights)
