@@ -38,8 +38,7 @@ class Scores:
         plain = [b for b, member in enumerate(members) if member.greedy]
         others = [b for b, member in enumerate(members) if not member.greedy]
         if plain and result.tokens_M is not None:
-            chosen = result.tokens_M.cpu().numpy()
-            self.tokens = {b: chosen[result.nodes(b)] for b in plain}
+            self.tokens = {b: result.tokens_M[result.nodes(b)] for b in plain}
         elif plain:
             hidden, parts = _gathered(result, plain)
             chosen = target.choose(hidden).cpu().numpy()

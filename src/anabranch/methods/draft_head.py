@@ -25,7 +25,7 @@ from torch import Tensor
 
 from anabranch.methods.base import Row
 from anabranch.model.decoder import Decoder
-from anabranch.model.native_linear import NativeLinear
+from anabranch.model.native_linear import NativeLinear, SelectedOutputs
 from anabranch.model.pack import packed_like
 from anabranch.sampling import MIN_TEMPERATURE, gumbels_of, halves, position_keys
 from anabranch.support.memory import give_back
@@ -201,33 +201,47 @@ class RowVocabulary:
 
     ids      [X] token ids, in the order in which they occurred
     head_XD  their rows of the head; ``bias_X`` their part of its bias
-    head     states [..., D] -> scores [..., X], packed if the target's head is; otherwise None
+    head     states [..., D] -> scores [..., X], packed if the target's head is and X > 0; otherwise None
     """
 
     def __init__(self, head: DraftHead) -> None:
         self._head = head
         self._read = 0
         self._known: set[int] = set()
-        self._new: list[int] = []
+        self._selected = SelectedOutputs.of(head.target.head)
+        self._rows_XD: Tensor | None = None  # of the first ids
         self.ids = head.vocabulary[:0]
-        self.head_XD = head.target.head_rows(self.ids)
-        self.bias_X = None if head.bias is None else head.bias[:0]
         self.head: Callable[[Tensor], Tensor] | None = None
 
     def extend(self, text: Sequence[int]) -> RowVocabulary:
         """Add the tokens of ``text`` (which only grows) that are new since the last call."""
-        common, target = self._head.common, self._head.target
+        common, new = self._head.common, []
         for token in text[self._read :]:
             if token not in common and token not in self._known:
                 self._known.add(token)
-                self._new.append(token)
+                new.append(token)
         self._read = len(text)
-        if self._new:
-            ids = torch.tensor(self._new, device=self.ids.device)
-            self._new = []
-            self.ids = torch.cat((self.ids, ids))
-            self.head_XD = torch.cat((self.head_XD, target.head_rows(ids)))
-            if self.bias_X is not None and self._head.bias is not None:
-                self.bias_X = torch.cat((self.bias_X, self._head.bias[ids]))
-            self.head = packed_like(target.head, self.head_XD, self.bias_X, SCORES)
+        if new:
+            self.ids = torch.cat((self.ids, torch.tensor(new, device=self.ids.device)))
+            if self._selected is None:
+                self.head = packed_like(self._head.target.head, self.head_XD, self.bias_X, SCORES)
+            else:
+                self._selected.add(np.array(new, np.int64))
+                self.head = self._selected
         return self
+
+    @property
+    def head_XD(self) -> Tensor:
+        """See the class."""
+        rows = self._rows_XD
+        if rows is None:
+            rows = self._head.target.head_rows(self.ids)
+        elif len(rows) < len(self.ids):
+            rows = torch.cat((rows, self._head.target.head_rows(self.ids[len(rows) :])))
+        self._rows_XD = rows
+        return rows
+
+    @property
+    def bias_X(self) -> Tensor | None:
+        """See the class."""
+        return None if self._head.bias is None else self._head.bias[self.ids]

@@ -130,5 +130,5 @@ class Decoder(Network):
         if need == "logits":
             return replace(result, logits_MV=self.logits(result.hidden_MD))
         if need == "tokens" and result.tokens_M is None:
-            return replace(result, tokens_M=self.choose(result.hidden_MD))
+            return replace(result, tokens_M=self.choose(result.hidden_MD).cpu().numpy())
         return result

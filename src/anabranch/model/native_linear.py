@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from copy import copy
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from anabranch.model.network import Network
@@ -16,7 +18,7 @@ from anabranch.model.quantize import QuantizedWeight
 from anabranch.model.screen import Screen
 from anabranch.native import library as native
 
-__all__ = ["HeadTable", "NativeLinear", "table_of"]
+__all__ = ["HeadTable", "NativeLinear", "SelectedOutputs", "table_of"]
 
 
 class NativeLinear(nn.Module):
@@ -131,6 +133,43 @@ class NativeLinear(nn.Module):
             y = self._blocks().permute(0, 2, 1, 3).reshape(-1, self.packed.width)
             y = y[: self.out_features, : self.in_features].contiguous()
         return self._interleave(y, back=True) if self.gated else y
+
+
+class SelectedOutputs(NativeLinear):
+    """Some outputs of a packed weight, copied as they are packed, for drafts; more can be added.
+
+    Of a bf16 weight, the outputs of its int8 copy, the ``screen``.
+    """
+
+    def __init__(self, source: NativeLinear, packed: native.Packed) -> None:
+        nn.Module.__init__(self)
+        self._source, self._from = [source], packed  # in a list, so that it is not a submodule
+        self.kernels, self.wide, self.gated = source.kernels, source.wide, False
+        self.dtype, self.in_features, self.out_features = source.dtype, source.in_features, 0
+        self.kind = "float32" if source.dtype == torch.float32 else "int8"
+        self.weight = self.screen = self.bias = self.offset = None
+        self._room, self._memory = self.kernels.room(packed, native.BLOCK)
+        self.packed = native.Packed(None, 0, packed.width, packed.kind)
+
+    @staticmethod
+    def of(source: nn.Module) -> SelectedOutputs | None:
+        """None unless the weight is float32 or int8, or has an int8 copy, and has no bias."""
+        if not isinstance(source, NativeLinear) or source.offset is not None:
+            return None
+        if source.kind in ("float32", "int8"):
+            return SelectedOutputs(source, source.packed)
+        return None if source.screen is None else SelectedOutputs(source, source.screen.native.copy)
+
+    def add(self, outputs: NDArray[np.int64]) -> None:
+        """Append these outputs [n] of the weight."""
+        first, count = self.out_features, self.out_features + len(outputs)
+        if count > self._room.outputs:
+            before = self._memory
+            self._room, self._memory = self.kernels.room(self._from, max(count, 2 * self._room.outputs))
+            self._memory[: len(before)] = before
+        self.kernels.copy_outputs(self._from, outputs, self._room, first)
+        self.packed = native.Packed(self._room.data, count, self._room.width, self._room.kind)
+        self.out_features = count
 
 
 class HeadTable(nn.Module):

@@ -221,7 +221,7 @@ class PassResult:
     counts_B      nodes of each row, after pruning
     starts_B      where each row begins in M, which has gaps where rows were padded to one width
     hidden_MD     main rows after the last norm
-    tokens_M      the target's greedy token after each node, where asked for
+    tokens_M      the target's greedy token after each node, where asked for, on the host
     logits_MV     logits, where asked for
     taps          main rows [M, D] before each layer that was tapped
     kept          the nodes of each row that were not pruned on the way, ascending; None: nothing was pruned
@@ -231,7 +231,7 @@ class PassResult:
     counts_B: Sequence[int]
     starts_B: Sequence[int]
     hidden_MD: Tensor
-    tokens_M: Tensor | None = None
+    tokens_M: NDArray[np.int64] | None = None
     logits_MV: Tensor | None = None
     taps: Mapping[int, Tensor] = field(default_factory=dict)
     kept: Sequence[NDArray[np.int64]] | None = None

@@ -225,7 +225,7 @@ class Stack:
         *,
         choose: bool,
         tapped: int | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, NDArray[np.int64] | None, Tensor | None]:
         """A whole pass in one call: hidden states after the last norm [M, D] in the weights' type, the greedy tokens
         [M] if asked to ``choose``, and the float32 rows before layer ``tapped`` [M, D].
         """
@@ -234,11 +234,11 @@ class Stack:
         assert tokens_M.shape == (step.native.nodes,)
         assert slot + step.native.batch <= cache.keys.shape[1]
         hidden = torch.empty((len(tokens_M), d), dtype=cache.keys.dtype)
-        chosen = torch.empty(len(tokens_M), dtype=torch.long) if choose else None
+        chosen = np.empty(len(tokens_M), np.int64) if choose else None
         seen = None if tapped is None else torch.empty(hidden.shape, dtype=torch.float32)
         ends = native.Ends.from_buffer_copy(self._ends)
         ends.tokens, ends.hidden = address(tokens_M), hidden.data_ptr()
-        ends.chosen = None if chosen is None else chosen.data_ptr()
+        ends.chosen = None if chosen is None else address(chosen)
         ready = self.ready(cache, slot, 0, self.config.num_layers)
         self.kernels.layers(*ready, step.native, ends, seen, tapped or 0)
         return hidden, chosen, seen

@@ -154,6 +154,19 @@ int anabranch_pack(const Packed* to, const void* w, const void* scales, const vo
   });
 }
 
+// Copies ``count`` outputs of a packed weight to another one, from output ``first`` on; see copy_outputs.
+int anabranch_copy_outputs(const Packed* from, const int64_t* outputs, int count, const Packed* to, int first) {
+  return guarded([&] {
+    require(from != nullptr && to != nullptr && outputs != nullptr, "a pointer is null");
+    check(*from), check(*to);
+    require(from->kind == to->kind && from->width == to->width && !four_bits(from->kind), "outputs of another format");
+    require(in_range(count, 0, to->outputs) && in_range(first, 0, to->outputs - count), "there is no room for the outputs");
+    for (int i = 0; i < count; ++i) require(in_range(outputs[i], 0, from->outputs - 1), "an output is out of range");
+    copy_outputs(*from, outputs, count, *to, first);
+    return DONE;
+  });
+}
+
 // y = x w' + bias, float32
 int anabranch_linear(int kind, void* runner, const void* x, int count, const Packed* w, const float* bias, float* y) {
   return guarded([&] {

@@ -62,6 +62,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "runner": (_INT, ctypes.POINTER(_POINTER)),
     "packed_bytes": (ctypes.POINTER(Packed), ctypes.POINTER(_LONG)),
     "pack": (ctypes.POINTER(Packed), _POINTER, _POINTER, _POINTER),
+    "copy_outputs": (ctypes.POINTER(Packed), _POINTER, _INT, ctypes.POINTER(Packed), _INT),
     "linear": (_INT, _POINTER, _POINTER, _INT, ctypes.POINTER(Packed), _POINTER, _POINTER),
     "norm": (_INT, _POINTER, _LONG, _INT, _POINTER, _FLOAT, _POINTER),
     "best": (_POINTER, _LONG, _INT, _INT, _POINTER, _POINTER),
@@ -196,6 +197,19 @@ class Library:
         packed.data = memory.data_ptr()
         self._c.anabranch_pack(ctypes.byref(packed), *(None if x is None else x.data_ptr() for x in tensors))
         return packed, memory
+
+    def room(self, like: Packed, outputs: int) -> tuple[Packed, Tensor]:
+        """A packed weight of zeros with the format and width of another; the second value is its memory."""
+        packed, size = Packed(None, outputs, like.width, like.kind), _LONG()
+        self._c.anabranch_packed_bytes(ctypes.byref(packed), ctypes.byref(size))
+        memory = torch.zeros(size.value, dtype=torch.uint8)
+        packed.data = memory.data_ptr()
+        return packed, memory
+
+    def copy_outputs(self, source: Packed, outputs: NDArray[np.int64], to: Packed, first: int) -> None:
+        """Copy outputs of a packed weight, not in four bits, to another of its format, from output ``first`` on."""
+        outputs = np.ascontiguousarray(outputs, np.int64)
+        self._c.anabranch_copy_outputs(ctypes.byref(source), address(outputs), len(outputs), ctypes.byref(to), first)
 
     def large(self, size: int) -> Tensor:
         """Allocate bytes, if possible in large pages, which are read up to twice as fast. Raises DeviceError."""

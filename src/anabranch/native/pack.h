@@ -96,6 +96,18 @@ void pack_quantized(const uint8_t* w, const void* scales, const uint16_t* minima
   }
 }
 
+// Copies outputs of a weight to another of its kind and width, from output ``first`` on. Not for four bits: in the other formats
+// a block is a sequence of lines with four bytes of each output.
+void copy_outputs(const Packed& from, const int64_t* outputs, int count, const Packed& to, int first) {
+  constexpr int WORD = 4;
+  for (int i = 0; i < count; ++i) {
+    const int output = static_cast<int>(outputs[i]), place = first + i;
+    const char* source = from.block(output / BLOCK) + WORD * (output % BLOCK);
+    char* target = const_cast<char*>(to.block(place / BLOCK)) + WORD * (place % BLOCK);
+    for (int64_t at = 0; at < from.block_bytes(); at += WORD * BLOCK) std::memcpy(target + at, source + at, WORD);
+  }
+}
+
 // ---- checks -------------------------------------------------------------------------------------------------------
 
 void check_shape(const Packed& w) {

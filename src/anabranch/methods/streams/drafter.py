@@ -221,10 +221,8 @@ class StreamDrafter(Drafter):
 
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
         """Trees from the stream states of the last step; only the root for rows that have none yet."""
-        found = [DraftTree.root(row.root) for row in rows]
-        if budget < 2:
-            return found
-        known = [b for b, row in enumerate(rows) if row.max_depth > 0 and self._state(row).ready]
+        found: dict[int, DraftTree] = {}
+        known = [b for b, row in enumerate(rows) if budget > 1 and row.max_depth > 0 and self._state(row).ready]
         batch = [b for b in known if rows[b].rule == "match"]
         left = {b: min(budget, self.max_nodes) - len(self._state(rows[b]).lead) for b in batch}
         for nodes in sorted(set(left.values())):
@@ -240,7 +238,7 @@ class StreamDrafter(Drafter):
                 found[b] = self.tree.sample(
                     states_SD, row.root, row.sampling, noise, depth=row.max_depth, row=self._words(row)
                 )
-        return found
+        return [found[b] if b in found else DraftTree.root(row.root) for b, row in enumerate(rows)]
 
     def _below(self, places: Sequence[int], rows: Sequence[Row], budget: int) -> list[DraftTree]:
         """The trees of some rows, of ``budget`` nodes, from the streams that trail their roots or leads."""
