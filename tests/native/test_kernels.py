@@ -251,7 +251,7 @@ def test_a_ragged_pass_is_its_rows_to_the_bit(name: str, form: str, data: st.Dat
         found = stack.through(join(words, rows), step, memory, slot, choose=True, tapped=1)
         assert found[1] is not None
         assert found[2] is not None
-        return found  # type: ignore[return-value]
+        return tuple(torch.as_tensor(part) for part in found)
 
     together = through([*range(len(counts))], 0)
     after = memory.keys.clone(), memory.values.clone()

@@ -16,7 +16,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,8 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "move": (_POINTER, _POINTER, _INT, _INT, _LONG, _LONG, _LONG, _LONG, _POINTER, _INT),
 }
 
+_AS_IT_IS = nullcontext()  # within another ``single_threaded``
+
 
 class Library:
     """The compiled kernels and their thread pool, with as many threads as torch.
@@ -131,14 +133,17 @@ class Library:
             raise DeviceError(f"the native kernels could not start a thread ({message}); raise the limit (ulimit -u)")
         raise AssertionError(f"the native kernels rejected a call: {message}")
 
-    @contextmanager
-    def single_threaded(self) -> Iterator[None]:
+    def single_threaded(self) -> AbstractContextManager[None]:
         """Restrict torch to one thread in the calling thread, since torch's workers would spin on the kernels' cores.
 
         Other threads, including new ones, are not affected.
         """
+        return _AS_IT_IS if getattr(self._mine, "threads", 0) else self._restricted()
+
+    @contextmanager
+    def _restricted(self) -> Iterator[None]:
         threads, set_threads = torch.get_num_threads(), set_openmp_threads()
-        if threads == 1 or set_threads is None:  # 1: also within another ``single_threaded``
+        if threads == 1 or set_threads is None:
             yield
             return
         self._mine.threads = threads

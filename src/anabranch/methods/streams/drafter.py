@@ -311,7 +311,8 @@ class StreamDrafter(Drafter):
                 self._words(row),
                 DrawNoise.of(row, 2 * self._longest) if most else None,
                 row.root,
-                main_MD[node],
+                main_MD,
+                node,
             )
             for row, slot, node in zip(rows, slots, nodes, strict=True)
         ]

@@ -52,7 +52,7 @@ class Led:
     words      its own part of the draft vocabulary
     noise      the noise of the tokens after its root; None if it is greedy
     latest     the token that the next pass starts from: the row's root at first
-    main_D     the main row before the streams' first layer of the token before that
+    main_MD    main rows before the streams' first layer; ``node`` is the one of the token before that
     tokens     what was drafted
     log_probs  the joint log probability of each token
     """
@@ -61,7 +61,8 @@ class Led:
     words: RowVocabulary
     noise: DrawNoise | None
     latest: int
-    main_D: Tensor
+    main_MD: Tensor
+    node: int
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
 
@@ -123,7 +124,7 @@ class Lead:
         for row, tree in zip(rows, trees, strict=True):
             here = slice(first, first + tree.size)
             path = self._follow(row, tree, hidden_MD[here], most)
-            row.main_D = main_MD[first + path[-1]]
+            row.main_MD, row.node = main_MD, first + path[-1]
             cache.gather(row.slot, lengths[row.slot], path)
             first += tree.size
 
@@ -154,11 +155,14 @@ class Lead:
 def trailing(trail: NativeTrail, rows: Sequence[Led], cache: Cache, planned: int, streams: int) -> list[Tensor]:
     """The states [S, D] of streams that trail the latest token of rows, whose slots ascend."""
     nodes, emitted, counts = ([0] * cache.count for _ in range(3))
+    main_MD, together = rows[0].main_MD, all(row.main_MD is rows[0].main_MD for row in rows)
+    if not together:
+        main_MD = torch.stack([row.main_MD[row.node] for row in rows])
     for i, row in enumerate(rows):
-        nodes[row.slot], emitted[row.slot], counts[row.slot] = i, row.latest, streams
-    main_AD = rows[0].main_D[None] if len(rows) == 1 else torch.stack([row.main_D for row in rows])
-    states = trail.run(main_AD, nodes, emitted, counts, cache, planned, lengths=_lengths(rows, cache))
-    return list(states.view(len(rows), streams, -1))
+        nodes[row.slot], emitted[row.slot] = row.node if together else i, row.latest
+        counts[row.slot] = streams
+    states = trail.run(main_MD, nodes, emitted, counts, cache, planned, lengths=_lengths(rows, cache))
+    return [states] if len(rows) == 1 else list(states.view(len(rows), streams, -1))
 
 
 def _lengths(rows: Sequence[Led], cache: Cache) -> list[int]:

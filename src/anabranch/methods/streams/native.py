@@ -135,7 +135,9 @@ class NativeTrail:
             step = self.stack.step(lengths, counts, None, planned, x, trailing=True)
             self.stack.run(x, step, cache, 0, low, high)
             return self.target.normed(x)
-        main, entry = main_MD.to(torch.float32).contiguous(), self._entry
+        main, entry = main_MD, self._entry
+        if main.dtype != torch.float32 or not main.is_contiguous():
+            main = main.to(torch.float32).contiguous()
         node_B, emitted_B = np.asarray(nodes, np.int64), np.asarray(emitted, np.int64)
         assert len(node_B) == len(emitted_B) == len(counts)
         entry.main, entry.rows = main.data_ptr(), len(main)
