@@ -76,6 +76,25 @@ class DraftTree:
             assert self.draft_probs.ndim == 2, "draft_probs are [N, V]"
             assert self.parents.max() < len(self.draft_probs) <= size, "one row of draft_probs for each parent"
 
+    def _part(
+        self,
+        tokens: NDArray[np.int64],
+        parents: NDArray[np.int64],
+        sources: tuple[str, ...],
+        log_probs: NDArray[np.float32] | None,
+    ) -> DraftTree:
+        """Nodes of this tree that are known to be a tree: it is not checked again, since every step takes a few."""
+        made = object.__new__(DraftTree)
+        made.__dict__.update(
+            tokens=tokens,
+            parents=parents,
+            draft_probs=None,
+            replacement=self.replacement,
+            sources=sources,
+            log_probs=log_probs,
+        )
+        return made
+
     # --- constructors -------------------------------------------------------------------------------------------
 
     @classmethod
@@ -249,25 +268,19 @@ class DraftTree:
             return self._first(len(nodes))
         renamed, above = {node: place for place, node in enumerate(nodes)}, self.parents.tolist()
         assert all(above[node] in renamed for node in nodes[1:]), "the parent of a kept node is kept"
-        return DraftTree(
+        return self._part(
             self.tokens[nodes],
             np.array([-1, *(renamed[above[node]] for node in nodes[1:])], np.int64),
-            replacement=self.replacement,
-            sources=tuple([self.sources[node] for node in nodes]),
-            log_probs=None if self.log_probs is None else self.log_probs[nodes],
+            tuple([self.sources[node] for node in nodes]),
+            None if self.log_probs is None else self.log_probs[nodes],
         )
 
     def _first(self, count: int) -> DraftTree:
         """``select(range(count))``, faster: at every step it is what most drafts are cut to."""
         if count == self.size and self.draft_probs is None:
             return self
-        return DraftTree(
-            self.tokens[:count],
-            self.parents[:count],
-            replacement=self.replacement,
-            sources=self.sources[:count],
-            log_probs=None if self.log_probs is None else self.log_probs[:count],
-        )
+        log_probs = None if self.log_probs is None else self.log_probs[:count]
+        return self._part(self.tokens[:count], self.parents[:count], self.sources[:count], log_probs)
 
     def truncate(self, budget: int) -> DraftTree:
         """Return the ``budget`` most probable nodes, counting the root; without log_probs, the shallowest.

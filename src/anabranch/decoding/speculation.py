@@ -47,6 +47,7 @@ SOONER = 0.2  # times as many where both are expected to be equally fast
 TRIAL = 4  # steps long
 FIRST_TRIAL = 8  # steps of a text that is alone in which drafts are tried, if they are expected to reach
 FROM = 0.7  # times the rate
+TOGETHER = 16  # drafts whose worth is taken in together at most
 KEPT = 8  # steps for which a plan is kept while the rows stay the same: making one takes a tenth of a small pass
 LONGEST_KEPT = 32  # steps for which one is kept that came out the same again and again
 WORTH = 0.85  # if it is expected to reach that much of the rate; what is farther behind is tried less often
@@ -119,7 +120,8 @@ class _Lately:
     """What one drafter's nodes were worth lately.
 
     depths         of drafts of each size in ``BUDGETS``
-    both           worth of the best, second best, ... node of a row: of the last ones, and of those of more texts
+    estimates      worth of the best, second best, ... node of a row: of the last ones, and of those of more texts
+    drafts         what is not in them yet: the probabilities of some rows' draft nodes, and the nodes they had at most
     free_nodes     nodes a row that were verified in steps for which only its free parts drafted
     free_tokens    tokens that those were expected to add
     free_gain      milliseconds that they were expected to save in such a step
@@ -132,7 +134,8 @@ class _Lately:
     """
 
     depths: NDArray[np.int64]
-    both: NDArray[np.float64] = field(default_factory=lambda: np.array([PRIOR, PRIOR]))
+    estimates: NDArray[np.float64] = field(default_factory=lambda: np.array([PRIOR, PRIOR]))
+    drafts: list[tuple[Sequence[Sequence[float]], int]] = field(default_factory=list)
     free_nodes: float = 0.0
     free_tokens: float = 0.0
     free_gain: float = 1.0
@@ -149,23 +152,38 @@ class _Lately:
     @property
     def worth(self) -> NDArray[np.float64]:
         """Of the best, second best, ... node of a row, lately."""
-        lately: NDArray[np.float64] = self.both[0]
+        self._settle()
+        lately: NDArray[np.float64] = self.estimates[0]
         return lately
 
     @property
     def usual(self) -> NDArray[np.float64]:
         """The same over more texts."""
-        usual: NDArray[np.float64] = self.both[1]
+        self._settle()
+        usual: NDArray[np.float64] = self.estimates[1]
         return usual
 
     def learn(self, beliefs: Sequence[Sequence[float]], budget: int) -> None:
-        """Take in the draft nodes' probabilities of some rows, from drafts of at most ``budget`` nodes."""
-        size = min(budget - 1, self.both.shape[1])
+        """Take in the draft nodes' probabilities of some rows, from drafts of at most ``budget`` nodes.
+
+        Several drafts are taken in together: alone, each would take as long as a hundredth of a small pass.
+        """
+        self.drafts.append((beliefs, budget))
+        if len(self.drafts) >= TOGETHER:
+            self._settle()
+
+    def _settle(self) -> None:
+        for beliefs, budget in self.drafts:
+            self._take_in(beliefs, budget)
+        self.drafts.clear()
+
+    def _take_in(self, beliefs: Sequence[Sequence[float]], budget: int) -> None:
+        size = min(budget - 1, self.estimates.shape[1])
         mean = np.zeros(size)
         for row in beliefs:
             best = sorted(row, reverse=True)[:size]
             mean[: len(best)] += best
-        had, others = self.both[:, :size], self.both[:, size:]
+        had, others = self.estimates[:, :size], self.estimates[:, size:]
         before = had.sum(axis=1)
         had += (1 - KEPT_SHARES ** len(beliefs)) * (mean / len(beliefs) - had)
         # nodes that such drafts do not have are taken to have become better or worse with the others
@@ -187,7 +205,7 @@ class _Lately:
         """A new text is one of ``rows``: it is taken to be like the usual one, not like the last, and not to repeat
         itself yet.
         """
-        self.both[0] += (self.usual - self.worth) / rows
+        self.estimates[0] += (self.usual - self.worth) / rows
         self.free_nodes -= self.free_nodes / rows
         self.free_tokens -= self.free_tokens / rows
         self.planned_for = (0, 0, 0)
@@ -242,7 +260,7 @@ class Speculation:
             made = self._lately[account] = _Lately(depths)
             stated = 0.0 if self.arms is None else self.arms.lengths.get(drafter.spec, 0.0)
             if length := max(stated, drafter.usual_length(rows)):
-                made.both *= (length - 1) / made.worth[:PREDICTED].sum()
+                made.estimates *= (length - 1) / made.worth[:PREDICTED].sum()
         return self._lately[account]
 
     def joined(self, drafter: Drafter, rows: int) -> None:
