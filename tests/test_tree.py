@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -204,6 +205,7 @@ def test_select_keeps_paths(tree: DraftTree, data: st.DataObject) -> None:
     chosen = data.draw(st.sets(st.integers(0, tree.size - 1)))
     kept = np.flatnonzero(tree.mask[[0, *chosen]].any(axis=0))
     small = tree.select(kept)
+    replace(small)  # checks it: ``select`` does not
     assert small.draft_probs is None
     assert small.sources == tuple(tree.sources[i] for i in kept)
     for new, old in enumerate(kept.tolist()):

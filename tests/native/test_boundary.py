@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import os
 import signal
@@ -20,7 +21,7 @@ from test_kernels import BASE, FORMS, adapter_for, cache, decoder, needs_kernels
 from anabranch.methods.streams.draft import DraftOptions, StreamDraft
 from anabranch.methods.streams.kernels import TrailEntry
 from anabranch.methods.streams.native import NativeTrail
-from anabranch.model.native_linear import NativeLinear
+from anabranch.model.native_linear import NativeLinear, SelectedOutputs
 from anabranch.model.pack import packed_like
 from anabranch.model.quantize import QuantizedWeight
 from anabranch.native import library as native
@@ -65,6 +66,40 @@ def test_packed_like_takes_every_rank(dtype: torch.dtype, kind: Literal["int8", 
             assert (made(x).float() - wanted).abs().max() < 0.3 * wanted.std() + 0.3
 
 
+def wide_weight(form: str) -> NativeLinear:
+    weight = torch.randn(4096, 64, generator=torch.Generator().manual_seed(0))
+    if form == "float32":
+        return NativeLinear(weight, None, wide=True)
+    if form == "int8":
+        return NativeLinear(QuantizedWeight.of(weight.bfloat16(), "int8"), None, wide=True)
+    return NativeLinear(weight.bfloat16(), None, wide=True, screen=True)
+
+
+@pytest.mark.parametrize("form", ["bfloat16", "float32", "int8"])
+def test_selected_outputs_are_those_of_the_whole_weight(form: str) -> None:
+    """As many as need more memory several times; of a bf16 weight they are those of its int8 copy."""
+    source = wide_weight(form)
+    found = SelectedOutputs.of(source)
+    assert found is not None
+    x, ids = torch.randn(3, 64).to(source.dtype), torch.randperm(4096)[:150].numpy()
+    for first, last in itertools.pairwise((0, 1, 2, 31, 33, 64, 65, 150)):
+        found.add(ids[first:last])
+        assert found(x).shape == (3, last)
+    if form == "bfloat16":
+        copy = QuantizedWeight.of(source.rows(torch.from_numpy(ids)), "int8")
+        assert torch.equal(found(x), NativeLinear(copy, None, wide=True)(x))
+    else:
+        assert torch.equal(found(x), source(x)[:, ids])
+
+
+def test_outputs_are_selected_only_where_they_can_be_copied() -> None:
+    weight = torch.randn(64, 64).bfloat16()
+    assert SelectedOutputs.of(torch.nn.Linear(64, 64)) is None
+    assert SelectedOutputs.of(NativeLinear(weight, None)) is None, "it has no int8 copy"
+    assert SelectedOutputs.of(NativeLinear(weight.float(), torch.zeros(64))) is None, "it has a bias"
+    assert SelectedOutputs.of(NativeLinear(QuantizedWeight.of(weight, "int4"), None)) is None
+
+
 @pytest.mark.parametrize("rank", [1, 5, 32])
 @torch.inference_mode()
 def test_adapters_of_odd_ranks_decode(rank: int) -> None:
@@ -92,6 +127,10 @@ def test_wrong_tensors_are_refused() -> None:
         lambda: k.pack("int8", torch.zeros(8, 32, dtype=torch.uint8), torch.ones(7)),
         lambda: k.pack("int8", torch.zeros(8, 32, dtype=torch.uint8)),
         lambda: k.pack("int4", torch.zeros(8, 32, dtype=torch.uint8), torch.ones(8, 1).half()),
+        lambda: k.copy_outputs(weight, np.array([40]), k.room(weight, 2)[0], 0),
+        lambda: k.copy_outputs(weight, np.array([-1]), k.room(weight, 2)[0], 0),
+        lambda: k.copy_outputs(weight, np.array([3, 4]), k.room(weight, 2)[0], 1),
+        lambda: k.copy_outputs(weight, np.array([3]), native.Packed(weight.data, 40, 64, 3), 0),
         lambda: k.linear(x[:, :62], weight, None),
         lambda: k.linear(x.float(), weight, None),
         lambda: k.linear(x.half(), weight, None),
