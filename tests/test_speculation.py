@@ -72,6 +72,17 @@ def chosen(made: Speculation, trees: Sequence[DraftTree], drafters: Sequence[Dra
     return [tree.tokens[1:].tolist() for tree in found]
 
 
+def test_the_worth_of_drafts_is_the_same_whenever_it_is_asked_for() -> None:
+    early, late = controller(FREE).lately(Adaptive()), controller(FREE).lately(Adaptive())
+    for turn in range(3 * TOGETHER + 1):
+        for lately in (early, late):
+            lately.learn([[0.5, 0.9 - turn / 100], [0.25]], 3 + turn % 6)
+        assert early.worth[0] > 0
+        assert len(late.drafts) < TOGETHER
+    assert (early.worth == late.worth).all()
+    assert (early.usual == late.usual).all()
+
+
 # -- one tree ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("beliefs", "ms", "count"),
@@ -84,17 +95,6 @@ def chosen(made: Speculation, trees: Sequence[DraftTree], drafters: Sequence[Dra
         ([0.5], [10.0, 15.0], 1),  # no gain, no node
     ],
 )
-def test_the_worth_of_drafts_is_the_same_whenever_it_is_asked_for() -> None:
-    early, late = controller(FREE).lately(Adaptive()), controller(FREE).lately(Adaptive())
-    for turn in range(3 * TOGETHER + 1):
-        for lately in (early, late):
-            lately.learn([[0.5, 0.9 - turn / 100], [0.25]], 3 + turn % 6)
-        assert early.worth[0] > 0
-        assert len(late.drafts) < TOGETHER
-    assert (early.worth == late.worth).all()
-    assert (early.usual == late.usual).all()
-
-
 def test_best_count(beliefs: list[float], ms: list[float], count: int) -> None:
     assert best_count(beliefs, ms) == count
 
