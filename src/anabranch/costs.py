@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 from weakref import WeakKeyDictionary
 
@@ -196,6 +197,12 @@ def _draft_shape(budget: NDArray[np.int64] | int, rows: int) -> NDArray[np.float
     return shape
 
 
+@lru_cache(maxsize=1024)
+def _draft_share(budget: int, rows: int) -> float:
+    """``_draft_shape`` of one number: every step asks for it."""
+    return float(_draft_shape(budget, rows))
+
+
 class _Drafting:
     """What one drafter's drafts cost.
 
@@ -284,9 +291,10 @@ class Costs:
     def _context_ms(self, nodes: NDArray[np.int64] | int, rows: int, context: float) -> NDArray[np.float64] | float:
         return (self.passes.row_ms * rows + self.passes.node_ms * nodes) * context / 1000
 
-    def draft_ms(self, drafter: str, budget: NDArray[np.int64] | int, rows: int) -> NDArray[np.float64]:
+    def draft_ms(self, drafter: str, budget: NDArray[np.int64] | int, rows: int) -> NDArray[np.float64] | float:
         """Of drafting trees of ``budget`` nodes for so many rows."""
-        return self._of(drafter).draft.value * _draft_shape(budget, rows)
+        one = self._of(drafter).draft.value
+        return one * (_draft_share(budget, rows) if isinstance(budget, int) else _draft_shape(budget, rows))
 
     def free_ms(self, drafter: str, rows: int) -> float:
         """Of a drafter's drafts that are free, which is next to nothing."""
@@ -340,7 +348,7 @@ class Costs:
 
     def saw_draft(self, drafter: str, ms: float, budget: int, rows: int) -> None:
         """Take in a timed draft."""
-        self._of(drafter).draft.learn(ms / float(_draft_shape(budget, rows)))
+        self._of(drafter).draft.learn(ms / _draft_share(budget, rows))
 
     def saw_free(self, drafter: str, ms: float, rows: int) -> None:
         """Take in timed drafts that were free."""
