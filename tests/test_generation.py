@@ -69,10 +69,10 @@ def test_pieces_add_up_to_decoding_at_once(ids: list[int], sizes: list[int]) -> 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, VOCABULARY - 1), max_size=30), st.integers(1, 6))
-def test_a_deferred_text_is_that_of_decoding_at_once(ids: list[int], size: int) -> None:
-    detokenizer = Detokenizer(TOKENIZER)
+def test_a_whole_text_is_that_of_decoding_at_once(ids: list[int], size: int) -> None:
+    detokenizer = Detokenizer(TOKENIZER, whole=True)
     for at in range(0, len(ids), size):
-        detokenizer.defer(ids[at : at + size])
+        assert detokenizer.add(ids[at : at + size]) == ""
     assert detokenizer.finish() == detokenizer.text == TOKENIZER.decode(ids, skip_special_tokens=True)
     assert detokenizer.kept == len(ids)
 

@@ -64,10 +64,13 @@ class Detokenizer:
 
     Text that may be the beginning of a stop string is held back. When a stop string is found, ``stopped`` is set, the
     text ends before it, and ``kept`` counts the tokens up to the one that completed it.
+
+    whole  decode only in the end, which takes less time, unless there are stop strings to find before
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), *, whole: bool = False) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(s for s in stop if s)
+        self._whole = whole and not self._stop
         self._ids: list[int] = []
         self._prefix, self._read = 0, 0
         self._text = ""  # decoded so far
@@ -89,6 +92,9 @@ class Detokenizer:
 
     def add(self, tokens: Sequence[int]) -> str:
         """Append tokens; returns the new text that is safe to show."""
+        if self._whole:
+            self._ids += tokens
+            return ""
         # one token at a time to find the one that completes a stop string; without stop strings, all at once
         for group in [[token] for token in tokens] if self._stop else [tokens]:
             if self.stopped:
@@ -102,11 +108,6 @@ class Detokenizer:
                 self._prefix, self._read = self._read, len(self._ids)
             self._find_stop()
         return self._emit(len(self._text) if self.stopped else len(self._text) - self._held_back())
-
-    def defer(self, tokens: Sequence[int]) -> None:
-        """Append tokens whose text is not wanted before the end; only without stop strings."""
-        assert not self._stop, "a stop string has to be found when it is complete"
-        self._ids += tokens
 
     def finish(self) -> str:
         """End the text; returns what was held back."""
@@ -139,15 +140,11 @@ class Detokenizer:
 
 
 class _Output:
-    """The output of one request while it is being decoded.
-
-    whole  whether its text is wanted only as a whole, in the result: that takes less time, most where many rows decode
-    """
+    """The output of one request while it is being decoded; ``whole``: its text is wanted only in the result."""
 
     def __init__(self, ticket: Ticket, tokenizer: Any, stop: Sequence[str], *, whole: bool = False) -> None:
         self.ticket = ticket
-        self._defers = whole and not any(stop)
-        self.detokenizer = Detokenizer(tokenizer, stop)
+        self.detokenizer = Detokenizer(tokenizer, stop, whole=whole)
         self.stats = Stats()
         self.tokens: list[int] = []
         self.sources: list[str] = []
@@ -157,11 +154,7 @@ class _Output:
         """Append a step; returns its chunk, with the result if it was the last."""
         # the end token has no text, even if the tokenizer does not list it as special
         shown = step.tokens[:-1] if step.finish == "stop" else step.tokens
-        text = ""
-        if self._defers:
-            self.detokenizer.defer(shown)
-        else:
-            text = self.detokenizer.add(shown)
+        text = self.detokenizer.add(shown)
         finish, kept = step.finish, len(step.tokens)
         if self.detokenizer.stopped:
             finish, kept = "stop", self.detokenizer.kept - len(self.tokens)

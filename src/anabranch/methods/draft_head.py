@@ -209,8 +209,8 @@ class RowVocabulary:
         self._read = 0
         self._known: set[int] = set()
         self._selected = SelectedOutputs.of(head.target.head)
-        self._rows_XD: Tensor | None = None  # of the first ids
         self.ids = head.vocabulary[:0]
+        self._rows_XD = head.target.head_rows(self.ids)  # of the ids for which they were asked
         self.head: Callable[[Tensor], Tensor] | None = None
 
     def extend(self, text: Sequence[int]) -> RowVocabulary:
@@ -232,16 +232,13 @@ class RowVocabulary:
 
     @property
     def head_XD(self) -> Tensor:
-        """See the class."""
-        rows = self._rows_XD
-        if rows is None:
-            rows = self._head.target.head_rows(self.ids)
-        elif len(rows) < len(self.ids):
-            rows = torch.cat((rows, self._head.target.head_rows(self.ids[len(rows) :])))
-        self._rows_XD = rows
-        return rows
+        """Rows of the target's head; where its outputs are selected in their packed form, most drafts need none."""
+        known = len(self._rows_XD)
+        if known < len(self.ids):
+            self._rows_XD = torch.cat((self._rows_XD, self._head.target.head_rows(self.ids[known:])))
+        return self._rows_XD
 
     @property
     def bias_X(self) -> Tensor | None:
-        """See the class."""
+        """Their part of the head's bias; None if it has none."""
         return None if self._head.bias is None else self._head.bias[self.ids]

@@ -196,20 +196,23 @@ class Library:
         packable(kind, weight, scale, least)
         outputs, width = weight.shape
         tensors = [None if x is None else x.detach().cpu().contiguous() for x in (weight, scale, least)]
-        packed, size = Packed(None, outputs, width, KINDS[kind]), _LONG()
-        self._c.anabranch_packed_bytes(ctypes.byref(packed), ctypes.byref(size))
-        memory = self._allocate(size.value)
+        packed = Packed(None, outputs, width, KINDS[kind])
+        memory = self._allocate(self._packed_bytes(packed))
         packed.data = memory.data_ptr()
         self._c.anabranch_pack(ctypes.byref(packed), *(None if x is None else x.data_ptr() for x in tensors))
         return packed, memory
 
     def room(self, like: Packed, outputs: int) -> tuple[Packed, Tensor]:
         """A packed weight of zeros with the format and width of another; the second value is its memory."""
-        packed, size = Packed(None, outputs, like.width, like.kind), _LONG()
-        self._c.anabranch_packed_bytes(ctypes.byref(packed), ctypes.byref(size))
-        memory = torch.zeros(size.value, dtype=torch.uint8)
+        packed = Packed(None, outputs, like.width, like.kind)
+        memory = torch.zeros(self._packed_bytes(packed), dtype=torch.uint8)
         packed.data = memory.data_ptr()
         return packed, memory
+
+    def _packed_bytes(self, packed: Packed) -> int:
+        size = _LONG()
+        self._c.anabranch_packed_bytes(ctypes.byref(packed), ctypes.byref(size))
+        return size.value
 
     def copy_outputs(self, source: Packed, outputs: NDArray[np.int64], to: Packed, first: int) -> None:
         """Copy outputs of a packed weight, not in four bits, to another of its format, from output ``first`` on."""
