@@ -2,7 +2,8 @@
 
 Further training on other data gains where the new data is and may lose elsewhere; weights between the two often keep
 both (Wortsman et al. 2022, robust fine-tuning by interpolation). The draft vocabulary is that of the earlier adapter:
-training with ``--init`` picks a new one from the new data, and any vocabulary fits the weights.
+training with ``--init`` picks a new one from the new data, and any vocabulary fits the weights. Where LATER has more
+layers or higher ranks, EARLIER is given the weights that its training began with.
 
     python scripts/average_adapters.py EARLIER LATER --share 0.5 --answers ANSWERS --out FOLDER
 
@@ -18,7 +19,9 @@ from typing import Any
 import torch
 
 from anabranch.adapters.folder import TargetIdentity, load_adapter, save_adapter
+from anabranch.errors import InputError
 from anabranch.methods import Method
+from anabranch.methods.trained import Trained
 from anabranch.model.load import Target, load_target
 from anabranch.support.files import shown_command
 from anabranch.train.arithmetic import learner_of
@@ -40,6 +43,17 @@ def evaluated(target: Target, method: Method, module: Any, training: dict[str, A
     return as_measured(objective.evaluate(unseen, nodes=TREES), held_out, objective.predictor)
 
 
+def as_begun(target: Target, trained: Trained, earlier: Any, later: Any, training: dict[str, Any]) -> Any:
+    """What the training of ``later`` began with, with the draft vocabulary of ``earlier``."""
+    torch.manual_seed(training["options"]["seed"])
+    made = trained.make(target.config, later.config, earlier.vocabulary)
+    try:
+        trained.begin(made, earlier)
+    except InputError as error:
+        raise SystemExit(f"error: the later adapter cannot have begun with the earlier one: {error}") from error
+    return made
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("earlier", type=Path, help="adapter folder; its draft vocabulary is kept")
@@ -53,9 +67,10 @@ def main() -> None:
         raise SystemExit(f"error: --share must be from 0 to 1, got {args.share}")
     target = load_target(args.model)
     earlier, later = (load_adapter(folder, target) for folder in (args.earlier, args.later))
-    if earlier.method.name != later.method.name or earlier.module.config != later.module.config:
-        raise SystemExit(f"error: {args.earlier} and {args.later} are adapters of other methods or shapes")
-    ours, theirs = dict(earlier.module.named_parameters()), dict(later.module.named_parameters())
+    if earlier.method.name != later.method.name or earlier.method.trained is None:
+        raise SystemExit(f"error: {args.earlier} and {args.later} are adapters of other methods")
+    made = as_begun(target, earlier.method.trained, earlier.module, later.module, later.record["training"])
+    ours, theirs = dict(made.named_parameters()), dict(later.module.named_parameters())
     with torch.no_grad():
         for name, weight in ours.items():
             weight.copy_(torch.lerp(weight.float(), theirs[name].float(), args.share))
@@ -71,9 +86,9 @@ def main() -> None:
     }
     measured = {}
     if args.answers is not None:
-        measured = evaluated(target, earlier.method, earlier.module, later.record["training"], args.answers)
+        measured = evaluated(target, earlier.method, made, later.record["training"], args.answers)
     record = save_adapter(
-        *(args.out, earlier.module),
+        *(args.out, made),
         method=earlier.method,
         target=TargetIdentity.of(target),
         training=training,

@@ -97,6 +97,7 @@ RICH = StreamConfig(
     stream_mlp="mlp+adapter",
     adapter_rank=3,
     attention_rank=2,
+    mlp_rank=2,
     pruning_rank=2,
     conditioning="path",
     conditioning_rank=5,

@@ -305,11 +305,9 @@ def in_four_bits(model: Decoder, adapter: StreamAdapter) -> None:
         return QuantizedWeight.of(F.pad(weight, (0, more)), "int4").dense()[:, : weight.shape[1]]
 
     for index, block in enumerate(model.blocks):
-        for linear in (block.mlp.up, block.mlp.down):
-            linear.weight.copy_(held(linear.weight))
         layer = adapter.layer(index) if index >= adapter.start else None
-        for name in ("qkv", "out"):
-            weight, delta = getattr(block, name).weight, None if layer is None else getattr(layer, name)
+        for module, name in block.linears():
+            weight, delta = getattr(module, name).weight, None if layer is None else layer.delta(name)
             change = 0.0 if delta is None else (delta.up @ delta.down).to(weight.dtype)
             weight.copy_(held(weight + change) - change)
         if layer is not None and layer.mlp is not None:
@@ -327,6 +325,8 @@ ADAPTERS: list[dict[str, object]] = [
     {"conditioning": "path", "conditioning_rank": 8},
     {"adapter_rank": 40},
     {"adapter_rank": 0},
+    {"mlp_rank": 4},
+    {"mlp_rank": 4, "attention_rank": 0, "adapter_rank": 0},
     {"root_width": 32},
 ]
 

@@ -181,6 +181,25 @@ def test_beginning_with_another_adapter(written: Path, tmp_path: Path) -> None:
     assert "other initial weights" in str(fresh.exception)
 
 
+def test_beginning_with_lower_ranks(written: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    begun = call("streams", "--answers", written, "--out", first, *SMALL, "--epochs", 1)
+    assert begun.exit_code == 0, begun.output
+    ranks = ("--attention-rank", 18, "--adapter-rank", 17, "--mlp-rank", 4)
+    still = ("--epochs", 1, "--lr", 1e-9, "--warmup", 0)
+    result = call("streams", "--answers", written, "--out", second, "--init", first, *SMALL, *ranks, *still, "--json")
+    assert result.exit_code == 0, result.output
+    old, new = load_adapter(first, TARGET).module, load_adapter(second, TARGET).module
+    close = partial(torch.testing.assert_close, atol=1e-5, rtol=1e-2)
+    for before, after in zip(old.layers, new.layers, strict=True):
+        assert after.up.up.shape[1] == after.down.up.shape[1] == 4
+        assert max(after.up.up.abs().max(), after.down.up.abs().max()) < 1e-5  # what is new adds nothing yet
+        for name in ("qkv", "out", "mlp"):
+            was, now = getattr(before, name), getattr(after, name)
+            close(now.down[: len(was.down)], was.down)
+            close(now.up @ now.down, was.up @ was.down)
+
+
 def test_beginning_with_fewer_streams_and_layers(written: Path, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     begun = call("streams", "--answers", written, "--out", first, *SMALL, "--epochs", 1, "--stream-layers", 1)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -97,13 +98,17 @@ class LayerTuning(nn.Module):
         """The attention's output projection."""
         return self._added("out", out, a)
 
+    def up(self, h_BRD: Tensor, up: nn.Module) -> Tensor:
+        """The first product of the feed-forward part."""
+        return self._added("up", up, h_BRD)
+
+    def down(self, a: Tensor, down: nn.Module) -> Tensor:
+        """The second product of the feed-forward part."""
+        return self._added("down", down, a)
+
     def mlp(self, h_BRD: Tensor, mlp: MLP) -> Tensor:
         """The feed-forward part."""
-        y = self._added("up", mlp.up, h_BRD)
-        if mlp.gated:
-            gate, y = y.chunk(2, dim=-1)
-            return self._added("down", mlp.down, mlp.activation(gate) * y)
-        return self._added("down", mlp.down, mlp.activation(y))
+        return mlp.through(h_BRD, partial(self.up, up=mlp.up), partial(self.down, down=mlp.down))
 
     def merge(self, block: Block) -> None:
         """Add the terms to a block's weights: module by module, as loading them as a LoRA does, to the same bits."""

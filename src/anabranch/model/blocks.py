@@ -67,13 +67,17 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, R, D] -> [B, R, D]."""
-        y = self.up(x)
-        if self.gated:
-            if y.requires_grad and self.activation is F.silu:  # in training
-                return self.down(_SiluGate.apply(y))  # type: ignore[no-any-return, no-untyped-call]
-            gate, y = y.chunk(2, dim=-1)
-            return self.down(self.activation(gate) * y)  # type: ignore[no-any-return]
-        return self.down(self.activation(y))  # type: ignore[no-any-return]
+        return self.through(x, self.up, self.down)
+
+    def through(self, x: Tensor, up: Callable[[Tensor], Tensor], down: Callable[[Tensor], Tensor]) -> Tensor:
+        """The same with other products in place of ``up`` and ``down``."""
+        y = up(x)
+        if not self.gated:
+            return down(self.activation(y))
+        if y.requires_grad and self.activation is F.silu:  # in training
+            return down(_SiluGate.apply(y))  # type: ignore[no-untyped-call]
+        gate, y = y.chunk(2, dim=-1)
+        return down(self.activation(gate) * y)
 
 
 class _SiluGate(torch.autograd.Function):

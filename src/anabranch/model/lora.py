@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -164,11 +165,8 @@ class SideTerms(ABC):
 
     def mlp(self, h_BRD: Tensor, mlp: MLP) -> Tensor:
         """The feed-forward part."""
-        y = self.added("mlp.up", mlp.up, h_BRD)
-        if mlp.gated:
-            gate, y = y.chunk(2, dim=-1)
-            return self.added("mlp.down", mlp.down, mlp.activation(gate) * y)
-        return self.added("mlp.down", mlp.down, mlp.activation(y))
+        up, down = partial(self.added, "mlp.up", mlp.up), partial(self.added, "mlp.down", mlp.down)
+        return mlp.through(h_BRD, up, down)
 
 
 class WithLora(Mapping[str, Tensor]):

@@ -169,7 +169,8 @@ def packed_like(
     """
     if isinstance(module, NativeLinear):
         exact = module.dtype == torch.float32 or weight.shape[1] % GROUP
-        return NativeLinear(weight if exact else QuantizedWeight.of(weight, kind), bias, wide=module.wide)
+        stored = weight if exact else QuantizedWeight.of(weight, kind)
+        return NativeLinear(stored, bias, wide=module.wide, gated=module.gated)
     return PackedLinear(weight, bias) if isinstance(module, PackedLinear) else None
 
 

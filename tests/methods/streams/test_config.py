@@ -23,6 +23,8 @@ from small import LLAMA, RICH, small, small_adapter
         {"num_stream_layers": 0},
         {"adapter_rank": 0},
         {"attention_rank": -1},
+        {"mlp_rank": -1, "stream_mlp": "mlp+adapter"},
+        {"mlp_rank": 4},
         {"pruning_rank": -1},
         {"context_top": -1},
         {"stream_mlp": "mlp"},

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,9 @@ from anabranch.support.memory import give_back
 __all__ = ["StreamAdapter", "StreamLayer", "StreamModule"]
 
 
+Product: TypeAlias = Callable[[Tensor], Tensor]  # rows times a weight
+
+
 class StreamLayer(nn.Module):
     """The trained parameters of one of the top layers, for stream rows only."""
 
@@ -35,31 +39,38 @@ class StreamLayer(nn.Module):
         super().__init__()
         q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
         self.keep_mlp = config.stream_mlp == "mlp+adapter"
-        width, rank = model.hidden_size, config.attention_rank
+        width, inner = model.hidden_size, model.intermediate_size
         self.mlp = LowRank(width, width, config.adapter_rank, activation=True) if config.adapter_rank else None
-        self.qkv = LowRank(width, q + 2 * kv, rank) if rank else None
-        self.out = LowRank(q, width, rank) if rank else None
-        self.merged: tuple[PackedWeight, PackedWeight] | None = None
+        deltas = {
+            "qkv": (width, q + 2 * kv, config.attention_rank),
+            "out": (q, width, config.attention_rank),
+            "up": (width, inner * (2 if model.gated_mlp else 1), config.mlp_rank),
+            "down": (inner, width, config.mlp_rank),
+        }
+        for name, (width_in, width_out, rank) in deltas.items():
+            self.register_module(name, LowRank(width_in, width_out, rank) if rank else None)
+        self.merged: dict[str, PackedWeight] = {}
+
+    def delta(self, name: str) -> LowRank | None:
+        """What is added to one of the layer's own products: qkv, out, up or down."""
+        found: LowRank | None = getattr(self, name)
+        return found
 
     def merge(self, block: Block) -> None:
-        """Merge the attention deltas into packed copies of the block's projections, for trailing streams.
+        """Merge the deltas into packed copies of the block's weights, for trailing streams.
 
-        Takes memory for the copies, but is faster on a CPU, where four narrow products per layer cost as much as a wide
-        one.
+        Takes memory for the copies, but is faster on a CPU, where narrow products per layer cost as much as wide ones.
         """
-        if self.merged is not None or self.qkv is None or self.out is None:
+        if self.merged:
             return  # merged already for another drafter
-        qkv, out = self._with(block.qkv, self.qkv), self._with(block.out, self.out)
-        if qkv is not None and out is not None:
-            self.merged = (qkv, out)
+        for module, name in block.linears():
+            delta, linear = self.delta(name), getattr(module, name)
+            if delta is not None and isinstance(linear, PackedLinear | NativeLinear):
+                weight = linear.dense()
+                packed = packed_like(linear, weight + (delta.up @ delta.down).to(weight.dtype), linear.bias)
+                assert packed is not None
+                self.merged[name] = packed
         give_back()
-
-    @staticmethod
-    def _with(linear: nn.Module, delta: LowRank) -> PackedWeight | None:
-        if not isinstance(linear, PackedLinear | NativeLinear):
-            return None
-        weight = linear.dense()
-        return packed_like(linear, weight + (delta.up @ delta.down).to(weight.dtype), linear.bias)
 
 
 class StreamSide:
@@ -79,25 +90,31 @@ class StreamSide:
             return whole
         return torch.cat((y[:, : self.main], y[:, self.main :] + delta(x[:, self.main :])), dim=1)
 
-    def qkv(self, h_BRD: Tensor, qkv: Callable[[Tensor], Tensor]) -> Tensor:
+    def _product(self, name: str, linear: Product, x: Tensor) -> Tensor:
+        if self.main == 0 and name in self.weights.merged:
+            return self.weights.merged[name](x)  # type: ignore[no-any-return]
+        return self._add(self.weights.delta(name), x, linear(x))
+
+    def qkv(self, h_BRD: Tensor, qkv: Product) -> Tensor:
         """The packed q, k, v projections, with deltas for stream rows."""
-        if self.main == 0 and self.weights.merged is not None:
-            return self.weights.merged[0](h_BRD)  # type: ignore[no-any-return]
-        return self._add(self.weights.qkv, h_BRD, qkv(h_BRD))
+        return self._product("qkv", qkv, h_BRD)
 
-    def out(self, a: Tensor, out: Callable[[Tensor], Tensor]) -> Tensor:
+    def out(self, a: Tensor, out: Product) -> Tensor:
         """The output projection, with a delta for stream rows."""
-        if self.main == 0 and self.weights.merged is not None:
-            return self.weights.merged[1](a)  # type: ignore[no-any-return]
-        return self._add(self.weights.out, a, out(a))
+        return self._product("out", out, a)
 
-    def mlp(self, h_BRD: Tensor, mlp: Callable[[Tensor], Tensor]) -> Tensor:
-        """The frozen MLP for main rows; the adapter in its place, or added to it, for stream rows."""
+    def mlp(self, h_BRD: Tensor, mlp: MLP, up: Product | None = None, down: Product | None = None) -> Tensor:
+        """The MLP for main rows; for stream rows with deltas and the adapter added to it, or the adapter in its place.
+
+        ``up`` and ``down`` compute the MLP's products if it does not do so itself.
+        """
+        up, down = mlp.up if up is None else up, mlp.down if down is None else down
         if self.weights.keep_mlp:
-            return self._add(self.weights.mlp, h_BRD, mlp(h_BRD))
+            y = mlp.through(h_BRD, partial(self._product, "up", up), partial(self._product, "down", down))
+            return self._add(self.weights.mlp, h_BRD, y)
         assert self.weights.mlp is not None, "the config refuses rows without an MLP"
         streams: Tensor = self.weights.mlp(h_BRD[:, self.main :])
-        return streams if self.main == 0 else torch.cat((mlp(h_BRD[:, : self.main]), streams), dim=1)
+        return streams if self.main == 0 else torch.cat((mlp.through(h_BRD[:, : self.main], up, down), streams), dim=1)
 
 
 class TunedSide:
@@ -116,7 +133,8 @@ class TunedSide:
 
     def mlp(self, h_BRD: Tensor, mlp: MLP) -> Tensor:
         """The feed-forward part."""
-        return self.streams.mlp(h_BRD, partial(self.tuning.mlp, mlp=mlp))
+        up, down = partial(self.tuning.up, up=mlp.up), partial(self.tuning.down, down=mlp.down)
+        return self.streams.mlp(h_BRD, mlp, up, down)
 
 
 class RootTerm(Packable):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from anabranch.errors import InputError
 from anabranch.learning.examples import Batch, Example
@@ -15,6 +16,7 @@ from anabranch.model.decoder import Decoder
 __all__ = ["begin_with", "scale_to_target"]
 
 SAMPLE = 64  # tokens
+RANKS = ("adapter_rank", "attention_rank", "mlp_rank")
 STEP = 10.0  # a step moves an embedding by the learning rate times this, times the states' root mean square
 
 
@@ -40,9 +42,9 @@ def begin_with(adapter: StreamAdapter, trained: StreamAdapter) -> None:
     """Copy the weights of ``trained`` into the fresh ``adapter``, which keeps its own draft vocabulary.
 
     ``trained`` may lack the root term (it then starts at zero) or have one that is not wanted (it is left out), have
-    fewer streams (new ones start as copies of the last one), and have fewer layers (new ones are below its own and
-    start at zero). The streams of a frozen target are also a start for shared mode, whose terms of the target's layers
-    start at zero. Raises InputError if anything else differs.
+    fewer streams (new ones start as copies of the last one), fewer layers (new ones are below its own and start at
+    zero), and lower ranks (what is new starts at zero). The streams of a frozen target are also a start for shared
+    mode, whose terms of the target's layers start at zero. Raises InputError if anything else differs.
     """
     mine, theirs = adapter.config.to_dict(), trained.config.to_dict()
     theirs |= {name: mine[name] for name in ("mode", "main_attends", "lora_rank")}
@@ -50,8 +52,8 @@ def begin_with(adapter: StreamAdapter, trained: StreamAdapter) -> None:
         theirs["root_width"] = mine["root_width"]
     more = mine["num_streams"] - theirs["num_streams"]
     lower = mine["num_stream_layers"] - theirs["num_stream_layers"]
-    for name, grows in (("num_streams", more), ("num_stream_layers", lower)):
-        theirs[name] = mine[name] if grows > 0 else theirs[name]
+    for name in ("num_streams", "num_stream_layers", *RANKS):
+        theirs[name] = mine[name] if mine[name] > theirs[name] else theirs[name]
     for name, value in mine.items():
         if theirs[name] != value:
             raise InputError(
@@ -62,8 +64,19 @@ def begin_with(adapter: StreamAdapter, trained: StreamAdapter) -> None:
     for name in ("embeddings", "root.streams"):  # one row per stream
         if more > 0 and name in weights:
             weights[name] = torch.cat((weights[name], weights[name][-1:].expand(more, -1)))
+    own = adapter.state_dict()
     moved = {}  # layers are counted from the top of the target
     for name in [name for name in weights if name.startswith("layers.") and lower > 0]:
         _, index, rest = name.split(".", 2)
         moved[f"layers.{int(index) + lower}.{rest}"] = weights.pop(name)
-    adapter.load_state_dict(weights | moved, strict=False)
+    grown = {name: _grown(weight, own.get(name)) for name, weight in (weights | moved).items()}
+    adapter.load_state_dict(grown, strict=False)
+
+
+def _grown(weight: Tensor, fresh: Tensor | None) -> Tensor:
+    """A weight in the leading corner of a fresh one, which is as large or larger in each axis: of a higher rank."""
+    if fresh is None or fresh.shape == weight.shape:
+        return weight
+    grown = fresh.clone()
+    grown[tuple(slice(n) for n in weight.shape)] = weight
+    return grown

@@ -21,6 +21,7 @@ _RANGES = {
     "num_stream_layers": (1, 1 << 12),
     "adapter_rank": (0, _WIDEST),
     "attention_rank": (0, _WIDEST),
+    "mlp_rank": (0, _WIDEST),
     "init_rank": (0, _WIDEST),
     "pruning_rank": (0, _WIDEST),
     "context_top": (0, (1 << 31) - 1),
@@ -39,6 +40,7 @@ class StreamConfig:
     stream_mlp         "adapter" replaces the MLP for stream rows (the paper); "mlp+adapter" adds to the frozen MLP
     adapter_rank       R_s, rank of the stream adapter; 0: none, with "mlp+adapter" only
     attention_rank     rank of the deltas on q, k, v and o of stream rows; 0: none (the paper)
+    mlp_rank           rank of the deltas on the frozen MLP's products for stream rows, with "mlp+adapter" only; 0: none
     init_rank          eta of f in ``S = f(M) + P`` (ACL eq. 4); 0: identity (the paper)
     position           "embedding": stream embeddings P_j; "rotation": value rotation instead (ACL eq. 8)
     rotation_step      epsilon of eq. 8, radians per stream
@@ -62,6 +64,7 @@ class StreamConfig:
     stream_mlp: Literal["adapter", "mlp+adapter"] = "adapter"
     adapter_rank: int = 8
     attention_rank: int = 0
+    mlp_rank: int = 0
     init_rank: int = 0
     position: Literal["embedding", "rotation"] = "embedding"
     rotation_step: float = 1e-3
@@ -92,6 +95,11 @@ class StreamConfig:
                 raise InputError(f"{name} must be one of {', '.join(allowed)}, got {shown(getattr(self, name))}")
         if not self.adapter_rank and self.stream_mlp == "adapter":
             raise InputError("adapter_rank 0 leaves stream rows without an MLP; use stream_mlp 'mlp+adapter'")
+        if self.mlp_rank and self.stream_mlp == "adapter":
+            raise InputError(
+                f"mlp_rank is {self.mlp_rank}, but stream_mlp 'adapter' leaves stream rows without the MLP; use "
+                "'mlp+adapter'"
+            )
         if (self.conditioning == "none") != (self.conditioning_rank == 0):
             raise InputError("conditioning and conditioning_rank go together: give both, or 'none' and 0")
         if self.mode == "lossless" and (self.main_attends != "none" or self.lora_rank):
@@ -108,7 +116,7 @@ class StreamConfig:
     @property
     def bare(self) -> bool:
         """Whether streams pass through the target's layers like main rows, from states that their embeddings give."""
-        own = (self.adapter_rank, self.attention_rank, self.init_rank, self.context_top, self.root_width)
+        own = (self.adapter_rank, self.attention_rank, self.mlp_rank, self.init_rank, self.context_top, self.root_width)
         return not any(own) and self.position == "embedding"
 
     def to_dict(self) -> dict[str, Any]:

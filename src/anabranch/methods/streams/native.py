@@ -50,13 +50,14 @@ class _TrailWeights:
     def _layer(block: object, weights: StreamLayer) -> LayerWeights:
         assert isinstance(block, Block)
         weights.merge(block)
-        qkv, out = (narrow(block.qkv), narrow(block.out)) if weights.merged is None else weights.merged
-        assert isinstance(qkv, NativeLinear)
-        assert isinstance(out, NativeLinear)
-        up = narrow(block.mlp.up) if weights.keep_mlp else None
-        down = narrow(block.mlp.down) if weights.keep_mlp else None
+        linears: dict[str, NativeLinear] = {}
+        for module, name in block.linears():
+            linear = weights.merged[name] if name in weights.merged else narrow(getattr(module, name))
+            assert isinstance(linear, NativeLinear)
+            linears[name] = linear
+        mlp = (linears["up"], linears["down"]) if weights.keep_mlp else (None, None)
         term = () if weights.mlp is None else _whole_blocks(weights.mlp, block.qkv)
-        return LayerWeights(block, qkv, out, up, down, *term)
+        return LayerWeights(block, linears["qkv"], linears["out"], *mlp, *term)
 
     @staticmethod
     def _begin(target: Decoder, adapter: StreamModule, layer: LayerWeights) -> tuple[TrailEntry | None, list[object]]:

@@ -48,7 +48,8 @@ def default_adapter() -> Recipe:
         num_stream_layers=12,
         stream_mlp="mlp+adapter",
         adapter_rank=32,
-        attention_rank=32,
+        attention_rank=64,
+        mlp_rank=64,
         conditioning="path",
         conditioning_rank=512,
         root_width=512,
@@ -60,7 +61,14 @@ def default_adapter() -> Recipe:
 def shared() -> Recipe:
     """Shared mode at its best: the streams of ``default_adapter`` without the root, since they ride."""
     config = replace(
-        default_adapter().config, root_width=0, num_streams=4, mode="shared", main_attends="own", lora_rank=32
+        default_adapter().config,
+        num_streams=4,
+        attention_rank=32,
+        mlp_rank=0,
+        root_width=0,
+        mode="shared",
+        main_attends="own",
+        lora_rank=32,
     )
     options = TrainOptions(epochs=3.0, lr=5e-4, batch_tokens=2048)
     return Recipe(config, LossOptions(main=1.0, streams=0.1), options, draft_vocabulary=8192)
@@ -87,6 +95,7 @@ OPTIONS: dict[str, Option] = {
     "stream_mlp": Option(str, "adapter (the paper) or mlp+adapter", "config"),
     "adapter_rank": Option(int, "rank of the stream adapters (R_s)", "config"),
     "attention_rank": Option(int, "rank of the deltas on q, k, v and o; 0: none", "config"),
+    "mlp_rank": Option(int, "rank of the deltas on the MLP's products, with mlp+adapter; 0: none", "config"),
     "position": Option(str, "what tells streams apart: embedding (the paper) or rotation (of values, eq. 8)", "config"),
     "conditioning": Option(str, "what scores are conditioned on: none, parent or path", "config"),
     "conditioning_rank": Option(int, "width of the conditioning term", "config"),
