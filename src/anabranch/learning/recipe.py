@@ -20,7 +20,7 @@ class TrainOptions:
     lr                peak learning rate
     segment           positions trained at a time; bounds the memory
     target_format     stored: the target as it was loaded; int8: products with its layers in int8 while training, faster
-                      on a CPU; nf4: its layers in 4 bits while training (QLoRA), less memory
+                      on a CPU that is slow in bf16; nf4: its layers in 4 bits while training (QLoRA), less memory
     recompute         keep each layer's input only, and compute the layer again for its gradient
     keep_states       run the frozen target over each batch only once and keep its states, on a CPU in an unnamed file
                       in the run's folder, on a GPU in its memory: later epochs take half the time. Batches then have
@@ -132,7 +132,9 @@ COMMON: dict[str, Option] = {
     "checkpoint_every": Option(int, "steps between checkpoints"),
     "accumulate": Option(int, "split each batch into this many parts and add their gradients; needs less memory"),
     "target_format": Option(
-        str, "stored; int8: multiply by the target's layers in int8 (faster on a CPU); nf4: hold them in 4 bits"
+        str,
+        "stored; int8: multiply by the target's layers in int8 (faster on a CPU that is slow in bf16); "
+        "nf4: hold them in 4 bits",
     ),
     "patience": Option(int, "stop after this many evaluations without gain and keep the best weights; 0: never"),
     "draft_vocabulary": Option(int, "draft only this many tokens, the most frequent ones; 0: all", ""),
