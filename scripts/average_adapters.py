@@ -17,30 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from derived_adapters import save_derived
 
-from anabranch.adapters.folder import TargetIdentity, load_adapter, save_adapter
+from anabranch.adapters.folder import load_adapter
 from anabranch.errors import InputError
-from anabranch.methods import Method
 from anabranch.methods.trained import Trained
 from anabranch.model.load import Target, load_target
-from anabranch.support.files import shown_command
-from anabranch.train.arithmetic import learner_of
-from anabranch.train.data import read_examples, split
-from anabranch.train.job import as_measured, packed_copy
-from anabranch.train.trainer import TREES
-
-
-def evaluated(target: Target, method: Method, module: Any, training: dict[str, Any], answers: Path) -> dict[str, Any]:
-    """What a module reaches on the held-out ones of some answers."""
-    assert method.trained is not None
-    held_out, seed, longest = training["held_out"], training["options"]["seed"], training["max_tokens"]
-    examples = read_examples(answers, vocab_size=target.config.vocab_size, max_tokens=longest)
-    _, unseen = split(examples, held_out, seed)
-    recipe, frozen = method.trained.recipe(None, {}), packed_copy(target)
-    objective = method.trained.objective(
-        learner_of(target.decoder, "stored", torch.float32), module.float(), recipe, frozen=frozen
-    )
-    return as_measured(objective.evaluate(unseen, nodes=TREES), held_out, objective.predictor)
 
 
 def as_begun(target: Target, trained: Trained, earlier: Any, later: Any, training: dict[str, Any]) -> Any:
@@ -74,27 +56,14 @@ def main() -> None:
     with torch.no_grad():
         for name, weight in ours.items():
             weight.copy_(torch.lerp(weight.float(), theirs[name].float(), args.share))
-    training = dict(later.record["training"])
-    words = ("--share", str(args.share), "--out", args.out.name)
-    averaged = shown_command("python", "scripts/average_adapters.py", args.earlier.name, args.later.name, *words)
-    training["command"] = f"{training['command']}\n{averaged}"
-    training["averaged"] = {
+    averaged = {
         "earlier": earlier.record["sha256"],
         "later": later.record["sha256"],
         "share_of_later": args.share,
         "draft_vocabulary_of": "earlier",
     }
-    measured = {}
-    if args.answers is not None:
-        measured = evaluated(target, earlier.method, made, later.record["training"], args.answers)
-    record = save_adapter(
-        *(args.out, made),
-        method=earlier.method,
-        target=TargetIdentity.of(target),
-        training=training,
-        measured=measured,
-    )
-    print(f"wrote {args.out}: SHA-256 {record['sha256']}")
+    words = ("scripts/average_adapters.py", args.earlier.name, args.later.name, "--share", str(args.share))
+    save_derived(args.out, made, later, target, words, args.answers, averaged=averaged)
 
 
 if __name__ == "__main__":

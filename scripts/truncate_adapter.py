@@ -15,13 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from average_adapters import evaluated
+from derived_adapters import save_derived
 
-from anabranch.adapters.folder import TargetIdentity, load_adapter, save_adapter
+from anabranch.adapters.folder import load_adapter
 from anabranch.methods.low_rank import LowRank
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.model.load import load_target
-from anabranch.support.files import shown_command
 
 RANKS = {"qkv": "attention_rank", "out": "attention_rank", "up": "mlp_rank", "down": "mlp_rank"}
 
@@ -62,19 +61,9 @@ def main() -> None:
                 weights[f"layers.{index - module.start}.{name}.{half}"] = weight
     smaller = trained.make(target.config, replace(module.config, **ranks), module.vocabulary)
     smaller.load_state_dict(weights)
-    training = dict(loaded.record["training"])
     words = ("--attention-rank", str(args.attention_rank), "--mlp-rank", str(args.mlp_rank))
-    command = shown_command("python", "scripts/truncate_adapter.py", args.adapter.name, *words, "--out", args.out.name)
-    training["command"] = f"{training['command']}\n{command}"
-    measured = {} if args.answers is None else evaluated(target, loaded.method, smaller, training, args.answers)
-    record = save_adapter(
-        *(args.out, smaller),
-        method=loaded.method,
-        target=TargetIdentity.of(target),
-        training=training,
-        measured=measured,
-    )
-    print(f"wrote {args.out}: {record['bytes']:,} bytes, SHA-256 {record['sha256']}")
+    command = ("scripts/truncate_adapter.py", args.adapter.name, *words)
+    save_derived(args.out, smaller, loaded, target, command, args.answers)
 
 
 if __name__ == "__main__":
