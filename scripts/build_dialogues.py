@@ -1,6 +1,6 @@
-"""Prompts to summarise dialogues, which the model writes itself: for training data of a kind that no free data set has.
+"""Prompts to summarise dialogues and news, which the model writes itself: training data of kinds that no free set has.
 
-python scripts/build_dialogues.py ask --out asked.jsonl
+python scripts/build_dialogues.py ask --out asked.jsonl          (--news: news articles)
 anabranch train answers --prompts asked.jsonl --temperature 0.8 --top-p 0.95 --out dialogues.jsonl
 python scripts/build_dialogues.py summarise dialogues.jsonl --out prompts.jsonl
 anabranch train answers --prompts prompts.jsonl --out summaries.jsonl
@@ -105,7 +105,67 @@ TEMPLATES = (
     "Write a short summary of this dialogue:\n{text}",
     "Dialogue:\n{text}\n\nSummarize the dialogue.",
 )
+EVENTS = (
+    "a fire in an apartment building",
+    "the arrest of a suspect after a robbery",
+    "a football match that was decided in the last minute",
+    "the election of a new mayor",
+    "a storm that cut off the power",
+    "a court's decision about a company",
+    "a plane that had to land early",
+    "a scientific discovery",
+    "a celebrity's wedding",
+    "a strike of bus drivers",
+    "a rescue in the mountains",
+    "the sale of a famous painting",
+    "a new law about schools",
+    "a missing child who was found",
+    "a company that cuts jobs",
+    "a hospital that opened a new wing",
+    "a traffic accident on a motorway",
+    "a flood after days of rain",
+    "a minister's resignation",
+    "a record at an athletics meeting",
+    "an animal that escaped from a zoo",
+    "a protest against a new road",
+    "a fraud at a bank",
+    "the first day of a music festival",
+    "a survey about health",
+    "a visit of a head of state",
+    "a film that won an award",
+    "the discovery of a shipwreck",
+    "rising house prices",
+    "a charity run by a ten-year-old",
+)
+PLACES = (
+    "Ohio",
+    "London",
+    "Sydney",
+    "Texas",
+    "Glasgow",
+    "Florida",
+    "Mumbai",
+    "Toronto",
+    "Nairobi",
+    "Berlin",
+    "California",
+    "Manchester",
+    "New York",
+    "Cape Town",
+    "Dublin",
+    "Tokyo",
+    "Chicago",
+    "Rome",
+)
+NEWS = (
+    "Summarize: {text}",
+    "Summarize: {text}",
+    "Summarize the following article in three sentences.\n\n{text}",
+    "{text}\n\nTL;DR:",
+    "What happened, according to this article?\n\n{text}",
+)
 LEAST_LINES = 4
+LEAST_WORDS = 80  # of an article
 NUMBERED = 0.6  # share of dialogues whose speakers are numbered instead of named
 
 
@@ -120,6 +180,30 @@ def asked(count: int) -> Iterator[dict[str, Any]]:
             "line with the speaker's name and a colon. Write nothing else."
         )
         yield {"id": number, "source": "dialogue", "prompt": text}
+
+
+def asked_news(count: int) -> Iterator[dict[str, Any]]:
+    """Prompts for news articles."""
+    chance = random.Random(3)
+    for number in range(count):
+        one, other = chance.sample(NAMES, 2)
+        event, place, words = chance.choice(EVENTS), chance.choice(PLACES), chance.choice((150, 250, 350))
+        text = (
+            f"Write a newspaper article of about {words} words about {event} in {place}. Mention {one} and {other} "
+            "with their last names, quote one of them, and give details such as dates and numbers. Write no headline."
+        )
+        yield {"id": number, "source": "news", "prompt": text}
+
+
+def news_to_summarise(articles: Path, model: str) -> Iterator[dict[str, Any]]:
+    """Prompts with the articles among the completions, for their summaries."""
+    chance, tokenizer = random.Random(4), load_target(model).tokenizer
+    for _, row in read_rows(articles):
+        text = tokenizer.decode(row["answer_ids"], skip_special_tokens=True)
+        text = " ".join(text.replace("*", "").split())
+        if len(text.split()) >= LEAST_WORDS:
+            text = text[: text.rfind(".") + 1] or text  # the last sentence may be cut
+            yield {"id": row["id"], "source": "news summaries", "prompt": chance.choice(NEWS).format(text=text)}
 
 
 def to_summarise(dialogues: Path, model: str) -> Iterator[dict[str, Any]]:
@@ -145,15 +229,19 @@ def _renamed(line: str, names: dict[str, str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parts = parser.add_subparsers(dest="part", required=True)
-    ask = parts.add_parser("ask", help="write prompts for dialogues")
+    ask = parts.add_parser("ask", help="write prompts for dialogues, or for news articles")
     ask.add_argument("--count", type=int, default=260)
-    summarise = parts.add_parser("summarise", help="write prompts to summarise the dialogues in completions")
+    summarise = parts.add_parser("summarise", help="write prompts to summarise what is in completions")
     summarise.add_argument("dialogues", type=Path)
     summarise.add_argument("--model", default="default")
     for part in (ask, summarise):
+        part.add_argument("--news", action="store_true", help="news articles instead of dialogues")
         part.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    rows = list(asked(args.count) if args.part == "ask" else to_summarise(args.dialogues, args.model))
+    if args.part == "ask":
+        rows = list((asked_news if args.news else asked)(args.count))
+    else:
+        rows = list((news_to_summarise if args.news else to_summarise)(args.dialogues, args.model))
     write_atomically(args.out, "".join(json.dumps(row) + "\n" for row in rows))
     print(f"{len(rows)} prompts -> {args.out}")
 

@@ -17,6 +17,8 @@ are left out and numbers go on behind them:
     python scripts/build_prompts.py --data DIR --german de_gsd-ud-dev.conllu de_gsd-ud-test.conllu \\
         de_pud-ud-test.conllu --xquad xquad.en.json xquad.de.json --seed 3 \\
         --without prompts.jsonl more.jsonl third.jsonl --out fourth.jsonl
+
+--questions adds questions that people asked a search engine, from Natural Questions' EfficientQA files (CC BY-SA 3.0).
 """
 
 from __future__ import annotations
@@ -183,6 +185,14 @@ def collect(
     return unknown(prompts, known)
 
 
+def searched(paths: Sequence[Path], rng: random.Random, scale: float) -> list[tuple[str, str]]:
+    """Questions to a search engine, most of them as a person would write them."""
+    asked = [row["question"].strip() for path in paths for _, row in read_rows(path)]
+    rng.shuffle(asked)
+    written = (q if rng.random() < 0.3 else f"{q[:1].upper()}{q[1:]}?" for q in asked[: round(1700 * scale)])
+    return [("natural_questions", question) for question in written]
+
+
 def unknown(prompts: Sequence[tuple[str, str]], known: frozenset[str]) -> list[tuple[str, str]]:
     """Those that are not ``known``, cut to what a context holds."""
     return [(source, prompt[:4200]) for source, prompt in prompts if prompt[:4200] not in known]
@@ -195,6 +205,7 @@ def main() -> None:
     parser.add_argument(
         "--xquad", type=Path, nargs=2, metavar=("ENGLISH", "GERMAN"), help="xquad.en.json xquad.de.json"
     )
+    parser.add_argument("--questions", type=Path, nargs="*", default=[], help="JSONL files of EfficientQA")
     parser.add_argument("--out", type=Path, required=True, help="JSONL file to write")
     parser.add_argument("--scale", type=float, default=1.0, help="share of each source to take")
     parser.add_argument("--without", type=Path, nargs="*", default=[], help="earlier prompt files")
@@ -205,6 +216,9 @@ def main() -> None:
     found = collect(args.data, rng, args.scale, args.german, known)
     if args.xquad:
         found += unknown(reading(*args.xquad, rng), known)
+    if args.questions:
+        found += unknown(searched(args.questions, rng, args.scale), known)
+    if args.xquad or args.questions:
         rng.shuffle(found)
     prompts = [
         {"id": len(earlier) + i, "source": source, "prompt": prompt, "chat": rng.random() < 0.94}

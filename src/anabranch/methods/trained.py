@@ -47,6 +47,9 @@ class Trainable(nn.Module):
         """Multiples of the learning rate by the name of a parameter; it is 1 for all that are not named."""
         return {}
 
+    def prepare(self, target: Decoder, step: int) -> None:
+        """Called before each step of the training, counted from 0; ``target`` is what gradients pass through."""
+
 
 class TrainedModule(Trainable):
     """The base class of the trained modules of methods.

@@ -174,12 +174,25 @@ def packed_like(
     return PackedLinear(weight, bias) if isinstance(module, PackedLinear) else None
 
 
+def rounding(weight: Tensor) -> Tensor:
+    """What ``packed_like`` changes in a weight for the native kernels, rounding it to four bits."""
+    if weight.shape[1] % GROUP:
+        return torch.zeros_like(weight)
+    exact = weight.detach().float()
+    return (QuantizedWeight.of(exact, "int4").dense() - exact).to(weight.dtype)
+
+
 class Packable(nn.Module):
     """A module whose weights [out, in] can be packed as another module's are, for inference."""
 
     def __init__(self) -> None:
         super().__init__()
         self.packed: dict[str, PackedWeight] = {}
+        self._rounding: dict[str, Tensor] = {}
+
+    def round(self, on: bool) -> None:
+        """Compute with the weights as they will be rounded by ``pack``, in training; or not any more."""
+        self._rounding = {name: rounding(weight) for name, weight in self.products()} if on else {}
 
     def pack(self, like: nn.Module) -> None:
         """Pack the weights as the linear module ``like`` is packed; do nothing if it is not."""
@@ -195,7 +208,10 @@ class Packable(nn.Module):
     def linear(self, x: Tensor, name: str) -> Tensor:
         """``x`` [..., in] times the weight called ``name``: [..., out]."""
         packed = self.packed.get(name)
-        return F.linear(x, getattr(self, name)) if packed is None else packed(x)
+        weight: Tensor = getattr(self, name)
+        if name in self._rounding:
+            weight = weight + self._rounding[name]
+        return F.linear(x, weight) if packed is None else packed(x)
 
 
 def _stored(linear: nn.Linear | QuantizedLinear) -> Tensor | QuantizedWeight:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anabranch.errors import InputError
+from anabranch.errors import CapabilityError, InputError
 from anabranch.methods.low_rank import LowRank
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.scorer import Conditioner
@@ -22,8 +22,9 @@ from anabranch.methods.trained import TrainedModule
 from anabranch.methods.tuning import LayerTuning, terms_of
 from anabranch.model.blocks import MLP, Block, RowSide
 from anabranch.model.config import ModelConfig
+from anabranch.model.decoder import Decoder
 from anabranch.model.native_linear import NativeLinear
-from anabranch.model.pack import Packable, PackedLinear, PackedWeight, packed_like
+from anabranch.model.pack import Packable, PackedLinear, PackedWeight, packed_like, rounding
 from anabranch.support.memory import give_back
 
 __all__ = ["StreamAdapter", "StreamLayer", "StreamModule"]
@@ -50,11 +51,34 @@ class StreamLayer(nn.Module):
         for name, (width_in, width_out, rank) in deltas.items():
             self.register_module(name, LowRank(width_in, width_out, rank) if rank else None)
         self.merged: dict[str, PackedWeight] = {}
+        self._rounded: dict[str, Tensor] = {}
 
     def delta(self, name: str) -> LowRank | None:
         """What is added to one of the layer's own products: qkv, out, up or down."""
         found: LowRank | None = getattr(self, name)
         return found
+
+    def product(self, name: str, linear: Product, x: Tensor) -> Tensor:
+        """One of the layer's own products without its delta: ``linear`` unless it is computed with rounded weights."""
+        if name not in self._rounded:
+            return linear(x)
+        assert isinstance(linear, nn.Linear)
+        return F.linear(x, self._rounded[name], linear.bias)
+
+    def round(self, block: Block, on: bool) -> None:
+        """Compute as with the rounded weights that ``merge`` packs, in training; or not any more.
+
+        What rounding changes is added to the layer's own weights, so that gradients pass it by (straight through).
+        """
+        self._rounded.clear()
+        for module, name in block.linears() if on else ():
+            linear, delta = getattr(module, name), self.delta(name)
+            if not isinstance(linear, nn.Linear):
+                raise CapabilityError("merged weights are rounded in training with target_format 'stored' only")
+            if delta is not None:
+                weight = linear.weight.detach()
+                changed = rounding(weight + (delta.up @ delta.down).detach())
+                self._rounded[name] = (weight + changed).to(weight.dtype)
 
     def merge(self, block: Block) -> None:
         """Merge the deltas into packed copies of the block's weights, for trailing streams.
@@ -93,7 +117,7 @@ class StreamSide:
     def _product(self, name: str, linear: Product, x: Tensor) -> Tensor:
         if self.main == 0 and name in self.weights.merged:
             return self.weights.merged[name](x)  # type: ignore[no-any-return]
-        return self._add(self.weights.delta(name), x, linear(x))
+        return self._add(self.weights.delta(name), x, self.weights.product(name, linear, x))
 
     def qkv(self, h_BRD: Tensor, qkv: Product) -> Tensor:
         """The packed q, k, v projections, with deltas for stream rows."""
@@ -206,6 +230,7 @@ class StreamModule(TrainedModule):
         if self.embeddings is not None and not self.embeddings.is_meta:
             nn.init.normal_(self.embeddings, std=0.02)
         self.embedding_rate = 1.0  # see rates
+        self.rounds = False  # see prepare
         self.init = LowRank(width, width, config.init_rank) if config.init_rank else None
         self.root = RootTerm(width, config.root_width, config.num_streams) if config.root_width else None
         self.layers = nn.ModuleList(StreamLayer(model, config) for _ in range(config.num_stream_layers))
@@ -219,6 +244,21 @@ class StreamModule(TrainedModule):
     def rates(self) -> Mapping[str, float]:
         """Stream embeddings may learn faster: ``begin.scale_to_target``."""
         return {} if self.embeddings is None else {"embeddings": self.embedding_rate}
+
+    def prepare(self, target: Decoder, step: int) -> None:
+        """Round the weights in every other step, if at all: other backends draft with weights as they are."""
+        if self.rounds:
+            self.round(target, step % 2 == 0)
+
+    def round(self, target: Decoder, on: bool) -> None:
+        """Compute as with the rounded weights that the native kernels draft with, in training; or not any more."""
+        for index in range(self.start, len(target.blocks)):
+            block = target.blocks[index]
+            assert isinstance(block, Block)
+            self.layer(index).round(block, on)
+        for part in (self.root, self.conditioner):
+            if part is not None:
+                part.round(on)
 
     def layer(self, index: int) -> StreamLayer:
         """The trained part of the target's layer ``index`` (counted from the bottom of the target)."""

@@ -47,6 +47,8 @@ class LossOptions:
     unconditioned   weight of the loss of the streams without conditioning, if the adapter has conditioning
     pruning         weight of the early-exit adapter's next-token loss (ACL section 2.4)
     pruning_stride  compute that loss at every n-th position only
+    rounding        in every other step, and in evaluations, round the weights that streams read to four bits, as the
+                    native kernels do, in lossless mode
     """
 
     decay: float = 0.8
@@ -56,6 +58,7 @@ class LossOptions:
     pruning_stride: int = 8
     main: float = 0.0
     streams: float = 1.0
+    rounding: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.decay <= 1:
@@ -106,6 +109,9 @@ class StreamObjective:
                 "main and streams weigh the target's own next token against its streams, and mode 'lossless' trains "
                 "streams only; use a recipe of shared mode"
             )
+        if self.options.rounding and adapter.shape.mode != "lossless":
+            raise InputError("rounding is for streams of a frozen target (mode 'lossless')")
+        adapter.rounds = self.options.rounding
         self.frozen = target if frozen is None else frozen
         self.predictor, self.predictors = adapter.predictor, adapter.shape.num_streams
 
@@ -252,5 +258,9 @@ class StreamObjective:
         if self.adapter.conditioner is not None:
             settings["tree without conditioning"] = DraftOptions(condition=False)
         drafts = {name: StreamDraft(self.target, self.adapter, options) for name, options in settings.items()}
-        totals, accuracy = replay_all(self, drafts, examples)
+        try:
+            self.adapter.round(self.target, self.options.rounding)
+            totals, accuracy = replay_all(self, drafts, examples)
+        finally:
+            self.adapter.round(self.target, False)
         return evaluation(totals, accuracy, self.predictors)

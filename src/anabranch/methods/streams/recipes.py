@@ -110,6 +110,7 @@ OPTIONS: dict[str, Option] = {
     "soft": Option(float, "share of the target's distribution in the loss (distillation)", "loss"),
     "unconditioned": Option(float, "weight of the loss without conditioning", "loss"),
     "decay": Option(float, "weight of stream j is decay ** (j - 1)", "loss"),
+    "rounding": Option(bool, "round weights in every other step as drafting on a CPU does, to four bits", "loss"),
     **COMMON,
     **RECOMPUTE,
 }
