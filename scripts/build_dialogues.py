@@ -192,7 +192,7 @@ def asked_news(count: int) -> Iterator[dict[str, Any]]:
             f"Write a newspaper article of about {words} words about {event} in {place}. Mention {one} and {other} "
             "with their last names, quote one of them, and give details such as dates and numbers. Write no headline."
         )
-        yield {"id": number, "source": "news", "prompt": text}
+        yield {"id": f"news {number}", "source": "news", "prompt": text}
 
 
 def news_to_summarise(articles: Path, model: str) -> Iterator[dict[str, Any]]:
