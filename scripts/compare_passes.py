@@ -70,10 +70,11 @@ def pass_of(model: Any, cache: Any, batch: int, nodes: int) -> Callable[[], tupl
     stack = stack_in(model)
     ragged = "counts" in inspect.signature(stack.step).parameters
     lengths, feed = cache.lengths[:batch], tokens.reshape(-1) if ragged else tokens
+    tokens_needed = {"need": "tokens"} if "need" in inspect.signature(stack.through).parameters else {"choose": True}
 
     def run() -> tuple[Any, ...]:
         step = stack.step(lengths, [nodes] * batch if ragged else nodes, None, 8192)
-        return stack.through(feed, step, cache, 0, choose=True)  # type: ignore[no-any-return]
+        return stack.through(feed, step, cache, 0, **tokens_needed)  # type: ignore[no-any-return]
 
     return run
 

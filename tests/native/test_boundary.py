@@ -230,7 +230,7 @@ def test_passes_that_do_not_fit_are_refused() -> None:
             run(lengths, parents, shape, **step)  # type: ignore[arg-type]
     for token in (BASE.vocab_size, -1):
         with pytest.raises(AssertionError, match="vocabulary"):
-            stack.through(np.array([1, token]), stack.step([3], [2], None, 300), memory, 0, choose=True)
+            stack.through(np.array([1, token]), stack.step([3], [2], None, 300), memory, 0, need="tokens")
     moves = [(range(9), 0, 0, [1]), (range(3), 1, 0, [1]), (range(3), 0, 255, [1]), (range(3), 0, 0, [2, 1])]
     for layers, slot, start, nodes in moves:
         with pytest.raises(AssertionError):
@@ -393,7 +393,7 @@ def test_weights_with_a_nan_choose_nothing(where: str, form: str) -> None:
     assert pack_decoder(model)
     stack = stack_in(model)
     step = stack.step([0], [5], None, 300)
-    _, chosen, _ = stack.through(np.array(tokens(5)), step, cache(model), 0, choose=True)
+    _, chosen, _ = stack.through(np.array(tokens(5)), step, cache(model), 0, need="tokens")
     assert chosen is not None
     assert chosen[-1] == -1
 

@@ -248,7 +248,7 @@ def test_a_ragged_pass_is_its_rows_to_the_bit(name: str, form: str, data: st.Dat
 
     def through(rows: list[int], slot: int) -> tuple[torch.Tensor, ...]:
         step = stack.step([lengths[b] for b in rows], [counts[b] for b in rows], join(parents, rows), 300)
-        found = stack.through(join(words, rows), step, memory, slot, choose=True, tapped=1)
+        found = stack.through(join(words, rows), step, memory, slot, need="tokens", tapped=1)
         assert found[1] is not None
         assert found[2] is not None
         return tuple(torch.as_tensor(part) for part in found)
@@ -262,6 +262,23 @@ def test_a_ragged_pass_is_its_rows_to_the_bit(name: str, form: str, data: st.Dat
         assert torch.equal(ours, torch.cat(parts))
     for found, store in zip(after, (memory.keys, memory.values), strict=True):
         assert torch.equal(found, store)
+
+
+@needs_kernels
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["llama", "one kv head", "sliding window (mistral)"])
+@pytest.mark.parametrize("count", [3, 150])
+@torch.inference_mode()
+def test_a_pass_for_keys_and_values_leaves_those_of_a_whole_one(count: int, name: str, form: str) -> None:
+    if (name, form) not in MODELS:
+        MODELS[name, form] = packed(CASES[name], form)
+    model, found = MODELS[name, form], []
+    for need in ("hidden", "keys"):
+        memory = cache(model)
+        result = model(Inputs.of_prompt(tokens(count)), memory, need=need, taps=(1,))  # type: ignore[arg-type]
+        assert len(result.hidden_MD) == (count if need == "hidden" else 0)
+        found.append((memory.keys[:, 0, :, :count], memory.values[:, 0, :, :count], result.taps[1]))
+    assert all(torch.equal(whole, part) for whole, part in zip(*found, strict=True))
 
 
 def join(parts: list[np.ndarray], rows: list[int]) -> np.ndarray:

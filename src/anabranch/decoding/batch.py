@@ -171,15 +171,15 @@ class Batch:
         tokens = row.tokens[start : min(start + chunk, end)]
         try:
             with self.target.decoding():
-                where, taps = slice(slot, slot + 1), member.drafter.needs.layers if member.drafter.needs.prompt else ()
+                where, needs = slice(slot, slot + 1), member.drafter.needs
                 inputs, planned = Inputs.of_prompt(tokens), member.limit
                 result = self.target(
                     *(inputs, self.cache),
                     slots=where,
                     planned=planned,
-                    taps=taps,
+                    taps=needs.layers if needs.prompt else (),
                     rider=rider,
-                    need="hidden",
+                    need="hidden" if needs.prompt else "keys",
                     loras=(member.request.lora,),
                 )
             self.cache.commit([range(len(tokens))])

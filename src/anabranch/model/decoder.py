@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +23,7 @@ from anabranch.model.config import ModelConfig
 from anabranch.model.inputs import Inputs
 from anabranch.model.lora import Lora
 from anabranch.model.network import Network
-from anabranch.model.passes import Pass, PassRequest, PassResult, Rider
+from anabranch.model.passes import Need, Pass, PassRequest, PassResult, Rider
 from anabranch.model.row_lora import RowLoras
 from anabranch.sampling import SamplingParams
 
@@ -95,7 +94,7 @@ class Decoder(Network):
         planned: int | None = None,
         taps: Sequence[int] = (),
         rider: Rider | None = None,
-        need: Literal["hidden", "logits", "tokens"] = "logits",
+        need: Need = "logits",
         loras: Sequence[str | None] = (),
     ) -> PassResult:
         """Run one pass over the nodes of ``inputs``; their keys and values are appended to ``cache``, not committed.
@@ -104,7 +103,8 @@ class Decoder(Network):
         planned  the length that the longest row will reach, for rotations that depend on it
         taps     layers before which the main rows are returned
         rider    a drafter's part in the pass, or the target's own; there is none unless it is given
-        need     what to compute after the last norm: nothing, the logits, or only the greedy tokens
+        need     what to compute: keys and values only; or the rows after the last norm; with these, their logits or the
+                 greedy tokens
         loras    the name of each row's LoRA, or None [B]; empty: no row has one
 
         Raises InputError where the nodes do not fit the cache or the learned positions.
@@ -125,7 +125,7 @@ class Decoder(Network):
         planned = max(planned, reach)
         sides = self.loras.sides(loras)
         assert sides is None or rider is None or not rider.rides, "rows that ride take no LoRA"
-        request = PassRequest(inputs, cache, slots, planned, taps, rider, choose=need == "tokens", sides=sides)
+        request = PassRequest(inputs, cache, slots, planned, taps, rider, need, sides)
         result = self.backend.run(self, request)
         if need == "logits":
             return replace(result, logits_MV=self.logits(result.hidden_MD))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from anabranch.model.config import ModelConfig
 from anabranch.model.inputs import Inputs
 from anabranch.model.rope import Rope
 
-__all__ = ["Entry", "Nodes", "Pass", "PassRequest", "PassResult", "Rider"]
+__all__ = ["Entry", "Need", "Nodes", "Pass", "PassRequest", "PassResult", "Rider"]
 
 
 class Nodes(NamedTuple):
@@ -193,6 +193,10 @@ class Rider(Protocol):
         """Split the last layer's output into the main rows [B, N, D] and the states of the rider's rows [M, S, D]."""
 
 
+# what is read of a pass besides keys, values and taps: nothing, the main rows, their logits, or the greedy tokens
+Need: TypeAlias = Literal["keys", "hidden", "logits", "tokens"]
+
+
 class PassRequest(NamedTuple):
     """What a backend is asked to run; ``Decoder.forward`` has checked that it fits the cache and made room there.
 
@@ -200,7 +204,7 @@ class PassRequest(NamedTuple):
     planned  the length that the longest row will reach, for rotations that depend on it
     taps     layers before which the main rows are returned
     rider    a drafter's part in the pass
-    choose   whether only the greedy tokens are needed, which a backend may then return
+    need     what is read of the result; a backend may leave out the rest, and return the greedy tokens if it is these
     sides    what is added in each layer to some rows of the batch (``row_lora``); None: nothing
     """
 
@@ -210,7 +214,7 @@ class PassRequest(NamedTuple):
     planned: int
     taps: Sequence[int]
     rider: Rider | None
-    choose: bool
+    need: Need
     sides: Sequence[RowSide] | None = None
 
 
@@ -220,7 +224,7 @@ class PassResult:
 
     counts_B      nodes of each row, after pruning
     starts_B      where each row begins in M, which has gaps where rows were padded to one width
-    hidden_MD     main rows after the last norm
+    hidden_MD     main rows after the last norm; perhaps none where only keys and values were needed
     tokens_M      the target's greedy token after each node, where asked for, on the host
     logits_MV     logits, where asked for
     taps          main rows [M, D] before each layer that was tapped

@@ -21,7 +21,7 @@ from anabranch.model.blocks import Block, Norm
 from anabranch.model.cache import Cache
 from anabranch.model.native_linear import NativeLinear, table_of
 from anabranch.model.network import Network
-from anabranch.model.passes import Pass, PassRequest, PassResult
+from anabranch.model.passes import Need, Pass, PassRequest, PassResult
 from anabranch.native import library as native
 from anabranch.native.arguments import address
 from anabranch.sampling import MIN_TEMPERATURE, SamplingParams
@@ -223,21 +223,21 @@ class Stack:
         cache: Cache,
         slot: int,
         *,
-        choose: bool,
+        need: Need,
         tapped: int | None = None,
     ) -> tuple[Tensor, NDArray[np.int64] | None, Tensor | None]:
-        """A whole pass in one call: hidden states after the last norm [M, D] in the weights' type, the greedy tokens
-        [M] if asked to ``choose``, and the float32 rows before layer ``tapped`` [M, D].
+        """A whole pass in one call: hidden states after the last norm [M, D] in the weights' type (none if only keys
+        and values are needed), the greedy tokens [M] if these are, and the float32 rows before layer ``tapped`` [M, D].
         """
         assert self._ends is not None, "only a stack made by of_target runs whole passes"
         tokens_M, d = np.ascontiguousarray(tokens_M, np.int64), self.config.hidden_size
         assert tokens_M.shape == (step.native.nodes,)
         assert slot + step.native.batch <= cache.keys.shape[1]
-        hidden = torch.empty((len(tokens_M), d), dtype=cache.keys.dtype)
-        chosen = np.empty(len(tokens_M), np.int64) if choose else None
-        seen = None if tapped is None else torch.empty(hidden.shape, dtype=torch.float32)
+        hidden = torch.empty((0 if need == "keys" else len(tokens_M), d), dtype=cache.keys.dtype)
+        chosen = np.empty(len(tokens_M), np.int64) if need == "tokens" else None
+        seen = None if tapped is None else torch.empty((len(tokens_M), d), dtype=torch.float32)
         ends = native.Ends.from_buffer_copy(self._ends)
-        ends.tokens, ends.hidden = address(tokens_M), hidden.data_ptr()
+        ends.tokens, ends.hidden = address(tokens_M), hidden.data_ptr() or None
         ends.chosen = None if chosen is None else address(chosen)
         ready = self.ready(cache, slot, 0, self.config.num_layers)
         self.kernels.layers(*ready, step.native, ends, seen, tapped or 0)
@@ -271,15 +271,15 @@ class NativeBackend(TorchBackend):
 
     def run(self, network: Network, request: PassRequest) -> PassResult:
         """A whole pass, whose rows are not padded; with a rider or several tapped layers it takes several calls."""
-        inputs, cache, slots, planned, taps, rider, choose, sides = request
+        inputs, cache, slots, planned, taps, rider, need, sides = request
         assert sides is None, "a target with LoRAs by row is not packed for the native kernels"
         if rider is not None or len(taps) > 1:
             return super().run(network, request)
         step = self.stack.step(cache.lengths[slots], inputs.counts_B, inputs.parents_M, planned)
-        tapped, choose = taps[0] if taps else None, choose and network.config.logit_softcap is None
-        hidden, tokens, seen = self.stack.through(
-            inputs.tokens_M, step, cache, slots.start, choose=choose, tapped=tapped
-        )
+        tapped = taps[0] if taps else None
+        if need == "tokens" and network.config.logit_softcap is not None:
+            need = "hidden"
+        hidden, tokens, seen = self.stack.through(inputs.tokens_M, step, cache, slots.start, need=need, tapped=tapped)
         found = {} if seen is None or tapped is None else {tapped: seen}
         return PassResult(inputs.counts_B, inputs.starts_B, hidden, tokens, taps=found)
 

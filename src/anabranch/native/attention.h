@@ -13,11 +13,11 @@ constexpr int KEY_TILE = 64;     // keys that are transposed at a time
 constexpr int VALUE_TILE = 512;  // values that stay in the second-level cache while all queries of a task use them
 constexpr int MAX_TASK_QUERIES = 24;
 
-// rows between the products of a layer
+// rows between the products of a layer; hidden: of all threads, null where each has its own
 template <class T>
 struct Activations {
   float* qkv;
-  T *heads, *inner, *low;
+  T *hidden, *heads, *inner, *low;
 };
 
 // memory for the scores of ``span`` keys in whole vectors, and one value more
@@ -44,7 +44,7 @@ inline int queries_per_task(const Shape& s, const RaggedBatch& batch, int b, int
 
 // Plans the attention tasks of a pass, and reserves the threads' scratch memory: jobs must not throw.
 template <class T>
-void plan_attention(Runner& runner, const Shape& s, PassPlan& plan) {
+void plan_attention(Runner& runner, const Shape& s, const Activations<T>& rows, PassPlan& plan) {
   const int group = s.heads / s.kv_heads, threads = runner.pool.size();
   int64_t tasks = 0, queries_of_task = 0, scores = 0;
   for (int b = 0; b < plan.batch; ++b) {
@@ -66,7 +66,7 @@ void plan_attention(Runner& runner, const Shape& s, PassPlan& plan) {
   plan.tasks = list.data();
   plan.task_count = static_cast<int32_t>(list.size());
   for (Scratch& memory : runner.scratch) {
-    memory.hidden.of<T>(row_offset<T>(plan.nodes, s.d));
+    if (rows.hidden == nullptr) memory.hidden.of<T>(row_offset<T>(plan.nodes, s.d));
     memory.queries.of<Operand<Storage<T>>>(queries_of_task * s.e);
     memory.scores.of<float>(scores);
     memory.sums.of<F32x16>(queries_of_task * s.e / 16);

@@ -5,14 +5,19 @@
 
 namespace {
 
+// From this number of rows on, threads share the norms of a pass: a barrier takes less time than to compute all of them.
+constexpr int SHARED_NORM_ROWS = 64;
+
 // memory for the rows between the products of ``count`` layers
 template <class T>
 Activations<T> activations(Runner& runner, const Shape& s, const Layer* layers, int count, int nodes) {
   const int64_t m = nodes;
   int rank = 1;
   for (int i = 0; i < count; ++i) rank = std::max(rank, layers[i].low.data == nullptr ? 0 : layers[i].low.outputs);
-  return {runner.qkv.of<float>(m * (s.heads + 2 * s.kv_heads) * s.e), runner.heads.of<T>(row_offset<T>(m, s.heads * s.e)),
-          runner.inner.of<T>(row_offset<T>(m, s.inner)), runner.low.of<T>(row_offset<T>(m, rank))};
+  return {runner.qkv.of<float>(m * (s.heads + 2 * s.kv_heads) * s.e),
+          nodes < SHARED_NORM_ROWS ? nullptr : runner.hidden.of<T>(row_offset<T>(m, s.d)),
+          runner.heads.of<T>(row_offset<T>(m, s.heads * s.e)), runner.inner.of<T>(row_offset<T>(m, s.inner)),
+          runner.low.of<T>(row_offset<T>(m, rank))};
 }
 
 // One thread's part of one layer.
@@ -21,12 +26,19 @@ class LayerPart {
  public:
   LayerPart(Runner& runner, const Shape& s, const Layer& l, const PassPlan& plan, const Activations<T>& rows, int thread)
       : runner_(runner), pool_(runner.pool), s_(s), l_(l), plan_(plan), rows_(rows), thread_(thread), m_(plan.nodes) {
-    h_ = runner.scratch[static_cast<size_t>(thread)].hidden.of<T>(row_offset<T>(m_, s.d));
+    h_ = rows.hidden == nullptr ? runner.scratch[static_cast<size_t>(thread)].hidden.of<T>(row_offset<T>(m_, s.d)) : rows.hidden;
+  }
+
+  // The keys and values of the layer only. Returns without a barrier, like ``run``.
+  void run_keys_values() {
+    project_in(s_.heads * s_.e / BLOCK);
+    pool_.barrier();
+    store_keys_values();
   }
 
   // Returns without a barrier: outputs of other threads may not be complete.
   void run() {
-    project_in();
+    project_in(0);
     prefetch_weight(l_.out, pool_.size(), thread_);
     pool_.barrier();
     store_keys_values();
@@ -43,10 +55,12 @@ class LayerPart {
   }
 
  private:
-  // h = norm of all rows, computed redundantly by each thread, which is cheaper than a barrier; the rows as they are
-  // where there is no weight
+  // h = norm of all rows; the rows as they are where there is no weight. Each thread computes all of a few rows, which is
+  // cheaper than a barrier.
   void norm(const float* weight) {
-    for (int i = 0; i < m_; ++i) {
+    int first = 0, last = m_;
+    if (rows_.hidden != nullptr) split_range(m_, pool_.size(), thread_, &first, &last);
+    for (int i = first; i < last; ++i) {
       const float* x = plan_.x + static_cast<int64_t>(i) * s_.d;
       T* h = h_ + row_offset<T>(i, s_.d);
       if (weight != nullptr)
@@ -54,6 +68,7 @@ class LayerPart {
       else
         for (int b = 0; b < s_.d / BLOCK; ++b) store32(h, b, load16(x + b * BLOCK), load16(x + b * BLOCK + 16));
     }
+    if (rows_.hidden != nullptr) pool_.barrier();
   }
 
   static void add_bias(const float* bias, int b, F32x16* low, F32x16* high) {
@@ -69,9 +84,14 @@ class LayerPart {
     store16(x + 16, load16(x + 16) + high);
   }
 
-  void project_in() {
+  // q, k and v without their first blocks of outputs
+  void project_in(int skipped) {
     norm(l_.norm_in);
-    multiply(pool_, h_, m_, l_.qkv, thread_, [&](int row, int b, F32x16 low, F32x16 high) {
+    Packed rest = l_.qkv;
+    rest.data = l_.qkv.block(skipped);
+    rest.outputs -= skipped * BLOCK;
+    multiply(pool_, h_, m_, rest, thread_, [&](int row, int b, F32x16 low, F32x16 high) {
+      b += skipped;
       add_bias(l_.qkv_bias, b, &low, &high);
       float* to = rows_.qkv + static_cast<int64_t>(row) * l_.qkv.outputs + b * BLOCK;
       store16(to, low);
@@ -151,14 +171,15 @@ class LayerPart {
 };
 
 // A thread's part of ``count`` layers, with a barrier after each. ``tap`` (or null) receives the rows [M, D] before layer
-// ``tapped``.
+// ``tapped``. Unless they go on to an end, only the keys and values of the last layer are computed.
 template <class T>
 void run_layers(Runner& runner, const Shape& s, const Layer* layers, int count, const PassPlan& plan,
-                const Activations<T>& rows, float* tap, int tapped, int thread) {
+                const Activations<T>& rows, float* tap, int tapped, bool to_end, int thread) {
   for (int i = 0; i < count; ++i) {
     if (tap != nullptr && i == tapped && thread == 0)
       std::memcpy(tap, plan.x, sizeof(float) * static_cast<size_t>(plan.nodes) * static_cast<size_t>(s.d));
-    LayerPart<T>(runner, s, layers[i], plan, rows, thread).run();
+    LayerPart<T> part(runner, s, layers[i], plan, rows, thread);
+    to_end || i + 1 < count ? part.run() : part.run_keys_values();
     if (i + 1 < count) prefetch_weight(layers[i + 1].qkv, runner.pool.size(), thread);
     runner.pool.barrier();
   }

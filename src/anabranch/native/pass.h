@@ -7,7 +7,7 @@
 namespace {
 
 // Layers over ``batch.x``, in place. With ``ends``, the pass starts with tokens and ends with the rows after the last norm
-// and the tokens that the head chooses. ``tap`` (or null) receives the rows [M, D] before layer ``tapped``.
+// and the tokens that the head chooses, or with the keys and values of the last layer if nobody reads these rows. ``tap`` (or null) receives the rows [M, D] before layer ``tapped``.
 template <class T>
 void run_pass(Runner& runner, const Shape& s, const Layer* layers, int count, const RaggedBatch& batch, const Ends* ends,
               float* tap, int tapped) {
@@ -16,7 +16,8 @@ void run_pass(Runner& runner, const Shape& s, const Layer* layers, int count, co
   const int nodes = batch.nodes;
   if (plan.x == nullptr) plan.x = runner.x.of<float>(static_cast<int64_t>(nodes) * s.d);
   const Activations<T> rows = activations<T>(runner, s, layers, count, nodes);
-  plan_attention<T>(runner, s, plan);
+  plan_attention(runner, s, rows, plan);
+  const bool to_end = ends == nullptr || ends->hidden != nullptr;
   const bool choosing = ends != nullptr && ends->chosen != nullptr;
   ScreenedSearch<P> search;
   if (choosing)
@@ -30,8 +31,8 @@ void run_pass(Runner& runner, const Shape& s, const Layer* layers, int count, co
         embed<P>(ends->embedding, ends->tokens[i], s.d, plan.x + static_cast<int64_t>(i) * s.d);
       pool.barrier();
     }
-    run_layers(runner, s, layers, count, plan, rows, tap, tapped, thread);
-    if (ends == nullptr) return;
+    run_layers(runner, s, layers, count, plan, rows, tap, tapped, to_end, thread);
+    if (ends == nullptr || !to_end) return;
     for (int i = first; i < last; ++i) {
       const int64_t row = static_cast<int64_t>(i) * s.d;
       rms_norm(plan.x + row, ends->norm, s.d, s.eps, static_cast<P*>(ends->hidden) + row);

@@ -57,7 +57,7 @@ struct Ends {
   Table embedding;
   const int64_t* tokens;  // [M]; null: RaggedBatch::x is given
   const float* norm;      // the last norm [D]
-  void* hidden;           // the rows after it [M, D]
+  void* hidden;           // the rows after it [M, D]; null: only keys and values are needed
   Packed head;
   const float* bias;
   Screen screen;    // of the head, which has no bias then
@@ -233,7 +233,7 @@ void check(int kind, const void* runner, const Shape* s, const Layer* layers, in
 }
 
 void check(int kind, const Shape& s, const RaggedBatch& batch, const Ends& ends) {
-  require(ends.norm != nullptr && ends.hidden != nullptr, "a pass has no last norm or no output");
+  require(ends.norm != nullptr && (ends.hidden != nullptr || ends.chosen == nullptr), "a pass has no last norm or no output");
   require(ends.tokens != nullptr || batch.x != nullptr, "a pass has no tokens and no rows");
   if (ends.tokens != nullptr) {
     check(ends.embedding);

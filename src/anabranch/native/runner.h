@@ -22,7 +22,7 @@ class Runner {
   ThreadPool pool;
   std::vector<Scratch> scratch;  // of each thread
   PlanMemory plan;
-  Workspace x, qkv, heads, inner, low;  // rows of a pass, and between the products of its layers
+  Workspace x, qkv, hidden, heads, inner, low;  // rows of a pass, and between the products of its layers
   Workspace argmax, converted;
   Workspace screened, norms, upper, lower;  // of a screened search
 

@@ -47,7 +47,7 @@ class DraftReader(Reader):
         slot = self._places[row].slot
         with self.model.decoding():
             inputs = Inputs.of_prompt(self._known(tokens).tolist())
-            self.model(inputs, self.cache, slots=slice(slot, slot + 1), planned=self.planned(), need="hidden")
+            self.model(inputs, self.cache, slots=slice(slot, slot + 1), planned=self.planned(), need="keys")
 
     def _run(self, inputs: Inputs, at: Sequence[tuple[int, int]]) -> Tensor:
         assert self.cache is not None

@@ -118,7 +118,7 @@ class Lead:
         parents_M = np.concatenate([tree.parents for tree in trees])
         step = self._stack.step(lengths, counts, parents_M, planned)
         tokens_M = np.concatenate([tree.tokens for tree in trees])
-        hidden_MD, _, main_MD = self._stack.through(tokens_M, step, cache, 0, choose=False, tapped=self._start)
+        hidden_MD, _, main_MD = self._stack.through(tokens_M, step, cache, 0, need="hidden", tapped=self._start)
         assert main_MD is not None, "the pass was asked for these rows"
         first = 0
         for row, tree in zip(rows, trees, strict=True):

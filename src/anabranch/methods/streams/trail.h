@@ -105,11 +105,11 @@ void trail(Runner& runner, const Shape& s, const Layer* layers, int count, const
   PassPlan plan = plan_pass(batch, runner.plan);
   plan.x = runner.x.of<float>(static_cast<int64_t>(plan.nodes) * s.d);
   const Activations<T> rows = activations<T>(runner, s, layers, count, plan.nodes);
-  plan_attention<T>(runner, s, plan);
+  plan_attention(runner, s, rows, plan);
   TrailStart<T> start(runner, s, plan, entry);
   runner.pool.run([&](int thread) {
     start.run(thread);
-    run_layers(runner, s, layers, count, plan, rows, nullptr, 0, thread);
+    run_layers(runner, s, layers, count, plan, rows, nullptr, 0, true, thread);
     int first, last;
     split_range(plan.nodes, runner.pool.size(), thread, &first, &last);
     for (int i = first; i < last; ++i) {
