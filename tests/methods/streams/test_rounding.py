@@ -113,6 +113,14 @@ def test_a_stopped_run_with_rounding_ends_alike(tmp_path: Path) -> None:
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
+def test_evaluations_of_a_training_in_bf16(tmp_path: Path) -> None:
+    target = copy.deepcopy(small()).to(torch.bfloat16)
+    adapter = small_adapter(target).float()
+    objective = StreamObjective(target, adapter, LossOptions(rounding=True))
+    trainer = Trainer(target, adapter, objective, EXAMPLES[1:], EXAMPLES[:1], TrainOptions(epochs=1.0), tmp_path)
+    assert trainer.evaluate()["tree"] >= 1.0
+
+
 def test_what_cannot_be_rounded() -> None:
     shared = StreamConfig(num_stream_layers=2, adapter_rank=0, stream_mlp="mlp+adapter", mode="shared", lora_rank=2)
     with pytest.raises(InputError, match="frozen target"):

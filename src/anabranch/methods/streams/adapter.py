@@ -252,13 +252,14 @@ class StreamModule(TrainedModule):
 
     def round(self, target: Decoder, on: bool) -> None:
         """Compute as with the rounded weights that the native kernels draft with, in training; or not any more."""
-        for index in range(self.start, len(target.blocks)):
-            block = target.blocks[index]
-            assert isinstance(block, Block)
-            self.layer(index).round(block, on)
-        for part in (self.root, self.conditioner):
-            if part is not None:
-                part.round(on)
+        with torch.autocast(target.device.type, enabled=False):
+            for index in range(self.start, len(target.blocks)):
+                block = target.blocks[index]
+                assert isinstance(block, Block)
+                self.layer(index).round(block, on)
+            for part in (self.root, self.conditioner):
+                if part is not None:
+                    part.round(on)
 
     def layer(self, index: int) -> StreamLayer:
         """The trained part of the target's layer ``index`` (counted from the bottom of the target)."""
