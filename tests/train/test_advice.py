@@ -21,8 +21,9 @@ def example(tokens: int, name: int | str = "") -> Example:
     return Example((1,), (2,) * (tokens - 1), "s", name)
 
 
-def line(step: int, loss: float, tree: float | None = None) -> dict[str, Any]:
-    return {"step": step, "loss": loss, "evaluation": None if tree is None else {"tree": tree}}
+def line(step: int, loss: float, tree: float | None = None, right: float = 0.5) -> dict[str, Any]:
+    evaluation = None if tree is None else {"tree": tree}
+    return {"step": step, "loss": loss, "accuracy": [right, right / 2], "evaluation": evaluation}
 
 
 def progress(step: int, steps: int, loss: float = 1.0, tree: float | None = None) -> Progress:
@@ -71,6 +72,8 @@ def test_a_loss_that_does_not_fall_is_told_once() -> None:
     assert len(watched(level, 400)) == 1
     rising = [line(step, 5.0, 2.0 + step / 1000 if step % 100 == 0 else None) for step in steps]
     assert watched(rising, 400) == [], "acceptance rises, so batches merely differ"
+    better = [line(step, 5.0, 2.0 if step % 100 == 0 else None, 0.5 + step / 10_000) for step in steps]
+    assert watched(better, 400) == [], "so do right predictions"
 
 
 def test_held_out_acceptance_that_falls() -> None:

@@ -70,8 +70,8 @@ def curve_of(log: Log, last: Mapping[str, Any] | None = None, step: int = 0) -> 
 class Watch:
     """Warns once if the loss does not fall, and once if held-out acceptance falls.
 
-    ``held_out`` says whether there are evaluations. If so, a rising acceptance length takes precedence, since the loss
-    of a nearly trained adapter falls by less than it varies between batches.
+    ``held_out`` says whether there are evaluations. If so, a rising acceptance length takes precedence, and so do more
+    right predictions, since the loss of a nearly trained adapter falls by less than it varies between batches.
     """
 
     held_out: bool = True
@@ -108,12 +108,18 @@ def _stalls(log: Log, steps: int, curve: Curve) -> str:
         return ""
     first = statistics.mean(line["loss"] for line in log[:count])
     latest = statistics.mean(line["loss"] for line in log[-count:])
-    if latest < first:
+    early, late = (statistics.mean(map(_right, lines)) for lines in (log[:count], log[-count:]))
+    if latest < first or late > (1 + CHANGE) * early:
         return ""
     return (
         f"the loss does not fall: {first:.2f} in the first {10 * count} steps, {latest:.2f} in the last {10 * count}; "
         "try a lower --lr, or inspect the completions"
     )
+
+
+def _right(line: Mapping[str, Any]) -> float:
+    """The share of right predictions of a line of the log, over all predictors."""
+    return float(statistics.mean(line["accuracy"]))
 
 
 def next_steps(
