@@ -55,8 +55,8 @@ class LayerPart {
   }
 
  private:
-  // h = norm of all rows; the rows as they are where there is no weight. Each thread computes all of a few rows, which is
-  // cheaper than a barrier.
+  // h = norm of all rows; the rows as they are where there is no weight. Threads share many rows; of few, each thread
+  // computes all, which is cheaper than a barrier.
   void norm(const float* weight) {
     int first = 0, last = m_;
     if (rows_.hidden != nullptr) split_range(m_, pool_.size(), thread_, &first, &last);
@@ -84,7 +84,7 @@ class LayerPart {
     store16(x + 16, load16(x + 16) + high);
   }
 
-  // q, k and v without their first blocks of outputs
+  // q, k and v, without the first ``skipped`` blocks of outputs
   void project_in(int skipped) {
     norm(l_.norm_in);
     Packed rest = l_.qkv;
@@ -171,7 +171,7 @@ class LayerPart {
 };
 
 // A thread's part of ``count`` layers, with a barrier after each. ``tap`` (or null) receives the rows [M, D] before layer
-// ``tapped``. Unless they go on to an end, only the keys and values of the last layer are computed.
+// ``tapped``. Unless ``to_end``, only the keys and values of the last layer are computed.
 template <class T>
 void run_layers(Runner& runner, const Shape& s, const Layer* layers, int count, const PassPlan& plan,
                 const Activations<T>& rows, float* tap, int tapped, bool to_end, int thread) {

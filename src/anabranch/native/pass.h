@@ -7,7 +7,8 @@
 namespace {
 
 // Layers over ``batch.x``, in place. With ``ends``, the pass starts with tokens and ends with the rows after the last norm
-// and the tokens that the head chooses, or with the keys and values of the last layer if nobody reads these rows. ``tap`` (or null) receives the rows [M, D] before layer ``tapped``.
+// and the tokens that the head chooses, or with the keys and values of the last layer if nobody reads these rows. ``tap``
+// (or null) receives the rows [M, D] before layer ``tapped``.
 template <class T>
 void run_pass(Runner& runner, const Shape& s, const Layer* layers, int count, const RaggedBatch& batch, const Ends* ends,
               float* tap, int tapped) {

@@ -24,7 +24,7 @@ Curve = list[tuple[int, float]]
 WARMUP = 0.2  # fraction of all steps; the runs of docs/log.md warmed up for 4 to 10 %
 PER_TOKEN = 12  # parameters per completion token: 88 k tokens for 1.06 M parameters are the fewest known to work
 LATEST = 5  # minimum number of log lines (50 steps) to average a loss over
-CHANGE = 0.01  # smaller relative changes of the acceptance length are noise
+CHANGE = 0.01  # smaller relative changes of the acceptance length, or of right predictions, are noise
 FALL = 0.02  # held-out acceptance that is lower than its best by this fraction counts as falling
 AHEAD = 0.05  # training accuracy minus held-out accuracy above which new completions help more than epochs
 

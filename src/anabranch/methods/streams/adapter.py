@@ -73,8 +73,11 @@ class StreamLayer(nn.Module):
         self._rounded.clear()
         for module, name in block.linears() if on else ():
             linear, delta = getattr(module, name), self.delta(name)
-            if not isinstance(linear, nn.Linear):
-                raise CapabilityError("merged weights are rounded in training with target_format 'stored' only")
+            if not isinstance(linear, nn.Linear) or type(linear.weight) is not nn.Parameter:  # FSDP shards it otherwise
+                raise CapabilityError(
+                    "merged weights are rounded in training with target_format 'stored' only, and not if the target is "
+                    "sharded; leave --rounding out"
+                )
             if delta is not None:
                 weight = linear.weight.detach()
                 changed = rounding(weight + (delta.up @ delta.down).detach())
