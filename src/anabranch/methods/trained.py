@@ -47,8 +47,12 @@ class Trainable(nn.Module):
         """Multiples of the learning rate by the name of a parameter; it is 1 for all that are not named."""
         return {}
 
-    def prepare(self, target: Decoder, step: int) -> None:
-        """Called before each step of the training, counted from 0; ``target`` is what gradients pass through."""
+    def prepare(self, target: Decoder, options: Any, step: int) -> None:
+        """Called before each step of the training, counted from 0.
+
+        target   what gradients pass through
+        options  of the objective: the weights of the loss
+        """
 
 
 class TrainedModule(Trainable):

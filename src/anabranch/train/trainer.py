@@ -159,7 +159,7 @@ class Trainer:
         """
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["times"]
-        self.module.prepare(self.target, self.done)
+        self.module.prepare(self.target, self.objective.options, self.done)
         self.optimizer.zero_grad(set_to_none=True)  # before the step, since an interrupted one leaves gradients
         right, count, loss = torch.zeros_like(self._right), torch.zeros_like(self._count), 0.0
         wanted = self.objective.predictions(batch)

@@ -82,10 +82,8 @@ def test_every_other_step_is_rounded() -> None:
     objective = StreamObjective(target, adapter, LossOptions(rounding=True))
     seen = []
     for step in range(4):
-        adapter.prepare(target, step)
-        adapter.rounds = False  # as the objective in loss_of sets it
+        adapter.prepare(target, objective.options, step)
         seen.append(loss_of(target, adapter, target) == plain)
-        adapter.rounds = True
     assert seen == [False, True, False, True]
     objective.evaluate(EXAMPLES)
     assert loss_of(target, adapter, target) == plain, "an evaluation leaves nothing behind"
@@ -127,6 +125,5 @@ def test_what_cannot_be_rounded() -> None:
         StreamObjective(small(), small_adapter(small(), shared), LossOptions(rounding=True))
     target, adapter = copy.deepcopy(small()), small_adapter(small(), RICH)
     multiply_in_int8(target)
-    StreamObjective(target, adapter, LossOptions(rounding=True))
     with pytest.raises(CapabilityError, match="target_format 'stored'"):
-        adapter.prepare(target, 0)
+        adapter.prepare(target, LossOptions(rounding=True), 0)

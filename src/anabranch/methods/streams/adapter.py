@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -234,7 +234,6 @@ class StreamModule(TrainedModule):
         if self.embeddings is not None and not self.embeddings.is_meta:
             nn.init.normal_(self.embeddings, std=0.02)
         self.embedding_rate = 1.0  # see rates
-        self.rounds = False  # see prepare
         self.init = LowRank(width, width, config.init_rank) if config.init_rank else None
         self.root = RootTerm(width, config.root_width, config.num_streams) if config.root_width else None
         self.layers = nn.ModuleList(StreamLayer(model, config, place) for place in range(config.num_stream_layers))
@@ -249,9 +248,9 @@ class StreamModule(TrainedModule):
         """Stream embeddings may learn faster: ``begin.scale_to_target``."""
         return {} if self.embeddings is None else {"embeddings": self.embedding_rate}
 
-    def prepare(self, target: Decoder, step: int) -> None:
+    def prepare(self, target: Decoder, options: Any, step: int) -> None:
         """Round the weights in every other step, if at all: other backends draft with weights as they are."""
-        if self.rounds:
+        if options.rounding:
             self.round(target, step % 2 == 0)
 
     def round(self, target: Decoder, on: bool) -> None:

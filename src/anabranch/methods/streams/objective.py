@@ -111,7 +111,6 @@ class StreamObjective:
             )
         if self.options.rounding and adapter.shape.mode != "lossless":
             raise InputError("rounding is for streams of a frozen target (mode 'lossless')")
-        adapter.rounds = self.options.rounding
         self.frozen = target if frozen is None else frozen
         self.predictor, self.predictors = adapter.predictor, adapter.shape.num_streams
 
