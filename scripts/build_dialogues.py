@@ -4,10 +4,6 @@ python scripts/build_dialogues.py ask --out asked.jsonl          (--news: news a
 anabranch train answers --prompts asked.jsonl --temperature 0.8 --top-p 0.95 --out dialogues.jsonl
 python scripts/build_dialogues.py summarise dialogues.jsonl --out prompts.jsonl
 anabranch train answers --prompts prompts.jsonl --out summaries.jsonl
-
-python scripts/build_dialogues.py read dialogues_001.json … --out prompts.jsonl
-
-takes dialogues that people wrote instead: those of the Schema-Guided Dialogue data set (CC BY-SA 4.0).
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ import argparse
 import json
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -173,9 +169,9 @@ LEAST_WORDS = 80  # of an article
 NUMBERED = 0.6  # share of dialogues whose speakers are numbered instead of named
 
 
-def asked(count: int, seed: int) -> Iterator[dict[str, Any]]:
+def asked(count: int) -> Iterator[dict[str, Any]]:
     """Prompts for dialogues."""
-    chance = random.Random(1 + seed)
+    chance = random.Random(1)
     for number in range(count):
         one, other = chance.sample(NAMES, 2)
         topic, lines = chance.choice(TOPICS), chance.choice((6, 8, 10, 12))
@@ -186,9 +182,9 @@ def asked(count: int, seed: int) -> Iterator[dict[str, Any]]:
         yield {"id": number, "source": "dialogue", "prompt": text}
 
 
-def asked_news(count: int, seed: int) -> Iterator[dict[str, Any]]:
+def asked_news(count: int) -> Iterator[dict[str, Any]]:
     """Prompts for news articles."""
-    chance = random.Random(3 + seed)
+    chance = random.Random(3)
     for number in range(count):
         one, other = chance.sample(NAMES, 2)
         event, place, words = chance.choice(EVENTS), chance.choice(PLACES), chance.choice((150, 250, 350))
@@ -226,18 +222,6 @@ def to_summarise(dialogues: Path, model: str) -> Iterator[dict[str, Any]]:
         yield {"id": row["id"], "source": "dialogue summaries", "prompt": text}
 
 
-def read(files: Sequence[Path], count: int) -> Iterator[dict[str, Any]]:
-    """Prompts to summarise ``count`` dialogues of Schema-Guided Dialogue files, some of them cut."""
-    chance = random.Random(5)
-    found = [dialogue for path in files for dialogue in json.loads(path.read_text(encoding="utf-8"))]
-    chance.shuffle(found)
-    for dialogue in found[:count]:
-        one, other = chance.choice((("#Person1#", "#Person2#"), chance.sample(NAMES, 2)))
-        lines = [f"{one if turn['speaker'] == 'USER' else other}: {turn['utterance']}" for turn in dialogue["turns"]]
-        text = chance.choice(TEMPLATES).format(text="\n".join(lines[: chance.randint(8, 24)]))
-        yield {"id": f"sgd {dialogue['dialogue_id']}", "source": "schema_guided_dialogue", "prompt": text}
-
-
 def _renamed(line: str, names: dict[str, str]) -> str:
     return re.sub(r"^[* ]*([^:*]+?)[* ]*:", lambda found: f"{names.get(found[1], found[1])}:", line)
 
@@ -247,22 +231,15 @@ def main() -> None:
     parts = parser.add_subparsers(dest="part", required=True)
     ask = parts.add_parser("ask", help="write prompts for dialogues, or for news articles")
     ask.add_argument("--count", type=int, default=260)
-    ask.add_argument("--seed", type=int, default=0, help="another one asks for other dialogues")
     summarise = parts.add_parser("summarise", help="write prompts to summarise what is in completions")
     summarise.add_argument("dialogues", type=Path)
     summarise.add_argument("--model", default="default")
-    written = parts.add_parser("read", help="write prompts to summarise dialogues that people wrote")
-    written.add_argument("dialogues", type=Path, nargs="+", help="files of the Schema-Guided Dialogue data set")
-    written.add_argument("--count", type=int, default=600)
     for part in (ask, summarise):
         part.add_argument("--news", action="store_true", help="news articles instead of dialogues")
-    for part in (ask, summarise, written):
         part.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     if args.part == "ask":
-        rows = list((asked_news if args.news else asked)(args.count, args.seed))
-    elif args.part == "read":
-        rows = list(read(args.dialogues, args.count))
+        rows = list((asked_news if args.news else asked)(args.count))
     else:
         rows = list((news_to_summarise if args.news else to_summarise)(args.dialogues, args.model))
     write_atomically(args.out, "".join(json.dumps(row) + "\n" for row in rows))

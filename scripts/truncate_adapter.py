@@ -56,8 +56,7 @@ def main() -> None:
     for index in range(module.start, target.config.num_layers):
         for name, which in RANKS.items():
             delta = module.layer(index).delta(name)
-            if delta is None:  # streams skip the MLP there
-                continue
+            assert delta is not None
             for half, weight in truncated(delta, ranks[which]).items():
                 weights[f"layers.{index - module.start}.{name}.{half}"] = weight
     smaller = trained.make(target.config, replace(module.config, **ranks), module.vocabulary)

@@ -344,7 +344,6 @@ ADAPTERS: list[dict[str, object]] = [
     {"adapter_rank": 0},
     {"mlp_rank": 4},
     {"mlp_rank": 4, "attention_rank": 0, "adapter_rank": 0},
-    {"mlp_rank": 4, "skip_mlp": (1,)},
     {"root_width": 32},
 ]
 

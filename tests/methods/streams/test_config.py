@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,12 +7,9 @@ import torch
 
 from anabranch.errors import AdapterError, CapabilityError, InputError
 from anabranch.methods.streams.adapter import StreamAdapter
-from anabranch.methods.streams.begin import begin_with
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.draft import DraftOptions, StreamDraft
 from anabranch.methods.streams.drafter import StreamDrafter
-from anabranch.methods.streams.recipes import change
-from anabranch.methods.streams.recipes import small as small_recipe
 from small import LLAMA, RICH, small, small_adapter
 
 
@@ -30,10 +25,6 @@ from small import LLAMA, RICH, small, small_adapter
         {"attention_rank": -1},
         {"mlp_rank": -1, "stream_mlp": "mlp+adapter"},
         {"mlp_rank": 4},
-        {"skip_mlp": (4,), "stream_mlp": "mlp+adapter"},
-        {"skip_mlp": (1, 1), "stream_mlp": "mlp+adapter"},
-        {"skip_mlp": (0,), "stream_mlp": "mlp+adapter", "adapter_rank": 0},
-        {"skip_mlp": (0,)},
         {"pruning_rank": -1},
         {"context_top": -1},
         {"stream_mlp": "mlp"},
@@ -52,11 +43,6 @@ def test_a_record_gives_back_the_config() -> None:
     assert StreamConfig.from_dict(RICH.to_dict()) == RICH
     with pytest.raises(AdapterError, match="'newer'"):
         StreamConfig.from_dict({**RICH.to_dict(), "newer": 1})
-    sparse = replace(RICH, skip_mlp=(1,))
-    assert StreamConfig.from_dict(json.loads(json.dumps(sparse.to_dict()))) == sparse
-    for malformed in (1, "0", [None]):
-        with pytest.raises(AdapterError, match="malformed"):
-            StreamConfig.from_dict({**RICH.to_dict(), "skip_mlp": malformed})
     with pytest.raises(AdapterError, match="num_streams"):
         StreamConfig.from_dict({**RICH.to_dict(), "num_streams": 0})
 
@@ -64,24 +50,6 @@ def test_a_record_gives_back_the_config() -> None:
 def test_more_stream_layers_than_layers() -> None:
     with pytest.raises(InputError, match="only 3 layers"):
         StreamAdapter(LLAMA, StreamConfig(num_stream_layers=4))
-
-
-def test_layers_that_skip_the_mlp() -> None:
-    """Given as the CLI and as Python would; a training may begin with streams that skip it in other layers."""
-    assert change(small_recipe(), {"skip_mlp": "0, 2"}).config.skip_mlp == (0, 2)
-    assert change(small_recipe(), {"skip_mlp": [1]}).config.skip_mlp == (1,)
-    assert change(small_recipe(), {"skip_mlp": ""}).config.skip_mlp == ()
-    with pytest.raises(InputError, match="such as 0,2,3, got 'all'"):
-        change(small_recipe(), {"skip_mlp": "all"})
-    target = small()
-    trained, sparse = small_adapter(target), StreamAdapter(target.config, replace(RICH, skip_mlp=(0,)))
-    begin_with(sparse, trained)
-    ours, theirs = sparse.state_dict(), trained.state_dict()
-    assert set(theirs) - set(ours) == {f"layers.0.{name}.{half}" for name in ("up", "down") for half in ("up", "down")}
-    assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
-    whole = StreamAdapter(target.config, RICH)
-    begin_with(whole, sparse)
-    assert torch.equal(whole.layer(whole.start + 1).delta("up").up, theirs["layers.1.up.up"])  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,6 @@ def test_options_beyond_the_paper() -> None:
     assert count(h, StreamConfig(**plain, attention_rank=6), kv=kv) == base + deltas
     terms = layers * 5 * ((h + 8 * h) + (4 * h + h))  # a gated MLP of width 4 h
     assert count(h, StreamConfig(**plain, stream_mlp="mlp+adapter", mlp_rank=5), kv=kv) == base + terms
-    some = StreamConfig(**plain, stream_mlp="mlp+adapter", mlp_rank=5, skip_mlp=(1,))
-    assert count(h, some, kv=kv) == base + terms // layers
     parent = StreamConfig(**plain, conditioning="parent", conditioning_rank=7)
     assert count(h, parent, kv=kv) == base + 2 * h * 7
     path = StreamConfig(**plain, conditioning="path", conditioning_rank=7)

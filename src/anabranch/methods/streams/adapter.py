@@ -34,20 +34,19 @@ Product: TypeAlias = Callable[[Tensor], Tensor]  # rows times a weight
 
 
 class StreamLayer(nn.Module):
-    """The trained parameters of one of the top layers, for stream rows only; ``place``: counted from the lowest."""
+    """The trained parameters of one of the top layers, for stream rows only."""
 
-    def __init__(self, model: ModelConfig, config: StreamConfig, place: int) -> None:
+    def __init__(self, model: ModelConfig, config: StreamConfig) -> None:
         super().__init__()
         q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-        self.keep_mlp = config.stream_mlp == "mlp+adapter" and place not in config.skip_mlp
-        mlp_rank = config.mlp_rank if self.keep_mlp else 0
+        self.keep_mlp = config.stream_mlp == "mlp+adapter"
         width, inner = model.hidden_size, model.intermediate_size
         self.mlp = LowRank(width, width, config.adapter_rank, activation=True) if config.adapter_rank else None
         deltas = {
             "qkv": (width, q + 2 * kv, config.attention_rank),
             "out": (q, width, config.attention_rank),
-            "up": (width, inner * (2 if model.gated_mlp else 1), mlp_rank),
-            "down": (inner, width, mlp_rank),
+            "up": (width, inner * (2 if model.gated_mlp else 1), config.mlp_rank),
+            "down": (inner, width, config.mlp_rank),
         }
         for name, (width_in, width_out, rank) in deltas.items():
             self.register_module(name, LowRank(width_in, width_out, rank) if rank else None)
@@ -236,7 +235,7 @@ class StreamModule(TrainedModule):
         self.embedding_rate = 1.0  # see rates
         self.init = LowRank(width, width, config.init_rank) if config.init_rank else None
         self.root = RootTerm(width, config.root_width, config.num_streams) if config.root_width else None
-        self.layers = nn.ModuleList(StreamLayer(model, config, place) for place in range(config.num_stream_layers))
+        self.layers = nn.ModuleList(StreamLayer(model, config) for _ in range(config.num_stream_layers))
         self.prune = LowRank(width, width, config.pruning_rank) if config.pruning_rank else None
         self.conditioner = (
             Conditioner(width, config.conditioning, config.conditioning_rank) if config.conditioning != "none" else None

@@ -43,12 +43,11 @@ def begin_with(adapter: StreamAdapter, trained: StreamAdapter) -> None:
 
     ``trained`` may lack the root term (it then starts at zero) or have one that is not wanted (it is left out), have
     fewer streams (new ones start as copies of the last one), fewer layers (new ones are below its own and start at
-    zero), and lower ranks (what is new starts at zero), and skip the MLP in other layers. The streams of a frozen
-    target are also a start for shared mode, whose terms of the target's layers start at zero. Raises InputError if
-    anything else differs.
+    zero), and lower ranks (what is new starts at zero). The streams of a frozen target are also a start for shared
+    mode, whose terms of the target's layers start at zero. Raises InputError if anything else differs.
     """
     mine, theirs = adapter.config.to_dict(), trained.config.to_dict()
-    theirs |= {name: mine[name] for name in ("skip_mlp", "mode", "main_attends", "lora_rank")}
+    theirs |= {name: mine[name] for name in ("mode", "main_attends", "lora_rank")}
     if not (theirs["root_width"] and mine["root_width"]):
         theirs["root_width"] = mine["root_width"]
     more = mine["num_streams"] - theirs["num_streams"]

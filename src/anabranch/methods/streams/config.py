@@ -38,8 +38,6 @@ class StreamConfig:
     num_streams        gamma: stream j of position t predicts token t + 1 + j
     num_stream_layers  N_s: the streams run through the top N_s layers
     stream_mlp         "adapter" replaces the MLP for stream rows (the paper); "mlp+adapter" adds to the frozen MLP
-    skip_mlp           stream layers, the lowest of which is 0, in which "mlp+adapter" leaves out the MLP and keeps the
-                       adapter: trailing streams read less
     adapter_rank       R_s, rank of the stream adapter; 0: none, with "mlp+adapter" only
     attention_rank     rank of the deltas on q, k, v and o of stream rows; 0: none (the paper)
     mlp_rank           rank of the deltas on the frozen MLP's products for stream rows, with "mlp+adapter" only; 0: none
@@ -64,7 +62,6 @@ class StreamConfig:
     num_streams: int = 4
     num_stream_layers: int = 4
     stream_mlp: Literal["adapter", "mlp+adapter"] = "adapter"
-    skip_mlp: tuple[int, ...] = ()
     adapter_rank: int = 8
     attention_rank: int = 0
     mlp_rank: int = 0
@@ -103,7 +100,6 @@ class StreamConfig:
                 f"mlp_rank is {self.mlp_rank}, but stream_mlp 'adapter' leaves stream rows without the MLP; use "
                 "'mlp+adapter'"
             )
-        self._check_skipped()
         if (self.conditioning == "none") != (self.conditioning_rank == 0):
             raise InputError("conditioning and conditioning_rank go together: give both, or 'none' and 0")
         if self.mode == "lossless" and (self.main_attends != "none" or self.lora_rank):
@@ -115,15 +111,6 @@ class StreamConfig:
             raise InputError(
                 f"root_width is {self.root_width}, but streams that main rows attend to are computed before the next "
                 "token is known; use root_width 0, or main_attends 'none'"
-            )
-
-    def _check_skipped(self) -> None:
-        layers, last = self.skip_mlp, self.num_stream_layers - 1
-        if not all(is_whole(layer, 0, last) for layer in layers) or len({*layers}) < len(layers):
-            raise InputError(f"skip_mlp must have different stream layers from 0 to {last}, got {shown(layers)}")
-        if layers and (self.stream_mlp == "adapter" or not self.adapter_rank):
-            raise InputError(
-                "skip_mlp leaves the adapter in place of the MLP; use stream_mlp 'mlp+adapter' and an adapter_rank"
             )
 
     @property
@@ -146,6 +133,6 @@ class StreamConfig:
                 "anabranch"
             )
         try:
-            return StreamConfig(**{**record, "skip_mlp": tuple(record.get("skip_mlp", ()))})
+            return StreamConfig(**record)
         except (InputError, TypeError) as error:
             raise AdapterError(f"adapter_config.json is malformed: {error}") from error

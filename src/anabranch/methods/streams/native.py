@@ -52,8 +52,6 @@ class _TrailWeights:
         weights.merge(block)
         linears: dict[str, NativeLinear] = {}
         for module, name in block.linears():
-            if name in ("up", "down") and not weights.keep_mlp:
-                continue
             linear = weights.merged[name] if name in weights.merged else narrow(getattr(module, name))
             assert isinstance(linear, NativeLinear)
             linears[name] = linear

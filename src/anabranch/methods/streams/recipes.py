@@ -9,11 +9,10 @@ paper-shared       ACL section 2, shared mode: (gamma + 16) h parameters beside 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from anabranch.errors import InputError
 from anabranch.learning.recipe import COMMON, RECOMPUTE, Option, Recipe, TrainOptions
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.begin import begin_with, scale_to_target
@@ -94,7 +93,6 @@ OPTIONS: dict[str, Option] = {
     "num_streams": Option(int, "tokens drafted beyond the next one (gamma)", "config"),
     "stream_layers": Option(int, "top layers that streams run through (N_s)", "config", "num_stream_layers"),
     "stream_mlp": Option(str, "adapter (the paper) or mlp+adapter", "config"),
-    "skip_mlp": Option(str, "stream layers without the MLP, counted from the lowest, such as 0,2,3", "config"),
     "adapter_rank": Option(int, "rank of the stream adapters (R_s)", "config"),
     "attention_rank": Option(int, "rank of the deltas on q, k, v and o; 0: none", "config"),
     "mlp_rank": Option(int, "rank of the deltas on the MLP's products, with mlp+adapter; 0: none", "config"),
@@ -122,17 +120,7 @@ def change(recipe: Recipe, given: Mapping[str, Any]) -> Recipe:
     """A recipe with the ``given`` values of ``OPTIONS``. Raises InputError for unknown names and values."""
     if given.get("conditioning") == "none":
         given = {"conditioning_rank": 0, **given}
-    if "skip_mlp" in given:
-        given = {**given, "skip_mlp": _layers(given["skip_mlp"])}
     return recipe.changed(OPTIONS, given)
-
-
-def _layers(given: str | Iterable[int]) -> tuple[int, ...]:
-    """ "0,2,3" -> (0, 2, 3); "" -> ()."""
-    try:
-        return tuple(int(part) for part in (given.split(",") if isinstance(given, str) else given) if part != "")
-    except (TypeError, ValueError):
-        raise InputError(f"skip_mlp must be numbers of stream layers such as 0,2,3, got {given!r}") from None
 
 
 def _objective(target: Decoder, module: StreamAdapter, recipe: Recipe, *, frozen: Decoder) -> StreamObjective:
