@@ -76,31 +76,37 @@ class DraftTree:
             assert self.draft_probs.ndim == 2, "draft_probs are [N, V]"
             assert self.parents.max() < len(self.draft_probs) <= size, "one row of draft_probs for each parent"
 
-    def _part(
-        self,
+    # --- constructors -------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def unchecked(
         tokens: NDArray[np.int64],
         parents: NDArray[np.int64],
         sources: tuple[str, ...],
         log_probs: NDArray[np.float32] | None,
+        *,
+        replacement: bool = True,
     ) -> DraftTree:
-        """Nodes of this tree that are known to be a tree: it is not checked again, since every step takes a few."""
+        """Return what the constructor returns, without its checks: every step makes a few trees, and many are known to
+        be trees since they were cut from one or built by the kernels.
+        """
         made = object.__new__(DraftTree)
         made.__dict__.update(
             tokens=tokens,
             parents=parents,
             draft_probs=None,
-            replacement=self.replacement,
+            replacement=replacement,
             sources=sources,
             log_probs=log_probs,
         )
         return made
 
-    # --- constructors -------------------------------------------------------------------------------------------
-
-    @classmethod
-    def root(cls, token: int) -> DraftTree:
+    @staticmethod
+    def root(token: int) -> DraftTree:
         """Return a tree of the root alone, without a draft: plain decoding."""
-        return cls(np.array([token], np.int64), np.array([-1], np.int64), log_probs=np.zeros(1, np.float32))
+        return DraftTree.unchecked(
+            np.array([token], np.int64), np.array([-1], np.int64), ("target",), np.zeros(1, np.float32)
+        )
 
     @classmethod
     def chain(
@@ -268,11 +274,12 @@ class DraftTree:
             return self._first(len(nodes))
         renamed, above = {node: place for place, node in enumerate(nodes)}, self.parents.tolist()
         assert all(above[node] in renamed for node in nodes[1:]), "the parent of a kept node is kept"
-        return self._part(
+        return DraftTree.unchecked(
             self.tokens[nodes],
             np.array([-1, *(renamed[above[node]] for node in nodes[1:])], np.int64),
             tuple([self.sources[node] for node in nodes]),
             None if self.log_probs is None else self.log_probs[nodes],
+            replacement=self.replacement,
         )
 
     def _first(self, count: int) -> DraftTree:
@@ -280,7 +287,9 @@ class DraftTree:
         if count == self.size and self.draft_probs is None:
             return self
         log_probs = None if self.log_probs is None else self.log_probs[:count]
-        return self._part(self.tokens[:count], self.parents[:count], self.sources[:count], log_probs)
+        return DraftTree.unchecked(
+            self.tokens[:count], self.parents[:count], self.sources[:count], log_probs, replacement=self.replacement
+        )
 
     def truncate(self, budget: int) -> DraftTree:
         """Return the ``budget`` most probable nodes, counting the root; without log_probs, the shallowest.

@@ -15,8 +15,7 @@ Legend: N tree nodes, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -39,8 +38,7 @@ NO_DRAFT_PROBS = (
 )
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The accepted path, starting at the root 0, and the target's own token after its last node.
 
     ``next_token`` is -1 if the target's logits at that node are not finite; the engine then raises NumericsError.

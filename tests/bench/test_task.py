@@ -7,7 +7,6 @@ import json
 import re
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from html import unescape
 from pathlib import Path
@@ -272,5 +271,5 @@ def test_a_pass_has_the_drafts_that_it_rejected() -> None:
     path = (0, tree.children(0)[0])
     step = Step(0, (5, 3), ("draft 1", "target"), tree, 5, Verdict(path, 3), Timings(0, 0, 0, 0))
     assert passes_of([step]) == [Pass((5, 3), ("draft 1", "target"), (7, 8))]
-    assert passes_of([replace(step, finish="stop")])[0].rejected == ()
+    assert passes_of([step._replace(finish="stop")])[0].rejected == ()
     assert Pass.from_list(json.loads(json.dumps(passes_of([step])[0].to_list()))) == passes_of([step])[0]

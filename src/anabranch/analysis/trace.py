@@ -22,7 +22,7 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -320,7 +320,7 @@ class Watched(Wrapped):
                 logits_NV = self.target.logits(seen.result.hidden_MD[seen.result.nodes(slot)])
                 found = _Seen(tree, _judge(tree, verdict, logits_NV, row.sampling), None)
             self._seen.setdefault(row.id, deque()).append(found)
-        self.drafter.observe(rows, replace(seen, budget=self.max_nodes) if self.every_position else seen)
+        self.drafter.observe(rows, seen._replace(budget=self.max_nodes) if self.every_position else seen)
 
     def take(self, row: int) -> _Seen | None:
         """Remove and return what was kept of a row's oldest step; None if the row is not watched."""

@@ -10,7 +10,6 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -83,7 +82,7 @@ class Recordings:
             if name in self._taken:
                 writer = self._writer(name)
                 for step in self._taken[name]:
-                    writer.add(replace(step, row=index))
+                    writer.add(step._replace(row=index))
         self._taken.clear()
 
     def go_on(self, done: int, names: Sequence[str]) -> None:

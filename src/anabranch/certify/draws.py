@@ -126,7 +126,7 @@ def draw(
     requests = (Request(context, LENGTH + BEHIND, replace(sampling, seed=seed), rule=rule) for seed in seeds)
     tickets = [scheduler.submit(request, drafter) for request in requests]
     stats = Stats()
-    with scheduler.target.decoding():
+    with scheduler.target.inference():
         while scheduler.busy:
             for ticket, step in scheduler.tick():
                 stats.add(step)

@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
-
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods.base import Drafter, Row
 from anabranch.methods.none import NoDrafter
@@ -153,7 +151,6 @@ class Batch:
         drafter.join(member.row)
         return member.row.id
 
-    @torch.inference_mode()
     def read(self, chunk: int = CHUNK) -> bool:
         """Read the next ``chunk`` tokens of the prompt that is being read; returns whether none is left.
 
@@ -170,7 +167,7 @@ class Batch:
             rider, end, chunk = self.target.rider, total, min(chunk, member.drafter.margin)
         tokens = row.tokens[start : min(start + chunk, end)]
         try:
-            with self.target.decoding():
+            with self.target.inference():
                 where, needs = slice(slot, slot + 1), member.drafter.needs
                 inputs, planned = Inputs.of_prompt(tokens), member.limit
                 result = self.target(
@@ -182,13 +179,13 @@ class Batch:
                     need="hidden" if needs.prompt else "keys",
                     loras=(member.request.lora,),
                 )
-            self.cache.commit([range(len(tokens))])
-            member.read += len(tokens)
-            member.drafter.read(row, result, start)
-            if member.request.on_prompt is not None:
-                self.at_fault = row.id
-                member.request.on_prompt(member.read, total)
-                self.at_fault = None
+                self.cache.commit([range(len(tokens))])
+                member.read += len(tokens)
+                member.drafter.read(row, result, start)
+                if member.request.on_prompt is not None:
+                    self.at_fault = row.id
+                    member.request.on_prompt(member.read, total)
+                    self.at_fault = None
         except BaseException:
             self._drop(slot, failed=True)
             raise

@@ -17,11 +17,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from anabranch.costs import costs_of
@@ -43,8 +41,7 @@ __all__ = ["Engine", "FinishReason", "Request", "Step", "Timings"]
 TIMED, TIMED_EVERY = 64, 4
 
 
-@dataclass(frozen=True)
-class Timings:
+class Timings(NamedTuple):
     """Seconds of one step by part, for all its rows together; commit includes preparing the next draft."""
 
     draft: float
@@ -58,8 +55,7 @@ class Timings:
         return self.draft + self.forward + self.verify + self.commit
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """What one target pass did for one row.
 
     tokens     emitted, in order; the last is the target's own unless the row was cut before it
@@ -157,7 +153,6 @@ class Engine(Batch):
         while self._members:
             yield from self.step()
 
-    @torch.inference_mode()
     def step(self) -> list[Step]:
         """One target pass for all rows whose prompts are read; rows that are done leave.
 
@@ -167,7 +162,7 @@ class Engine(Batch):
         members = self._members[: len(self._members) - (self.reading is not None)]
         if not members:
             return []
-        with self.target.decoding():
+        with self.target.inference():
             return self._step(members)
 
     def _step(self, members: list[Member]) -> list[Step]:
@@ -273,7 +268,8 @@ class Engine(Batch):
         taps = {layer for member in members for layer in member.drafter.needs.layers}
         if probes:
             trees = [tree.beside(probe) for tree, probe in zip(trees, probes, strict=True)]
-        result: PassResult = self.target(
+        # not through ``Module.__call__``, which first looks for hooks
+        return self.target.forward(
             Inputs.of_trees(trees),
             self.cache,
             slots=slice(0, len(members)),
@@ -283,7 +279,6 @@ class Engine(Batch):
             need="tokens" if all(member.greedy for member in members) else "hidden",
             loras=[member.request.lora for member in members],
         )
-        return result
 
     @staticmethod
     def _emit(member: Member, tree: DraftTree, verdict: Verdict) -> tuple[tuple[int, ...], tuple[str, ...]]:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from anabranch.decoding.engine import FinishReason, Request, Step
 from anabranch.decoding.scheduler import Scheduler, Ticket
@@ -43,8 +43,7 @@ class Generation:
     drafter: str = ""
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """The output of one step: text (complete characters only), tokens, what proposed each, and the step itself.
 
     The texts of all chunks add up to the text of the result. A token's text may arrive with a later chunk, while a
@@ -226,7 +225,7 @@ def generate(
     waiting, running = deque(enumerate(requests)), deque[tuple[int, Ticket, _Output]]()
     found: dict[int, Generation] = {}
     try:
-        with scheduler.target.decoding():  # entered once for all ticks
+        with scheduler.target.inference():  # entered once for all ticks
             while waiting or running:
                 while waiting and len(running) < rows:
                     index, request = waiting.popleft()

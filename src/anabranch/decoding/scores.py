@@ -35,11 +35,12 @@ class Scores:
         self.target, self.members = target, members
         self.tokens: dict[int, NDArray[np.int64]] = {}
         self.logits: dict[int, Tensor] = {}
+        if result.tokens_M is not None:  # where all rows are greedy
+            self.tokens = {b: result.tokens_M[result.nodes(b)] for b in range(len(members))}
+            return
         plain = [b for b, member in enumerate(members) if member.greedy]
         others = [b for b, member in enumerate(members) if not member.greedy]
-        if plain and result.tokens_M is not None:
-            self.tokens = {b: result.tokens_M[result.nodes(b)] for b in plain}
-        elif plain:
+        if plain:
             hidden, parts = _gathered(result, plain)
             chosen = target.choose(hidden).cpu().numpy()
             self.tokens = {b: chosen[part] for b, part in zip(plain, parts, strict=True)}

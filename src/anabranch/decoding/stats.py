@@ -69,9 +69,10 @@ class Stats:
         self.drafted_steps += step.drafted > 0
         self.draft_nodes += step.drafted
         self.accepted[step.verdict.accepted] += 1
-        self.sources.update(step.sources[:kept])
-        for part in self.parts:
-            self.parts[part] += getattr(step.timings, part)
+        for source in step.sources[:kept]:
+            self.sources[source] += 1
+        for part, seconds in zip(step.timings._fields, step.timings, strict=True):
+            self.parts[part] += seconds
 
     @property
     def mean_acceptance_length(self) -> float:

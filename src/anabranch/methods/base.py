@@ -10,7 +10,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,8 +73,7 @@ class Row:
         return self.tokens[-1]
 
 
-@dataclass(frozen=True)
-class Observation:
+class Observation(NamedTuple):
     """The outcome of a step. The cache is already committed, and ``rows[i].tokens`` include the emitted tokens.
 
     slots     the index of each row in the pass (``result.nodes(slot)``) and in the cache

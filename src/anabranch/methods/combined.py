@@ -48,6 +48,8 @@ class CombinedDrafter(Drafter):
         self._free = tuple(part for part in parts if part.free)
         self.name = "+".join(part.name for part in parts)
         self.max_nodes = nodes
+        self._rider = riders[0].rider if riders else None
+        self._accounts: dict[int, str] = {}
         layers = {layer for part in parts for layer in part.needs.layers}
         self.needs = Taps(tuple(sorted(layers)), any(part.needs.prompt for part in parts))
 
@@ -59,7 +61,7 @@ class CombinedDrafter(Drafter):
     @property
     def rider(self) -> Rider | None:
         """The rider of the part that has one."""
-        return next((part.rider for part in self.parts if part.rider is not None), None)
+        return self._rider
 
     def check(self, sampling: SamplingParams, rule: Rule) -> None:
         """Every part must support *matching*."""
@@ -138,7 +140,9 @@ class CombinedDrafter(Drafter):
 
     def account(self, rows: int) -> str:
         """Those of all parts."""
-        return "+".join(part.account(rows) for part in self.parts)
+        if rows not in self._accounts:
+            self._accounts[rows] = "+".join(part.account(rows) for part in self.parts)
+        return self._accounts[rows]
 
     def least(self, rows: int) -> int:
         """The most that a part wants."""

@@ -63,8 +63,9 @@ class Index:
 
     def _length(self, text: Sequence[int], at: int, end: int, known: int) -> int:
         """How many tokens before ``end`` and ``at`` agree, up to the most that are counted; ``known`` of them do."""
+        most = min(len(PRIOR), end)
         if known == self.ngram:
-            while known < min(len(PRIOR), end) and text[end - known - 1] == text[at - known - 1]:
+            while known < most and text[end - known - 1] == text[at - known - 1]:
                 known += 1
         return min(known, len(PRIOR))
 

@@ -200,27 +200,21 @@ class Cache:
 
         Nodes that were pruned at a layer are dropped from the layers below it here, lazily (ACL G.1).
         """
-        layers = self.keys.shape[0]
-        bounds = [0, *(layer for layer, _ in self._selections), layers]
-        for b, path in enumerate(paths):
-            slot = self._slots.start + b
-            start = self.lengths[slot]
-            nodes = list(path)
+        for slot, path in enumerate(paths, self._slots.start):
+            high, nodes = self.keys.shape[0], list(path)
             # walk the groups of layers from the top, translating node indices back through each selection
-            for group in range(len(bounds) - 2, -1, -1):
-                low, high = bounds[group], bounds[group + 1]
-                if high > low:
-                    self._move(low, high, slot, start, nodes)
-                if group > 0:
-                    kept = self._selections[group - 1][1][b].tolist()
-                    nodes = [kept[node] for node in nodes]
-            self.lengths[slot] = start + len(path)
+            for low, kept_Bn in reversed(self._selections):
+                self._move(low, high, slot, self.lengths[slot], nodes)
+                kept = kept_Bn[slot - self._slots.start].tolist()
+                high, nodes = low, [kept[node] for node in nodes]
+            self._move(0, high, slot, self.lengths[slot], nodes)
+            self.lengths[slot] += len(path)
         self._width = 0
         self._selections = []
 
     def _move(self, low: int, high: int, slot: int, start: int, nodes: list[int]) -> None:
         """Move position start + nodes[i] to start + i in layers ``low`` to ``high`` - 1."""
-        if nodes == list(range(len(nodes))):
+        if low == high or nodes == list(range(len(nodes))):
             return
         if self._kernels is not None:
             self._kernels.move(self.keys, self.values, range(low, high), slot, start, np.asarray(nodes, np.int64))
@@ -243,7 +237,8 @@ class Cache:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, kernels: native.Library | None) -> Tensor:
     """Zeros, since a masked position still enters as 0 * value, which is NaN if memory holds NaN."""
     size = math.prod(shape) * dtype.itemsize
-    if kernels is None or size < native.PAGE:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    # a step touches every layer's part of a row, each on pages of its own unless the pages are large
-    return kernels.large(size).view(dtype).view(shape).zero_()
+    with torch.inference_mode(False):  # rows are also written outside of it
+        if kernels is None or size < native.PAGE:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        # a step touches every layer's part of a row, each on pages of its own unless the pages are large
+        return kernels.large(size).view(dtype).view(shape).zero_()

@@ -8,11 +8,11 @@ M nodes of all rows, V vocabulary, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -58,6 +58,15 @@ class Decoder(Network):
     def decoding(self) -> AbstractContextManager[None]:
         """A context to decode in, which keeps PyTorch's threads and kernels from slowing down the backend's."""
         return self.backend.decoding(self)
+
+    def inference(self) -> AbstractContextManager[None]:
+        """``decoding`` in PyTorch's inference mode. Entering it again takes next to no time, so steps can."""
+        return self.decoding() if torch.is_inference_mode_enabled() else self._inference()
+
+    @contextmanager
+    def _inference(self) -> Iterator[None]:
+        with torch.inference_mode(), self.decoding():
+            yield
 
     def normed(self, x: Tensor) -> Tensor:
         """The last norm [..., D], in the weights' type."""
@@ -128,7 +137,7 @@ class Decoder(Network):
         request = PassRequest(inputs, cache, slots, planned, taps, rider, need, sides)
         result = self.backend.run(self, request)
         if need == "logits":
-            return replace(result, logits_MV=self.logits(result.hidden_MD))
+            return result._replace(logits_MV=self.logits(result.hidden_MD))
         if need == "tokens" and result.tokens_M is None:
-            return replace(result, tokens_M=self.choose(result.hidden_MD).cpu().numpy())
+            return result._replace(tokens_M=self.choose(result.hidden_MD).cpu().numpy())
         return result

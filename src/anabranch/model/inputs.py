@@ -54,7 +54,7 @@ class Inputs:
         """A stretch of one prompt: one row, a chain."""
         return Inputs.of_chains(np.asarray([tokens], np.int64))
 
-    @cached_property
+    @property
     def starts_B(self) -> list[int]:
         """The index of each row's first node in [M]."""
         return [0, *accumulate(self.counts_B)][:-1]
@@ -64,7 +64,7 @@ class Inputs:
         """The number of nodes of the widest row."""
         return max(self.counts_B)
 
-    @cached_property
+    @property
     def alike(self) -> bool:
         """Whether all rows have the same number of nodes."""
         return min(self.counts_B) == self.width

@@ -8,7 +8,8 @@ E head width, L cache length.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -218,8 +219,7 @@ class PassRequest(NamedTuple):
     sides: Sequence[RowSide] | None = None
 
 
-@dataclass(frozen=True)
-class PassResult:
+class PassResult(NamedTuple):
     """What one pass computed. The nodes of all rows share one axis M, where those of row b are ``nodes(b)``.
 
     counts_B      nodes of each row, after pruning
@@ -237,7 +237,7 @@ class PassResult:
     hidden_MD: Tensor
     tokens_M: NDArray[np.int64] | None = None
     logits_MV: Tensor | None = None
-    taps: Mapping[int, Tensor] = field(default_factory=dict)
+    taps: Mapping[int, Tensor] = MappingProxyType({})
     kept: Sequence[NDArray[np.int64]] | None = None
     riding_MSD: Tensor | None = None
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -47,8 +48,7 @@ class LayerWeights:
     high: NativeLinear | None = None
 
 
-@dataclass(frozen=True)
-class StackStep:
+class StackStep(NamedTuple):
     """The rows of a pass as the kernels read them, and the memory that this points to."""
 
     native: native.RaggedBatch
@@ -68,7 +68,8 @@ class Stack:
         self._kept: list[object] = []  # what the structs point to
         self._ready: dict[tuple[int, ...], tuple[native.Shape, native.Layers]] = {}
         self._norms: dict[Norm, Tensor] = {}
-        self._table = (torch.empty(0), 0, 0)  # the newest of ``_rotations``
+        self._table = (torch.empty(0), 0, 0)  # the newest of ``_rotations``, and the length that it was planned for
+        self._planned = -1
         self._ends: native.Ends | None = None
         self._layers = [self._struct(layer) for layer in layers]
         scale = config.attention_scale if config.attention_scale is not None else config.head_dim**-0.5
@@ -196,12 +197,12 @@ class Stack:
 
     def _rotations(self, planned: int) -> tuple[Tensor, int, int]:
         """The rotation table [2, positions, dim] of a planned length, and where its cosines and sines begin."""
-        table = self._rope.table(planned)
-        if table is not self._table[0]:
+        if planned != self._planned:
+            table = self._rope.table(planned)
             assert table.dtype == torch.float32
             assert table[0].is_contiguous()
             cos = table.data_ptr()
-            self._table = table, cos, cos + table.stride(0) * table.element_size()
+            self._table, self._planned = (table, cos, cos + table.stride(0) * table.element_size()), planned
         return self._table
 
     def run(self, x_MD: Tensor, step: StackStep, cache: Cache, slot: int, low: int, high: int) -> None:
@@ -233,9 +234,10 @@ class Stack:
         tokens_M, d = np.ascontiguousarray(tokens_M, np.int64), self.config.hidden_size
         assert tokens_M.shape == (step.native.nodes,)
         assert slot + step.native.batch <= cache.keys.shape[1]
-        hidden = torch.empty((0 if need == "keys" else len(tokens_M), d), dtype=cache.keys.dtype)
-        chosen = np.empty(len(tokens_M), np.int64) if need == "tokens" else None
-        seen = None if tapped is None else torch.empty((len(tokens_M), d), dtype=torch.float32)
+        nodes = len(tokens_M)
+        hidden = torch.empty((0 if need == "keys" else nodes, d), dtype=cache.keys.dtype)
+        chosen = np.empty(nodes, np.int64) if need == "tokens" else None
+        seen = None if tapped is None else torch.empty((nodes, d), dtype=torch.float32)
         ends = native.Ends.from_buffer_copy(self._ends)
         ends.tokens, ends.hidden = address(tokens_M), hidden.data_ptr() or None
         ends.chosen = None if chosen is None else address(chosen)

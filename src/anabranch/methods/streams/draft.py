@@ -334,7 +334,7 @@ class NativeDraft:
         """The tree of one row."""
         tokens, parents, depths, log_probs = self.nodes(states_SD, root, row, noise)
         sources = tuple([self._sources[depth] for depth in depths.tolist()])
-        return DraftTree(tokens, parents, sources=sources, log_probs=log_probs)
+        return DraftTree.unchecked(tokens, parents, sources, log_probs)
 
     def nodes(self, states_SD: Tensor, root: int, row: RowVocabulary | None, noise: DrawNoise | None) -> DraftedNodes:
         """The nodes of one row's tree."""

@@ -229,8 +229,9 @@ class StreamDrafter(Drafter):
             places = [b for b in batch if left[b] == nodes]
             for b, tree in zip(places, self._below(places, rows, nodes), strict=True):
                 led = _led(rows[b].root, self._state(rows[b]), tree)
-                limit = min(rows[b].max_depth, budget - 1)
-                found[b] = led if led.max_depth <= limit else led.select((led.depths <= limit).nonzero()[0])
+                limit = min(rows[b].max_depth, budget - 1)  # deeper than most trees have nodes
+                whole = led.size <= 1 + limit or led.max_depth <= limit
+                found[b] = led if whole else led.select((led.depths <= limit).nonzero()[0])
         for b in known:
             row, states_SD = rows[b], self._state(rows[b]).states_SD
             if row.rule == "rejection" and states_SD is not None:

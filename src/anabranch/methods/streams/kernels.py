@@ -89,7 +89,7 @@ class StreamKernels:
         require(
             states_SD.dtype == dtype and states_SD.is_cpu, "stream states must be {}, got {}", dtype, states_SD.dtype
         )
-        deep = states_SD.dim() == 2 and len(states_SD) >= config.depth and states_SD.shape[1] == config.d
+        deep = states_SD.dim() == 2 and states_SD.shape[0] >= config.depth and states_SD.shape[1] == config.d
         require(deep, "expected {} stream states of width {}, got {}", config.depth, config.d, states_SD.shape)
         require(config.nodes >= 1, "a draft needs at least 1 node, got {}", config.nodes)
         states_SD = states_SD.contiguous()

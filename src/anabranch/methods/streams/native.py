@@ -141,7 +141,7 @@ class NativeTrail:
             main = main.to(torch.float32).contiguous()
         node_B, emitted_B = np.asarray(nodes, np.int64), np.asarray(emitted, np.int64)
         assert len(node_B) == len(emitted_B) == len(counts)
-        entry.main, entry.rows = main.data_ptr(), len(main)
+        entry.main, entry.rows = main.data_ptr(), main.shape[0]
         entry.nodes, entry.emitted = address(node_B), address(emitted_B)
         step = self.stack.step(lengths, counts, None, planned, trailing=True)
         states = torch.empty((step.native.nodes, main.shape[1]), dtype=self._dtype)
