@@ -524,6 +524,35 @@ def test_a_drafter_that_needs_the_prompt_sees_all_of_it() -> None:
         assert ticket.emitted == alone(target, ticket.request)
 
 
+@pytest.mark.parametrize("case", SOME_CASES)
+def test_the_first_step_reads_the_end_of_the_prompt(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a prompt of a few tokens takes no pass of its own, and one that is longer takes one pass less."""
+    monkeypatch.setattr(module, "CHUNK", 16)
+    target = small(case)
+    for length, own in ((2, 0), (17, 0), (18, 1), (50, 3)):
+        asked = request(length, 1, 6)
+        whole = Engine(target)
+        whole.add(asked)
+        scheduler = Scheduler(target, prefix_bytes=0)
+        ticket = scheduler.submit(asked, PLAIN)
+        with mock.patch.object(target.backend, "run", wraps=target.backend.run) as passes:
+            finish(scheduler)
+        steps = [*ticket.steps]
+        assert [step.read for step in steps] == [length - 1 - 16 * own] + [0] * (len(steps) - 1)
+        assert passes.call_count == own + len(steps)
+        assert ticket.emitted == [token for step in whole.run() for token in step.tokens]
+        assert 0 < ticket.prefill_seconds < ticket.seconds
+
+
+def test_a_prompt_whose_reading_is_watched_is_read_before_the_first_step() -> None:
+    target, told = small(), list[tuple[int, int]]()
+    scheduler = Scheduler(target)
+    ticket = scheduler.submit(replace(request(30, 1, 5), on_prompt=lambda *at: told.append(at)), PLAIN)
+    finish(scheduler)
+    assert told == [(29, 29)]
+    assert [step.read for step in ticket.steps] == [0] * len(ticket.steps)
+
+
 def test_kept_texts_stay_within_their_memory() -> None:
     target = small()
     probe = Scheduler(target)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from anabranch.decoding.batch import CHUNK
 from anabranch.decoding.engine import Engine, Request, Step
 from anabranch.decoding.speculation import Speculation
 from anabranch.methods.base import Drafter
@@ -70,10 +71,10 @@ class Ours:
         request = Request(prompt_ids, max_new_tokens, self.sampling, self.stop, self.rule)
         self.engine.rehearse(request)
         began = time.perf_counter()
-        self.engine.add(request)
-        prefilled = time.perf_counter()
+        self.engine.add(request, along=CHUNK)
         steps = self.engine.step()
         first = time.perf_counter()
+        prefilled = first - steps[0].timings.total
         steps += self.engine.run()
         done = time.perf_counter()
         tokens = [token for step in steps for token in step.tokens]

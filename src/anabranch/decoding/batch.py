@@ -50,10 +50,14 @@ class Request:
 
 
 class Member:
-    """A row of the batch with its request and drafter. ``limit`` is the length at which its text ends."""
+    """A row of the batch with its request and drafter.
 
-    def __init__(self, request: Request, drafter: Drafter, limit: int) -> None:
-        self.request, self.drafter, self.limit = request, drafter, limit
+    limit  the length at which its text ends
+    along  how many tokens at the end of its prompt the pass of its first step may read
+    """
+
+    def __init__(self, request: Request, drafter: Drafter, limit: int, along: int = 0) -> None:
+        self.request, self.drafter, self.limit, self.along = request, drafter, limit, along
         self.row = Row([int(t) for t in request.prompt_ids], len(request.prompt_ids), request.sampling, request.rule)
         self.read = 0  # prompt tokens in the cache
         self.finish: FinishReason | None = None
@@ -61,9 +65,14 @@ class Member:
         self.greedy = sampling.greedy and not sampling.needs_history and not request.log_probs
 
     @property
+    def unread(self) -> int:
+        """Prompt tokens that are not in the cache yet, but for the last one, which is the first root."""
+        return max(0, self.row.prompt_length - 1 - self.read)
+
+    @property
     def ready(self) -> bool:
-        """Whether its prompt is in the cache, all but the last token, which is the first root."""
-        return self.read >= self.row.prompt_length - 1
+        """Whether it can take a step."""
+        return self.unread <= self.along
 
 
 def takes_loras(drafter: Drafter) -> bool:
@@ -122,17 +131,27 @@ class Batch:
         last = self._members[-1] if self._members else None
         return None if last is None or last.ready else last.row.id
 
-    def add(self, request: Request, drafter: Drafter | None = None) -> int:
-        """Take a row and read its whole prompt; returns the row's id. Raises for what cannot be served."""
-        key = self.join(request, drafter)
+    @property
+    def unread(self) -> int:
+        """Prompt tokens that the next step reads along."""
+        return sum(member.unread for member in self._members if member.ready)
+
+    def add(self, request: Request, drafter: Drafter | None = None, *, along: int = 0) -> int:
+        """Take a row and read its prompt; returns the row's id. Raises for what cannot be served.
+
+        along  as in ``join``
+        """
+        key = self.join(request, drafter, along=along)
         while not self.read():
             pass
         return key
 
-    def join(self, request: Request, drafter: Drafter | None = None, *, known: int = 0) -> int:
+    def join(self, request: Request, drafter: Drafter | None = None, *, known: int = 0, along: int = 0) -> int:
         """Take a row whose prompt is still to be read; returns its id.
 
-        The first ``known`` tokens of the prompt are in the cache slot already (``cache.fork``).
+        known  how many tokens of the prompt are in the cache slot already (``cache.fork``)
+        along  the most tokens at its end that the pass of the first step may read, which saves a pass. The whole prompt
+               is read before where rows ride in the pass, the drafter sees prompts, or ``on_prompt`` is to be called
 
         Raises InputError or CapabilityError for what cannot be served, and InputError where all rows are in use or
         this one cannot share their pass (``fits``).
@@ -143,7 +162,10 @@ class Batch:
         if not self.fits(request, drafter):
             raise InputError("the request cannot share a pass with the rows in use; wait for them to finish")
         self.reserve(self.cache.rows, len(request.prompt_ids) + 1, drafter)
-        member = Member(request, drafter, min(len(request.prompt_ids) + request.max_new_tokens, self.capacity))
+        if self.rider_of(drafter) is not None or drafter.needs.prompt or request.on_prompt is not None:
+            along = 0
+        limit = min(len(request.prompt_ids) + request.max_new_tokens, self.capacity)
+        member = Member(request, drafter, limit, along)
         slot = self.cache.add_row()
         assert known < member.row.prompt_length
         self.cache.lengths[slot] = member.read = known

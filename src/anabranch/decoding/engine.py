@@ -63,6 +63,7 @@ class Step(NamedTuple):
     tree       what was verified (after pruning); ``drafted`` nodes were proposed before it
     log_probs  the target's raw log probability of each token, where asked for
     finish     set on the last step of a row
+    read       prompt tokens that its pass read along; the timings are without their share
     """
 
     row: int
@@ -74,6 +75,7 @@ class Step(NamedTuple):
     timings: Timings
     log_probs: tuple[float, ...] | None = None
     finish: FinishReason | None = None
+    read: int = 0
 
 
 class Engine(Batch):
@@ -117,10 +119,10 @@ class Engine(Batch):
         """The controller, if it was needed so far."""
         return self._speculation
 
-    def join(self, request: Request, drafter: Drafter | None = None, *, known: int = 0) -> int:
+    def join(self, request: Request, drafter: Drafter | None = None, *, known: int = 0, along: int = 0) -> int:
         """As ``Batch.join``, with one of the drafter's arms if it has several."""
         joining = self.arm(drafter or self.drafter, request)
-        row = super().join(request, joining, known=known)
+        row = super().join(request, joining, known=known, along=along)
         if self._speculation is not None:
             self._speculation.joined(joining, sum(member.drafter is joining for member in self._members))
         return row
@@ -171,7 +173,8 @@ class Engine(Batch):
         probes = self._probes(members)
         after_draft = time.perf_counter()
         planned = max(member.limit for member in members)
-        result = self._forward(members, trees, probes, planned)
+        along = [member.unread for member in members]
+        result = self._forward(members, trees, probes, along, planned)
         if result.kept is not None:
             trees = [tree.select(kept) for tree, kept in zip(trees, result.kept, strict=True)]
         scores = Scores(self.target, members, result)
@@ -188,27 +191,35 @@ class Engine(Batch):
             self.at_fault = wrong[0] if len(wrong) < len(members) else None
             self._refuse_numbers()
 
-        self.cache.commit([verdict.path for verdict in verdicts])
+        paths: list[Sequence[int]] = [verdict.path for verdict in verdicts]
+        if read := sum(along):
+            paths = [[*range(n), *(n + node for node in path)] for n, path in zip(along, paths, strict=True)]
+            for member, more in zip(members, along, strict=True):
+                member.read += more
+        self.cache.commit(paths)
         emitted = [self._emit(*each) for each in zip(members, trees, verdicts, strict=True)]
         budgets, prepared, after_commit = self._budgets, self._prepared, time.perf_counter()
         yielded = sum(len(said) for said, _ in emitted)
-        if any(member.drafter.adaptive for member in members):
+        adaptive = any(member.drafter.adaptive for member in members)
+        if adaptive and not read:
             self.speculation.saw_step(len(members), yielded, 1e3 * (after_commit - began + prepared))
         self._observe(members, result, trees, verdicts, probed, planned)
         done = time.perf_counter()
         self._prepared = done - after_commit
-        timings = Timings(
-            after_draft - began, after_forward - after_draft, after_verify - after_forward, done - after_verify
-        )
+        nodes = sum(result.counts_B)
+        forward = (after_forward - after_draft) * nodes / (nodes + read)
+        timings = Timings(after_draft - began, forward, after_verify - after_forward, done - after_verify)
         self._steps += 1
-        adaptive = any(member.drafter.adaptive for member in members)
-        if adaptive and (self._steps <= TIMED or self._steps % TIMED_EVERY == 0 or self.speculation.guessing):
+        timed = self._steps <= TIMED or self._steps % TIMED_EVERY == 0 or (adaptive and self.speculation.guessing)
+        if adaptive and timed and not read:
             self._learn(members, result.counts_B, budgets, timings)
         steps = []
         for b, (member, (said, sources)) in enumerate(zip(members, emitted, strict=True)):
             logs = scores.log_probs(b, verdicts[b], said) if member.request.log_probs else None
             finish = member.finish
-            steps.append(Step(member.row.id, said, sources, trees[b], drafted[b], verdicts[b], timings, logs, finish))
+            steps.append(
+                Step(member.row.id, said, sources, trees[b], drafted[b], verdicts[b], timings, logs, finish, along[b])
+            )
         for slot in range(len(members) - 1, -1, -1):
             if members[slot].finish is not None:
                 self._drop(slot)
@@ -262,15 +273,24 @@ class Engine(Batch):
         return probes
 
     def _forward(
-        self, members: list[Member], trees: Sequence[DraftTree], probes: Sequence[DraftTree], planned: int
+        self,
+        members: list[Member],
+        trees: Sequence[DraftTree],
+        probes: Sequence[DraftTree],
+        along: Sequence[int],
+        planned: int,
     ) -> PassResult:
-        """The pass over all rows' trees; tokens come with it where every row takes the most probable ones."""
+        """The pass over all rows' trees; tokens come with it where every row takes the most probable ones.
+
+        along  how many prompt tokens it reads of each row
+        """
+        texts = [member.row.tokens[member.read : member.read + n] for member, n in zip(members, along, strict=True)]
         taps = {layer for member in members for layer in member.drafter.needs.layers}
         if probes:
             trees = [tree.beside(probe) for tree, probe in zip(trees, probes, strict=True)]
         # not through ``Module.__call__``, which first looks for hooks
         return self.target.forward(
-            Inputs.of_trees(trees),
+            Inputs.of_trees(trees, texts),
             self.cache,
             slots=slice(0, len(members)),
             planned=planned,
@@ -278,6 +298,7 @@ class Engine(Batch):
             rider=self.rider_of(members[0].drafter),
             need="tokens" if all(member.greedy for member in members) else "hidden",
             loras=[member.request.lora for member in members],
+            along=along,
         )
 
     @staticmethod

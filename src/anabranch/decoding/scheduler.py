@@ -242,6 +242,8 @@ class Scheduler:
             for ticket, step in steps:
                 ticket.steps.append(step)
                 ticket.emitted += step.tokens
+                if step.read:
+                    ticket.prefill_seconds = ticket.seconds - step.timings.total
                 if step.finish is not None:
                     ticket.done = True
                     del self._running[step.row]
@@ -283,7 +285,9 @@ class Scheduler:
                     return
                 assert ticket.used is not None
                 reused = self._reuse(engine, ticket, ticket.used)
-                ticket.row = engine.join(ticket.remaining, ticket.used, known=reused)
+                alone = engine.active == 0 or self.target.device.type != "cpu"
+                along = CHUNK if alone else SHARED_CHUNK
+                ticket.row = engine.join(ticket.remaining, ticket.used, known=reused, along=along)
             except Exception as error:
                 with self._mutex:
                     self._waiting.popleft()
@@ -294,7 +298,7 @@ class Scheduler:
             with self._mutex:
                 self._waiting.popleft()
                 self._running[ticket.row] = ticket
-            if engine.reading is not None:
+            if engine.reading is not None or engine.unread:
                 return
 
     def _engine_for(self, ticket: Ticket) -> Engine | None:

@@ -105,6 +105,7 @@ class Decoder(Network):
         rider: Rider | None = None,
         need: Need = "logits",
         loras: Sequence[str | None] = (),
+        along: Sequence[int] = (),
     ) -> PassResult:
         """Run one pass over the nodes of ``inputs``; their keys and values are appended to ``cache``, not committed.
 
@@ -115,6 +116,8 @@ class Decoder(Network):
         need     what to compute: keys and values only; or the rows after the last norm; with these, their logits or the
                  greedy tokens
         loras    the name of each row's LoRA, or None [B]; empty: no row has one
+        along    how many of each row's first nodes, a chain, are read only for their keys and values [B]; the result is
+                 without them. Empty: none; a rider takes none
 
         Raises InputError where the nodes do not fit the cache or the learned positions.
         """
@@ -134,7 +137,8 @@ class Decoder(Network):
         planned = max(planned, reach)
         sides = self.loras.sides(loras)
         assert sides is None or rider is None or not rider.rides, "rows that ride take no LoRA"
-        request = PassRequest(inputs, cache, slots, planned, taps, rider, need, sides)
+        assert rider is None or not any(along), "a rider takes part in all nodes of a pass"
+        request = PassRequest(inputs, cache, slots, planned, taps, rider, need, sides, along)
         result = self.backend.run(self, request)
         if need == "logits":
             return result._replace(logits_MV=self.logits(result.hidden_MD))

@@ -34,8 +34,16 @@ class Inputs:
     counts_B: Sequence[int]
 
     @staticmethod
-    def of_trees(trees: Sequence[DraftTree]) -> Inputs:
-        """The draft trees of one step, one for each row."""
+    def of_trees(trees: Sequence[DraftTree], along: Sequence[Sequence[int]] = ()) -> Inputs:
+        """The draft trees of one step, one for each row; ``along``: tokens before each, which are a chain above it."""
+        if any(along):
+            pairs = list(zip(along, trees, strict=True))
+            tokens_of = [part for before, tree in pairs for part in (np.array(before, np.int64), tree.tokens)]
+            parents_of = [
+                part for before, tree in pairs for part in (np.arange(-1, len(before) - 1), tree.parents + len(before))
+            ]
+            counts = [len(before) + tree.size for before, tree in pairs]
+            return Inputs(np.concatenate(tokens_of), np.concatenate(parents_of), counts)
         if len(trees) == 1:
             return Inputs(trees[0].tokens, trees[0].parents, (trees[0].size,))
         tokens, parents = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -207,6 +208,8 @@ class PassRequest(NamedTuple):
     rider    a drafter's part in the pass
     need     what is read of the result; a backend may leave out the rest, and return the greedy tokens if it is these
     sides    what is added in each layer to some rows of the batch (``row_lora``); None: nothing
+    along    how many of each row's first nodes, a chain, are read only for their keys and values; empty: none.
+             The result is without them
     """
 
     inputs: Inputs
@@ -217,6 +220,7 @@ class PassRequest(NamedTuple):
     rider: Rider | None
     need: Need
     sides: Sequence[RowSide] | None = None
+    along: Sequence[int] = ()
 
 
 class PassResult(NamedTuple):
@@ -244,3 +248,13 @@ class PassResult(NamedTuple):
     def nodes(self, row: int) -> slice:
         """The places of a row's nodes in M."""
         return slice(self.starts_B[row], self.starts_B[row] + self.counts_B[row])
+
+    def without(self, along: Sequence[int]) -> PassResult:
+        """The same without so many of each row's first nodes; there are no rows of a rider, and no logits yet."""
+        if not any(along):
+            return self
+        counts = [count - more for count, more in zip(self.counts_B, along, strict=True)]
+        kept = [torch.arange(self.nodes(b).stop - count, self.nodes(b).stop) for b, count in enumerate(counts)]
+        at_M = torch.cat(kept).to(self.hidden_MD.device)
+        taps = {layer: rows[at_M] for layer, rows in self.taps.items()}
+        return PassResult(counts, list(accumulate(counts, initial=0))[:-1], self.hidden_MD[at_M], taps=taps)

@@ -24,7 +24,7 @@ from anabranch.model.native_linear import NativeLinear, table_of
 from anabranch.model.network import Network
 from anabranch.model.passes import Need, Pass, PassRequest, PassResult
 from anabranch.native import library as native
-from anabranch.native.arguments import address
+from anabranch.native.arguments import address, require
 from anabranch.sampling import MIN_TEMPERATURE, SamplingParams
 
 __all__ = ["LayerWeights", "NativeBackend", "Stack", "StackStep", "norm_weight", "stack_of"]
@@ -226,23 +226,28 @@ class Stack:
         *,
         need: Need,
         tapped: int | None = None,
+        along: Sequence[int] = (),
     ) -> tuple[Tensor, NDArray[np.int64] | None, Tensor | None]:
         """A whole pass in one call: hidden states after the last norm [M, D] in the weights' type (none if only keys
-        and values are needed), the greedy tokens [M] if these are, and the float32 rows before layer ``tapped`` [M, D].
+        and values are needed), the greedy tokens [M] if these are, and the float32 rows before layer ``tapped`` [M, D];
+        of all nodes but each row's first ones that are read ``along``.
         """
         assert self._ends is not None, "only a stack made by of_target runs whole passes"
         tokens_M, d = np.ascontiguousarray(tokens_M, np.int64), self.config.hidden_size
         assert tokens_M.shape == (step.native.nodes,)
         assert slot + step.native.batch <= cache.keys.shape[1]
-        nodes = len(tokens_M)
+        nodes = len(tokens_M) - sum(along)
+        require(len(along) in (0, step.native.batch), "{} numbers of nodes for each row to read along", len(along))
         hidden = torch.empty((0 if need == "keys" else nodes, d), dtype=cache.keys.dtype)
         chosen = np.empty(nodes, np.int64) if need == "tokens" else None
         seen = None if tapped is None else torch.empty((nodes, d), dtype=torch.float32)
         ends = native.Ends.from_buffer_copy(self._ends)
         ends.tokens, ends.hidden = address(tokens_M), hidden.data_ptr() or None
         ends.chosen = None if chosen is None else address(chosen)
+        along_B = np.array(along, np.int64) if any(along) else None
+        ends.along = None if along_B is None else address(along_B)
         ready = self.ready(cache, slot, 0, self.config.num_layers)
-        self.kernels.layers(*ready, step.native, ends, seen, tapped or 0)
+        self.kernels.layers(*ready, step.native, ends, seen, tapped or 0, sum(along))
         return hidden, chosen, seen
 
     def normed(self, x: Tensor, norm: Norm) -> Tensor:
@@ -273,7 +278,7 @@ class NativeBackend(TorchBackend):
 
     def run(self, network: Network, request: PassRequest) -> PassResult:
         """A whole pass, whose rows are not padded; with a rider or several tapped layers it takes several calls."""
-        inputs, cache, slots, planned, taps, rider, need, sides = request
+        inputs, cache, slots, planned, taps, rider, need, sides, along = request
         assert sides is None, "a target with LoRAs by row is not packed for the native kernels"
         if rider is not None or len(taps) > 1:
             return super().run(network, request)
@@ -281,9 +286,15 @@ class NativeBackend(TorchBackend):
         tapped = taps[0] if taps else None
         if need == "tokens" and network.config.logit_softcap is not None:
             need = "hidden"
-        hidden, tokens, seen = self.stack.through(inputs.tokens_M, step, cache, slots.start, need=need, tapped=tapped)
+        hidden, tokens, seen = self.stack.through(
+            inputs.tokens_M, step, cache, slots.start, need=need, tapped=tapped, along=along
+        )
         found = {} if seen is None or tapped is None else {tapped: seen}
-        return PassResult(inputs.counts_B, inputs.starts_B, hidden, tokens, taps=found)
+        counts_B, starts_B = inputs.counts_B, inputs.starts_B
+        if any(along):
+            counts_B = [count - more for count, more in zip(counts_B, along, strict=True)]
+            starts_B = list(accumulate(counts_B, initial=0))[:-1]
+        return PassResult(counts_B, starts_B, hidden, tokens, taps=found)
 
     def layers(self, network: Network, x_BND: Tensor, run: Pass, low: int, high: int) -> Tensor:
         """Layers ``low`` to ``high`` - 1, in float32; see ``Backend``."""

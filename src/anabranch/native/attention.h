@@ -52,7 +52,7 @@ void plan_attention(Runner& runner, const Shape& s, const Activations<T>& rows, 
     const int size = cached_queries(plan, b);
     tasks += s.kv_heads * ((plan.count(b) * group + size - 1) / size);
   }
-  std::vector<AttentionTask>& list = runner.plan.tasks;
+  std::vector<AttentionTask>& list = *plan.tasks;
   list.clear();
   for (int b = 0; b < plan.batch; ++b) {
     const int queries = plan.count(b) * group;
@@ -63,8 +63,6 @@ void plan_attention(Runner& runner, const Shape& s, const Activations<T>& rows, 
     for (int head = 0; head < s.kv_heads; ++head)
       for (int first = 0; first < queries; first += size) list.push_back({b, head, first, std::min(size, queries - first)});
   }
-  plan.tasks = list.data();
-  plan.task_count = static_cast<int32_t>(list.size());
   for (Scratch& memory : runner.scratch) {
     if (rows.hidden == nullptr) memory.hidden.of<T>(row_offset<T>(plan.nodes, s.d));
     memory.queries.of<Operand<Storage<T>>>(queries_of_task * s.e);
@@ -331,8 +329,8 @@ class Attention {
 template <class T>
 void attend(Runner& runner, const Shape& s, const Layer& l, const PassPlan& plan, const Activations<T>& rows, int thread) {
   Scratch& memory = runner.scratch[static_cast<size_t>(thread)];
-  runner.pool.parallel_for(plan.task_count, thread, [&](int i) {
-    const AttentionTask& task = plan.tasks[i];
+  runner.pool.parallel_for(static_cast<int>(plan.tasks->size()), thread, [&](int i) {
+    const AttentionTask& task = (*plan.tasks)[static_cast<size_t>(i)];
     switch (s.e / 32) {
       case 1: Attention<T, 2>(s, l, plan, rows, task, memory).run(); break;
       case 2: Attention<T, 4>(s, l, plan, rows, task, memory).run(); break;

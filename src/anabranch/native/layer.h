@@ -170,14 +170,23 @@ class LayerPart {
   T* h_;
 };
 
-// A thread's part of ``count`` layers, with a barrier after each. ``tap`` (or null) receives the rows [M, D] before layer
-// ``tapped``. Unless ``to_end``, only the keys and values of the last layer are computed.
+// Copies a thread's part of the rows [M, D] of a pass: of the nodes of ``tail``, or of all if it is null.
+inline void copy_rows(const ThreadPool& pool, const PassPlan& plan, const Tail* tail, int d, float* to, int thread) {
+  int first, last;
+  split_range(tail == nullptr ? plan.nodes : tail->batch.nodes, pool.size(), thread, &first, &last);
+  for (int i = first; i < last; ++i)
+    std::memcpy(to + static_cast<int64_t>(i) * d,
+                plan.x + static_cast<int64_t>(tail == nullptr ? i : tail->nodes[static_cast<size_t>(i)]) * d,
+                sizeof(float) * static_cast<size_t>(d));
+}
+
+// A thread's part of ``count`` layers, with a barrier after each. ``tap`` (or null) receives the rows before layer ``tapped``,
+// see ``copy_rows``. Unless ``to_end``, only the keys and values of the last layer are computed.
 template <class T>
-void run_layers(Runner& runner, const Shape& s, const Layer* layers, int count, const PassPlan& plan,
-                const Activations<T>& rows, float* tap, int tapped, bool to_end, int thread) {
+void run_layers(Runner& runner, const Shape& s, const Layer* layers, int count, const PassPlan& plan, const Activations<T>& rows,
+                const Tail* tail, float* tap, int tapped, bool to_end, int thread) {
   for (int i = 0; i < count; ++i) {
-    if (tap != nullptr && i == tapped && thread == 0)
-      std::memcpy(tap, plan.x, sizeof(float) * static_cast<size_t>(plan.nodes) * static_cast<size_t>(s.d));
+    if (tap != nullptr && i == tapped) copy_rows(runner.pool, plan, tail, s.d, tap, thread);
     LayerPart<T> part(runner, s, layers[i], plan, rows, thread);
     to_end || i + 1 < count ? part.run() : part.run_keys_values();
     if (i + 1 < count) prefetch_weight(layers[i + 1].qkv, runner.pool.size(), thread);

@@ -62,6 +62,9 @@ struct Ends {
   const float* bias;
   Screen screen;    // of the head, which has no bias then
   int64_t* chosen;  // the index of the head's largest output [M], the first of equals; null: not needed
+  // How many nodes at the start of each batch row are read along [B]: a chain that continues its text, of which only keys and
+  // values are needed. ``hidden``, ``chosen`` and a tap then have rows for the other nodes only. Null: none are read along.
+  const int64_t* along;
 };
 
 // a range of queries of one batch row and one kv head; a query is (node, head of the group)
@@ -76,8 +79,7 @@ struct PassPlan : RaggedBatch {
   const int32_t* row;           // the batch row of each node [M]
   const int64_t* positions_of;  // position of each node [M]
   const int32_t *offsets, *ancestors, *first, *run;
-  const AttentionTask* tasks;   // of one layer
-  int32_t task_count;
+  std::vector<AttentionTask>* tasks;  // of one layer
 };
 
 // memory of a plan
@@ -85,6 +87,29 @@ struct PlanMemory {
   Workspace row, positions, offsets, first, run;
   std::vector<int32_t> ancestors;
   std::vector<AttentionTask> tasks;
+};
+
+// The nodes of a batch but for those that are read ``along``: a batch that follows these, and its nodes' places in the other.
+struct Tail {
+  RaggedBatch batch;
+  std::vector<int64_t> starts, lengths, parents;
+  std::vector<int32_t> nodes;
+
+  void of(const RaggedBatch& whole, const int64_t* along) {
+    starts.assign(1, 0), lengths.clear(), parents.clear(), nodes.clear();
+    for (int b = 0; b < whole.batch; ++b) {
+      for (int i = static_cast<int>(along[b]); i < whole.count(b); ++i) {
+        const int node = whole.start(b) + i;
+        parents.push_back((whole.parents == nullptr ? i - 1 : whole.parents[node]) - along[b]);
+        nodes.push_back(node);
+      }
+      starts.push_back(static_cast<int64_t>(nodes.size()));
+      lengths.push_back(whole.lengths[b] + along[b]);
+    }
+    batch = whole;
+    batch.nodes = static_cast<int32_t>(nodes.size());
+    batch.starts = starts.data(), batch.lengths = lengths.data(), batch.parents = parents.data();
+  }
 };
 
 // A batch's plan without its attention tasks. Throws Refusal for an invalid parent or position.
@@ -128,8 +153,7 @@ PassPlan plan_pass(const RaggedBatch& batch, PlanMemory& memory) {
   plan.ancestors = seen.data();
   plan.first = first;
   plan.run = run;
-  plan.tasks = nullptr;
-  plan.task_count = 0;
+  plan.tasks = &memory.tasks;
   return plan;
 }
 
@@ -239,6 +263,18 @@ void check(int kind, const Shape& s, const RaggedBatch& batch, const Ends& ends)
     check(ends.embedding);
     for (int i = 0; i < batch.nodes; ++i)
       require(in_range(ends.tokens[i], 0, ends.embedding.words - 1), "a token is not in the vocabulary");
+  }
+  if (ends.along != nullptr) {
+    require(ends.hidden != nullptr && batch.trailing == 0 && batch.own == 0, "a pass of another kind reads along");
+    int64_t all = 0;
+    for (int b = 0; b < batch.batch; all += ends.along[b++]) {
+      require(in_range(ends.along[b], 0, batch.count(b)), "a row reads more nodes along than it has");
+      for (int i = 0; batch.parents != nullptr && i < batch.count(b); ++i) {
+        const int64_t parent = batch.parents[batch.start(b) + i];
+        require(i < ends.along[b] ? parent == i - 1 : parent >= ends.along[b] - 1, "nodes that are read along are no chain");
+      }
+    }
+    require(all < batch.nodes, "a pass that reads along has no other nodes");
   }
   if (ends.chosen == nullptr) return;
   check(ends.head);

@@ -68,7 +68,10 @@ class RaggedBatch(ctypes.Structure):
 
 
 class Ends(ctypes.Structure):
-    """The start of a pass, from tokens, and its end: the last norm, and the tokens that the head chooses."""
+    """The start of a pass, from tokens, and its end: the last norm, and the tokens that the head chooses.
+
+    along  how many nodes at the start of each batch row only continue its text; what is returned is without them
+    """
 
     _fields_ = (
         ("embedding", Table),
@@ -77,6 +80,7 @@ class Ends(ctypes.Structure):
         ("bias", ctypes.c_void_p),
         ("screen", Screen),
         ("chosen", ctypes.c_void_p),
+        ("along", ctypes.c_void_p),
     )
 
 
@@ -87,7 +91,7 @@ LAST: tuple[tuple[type[ctypes.Structure], str], ...] = (
     (Layer, "values"),
     (Shape, "head_stride"),
     (RaggedBatch, "parents"),
-    (Ends, "chosen"),
+    (Ends, "along"),
     (Screen, "size"),
 )
 

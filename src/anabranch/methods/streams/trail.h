@@ -109,7 +109,7 @@ void trail(Runner& runner, const Shape& s, const Layer* layers, int count, const
   TrailStart<T> start(runner, s, plan, entry);
   runner.pool.run([&](int thread) {
     start.run(thread);
-    run_layers(runner, s, layers, count, plan, rows, nullptr, 0, true, thread);
+    run_layers<T>(runner, s, layers, count, plan, rows, nullptr, nullptr, 0, true, thread);
     int first, last;
     split_range(plan.nodes, runner.pool.size(), thread, &first, &last);
     for (int i = first; i < last; ++i) {
