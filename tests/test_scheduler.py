@@ -677,3 +677,19 @@ def test_a_closed_model_holds_no_cache() -> None:
     model.close()
     gc.collect()
     assert cache() is None
+
+
+def test_a_prompt_that_leaves_its_neighbours_no_room_is_read_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rows are padded to the widest one, or their cache is nearly full."""
+    target = small()
+    monkeypatch.setattr(type(target.backend), "ragged", True)
+    scheduler = Scheduler(target, prefix_bytes=0)
+    monkeypatch.setattr(scheduler, "_capacity", lambda tokens: 64)
+    first = scheduler.submit(request(30, 1, 30), PLAIN)
+    for _ in range(4):
+        scheduler.tick()
+    second = scheduler.submit(request(40, 2, 5), PLAIN)
+    finish(scheduler)
+    assert [step.read for step in first.steps][:1] == [29]
+    assert [step.read for step in second.steps] == [0] * len(second.steps)
+    assert (first.emitted, second.emitted) == (alone(target, first.request), alone(target, second.request))

@@ -20,8 +20,8 @@ def specs(pruning: bool) -> dict[str, str]:
         f"tree, k = {CHILDREN}": tree,
         f"pruned tree, k = {CHILDREN}, {KEPT} nodes": f"{tree},prune={KEPT}",
         f"pruned tree, k = {CHILDREN}, {KEPT // 2} nodes": f"{tree},prune={KEPT // 2}",
-        "best-first tree, 8 nodes": "streams:nodes=8,lead=0",
-        "best-first tree, 16 nodes": "streams:nodes=16,lead=0",
+        "best-first tree, 8 nodes": "streams:nodes=8,lead=0,copy=no",
+        "best-first tree, 16 nodes": "streams:nodes=16,lead=0,copy=no",
     }
     return found if pruning else {name: spec for name, spec in found.items() if "prune=" not in spec}
 

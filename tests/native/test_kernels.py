@@ -16,11 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.decoding.engine import Engine, Request
+from anabranch.methods.combined import CombinedDrafter
 from anabranch.methods.draft_head import DrawNoise, RowVocabulary
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.prompt_lookup import PromptLookupDrafter
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.config import StreamConfig
+from anabranch.methods.streams.copying import ALONE, LONGEST, MIXED, MOST, continuations
 from anabranch.methods.streams.draft import BLOCKS, DraftOptions, StreamDraft
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.methods.streams.native import NativeTrail
@@ -36,7 +38,7 @@ from anabranch.model.quantize import QuantizedWeight, quantize_decoder
 from anabranch.model.screen import Screen
 from anabranch.model.stack import NativeBackend, Stack, stack_of
 from anabranch.native import library as native
-from anabranch.sampling import argmax, gumbels, position_keys
+from anabranch.sampling import SamplingParams, argmax, gumbels, position_keys
 from anabranch.tree import DraftTree
 from small import logits_of
 
@@ -458,12 +460,14 @@ def test_speculation_says_the_same(name: str, rows: int, form: str) -> None:
     assert decode(PromptLookupDrafter(), rows) == plain
     shapes = [DraftOptions(nodes=16), DraftOptions(nodes=40), DraftOptions(tree="chain")]
     shapes += [DraftOptions(tree="product", k=2, depth=2), DraftOptions(nodes=12, condition=False)]
+    shapes += [DraftOptions(nodes=16, copy=True)]
     for options in shapes:
         assert decode(StreamDrafter(model, adapter, options), rows) == plain
     assert decode(StreamDrafter(model, adapter, DraftOptions(nodes=24), prune=7), rows) == plain
     assert decode(StreamDrafter(model, adapter, DraftOptions(nodes=24), prune=7, placement="ride"), rows) == plain
     if form == "bfloat16":
-        for options, lead in ((DraftOptions(nodes=12), 2), (DraftOptions(tree="chain"), 3), (DraftOptions(nodes=2), 2)):
+        led = [(DraftOptions(nodes=12), 2), (DraftOptions(tree="chain"), 3), (DraftOptions(nodes=2), 2)]
+        for options, lead in (*led, (DraftOptions(nodes=12, copy=True), 2)):
             assert decode(StreamDrafter(model, adapter, options, lead=lead), rows) == plain
     narrow = adapter_for(model, conditioning="parent", conditioning_rank=8, context_top=5)
     assert decode(StreamDrafter(model, narrow, DraftOptions(nodes=12)), rows) == plain
@@ -833,3 +837,105 @@ def test_levels_score_the_blocks_of_a_streams_best_tokens(dtype: torch.dtype, ra
     assert seen & set(range(vocabulary - 3, vocabulary))
     assert seen & set(range(vocabulary, vocabulary + 40))
     assert len(seen) > 20
+
+
+def mixture(levels: list[dict[int, float]], text: list[int], nodes: int) -> dict[tuple[int, ...], tuple[float, bool]]:
+    """The most probable paths after ``text``, their probabilities and whether they are copied, from the formula in
+    ``copying`` and each stream's distribution, which no condition changes.
+    """
+    found: dict[tuple[int, ...], tuple[float, bool]] = {}
+    waiting: dict[tuple[int, ...], tuple[float, bool]] = {(): (1.0, False)}
+    while waiting and len(found) < nodes:
+        path = max(waiting, key=lambda path: waiting[path][0])
+        above, _ = found[path] = waiting.pop(path)
+        length, shares = continuations(text, path)
+        if len(path) < len(levels):
+            weight = MIXED[length - 1] if length else 0.0
+            for token in {**levels[len(path)], **shares}:
+                own, copied = (1 - weight) * levels[len(path)].get(token, 0.0), weight * shares.get(token, 0.0)
+                waiting[(*path, token)] = above * (own + copied), copied > own
+        else:
+            for token, share in shares.items():
+                waiting[(*path, token)] = above * ALONE[length - 1] * share, True
+    return found
+
+
+@needs_kernels
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "int4"])
+@pytest.mark.parametrize("seed", range(6))
+@torch.inference_mode()
+def test_trees_that_copy_are_those_of_the_formula(form: str, seed: int) -> None:
+    model = packed(BASE, form)
+    adapter = adapter_for(model, num_streams=3)
+    source = np.random.default_rng(seed)
+    text = source.integers(3, 3 + int(source.integers(2, 12)), int(source.integers(2, 80))).tolist()
+    ahead = source.integers(3, 6, seed % 3).tolist()
+    states = torch.randn(3, BASE.hidden_size, generator=torch.Generator().manual_seed(seed)).to(model.dtype)
+    nodes, whole = 20, [*text, *ahead]
+    plain, copying = (
+        StreamDraft(model, adapter, DraftOptions(nodes=nodes, frontier=64, copy=yes)) for yes in (False, True)
+    )
+    row = copying.row().extend(text)
+    best, log_probs = plain.head.best_tokens(states[None], plain.options.children, [row], levels=slice(0, 3))
+    levels = [
+        dict(zip(ids, np.exp(logs).tolist(), strict=True))
+        for ids, logs in zip(best[0].tolist(), log_probs[0].tolist(), strict=True)
+    ]
+    (tree,) = copying.build([states], [whole[-1]], [row], ahead=[ahead])
+    wanted = mixture(levels, whole, nodes)
+    assert tree.log_probs is not None
+    assert tree.size == nodes
+    np.testing.assert_allclose(
+        sorted(np.exp(tree.log_probs)), sorted(p for p, _ in wanted.values()), rtol=2e-3, atol=1e-6
+    )
+    assert "copy" in tree.sources
+    for node in range(1, tree.size):
+        path = tuple(int(tree.tokens[i]) for i in tree.path_to(node)[1:])
+        if path in wanted:  # all but those that another one ties with
+            assert (tree.sources[node] == "copy") == wanted[path][1]
+            assert tree.sources[node] in ("copy", f"stream {tree.depths[node]}")
+
+
+@needs_kernels
+@torch.inference_mode()
+def test_only_best_first_trees_of_greedy_rows_copy() -> None:
+    model = packed(BASE, "bfloat16")
+    adapter, text = adapter_for(model, num_streams=3), [5, 6, 7, 8] * 6
+    states = torch.randn(3, BASE.hidden_size, generator=torch.Generator().manual_seed(1)).to(model.dtype)
+    noise = DrawNoise(1.0, position_keys(0, np.arange(3)))
+    for options, drawn in ((DraftOptions(nodes=12), noise), (DraftOptions(tree="chain"), None)):
+        trees = []
+        for yes in (False, True):
+            draft = StreamDraft(model, adapter, replace(options, copy=yes))
+            trees += draft.build([states], [text[-1]], [draft.row().extend(text)], [drawn])
+        assert trees[0].tokens.tolist() == trees[1].tokens.tolist()
+        assert trees[0].sources == trees[1].sources
+    drafter = StreamDrafter(model, adapter, DraftOptions(nodes=12, copy=True))
+    both = CombinedDrafter([drafter, PromptLookupDrafter()])
+    for sampling, sources in ((SamplingParams(), set()), (SamplingParams(temperature=1.0), {"prompt_lookup"})):
+        engine = Engine(model, both, capacity=128)
+        engine.add(Request(text, 12, sampling))
+        trees = [step.tree for step in engine.run()][1:]
+        assert {source for tree in trees for source in tree.sources} & {"prompt_lookup"} == sources
+
+
+@needs_kernels
+@torch.inference_mode()
+def test_what_is_copied_must_be_a_text_before_the_root() -> None:
+    model = packed(BASE, "bfloat16")
+    draft = StreamDraft(model, adapter_for(model, num_streams=3), DraftOptions(nodes=12, copy=True))
+    states = torch.randn(3, BASE.hidden_size).to(model.dtype)
+    for text, root, why in (([5, 6, 7], 6, "does not end with the root"), ([5, 6, 97, 5, 6], 6, "embedding")):
+        row = RowVocabulary(draft.head)
+        row.text.extend(text)
+        with pytest.raises(AssertionError, match=why):
+            draft.build([states], [root], [row])
+
+
+def test_continuations_follow_the_longest_match() -> None:
+    assert continuations([], []) == continuations([4], []) == (0, {})
+    assert continuations([1, 2, 3], []) == (0, {})
+    assert continuations([1, 2, 3], [1]) == (1, {2: 1.0})
+    assert continuations([9, 1, 2, 8, 1, 3, 9], [1]) == (2, {2: 1.0})
+    assert continuations([7] * 50, []) == (LONGEST, {7: 1.0})
+    assert continuations([5, 1] * 40 + [5, 2] + [5], [])[1] == {2: 1 / MOST, 1: 1 - 1 / MOST}

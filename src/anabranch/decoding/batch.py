@@ -133,8 +133,9 @@ class Batch:
 
     @property
     def unread(self) -> int:
-        """Prompt tokens that the next step reads along."""
-        return sum(member.unread for member in self._members if member.ready)
+        """Prompt tokens of the newest row that the next step reads along."""
+        last = self._members[-1] if self._members else None
+        return last.unread if last is not None and last.ready else 0
 
     def add(self, request: Request, drafter: Drafter | None = None, *, along: int = 0) -> int:
         """Take a row and read its prompt; returns the row's id. Raises for what cannot be served.
@@ -150,8 +151,9 @@ class Batch:
         """Take a row whose prompt is still to be read; returns its id.
 
         known  how many tokens of the prompt are in the cache slot already (``cache.fork``)
-        along  the most tokens at its end that the pass of the first step may read, which saves a pass. The whole prompt
-               is read before where rows ride in the pass, the drafter sees prompts, or ``on_prompt`` is to be called
+        along  the most tokens at its end that the pass of the first step may read, which saves a pass; that step comes
+               before another row joins. The whole prompt is read before where rows ride in the pass, the drafter sees
+               prompts, or ``on_prompt`` is to be called
 
         Raises InputError or CapabilityError for what cannot be served, and InputError where all rows are in use or
         this one cannot share their pass (``fits``).
@@ -159,6 +161,7 @@ class Batch:
         drafter = drafter or self.drafter
         self.check(request, drafter)
         assert self.reading is None, "one prompt is read at a time"
+        assert not self.unread, "the newest row has its first step before another one joins"
         if not self.fits(request, drafter):
             raise InputError("the request cannot share a pass with the rows in use; wait for them to finish")
         self.reserve(self.cache.rows, len(request.prompt_ids) + 1, drafter)

@@ -161,11 +161,18 @@ class Engine(Batch):
         Raises NumericsError where the target's scores are not finite numbers; all rows leave then.
         """
         self.at_fault = None
+        if self.unread and not self._fits_along():
+            self._members[-1].along = 0  # the rest of its prompt is read by itself
         members = self._members[: len(self._members) - (self.reading is not None)]
         if not members:
             return []
         with self.target.inference():
             return self._step(members)
+
+    def _fits_along(self) -> bool:
+        """Whether all rows have room for as many nodes as the newest one has with what it reads along."""
+        newest = self._members[-1]
+        return max(self.cache.lengths) + newest.unread + newest.drafter.margin <= self.cache.capacity
 
     def _step(self, members: list[Member]) -> list[Step]:
         began = time.perf_counter()

@@ -285,8 +285,8 @@ class Scheduler:
                     return
                 assert ticket.used is not None
                 reused = self._reuse(engine, ticket, ticket.used)
-                alone = engine.active == 0 or self.target.device.type != "cpu"
-                along = CHUNK if alone else SHARED_CHUNK
+                shared = SHARED_CHUNK if self.target.ragged else 0  # others would be padded to its width
+                along = shared if engine.active else CHUNK
                 ticket.row = engine.join(ticket.remaining, ticket.used, known=reused, along=along)
             except Exception as error:
                 with self._mutex:

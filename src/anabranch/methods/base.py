@@ -105,6 +105,7 @@ class Drafter(ABC):
                then have ``log_probs``
     free       whether its drafts take almost no time and need no preparation: it drafts at every step, and the load
                only decides what is verified
+    repeats    whether it proposes only what followed earlier matches in the row's own text
     needs      the hidden states that it needs
     probes     maximum number of nodes of a row's probe, not counting the root
     spec       the specification that it was built from; empty if it was not
@@ -116,6 +117,7 @@ class Drafter(ABC):
     max_nodes: int = 1
     adaptive: bool = False
     free: bool = False
+    repeats: bool = False
     needs: Taps = Taps()
     probes: int = 0
     spec: str = ""
@@ -138,6 +140,10 @@ class Drafter(ABC):
                 f"the drafter {self.name!r} does not provide the distribution that its drafts were sampled from, so "
                 f"rule={rule!r} would not be exact; use rule='match'"
             )
+
+    def copies(self, row: Row) -> bool:
+        """Whether its drafts for a row include what one that ``repeats`` its text would add."""
+        return False
 
     def recalls(self, tokens: Sequence[int]) -> int:
         """How many tokens at the beginning of a new row's prompt this drafter need not read again."""
@@ -199,6 +205,7 @@ class Wrapped(Drafter):
         self.drafter = drafter
         self.name, self.rules, self.max_nodes = drafter.name, drafter.rules, drafter.max_nodes
         self.adaptive, self.free, self.needs = drafter.adaptive, drafter.free, drafter.needs
+        self.repeats = drafter.repeats
         self.probes, self.spec = drafter.probes, drafter.spec
 
     @property
@@ -214,6 +221,10 @@ class Wrapped(Drafter):
     def check(self, sampling: SamplingParams, rule: Rule) -> None:
         """Ask the drafter."""
         self.drafter.check(sampling, rule)
+
+    def copies(self, row: Row) -> bool:
+        """The drafter's own."""
+        return self.drafter.copies(row)
 
     def recalls(self, tokens: Sequence[int]) -> int:
         """The drafter's own."""

@@ -91,7 +91,13 @@ class CombinedDrafter(Drafter):
         if not parts:
             return [DraftTree.root(row.root) for row in rows]
         budget = min(budget, self.max_nodes)
-        return self._merged(rows, [self._proposed(part, rows, min(budget, part.max_nodes)) for part in parts], budget)
+        proposals = [self._proposed(part, rows, min(budget, part.max_nodes)) for part in parts]
+        for i, row in enumerate(rows):
+            if any(part.copies(row) and trees[i].size > 1 for part, trees in zip(parts, proposals, strict=True)):
+                for part, trees in zip(parts, proposals, strict=True):
+                    if part.repeats:
+                        trees[i] = DraftTree.root(row.root)
+        return self._merged(rows, proposals, budget)
 
     def sketch(self, rows: Sequence[Row]) -> list[DraftTree] | None:
         """The merged trees of the free parts, which are kept for the draft."""

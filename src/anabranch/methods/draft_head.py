@@ -12,6 +12,7 @@ B rows of the batch, F states of a row, V scored tokens, Vd draft vocabulary, X 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -202,11 +203,12 @@ class RowVocabulary:
     ids      [X] token ids, in the order in which they occurred
     head_XD  their rows of the head; ``bias_X`` their part of its bias
     head     states [..., D] -> scores [..., X], packed if the target's head is and X > 0; otherwise None
+    text     the whole text so far
     """
 
     def __init__(self, head: DraftHead) -> None:
         self._head = head
-        self._read = 0
+        self.text = array("q")
         self._known: set[int] = set()
         self._selected = SelectedOutputs.of(head.target.head)
         self.ids = head.vocabulary[:0]
@@ -216,11 +218,12 @@ class RowVocabulary:
     def extend(self, text: Sequence[int]) -> RowVocabulary:
         """Add the tokens of ``text`` (which only grows) that are new since the last call."""
         common, new = self._head.common, []
-        for token in text[self._read :]:
+        more = text[len(self.text) :]
+        for token in more:
             if token not in common and token not in self._known:
                 self._known.add(token)
                 new.append(token)
-        self._read = len(text)
+        self.text.extend(more)
         if new:
             self.ids = torch.cat((self.ids, torch.tensor(new, device=self.ids.device)))
             if self._selected is None:

@@ -94,6 +94,7 @@ class PromptLookupDrafter(Drafter):
 
     name = "prompt_lookup"
     free = True
+    repeats = True
 
     def __init__(self, *, tokens: int = 10, ngram: int = 3, matches: int = 1, adaptive: bool = False) -> None:
         if tokens < 1 or ngram < 1 or matches < 1:

@@ -10,6 +10,7 @@ from torch import nn
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods.base import Drafter, Method, numbered, sized
 from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.methods.streams.copying import COPIED
 from anabranch.methods.streams.counting import COUNTS
 from anabranch.methods.streams.draft import DraftOptions
 from anabranch.methods.streams.drafter import StreamDrafter
@@ -21,6 +22,7 @@ from anabranch.model.decoder import Decoder
 __all__ = ["METHOD", "StreamSettings"]
 
 MOST_LEAD = 8  # tokens
+LAST = 99  # rank of what is copied among the sources
 BUDGETS = (3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 # tokens per step and speedup of lossless Speculative Streaming on MT-Bench, for Vicuna (ACL tables 6 and 1)
 PUBLISHED = {"Llama-2-7B": (3.52, 3.08), "Llama-2-13B": (3.63, 3.21), "Vicuna-33B": (3.75, 3.24)}
@@ -32,6 +34,7 @@ class StreamSettings(TreeSettings):
 
     shortlist: int = 0
     condition: bool = True
+    copy: bool = True
     prune: int = 0
     placement: str = "auto"
     lead: str = "auto"
@@ -44,7 +47,7 @@ class StreamSettings(TreeSettings):
     @property
     def options(self) -> DraftOptions:
         """The options that turn stream states into a tree."""
-        return replace(super().options, shortlist=self.shortlist, condition=self.condition)
+        return replace(super().options, shortlist=self.shortlist, condition=self.condition, copy=self.copy)
 
 
 def _build(target: Decoder, settings: StreamSettings, module: nn.Module | None) -> Drafter:
@@ -65,7 +68,7 @@ def _build(target: Decoder, settings: StreamSettings, module: nn.Module | None) 
 
 
 def _order(source: str) -> int | None:
-    return numbered(LEAD)(source) or numbered("stream")(source)
+    return numbered(LEAD)(source) or numbered("stream")(source) or (LAST if source == COPIED else None)
 
 
 METHOD = Method(

@@ -4,6 +4,10 @@
 //   z = silu(A z' + U E[t] / rms(E[t]) + C s_j),   score = head . (s_j + W z)
 // with s_j the state of stream j. Without a conditioner the score is head . s_j, the same for all nodes of a level, and is
 // computed once. T is the type of the rows between two products; see products.h.
+//
+// Where the tokens on a node's path, or the last of these and of the text, occurred before, the distribution q of its
+// children is mixed with c, what followed the longest such match: (1 - w) q + w c. The weight depends on the length of the
+// match; see copying.py. Below the last stream, children are copied only.
 #pragma once
 
 #include <functional>
@@ -14,6 +18,9 @@
 #include "sampling.h"
 
 namespace {
+
+constexpr int LONGEST_MATCH = 8;    // tokens of a match that count
+constexpr int MOST_OCCURRENCES = 32;  // of the longest match that are looked at, the newest ones
 
 struct DraftConfig {
   Table embedding;
@@ -26,6 +33,10 @@ struct DraftConfig {
   float min_log_prob;                    // minimum joint log probability of a node
   const uint64_t* keys;                  // for sampled rows the keys of the levels' positions (else null); scores are then
   float score_scale, noise_scale;        // score * score_scale + noise * noise_scale
+  const int64_t* text;                   // the sequence, which ends with the root; null: nothing is copied from it
+  int64_t text_length;
+  // by the length of a match, from 1 token on: the weight of what followed it, and its probability below the last stream
+  float mixed[LONGEST_MATCH], alone[LONGEST_MATCH];
 };
 
 // memory of drafts, kept with the runner
@@ -40,8 +51,9 @@ class Drafter {
  public:
   // The tree's nodes in breadth-first order: tokens, parents, depths and joints, at most c.nodes with the root.
   struct Tree {
-    int64_t *tokens, *parents, *depths;
-    float* joints;  // joint log probabilities
+    int64_t *tokens, *parents;
+    int64_t* sources;  // the depth of nodes that a stream proposes; depth + 1 of the streams for those that are copied
+    float* joints;     // joint log probabilities
   };
 
   Drafter(Runner& runner, const DraftConfig& config, const P* states, int64_t root)
@@ -67,7 +79,8 @@ class Drafter {
       if (partial_) rank_blocks(thread);
       for (int depth = 0; depth < c_.depth && !tokens_.empty(); ++depth) level(depth, thread);
     });
-    require(!unknown_token_, "a token of a draft vocabulary is not in the embedding");
+    while (c_.text != nullptr && !tokens_.empty() && static_cast<int>(candidates_.size()) < MAX_CANDIDATES) copy_level();
+    require(!unknown_token_, "a token of a draft vocabulary or the text is not in the embedding");
     return select(tree);
   }
 
@@ -76,6 +89,14 @@ class Drafter {
     int64_t token;
     float joint;
     int32_t parent;  // index among the candidates of all levels; -1: the root
+    bool copied;     // rather than proposed by a stream
+  };
+
+  // a token that followed occurrences of the longest match, and its share of these
+  struct Continuation {
+    int64_t token;
+    float share;
+    bool known;  // a stream proposes it too
   };
 
   // a block of the head: its largest score, and the log-sum-exp of its scores
@@ -100,10 +121,11 @@ class Drafter {
     for (size_t b = 0; b < chosen_.size(); ++b) chosen_[b] = static_cast<int32_t>(b);
     const size_t levels = static_cast<size_t>(c_.depth) * static_cast<size_t>(keep_), widest = static_cast<size_t>(limit_);
     for (auto* list : {&joints_, &kept_joints_}) list->reserve(std::max(levels, widest));
-    for (auto* list : {&places_, &parent_places_, &depths_}) list->reserve(std::max(levels, widest));
+    for (auto* list : {&places_, &parent_places_}) list->reserve(std::max(levels, widest));
     tokens_.reserve(widest);
-    level_.reserve(widest * static_cast<size_t>(c_.children));
+    level_.reserve(widest * (static_cast<size_t>(c_.children) + MOST_OCCURRENCES));
     candidates_.reserve(levels);
+    continuations_.reserve(MOST_OCCURRENCES);
   }
 
   void convert_states(int thread) {
@@ -163,7 +185,7 @@ class Drafter {
     pool_.barrier();
     pool_.parallel_for(rows, thread, [&](int i) { best_children(i); });
     pool_.barrier();
-    if (thread == 0) collect(depth, expanded);
+    if (thread == 0) collect(expanded);
     pool_.barrier();
   }
 
@@ -252,19 +274,83 @@ class Drafter {
     return c_.ids[chosen_[static_cast<size_t>(at / BLOCK)] * BLOCK + at % BLOCK];
   }
 
+  // Finds what followed the longest earlier occurrence of the tokens that end with an expanded node; returns its length.
+  int find_continuations(int expanded) {
+    continuations_.clear();
+    if (c_.text == nullptr) return 0;
+    int64_t path[LONGEST_MATCH];  // the newest token first
+    int known = 0;
+    for (int32_t at = places_[static_cast<size_t>(expanded)]; at >= 0 && known < LONGEST_MATCH;
+         at = candidates_[static_cast<size_t>(at)].parent)
+      path[known++] = candidates_[static_cast<size_t>(at)].token;
+    for (int64_t i = c_.text_length - 1; i >= 0 && known < LONGEST_MATCH; --i) path[known++] = c_.text[i];
+    int longest = 0, count = 0;
+    for (int64_t i = c_.text_length - 2; i >= 0; --i) {
+      if (c_.text[i] != path[0]) continue;
+      int length = 1;
+      while (length < known && length <= i && c_.text[i - length] == path[length]) ++length;
+      if (length > longest) continuations_.clear(), longest = length, count = 0;
+      if (length < longest || count == MOST_OCCURRENCES) continue;
+      ++count;
+      const int64_t token = c_.text[i + 1];
+      auto same = std::find_if(continuations_.begin(), continuations_.end(), [&](const auto& c) { return c.token == token; });
+      if (same == continuations_.end()) same = continuations_.insert(same, {token, 0.0f, false});
+      same->share += 1.0f;
+    }
+    for (Continuation& each : continuations_) each.share /= static_cast<float>(count);
+    return longest;
+  }
+
+  // Adds the children of an expanded node that streams propose, at ``from`` among the values, mixed with what is copied.
+  void add_children(int expanded, int from) {
+    const int match = find_continuations(expanded);
+    const float joint = joints_[static_cast<size_t>(expanded)], weight = match == 0 ? 0.0f : c_.mixed[match - 1];
+    for (int i = from; i < from + c_.children; ++i) {
+      if (!(values_[i] > -INFINITY)) continue;  // padding: there are fewer candidates
+      const int64_t token = token_at(at_[i]);
+      if (token < 0 || token >= c_.embedding.words) {
+        unknown_token_ = true;
+        continue;
+      }
+      float share = 0.0f;
+      for (Continuation& each : continuations_)
+        if (each.token == token) share = each.share, each.known = true;
+      const float own = (1.0f - weight) * std::exp(values_[i]), copied = weight * share;
+      const float value = match == 0 ? values_[i] : std::log(own + copied);
+      level_.push_back({token, joint + value, expanded, copied > own});
+    }
+    for (const Continuation& each : continuations_)
+      if (!each.known) add_copy(each.token, joint + std::log(weight * each.share), expanded);
+  }
+
+  void add_copy(int64_t token, float joint, int expanded) {
+    if (token < 0 || token >= c_.embedding.words)
+      unknown_token_ = true;
+    else
+      level_.push_back({token, joint, expanded, true});
+  }
+
+  // A level below the last stream's.
+  void copy_level() {
+    level_.clear();
+    for (int i = 0; i < static_cast<int>(tokens_.size()); ++i) {
+      const int match = find_continuations(i);
+      for (const Continuation& each : continuations_)
+        add_copy(each.token, joints_[static_cast<size_t>(i)] + std::log(c_.alone[match - 1] * each.share), i);
+    }
+    keep();
+  }
+
+  // The candidates of a level that streams propose.
+  void collect(int rows) {
+    level_.clear();
+    for (int i = 0; i < rows; ++i) add_children(i, conditional_ ? i * c_.children : 0);
+    keep();
+  }
+
   // Keeps the best candidates of a level, and chooses those to expand: all that can have children in the tree, given that a
   // child is no more probable than its parent.
-  void collect(int depth, int rows) {
-    level_.clear();
-    for (int i = 0; i < rows * c_.children; ++i) {
-      const int from = conditional_ ? i : i % c_.children;
-      if (!(values_[from] > -INFINITY)) continue;  // padding: there are fewer candidates
-      const int64_t token = token_at(at_[from]);
-      if (token < 0 || token >= c_.embedding.words)
-        unknown_token_ = true;
-      else
-        level_.push_back({token, joints_[static_cast<size_t>(i / c_.children)] + values_[from], i / c_.children});
-    }
+  void keep() {
     std::stable_sort(level_.begin(), level_.end(), [](const Candidate& a, const Candidate& b) { return a.joint > b.joint; });
     if (static_cast<int>(level_.size()) > keep_) level_.resize(static_cast<size_t>(keep_));
     for (const Candidate& node : level_) kept_joints_.push_back(node.joint);
@@ -278,8 +364,7 @@ class Drafter {
     bool expand = true;
     for (const Candidate& node : level_) {
       const int32_t place = static_cast<int32_t>(candidates_.size());
-      candidates_.push_back({node.token, node.joint, parent_places_[static_cast<size_t>(node.parent)]});
-      depths_.push_back(depth + 1);
+      candidates_.push_back({node.token, node.joint, parent_places_[static_cast<size_t>(node.parent)], node.copied});
       expand = expand && static_cast<int>(tokens_.size()) < limit_ && node.joint > least;
       if (!expand) continue;
       if (conditional_)
@@ -301,7 +386,7 @@ class Drafter {
     });
     if (static_cast<int>(order.size()) > keep_) order.resize(static_cast<size_t>(keep_));
     std::sort(order.begin(), order.end());
-    tree.tokens[0] = root_, tree.parents[0] = -1, tree.depths[0] = 0, tree.joints[0] = 0.0f;
+    tree.tokens[0] = root_, tree.parents[0] = -1, tree.sources[0] = 0, tree.joints[0] = 0.0f;
     int count = 1;
     for (const int32_t i : order) {
       const Candidate& node = candidates_[static_cast<size_t>(i)];
@@ -309,13 +394,16 @@ class Drafter {
       node_of[static_cast<size_t>(i)] = count;
       tree.tokens[count] = node.token;
       tree.parents[count] = node.parent < 0 ? 0 : node_of[static_cast<size_t>(node.parent)];
-      tree.depths[count] = depths_[static_cast<size_t>(i)];
+      int64_t depth = 1;
+      for (int32_t at = node.parent; at >= 0; at = candidates_[static_cast<size_t>(at)].parent) ++depth;
+      tree.sources[count] = node.copied ? c_.depth + 1 : depth;
       tree.joints[count++] = node.joint;
     }
     return count;
   }
 
   static constexpr float RMS_EPS = 1.1920929e-7f;  // torch.finfo(float32).eps, as F.rms_norm
+  static constexpr int MAX_CANDIDATES = 1 << 16;   // of levels that are copied
 
   ThreadPool& pool_;
   const DraftConfig& c_;
@@ -333,8 +421,9 @@ class Drafter {
   // of the nodes that the next level expands: their tokens, joint log probabilities and indices among all candidates
   std::vector<int64_t> tokens_;
   std::vector<float> joints_, kept_joints_;
-  std::vector<int32_t> places_, parent_places_, depths_;
+  std::vector<int32_t> places_, parent_places_;
   std::vector<Candidate> level_, candidates_;
+  std::vector<Continuation> continuations_;
 };
 
 // ---- checks -------------------------------------------------------------------------------------------------------
@@ -359,6 +448,9 @@ void check(int kind, const DraftConfig& c, int64_t root) {
   require(in_range(c.children, 1, 1 << 16) && c.blocks >= 1, "a draft's children or blocks are out of range");
   const int64_t most = std::max(1, std::min(c.frontier, c.nodes - 1));
   require(most * c.children <= MAX_VALUES && static_cast<int64_t>(c.depth) * c.nodes <= MAX_VALUES, "a draft is too large");
+  require(c.text == nullptr || (c.text_length >= 1 && c.text[c.text_length - 1] == root), "the text does not end with the root");
+  for (int i = 0; c.text != nullptr && i < LONGEST_MATCH; ++i)
+    require(c.mixed[i] >= 0.0f && c.mixed[i] < 1.0f && c.alone[i] >= 0.0f && c.alone[i] <= 1.0f, "a weight is no share");
   require(!std::isnan(c.min_log_prob) && !std::isnan(c.score_scale) && !std::isnan(c.noise_scale), "a setting is NaN");
 }
 

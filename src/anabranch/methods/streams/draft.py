@@ -11,6 +11,7 @@ B rows of the batch, F frontier nodes, S streams, V vocabulary, Vd draft vocabul
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,6 +25,7 @@ from anabranch.errors import InputError
 from anabranch.methods.draft_head import TRUST, DraftHead, Drawn, DrawNoise, RowVocabulary, Words
 from anabranch.methods.levels import Level, collect, sources_of, to_host, worth_expanding
 from anabranch.methods.streams.adapter import StreamModule
+from anabranch.methods.streams.copying import ALONE, COPIED, MIXED
 from anabranch.methods.streams.kernels import DraftConfig, DraftedNodes, StreamKernels
 from anabranch.model.decoder import Decoder
 from anabranch.model.graphs import Graphs
@@ -55,6 +57,7 @@ class DraftOptions:
     shortlist  compute conditioned scores for this many of each stream's best tokens; 0: for the whole draft vocabulary,
                of which the native kernels skip the least probable blocks (``BLOCKS``)
     condition  use the adapter's conditioning if it has any
+    copy       mix in what the text suggests (``copying``): in best-first trees of greedy rows, on the native kernels
     """
 
     tree: Literal["best", "product", "chain"] = "best"
@@ -65,6 +68,7 @@ class DraftOptions:
     threshold: float = 0.0
     shortlist: int = 0
     condition: bool = True
+    copy: bool = False
 
     def __post_init__(self) -> None:
         if self.tree not in ("best", "product", "chain"):
@@ -146,15 +150,18 @@ class StreamDraft:
         roots: list[int],
         rows: Sequence[RowVocabulary] | None = None,
         noise: Sequence[DrawNoise | None] | None = None,
+        ahead: Sequence[Sequence[int]] | None = None,
     ) -> list[DraftTree]:
         """One tree per row from stream states after the last norm [B, S, D] and the rows' root tokens.
 
-        ``rows`` add each row's own tokens to the draft vocabulary; ``noise`` is that of the rows that are sampled.
+        rows   add each row's own tokens to the draft vocabulary, and know its text
+        noise  of the rows that are sampled
+        ahead  the tokens after each row's text that end with its root; None: every text ends with the root
         """
         noise = [None] * len(roots) if noise is None else noise
         if self.native is not None:
             own = [None] * len(roots) if rows is None else rows
-            return list(map(self.native, states_BSD, roots, own, noise))
+            return list(map(self.native, states_BSD, roots, own, noise, ahead or [()] * len(roots)))
         whole = states_BSD if isinstance(states_BSD, Tensor) else torch.stack(list(states_BSD))
         return self._build(whole, roots, rows, noise)
 
@@ -290,7 +297,8 @@ class NativeDraft:
         self._greedy, self._sampled = (1.0, TRUST) if certainty is None else (certainty, certainty)
         options, chain = draft.options, draft.options.tree == "chain"
         self._kernels = StreamKernels(head.kernels)
-        self._sources = sources_of(draft.adapter.predictor, range(draft.depth + 1))
+        self._sources = (*sources_of(draft.adapter.predictor, range(draft.depth + 1)), COPIED)
+        self.copies = options.copy and options.tree == "best"
         vocabulary = draft.head.vocabulary
         self._kept = (linears, head, vocabulary, draft.target.embedding)
         self._config = DraftConfig(
@@ -305,6 +313,8 @@ class NativeDraft:
             blocks=max(BLOCKS, 4 * options.nodes),
             noise_scale=self._sampled,
             min_log_prob=math.log(options.threshold) if options.threshold and not chain else -math.inf,
+            mixed=MIXED,
+            alone=ALONE,
             **{name: linear.packed for name, linear in linears.items()},
         )
 
@@ -330,13 +340,28 @@ class NativeDraft:
             return None
         return NativeDraft(draft, linears, draft.head.scores, certainty)
 
-    def __call__(self, states_SD: Tensor, root: int, row: RowVocabulary | None, noise: DrawNoise | None) -> DraftTree:
+    def __call__(
+        self,
+        states_SD: Tensor,
+        root: int,
+        row: RowVocabulary | None,
+        noise: DrawNoise | None,
+        ahead: Sequence[int] = (),
+    ) -> DraftTree:
         """The tree of one row."""
-        tokens, parents, depths, log_probs = self.nodes(states_SD, root, row, noise)
-        sources = tuple([self._sources[depth] for depth in depths.tolist()])
-        return DraftTree.unchecked(tokens, parents, sources, log_probs)
+        tokens, parents, sources, log_probs = self.nodes(states_SD, root, row, noise, ahead)
+        return DraftTree.unchecked(
+            tokens, parents, tuple([self._sources[place] for place in sources.tolist()]), log_probs
+        )
 
-    def nodes(self, states_SD: Tensor, root: int, row: RowVocabulary | None, noise: DrawNoise | None) -> DraftedNodes:
+    def nodes(
+        self,
+        states_SD: Tensor,
+        root: int,
+        row: RowVocabulary | None,
+        noise: DrawNoise | None,
+        ahead: Sequence[int] = (),
+    ) -> DraftedNodes:
         """The nodes of one row's tree."""
         keys = None if noise is None else np.ascontiguousarray(noise.keys_D)
         self._config.keys = None if keys is None else address(keys)
@@ -347,6 +372,10 @@ class NativeDraft:
             self._config.row_head, self._config.row_ids = own.packed, row.ids.data_ptr()
         else:
             self._config.row_head, self._config.row_ids = native.Packed(), None
+        text = None
+        if self.copies and row is not None and noise is None:
+            text = row.text + array("q", ahead) if ahead else row.text
+        self._config.text, self._config.text_length = (None, 0) if text is None else text.buffer_info()
         return self._kernels.draft(self._config, states_SD, root)
 
 

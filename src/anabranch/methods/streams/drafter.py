@@ -172,6 +172,10 @@ class StreamDrafter(Drafter):
         """With a lead, more than of most drafters."""
         return LED_LENGTH if self._leads(rows) else 0.0
 
+    def copies(self, row: Row) -> bool:
+        """Those of greedy rows, if its trees are best-first and built by the native kernels."""
+        return self.tree.native is not None and self.tree.native.copies and row.sampling.greedy
+
     def _leads(self, rows: int) -> bool:
         return self.lead > 0 and rows <= self._led_rows
 
@@ -255,7 +259,8 @@ class StreamDrafter(Drafter):
         drawn = [
             DrawNoise.of(rows[b], draft.depth, ahead=len(state.lead)) for b, state in zip(places, kept, strict=True)
         ]
-        return draft.build(states, roots, [self._words(rows[b]) for b in places], drawn)
+        words, ahead = [self._words(rows[b]) for b in places], [state.lead for state in kept]
+        return draft.build(states, roots, words, drawn, ahead)
 
     def _state(self, row: Row) -> _State:
         state: _State = row.state[self]

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from anabranch.methods.streams.copying import LONGEST
 from anabranch.native.arguments import KINDS, address, filled, require
 from anabranch.native.library import Layer, Layers, Library, Packed, RaggedBatch, Shape, Table
 
@@ -32,6 +33,10 @@ class DraftConfig(ctypes.Structure):
         ("keys", ctypes.c_void_p),
         ("score_scale", ctypes.c_float),
         ("noise_scale", ctypes.c_float),
+        ("text", ctypes.c_void_p),
+        ("text_length", ctypes.c_int64),
+        ("mixed", ctypes.c_float * LONGEST),
+        ("alone", ctypes.c_float * LONGEST),
     )
 
 
@@ -52,11 +57,14 @@ class TrailEntry(ctypes.Structure):
 
 
 class DraftedNodes(NamedTuple):
-    """A tree's nodes in breadth-first order: tokens, parents, depths and joint log probabilities [N]."""
+    """A tree's nodes in breadth-first order: tokens, parents and joint log probabilities [N].
+
+    sources  the depth of nodes that a stream proposes; the streams' number + 1 for those that are copied
+    """
 
     tokens: NDArray[np.int64]
     parents: NDArray[np.int64]
-    depths: NDArray[np.int64]
+    sources: NDArray[np.int64]
     log_probs: NDArray[np.float32]
 
 
@@ -68,7 +76,7 @@ class StreamKernels:
 
     def __init__(self, kernels: Library) -> None:
         self._kernels = kernels
-        kernels.check_layout("streams_layout", ((TrailEntry, "norm"), (DraftConfig, "noise_scale")))
+        kernels.check_layout("streams_layout", ((TrailEntry, "norm"), (DraftConfig, "alone")))
         self._draft = kernels.function(
             "draft", (_INT, _POINTER, ctypes.POINTER(DraftConfig), _POINTER, _LONG, *[_POINTER] * 4)
         )
@@ -93,14 +101,14 @@ class StreamKernels:
         require(deep, "expected {} stream states of width {}, got {}", config.depth, config.d, states_SD.shape)
         require(config.nodes >= 1, "a draft needs at least 1 node, got {}", config.nodes)
         states_SD = states_SD.contiguous()
-        tokens, parents, depths = integers = np.empty((3, config.nodes), np.int64)
+        tokens, parents, sources = integers = np.empty((3, config.nodes), np.int64)
         log_probs, row, at = np.empty(config.nodes, np.float32), integers.strides[0], address(integers)
         with self._kernels.lock:
             n = self._draft(
                 *(config.head.kind, self._kernels.runner(), ctypes.byref(config), states_SD.data_ptr(), root),
                 *(at, at + row, at + 2 * row, address(log_probs)),
             )
-        return DraftedNodes(tokens[:n], parents[:n], depths[:n], log_probs[:n])
+        return DraftedNodes(tokens[:n], parents[:n], sources[:n], log_probs[:n])
 
     def trail(self, shape: Shape, layers: Layers, batch: RaggedBatch, entry: TrailEntry, states_MD: Tensor) -> None:
         """Run streams from the main rows that they trail through ``layers`` and the last norm into ``states_MD``.

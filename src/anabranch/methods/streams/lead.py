@@ -99,7 +99,7 @@ class Lead:
             return None
         if target not in _copies:
             _copies[target] = Stack.of_target(target, [narrow_layer(block) for block in target.blocks])
-        below = StreamDraft(target, adapter, DraftOptions(nodes=TREE))
+        below = StreamDraft(target, adapter, DraftOptions(nodes=TREE, copy=True))
         return Lead(_copies[target], following, trail, below, adapter.start)
 
     def run(self, rows: Sequence[Led], cache: Cache, planned: int, count: int, most: int) -> None:
@@ -134,7 +134,8 @@ class Lead:
             return [DraftTree.root(row.latest) for row in rows]
         states = trailing(self._trail, rows, cache, planned, self._below.depth)
         noise = [row.noise_ahead(self._below.depth) for row in rows]
-        return self._below.build(states, [row.latest for row in rows], [row.words for row in rows], noise)
+        ahead = [row.tokens for row in rows]
+        return self._below.build(states, [row.latest for row in rows], [row.words for row in rows], noise, ahead)
 
     def _follow(self, row: Led, tree: DraftTree, hidden_ND: Tensor, most: int) -> list[int]:
         """Take in what the copy says along a tree [N]; returns the path of nodes that it agrees with."""

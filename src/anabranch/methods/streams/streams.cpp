@@ -10,7 +10,7 @@ namespace {
 
 // sizes of the structs that kernels.py mirrors, each followed by the offset of its last member
 constexpr int32_t STREAMS_LAYOUT[] = {sizeof(TrailEntry), offsetof(TrailEntry, norm), sizeof(DraftConfig),
-                                      offsetof(DraftConfig, noise_scale)};
+                                      offsetof(DraftConfig, alone)};
 
 }  // namespace
 
@@ -24,17 +24,17 @@ const int32_t* anabranch_streams_layout(int* count) {
 
 // The number of nodes of the tree of one sequence, from its stream states [depth, D]; see Drafter::Tree.
 int anabranch_draft(int kind, void* runner, const DraftConfig* config, const void* states, int64_t root, int64_t* tokens,
-                    int64_t* parents, int64_t* depths, float* joints) {
+                    int64_t* parents, int64_t* sources, float* joints) {
   return guarded([&] {
     require(runner != nullptr && config != nullptr && states != nullptr && tokens != nullptr && parents != nullptr &&
-                depths != nullptr && joints != nullptr,
+                sources != nullptr && joints != nullptr,
             "a pointer is null");
     require(in_range(kind, BF16, COMPACT), "unknown kind of draft");
     check(kind, *config, root);
     return with_row_type(kind, [&](auto row_type) {
       using T = typename decltype(row_type)::type;
       Drafter<T> drafter(*static_cast<Runner*>(runner), *config, static_cast<const Storage<T>*>(states), root);
-      return drafter.run({tokens, parents, depths, joints});
+      return drafter.run({tokens, parents, sources, joints});
     });
   });
 }
