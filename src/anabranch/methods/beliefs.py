@@ -33,9 +33,9 @@ class Beliefs:
     expected: dict[str, float] = field(default_factory=dict)
     accepted: dict[str, float] = field(default_factory=dict)
 
-    def factor(self, source: str) -> float:
+    def factor(self, source: str, prior: float = PRIOR) -> float:
         """The correction for a source: accepted divided by expected tokens, each with the prior added."""
-        return (PRIOR + self.accepted.get(source, 0.0)) / (PRIOR + self.expected.get(source, 0.0))
+        return (prior + self.accepted.get(source, 0.0)) / (prior + self.expected.get(source, 0.0))
 
     def __call__(self, tree: DraftTree) -> list[float]:
         """[N] corrected acceptance probabilities; the root's is 1, and no node's exceeds its parent's."""

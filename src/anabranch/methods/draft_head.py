@@ -204,11 +204,12 @@ class RowVocabulary:
     head_XD  their rows of the head; ``bias_X`` their part of its bias
     head     states [..., D] -> scores [..., X], packed if the target's head is and X > 0; otherwise None
     text     the whole text so far
+    trust    in what is copied from it (``streams.copying``): what its weights are multiplied by
     """
 
     def __init__(self, head: DraftHead) -> None:
         self._head = head
-        self.text = array("q")
+        self.text, self.trust = array("q"), 1.0
         self._known: set[int] = set()
         self._selected = SelectedOutputs.of(head.target.head)
         self.ids = head.vocabulary[:0]

@@ -12,17 +12,19 @@ length of the match. Such a mixture is called a cache language model (Kuhn and D
 a pointer (Merity et al. 2016). Below the last stream, children are copied only, with the probability that a match of
 this length goes on as it did before, times c.
 
-The native kernels compute it (``draft.h``). ``scripts/fit_copying.py`` fits both tables.
+If fewer copied tokens were accepted in this text than expected, both are lowered in proportion. The native kernels
+compute the mixture (``draft.h``). ``scripts/fit_copying.py`` fits both tables.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["ALONE", "COPIED", "LONGEST", "MIXED", "MOST", "continuations"]
+__all__ = ["ALONE", "COPIED", "LONGEST", "MIXED", "MOST", "PRIOR", "continuations"]
 
 COPIED = "copy"  # label of the sources of tokens that are copied
 LONGEST = 8  # tokens of a match that count
+PRIOR = 1.0  # weight of the tables, in accepted tokens of a text
 MOST = 32  # places of the longest match that are looked at, the newest ones
 # by the length of a match, from 1 token on: w, and the probability of what is copied below the last stream
 MIXED = (0.08, 0.26, 0.41, 0.50, 0.56, 0.61, 0.70, 0.83)

@@ -40,6 +40,7 @@ __all__ = ["DraftOptions", "NativeDraft", "StreamDraft"]
 # Number of blocks of 32 draft tokens for which the kernels compute conditioned scores: those with a stream's best
 # tokens without conditioning; at least four times the nodes of a tree (docs/log.md).
 BLOCKS = 64
+TRUSTS = 16  # steps in which the weights of what is copied are lowered
 MOST_NODES = 1024  # limit of a product tree, which grows with k ** depth
 
 
@@ -298,7 +299,7 @@ class NativeDraft:
         options, chain = draft.options, draft.options.tree == "chain"
         self._kernels = StreamKernels(head.kernels)
         self._sources = (*sources_of(draft.adapter.predictor, range(draft.depth + 1)), COPIED)
-        self.copies = options.copy and options.tree == "best"
+        self.copies, self._trust = options.copy and options.tree == "best", TRUSTS
         vocabulary = draft.head.vocabulary
         self._kept = (linears, head, vocabulary, draft.target.embedding)
         self._config = DraftConfig(
@@ -375,8 +376,17 @@ class NativeDraft:
         text = None
         if self.copies and row is not None and noise is None:
             text = row.text + array("q", ahead) if ahead else row.text
+            self._weigh(round(TRUSTS * row.trust))
         self._config.text, self._config.text_length = (None, 0) if text is None else text.buffer_info()
         return self._kernels.draft(self._config, states_SD, root)
+
+    def _weigh(self, trust: int) -> None:
+        """Multiply the weights of what is copied by ``trust`` / ``TRUSTS``; most drafts have the last one's."""
+        if trust != self._trust:
+            self._trust = trust
+            self._config.mixed, self._config.alone = (
+                tuple([trust / TRUSTS * weight for weight in table]) for table in (MIXED, ALONE)
+            )
 
 
 def _children(ids_BV: Tensor, best_BFk: Tensor, joint_BFk: Tensor) -> Level:

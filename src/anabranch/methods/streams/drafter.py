@@ -15,6 +15,7 @@ from anabranch.errors import CapabilityError, InputError
 from anabranch.methods.base import Drafter, Observation, Row, Taps
 from anabranch.methods.draft_head import DrawNoise, RowVocabulary
 from anabranch.methods.streams.adapter import StreamModule
+from anabranch.methods.streams.copying import COPIED, PRIOR
 from anabranch.methods.streams.draft import DraftOptions, StreamDraft
 from anabranch.methods.streams.lead import LEAD, Lead, Led, trailing
 from anabranch.methods.streams.native import NativeTrail
@@ -267,7 +268,9 @@ class StreamDrafter(Drafter):
         return state
 
     def _words(self, row: Row) -> RowVocabulary:
-        return self._state(row).words.extend(row.tokens)
+        words = self._state(row).words.extend(row.tokens)
+        words.trust = min(1.0, row.beliefs.factor(COPIED, PRIOR))
+        return words
 
     def observe(self, rows: Sequence[Row], seen: Observation) -> None:
         """Keep the stream states of each row's accepted node; not computed if nothing will be drafted."""
