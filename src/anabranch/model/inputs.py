@@ -17,7 +17,12 @@ from numpy.typing import NDArray
 
 from anabranch.tree import DraftTree, depths_of, mask_of
 
-__all__ = ["Inputs"]
+__all__ = ["Inputs", "starts_of"]
+
+
+def starts_of(counts_B: Sequence[int]) -> list[int]:
+    """The index of each row's first node, where the nodes of all rows share one axis and a row has so many."""
+    return list(accumulate(counts_B, initial=0))[:-1]
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ class Inputs:
     @property
     def starts_B(self) -> list[int]:
         """The index of each row's first node in [M]."""
-        return [0, *accumulate(self.counts_B)][:-1]
+        return starts_of(self.counts_B)
 
     @property
     def width(self) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -21,7 +20,7 @@ from torch import Tensor
 from anabranch.model.blocks import Block, RowSide, attention
 from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig
-from anabranch.model.inputs import Inputs
+from anabranch.model.inputs import Inputs, starts_of
 from anabranch.model.rope import Rope
 
 __all__ = ["Entry", "Need", "Nodes", "Pass", "PassRequest", "PassResult", "Rider"]
@@ -257,4 +256,4 @@ class PassResult(NamedTuple):
         kept = [torch.arange(self.nodes(b).stop - count, self.nodes(b).stop) for b, count in enumerate(counts)]
         at_M = torch.cat(kept).to(self.hidden_MD.device)
         taps = {layer: rows[at_M] for layer, rows in self.taps.items()}
-        return PassResult(counts, list(accumulate(counts, initial=0))[:-1], self.hidden_MD[at_M], taps=taps)
+        return PassResult(counts, starts_of(counts), self.hidden_MD[at_M], taps=taps)

@@ -20,6 +20,7 @@ from torch import Tensor
 from anabranch.model.backends import Backend, TorchBackend
 from anabranch.model.blocks import Block, Norm
 from anabranch.model.cache import Cache
+from anabranch.model.inputs import starts_of
 from anabranch.model.native_linear import NativeLinear, table_of
 from anabranch.model.network import Network
 from anabranch.model.passes import Need, Pass, PassRequest, PassResult
@@ -293,7 +294,7 @@ class NativeBackend(TorchBackend):
         counts_B, starts_B = inputs.counts_B, inputs.starts_B
         if any(along):
             counts_B = [count - more for count, more in zip(counts_B, along, strict=True)]
-            starts_B = list(accumulate(counts_B, initial=0))[:-1]
+            starts_B = starts_of(counts_B)
         return PassResult(counts_B, starts_B, hidden, tokens, taps=found)
 
     def layers(self, network: Network, x_BND: Tensor, run: Pass, low: int, high: int) -> Tensor:

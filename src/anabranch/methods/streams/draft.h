@@ -49,7 +49,7 @@ class Drafter {
   using P = Storage<T>;
 
  public:
-  // The tree's nodes in breadth-first order: tokens, parents, depths and joints, at most c.nodes with the root.
+  // The tree's nodes in breadth-first order: tokens, parents, sources and joints, at most c.nodes with the root.
   struct Tree {
     int64_t *tokens, *parents;
     int64_t* sources;  // the depth of nodes that a stream proposes; depth + 1 of the streams for those that are copied
@@ -308,26 +308,22 @@ class Drafter {
     for (int i = from; i < from + c_.children; ++i) {
       if (!(values_[i] > -INFINITY)) continue;  // padding: there are fewer candidates
       const int64_t token = token_at(at_[i]);
-      if (token < 0 || token >= c_.embedding.words) {
-        unknown_token_ = true;
-        continue;
-      }
       float share = 0.0f;
       for (Continuation& each : continuations_)
         if (each.token == token) share = each.share, each.known = true;
       const float own = (1.0f - weight) * std::exp(values_[i]), copied = weight * share;
       const float value = match == 0 ? values_[i] : std::log(own + copied);
-      level_.push_back({token, joint + value, expanded, copied > own});
+      add({token, joint + value, expanded, copied > own});
     }
     for (const Continuation& each : continuations_)
-      if (!each.known) add_copy(each.token, joint + std::log(weight * each.share), expanded);
+      if (!each.known) add({each.token, joint + std::log(weight * each.share), expanded, true});
   }
 
-  void add_copy(int64_t token, float joint, int expanded) {
-    if (token < 0 || token >= c_.embedding.words)
+  void add(const Candidate& node) {
+    if (node.token < 0 || node.token >= c_.embedding.words)
       unknown_token_ = true;
     else
-      level_.push_back({token, joint, expanded, true});
+      level_.push_back(node);
   }
 
   // A level below the last stream's.
@@ -336,7 +332,7 @@ class Drafter {
     for (int i = 0; i < static_cast<int>(tokens_.size()); ++i) {
       const int match = find_continuations(i);
       for (const Continuation& each : continuations_)
-        add_copy(each.token, joints_[static_cast<size_t>(i)] + std::log(c_.alone[match - 1] * each.share), i);
+        add({each.token, joints_[static_cast<size_t>(i)] + std::log(c_.alone[match - 1] * each.share), i, true});
     }
     keep();
   }
