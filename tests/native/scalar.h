@@ -60,7 +60,6 @@ inline F32x16 operator/(F32x16 a, F32x16 b) { return each([&](int i) { return a.
 // ---- the processor ------------------------------------------------------------------------------------------------
 
 inline void spin_pause() {}
-inline void prefetch(const void*) {}
 inline void release_tiles() {}
 
 // ---- floats -------------------------------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ template <class P>
 using Operand = std::conditional_t<std::is_same<P, bf16>::value, Rounded, P>;
 
 inline void spin_pause() { _mm_pause(); }
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 inline void release_tiles() {}
 
 inline F32x16 zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }

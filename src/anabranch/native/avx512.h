@@ -37,7 +37,6 @@ template <class P>
 using Operand = std::conditional_t<!PAIRS && std::is_same<P, bf16>::value, Rounded, P>;
 
 inline void spin_pause() { _mm_pause(); }
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
 inline F32x16 zero() { return _mm512_setzero_ps(); }
 inline F32x16 broadcast(float x) { return _mm512_set1_ps(x); }

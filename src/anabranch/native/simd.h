@@ -25,7 +25,6 @@
 //
 // ---- the processor ----
 //   void spin_pause()                    a hint inside a spin loop
-//   void prefetch(const void* p)         into the first-level cache; any address is allowed
 //   void release_tiles()                 release the calling thread's matrix tiles; empty without a matrix unit
 //
 // ---- floats ----
@@ -125,6 +124,14 @@ constexpr int PER_LANE = 4 / static_cast<int>(sizeof(T));
 // Formats of quantised weights
 struct Int8 {};
 struct Int4 {};
+
+// Prefetches a cache line, of weights that are about to be multiplied by ROWS rows; any address is allowed. Two rows are done
+// with a line before the next one can come from memory, so it comes all the way to the first-level cache. With more rows
+// there is time to get it from the second-level one, which can wait for more lines at once (docs/log.md).
+template <int ROWS = 1>
+inline void prefetch(const void* p) {
+  __builtin_prefetch(p, 0, ROWS <= 2 ? 3 : 2);
+}
 
 // bytes that a group of 32 values of k takes in a block; see pack.h
 template <class W>
