@@ -125,13 +125,9 @@ constexpr int PER_LANE = 4 / static_cast<int>(sizeof(T));
 struct Int8 {};
 struct Int4 {};
 
-// Prefetches a cache line, of weights that are about to be multiplied by ROWS rows; any address is allowed. Two rows are done
-// with a line before the next one can come from memory, so it comes all the way to the first-level cache. With more rows
-// there is time to get it from the second-level one, which can wait for more lines at once (docs/log.md).
-template <int ROWS = 1>
-inline void prefetch(const void* p) {
-  __builtin_prefetch(p, 0, ROWS <= 2 ? 3 : 2);
-}
+// prefetch a cache line into the first-level cache, or only into the second-level one; any address is allowed
+inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+inline void prefetch_second(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // bytes that a group of 32 values of k takes in a block; see pack.h
 template <class W>
