@@ -4,7 +4,7 @@ Every prompt is decoded by the one, then by the other, and in the opposite order
 drifts drifts for both. Reports tokens/s of each, the median and quartiles of the pairwise ratios (this checkout over
 the other), and on how many prompts the tokens are the same. Greedy, batch 1. Run nothing else at the same time.
 
-    python scripts/compare_commits.py --before ../base --data ../shared/data --limit 20 \\
+    python scripts/compare_commits.py --before ../base --data ../shared/data --suite spec_bench:60 --suite mt_bench:20 \\
         --case bf16:auto --case int4:auto --out benchmarks/NAME.json
 """
 
@@ -80,13 +80,21 @@ def commit_of(checkout: Path) -> str:
     return done.stdout.strip()[:10]
 
 
+def limited(suite: str, limit: int) -> tuple[str, int]:
+    """The name of a suite and its number of prompts, from NAME or NAME:N."""
+    name, _, number = suite.rpartition(":")
+    return (name, int(number)) if name and number.isdigit() else (suite, limit)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--before", type=Path, help="the other checkout")
-    parser.add_argument("--suite", action="append", help="prompts (default: spec_bench); repeatable")
+    parser.add_argument(
+        "--suite", action="append", metavar="NAME[:N]", help="prompts, at most N (default: spec_bench); repeatable"
+    )
     parser.add_argument("--data", type=Path, help="folder with the suites")
-    parser.add_argument("--limit", type=int, default=20, help="that many prompts of each suite")
+    parser.add_argument("--limit", type=int, default=20, help="prompts of each suite that has no N")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each prompt")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument(
@@ -105,8 +113,10 @@ def main() -> None:
     from anabranch.bench.suites import load_suite
     from anabranch.support.files import shown_command, write_atomically
 
-    names = args.suite or ["spec_bench"]
-    loaded = [(name, each.text) for name in names for each in load_suite(name, data=args.data, limit=args.limit)]
+    limits = dict(limited(suite, args.limit) for suite in args.suite or ["spec_bench"])
+    loaded = [
+        (name, each.text) for name, limit in limits.items() for each in load_suite(name, data=args.data, limit=limit)
+    ]
     suites, prompts = [name for name, _ in loaded], [text for _, text in loaded]
     found = []
     for case in args.case or ["bf16:auto", "int4:auto"]:

@@ -19,8 +19,13 @@ _settled = False  # whether ``set_threads`` has been called
 
 
 def processor_name() -> str:
-    """The processor's model name, e.g. "AMD EPYC"."""
-    return _cpuinfo("model name") or platform.processor() or platform.machine()
+    """The processor's name, with its family and model where they are known: "AMD EPYC, family 25 model 17".
+
+    In virtual machines, processors of different generations have the same name.
+    """
+    name = _cpuinfo("model name") or platform.processor() or platform.machine()
+    family, model = _cpuinfo("cpu family"), _cpuinfo("model")
+    return f"{name}, family {family} model {model}" if family and model else name
 
 
 def processor_vendor() -> str:
@@ -38,8 +43,9 @@ def _cpuinfo(field: str) -> str:
     """A field of the first processor in /proc/cpuinfo; empty if there is none."""
     if _CPUINFO.is_file():
         for line in _CPUINFO.read_text(encoding="utf-8").splitlines():
-            if line.startswith(field):
-                return line.split(":", 1)[1].strip()
+            key, _, value = line.partition(":")
+            if key.strip() == field:
+                return value.strip()
     return ""
 
 
