@@ -1,4 +1,4 @@
-"""CPU quotas of containers, in trees like those that Linux mounts, and the count of threads that follows."""
+"""The name of the processor, CPU quotas of containers, in trees like those that Linux mounts, and the count of threads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from anabranch.errors import InputError
 from anabranch.support import processor
-from anabranch.support.processor import cgroup_quota, set_threads, usable_cpus
+from anabranch.support.processor import cgroup_quota, processor_name, set_threads, usable_cpus
 
 # what /proc/self/cgroup says, the files below /sys/fs/cgroup, and the quota
 TREES = {
@@ -95,3 +95,18 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         assert set_threads(None) == 5
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("says", "name"),
+    [
+        ("cpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n", "AMD EPYC, family 25 model 17"),
+        ("model name\t: ARMv8\nmodel\t: 1\n", "ARMv8"),
+    ],
+)
+def test_the_name_tells_generations_apart(
+    says: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpuinfo").write_text(says, encoding="utf-8")
+    monkeypatch.setattr(processor, "_CPUINFO", tmp_path / "cpuinfo")
+    assert processor_name() == name
