@@ -4,8 +4,8 @@ Every prompt is decoded by the one, then by the other, and in the opposite order
 drifts drifts for both. Reports tokens/s of each, the median and quartiles of the pairwise ratios (this checkout over
 the other), and on how many prompts the tokens are the same. Greedy, batch 1. Run nothing else at the same time.
 
-    python scripts/compare_commits.py --before ../base --data ../shared/data --suite spec_bench:60 --suite mt_bench:20 \\
-        --case bf16:auto --case int4:auto --out benchmarks/NAME.json
+    python scripts/compare_commits.py --before ../base --data ../shared/data --suite spec_bench:60 \\
+        --suite mt_bench:20 --case bf16:auto --case int4:auto --out benchmarks/NAME.json
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The name of the processor, CPU quotas of containers, in trees like those that Linux mounts, and the count of threads."""
+"""The processor's name, CPU quotas of containers in trees like those that Linux mounts, and the threads that follow."""
 
 from __future__ import annotations
 
