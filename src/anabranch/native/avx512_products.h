@@ -7,8 +7,9 @@ namespace {
 
 // ---- products -----------------------------------------------------------------------------------------------------
 
-// Prefetches weights that ROWS rows will be multiplied by. The first-level cache can wait for few lines at once, and what it
-// needs for the rows waits behind them. So it waits for weights only where so few rows use a line that memory is the bound.
+// Prefetches weights that ROWS rows will be multiplied by: into the first-level cache only for so few rows that memory is the
+// limit. With more, this is up to a quarter slower (docs/log.md): that cache tracks few misses at a time, and the loads of the
+// rows need it, too.
 template <int ROWS>
 inline void prefetch_for(const char* p) {
   if (ROWS <= 2)
