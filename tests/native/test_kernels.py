@@ -892,6 +892,7 @@ def test_trees_that_copy_are_those_of_the_formula(form: str, seed: int) -> None:
         sorted(np.exp(tree.log_probs)), sorted(p for p, _ in wanted.values()), rtol=2e-3, atol=1e-6
     )
     assert row.trust < 1 or "copy" in tree.sources
+    assert ("copy" in tree.sources) == any(copied for _, copied in wanted.values())
     for node in range(1, tree.size):
         path = tuple(int(tree.tokens[i]) for i in tree.path_to(node)[1:])
         if path in wanted:  # all but those that another one ties with

@@ -21,21 +21,13 @@ from rich.text import Text
 
 from anabranch.bench.quality import columns_of, quality_block
 from anabranch.native.library import library
-from anabranch.support.processor import processor_name
+from anabranch.support.processor import processor_flags, processor_name
 
 __all__ = ["SCHEMA", "blocks", "environment", "heading", "markdown", "plain_table", "sheet", "tables", "wide_console"]
 
 SCHEMA = 2  # docs/metrics.md, "The result file"
 PACKAGE = Path(__file__).parents[1]
-
-
-def _instructions() -> list[str]:
-    info = Path("/proc/cpuinfo")
-    wanted = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")
-    if not info.is_file():
-        return []
-    flags = next((line for line in info.read_text(encoding="utf-8").splitlines() if line.startswith("flags")), "")
-    return [flag for flag in wanted if f" {flag} " in f"{flags} "]
+INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")  # that results name
 
 
 def _kernels(device: torch.device) -> str:
@@ -79,7 +71,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "processor": processor_name(),
-        "instructions": _instructions(),
+        "instructions": [flag for flag in INSTRUCTIONS if flag in processor_flags()],
         "kernels": _kernels(device),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),

@@ -242,14 +242,13 @@ inline void multiply_tile(int count, const QuantizedGroup* x, int64_t stride, co
   constexpr bool NARROW = std::is_same<W, Int4>::value;
   constexpr int LINES_OF_GROUP = GROUP_BYTES<W> / 128 * LINES;
   const int groups = width / BLOCK, parts = (count + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, size = (count + parts - 1) / parts;
-  const bool into_second = !NARROW || count > 2;  // measured: docs/log.md
   __m256 total[MAX_TILE_ROWS][4];
   for (int m = 0; m < count; ++m)
     for (auto& v : total[m]) v = _mm256_setzero_ps();
   for (int g = 0; g < groups; ++g) {
     const uint8_t* w = block + static_cast<int64_t>(g) * GROUP_BYTES<W>;
     const char* ahead = next + static_cast<int64_t>(g) * LINES_OF_GROUP * 64;
-    for (int i = 0; i < LINES_OF_GROUP; ++i) into_second ? prefetch_second(ahead + 64 * i) : prefetch(ahead + 64 * i);
+    for (int i = 0; i < LINES_OF_GROUP; ++i) NARROW ? prefetch_for(count, ahead + 64 * i) : prefetch_second(ahead + 64 * i);
     for (int m = 0; m < count; m += size)
       with_constant<ROWS_AT_ONCE>(std::min(size, count - m), [&](auto n) {
         for (int at = 0; at < 4; at += 2) multiply_group_part<W, n>(x + g + m * stride, stride, w, at, total + m);

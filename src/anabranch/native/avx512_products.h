@@ -7,17 +7,6 @@ namespace {
 
 // ---- products -----------------------------------------------------------------------------------------------------
 
-// Prefetches weights that ROWS rows will be multiplied by: into the first-level cache only for so few rows that memory is the
-// limit. With more, this is up to a quarter slower (docs/log.md): that cache tracks few misses at a time, and the loads of the
-// rows need it, too.
-template <int ROWS>
-inline void prefetch_for(const char* p) {
-  if (ROWS <= 2)
-    prefetch(p);
-  else
-    prefetch_second(p);
-}
-
 // ``multiply_tile`` for exactly ROWS rows
 template <class T, int ROWS, int LINES>
 NOINLINE void multiply_tile_rows(const T* x, int64_t stride, const T* block, int width, const char* next, Sums& acc) {
@@ -28,8 +17,8 @@ NOINLINE void multiply_tile_rows(const T* x, int64_t stride, const T* block, int
   const int steps = width / STEP;
   for (int k = 0; k < steps; ++k) {
     const T* w = block + static_cast<int64_t>(k) * STEP * BLOCK;
-    if (LINES > 0) prefetch_for<ROWS>(next + 64 * LINES * static_cast<int64_t>(k));
-    if (LINES > 1) prefetch_for<ROWS>(next + 64 * LINES * static_cast<int64_t>(k) + 64);
+    if (LINES > 0) prefetch_for(ROWS, next + 64 * LINES * static_cast<int64_t>(k));
+    if (LINES > 1) prefetch_for(ROWS, next + 64 * LINES * static_cast<int64_t>(k) + 64);
     const __m512i w0 = _mm512_loadu_si512(w), w1 = _mm512_loadu_si512(w + 16 * STEP);
 #pragma GCC unroll 16
     for (int m = 0; m < ROWS; ++m) {
@@ -59,8 +48,8 @@ NOINLINE void multiply_tile_rows(const Rounded* x, int64_t stride, const bf16* b
   };
   for (int k = 0; k < width / 2; ++k) {
     const bf16* w = block + static_cast<int64_t>(k) * 2 * BLOCK;
-    if (LINES > 0) prefetch_for<ROWS>(next + 64 * LINES * static_cast<int64_t>(k));
-    if (LINES > 1) prefetch_for<ROWS>(next + 64 * LINES * static_cast<int64_t>(k) + 64);
+    if (LINES > 0) prefetch_for(ROWS, next + 64 * LINES * static_cast<int64_t>(k));
+    if (LINES > 1) prefetch_for(ROWS, next + 64 * LINES * static_cast<int64_t>(k) + 64);
     add(x + 2 * k, first_of(_mm512_loadu_si512(w)), first_of(_mm512_loadu_si512(w + BLOCK)));
     add(x + 2 * k + 1, second_of(_mm512_loadu_si512(w)), second_of(_mm512_loadu_si512(w + BLOCK)));
   }
@@ -105,8 +94,8 @@ NOINLINE void multiply_tile_rows(const QuantizedGroup* x, int64_t stride, const 
 #pragma GCC unroll 8  // else GCC copies all sums from one step of k to the next
     for (int k = 0; k < PAIRS; ++k) {
       const char* line = next + (static_cast<int64_t>(g) * PAIRS + k) * 64 * LINES;
-      if (LINES > 0) prefetch_for<ROWS>(line);
-      if (LINES > 1) prefetch_for<ROWS>(line + 64);
+      if (LINES > 0) prefetch_for(ROWS, line);
+      if (LINES > 1) prefetch_for(ROWS, line + 64);
       if (NARROW && k == PAIRS - 1) break;
       const __m512i w0 = _mm512_loadu_si512(w + 128 * k), w1 = _mm512_loadu_si512(w + 128 * k + 64);
       if (NARROW) {
@@ -209,7 +198,7 @@ NOINLINE void multiply_interleaved_rows(const bf16* x, int64_t stride, const cha
     }
   };
   const auto prefetch_group = [&] {
-    for (int i = 0; i < GROUP_BYTES<Int4>; i += 64) prefetch_for<ROWS>(next + i);
+    for (int i = 0; i < GROUP_BYTES<Int4>; i += 64) prefetch_for(ROWS, next + i);
     next += GROUP_BYTES<Int4>;
   };
   const uint8_t* group = reinterpret_cast<const uint8_t*>(from);

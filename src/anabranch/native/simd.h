@@ -121,13 +121,18 @@ inline void store1(Rounded* p, float x) {
 template <class T>
 constexpr int PER_LANE = 4 / static_cast<int>(sizeof(T));
 
+// These prefetch a cache line into the first-level cache, or only into the second-level one; any address is allowed.
+inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+inline void prefetch_second(const void* p) { __builtin_prefetch(p, 0, 2); }
+
+// Prefetches weights that so many rows will be multiplied by: into the first-level cache only for so few that memory is the
+// limit. With more, this is up to a quarter slower (docs/log.md): that cache tracks few misses at a time, and the loads of the
+// rows need it, too.
+inline void prefetch_for(int rows, const void* p) { rows <= 2 ? prefetch(p) : prefetch_second(p); }
+
 // Formats of quantised weights
 struct Int8 {};
 struct Int4 {};
-
-// prefetch a cache line into the first-level cache, or only into the second-level one; any address is allowed
-inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
-inline void prefetch_second(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // bytes that a group of 32 values of k takes in a block; see pack.h
 template <class W>

@@ -23,30 +23,31 @@ def processor_name() -> str:
 
     In virtual machines, processors of different generations have the same name.
     """
-    name = _cpuinfo("model name") or platform.processor() or platform.machine()
-    family, model = _cpuinfo("cpu family"), _cpuinfo("model")
+    first = _first_processor(_CPUINFO)
+    name = first.get("model name") or platform.processor() or platform.machine()
+    family, model = first.get("cpu family"), first.get("model")
     return f"{name}, family {family} model {model}" if family and model else name
 
 
 def processor_vendor() -> str:
     """The vendor's name as the processor says it, e.g. "GenuineIntel"; empty where that is unknown."""
-    return _cpuinfo("vendor_id")
+    return _first_processor(_CPUINFO).get("vendor_id", "")
 
 
 @lru_cache(maxsize=1)
 def processor_flags() -> frozenset[str]:
     """Instruction set extensions as Linux names them ("avx2", "avx512f", ...); empty elsewhere."""
-    return frozenset(_cpuinfo("flags").split())
+    return frozenset(_first_processor(_CPUINFO).get("flags", "").split())
 
 
-def _cpuinfo(field: str) -> str:
-    """A field of the first processor in /proc/cpuinfo; empty if there is none."""
-    if _CPUINFO.is_file():
-        for line in _CPUINFO.read_text(encoding="utf-8").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == field:
-                return value.strip()
-    return ""
+@lru_cache
+def _first_processor(cpuinfo: Path) -> dict[str, str]:
+    """The fields of the first processor in /proc/cpuinfo, which is read once; none where there is no such file."""
+    if not cpuinfo.is_file():
+        return {}
+    first = cpuinfo.read_text(encoding="utf-8").split("\n\n", 1)[0]
+    fields = (line.partition(":") for line in first.splitlines())
+    return {key.strip(): value.strip() for key, _, value in fields}
 
 
 def usable_cpus() -> int:

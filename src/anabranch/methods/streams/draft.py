@@ -40,7 +40,7 @@ __all__ = ["DraftOptions", "NativeDraft", "StreamDraft"]
 # Number of blocks of 32 draft tokens for which the kernels compute conditioned scores: those with a stream's best
 # tokens without conditioning; at least four times the nodes of a tree (docs/log.md).
 BLOCKS = 64
-TRUSTS = 16  # steps in which the weights of what is copied are lowered
+TRUSTS = 16  # the trust in what is copied is rounded to multiples of 1 / TRUSTS
 MOST_NODES = 1024  # limit of a product tree, which grows with k ** depth
 
 
