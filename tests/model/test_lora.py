@@ -22,7 +22,7 @@ from anabranch.methods.streams import METHOD
 from anabranch.model.families import model_config
 from anabranch.model.load import load_target
 from anabranch.model.lora import Lora, Term, places
-from anabranch.model.peft import CONFIG, WEIGHTS, read_lora, write_lora
+from anabranch.model.peft import CONFIG, WEIGHTS, PeftSettings, read_lora, read_settings, write_lora
 from anabranch.model.weights import fingerprint
 from small import LLAMA, small_adapter
 
@@ -108,7 +108,8 @@ def test_ranks_scales_and_selections(tmp_path: Path) -> None:
         read_lora(tmp_path, LLAMA)
     kept = Lora({name: lora.terms[name] for name in (Q, Q.replace("1", "0"))})
     write_lora(tmp_path, kept, base="")
-    for modules in (["q_proj"], r".*\.[01]\.self_attn\.q_proj", "all-linear"):
+    slow = r"(?:model|transformer)(\.\w+)+\.[01]\.self_attn\.q_proj"  # not evaluated: the terms say the same
+    for modules in (["q_proj"], r".*\.[01]\.self_attn\.q_proj", "all-linear", slow):
         change(tmp_path, target_modules=modules, layers_to_transform=[0, 1], exclude_modules=[DOWN])
         assert list(read_lora(tmp_path, LLAMA).terms) == sorted(kept.terms)
 
@@ -122,6 +123,100 @@ def test_a_lora_is_loaded_for_decoding(llama: Path, lora: Path) -> None:
             tuned.generate(IDS, **{**text, "drafter": "prompt_lookup"}).token_ids
             == tuned.generate(IDS, **text).token_ids
         )
+
+
+NAMES = tuple(f"model.layers.{layer}.{end}" for layer in (0, 1, 12) for end in ("self_attn.k_proj", "mlp.up_proj"))
+BARE = "layers.1.self_attn.k_proj"  # in a file of the model without its head
+
+# which of NAMES and BARE PEFT 0.21 matches with a key of rank_pattern or alpha_pattern
+PATTERNS: dict[str, str] = {
+    "k_proj": "x.x.x.x",
+    "^k_proj": ".......",
+    "k_proj$": "x.x.x.x",
+    "^model.*k_proj": "x.x.x..",
+    "self_attn.k_proj": "x.x.x.x",
+    r"self_attn\.k_proj": "x.x.x.x",
+    "attn.k_proj": ".......",
+    "_proj": ".......",
+    ".*_proj": "xxxxxxx",
+    "1.self_attn.k_proj": "..x...x",
+    r"layers\.1\.self_attn\.k_proj": "..x...x",
+    r"^layers\.1\..*": "......x",
+    r"\d+\.mlp\.up_proj": ".x.x.x.",
+    "model.layers.1.self_attn.k_proj": "..x....",
+    "layers.(0|12).*k_proj": "x...x..",
+    "k_proj|up_proj": "xxxxxxx",
+    "^k_proj|up_proj": ".x.x.x.",
+    r"\bk_proj": "x.x.x.x",
+    "K_PROJ": ".......",
+    "": ".......",
+}
+
+
+def matched(matches: Callable[[str], bool]) -> str:
+    return "".join("x" if matches(name) else "." for name in (*NAMES, BARE))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_patterns_match_as_in_peft(pattern: str) -> None:
+    settings = PeftSettings("", 8, 16, False, {pattern: 3}, {pattern: 5}, (), (), (), ())
+    assert matched(lambda name: settings.rank_of(name) == 3) == PATTERNS[pattern]
+    assert matched(lambda name: settings.scale_of(name) in (5 / 3, 5 / 8)) == PATTERNS[pattern]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_the_table_of_patterns_is_pefts(pattern: str) -> None:
+    pytest.importorskip("peft")
+    from peft.utils.other import get_pattern_key
+
+    assert matched(lambda name: {pattern: 3}.get(get_pattern_key([pattern], name), 8) == 3) == PATTERNS[pattern]
+
+
+# target_modules and what limits them, and which of NAMES and BARE PEFT 0.21 selects
+SELECTIONS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"target_modules": ["k_proj"]}, "x.x.x.x"),
+    ({"target_modules": ["attn.k_proj"]}, "......."),
+    ({"target_modules": ["self_attn.k_proj", NAMES[1]]}, "xxx.x.x"),
+    ({"target_modules": r".*\.k_proj"}, "x.x.x.x"),
+    ({"target_modules": "k_proj"}, "......."),
+    ({"target_modules": r"model\.layers\.\d\.(self_attn|mlp)\..*"}, "xxxx..."),
+    ({"target_modules": ["k_proj", "up_proj"], "exclude_modules": ["mlp.up_proj", NAMES[0]]}, "..x.x.x"),
+    ({"target_modules": ["k_proj", "up_proj"], "exclude_modules": r".*\.1\..*"}, "xx..xx."),
+    ({"target_modules": ["k_proj"], "layers_to_transform": 1}, "..x...."),
+    ({"target_modules": ["k_proj", NAMES[1]], "layers_to_transform": [1, 12]}, ".xx.x.."),
+    ({"target_modules": ["k_proj"], "layers_to_transform": []}, "x.x.x.x"),
+    ({"target_modules": ["k_proj"], "layers_to_transform": [1], "layers_pattern": "layers"}, "..x...x"),
+    ({"target_modules": ["k_proj"], "layers_to_transform": [1], "layers_pattern": ["h", "model.layers"]}, "..x...."),
+    ({"target_modules": ["k_proj"], "layers_to_transform": [1], "layers_pattern": ["h"]}, "......."),
+)
+
+
+@pytest.mark.parametrize(("fields", "expected"), SELECTIONS)
+def test_modules_are_selected_as_in_peft(fields: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    record = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, **fields}
+    (tmp_path / CONFIG).write_text(json.dumps(record))
+    settings = read_settings(tmp_path)
+    assert matched(lambda name: bool(settings.selects(name))) == expected
+
+
+@pytest.mark.parametrize(("fields", "expected"), SELECTIONS)
+def test_the_table_of_selections_is_pefts(fields: dict[str, Any], expected: str) -> None:
+    pytest.importorskip("peft")
+    from types import SimpleNamespace
+
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    whole = {"exclude_modules": None, "layers_to_transform": None, "layers_pattern": None, "target_parameters": None}
+    config = SimpleNamespace(**whole | fields)
+    assert matched(lambda name: bool(check_target_module_exists(config, name))) == expected
+
+
+def test_patterns_count_for_the_names_in_the_file(tmp_path: Path) -> None:
+    write_lora(tmp_path, Lora({Q: some_lora(LLAMA, rank=4).terms[Q]}), base="")
+    tensors_of(tmp_path, lambda t: [t.update({k.replace("model.layers", "layers", 1): t.pop(k)}) for k in list(t)])
+    change(tmp_path, target_modules=["q_proj"], layers_to_transform=[1], layers_pattern="layers", lora_alpha=8)
+    change(tmp_path, alpha_pattern={r"^layers.*": 4})
+    assert read_lora(tmp_path, LLAMA).terms[Q].scale == 1.0
 
 
 BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -144,6 +239,14 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a pattern": (lambda f: change(f, alpha_pattern={"(": 1}), "no regular expression"),
     "a slow pattern": (lambda f: change(f, rank_pattern={"((\\w|\\.)+)+!": 1}), "may take forever to match"),
     "repeats": (lambda f: change(f, rank_pattern={".*.*.*.*!": 1}), "with more than 3 repeats"),
+    "a pattern of modules": (lambda f: change(f, target_modules="(q_proj"), "no regular expression"),
+    "a pattern of stacks": (lambda f: change(f, layers_pattern=["("]), "layers_pattern in .* no regular expression"),
+    "other modules": (lambda f: change(f, target_modules=r".*\.q_proj"), "has terms of .*, which .* does not select"),
+    "a flag": (lambda f: change(f, use_rslora="yes"), "use_rslora in .* must be true or false, got 'yes'"),
+    "term biases": (lambda f: change(f, lora_bias=True), "sets lora_bias to True"),
+    "trained tokens": (lambda f: change(f, trainable_token_indices=[3]), r"sets trainable_token_indices to \[3\]"),
+    "replicated layers": (lambda f: change(f, layer_replication=[[0, 2], [1, 3]]), "sets layer_replication to"),
+    "parameters": (lambda f: change(f, target_parameters=["mlp.up_proj.weight"]), "sets target_parameters to"),
     "modules": (lambda f: change(f, target_modules=[3]), "target_modules in .* must be module names"),
     "no modules": (lambda f: change(f, target_modules=None), "names no target_modules"),
     "layers": (lambda f: change(f, layers_to_transform="all"), "layers_to_transform in .* must be layer numbers"),

@@ -42,15 +42,17 @@ _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.w
 # the fields of adapter_config.json that are read here, and those that do not change what PEFT computes
 _READ = {
     *("peft_type", "base_model_name_or_path", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "bias", "init_lora_weights"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "bias", "init_lora_weights"),
 }
 _IGNORED = {
-    *("task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "layers_pattern"),
+    *("task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout"),
     *("megatron_config", "megatron_core", "eva_config", "corda_config", "loftq_config", "lora_ga_config"),
     *("qalora_group_size", "runtime_config", "ensure_weight_tying", "fan_in_fan_out"),
 }
 _PATTERNS = 10_000  # most entries of rank_pattern and alpha_pattern
 _REPEATS = 3  # most repeats in a regular expression
+_END = r"(.*\.)?({})$"  # PEFT's expression for a key of rank_pattern and alpha_pattern
+_ALL = "all-linear"  # a shorthand in target_modules
 # initial values that leave the base model's weights as they are; others, such as PiSSA's, change them
 _INITIAL = (None, True, False, "gaussian", "eva", "orthogonal")
 
@@ -62,11 +64,11 @@ class PeftSettings:
     base        the model it was trained for, as its author named it; may be empty
     rank        r of the modules that ``ranks`` does not name; ``alpha`` and ``alphas`` likewise
     rslora      divide alpha by the root of the rank (Kalajdzievski 2023) instead of the rank
-    ranks       regular expressions of module names, with their rank
-    modules     names of modules or their ends; or a regular expression, which is not evaluated: the terms in the file
-                say the same
+    ranks       regular expressions of module names or their ends, with their rank; the first that matches counts
+    modules     names of modules or their ends, or a regular expression of whole names
     excluded    modules that are left out nevertheless, in the same form
-    layers      only the modules of these layers; None: all
+    layers      only modules of these layers, unless ``modules`` has their whole name; empty: all
+    stacks      regular expressions of the name before a layer's number; empty: any name
     """
 
     base: str
@@ -77,15 +79,23 @@ class PeftSettings:
     alphas: Mapping[str, float]
     modules: str | tuple[str, ...]
     excluded: str | tuple[str, ...]
-    layers: tuple[int, ...] | None
+    layers: tuple[int, ...]
+    stacks: tuple[str, ...]
 
-    def selects(self, module: str, place: Place) -> bool | None:
-        """Whether a module has a term; None where a regular expression would say so, which are not evaluated."""
-        if isinstance(self.modules, str) or isinstance(self.excluded, str):
-            return None
-        if _ends(module, self.excluded) or (self.layers is not None and place.layer not in self.layers):
-            return False
-        return _ends(module, self.modules)
+    def selects(self, module: str) -> bool | None:
+        """Whether a module has a term; None where that takes an expression which may be slow to evaluate."""
+        excluded, included = _matches(self.excluded, module), _matches(self.modules, module)
+        if excluded or excluded is None:
+            return None if excluded is None else False
+        if included and self.layers and isinstance(self.modules, tuple) and module not in self.modules:
+            return self._layer(module) in self.layers
+        return included
+
+    def _layer(self, module: str) -> int | None:
+        """The number of a module's layer, as PEFT finds it."""
+        patterns = [rf"(?:^|.*?\.){stack}" for stack in self.stacks] or [r".*?\.[^.]*"]
+        found = (_compiled(rf"{pattern}\.(?P<layer>\d+)\.").match(module) for pattern in patterns)
+        return next((int(match["layer"]) for match in found if match), None)
 
     def rank_of(self, module: str) -> int:
         """The rank of a module's term."""
@@ -97,17 +107,25 @@ class PeftSettings:
         return _of_pattern(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
 
 
-def _ends(module: str, names: tuple[str, ...]) -> bool:
-    """PEFT's rule for lists: a name is a module's, or the end of one from a dot on."""
-    return any(module == name or module.endswith(f".{name}") for name in names)
+def _matches(names: str | tuple[str, ...], module: str) -> bool | None:
+    """PEFT's rule: a regular expression matches the whole name; a listed name is a module's, or its end after a dot.
+
+    None for a shorthand, and for an expression that is not evaluated because its author could make it slow.
+    """
+    if isinstance(names, tuple):
+        return any(module == name or module.endswith(f".{name}") for name in names)
+    if names.lower() == _ALL or _is_slow(names):
+        return None
+    return _compiled(names).fullmatch(module) is not None
 
 
 def _of_pattern(patterns: Mapping[str, T], module: str, otherwise: T) -> T:
-    """The value of the first pattern that matches a module's name, or its end from a dot on."""
-    parts = module.split(".")
-    ends = [".".join(parts[start:]) for start in range(len(parts))]
-    found = (value for key, value in patterns.items() if any(map(_compiled(key).fullmatch, ends)))
-    return next(found, otherwise)
+    """The value of the first pattern that matches a module, by PEFT's ``get_pattern_key``.
+
+    The name is matched from its start, so that ``^k_proj`` matches no module that is inside another.
+    """
+    found = (value for key, value in patterns.items() if _compiled(_END.format(key)).match(module))
+    return next(found, patterns.get(module, otherwise))
 
 
 _compiled = cache(re.compile)  # re itself keeps 512 expressions, fewer than a large model has modules
@@ -141,13 +159,22 @@ def read_settings(folder: Path) -> PeftSettings:
         base=base if isinstance(base, str) else "",
         rank=_checked(path, record, "r", is_whole(record.get("r"), 1), "a whole number of at least 1"),
         alpha=float(_checked(path, record, "lora_alpha", is_number(record.get("lora_alpha")), "a number")),
-        rslora=record.get("use_rslora", False) is True,
+        rslora=_flag(path, record, "use_rslora"),
         ranks=_pattern(path, record, "rank_pattern", lambda value: is_whole(value, 1)),
         alphas=_pattern(path, record, "alpha_pattern", is_number),
         modules=_modules(path, record, "target_modules"),
         excluded=_modules(path, record, "exclude_modules"),
-        layers=tuple(layers) if layers else None,
+        layers=tuple(layers or ()),
+        stacks=_stacks(path, record),
     )
+
+
+def _stacks(path: Path, record: Mapping[str, Any]) -> tuple[str, ...]:
+    stacks = _modules(path, record, "layers_pattern")
+    stacks = (stacks,) if isinstance(stacks, str) else stacks
+    for stack in stacks:
+        _check_expression(path, "layers_pattern", stack)
+    return stacks
 
 
 def _refuse(path: Path, record: Mapping[str, Any]) -> None:
@@ -178,38 +205,54 @@ def _checked(path: Path, record: Mapping[str, Any], name: str, right: bool, want
     return record[name]
 
 
+def _flag(path: Path, record: Mapping[str, Any], name: str) -> bool:
+    value = record.get(name)
+    if not isinstance(value, bool | None):
+        raise _malformed(path, name, "true or false", record)
+    return bool(value)
+
+
 def _pattern(path: Path, record: Mapping[str, Any], name: str, right: Any) -> dict[str, Any]:
     patterns = record.get(name) or {}
     if not isinstance(patterns, dict) or len(patterns) > _PATTERNS or not all(map(right, patterns.values())):
         raise _malformed(path, name, "numbers by module name", record)
     for key in patterns:
-        _check_expression(path, name, key)
+        _check_expression(path, name, key, _END)
     return patterns
 
 
 def _modules(path: Path, record: Mapping[str, Any], name: str) -> str | tuple[str, ...]:
     modules = record.get(name) or ()
     if isinstance(modules, str):
+        _check_compiles(path, name, modules)
         return modules
     if not isinstance(modules, list | tuple) or not all(isinstance(each, str) for each in modules):
         raise _malformed(path, name, "module names or a regular expression", record)
     return tuple(modules)
 
 
-def _check_expression(path: Path, name: str, expression: str) -> None:
-    """Raise AdapterError unless an expression can be matched, in a time that its author cannot make long."""
-    try:
-        re.compile(expression)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise AdapterError(
-            f"{name} in {path} has {shown(expression)}, which is no regular expression ({one_line(error)}); {_AGAIN}"
-        ) from error
-    # repeated groups may take exponential time, and many repeats a high power of the name's length
-    if re.search(r"\)[*+{]", expression) or len(re.findall(r"[*+{]", expression)) > _REPEATS:
+def _check_expression(path: Path, name: str, expression: str, form: str = "{}") -> None:
+    """Raise AdapterError unless an expression, put into ``form``, is one and can be matched in a short time."""
+    _check_compiles(path, name, expression, form)
+    if _is_slow(expression):
         raise AdapterError(
             f"{name} in {path} has {shown(expression)}, with more than {_REPEATS} repeats or a repeated group, which "
             "may take forever to match; name the modules instead"
         )
+
+
+def _check_compiles(path: Path, name: str, expression: str, form: str = "{}") -> None:
+    try:
+        re.compile(form.format(expression))
+    except (re.error, RecursionError, OverflowError) as error:
+        raise AdapterError(
+            f"{name} in {path} has {shown(expression)}, which is no regular expression ({one_line(error)}); {_AGAIN}"
+        ) from error
+
+
+def _is_slow(expression: str) -> bool:
+    """Whether matching may take exponential time (repeated groups) or a high power of the name's length."""
+    return bool(re.search(r"\)[*+{]", expression)) or len(re.findall(r"[*+{]", expression)) > _REPEATS
 
 
 def read_lora(folder: Path, config: ModelConfig) -> Lora:
@@ -221,6 +264,7 @@ def read_lora(folder: Path, config: ModelConfig) -> Lora:
     settings = read_settings(folder)
     known = places(config)
     ours = {name: module for module, place in known.items() for name in place.names}
+    named = {module: module for module in known}  # as in the file, whose patterns are matched with its own names
     sides: dict[str, dict[str, Tensor]] = {}
     for name, value in _tensors(folder).items():
         found = _TENSOR.fullmatch(name)
@@ -231,7 +275,8 @@ def read_lora(folder: Path, config: ModelConfig) -> Lora:
                 "read; merge it with peft's merge_and_unload and load the result"
             )
         sides.setdefault(module, {})[found["side"]] = _value(folder, name, value)
-    chosen = {module: settings.selects(module, place) for module, place in known.items()}
+        named[module] = found["module"]
+    chosen = {module: settings.selects(name) for module, name in named.items()}
     selected = [module for module in known if chosen[module] or (chosen[module] is None and module in sides)]
     if lacking := [module for module in selected if set(sides.get(module, ())) != {"A", "B"}]:
         raise AdapterError(
@@ -245,7 +290,7 @@ def read_lora(folder: Path, config: ModelConfig) -> Lora:
             f"{folder} has no term for any linear layer of a {config.family} model; use the model that it was trained "
             f"for{_base(settings)}"
         )
-    return Lora({module: _term(folder, settings, module, known[module], sides[module]) for module in selected})
+    return Lora({m: _term(folder, settings, named[m], known[m], sides[m]) for m in selected})
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
