@@ -98,7 +98,7 @@ def test_a_metric_that_needs_a_field_says_so(tmp_path: Path) -> None:
 def test_tasks_that_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", [{"a": "x", "b": "y"}])
     for text, options, why in (
-        ("sqll", {}, "there is no task or file 'sqll'; tasks are sql, e2e, dialogsum, or give a JSONL file"),
+        ("sqll", {}, "there is no task or file 'sqll' (did you mean 'sql'?); tasks are sql, e2e,"),
         (str(path), {"completion": "b"}, "t.jsonl is a file, so it needs --prompt-template TEXT"),
         (str(path), {"template": "{a}"}, "t.jsonl is a file, so it needs --completion FIELD"),
         ("sql", {"metrics": ["bleu"]}, "there is no metric 'bleu'; metrics are exact_match, execution, rouge"),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from anabranch.bench.contenders import Contender, Ours
@@ -12,7 +13,9 @@ from anabranch.bench.peers.environments import find_python
 from anabranch.decoding.speculation import Speculation
 from anabranch.errors import InputError
 from anabranch.loading import Loaded
-from anabranch.methods import make_drafter, parse_spec, resolve_spec
+from anabranch.methods import AUTO, make_drafter, parse_spec, resolve_spec
+from anabranch.methods import methods as known_methods
+from anabranch.methods.quoting import pieces
 from anabranch.model.quantize import QUANTIZATIONS, Quantization, check_quantization
 from anabranch.profiles import settle
 from anabranch.sampling import SamplingParams
@@ -23,8 +26,10 @@ __all__ = [
     "PLAIN",
     "Entry",
     "check_installed",
+    "listed",
     "open_entry",
     "plain_of",
+    "quantised",
     "read_entries",
 ]
 
@@ -56,9 +61,9 @@ def read_entries(methods: Sequence[str], peers: Sequence[str]) -> list[Entry]:
     entries: list[Entry] = []
     for text in methods:
         name, whole = _label(text)
-        spec, at, weights = whole.partition("@")
+        spec, weights = _weights(whole)
         parse_spec(spec)
-        entries.append(Entry(name, spec, weights=check_quantization(weights) if at else "none"))
+        entries.append(Entry(name, spec, weights=check_quantization(weights)))
     for text in peers:
         name, spec = _label(text)
         parse_peer(spec)
@@ -90,6 +95,35 @@ def plain_of(entries: Sequence[Entry], weights: Quantization) -> str | None:
     """The name of the plain decoding of these weights."""
     found = (e.name for e in entries if e.kind == "ours" and e.spec == PLAIN and e.weights == weights)
     return next(found, None)
+
+
+def listed(text: str) -> list[str]:
+    """The contenders of a list separated by commas; a comma before a setting or inside a path separates nothing.
+
+    >>> listed("auto,fast=suffix:nodes=8,tree=auto,none")
+    ['auto', 'fast=suffix:nodes=8,tree=auto', 'none']
+    """
+    names = {AUTO, *(method.name for method in known_methods())}
+    settings = {field.name for method in known_methods() for field in fields(method.settings)}
+
+    def continues(before: str, after: str) -> bool:
+        label, equals, spec = after.partition("=")
+        word = spec if equals and label.strip().isidentifier() else after
+        starts = re.split("[:+@]", word, maxsplit=1)[0].strip() in names
+        return ":" in before and (not starts or label.strip() in settings)
+
+    return pieces(text, ",", continues)
+
+
+def quantised(text: str, kind: Quantization) -> str:
+    """The contender, with this kind of weights unless it names one or ``kind`` is "none"."""
+    return text if kind == "none" or _weights(text)[1] != "none" else f"{text}@{kind}"
+
+
+def _weights(text: str) -> tuple[str, str]:
+    """The specification and the kind of weights of ``SPEC[@KIND]``; an @ before a slash, as in a path, is no kind."""
+    found = re.fullmatch(r"(.*)@(\w+)", text, re.DOTALL)
+    return (text, "none") if found is None else (found[1], found[2])
 
 
 def _label(text: str) -> tuple[str, str]:

@@ -33,6 +33,7 @@ from anabranch.model.families import model_config
 from anabranch.model.pack import pack_decoder
 from anabranch.model.passes import PassResult, Rider
 from anabranch.model.weights import random_decoder
+from anabranch.support.nearest import hint
 from anabranch.tree import DraftTree
 
 __all__ = [
@@ -188,7 +189,9 @@ def measure_shape(
     """
     model = SHAPES.get(name, name)
     if model not in MODELS:
-        raise InputError(f"there is no shape {name!r}; shapes are {', '.join([*SHAPES, *MODELS])}")
+        raise InputError(
+            f"there is no shape {name!r}{hint(name, (*SHAPES, *MODELS))}; shapes are {', '.join([*SHAPES, *MODELS])}"
+        )
     for what, values in (("width", widths), ("batch", batches), ("context", contexts), ("rounds", (rounds,))):
         if wrong := [value for value in values if value < 1]:
             raise InputError(f"{what} must be at least 1, got {wrong[0]}")

@@ -11,6 +11,7 @@ from typing import Any
 from anabranch.errors import FetchError, FileError, InputError
 from anabranch.support.files import LONE_SURROGATES
 from anabranch.support.jsonfiles import read_rows
+from anabranch.support.nearest import hint
 
 __all__ = ["SUITES", "Suite", "SuitePrompt", "load_suite"]
 
@@ -82,7 +83,10 @@ def load_suite(
     if tasks:
         known = list(dict.fromkeys(prompt.task for prompt in found))
         if unknown := [task for task in tasks if task not in known]:
-            raise InputError(f"the suite {suite!r} has no task {unknown[0]!r}; its tasks are {', '.join(known)}")
+            raise InputError(
+                f"the suite {suite!r} has no task {unknown[0]!r}{hint(unknown[0], known)}; "
+                f"its tasks are {', '.join(known)}"
+            )
         found = [prompt for prompt in found if prompt.task in tasks]
     return found if limit is None else _spread(found, limit)
 
@@ -93,7 +97,10 @@ def _read(suite: str, data: Path | None, field: str) -> Iterator[SuitePrompt]:
         path = Path(suite)
         if not path.is_file():
             names = ", ".join(["own", *SUITES])
-            raise FileError(f"there is no suite or file {suite!r}; suites are {names}, or give a JSONL file")
+            raise FileError(
+                f"there is no suite or file {suite!r}{hint(suite, ('own', *SUITES))}; "
+                f"suites are {names}, or give a JSONL file"
+            )
         yield from _prompts(read_rows(path), str(path), path.name.split(".")[0], field, "task")
         return
     if data is not None:

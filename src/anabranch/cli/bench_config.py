@@ -105,7 +105,9 @@ class BenchConfig:
     @property
     def asked(self) -> tuple[str, ...]:
         """The drafters of --method and --methods."""
-        return (*self.method, *(() if self.methods is None else self.methods.split(",")))
+        from anabranch.bench.entries import listed
+
+        return (*self.method, *(() if self.methods is None else listed(self.methods)))
 
     def application(self) -> Application | None:
         """The task to measure, if there is one. Raises InputError, FileError or CapabilityError."""
@@ -140,14 +142,14 @@ def refuse_all_but(allowed: Sequence[str], given: Mapping[str, str], why: str) -
 
 def entries_of(config: BenchConfig) -> list[Entry]:
     """The validated contenders; ``--quantize`` is the default kind of weights."""
-    from anabranch.bench.entries import PLAIN, check_installed, read_entries
+    from anabranch.bench.entries import PLAIN, check_installed, quantised, read_entries
     from anabranch.methods import AUTO, methods
+    from anabranch.model.quantize import check_quantization
 
-    kind = config.loading.quantize
+    kind = check_quantization(config.loading.quantize)
     defaults = [AUTO] if config.rows else [method.name for method in methods() if method.default]
     asked = config.asked or (PLAIN, *defaults)
-    if kind != "none":
-        asked = tuple(text if "@" in text else f"{text}@{kind}" for text in asked)
+    asked = tuple(quantised(text, kind) for text in asked)
     sampling = config.sampling.params
     if config.peer and (sampling.min_p or sampling.repetition_penalty != 1):
         raise InputError("peers do not support --min-p and --repetition-penalty; leave out these or --peer")

@@ -50,8 +50,7 @@ class DistributionTest:
         """What the tests must find. Raises InputError for a value out of range."""
         from anabranch.certify import Design
 
-        if self.rule not in ("match", "rejection"):
-            raise InputError(f"--rule must be match or rejection, got {self.rule!r}")
+        options.check_rule(self.rule)
         return Design(self.effect, self.alpha, self.power)
 
 

@@ -37,7 +37,7 @@ class GenerateConfig:
     system: options.System = None
     raw: options.Raw = False
     decoding: options.Decoding = field(default=options.Decoding())
-    stop: Annotated[tuple[str, ...], typer.Option(help="end the text before this string; repeatable")] = ()
+    stop: options.Stop = ()
     show_drafts: options.ShowDrafts = False
     compare: Annotated[bool, typer.Option("--compare", help="also measure the speedup over plain decoding")] = False
     trace: Annotated[
@@ -60,20 +60,21 @@ def generate(config: GenerateConfig) -> None:
     drafts and times, but no text.
     """
     _check(config)
+    stops = tuple(map(options.unescaped, config.stop))
     text = options.standard_input() if config.prompt == "-" else config.prompt
     if not text.strip():
         raise InputError("the prompt is empty; give some text")
     with show.Wait() as wait:
         loaded = show.load_model(config.loading, config.drafter, config.decoding, wait)
         asked = _asked(loaded, text, config)
-        call = config.decoding.keywords(config.stop)
+        call = config.decoding.keywords(stops)
         streamed: Keywords = {**call, "on_prompt": show.prompt_progress(wait)}
         chunks = loaded.stream(asked, **streamed)
         if config.trace is not None:
             config.trace.unlink(missing_ok=True)
             chunks = _recorded(chunks, loaded, asked, call, config)
         wait.clear()
-        marker = show.Marker(loaded.tokenizer, config.stop) if config.show_drafts and not config.as_json else None
+        marker = show.Marker(loaded.tokenizer, stops) if config.show_drafts and not config.as_json else None
         _, found = show.show(chunks, wait=wait, visible=not config.as_json, marker=marker)
     assert found is not None, "the last chunk has the result"
     if marker is not None:

@@ -6,15 +6,18 @@ test compares their defaults.
 
 from __future__ import annotations
 
+import re
 import sys
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from anabranch.errors import InputError
+from anabranch.errors import AnabranchWarning, InputError
 from anabranch.loading import LoadConfig, Loaded
+from anabranch.support.nearest import hint
 
 if TYPE_CHECKING:
     from anabranch.bench.application import Application
@@ -37,11 +40,14 @@ __all__ = [
     "Sampling",
     "Seed",
     "ShowDrafts",
+    "Stop",
     "System",
     "check_at_least",
+    "check_rule",
     "decoded",
     "load",
     "standard_input",
+    "unescaped",
 ]
 
 Drafter = Annotated[
@@ -61,7 +67,14 @@ Completion = Annotated[
     str | None, typer.Option(metavar="FIELD", help="with --task: the field of the completion, or of a list of them")
 ]
 Force = Annotated[bool, typer.Option("--force", help="replace files that exist")]
+RULES = ("match", "rejection")
 OF_TASKS = ("prompt_template", "completion", "split")  # options of --task
+Stop = Annotated[
+    tuple[str, ...],
+    typer.Option(
+        help=r"end the text before this string; \n, \t, \xNN and \uNNNN are escapes, \\ is a backslash; repeatable"
+    ),
+]
 Figure = Annotated[Path | None, typer.Option(metavar="FILE", help="draw a figure (FILE.png or FILE.svg)")]
 
 
@@ -128,8 +141,7 @@ class Decoding:
         """Keyword arguments for ``Model.generate``. Raises InputError for a value out of range."""
         from anabranch.options import Options
 
-        if self.rule not in ("match", "rejection"):
-            raise InputError(f"--rule must be match or rejection, got {self.rule!r}")
+        check_rule(self.rule)
         found: Keywords = {
             "max_new_tokens": self.max_new_tokens,
             "temperature": self.sampling.temperature,
@@ -190,6 +202,9 @@ class Prompts:
 
         Raises InputError or FileError.
         """
+        return self._application(self.limit, metrics)
+
+    def _application(self, limit: int | None, metrics: tuple[str, ...] = ()) -> Application | None:
         from anabranch.bench.application import Application
 
         if not self.of_task:
@@ -200,23 +215,37 @@ class Prompts:
             raise InputError(f"--task decodes one application at a time, got {' and '.join(self.task)}")
         if self.field != Prompts.field:
             raise InputError("--field has no effect with --task; give --prompt-template instead")
-        return Application.read(
+        found = Application.read(
             self.task[0],
             data=self.data,
             split=self.split,
-            limit=self.limit,
+            limit=limit,
             template=self.prompt_template,
             completion=self.completion,
             metrics=metrics,
         )
+        self._tell_if_fewer(len(found.rows), f"the task {self.task[0]!r} has", "rows")
+        return found
 
-    def read(self) -> list[SuitePrompt]:
-        """The prompts. Raises InputError, FileError or FetchError."""
+    def read(self, *, limit: int | None = None) -> list[SuitePrompt]:
+        """The prompts, at most ``limit`` without --limit. Raises InputError, FileError or FetchError."""
         from anabranch.bench.suites import load_suite
 
-        if (application := self.application()) is not None:
+        most = limit if self.limit is None else self.limit
+        if (application := self._application(most)) is not None:
             return application.prompts
-        return load_suite(self.suite, data=self.data, limit=self.limit, field=self.field, tasks=self.task)
+        found = load_suite(self.suite, data=self.data, limit=most, field=self.field, tasks=self.task)
+        where = "the built-in prompts are" if self.suite == "own" else f"the suite {self.suite!r} has"
+        self._tell_if_fewer(len(found), where, "" if self.suite == "own" else "prompts")
+        return found
+
+    def _tell_if_fewer(self, found: int, where: str, what: str) -> None:
+        if self.limit is not None and found < self.limit:
+            sentence = f"--limit {self.limit} has no effect: {where} {found} {what}".rstrip()
+            more = (
+                "; give more with --suite NAME or --suite FILE.jsonl" if self.suite == "own" and not self.task else ""
+            )
+            warnings.warn(sentence + more, AnabranchWarning, stacklevel=2)
 
 
 def load(loading: Loading, *, pack: bool = True, adapters: bool = True) -> Loaded:
@@ -231,11 +260,38 @@ def load(loading: Loading, *, pack: bool = True, adapters: bool = True) -> Loade
     return load_config(loading.config, pack=pack, adapters=adapters)
 
 
+def check_rule(rule: str) -> None:
+    """Raise InputError for a verification rule that does not exist."""
+    if rule not in RULES:
+        raise InputError(f"--rule must be match or rejection, got {rule!r}{hint(rule, RULES)}")
+
+
 def check_at_least(least: int, **values: int | None) -> None:
     """Raise InputError for a value below ``least``; keywords are option names with underscores."""
     for name, value in values.items():
         if value is not None and value < least:
             raise InputError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+
+
+_ESCAPE = re.compile(r"\\(?:([ntr\\])|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))")
+_ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
+
+
+def unescaped(text: str) -> str:
+    r"""Replace ``\n``, ``\t``, ``\r``, ``\\``, ``\xNN``, ``\uNNNN`` and ``\UNNNNNNNN``.
+
+    Other backslashes stay, as in ``\boxed``. Raises InputError for an escape that is no character.
+    """
+
+    def character(found: re.Match[str]) -> str:
+        digits = found[2] or found[3] or found[4]
+        return chr(int(digits, 16)) if digits else _ESCAPED[found[1]]
+
+    try:
+        # pairs of surrogates, as in JSON, are one character
+        return _ESCAPE.sub(character, text).encode("utf-16", "surrogatepass").decode("utf-16")
+    except (ValueError, OverflowError) as error:
+        raise InputError(rf"{text!r} has an escape that is no character; write \\ for a backslash") from error
 
 
 def standard_input() -> str:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TuneConfig", "tune"]
 
+PROMPTS = 12  # without --limit
 SHOWN = 8  # candidates
 NODES = (1, 4, 6, 8, 12, 16, 24, 32)  # columns of the table of step times
 MARGIN = 64  # positions beyond the decoded tokens, for the largest drafts
@@ -32,7 +33,7 @@ class TuneConfig:
     """The options of ``anabranch tune``."""
 
     loading: options.Loading = field(default=options.Loading())
-    prompts: options.Prompts = field(default=options.Prompts(limit=12))
+    prompts: options.Prompts = field(default=options.Prompts())
     max_new_tokens: options.NewTokens = 96
     figure: options.Figure = None
     force: Annotated[
@@ -49,7 +50,8 @@ def tune(config: TuneConfig) -> None:
     Measures the latency of a step by drafted and verified nodes, records which drafts would have been accepted, and
     decodes with the drafter of the highest predicted throughput, with 'auto' and with plain decoding to compare them.
     From then on 'auto' uses the measured costs, for this model, adapter, number of threads and machine. With adapters
-    of several methods, it tries each and 'auto' starts with the fastest. Run nothing else at the same time.
+    of several methods, it tries each and 'auto' starts with the fastest. 12 prompts are enough, so that is the
+    default of --limit. Run nothing else at the same time.
     """
     from anabranch.profiles import Situation, keep_tuned, save_profile
     from anabranch.support.files import check_output
@@ -61,7 +63,7 @@ def tune(config: TuneConfig) -> None:
     if config.figure is not None:
         check_figure(config.figure)
         check_output(config.figure, force=config.force, what="the figure", option="--figure")
-    suite = config.prompts.read()
+    suite = config.prompts.read(limit=PROMPTS)
     loaded = options.load(config.loading)
     prompts = _fitting([prompt.text for prompt in suite], loaded, config)
     with _bar() as (bar, line):

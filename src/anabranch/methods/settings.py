@@ -8,15 +8,17 @@
     LookupSettings.parse("tokens=4", "lookup")  ->  LookupSettings(tokens=4)         str(...)  ->  "tokens=4"
 
 Fields are int, float, bool (written yes or no) or str. ``__post_init__`` of a subclass raises InputError for values out
-of range.
+of range. ``quoting`` says how values with commas and plus signs are written.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, ClassVar, TypeVar, get_type_hints
 
 from anabranch.errors import InputError
+from anabranch.methods.quoting import pieces, quoted, unquoted
+from anabranch.support.nearest import hint
 
 __all__ = ["Settings"]
 
@@ -26,19 +28,25 @@ _WANTED = {int: "a whole number", float: "a number", bool: "yes or no"}
 
 @dataclass(frozen=True)
 class Settings:
-    """The base class of settings; used as is by methods without settings."""
+    """The base class of settings; used as is by methods without settings.
+
+    paths  names of the fields that hold a path, which may contain commas and plus signs
+    """
+
+    paths: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def parse(cls: type[S], text: str, method: str) -> S:
         """Parse ``name=value,name=value``. Raises InputError that names the wrong setting."""
         known = [field.name for field in fields(cls)]
         found: dict[str, Any] = {}
-        for item in filter(None, (item.strip() for item in text.split(","))):
+        for item in filter(None, (item.strip() for item in cls._items(text))):
             key, equals, value = item.partition("=")
             if key not in known or not equals:
                 allowed = ", ".join(known) or "none"
                 raise InputError(
-                    f"the drafter {method!r} has no setting {item!r}; settings are {allowed}, as name=value"
+                    f"the drafter {method!r} has no setting {item!r}{hint(key, known)}; settings are {allowed}, as "
+                    "name=value"
                 )
             key, value = cls.alias(key, value)
             if key in found:
@@ -47,20 +55,38 @@ class Settings:
         return cls(**found)
 
     @classmethod
+    def _items(cls, text: str) -> list[str]:
+        known = [field.name for field in fields(cls)]
+        return pieces(
+            text, ",", lambda before, after: cls._goes_on(before) and after.partition("=")[0].strip() not in known
+        )
+
+    @classmethod
+    def _goes_on(cls, item: str) -> bool:
+        """Whether ``name=value`` is a path without quotes."""
+        key, equals, value = item.partition("=")
+        return bool(equals) and key.strip() in cls.paths and value[:1] not in ('"', "'")
+
+    @classmethod
+    def ends_in_path(cls, text: str) -> bool:
+        """Whether the last of these settings is a path without quotes."""
+        return cls._goes_on(cls._items(text)[-1])
+
+    @classmethod
     def alias(cls, key: str, value: str) -> tuple[str, str]:
         """The setting that ``key=value`` is short for."""
         return key, value
 
     @classmethod
     def _read(cls, key: str, value: str, method: str) -> Any:
-        hint = get_type_hints(cls)[key]
+        kind = get_type_hints(cls)[key]
+        if kind is str:
+            return unquoted(value, f"the setting {key!r}")
         try:
-            if hint is bool:
-                return {"yes": True, "no": False}[value]
-            return hint(value) if hint in (int, float) else value
+            return {"yes": True, "no": False}[value] if kind is bool else kind(value)
         except (ValueError, KeyError) as error:
             raise InputError(
-                f"the setting {key!r} of the drafter {method!r} must be {_WANTED[hint]}, got {value!r}"
+                f"the setting {key!r} of the drafter {method!r} must be {_WANTED[kind]}, got {value!r}"
             ) from error
 
     @classmethod
@@ -88,4 +114,4 @@ class Settings:
 
 
 def _written(value: Any) -> str:
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else quoted(str(value))

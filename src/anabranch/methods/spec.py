@@ -7,6 +7,7 @@ streams:tree=auto                  the number of drafted and verified nodes foll
 streams+prompt_lookup              their trees, merged under one node budget
 auto                               each method whose trained module is available, merged with those that need none, or
                                    the latter alone; several are arms, of which one is chosen for each row
+rest:data="/a+b,c"                 paths with punctuation (``quoting``)
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from anabranch.errors import InputError
 from anabranch.methods.base import Drafter, Method
 from anabranch.methods.choice import ChoiceDrafter
 from anabranch.methods.combined import CombinedDrafter
+from anabranch.methods.quoting import pieces
 from anabranch.methods.settings import Settings
 from anabranch.model.decoder import Decoder
+from anabranch.support.nearest import hint
 
 __all__ = ["AUTO", "Part", "Spec", "build", "parse", "resolve"]
 
@@ -72,7 +75,7 @@ def parse(text: str | Spec, registry: Sequence[Method]) -> Spec:
         raise InputError(f"a drafter must be a string such as 'streams' or 'prompt_lookup', got {text!r}")
     if text.strip() == AUTO:
         return Spec()
-    parts = tuple(_part(part, registry) for part in text.split("+"))
+    parts = tuple(_part(part, registry) for part in _parts(text, registry))
     if len({part.method.name for part in parts}) < len(parts):
         raise InputError(f"the drafter {text!r} names a method twice; name each once")
     if len(parts) > 1 and (separate := [part.method.name for part in parts if not part.method.combines]):
@@ -80,16 +83,34 @@ def parse(text: str | Spec, registry: Sequence[Method]) -> Spec:
     return Spec(parts)
 
 
-def _part(text: str, registry: Sequence[Method]) -> Part:
+def _parts(text: str, registry: Sequence[Method]) -> list[str]:
+    """The parts of a specification; a path goes on at a plus sign that no method's name follows."""
+
+    def continues(before: str, after: str) -> bool:
+        method, settings = _named(before, registry)
+        return method is not None and method.settings.ends_in_path(settings) and _named(after, registry)[0] is None
+
+    return pieces(text, "+", continues)
+
+
+def _named(text: str, registry: Sequence[Method]) -> tuple[Method | None, str]:
+    """The method that a part names, and the text of its settings."""
     name, _, rest = text.partition(":")
-    name = name.strip()
-    method = next((method for method in registry if method.name == name), None)
+    return next((method for method in registry if method.name == name.strip()), None), rest
+
+
+def _part(text: str, registry: Sequence[Method]) -> Part:
+    method, settings = _named(text, registry)
     if method is None:
+        name = text.partition(":")[0].strip()
         if name == AUTO:
             raise InputError(f"the drafter {AUTO!r} takes no settings and cannot be combined; use it by itself")
-        known = ", ".join(method.name for method in registry)
-        raise InputError(f"there is no drafter {name!r}; drafters are {known}, combined with '+', and {AUTO}")
-    return Part(method, method.settings.parse(rest, name))
+        known = [method.name for method in registry]
+        raise InputError(
+            f"there is no drafter {name!r}{hint(name, (*known, AUTO))}; drafters are {', '.join(known)}, combined with "
+            f"'+', and {AUTO}"
+        )
+    return Part(method, method.settings.parse(settings, method.name))
 
 
 def module_of(method: Method, modules: Sequence[nn.Module | None]) -> nn.Module | None:

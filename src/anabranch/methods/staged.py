@@ -21,6 +21,7 @@ from anabranch.methods.draft_model.drafter import DraftModelDrafter
 from anabranch.methods.draft_model.recipes import TRAINED
 from anabranch.methods.spec import Spec, build, parse
 from anabranch.model.decoder import Decoder
+from anabranch.support.nearest import hint
 
 __all__ = ["METHOD", "StagedDrafter", "StagedSettings"]
 
@@ -46,7 +47,7 @@ class StagedSettings(DraftModelSettings):
         super().__post_init__()
         known = [method.name for method in INNER]
         if (name := self.inner.partition(":")[0].strip()) not in known:
-            raise InputError(f"inner must be one of {', '.join(known)}, got {name!r}")
+            raise InputError(f"inner must be one of {', '.join(known)}, got {name!r}{hint(name, known)}")
         _ = self.guesser
 
     @property

@@ -108,6 +108,7 @@ class TableSettings(Settings):
     nodes  node budget, root included
     """
 
+    paths = ("data",)
     data: str = ""
     tree: str = "best"
     nodes: int = 16

@@ -26,6 +26,7 @@ from anabranch.model.weights import build_decoder, fill_decoder, load_safetensor
 from anabranch.support.foreign import why_no_model
 from anabranch.support.jsonfiles import read_json
 from anabranch.support.memory import give_back
+from anabranch.support.nearest import hint
 from anabranch.support.processor import set_threads
 
 __all__ = [
@@ -149,7 +150,10 @@ def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
         return None
     known = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if known not in _DTYPES.values():
-        raise InputError(f"the dtype {str(dtype)!r} is not known; use auto, float32, bfloat16 or float16")
+        raise InputError(
+            f"the dtype {str(dtype)!r} is not known{hint(dtype, ('auto', *_DTYPES))}; "
+            f"use auto, float32, bfloat16 or float16"
+        )
     return known
 
 
@@ -162,7 +166,9 @@ def resolve_device(device: str) -> torch.device:
         return torch.device("cpu")
     match = re.fullmatch(r"cuda(?::(\d+))?", device)
     if match is None:
-        raise DeviceError(f"the device {device!r} is not known; use auto, cpu, cuda or cuda:N")
+        raise DeviceError(
+            f"the device {device!r} is not known{hint(device, ('auto', 'cpu', 'cuda'))}; use auto, cpu, cuda or cuda:N"
+        )
     if not cuda:
         raise DeviceError("there is no CUDA device here; use device='cpu' or a CUDA build of torch")
     number = torch.cuda.current_device() if match[1] is None else int(match[1])

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from anabranch.errors import CapabilityError, InputError
 from anabranch.model.blocks import Block
 from anabranch.model.network import Network
+from anabranch.support.nearest import hint
 
 __all__ = [
     "GROUP",
@@ -147,7 +148,7 @@ def check_quantization(kind: str) -> Quantization:
     for known in QUANTIZATIONS:
         if kind == known:
             return known
-    raise InputError(f"quantize must be one of {', '.join(QUANTIZATIONS)}, got {kind!r}")
+    raise InputError(f"quantize must be one of {', '.join(QUANTIZATIONS)}, got {kind!r}{hint(kind, QUANTIZATIONS)}")
 
 
 def plain_linears(target: Network, form: str) -> Iterator[tuple[nn.Module, str, nn.Linear]]:

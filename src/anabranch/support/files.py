@@ -27,6 +27,10 @@ __all__ = [
 
 # unpaired surrogates, which JSON allows: tokenizers reject them, and UTF-8 cannot encode them
 LONE_SURROGATES = re.compile("[\ud800-\udfff]+")
+# an absolute path in a specification: in quotes, or up to a comma or a plus sign that a setting or a method follows
+_PATH = re.compile(
+    r"""(?<==")(?:\\.|[^"\\])*(?=")|(?<==')[^']*(?=')|(?<==)(?:/|[A-Za-z]:[/\\])(?:(?![,+]\w+[=:]).)*""", re.DOTALL
+)
 
 
 def cache_home() -> Path:
@@ -50,12 +54,16 @@ def shown_command(*words: str, hidden: Collection[str] = ()) -> str:
 
 
 def without_folders(text: str) -> str:
-    """Reduce absolute paths in a word or a specification to their last part, for result files, which are shared."""
+    """Reduce absolute paths in a word or a specification to their last part, for result files, which are shared.
+
+    >>> without_folders('a=rest:data=/home/me/a,b,nodes=8+draft_model:model="/home/me/c,d"')
+    'a=rest:data=a,b,nodes=8+draft_model:model="c,d"'
+    """
 
     def last(found: re.Match[str]) -> str:
         return Path(found[0]).name if Path(found[0]).is_absolute() else found[0]
 
-    return last(whole) if (whole := re.fullmatch("/.*", text, re.DOTALL)) else re.sub("(?<==)[^=,]+", last, text)
+    return last(whole) if (whole := re.fullmatch("/.*", text, re.DOTALL)) else _PATH.sub(last, text)
 
 
 def write_atomically(path: Path, data: str | bytes) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from anabranch.errors import FileError, InputError
+from anabranch.support.nearest import hint
 from anabranch.tasks.metrics import METRICS
 from anabranch.tasks.task import Task
 from anabranch.tasks.template import Template
@@ -62,7 +63,9 @@ def find_task(
     Raises InputError for a missing or an invalid value, FileError for a file that does not exist.
     """
     if unknown := [name for name in metrics if name not in METRICS]:
-        raise InputError(f"there is no metric {unknown[0]!r}; metrics are {', '.join(METRICS)}")
+        raise InputError(
+            f"there is no metric {unknown[0]!r}{hint(unknown[0], METRICS)}; metrics are {', '.join(METRICS)}"
+        )
     known = next((task for task in TASKS.values() if text in (task.name, task.folder)), None)
     if known is not None:
         return replace(
@@ -73,7 +76,9 @@ def find_task(
         )
     path = Path(text)
     if not path.is_file():
-        raise FileError(f"there is no task or file {text!r}; tasks are {', '.join(TASKS)}, or give a JSONL file")
+        raise FileError(
+            f"there is no task or file {text!r}{hint(text, TASKS)}; tasks are {', '.join(TASKS)}, or give a JSONL file"
+        )
     if template is None or completion is None:
         missing = "--prompt-template TEXT, with fields as {name}" if template is None else "--completion FIELD"
         raise InputError(f"the task {path.name} is a file, so it needs {missing}")

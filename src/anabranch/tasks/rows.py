@@ -16,6 +16,7 @@ from typing import Any
 from anabranch.errors import FileError, InputError
 from anabranch.support.files import LONE_SURROGATES
 from anabranch.support.jsonfiles import read_rows
+from anabranch.support.nearest import hint
 from anabranch.tasks.metrics import METRICS
 from anabranch.tasks.task import Task
 from anabranch.tasks.template import field_text
@@ -60,7 +61,9 @@ def rows_of(task: Task, split: str, data: Path | None = None) -> list[TaskRow]:
     without rows of this split.
     """
     if split not in (*SPLITS, ALL):
-        raise InputError(f"the split must be one of {', '.join(SPLITS)} and {ALL}, got {split!r}")
+        raise InputError(
+            f"the split must be one of {', '.join(SPLITS)} and {ALL}, got {split!r}{hint(split, (*SPLITS, ALL))}"
+        )
     if task.file is not None:
         if data is not None:
             raise InputError(f"the task {task.file.name} is a file, so --data has no effect; leave it out")

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from anabranch.errors import InputError
 from anabranch.model.fetch import DEFAULT_MODEL
+from anabranch.support.nearest import hint
 
 __all__ = ["ENVIRONMENTS", "PEERS", "Environment", "PeerSpec", "parse_peer"]
 
@@ -286,13 +287,16 @@ def parse_peer(text: str) -> tuple[PeerSpec, dict[str, Any]]:
     name, _, rest = text.partition(":")
     spec = PEERS.get(name.strip())
     if spec is None:
-        raise InputError(f"there is no peer {name!r}; peers are {', '.join(PEERS)}")
+        raise InputError(f"there is no peer {name!r}{hint(name, PEERS)}; peers are {', '.join(PEERS)}")
     given: dict[str, Any] = {}
     for item in filter(None, (item.strip() for item in rest.split(","))):
         key, equals, value = item.partition("=")
         if key not in spec.options or not equals:
             allowed = ", ".join(spec.options) or "none"
-            raise InputError(f"the peer {spec.name!r} has no option {item!r}; options are {allowed}, as name=value")
+            raise InputError(
+                f"the peer {spec.name!r} has no option {item!r}{hint(key, spec.options)}; "
+                f"options are {allowed}, as name=value"
+            )
         if key in given:
             raise InputError(f"the peer {spec.name!r} has the option {key!r} twice; give it once")
         reader = spec.options[key]

@@ -17,6 +17,7 @@ from filelock import FileLock, Timeout
 from anabranch.bench.peers.catalogue import ENVIRONMENTS, PEERS, Environment
 from anabranch.errors import CapabilityError, FetchError, FileError, InputError
 from anabranch.support.files import cache_home, write_atomically
+from anabranch.support.nearest import hint
 
 __all__ = ["Installed", "environment_folder", "environment_of", "find_python", "install", "remove", "status"]
 
@@ -45,7 +46,7 @@ def environment_of(peer: str) -> str | None:
     if peer in ENVIRONMENTS:
         return peer
     if peer not in PEERS:
-        raise InputError(f"there is no peer {peer!r}; peers are {', '.join(PEERS)}")
+        raise InputError(f"there is no peer {peer!r}{hint(peer, PEERS)}; peers are {', '.join(PEERS)}")
     return PEERS[peer].environment
 
 

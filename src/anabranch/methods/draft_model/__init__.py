@@ -17,6 +17,7 @@ from anabranch.methods.growing import Shape
 from anabranch.methods.settings import Settings
 from anabranch.model.decoder import Decoder
 from anabranch.model.quantize import check_quantization
+from anabranch.support.nearest import hint
 
 __all__ = ["METHOD", "DraftModelSettings", "draft_of"]
 
@@ -39,6 +40,7 @@ class DraftModelSettings(Settings):
     quantize   none, int8 or int4 weights of the draft model
     """
 
+    paths = ("model",)
     model: str = ""
     tree: str = "best"
     tokens: str = "5"
@@ -49,7 +51,7 @@ class DraftModelSettings(Settings):
 
     def __post_init__(self) -> None:
         if self.tree not in TREES:
-            raise InputError(f"tree must be one of {', '.join(TREES)}, got {self.tree!r}")
+            raise InputError(f"tree must be one of {', '.join(TREES)}, got {self.tree!r}{hint(self.tree, TREES)}")
         if self.tokens != "auto" and not self.tokens.isdigit():
             raise InputError(f"tokens must be a whole number of at least 1, or auto, got {self.tokens!r}")
         if self.nodes < 0 or self.nodes == 1:

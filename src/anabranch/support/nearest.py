@@ -1,0 +1,14 @@
+"""Suggest the known value that resembles a mistyped one, for messages."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["hint"]
+
+
+def hint(value: object, known: Iterable[str]) -> str:
+    """`` (did you mean 'suffix'?)``, to put after a value that is not among ``known``; empty if none resembles it."""
+    near = difflib.get_close_matches(str(value).strip().lower(), list(known), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
