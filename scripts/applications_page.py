@@ -13,6 +13,7 @@ from typing import Any
 from benchmark_tables import machine_line, table
 from generated import ROOT, write_or_check
 
+from anabranch.bench.calls import CALL_TITLES, call_cells
 from anabranch.bench.quality import percent, quartiles_cell
 from anabranch.bench.task_table import signed_cell
 
@@ -54,7 +55,13 @@ def decoded(result: Result) -> list[str]:
     titles = ["model", "drafter"]
     for title in result["columns"].values():
         titles += [f"{title}, %", "difference"]
-    titles += ["equal texts", "tokens a pass", "over its own plain decoding", "over plain LoRA's"]
+    titles += [
+        "equal texts",
+        "tokens per target pass",
+        *CALL_TITLES,
+        "over its own plain decoding",
+        "over plain LoRA's",
+    ]
     lines = []
     for one in result["contenders"]:
         cells = [f"`{one['result']}`", f"`{one['name']}`"]
@@ -65,6 +72,7 @@ def decoded(result: Result) -> list[str]:
             cells += [percent(one["quality"][key]), signed_cell(one["difference"][key])]
         length = one["mean_acceptance_length"]
         cells += [f"{one['equal_texts']}/{result['rows']}", "-" if length is None else f"{length:.2f}"]
+        cells += call_cells(one)
         cells += [quartiles_cell(one["own_speedup_quartiles"]), quartiles_cell(one["speedup_quartiles"])]
         lines.append(cells)
     return table(titles, lines, left=2)

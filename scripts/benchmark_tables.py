@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from anabranch.bench.report import blocks
-from anabranch.bench.throughput import throughput_rows
+from anabranch.bench.throughput import THROUGHPUT_TITLES, throughput_rows
 
 __all__ = ["at_a_time", "comparison", "kind_of", "machine_line", "table", "tables_of"]
 
@@ -312,14 +312,11 @@ def _listed(result: Result) -> list[str]:
 def _throughput(result: Result) -> list[str]:
     """Rates and latencies by number of concurrent prompts (``anabranch bench --rows``)."""
     run = result["run"]
-    titles = ("contender", "rows", "tokens/s", "ratio to plain", "TTFT ms, median / p95", "ITL ms, median / p95")
-    titles += ("tokens a step", "equal texts")
-    rows = [[row[0], *row[1:7], row[8]] for row in throughput_rows(result["results"])]
     return [
         f"{run['prompts']} prompts, {run['max_new_tokens']} new tokens, {run['dtype']}, {run['repeats']} repeats: "
         f"medians (lowest-highest). {_memory_line(result['machine'])}",
         "",
-        *table(titles, rows),
+        *table(THROUGHPUT_TITLES, throughput_rows(result["results"])),
     ]
 
 

@@ -113,7 +113,7 @@ def results_table(comparisons: Mapping[str, Result]) -> list[str]:
                     f"{_rate(best):.0f} ({_readable(best)})",
                 )
             )
-    titles = ("hardware", "weights", "plain", "`auto`", "speedup", "tokens a pass", "best other engine")
+    titles = ("hardware", "weights", "plain", "`auto`", "speedup", "tokens per target pass", "best other engine")
     sentences = [
         f"Fastest fixed drafter of a run without `auto`: {', '.join(fixed)}." if fixed else "",
         f"Chosen at load by an earlier `auto`: {', '.join(earlier)}." if earlier else "",
@@ -168,8 +168,8 @@ def split_of_the_gain(machine: str, result: Result) -> list[str]:
     return _wrapped(
         f"On the machine of the chart, kernels make plain decoding {_rate(plain) / base:.1f} times as fast as "
         f"`transformers`: a token takes {token:.1f} ms, and reading the weights alone {floor:.1f} ms. Speculation "
-        f"multiplies that by {_rate(auto) / _rate(plain):.2f}, at {auto['mean_acceptance_length']:.2f} tokens a "
-        f"forward pass. Together that is {_rate(auto) / base:.1f} times `transformers`, and "
+        f"multiplies that by {_rate(auto) / _rate(plain):.2f}, at {auto['mean_acceptance_length']:.2f} tokens per "
+        f"target pass. Together that is {_rate(auto) / base:.1f} times `transformers`, and "
         f"{_rate(small) / base:.1f} times with int4 weights."
     )
 

@@ -8,6 +8,8 @@ from typing import Any
 from benchmark_tables import machine_line, table
 from speed_chart import Dot
 
+from anabranch.bench.calls import CALL_TITLES, call_cells
+
 __all__ = [
     "acceptance",
     "by_depth",
@@ -103,14 +105,15 @@ def summary(result: Result) -> list[str]:
     """One line a method."""
     run = result["run"]
     kinds = [(rows, weights) for rows in (1, run["rows"]) for weights in run["weights"]]
-    titles = ["method", "parameters", "training, min", "tokens a pass", "at T = 1", "step"]
+    titles = ["method", "parameters", "training, min", "tokens per target pass", *CALL_TITLES, "at T = 1", "step"]
     titles += [f"{_counted(rows)}, {FORMATS[weights]}" for rows, weights in kinds]
     lines = []
     for method in _methods(result):
         alone, sampled = _largest(_alone(method)), _largest(_part(method, "sampled"))
         seconds = method["facts"].get("seconds")
         cells = [f"`{method['name']}`", f"{method['facts']['extra_parameters']:,}"]
-        cells += ["-" if seconds is None else _number(seconds / 60, 0), _length(alone), _length(sampled)]
+        cells += ["-" if seconds is None else _number(seconds / 60, 0), _length(alone)]
+        cells += [*call_cells(alone or {}), _length(sampled)]
         cells += ["-" if alone is None else _number(alone.get("relative_step"))]
         cells += [_speed(method, rows, weights) for rows, weights in kinds]
         lines.append([*cells, _verdict(method)])
@@ -147,7 +150,7 @@ def trained(result: Result) -> list[str]:
 
 
 def acceptance(result: Result) -> list[str]:
-    """Tokens a pass by task, greedy and sampled."""
+    """Tokens per target pass by task, greedy and sampled."""
     tasks: list[str] = []
     lines = []
     for method in _methods(result):

@@ -104,7 +104,7 @@ def test_ours_against_ourselves_and_all_that_is_written(bench: Bench, tmp_path: 
     assert sum(streams["accepted_per_step"].values()) == streams["steps"]
     assert streams["mean_acceptance_length"] == round(streams["tokens"] / streams["steps"], 4)
     assert set(streams["by_task"]) == {"a", "b"}
-    assert set(streams["step_ms_by_part"]) == {"draft", "forward", "verify", "commit"}
+    assert set(streams["step_ms_by_part"]) == {"draft", "forward", "verify", "commit", "prepare"}
     assert result["machine"]["floor_ms"] > 0
     assert result["run"]["command"].startswith("anabranch bench --model")
     assert {"load", "pack"} == set(result["load_seconds"])

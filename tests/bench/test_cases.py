@@ -225,8 +225,8 @@ def test_one_prompt_at_a_time(toys: ToyFolders, target: Target) -> None:
 
 
 def test_the_parts_of_a_step() -> None:
-    plain = {"step_ms_by_part": {"draft": 0.0, "forward": 9.0, "verify": 0.5, "commit": 0.5}}
-    drafted = {"step_ms_by_part": {"draft": 1.0, "forward": 11.0, "verify": 0.5, "commit": 2.5}}
+    plain = {"step_ms_by_part": {"draft": 0.0, "forward": 9.0, "verify": 0.5, "commit": 0.5, "prepare": 0.0}}
+    drafted = {"step_ms_by_part": {"draft": 1.0, "forward": 11.0, "verify": 0.5, "commit": 0.5, "prepare": 2.0}}
     quartiles = {"step_ms_quartiles": [9.0, 10.0, 11.0]}, {"step_ms_quartiles": [14.0, 15.5, 16.0]}
     found = step_costs(drafted | quartiles[1], plain | quartiles[0])
     assert found == {

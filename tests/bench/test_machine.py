@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from anabranch.bench.machine import forget_peak, last_level_cache, measure_machine, peak_memory_mb, weight_bytes
+from anabranch.bench.machine import forget_peak, last_level_cache, measure_machine, peak_memory_mb
 from anabranch.model.pack import can_pack, pack_decoder
+from anabranch.model.reads import weight_bytes
 from anabranch.model.weights import build_decoder
 from small import CASES, randomise, small
 

@@ -269,7 +269,7 @@ def test_a_pass_has_the_drafts_that_it_rejected() -> None:
     # the root 9 and its children 5 and 6; 5 -> 7 -> 8 and 6 -> 4: the target takes 5, then its own 3
     tree = DraftTree.from_paths(9, [[5, 7, 8], [6, 4]])
     path = (0, tree.children(0)[0])
-    step = Step(0, (5, 3), ("draft 1", "target"), tree, 5, Verdict(path, 3), Timings(0, 0, 0, 0))
+    step = Step(0, (5, 3), ("draft 1", "target"), tree, 5, Verdict(path, 3), Timings(0, 0, 0, 0, 0))
     assert passes_of([step]) == [Pass((5, 3), ("draft 1", "target"), (7, 8))]
     assert passes_of([step._replace(finish="stop")])[0].rejected == ()
     assert Pass.from_list(json.loads(json.dumps(passes_of([step])[0].to_list()))) == passes_of([step])[0]

@@ -33,8 +33,9 @@ def test_generate_answers_through_the_template(anabranch: Anabranch, where: list
     assert facts[0].startswith(f"{expected.stats.tokens} tokens, ")
     assert facts[1].startswith(f"prompt {len(expected.prompt_ids)} tokens, ")
     length = expected.stats.mean_acceptance_length
-    assert facts[2] == f"mean acceptance length {length:.2f}, {expected.stats.steps} forward passes"
-    assert facts[3].startswith("drafter streams:tree=")
+    assert facts[2] == f"mean acceptance length {length:.2f} per target pass"
+    assert facts[3].startswith(f"{expected.stats.steps} target passes")
+    assert facts[4].startswith("drafter streams:tree=")
     assert facts[-2:] == ["kernels torch ('anabranch info' tells why)", "ended by the model"]
     assert done.err.count("\n") == 1
 
@@ -44,7 +45,7 @@ def test_generate_raw_continues_the_text_of_standard_input(
 ) -> None:
     done = anabranch("generate", *where, "-", "--raw", "--max-new-tokens", 8, "--drafter", "none", stdin="the thing")
     assert done.out == model.generate("the thing", max_new_tokens=8).text + "\n"
-    assert "mean acceptance length 1.00, 8 forward passes" in done.err
+    assert "mean acceptance length 1.00 per target pass; 8 target passes; drafter" in done.err
 
 
 def test_generate_json(anabranch: Anabranch, where: list[object], model: Model) -> None:

@@ -232,7 +232,6 @@ class TraceWriter:
                 self._write({"source": source})
         at = self._emitted.get(step.row, 0)
         kept = len(step.tokens) if kept is None else kept
-        timings = step.timings
         fields: dict[str, Any] = {
             "row": step.row,
             "at": at,
@@ -243,7 +242,7 @@ class TraceWriter:
             "next": step.verdict.next_token,
             "kept": kept,
             "drafted": tree.size - 1 if self.every_position else step.drafted,
-            "ms": [round(1e3 * s, 4) for s in (timings.draft, timings.forward, timings.verify, timings.commit)],
+            "ms": [round(1e3 * s, 4) for s in step.timings],
         }
         if tree.log_probs is not None:
             fields["log_probs"] = [_number(value) for value in tree.log_probs]
@@ -379,7 +378,7 @@ def _record(fields: Mapping[str, Any], sources: Sequence[str]) -> TraceRecord:
     milliseconds = _numbers(fields["ms"])
     finish, max_depth = fields.get("finish"), fields.get("max_depth")
     known = finish in (None, "stop", "length") and (max_depth is None or is_whole(max_depth, 0))
-    if len(milliseconds) != 4 or not known:
+    if len(milliseconds) != len(Timings._fields) or not known:
         raise ValueError("timings, finish or max_depth")
     judged = None
     if "p" in fields:

@@ -98,7 +98,7 @@ def step_costs(record: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str,
     """
     parts, base = record["step_ms_by_part"], plain["step_ms_by_part"]
     whole = sum(base.values())
-    draft = parts["draft"] + max(0.0, parts["commit"] - base["commit"])
+    draft = parts["draft"] + max(0.0, parts["prepare"] - base["prepare"])
     found = {
         "draft_ms": round(draft, 4),
         "pass_ms": round(parts["forward"], 4),

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from anabranch.bench.calls import CALL_KEYS, CALL_TITLES
 from anabranch.bench.journal import FORMATS, Journal, beside
 from anabranch.bench.report import SCHEMA, plain_table
 from anabranch.bench.summary import quartiles
@@ -77,6 +78,9 @@ def _malformed(result: Mapping[str, Any]) -> str:
             return f"'tokens_per_second' of contender {number}"
         if one.get("mean_acceptance_length") is not None and not is_number(one["mean_acceptance_length"]):
             return f"'mean_acceptance_length' of contender {number}"
+        for key in CALL_KEYS:
+            if key in one and not is_number(one[key], 0):
+                return f"'{key}' of contender {number}"
         quarters = one.get("speedup_quartiles")
         if quarters is not None and not (
             isinstance(quarters, list)
@@ -140,7 +144,7 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
 def _side(record: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if record is None:
         return None
-    keys = ("error", "tokens_per_second", "speedup_quartiles", "mean_acceptance_length")
+    keys = ("error", "tokens_per_second", "speedup_quartiles", "mean_acceptance_length", *CALL_KEYS)
     return {key: record[key] for key in keys if key in record}
 
 
@@ -148,7 +152,8 @@ def comparison_table(found: Mapping[str, Any]) -> Table:
     """The comparison as a table for a terminal."""
     table = plain_table()
     table.add_column("contender")
-    pairs = [f"{side}\n{what}" for what in ("speedup", "tokens/step") for side in "AB"]
+    titles = ("speedup", "tokens/\ntarget call", *CALL_TITLES)
+    pairs = [f"{side}\n{what}" for what in titles for side in "AB"]
     for title in ("A\ntokens/s", "B\ntokens/s", "B / A\n(quartiles)", *pairs):
         table.add_column(title, justify="right")
     for record in found["contenders"]:
@@ -163,6 +168,7 @@ def comparison_table(found: Mapping[str, Any]) -> Table:
             ratio,
             *(_cell(side, "speedup_quartiles", ".2f") for side in sides),
             *(_cell(side, "mean_acceptance_length", ".2f") for side in sides),
+            *(_cell(side, key, ".2f") for key in CALL_KEYS for side in sides),
         )
     return table
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["FIGURES", "MOST", "draw", "leading", "save_figures"]
 
 MOST = 10  # maximum number of contenders in a figure
-PARTS = {"forward": BLUE, "draft": ORANGE, "commit": GREEN, "verify": PINK}
+PARTS = {"forward": BLUE, "draft": ORANGE, "prepare": GREEN, "verify": PINK, "commit": GREY}
 Records = list[dict[str, Any]]
 
 
@@ -156,7 +156,7 @@ def _acceptance(result: Mapping[str, Any], records: Records) -> Figure | None:
     for place, record in enumerate(records):
         colour, marker = LINES[place % len(LINES)]
         shares = [100 * share for share in record["acceptance_by_depth"][:deepest]]
-        label = f"{record['name']}: {record['mean_acceptance_length']:.2f} tokens per step"
+        label = f"{record['name']}: {record['mean_acceptance_length']:.2f} tokens per target call"
         dashes = "-" if place < len(LINES) else "--"
         axes.plot(range(1, len(shares) + 1), shares, dashes, color=colour, marker=marker, linewidth=2, label=label)
     axes.set_xticks(range(1, deepest + 1))
@@ -180,7 +180,7 @@ def _time(result: Mapping[str, Any], records: Records) -> Figure | None:
     _rows(axes, [record["name"] for record in records])
     ends = [0.0] * len(records)
     for part, colour in PARTS.items():
-        widths = [record["token_ms_by_part"][part] for record in records]
+        widths = [record["token_ms_by_part"].get(part, 0.0) for record in records]
         axes.barh(range(len(records)), widths, left=ends, color=colour, height=0.62, edgecolor="white", label=part)
         ends = [end + width for end, width in zip(ends, widths, strict=True)]
     for y, end in enumerate(ends):

@@ -22,12 +22,10 @@ from typing import Any
 import torch
 
 from anabranch.model.decoder import Decoder
-from anabranch.model.native_linear import NativeLinear
-from anabranch.model.pack import PackedLinear, PackedQuantized
-from anabranch.model.quantize import QuantizedLinear
+from anabranch.model.reads import weight_bytes
 from anabranch.native.library import library
 
-__all__ = ["Machine", "forget_peak", "last_level_cache", "measure_machine", "peak_memory_mb", "weight_bytes"]
+__all__ = ["Machine", "forget_peak", "last_level_cache", "measure_machine", "peak_memory_mb"]
 
 REPEATS = 9
 SIDE = {"cpu": 1536, "cuda": 8192}  # of the square matrices: 7 and 1,100 GFLOP per product
@@ -118,27 +116,6 @@ def last_level_cache(device: torch.device) -> int:
     units = {"K": 2**10, "M": 2**20, "G": 2**30}
     sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     return max((int(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units), default=0)
-
-
-def weight_bytes(decoder: Decoder) -> int:
-    """Bytes of weights read by a greedy pass over one token: blocks, last norm and head, and one row of the embedding.
-
-    Of a head with a screen, that is what is read at least.
-    """
-    total = 0
-    for part in (decoder.blocks, decoder.norm, decoder.head):
-        for module in part.modules():
-            if isinstance(module, NativeLinear):
-                total += module.nbytes if module.screen is None else module.screen.nbytes
-            elif isinstance(module, PackedLinear):
-                total += module.out_features * module.in_features * decoder.dtype.itemsize
-            elif isinstance(module, QuantizedLinear | PackedQuantized):
-                total += sum(buffer.nbytes for buffer in module.buffers(recurse=False))
-            # an additional copy, which only drafters read
-            kept = isinstance(module, NativeLinear | PackedLinear | PackedQuantized | QuantizedLinear)
-            parameters = module.named_parameters(recurse=False)
-            total += sum(value.nbytes for name, value in parameters if not (kept and name == "weight"))
-    return total
 
 
 def forget_peak(device: torch.device) -> None:

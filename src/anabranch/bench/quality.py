@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from anabranch.bench.application import Application
+from anabranch.bench.calls import CALL_TITLES, call_cells
 from anabranch.bench.run import ContenderAnswers
 from anabranch.loading import Loaded
 from anabranch.methods import Spec, resolve_spec
@@ -83,7 +84,7 @@ def quality_block(result: Mapping[str, Any]) -> tuple[str, list[str], list[list[
     task = result["run"]["application"]
     columns = columns_of(task["metrics"])
     titles = ["contender", *(title.replace(" ", "\n") for title in columns.values()), "equal\ntexts"]
-    titles += ["speedup\n(quartiles)", "ms per\nsample", "tokens/\nstep", "extra\nparameters"]
+    titles += ["speedup\n(quartiles)", "ms per\nsample", "tokens/\ntarget call", *CALL_TITLES, "extra\nparameters"]
     rows = []
     for record in result["contenders"]:
         if "quality" not in record:
@@ -97,6 +98,7 @@ def quality_block(result: Mapping[str, Any]) -> tuple[str, list[str], list[list[
                 *(record["name"], *cells, equal, quartiles_cell(record.get("speedup_quartiles"))),
                 quartiles_cell(record.get("sample_ms_quartiles"), 0),
                 "-" if length is None else f"{length:.2f}",
+                *call_cells(record),
                 "-" if extra is None else f"{extra:,}",
             ]
         )

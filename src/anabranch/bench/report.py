@@ -9,6 +9,7 @@ import platform
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from anabranch.bench.calls import CALL_KEYS, CALL_TITLES, call_cells
 from anabranch.bench.quality import columns_of, quality_block
 from anabranch.native.library import library
 from anabranch.support.processor import processor_flags, processor_name
@@ -163,6 +165,10 @@ def _fact(key: str, value: Any) -> str:
     return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
 
 
+def _call(place: int, record: Mapping[str, Any]) -> str:
+    return call_cells(record)[place]
+
+
 # column titles and cell formats of the two main tables
 Column = tuple[str, Callable[[Mapping[str, Any]], str]]
 SPEED: tuple[Column, ...] = (
@@ -176,7 +182,8 @@ SPEED: tuple[Column, ...] = (
     ("common\nprefix", lambda r: _number(r.get("common_prefix_median"), 0)),
 )
 STEPS: tuple[Column, ...] = (
-    ("tokens/\nstep", lambda r: _number(r["mean_acceptance_length"], 2)),
+    ("tokens/\ntarget call", lambda r: _number(r["mean_acceptance_length"], 2)),
+    *((title, partial(_call, place)) for place, title in enumerate(CALL_TITLES)),
     ("draft\nnodes", lambda r: _number(r["draft_nodes_per_step"])),
     ("acceptance\nby depth", lambda r: " ".join(f"{share:.2f}" for share in r["acceptance_by_depth"][:4]) or "-"),
     ("ms/step", lambda r: _number(_middle(r["step_ms_quartiles"]))),
@@ -185,6 +192,7 @@ STEPS: tuple[Column, ...] = (
     ("forward\nms", lambda r: _number(r["step_ms_by_part"]["forward"])),
     ("verify\nms", lambda r: _number(r["step_ms_by_part"]["verify"])),
     ("commit\nms", lambda r: _number(r["step_ms_by_part"]["commit"])),
+    ("prepare\nms", lambda r: _number(r["step_ms_by_part"].get("prepare"))),
 )
 
 
@@ -214,7 +222,7 @@ def blocks(result: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[st
                 [record["name"], *(f"{_number(a, 2)} / {_number(b, 2)}" for a, b in zip(middles, lengths, strict=True))]
             )
         titles = [task.replace("_", "\n") for task in tasks]
-        found.append(("By task: median speedup / tokens per step", ["contender", *titles], rows))
+        found.append(("By task: median speedup / tokens per target call", ["contender", *titles], rows))
     failed = [[record["name"], record["error"]] for record in result["contenders"] if "error" in record]
     if failed:
         found.append(("Not measured", ["contender", "error"], failed))
@@ -281,6 +289,7 @@ SHEET = (
     "tokens_per_second_mean",
     "speedup_total",
     "mean_acceptance_length",
+    *CALL_KEYS,
     "acceptance_rate",
     "draft_nodes_per_step",
     "floor_share",

@@ -17,7 +17,7 @@ import torch
 from anabranch.bench.contenders import Contender
 from anabranch.bench.entries import Entry, open_entry, plain_of
 from anabranch.bench.journal import Journal
-from anabranch.bench.machine import forget_peak, measure_machine, peak_memory_mb, weight_bytes
+from anabranch.bench.machine import forget_peak, measure_machine, peak_memory_mb
 from anabranch.bench.recordings import Recordings
 from anabranch.bench.report import SCHEMA, environment
 from anabranch.bench.run import (
@@ -35,6 +35,7 @@ from anabranch.bench.run import (
 from anabranch.bench.summary import summarise
 from anabranch.loading import Loaded
 from anabranch.model.quantize import Quantization
+from anabranch.model.reads import weight_bytes
 from anabranch.sampling import SamplingParams
 from anabranch.support.files import without_folders
 

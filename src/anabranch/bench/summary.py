@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
+from anabranch.bench.calls import calls_per_token
 from anabranch.bench.run import Answer, ContenderAnswers, Encoded
 from anabranch.decoding.stats import Stats
 
@@ -107,6 +108,7 @@ def _speculation(many: Sequence[Sequence[Answer]]) -> dict[str, Any]:
     return {
         "steps": stats.steps,
         "mean_acceptance_length": round(stats.mean_acceptance_length, 4),
+        **calls_per_token(stats),
         "acceptance_by_depth": [round(share, 4) for share in stats.acceptance_by_depth()],
         "accepted_per_step": {str(count): steps for count, steps in sorted(stats.accepted.items())},
         "acceptance_rate": round(stats.acceptance_rate, 4),
@@ -141,6 +143,7 @@ def _task(measured: ContenderAnswers, reference: ContenderAnswers | None, where:
     record: dict[str, Any] = {"prompts": len(where), "tokens_per_second": _rates(many)["tokens_per_second"]}
     if stats.steps:
         record["mean_acceptance_length"] = round(stats.mean_acceptance_length, 4)
+        record |= calls_per_token(stats)
         record["acceptance_by_depth"] = [round(share, 4) for share in stats.acceptance_by_depth()]
         record["draft_nodes_per_step"] = round(stats.draft_nodes_per_step, 2)
     if reference is not None:

@@ -92,7 +92,7 @@ def _decoded(name: str, answer: Answer, tokenizer: Any) -> str:
     )
     length = len(sources) / len(answer.passes)
     return (
-        f"<h3>{_text(name)}: {len(sources)} tokens in {len(answer.passes)} passes, {length:.2f} a pass</h3>\n"
+        f"<h3>{_text(name)}: {len(sources)} tokens in {len(answer.passes)} target passes, {length:.2f} a pass</h3>\n"
         f'<div class="text">{text}</div>\n<p class="legend">Proposed by: {legend}</p>\n'
         f"{_passes(answer, pieces, tokenizer)}"
     )
@@ -117,7 +117,7 @@ def _passes(answer: Answer, pieces: Sequence[str], tokenizer: Any) -> str:
             f'<span class="rejected">{_text(rejected)}</span></li>'
         )
         done = end
-    head = "<summary>By forward pass: emitted tokens in green, rejected draft tokens in red</summary>"
+    head = "<summary>By target pass: emitted tokens in green, rejected draft tokens in red</summary>"
     return f'<details>{head}\n<ol class="passes">{chr(10).join(lines)}</ol></details>\n'
 
 

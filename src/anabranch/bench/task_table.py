@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
+from anabranch.bench.calls import CALL_KEYS, CALL_TITLES, call_cells
 from anabranch.bench.compare import PLACE, RUN
 from anabranch.bench.quality import columns_of, percent, quartiles_cell
 from anabranch.bench.report import plain_table
@@ -114,6 +115,7 @@ def _record(name: str, one: Mapping[str, Any], base: Mapping[str, Any], keys: It
         "speedup_quartiles": quartiles([mine / theirs for mine, theirs in rates]),
         "sample_ms_quartiles": one["sample_ms_quartiles"],
         "mean_acceptance_length": one.get("mean_acceptance_length"),
+        **{key: one[key] for key in CALL_KEYS if key in one},
         "extra_parameters": one.get("extra_parameters"),
     }
 
@@ -129,7 +131,7 @@ def rows_of_table(found: Mapping[str, Any]) -> Table:
     for title in found["columns"].values():
         table.add_column(title, justify="right")
         table.add_column("difference", justify="right")
-    for title in ("speedup\n(quartiles)", "ms per\nsample", "tokens/\nstep", "extra\nparameters"):
+    for title in ("speedup\n(quartiles)", "ms per\nsample", "tokens/\ntarget call", *CALL_TITLES, "extra\nparameters"):
         table.add_column(title, justify="right")
     for record in found["contenders"]:
         cells = [record["result"], record["name"]]
@@ -144,6 +146,7 @@ def rows_of_table(found: Mapping[str, Any]) -> Table:
             quartiles_cell(record["speedup_quartiles"]),
             quartiles_cell(record["sample_ms_quartiles"], 0),
             "-" if length is None else f"{length:.2f}",
+            *call_cells(record),
             "-" if extra is None else f"{extra:,}",
         )
     return table

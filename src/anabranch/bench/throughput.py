@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from anabranch.bench.calls import CALL_TITLES, call_cells, calls_per_token
 from anabranch.bench.peers import Peer
 from anabranch.bench.run import FAILURES, describe
 from anabranch.costs import Costs
@@ -35,6 +36,7 @@ from anabranch.model.load import Target
 from anabranch.sampling import SamplingParams
 
 __all__ = [
+    "THROUGHPUT_TITLES",
     "Answer",
     "Batched",
     "BatchedPeer",
@@ -49,6 +51,10 @@ __all__ = [
 
 WARM_UP_TOKENS = 8
 P95 = 0.95
+THROUGHPUT_TITLES = (
+    *("contender", "rows", "tokens/s\n(range)", "ratio to\nplain", "TTFT ms\nmedian / p95", "ITL ms\nmedian / p95"),
+    *("tokens/\ntarget call", *CALL_TITLES, "draft\nnodes", "equal"),
+)
 
 Prompts = Sequence[Sequence[int]]
 Report = Callable[[int, int, str], None]
@@ -299,6 +305,7 @@ def _latencies(runs: Sequence[Served]) -> dict[str, Any]:
     }
     if (stats := runs[0].stats) is not None:
         record["mean_acceptance_length"] = round(stats.mean_acceptance_length, 4)
+        record |= calls_per_token(stats)
         record["draft_nodes_per_step"] = round(stats.draft_nodes_per_step, 2)
     return record
 
@@ -325,11 +332,11 @@ def _percentiles(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def throughput_rows(records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """The records as rows of a table: contender, rows, tokens/s, ratio, TTFT, ITL, tokens/step, nodes, equal texts."""
+    """The records as rows of a table of ``THROUGHPUT_TITLES``."""
     rows = []
     for record in records:
         if "error" in record:
-            rows.append([str(record["name"]), "-", f"failed: {record['error']}", *["-"] * 6])
+            rows.append([str(record["name"]), "-", f"failed: {record['error']}", *["-"] * (len(THROUGHPUT_TITLES) - 3)])
             continue
         low, middle, high = record["tokens_per_second"]
         ratio = record.get("ratio")
@@ -342,6 +349,7 @@ def throughput_rows(records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
                 _both(record["first_token_ms"]),
                 _both(record["token_ms"]),
                 f"{record['mean_acceptance_length']:.2f}" if "mean_acceptance_length" in record else "-",
+                *call_cells(record),
                 f"{record['draft_nodes_per_step']:.1f}" if "draft_nodes_per_step" in record else "-",
                 f"{record['equal_outputs']}/{record['prompts']}" if "equal_outputs" in record else "-",
             ]

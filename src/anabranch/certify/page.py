@@ -63,7 +63,7 @@ def _facts(found: SamplingCertificate) -> str:
         "finds": f"effects of w = {design.effect:g} (total variation {design.effect / 2:g}) "
         f"with power {design.power:g} at alpha {design.alpha:g}",
         "drafts": f"{drafting.draft_nodes_per_step:.2f} nodes per step, "
-        f"mean acceptance length {drafting.mean_acceptance_length:.2f}",
+        f"mean acceptance length per target pass {drafting.mean_acceptance_length:.2f}",
     }
     rows = "".join(f"<tr><td>{name}</td><td>{_text(value)}</td></tr>" for name, value in facts.items())
     return f"<table>{rows}</table>\n"

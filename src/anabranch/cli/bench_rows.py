@@ -34,10 +34,6 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 OTHERS = ("metric", "examples", "html", "figures", "resume", "trace", "width", "batch", "context_tokens")
-TITLES = (
-    *("contender", "rows", "tokens/s\n(range)", "ratio to\nplain", "TTFT ms\nmedian / p95", "ITL ms\nmedian / p95"),
-    *("tokens/\nstep", "draft\nnodes", "equal"),
-)
 SCHEMA = 1
 
 
@@ -197,7 +193,7 @@ def _records(done: Sequence[Round], entries: Sequence[Entry], *, greedy: bool) -
 
 def _show(result: Mapping[str, Any]) -> None:
     from anabranch.bench.report import plain_table
-    from anabranch.bench.throughput import throughput_rows
+    from anabranch.bench.throughput import THROUGHPUT_TITLES, throughput_rows
     from anabranch.cli.layout import output, print_tables
 
     run, where = result["run"], result["environment"]
@@ -208,7 +204,7 @@ def _show(result: Mapping[str, Any]) -> None:
     )
     console.print(f"{where['date']}, {where['device']}, {where['processor']}, {where['threads']} threads")
     table = plain_table()
-    for place, title in enumerate(TITLES):
+    for place, title in enumerate(THROUGHPUT_TITLES):
         table.add_column(title, justify="left" if place == 0 else "right")
     for row in throughput_rows(result["results"]):
         table.add_row(*row)

@@ -65,5 +65,5 @@ def show_examples(session: Session, application: Application) -> None:
             )
             stats = answer.stats or Stats()
             # not the console's print, which would count the colours as characters
-            print(f"{name} ({stats.mean_acceptance_length:.2f} tokens/pass): {text}")
+            print(f"{name} ({stats.mean_acceptance_length:.2f} tokens per target pass): {text}")
             print(marker.legend(stats))

@@ -55,9 +55,9 @@ def generate(config: GenerateConfig) -> None:
     """Answer a prompt, or with --raw continue it.
 
     Uses the model's chat template if it has one. The text is written to standard output, and a summary to standard
-    error: tokens, decode rate, prompt rate, mean acceptance length (tokens per forward pass), the drafter that auto
-    chose, and why the text ended. --compare adds the measured speedup over plain decoding. --trace records token ids,
-    drafts and times, but no text.
+    error: tokens, decode rate, prompt rate, mean acceptance length (tokens per target pass), the forward passes by
+    kind, the drafter that auto chose, and why the text ended. --compare adds the measured speedup over plain decoding.
+    --trace records token ids, drafts and times, but no text.
     """
     _check(config)
     stops = tuple(map(options.unescaped, config.stop))

@@ -34,6 +34,7 @@ __all__ = [
     "lesser_kernels",
     "load_model",
     "note",
+    "passes",
     "prompt_progress",
     "rates",
     "sentences",
@@ -187,8 +188,30 @@ def rates(stats: Stats, drafter: str | None = None, *, prompts: int = 1) -> list
     if stats.prefill_tokens:
         read = stats.prefill_tokens + prompts
         facts.append(f"prompt {read:,} tokens, {stats.prompt_tokens_per_second:,.0f} tokens/s")
-    facts.append(f"mean acceptance length {stats.mean_acceptance_length:.2f}, {stats.steps:,} forward passes")
+    facts.append(f"mean acceptance length {stats.mean_acceptance_length:.2f} per target pass")
+    facts.append(passes(stats))
     return facts if drafter is None else [*facts, f"drafter {drafter}"]
+
+
+def passes(stats: Stats) -> str:
+    """The number of forward passes of each kind, the target's first; an acceptance length counts those alone."""
+    facts = [_passes(stats.steps, "target pass", "target passes")]
+    for (kind, layers, of), count in sorted(stats.calls.items()):
+        if kind == "copy":
+            facts.append(_passes(count, "pass of its 4-bit copy", "passes of its 4-bit copy"))
+        elif kind == "partial":
+            facts.append(_passes(count, "partial pass", "partial passes") + f" ({layers} of {of} layers)")
+        elif kind == "draft":
+            facts.append(_passes(count, "draft model pass", "draft model passes"))
+        elif kind == "heads":
+            facts.append(_passes(count, "pass of draft heads", "passes of draft heads"))
+        elif kind == "inner":
+            facts.append(_passes(count, "inner draft", "inner drafts"))
+    return ", ".join(facts)
+
+
+def _passes(count: int, one: str, many: str) -> str:
+    return f"{count:,} {one if count == 1 else many}"
 
 
 def ending(found: Generation, model: Model, max_new_tokens: int) -> str:

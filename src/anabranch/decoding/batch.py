@@ -207,6 +207,7 @@ class Batch:
                 self.cache.commit([range(len(tokens))])
                 member.read += len(tokens)
                 member.drafter.read(row, result, start)
+                row.calls.clear()  # passes over prompts are not counted, neither the target's nor drafters'
                 if member.request.on_prompt is not None:
                     self.at_fault = row.id
                     member.request.on_prompt(member.read, total)

@@ -27,10 +27,11 @@ from anabranch.decoding.batch import Batch, FinishReason, Member, Request, takes
 from anabranch.decoding.scores import Scores
 from anabranch.decoding.speculation import Speculation
 from anabranch.errors import NumericsError
-from anabranch.methods.base import Drafter, Observation
+from anabranch.methods.base import Call, Drafter, Observation
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
 from anabranch.model.passes import PassResult
+from anabranch.model.reads import weight_bytes
 from anabranch.tree import DraftTree
 from anabranch.verify import Verdict
 
@@ -42,21 +43,22 @@ TIMED, TIMED_EVERY = 64, 4
 
 
 class Timings(NamedTuple):
-    """Seconds of one step by part, for all its rows together; commit includes preparing the next draft."""
+    """Seconds of one step by part, for all its rows together; prepare: what drafters do after it for the next draft."""
 
     draft: float
     forward: float
     verify: float
     commit: float
+    prepare: float
 
     @property
     def total(self) -> float:
         """All parts."""
-        return self.draft + self.forward + self.verify + self.commit
+        return sum(self)
 
 
 class Step(NamedTuple):
-    """What one target pass did for one row.
+    """What one target pass, and the drafters' own passes before and after it, did for one row.
 
     tokens     emitted, in order; the last is the target's own unless the row was cut before it
     sources    who proposed each of them; "target" for the target's own
@@ -64,6 +66,7 @@ class Step(NamedTuple):
     log_probs  the target's raw log probability of each token, where asked for
     finish     set on the last step of a row
     read       prompt tokens that its pass read along; the timings are without their share
+    calls      the forward passes of the step: the target's, and those that drafters ran
     """
 
     row: int
@@ -76,6 +79,7 @@ class Step(NamedTuple):
     log_probs: tuple[float, ...] | None = None
     finish: FinishReason | None = None
     read: int = 0
+    calls: tuple[Call, ...] = ()
 
 
 class Engine(Batch):
@@ -102,6 +106,7 @@ class Engine(Batch):
         self._budgets: dict[Drafter, int] = {}
         self._steps = 0
         self._prepared = 0.0  # seconds that preparing the next step's drafts took
+        self._call: Call | None = None
 
     @property
     def speculation(self) -> Speculation:
@@ -109,6 +114,14 @@ class Engine(Batch):
         if self._speculation is None:
             self._speculation = Speculation(costs_of(self.target), ragged=self.target.ragged)
         return self._speculation
+
+    @property
+    def call(self) -> Call:
+        """A pass of the target; the bytes are added up when they are first asked for."""
+        if self._call is None:
+            layers = self.target.config.num_layers
+            self._call = Call("target", layers, layers, weight_bytes(self.target))
+        return self._call
 
     def speculate(self, speculation: Speculation) -> None:
         """Leave adaptive drafts to another controller."""
@@ -215,18 +228,20 @@ class Engine(Batch):
         self._prepared = done - after_commit
         nodes = sum(result.counts_B)
         forward = (after_forward - after_draft) * nodes / (nodes + read)
-        timings = Timings(after_draft - began, forward, after_verify - after_forward, done - after_verify)
+        timings = Timings(
+            *(after_draft - began, forward, after_verify - after_forward, after_commit - after_verify, self._prepared)
+        )
         self._steps += 1
         timed = self._steps <= TIMED or self._steps % TIMED_EVERY == 0 or (adaptive and self.speculation.guessing)
         if adaptive and timed and not read:
             self._learn(members, result.counts_B, budgets, timings)
-        steps = []
+        steps, shared = [], self.call.shared(len(members))
         for b, (member, (said, sources)) in enumerate(zip(members, emitted, strict=True)):
             logs = scores.log_probs(b, verdicts[b], said) if member.request.log_probs else None
-            finish = member.finish
-            steps.append(
-                Step(member.row.id, said, sources, trees[b], drafted[b], verdicts[b], timings, logs, finish, along[b])
-            )
+            calls = (shared, *member.row.calls)
+            member.row.calls.clear()
+            what = (trees[b], drafted[b], verdicts[b], timings, logs, member.finish, along[b], calls)
+            steps.append(Step(member.row.id, said, sources, *what))
         for slot in range(len(members) - 1, -1, -1):
             if members[slot].finish is not None:
                 self._drop(slot)
@@ -369,10 +384,10 @@ class Engine(Batch):
         timings: Timings,
     ) -> None:
         """Take the step's times into the costs; ``sizes``: nodes of each row, ``budgets``: those drafted with."""
-        costs, rows, prepare = self.speculation.costs, len(members), self._prepared
+        costs, rows = self.speculation.costs, len(members)
         nodes = sum(sizes) if self.speculation.ragged else rows * max(sizes)
         costs.saw_pass(1e3 * timings.forward, nodes, rows, _context(members))
-        costs.saw_rest(1e3 * (timings.verify + timings.commit - prepare), rows)
+        costs.saw_rest(1e3 * (timings.verify + timings.commit), rows)
         groups = _by_drafter(members)
         if len(groups) > 1:
             return  # whose draft took how long is not known
@@ -383,7 +398,7 @@ class Engine(Batch):
                 costs.saw_free(drafter.account(len(places)), 1e3 * timings.draft, len(places))
             live = sum(members[b].finish is None for b in places)
             if live and not drafter.free and (budget := self._budgets.get(drafter, 1)) > 1:
-                costs.saw_prepare(drafter.account(live), 1e3 * prepare, live * drafter.depth_of(budget))
+                costs.saw_prepare(drafter.account(live), 1e3 * timings.prepare, live * drafter.depth_of(budget))
 
 
 def _by_drafter(members: Sequence[Member]) -> dict[Drafter, list[int]]:

@@ -7,11 +7,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from anabranch.decoding.engine import Step
+from anabranch.decoding.engine import Step, Timings
+from anabranch.methods.calls import Kind
 
 __all__ = ["Stats"]
 
-COUNTS = ("tokens", "steps", "drafted_steps", "draft_nodes", "prefill_tokens", "seconds", "prefill_seconds")
+COUNTS = (
+    *("tokens", "steps", "drafted_steps", "draft_nodes", "prefill_tokens", "seconds", "prefill_seconds"),
+    "bytes_read",
+)
 
 
 @dataclass
@@ -24,7 +28,10 @@ class Stats:
     draft_nodes     number of drafted nodes, before pruning
     accepted        number of steps by how many draft tokens they accepted
     sources         number of emitted tokens by what proposed them
-    parts           seconds by part of a step (draft, forward, verify, commit), over all steps of this sequence
+    parts           seconds by part of a step (``Timings``), over all steps of this sequence
+    calls           number of forward passes by kind, layers, and of how many (``Call.name``): the target's, and those
+                    that drafters ran. A pass that several sequences share counts for each of them
+    bytes_read      bytes of weights that these passes read; those of a shared pass are divided among its sequences
     """
 
     tokens: int = 0
@@ -36,9 +43,9 @@ class Stats:
     prefill_seconds: float = 0.0
     accepted: Counter[int] = field(default_factory=Counter)
     sources: Counter[str] = field(default_factory=Counter)
-    parts: dict[str, float] = field(
-        default_factory=lambda: {"draft": 0.0, "forward": 0.0, "verify": 0.0, "commit": 0.0}
-    )
+    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(Timings._fields, 0.0))
+    calls: Counter[tuple[Kind, int, int]] = field(default_factory=Counter)
+    bytes_read: float = 0.0
 
     @staticmethod
     def of(steps: Iterable[Step]) -> Stats:
@@ -57,6 +64,7 @@ class Stats:
                 setattr(total, count, getattr(total, count) + getattr(stats, count))
             total.accepted.update(stats.accepted)
             total.sources.update(stats.sources)
+            total.calls.update(stats.calls)
             for part in total.parts:
                 total.parts[part] += stats.parts[part]
         return total
@@ -73,11 +81,22 @@ class Stats:
             self.sources[source] += 1
         for part, seconds in zip(step.timings._fields, step.timings, strict=True):
             self.parts[part] += seconds
+        for call in step.calls:
+            self.calls[call.name] += 1
+            self.bytes_read += call.read
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens emitted per step, the target's own next token included; 1 for plain decoding."""
+        """Tokens emitted per target pass, the target's own next token included; 1 for plain decoding.
+
+        Drafters' own passes do not count here: see ``draft_calls`` and ``bytes_read``.
+        """
         return self.tokens / self.steps if self.steps else 0.0
+
+    @property
+    def draft_calls(self) -> int:
+        """Passes over decoder layers that drafters ran: of copies of the target, parts of it, and draft models."""
+        return sum(count for (kind, layers, _), count in self.calls.items() if kind != "target" and layers)
 
     @property
     def accepted_tokens(self) -> int:
@@ -139,6 +158,12 @@ class Stats:
             "acceptance_by_depth": [round(x, 4) for x in self.acceptance_by_depth()],
             "sources": dict(self.sources),
             "seconds_by_part": {part: round(value, 6) for part, value in self.parts.items()},
+            "calls": [
+                {"kind": kind, "layers": layers, "of": of, "count": count}
+                for (kind, layers, of), count in sorted(self.calls.items())
+            ],
+            "draft_calls": self.draft_calls,
+            "bytes_read": round(self.bytes_read),
         }
 
     @staticmethod
@@ -155,4 +180,6 @@ class Stats:
             accepted=Counter({int(count): steps for count, steps in record["accepted"].items()}),
             sources=Counter(record["sources"]),
             parts=dict(record["seconds_by_part"]),
+            calls=Counter({(one["kind"], one["layers"], one["of"]): one["count"] for one in record["calls"]}),
+            bytes_read=record["bytes_read"],
         )

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from anabranch.errors import CapabilityError
 from anabranch.methods.beliefs import Beliefs
+from anabranch.methods.calls import Call
 from anabranch.methods.counting import DraftCost, DraftShape
 from anabranch.methods.settings import Settings
 from anabranch.model.cache import Cache
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from anabranch.methods.tables import Tables
     from anabranch.methods.trained import Trained
 
-__all__ = ["Drafter", "Method", "Observation", "Row", "Taps", "Wrapped", "numbered", "sized"]
+__all__ = ["Call", "Drafter", "Method", "Observation", "Row", "Taps", "Wrapped", "numbered", "sized", "tally"]
 
 _ids = itertools.count()
 
@@ -56,6 +57,7 @@ class Row:
     max_depth  maximum useful depth of a draft in this step: the tokens that may still be emitted besides the next one
     beliefs    corrects the drafters' probabilities by what was accepted
     state      each drafter's state for this row
+    calls      the forward passes that drafters ran for it in this step (``tally``)
     """
 
     tokens: list[int]
@@ -66,11 +68,19 @@ class Row:
     id: int = field(default_factory=lambda: next(_ids))
     beliefs: Beliefs = field(default_factory=Beliefs)
     state: dict[Drafter, Any] = field(default_factory=dict)
+    calls: list[Call] = field(default_factory=list)
 
     @property
     def root(self) -> int:
         """The last committed token, not yet in the KV cache."""
         return self.tokens[-1]
+
+
+def tally(call: Call, rows: Sequence[Row]) -> None:
+    """Report a forward pass that a drafter ran for ``rows``; statistics count it for each of them."""
+    shared = call.shared(len(rows))
+    for row in rows:
+        row.calls.append(shared)
 
 
 class Observation(NamedTuple):
@@ -96,7 +106,7 @@ class Observation(NamedTuple):
 
 
 class Drafter(ABC):
-    """Proposes draft trees. One object serves any number of rows.
+    """Proposes draft trees. One object serves any number of rows. It reports every pass that it runs (``tally``).
 
     name       for messages
     rules      the verification rules for which its drafts are exact

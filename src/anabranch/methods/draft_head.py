@@ -28,6 +28,7 @@ from anabranch.methods.base import Row
 from anabranch.model.decoder import Decoder
 from anabranch.model.native_linear import NativeLinear, SelectedOutputs
 from anabranch.model.pack import packed_like
+from anabranch.model.reads import read_bytes
 from anabranch.sampling import MIN_TEMPERATURE, gumbels_of, halves, position_keys
 from anabranch.support.memory import give_back
 
@@ -103,6 +104,7 @@ class DraftHead:
 
     vocabulary  [Vd] token ids on the target's device; ``common`` has the same ids
     bias        [all tokens] of the full head, if it has one
+    read        bytes of weights that scoring reads
     scores      states [..., D] -> scores of the draft vocabulary [..., Vd], without the target's soft cap: int8 weights
                 where the target runs on native kernels, otherwise packed or PyTorch's like the target's head
     """
@@ -124,6 +126,7 @@ class DraftHead:
             bias = self.bias[self.vocabulary]
         packed = packed_like(target.head, weight, bias, SCORES)
         self.scores: Callable[[Tensor], Tensor] = packed or partial(F.linear, weight=weight, bias=bias)
+        self.read = weight.nbytes if packed is None else read_bytes([packed])
         del weight
         give_back()
 

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import Tensor
 
-from anabranch.methods.base import Row
+from anabranch.methods.base import Call, Row, tally
 from anabranch.model.cache import Cache, shared_length
 from anabranch.model.inputs import Inputs
 
@@ -104,7 +104,7 @@ class Reader(ABC):
     longest    the longest text that the model reads
     place      what is kept for a row
     skipped    tokens at the beginning of a text that take no position in the cache
-    passes     over continuations, for tests and figures of cost
+    passes     over continuations, for tests
     """
 
     place: ClassVar[type[Place]] = Place
@@ -123,6 +123,11 @@ class Reader(ABC):
     def persists(self) -> bool:
         """Whether the cache is kept when no row uses it, whatever its size."""
         return False
+
+    @property
+    @abstractmethod
+    def call(self) -> Call:
+        """A pass of the model, as rows count it."""
 
     @abstractmethod
     def _new_cache(self, rows: int, capacity: int) -> Cache:
@@ -166,6 +171,7 @@ class Reader(ABC):
             self._reserve(stop)
             self._read(row, row.tokens[start + self.skipped : stop + self.skipped])
             self.cache.commit([range(stop - start)])
+            tally(self.call, [row])
             start = stop
 
     def forget(self, row: Row) -> None:
@@ -259,6 +265,7 @@ class Reader(ABC):
         found = self._run(Inputs(np.asarray(tokens, np.int64), np.asarray(parents, np.int64), counts), where)
         self._open = True
         self.passes += 1
+        tally(self.call, list(wanted))
         return found
 
     def _feed(self, row: Row, place: Any, wanted: Sequence[int], tokens: list[int], parents: list[int]) -> None:

@@ -48,6 +48,12 @@ class LayerWeights:
     low: NativeLinear | None = None
     high: NativeLinear | None = None
 
+    @property
+    def linears(self) -> list[NativeLinear]:
+        """The products of the layer."""
+        every = (self.qkv, self.out, self.up, self.down, self.low, self.high)
+        return [linear for linear in every if linear is not None]
+
 
 class StackStep(NamedTuple):
     """The rows of a pass as the kernels read them, and the memory that this points to."""
@@ -57,7 +63,10 @@ class StackStep(NamedTuple):
 
 
 class Stack:
-    """Consecutive layers of a target for the kernels; ``first`` is the index of the lowest one."""
+    """Consecutive layers of a target for the kernels; ``first`` is the index of the lowest one.
+
+    nbytes  of weights that a pass reads, without those of the head
+    """
 
     def __init__(self, target: Network, layers: Sequence[LayerWeights], first: int) -> None:
         kernels = native.library()
@@ -73,6 +82,7 @@ class Stack:
         self._planned = -1
         self._ends: native.Ends | None = None
         self._layers = [self._struct(layer) for layer in layers]
+        self.nbytes = sum(linear.nbytes for layer in layers for linear in layer.linears)
         scale = config.attention_scale if config.attention_scale is not None else config.head_dim**-0.5
         self._shape = native.Shape(
             d=config.hidden_size,

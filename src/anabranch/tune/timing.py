@@ -102,15 +102,16 @@ class _Sized(Wrapped):
 class _Timed:
     """An engine whose steps are timed.
 
-    nodes                  number of nodes that a step must verify to be counted; None: any
-    passes, draft, commit  milliseconds of the counted steps; ``commit`` includes what drafters prepare
+    nodes                   number of nodes that a step must verify to be counted; None: any
+    passes, draft, prepare  milliseconds of the counted steps: of all but drafting, of drafting before the pass, and of
+                            preparing the next draft after it
     """
 
     engine: Engine
     nodes: int | None
     passes: list[float] = field(default_factory=list)
     draft: list[float] = field(default_factory=list)
-    commit: list[float] = field(default_factory=list)
+    prepare: list[float] = field(default_factory=list)
 
     def run(self, request: Request, steps: int) -> None:
         """Run ``steps`` counted steps; the first step after another engine has decoded is not counted."""
@@ -125,14 +126,14 @@ class _Timed:
             counted += 1
             # drafts are shorter near the end of the text
             if counted and (self.nodes is None or step.tree.size == self.nodes):
-                draft, commit = 1e3 * step.timings.draft, 1e3 * step.timings.commit
-                self.passes.append(whole - draft - commit)
+                draft, prepare = 1e3 * step.timings.draft, 1e3 * step.timings.prepare
+                self.passes.append(whole - draft - prepare)
                 self.draft.append(draft)
-                self.commit.append(commit)
+                self.prepare.append(prepare)
 
     def clear(self) -> None:
         """Discard the counted steps."""
-        for values in (self.passes, self.draft, self.commit):
+        for values in (self.passes, self.draft, self.prepare):
             values.clear()
 
 
@@ -176,7 +177,7 @@ def measure_times(
     plain = passes[kind[next(iter(drafters))], 1]
     samples = [one.passes for one in passes.values() if one.passes]  # of one width each: they differ only by noise
     slow = sum(map(sum, samples)) / sum(len(found) * statistics.median(found) for found in samples)
-    base = statistics.median(plain.commit)
+    base = statistics.median(plain.prepare)
     groups = {}
     for group, drafter in drafters.items():
         found = {n: one.passes for (k, n), one in passes.items() if k == kind[group]}
@@ -184,7 +185,7 @@ def measure_times(
         if group in sizes:
             depths: dict[int, list[float]] = {}
             for n in sizes[group]:
-                depths.setdefault(drafter.depth_of(n), []).extend(drafts[group, n].commit)
+                depths.setdefault(drafter.depth_of(n), []).extend(drafts[group, n].prepare)
             drafted = {n: drafts[group, n].draft for n in sizes[group]}
             times = DraftTimes(times.passes, _table(drafted, slow, 0.0), _table(depths, slow, -base))
         groups[group] = times

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from anabranch.errors import CapabilityError
-from anabranch.methods.base import Drafter, Row, Taps
+from anabranch.methods.base import Call, Drafter, Row, Taps, tally
 from anabranch.methods.reader import Continuations
 
 __all__ = ["Guesser"]
@@ -62,6 +62,7 @@ class Guesser:
         inside.row.tokens = [*row.tokens, *asked.path(node)] if node else row.tokens
         inside.row.max_depth = depth - asked.depths[node]
         (tree,) = self.drafter.draft([inside.row], self.drafter.max_nodes)
+        tally(Call("inner"), [row])
         at = [node]
         for parent, token in zip(tree.parents[1:].tolist(), tree.tokens[1:].tolist(), strict=True):
             above = at[parent]

@@ -9,11 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anabranch.methods.base import Row
+from anabranch.methods.base import Call, Row
 from anabranch.methods.reader import Reader
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
+from anabranch.model.reads import weight_bytes
 
 __all__ = ["DraftReader"]
 
@@ -24,6 +25,12 @@ class DraftReader(Reader):
     def __init__(self, model: Decoder) -> None:
         super().__init__(model.config.max_positions)
         self.model = model
+        self._call = Call("draft", model.config.num_layers, model.config.num_layers, weight_bytes(model))
+
+    @property
+    def call(self) -> Call:
+        """All layers of the draft model, and its head."""
+        return self._call
 
     @property
     def persists(self) -> bool:

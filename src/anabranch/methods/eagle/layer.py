@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from anabranch.methods.calls import Call
 from anabranch.methods.draft_head import DraftHead
 from anabranch.methods.eagle.module import EagleModule
 from anabranch.model.cache import Cache
@@ -16,6 +17,7 @@ from anabranch.model.inputs import Inputs
 from anabranch.model.native_linear import NativeLinear
 from anabranch.model.passes import Nodes, Pass
 from anabranch.model.quantize import QuantizedWeight
+from anabranch.model.reads import read_bytes
 from anabranch.model.stack import LayerWeights, Stack
 from anabranch.support.memory import give_back
 
@@ -26,11 +28,17 @@ class EagleLayer:
     """Passes of a head, shared by all drafters of it and the target.
 
     head  the target's output head over the draft vocabulary
+    call  a pass, as rows count it
     """
 
     def __init__(self, target: Decoder, module: EagleModule) -> None:
         self.target, self.module = target, module
         self.head = DraftHead(target, module.vocabulary)
+        self.call = self._counted(read_bytes((module.block, module.fc)))
+
+    def _counted(self, read: int) -> Call:
+        """A pass that reads so many bytes besides the head over the draft vocabulary."""
+        return Call("partial", 1, self.target.config.num_layers, read + self.head.read)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -89,6 +97,7 @@ class NativeEagleLayer(EagleLayer):
         self.stack = Stack(target, [weights], 0)
         self._fc = self._packed(module.fc, wide=True)
         self._fuse = None if module.fuse is None else self._packed(module.fuse)
+        self.call = self._counted(self.stack.nbytes + self._fc.nbytes)
         give_back()
 
     @property

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anabranch.methods.base import Row
+from anabranch.methods.base import Call, Row
 from anabranch.methods.eagle.layer import EagleLayer
 from anabranch.methods.reader import CHUNK, Place, Reader
 from anabranch.model.cache import Cache
@@ -61,6 +61,11 @@ class FeatureReader(Reader):
     def __init__(self, layer: EagleLayer) -> None:
         super().__init__(layer.target.config.max_positions)
         self.layer = layer
+
+    @property
+    def call(self) -> Call:
+        """One layer, and the target's head over the draft vocabulary."""
+        return self.layer.call
 
     def _new_cache(self, rows: int, capacity: int) -> Cache:
         return self.layer.new_cache(rows, capacity)

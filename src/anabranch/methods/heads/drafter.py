@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from anabranch.methods.base import Drafter, Observation, Row
+from anabranch.methods.base import Call, Drafter, Observation, Row, tally
 from anabranch.methods.draft_head import DrawNoise, RowVocabulary
 from anabranch.tree import DraftTree
 
@@ -22,6 +22,7 @@ __all__ = ["HeadDraft", "HeadDrafter", "HeadState"]
 class HeadDraft(Protocol):
     """Builds trees from the states of draft heads."""
 
+    call: Call  # all heads
     max_nodes: int
     trees: tuple[str, ...]  # the kinds of trees that it builds
 
@@ -92,6 +93,7 @@ class HeadDrafter(Drafter):
             budget=budget,
             depths=[row.max_depth for row in asked],
         )
+        tally(self.tree.call, asked)
         for b, tree in zip(known, trees, strict=True):
             found[b] = tree
         return found

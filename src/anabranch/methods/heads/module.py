@@ -188,6 +188,7 @@ class VocabularyHeads:
 
     shared  the target's head over the draft vocabulary, if heads have none of their own
     own     one for each head otherwise
+    read    bytes of weights that scoring reads, once for each head that has one of its own
     """
 
     def __init__(self, target: Decoder, module: DraftHeads) -> None:
@@ -198,6 +199,7 @@ class VocabularyHeads:
             DraftHead(target, module.vocabulary, weight.detach(), None if bias is None else bias.detach())
             for weight, bias in zip(weights, biases, strict=True)
         ]
+        self.read = sum(head.read for head in self.own) if self.shared is None else self.shared.read
 
     def __getitem__(self, k: int) -> DraftHead:
         """The scores of head ``k``, counted from 0."""

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from anabranch.methods.calls import Call
 from anabranch.methods.draft_head import Drawn, DrawNoise, RowVocabulary
 from anabranch.methods.heads.module import VocabularyHeads
 from anabranch.methods.heads.shape import TreeShape
 from anabranch.methods.hydra.module import HydraModule
 from anabranch.methods.levels import Level, collect, to_host, worth_expanding
 from anabranch.model.decoder import Decoder
+from anabranch.model.reads import read_bytes
 from anabranch.tree import DraftTree
 
 __all__ = ["HydraDraft"]
@@ -34,6 +36,9 @@ class HydraDraft:
         self.max_nodes = self.shape.size(module.config.num_heads)
         self.heads = module.shared(target, VocabularyHeads, lambda: VocabularyHeads(target, module))
         module.pack(target)
+        # the heads' blocks, and what each of them scores, one after another
+        scored = self.heads.read * (1 if self.heads.shared is None else module.config.num_heads)
+        self.call = Call("heads", read=read_bytes([module.blocks]) + scored)
 
     def row(self) -> RowVocabulary | None:
         """The own tokens of a new row; heads of their own have rows for the draft vocabulary only."""

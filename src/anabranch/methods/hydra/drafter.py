@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from anabranch.methods.base import Observation, Row, Taps
+from anabranch.methods.base import Call, Observation, Row, Taps, tally
 from anabranch.methods.heads.drafter import HeadDrafter, HeadState
 from anabranch.methods.hydra.draft import HydraDraft
 from anabranch.methods.hydra.module import Memory, PrefixLayer
 from anabranch.model.passes import PassResult
+from anabranch.model.reads import read_bytes
 
 __all__ = ["PrefixDrafter"]
 
@@ -37,6 +38,7 @@ class PrefixDrafter(HeadDrafter):
         super().__init__(name, tree, adaptive=adaptive)
         module, target = tree.module, tree.target
         self._layer = module.shared(target, PrefixLayer, lambda: PrefixLayer(target, module))
+        self._call = Call("partial", 1, target.config.num_layers, read_bytes([self._layer.layer]))
 
     def read(self, row: Row, result: PassResult, start: int) -> None:
         """Keep the states of a part of the prompt."""
@@ -51,6 +53,7 @@ class PrefixDrafter(HeadDrafter):
         super().observe(rows, seen)
 
     def _read_by_heads(self, rows: Sequence[Row], last_BD: Tensor) -> Tensor:
+        tally(self._call, rows)
         return self._layer.read([self._memory(row) for row in rows])
 
     def _fresh(self) -> HeadState:

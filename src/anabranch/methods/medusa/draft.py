@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from anabranch.methods.best_first import best_first
+from anabranch.methods.calls import Call
 from anabranch.methods.draft_head import DrawNoise, RowVocabulary
 from anabranch.methods.heads.module import MOST_HEADS, VocabularyHeads
 from anabranch.methods.heads.shape import TreeShape
@@ -41,6 +42,7 @@ class MedusaDraft:
         self._sources = [f"head {d}" for d in range(1, self.depth + 1)]
         self.states = module.shared(target, MedusaStates, lambda: MedusaStates(target, module))
         self.heads = module.shared(target, VocabularyHeads, lambda: VocabularyHeads(target, module))
+        self.call = Call("heads", read=self.states.read + self.heads.read)
 
     def row(self) -> RowVocabulary | None:
         """The own tokens of a new row; heads of their own have rows for the draft vocabulary only."""

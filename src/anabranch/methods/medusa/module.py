@@ -20,6 +20,7 @@ from anabranch.methods.heads.module import DraftHeads, HeadConfig, begin_with, f
 from anabranch.methods.tuning import MOST_RANK, terms_of
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
+from anabranch.model.reads import read_bytes
 from anabranch.support.jsonfiles import is_whole, shown
 
 __all__ = ["MedusaConfig", "MedusaModule", "MedusaStates", "begin_with_heads"]
@@ -63,6 +64,14 @@ class MedusaStates:
         self._first: nn.Module | None = first_blocks(target, module)
         if self._first is not None:
             module.pack(target, first=1)
+
+    @property
+    def read(self) -> int:
+        """Bytes of weights that a call reads."""
+        if self._first is None:
+            return read_bytes([self.module.blocks])
+        heads = range(self.module.config.num_heads)
+        return read_bytes([self._first, *(block for k in heads for block in self.module.chain(k)[1:])])
 
     def __call__(self, hidden_BD: Tensor) -> Tensor:
         """The target's states after the last norm [B, D] -> the heads' [B, K, D]."""

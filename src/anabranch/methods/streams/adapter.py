@@ -243,6 +243,11 @@ class StreamModule(TrainedModule):
         ids = torch.arange(model.vocab_size) if vocabulary is None else vocabulary.long().cpu()
         self.register_buffer("vocabulary", ids, persistent=True)
 
+    @property
+    def terms(self) -> list[nn.Module]:
+        """The trained terms besides those of layers: of roots, and of conditions."""
+        return [term for term in (self.root, self.conditioner) if term is not None]
+
     def rates(self) -> Mapping[str, float]:
         """Stream embeddings may learn faster: ``begin.scale_to_target``."""
         return {} if self.embeddings is None else {"embeddings": self.embedding_rate}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import CapabilityError, InputError
-from anabranch.methods.base import Drafter, Observation, Row, Taps
+from anabranch.methods.base import Call, Drafter, Observation, Row, Taps, tally
 from anabranch.methods.draft_head import DrawNoise, RowVocabulary
 from anabranch.methods.streams.adapter import StreamModule
 from anabranch.methods.streams.copying import COPIED, PRIOR
@@ -24,6 +24,7 @@ from anabranch.model.blocks import Block
 from anabranch.model.decoder import Decoder
 from anabranch.model.graphs import span_bucket
 from anabranch.model.passes import Rider
+from anabranch.model.reads import read_bytes
 from anabranch.sampling import SamplingParams, generator
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule
@@ -143,6 +144,9 @@ class StreamDrafter(Drafter):
                 block = target.blocks[index]
                 assert isinstance(block, Block)
                 adapter.layer(index).merge(block)
+        parts = (target.blocks[adapter.start :], adapter.layers, *adapter.terms)
+        read = read_bytes(parts) + self.tree.head.read
+        self._call = Call("partial", len(adapter.layers), len(target.blocks), read)
         o, depth = self.tree.options, self.tree.depth
         self.max_nodes = o.nodes if o.tree == "best" else sum(o.children**d for d in range(depth + 1)) + self._longest
 
@@ -282,6 +286,8 @@ class StreamDrafter(Drafter):
             return
         if self._rider is not None and self._rider.rides:
             assert result.riding_MSD is not None
+            served = [row for row, live in zip(rows, seen.live, strict=True) if live]
+            tally(Call("heads", read=self.tree.head.read), served)
             for row, at in zip(rows, last, strict=True):
                 row.state[self].states_SD = result.riding_MSD[at].clone()
             return
@@ -291,6 +297,7 @@ class StreamDrafter(Drafter):
         if self._native is None:
             at_B = torch.tensor([last[i] for i in going], device=main_MD.device)
             tokens_B = torch.tensor([rows[i].root for i in going])
+            tally(self._call, [rows[i] for i in going])
             states = self._trail(main_MD[at_B].to(self.target.dtype), tokens_B, [seen.slots[i] for i in going], seen)
             for i, states_SD in zip(going, states, strict=True):
                 self._state(rows[i]).states_SD = states_SD
@@ -316,6 +323,7 @@ class StreamDrafter(Drafter):
         most = min(budget - 1, self._longest) if count else 0
         led = [
             Led(
+                row,
                 slot,
                 self._words(row),
                 DrawNoise.of(row, 2 * self._longest) if most else None,

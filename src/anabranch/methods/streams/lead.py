@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from anabranch.methods.base import Call, Row, tally
 from anabranch.methods.draft_head import DrawNoise, RowVocabulary
 from anabranch.methods.streams.adapter import StreamModule
 from anabranch.methods.streams.draft import DraftOptions, NativeDraft, StreamDraft
@@ -48,7 +49,8 @@ _copies: WeakKeyDictionary[Decoder, Stack] = WeakKeyDictionary()
 class Led:
     """The lead of a row, while it grows.
 
-    slot       the row's place in the cache
+    row        the row
+    slot       its place in the cache
     words      its own part of the draft vocabulary
     noise      the noise of the tokens after its root; None if it is greedy
     latest     the token that the next pass starts from: the row's root at first
@@ -57,6 +59,7 @@ class Led:
     log_probs  the joint log probability of each token
     """
 
+    row: Row
     slot: int
     words: RowVocabulary
     noise: DrawNoise | None
@@ -85,6 +88,8 @@ class Lead:
         self, stack: Stack, following: NativeDraft, trail: NativeTrail, below: StreamDraft, start: int
     ) -> None:
         self._stack, self._following, self._trail, self._below, self._start = stack, following, trail, below, start
+        layers = stack.config.num_layers
+        self._call = Call("copy", layers, layers, stack.nbytes + below.head.read)
         self.beyond = below.depth  # tokens that the last pass may draft beyond those asked for
 
     @staticmethod
@@ -120,6 +125,7 @@ class Lead:
         tokens_M = np.concatenate([tree.tokens for tree in trees])
         hidden_MD, _, main_MD = self._stack.through(tokens_M, step, cache, 0, need="hidden", tapped=self._start)
         assert main_MD is not None, "the pass was asked for these rows"
+        tally(self._call, [row.row for row in rows])
         first = 0
         for row, tree in zip(rows, trees, strict=True):
             here = slice(first, first + tree.size)
@@ -162,6 +168,7 @@ def trailing(trail: NativeTrail, rows: Sequence[Led], cache: Cache, planned: int
     for i, row in enumerate(rows):
         nodes[row.slot], emitted[row.slot] = row.node if together else i, row.latest
         counts[row.slot] = streams
+    tally(trail.call, [row.row for row in rows])
     states = trail.run(main_MD, nodes, emitted, counts, cache, planned, lengths=_lengths(rows, cache))
     return [states] if len(rows) == 1 else list(states.view(len(rows), streams, -1))
 

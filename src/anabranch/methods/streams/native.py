@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from anabranch.methods.calls import Call
+from anabranch.methods.draft_head import DraftHead
 from anabranch.methods.low_rank import LowRank
 from anabranch.methods.streams.adapter import StreamLayer, StreamModule
 from anabranch.methods.streams.kernels import StreamKernels, TrailEntry
@@ -21,6 +23,7 @@ from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
 from anabranch.model.native_linear import NativeLinear, table_of
 from anabranch.model.pack import packed_like
+from anabranch.model.reads import read_bytes
 from anabranch.model.stack import LayerWeights, Stack, norm_weight
 from anabranch.native.arguments import address
 from anabranch.native.library import BLOCK, MAX_EMBEDDING_WIDTH
@@ -87,6 +90,8 @@ class _TrailWeights:
 class NativeTrail:
     """Runs the first ``streams`` streams of an adapter through the top layers after the pass.
 
+    call  a pass, as rows count it
+
     Streams attend only to earlier ones. Their keys and values are written to the cache after the committed ones, where
     the next forward pass overwrites them; the cache needs the capacity.
     """
@@ -97,6 +102,9 @@ class NativeTrail:
         self._weights = adapter.shared(target, _TrailWeights, lambda: _TrailWeights(target, adapter))
         self.stack = self._weights.stack
         self._kernels = StreamKernels(self.stack.kernels)
+        head = adapter.shared(target, DraftHead, lambda: DraftHead(target, adapter.vocabulary))
+        layers, read = len(target.blocks), self.stack.nbytes + read_bytes(adapter.terms) + head.read
+        self.call = Call("partial", layers - self.stack.first, layers, read)
         entry = self._weights.entry
         self._entry = None if entry is None else TrailEntry.from_buffer_copy(entry)  # each call writes its rows into it
 
