@@ -16,8 +16,6 @@ from anabranch.cli import options
 from anabranch.errors import InputError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from anabranch.bench.application import Application
     from anabranch.bench.entries import Entry
     from anabranch.bench.run import Encoded
@@ -34,7 +32,6 @@ __all__ = [
     "entries_of",
     "load",
     "refuse_all_but",
-    "status_console",
 ]
 
 
@@ -215,13 +212,6 @@ def described(
         "dtype": str(loaded.target.decoder.dtype).removeprefix("torch."),
         "repeats": config.repeats,
     }
-
-
-def status_console() -> Console:
-    """The console for progress and notes, on standard error."""
-    from rich.console import Console
-
-    return Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 
 def command() -> str:

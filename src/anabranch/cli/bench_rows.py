@@ -18,8 +18,8 @@ from anabranch.cli.bench_config import (
     entries_of,
     load,
     refuse_all_but,
-    status_console,
 )
+from anabranch.cli.layout import status_console
 from anabranch.cli.options import check_at_least
 from anabranch.errors import CapabilityError
 from anabranch.support.interrupt import INTERRUPTED

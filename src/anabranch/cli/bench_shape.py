@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from anabranch.cli.bench_config import BenchConfig, command, refuse_all_but, status_console
+from anabranch.cli.bench_config import BenchConfig, command, refuse_all_but
+from anabranch.cli.layout import status_console
 
 __all__ = ["run"]
 

@@ -46,6 +46,7 @@ def show_examples(session: Session, application: Application) -> None:
     """Print the examples: prompt, reference, and what each contender that drafts made of it."""
     from anabranch.cli.layout import output
     from anabranch.cli.show import Marker, for_stdout
+    from anabranch.cli.wrapping import wrapped
     from anabranch.decoding.stats import Stats
 
     console = output()
@@ -65,5 +66,5 @@ def show_examples(session: Session, application: Application) -> None:
             )
             stats = answer.stats or Stats()
             # not the console's print, which would count the colours as characters
-            print(f"{name} ({stats.mean_acceptance_length:.2f} tokens per target pass): {text}")
+            print(wrapped(f"{name} ({stats.mean_acceptance_length:.2f} tokens per target pass): {text}"))
             print(marker.legend(stats))

@@ -15,7 +15,6 @@ from anabranch.errors import InputError
 from anabranch.support.files import check_output, write_atomically
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
     from anabranch.certify import Certificate, Design, SamplingCertificate
@@ -122,17 +121,12 @@ def _ids(config: CertifyConfig, loaded: Loaded, text: str) -> list[int]:
     return chat_ids(loaded.target.tokenizer, text, raw=config.prompts.raw, model=loaded.target.name)
 
 
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-
-
 # -- the same tokens -----------------------------------------------------------------------------------------------
 def _tokens(config: CertifyConfig, loaded: Loaded, drafter: Spec, prompts: list[tuple[str, str]]) -> None:
     from anabranch.certify import certify as run
+    from anabranch.cli.layout import say, status_console
 
-    console = _console()
+    console = status_console()
 
     def report(found: Certificate) -> None:
         where = ""
@@ -155,14 +149,14 @@ def _tokens(config: CertifyConfig, loaded: Loaded, drafter: Spec, prompts: list[
         print(json.dumps({"drafter": str(drafter), "counts": counts, "prompts": [asdict(c) for c in found]}))
     else:
         said = f"{counts['equal']} equal, {counts['tie']} ties, {counts['BUG']} bugs"
-        print(f"{said} of {len(found)} prompts with {drafter}")
+        say(f"{said} of {len(found)} prompts with {drafter}")
     raise typer.Exit(1 if counts["BUG"] else 0)
 
 
 # -- the same distribution -----------------------------------------------------------------------------------------
 def _distribution(config: CertifyConfig, loaded: Loaded, drafter: Spec, prompts: list[str]) -> None:
     from anabranch.certify import certify_sampling, html_page
-    from anabranch.cli.layout import print_tables
+    from anabranch.cli.layout import print_tables, say, status_console
 
     found = certify_sampling(
         loaded.target,
@@ -174,7 +168,7 @@ def _distribution(config: CertifyConfig, loaded: Loaded, drafter: Spec, prompts:
         design=config.test.design,
         max_new_tokens=config.max_new_tokens,
         rows=config.rows or SAMPLED_ROWS,
-        report=_console().print,
+        report=status_console().print,
     )
     if config.test.html is not None:
         page = html_page(found, loaded.target.title, lambda ids: str(loaded.target.tokenizer.decode(list(ids))))
@@ -183,7 +177,7 @@ def _distribution(config: CertifyConfig, loaded: Loaded, drafter: Spec, prompts:
         print(json.dumps({"model": loaded.target.title, **found.to_dict()}))
     else:
         print_tables([_table(found)])
-        print(f"{found.verdict}: {found.reason} ({found.drafter}, rule {found.rule})")
+        say(f"{found.verdict}: {found.reason} ({found.drafter}, rule {found.rule})")
     raise typer.Exit(0 if found.verdict == "lossless" else 1)
 
 

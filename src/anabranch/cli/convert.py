@@ -12,6 +12,7 @@ import typer
 
 from anabranch.cli import options
 from anabranch.cli.configured import configured
+from anabranch.cli.layout import say
 
 __all__ = ["ConvertConfig", "convert"]
 
@@ -69,5 +70,5 @@ def convert(config: ConvertConfig) -> None:
     trained = made.method.trained
     assert trained is not None
     facts = f"{trained.describe(made.module.config)}, {record['parameters']:,} parameters, {record['bytes']:,} bytes"
-    print(f"{made.layout.name} heads in {config.out}: {facts}")
+    say(f"{made.layout.name} heads in {config.out}: {facts}")
     print(f"Next: anabranch chat --model {config.loading.model} --adapter {config.out} --drafter {made.method.name}")

@@ -10,7 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["fact_lines", "output", "print_facts", "print_tables"]
+from anabranch.cli.wrapping import wrapped
+
+__all__ = ["fact_lines", "output", "print_facts", "print_tables", "say", "status_console"]
 
 UNBOUNDED = 10_000
 
@@ -21,6 +23,17 @@ def output() -> Console:
     if console.is_terminal or os.environ.get("COLUMNS"):
         return console
     return Console(highlight=False, markup=False, width=UNBOUNDED)
+
+
+def status_console() -> Console:
+    """A console for progress and notes on standard error: wrapped at words on a terminal, unwrapped in a pipe."""
+    terminal = Console(stderr=True).is_terminal
+    return Console(stderr=True, highlight=False, markup=False, soft_wrap=not terminal)
+
+
+def say(sentence: str) -> None:
+    """Print a sentence on standard output, wrapped at words if that is a terminal."""
+    print(wrapped(sentence))
 
 
 def print_facts(groups: Mapping[str, Mapping[str, str]], console: Console | None = None) -> None:

@@ -174,7 +174,7 @@ def _capabilities(model: str | None, as_json: bool) -> None:
     print_tables([table], console)
     console.print()
     for number, reason in enumerate(reasons, 1):
-        console.print(Text(f"({number}) {reason}"), soft_wrap=True)
+        console.print(Text(f"({number}) {reason}"))
 
 
 def _auto(auto: dict[str, Any]) -> dict[str, str]:
@@ -254,7 +254,7 @@ def _lora(folder: Path, as_json: bool) -> None:
         "rank": settings.rank,
         "alpha": settings.alpha,
         "modules": modules if isinstance(modules, str) else ", ".join(sorted(modules)),
-        "layers": "all" if settings.layers is None else ", ".join(map(str, settings.layers)),
+        "layers": "all" if not settings.layers else ", ".join(map(str, settings.layers)),
     }
     if as_json:
         print(json.dumps(facts))

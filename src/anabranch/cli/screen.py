@@ -44,7 +44,7 @@ class Screen:
 
     def say(self, line: str) -> None:
         """Print a permanent line above the live ones."""
-        self.console.print(line, soft_wrap=True, highlight=False, markup=False)
+        self.console.print(line, soft_wrap=self.live is None, highlight=False, markup=False)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from anabranch.cli.wrapping import Wrapper, columns_of, wrapped
 from anabranch.support.interrupt import Terminated
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ def show(
     wait     cleared when the first chunk arrives
     stopped  called after each chunk; returns whether to stop. If given, Ctrl-C also stops the text
     """
-    text, result = "", None
+    text, result, written = "", None, _Written()
     try:
         with closing(chunks):
             for chunk in chunks:
@@ -165,18 +166,34 @@ def show(
                     wait.clear()
                 text += chunk.text
                 if visible:
-                    # not typer.echo, which would remove escape sequences even from output to a pipe
-                    sys.stdout.write(for_stdout(chunk.text) if marker is None else marker.mark(chunk))
-                    sys.stdout.flush()
+                    written.write(for_stdout(chunk.text) if marker is None else marker.mark(chunk))
                 result = chunk.result
                 if stopped is not None and stopped():
                     break
     except KeyboardInterrupt as interrupt:
         if stopped is None or isinstance(interrupt, Terminated):
             raise
+    finally:
+        written.end()
     if visible and (text or result is not None):
         print(flush=True)
     return text, result
+
+
+class _Written:
+    """Text on standard output as it arrives: wrapped between words on a terminal, unchanged in a pipe or a file."""
+
+    def __init__(self) -> None:
+        self._wrapper = Wrapper(lambda: columns_of(sys.stdout)) if sys.stdout.isatty() else None
+
+    def write(self, text: str) -> None:
+        # not typer.echo, which would remove escape sequences even from output to a pipe
+        sys.stdout.write(text if self._wrapper is None else self._wrapper.add(text))
+        sys.stdout.flush()
+
+    def end(self) -> None:
+        if self._wrapper is not None:
+            sys.stdout.write(self._wrapper.finish())
 
 
 # --- summary lines ------------------------------------------------------------------------------------------------
@@ -290,10 +307,13 @@ class Marker:
         return text
 
     def legend(self, stats: Stats) -> str:
-        """The number of tokens by what proposed them: the target, numbered sources, then the others."""
+        """The number of tokens by what proposed them: the target, numbered sources, then the others.
+
+        A line for standard error.
+        """
         sources = sorted(stats.sources.items(), key=lambda item: _place(item[0]))
         words = [self._style(source, source) + f" {count}" for source, count in sources]
-        return "proposed by: " + ", ".join(words)
+        return wrapped("proposed by: " + ", ".join(words), sys.stderr)
 
     def _style(self, piece: str, source: str) -> str:
         if source == TARGET or not piece:
