@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -81,3 +83,40 @@ def test_numbers() -> None:
     assert is_number(-0.5)
     assert not any(is_number(value) for value in (True, "3", None, float("nan"), float("inf"), 10**400))
     assert parse_json(b"\xef\xbb\xbf[1]") == [1]
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        ('{"a": 1}\n'.encode("utf-16"), "in UTF-16"),
+        ('{"a": 1}\n'.encode("utf-16-be"), "in UTF-16, or no text"),
+        (gzip.compress(gzip.compress(b"{}")), "gzipped twice"),
+        (gzip.compress(b"a" * 257 + b"ustar"), "a tar archive"),
+        (b"PK\x03\x04" + b"\x00" * 40, "a zip archive"),
+        (b"PAR1" + b"\x00" * 40, "a Parquet file"),
+    ],
+    ids=itertools.count(),
+)
+def test_files_of_other_kinds_are_named(content: bytes, kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(FileError, match=f"cannot be read as UTF-8 text: it is {kind}; save it in UTF-8"):
+        list(read_rows(path))
+
+
+def test_rows_of_arrays_and_tables(tmp_path: Path) -> None:
+    rows = [(1, {"a": "x, y", "b": "1"}), (2, {"a": 'say "z"\nthen', "b": ""})]
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([row for _, row in rows], indent=2), encoding="utf-8")
+    assert list(read_rows(path)) == rows
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'a,b\r\n"x, y",1\r\n"say ""z""\nthen",\r\n')
+    assert [row for _, row in read_rows(path)] == [row for _, row in rows]
+    for content, message in ((b"a,b\n1\n", "line 2 .* has 1 cells"), (b"a,a\n1,2\n", "line 1 .* names a column twice")):
+        path.write_bytes(content)
+        with pytest.raises(FileError, match=message):
+            list(read_rows(path))
+    for text, message in (("[{}, 3]", "item 2"), ("[{},", "is not JSON")):
+        (tmp_path / "b.json").write_text(text, encoding="utf-8")
+        with pytest.raises(FileError, match=message):
+            list(read_rows(tmp_path / "b.json"))

@@ -15,9 +15,11 @@ from anabranch.errors import CapabilityError, InputError
 from anabranch.model.text import encode, render_chat
 from anabranch.support.files import LONE_SURROGATES
 
-__all__ = ["Arrays", "Ids", "chat_ids", "check_stream", "conversation_ids", "read_prompts"]
+__all__ = ["Arrays", "Asked", "Ids", "chat_ids", "check_stream", "conversation_ids", "read_prompts"]
 
 Ids: TypeAlias = Sequence[int]
+# a user's text, or a conversation
+Asked: TypeAlias = str | Sequence[Mapping[str, str]]
 # one prompt or several, depending on the number of dimensions
 Arrays: TypeAlias = Tensor | NDArray[np.integer[Any]] | Mapping[str, Any]
 
@@ -59,15 +61,25 @@ def check_stream(prompts: int) -> None:
 
 
 def chat_ids(
-    tokenizer: Any, text: str, *, raw: bool = False, system: str | None = None, model: str = "this model"
+    tokenizer: Any,
+    text: Asked,
+    *,
+    raw: bool = False,
+    system: str | None = None,
+    model: str = "this model",
 ) -> list[int]:
     """The token ids of a user's text, in the chat template if there is one and ``raw`` is not set.
 
+    ``text`` may also be a conversation, which needs the template.
     ``system`` is an optional system message. Raises InputError for a text or message that the tokenizer or the
     template rejects and for ``system`` with ``raw``, CapabilityError for ``system`` without a template.
     """
     if system is not None and raw:
         raise InputError("a system message needs the chat template, which raw disables; give only one of them")
+    if not isinstance(text, str):
+        if raw:
+            raise InputError("a conversation needs the chat template, which raw disables; leave raw out")
+        return conversation_ids(text, tokenizer, model)
     templated = bool(getattr(tokenizer, "chat_template", None))
     if system is not None and not templated:
         raise CapabilityError(f"{model} has no chat template and so accepts no system message; leave it out")

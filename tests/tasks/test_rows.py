@@ -69,7 +69,7 @@ def test_templates_that_are_refused(text: str, why: str) -> None:
     [
         ({"a": "x"}, "row 2 of {path} has no field 'b'; its fields are a: choose with --completion"),
         ({"b": "x"}, "row 2 of {path} has no field 'a'; its fields are b: choose with --prompt-template"),
-        ({}, "row 2 of {path} has no field 'a'; its fields are none: choose with --prompt-template"),
+        ({}, "row 2 of {path} has no fields 'a' and 'b'; its fields are none: choose with --prompt-template and"),
         ({"a": ["x"], "b": "y"}, "the field 'a' must be a string or a number, got list"),
         ({"a": True, "b": "y"}, "the field 'a' must be a string or a number, got bool"),
         ({"a": " ", "b": "y"}, "the field 'a' is empty"),
@@ -89,6 +89,37 @@ def test_rows_that_are_refused_name_row_and_field(tmp_path: Path, row: dict[str,
     assert f"row 2 of {path}" in str(refused.value)
 
 
+def test_all_rows_that_are_refused_are_named_at_once(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", [{"a": "x", "b": "y"}, {"a": "x"}, {"b": "y"}, *[{"a": "x", "b": ""}] * 12])
+    with pytest.raises(FileError) as refused:
+        rows_of(own(path), "all")
+    assert str(refused.value).startswith(f"row 2 of {path} has no field 'b'; its fields are a: ")
+    assert "; 13 more of 15 rows are unusable: 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, ..." in str(refused.value)
+
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Which?"},
+    {"role": "assistant", "content": "Elm."},
+]
+
+
+def test_rows_of_prompt_and_completion_or_messages_need_no_template(tmp_path: Path) -> None:
+    (row,) = rows_of(find_task(str(write(tmp_path / "p.jsonl", [{"prompt": "Say {x}", "completion": "y"}]))), "all")
+    assert (row.asked, row.references) == ("Say {x}", ("y",))
+    chats = [{"messages": CHAT}, {"messages": CHAT[1:]}]
+    task = find_task(str(write(tmp_path / "m.jsonl", chats)))
+    long, short = rows_of(task, "all")
+    assert long.asked == (*CHAT[:2],)
+    assert long.prompt == "system: Be brief.\nuser: Which?"
+    assert short.prompt == "Which?"
+    assert short.references == long.references == ("Elm.",)
+    with pytest.raises(FileError, match=r"row 2 of .*: its messages must be a list of at least two, the last with"):
+        rows_of(find_task(str(write(tmp_path / "m.jsonl", [*chats[:1], {"messages": CHAT[:2]}]))), "all")
+    with pytest.raises(FileError, match=r"row 2 of .*: each of its messages must be an object with a role and"):
+        rows_of(find_task(str(write(tmp_path / "m.jsonl", [*chats[:1], {"messages": ["Hello"]}]))), "all")
+
+
 def test_a_metric_that_needs_a_field_says_so(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", [{"a": "x", "b": "y"}])
     with pytest.raises(FileError, match=r"row 1 of .* has no field 'context'; .* leave out the metric that needs it"):
@@ -99,6 +130,11 @@ def test_tasks_that_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", [{"a": "x", "b": "y"}])
     for text, options, why in (
         ("sqll", {}, "there is no task or file 'sqll' (did you mean 'sql'?); tasks are sql, e2e,"),
+        (
+            str(path),
+            {},
+            "TEXT, with fields as {name}, and --completion FIELD; its fields are a, b",
+        ),
         (str(path), {"completion": "b"}, "t.jsonl is a file, so it needs --prompt-template TEXT"),
         (str(path), {"template": "{a}"}, "t.jsonl is a file, so it needs --completion FIELD"),
         ("sql", {"metrics": ["bleu"]}, "there is no metric 'bleu'; metrics are exact_match, execution, rouge"),

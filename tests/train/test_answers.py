@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import gzip
 import itertools
 import json
 from dataclasses import replace
@@ -13,12 +14,14 @@ import pytest
 from jinja2 import TemplateError
 
 from anabranch.decoding.engine import Request
-from anabranch.errors import FileError, InputError
+from anabranch.errors import FileError, InputError, TrainingWarning
 from anabranch.learning.examples import Example
 from anabranch.sampling import SamplingParams
+from anabranch.support.jsonfiles import has_rows
 from anabranch.train.answers import AnswerProgress, EncodedPrompt, check_out, read_prompts, write_answers
 from anabranch.train.appended import settings_path
 from anabranch.train.data import batches, digest, frequent_tokens, read_examples, read_texts, split
+from anabranch.train.documents import read_documents
 from small import VOCABULARY, Words, as_target, decode, prompt, small
 
 TARGET = as_target(small())
@@ -49,7 +52,8 @@ def test_answers_are_plain_greedy_decodings(tmp_path: Path) -> None:
     assert done.tokens == sum(map(len, wanted))
     assert [p.answers for p in seen] == list(range(len(PROMPTS) + 1))
     assert seen[-1].seconds_left == 0.0
-    examples = read_examples(tmp_path / "deep" / "a.jsonl", vocab_size=VOCABULARY, max_tokens=64)
+    with pytest.warns(TrainingWarning, match="rows of .* are left out: .* with a completion of fewer than 2 tokens"):
+        examples = read_examples(tmp_path / "deep" / "a.jsonl", vocab_size=VOCABULARY, max_tokens=64)
     assert all(example.source == "toy" for example in examples)
 
 
@@ -314,8 +318,10 @@ def test_no_prompts(tmp_path: Path) -> None:
 def test_examples(tmp_path: Path) -> None:
     good = {"prompt_ids": [1, 2], "answer_ids": [3, 4, 5], "source": "s"}
     path = lines(tmp_path / "a", good, "", {**good, "answer_ids": [3]}, {**good, "prompt_ids": []})
-    assert read_examples(path, vocab_size=9, max_tokens=9) == [Example((1, 2), (3, 4, 5), "s")]
-    assert read_examples(path, vocab_size=9, max_tokens=4)[0].answer_ids == (3, 4)
+    dropped = "2 of 3 rows of .* are left out: 1 with a completion of fewer than 2 tokens, 1 without a prompt"
+    with pytest.warns(TrainingWarning, match=dropped):
+        assert read_examples(path, vocab_size=9, max_tokens=9) == [Example((1, 2), (3, 4, 5), "s")]
+    assert read_examples(lines(tmp_path / "c", good), vocab_size=9, max_tokens=4)[0].answer_ids == (3, 4)
     for bad, message in (("{", "line 2"), ({"prompt_ids": [1]}, "line 2"), ({**good, "answer_ids": [9, 1]}, "outside")):
         with pytest.raises(FileError, match=message):
             read_examples(lines(tmp_path / "b", good, bad), vocab_size=9, max_tokens=9)
@@ -337,10 +343,16 @@ def test_texts(tmp_path: Path) -> None:
     assert {len(e.prompt_ids) for e in found} == {3}
     assert {e.source for e in found} == {"t"}
     path = lines(tmp_path / "t.jsonl", {"text": text, "source": "s"}, {"text": "w1\u2028 w2"})
-    assert {e.source for e in read_texts(path, Words(), max_tokens=14)} == {"s"}
+    with pytest.warns(TrainingWarning, match="1 of 2 rows of .* are left out: 1 with a text of fewer than 10 tokens"):
+        assert {e.source for e in read_texts(path, Words(), max_tokens=14)} == {"s"}
     for content, message in (
         ("{}\n", "line 1"),
-        ("[]\n", "line 1"),
+        ("[]\n", "no text of at least 10 tokens"),
+        ('["w1"]\n', "item 1"),
+        (
+            '{"prompt": "w1", "completion": "w2"}\n',
+            "completion; it has prompt and completion: give",
+        ),
         ('{"text": "\\ud800"}\n', r"line 1 .* contains the unpaired surrogate \\ud800"),
         ('{"text": "w1"}\n', "at least 10 tokens"),
     ):
@@ -349,6 +361,63 @@ def test_texts(tmp_path: Path) -> None:
             read_texts(tmp_path / "t.jsonl", Words(), max_tokens=14)
     with pytest.raises(FileError, match="no file"):
         read_texts(tmp_path / "nowhere", Words(), max_tokens=14)
+
+
+TEXTS = [" ".join(f"w{i}" for i in range(n, n + 12)) for n in (0, 3)]
+LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+TABLE = "text,source\r\n" + "".join(f'"{text}",s\r\n' for text in TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("t.jsonl", LINES.encode()),
+        ("t.ndjson", LINES.encode()),
+        ("t.JSONL", LINES.encode()),
+        ("t.txt", LINES.encode()),
+        ("t", LINES.encode()),
+        ("t.jsonl", LINES.encode("utf-8-sig")),
+        ("t.jsonl", LINES.replace("\n", "\r\n").encode()),
+        ("t.jsonl", ("\n\n" + LINES).encode()),
+        ("t.jsonl.gz", gzip.compress(LINES.encode())),
+        ("t.gz", gzip.compress(LINES.encode("utf-8-sig"))),
+        ("t.jsonl", gzip.compress(LINES.encode())),
+        ("t.json", json.dumps([{"text": text} for text in TEXTS], indent=1).encode()),
+        ("t.data", json.dumps([{"text": text} for text in TEXTS]).encode()),
+        ("t.csv", TABLE.encode()),
+        ("t.CSV.gz", gzip.compress(TABLE.encode("utf-8-sig"))),
+        ("t.tsv", TABLE.replace('"', "").replace(",", "\t").encode()),
+    ],
+    ids=itertools.count(),
+)
+def test_rows_of_text_are_known_by_their_content(name: str, content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    found = read_texts(path, Words(), max_tokens=14)
+    assert [(*e.prompt_ids, *e.answer_ids) for e in found] == [tuple(range(n, n + 12)) for n in (0, 3)]
+    documents = read_documents(TARGET, text=path)
+    assert [[*ids] for ids in documents] == [[*range(n, n + 12)] for n in (0, 3)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("t.txt", TEXTS[0].encode()),
+        ("t.txt.gz", gzip.compress(TEXTS[0].encode("utf-8-sig"))),
+        ("t.md", b"\r\n" + TEXTS[0].encode() + b"\r\n"),
+    ],
+    ids=itertools.count(),
+)
+def test_any_other_file_is_one_text(name: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    (found,) = read_texts(tmp_path / name, Words(), max_tokens=14)
+    assert (*found.prompt_ids, *found.answer_ids) == tuple(range(12))
+
+
+@pytest.mark.parametrize("text", ["[1] w1 w2", '["w1"] w2', "{w1} w2", '{"text":\n"w1"}', "{}{} w1"])
+def test_text_that_begins_like_json_is_text(text: str, tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text(text, encoding="utf-8")
+    assert not has_rows(tmp_path / "t.txt")
 
 
 def test_splitting_batching_and_counting() -> None:

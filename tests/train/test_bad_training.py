@@ -141,11 +141,13 @@ def write(path: Path, sizes: list[tuple[int, int]]) -> Path:
 
 def test_sequences_over_the_targets_limit_are_cut_or_left_out(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [(5, 200), (LIMIT, 9), (LIMIT - 1, 9), (LIMIT - 2, 9), (4, 7)])
-    with pytest.warns(TrainingWarning, match=rf"^2 prompts of .* are left out, since they fill the {LIMIT} tokens of"):
+    with pytest.warns(
+        TrainingWarning, match=rf"^2 of 5 rows of .* are left out: 2 whose prompt fills the {LIMIT} tokens"
+    ):
         examples = read_examples(path, vocab_size=VOCABULARY, max_tokens=LIMIT)
     assert [(len(each.prompt_ids), len(each.answer_ids)) for each in examples] == [(5, 91), (94, 2), (4, 7)]
     path = write(tmp_path / "b.jsonl", [(LIMIT, 9), (LIMIT + 5, 9), (3, 1)])
-    with pytest.raises(FileError, match=rf"completion of at least 2 tokens; 2 prompts fill the {LIMIT} tokens of"):
+    with pytest.raises(FileError, match=rf"completion of at least 2 tokens: 2 whose prompt fills the {LIMIT} tokens"):
         read_examples(path, vocab_size=VOCABULARY, max_tokens=LIMIT)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,17 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from anabranch.adapters import folder
 from anabranch.adapters.folder import load_adapter
 from anabranch.cli.train import app
 from anabranch.errors import AnabranchError, FileError, InputError, TrainingWarning
+from anabranch.methods.streams import METHOD
+from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.methods.streams.recipes import RECIPES, TRAINED
 from anabranch.model import load
 from anabranch.train.appended import settings_path
+from anabranch.train.start import adopted, start_folder
 from anabranch.train.trainer import Trainer
 from small import as_target, decode, prompt, request, small
 from toy_text import ToyFolders
@@ -123,7 +128,7 @@ def test_the_end_of_a_training_with_speeds_and_a_figure(written: Path, tmp_path:
 
 def test_too_few_data_are_warned_of(written: Path, tmp_path: Path) -> None:
     with pytest.warns(TrainingWarning) as caught:
-        call("streams", "--answers", written, "--out", tmp_path / "d", *SMALL)
+        call("streams", "--answers", written, "--out", tmp_path / "d", *SMALL, "--warmup", 50)
     said = [str(one.message) for one in caught]
     assert any("the warmup of 50 steps" in sentence for sentence in said)
     assert any("completion tokens are few for" in sentence for sentence in said)
@@ -363,10 +368,54 @@ def test_a_target_that_does_not_load_leaves_no_folder(tmp_path: Path, monkeypatc
     assert not any(tmp_path.iterdir())
 
 
+def test_an_adapter_that_ships_is_a_start_by_name_and_gives_its_shape(
+    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped = tmp_path / "shipped" / "toy-streams"
+    begun = call("streams", "--answers", written, "--out", shipped, *SMALL, "--json")
+    assert begun.exit_code == 0, begun.output
+    monkeypatch.setattr(folder, "SHIPPED", shipped.parent)
+    sha, shape = (json.loads(begun.stdout)[name] for name in ("sha256", "config"))
+    still = ("--answers", written, "--batch-tokens", 120, "--no-timing", "--epochs", 1, "--lr", 1e-9, "--json")
+    for init in ("toy-streams", "default", shipped):
+        result = call("streams", "--out", tmp_path / "out", "--init", init, *still, "--force")
+        assert result.exit_code == 0, result.output
+        record = json.loads(result.stdout)
+        assert (record["training"]["init"], record["config"]) == (sha, shape)
+        assert "starts from the adapter toy-streams" in result.stderr
+    more = call("streams", "--out", tmp_path / "more", "--init", "default", *still, "--attention-rank", 20)
+    assert json.loads(more.stdout)["config"] == {**shape, "attention_rank": 20}
+    fresh = call("streams", "--out", tmp_path / "fresh", "--recipe", "small", "--init", "none", *still, *SHAPE)
+    assert "init" not in json.loads(fresh.stdout)["training"]
+    plan = TRAINED.recipe("shared", {"lora_rank": 2})
+    start = start_folder(None, plan, METHOD, TARGET)
+    assert start == shipped
+    assert adopted(plan, METHOD, start).config == replace(StreamConfig(**shape), mode="shared", lora_rank=2)
+    own = adopted(TRAINED.recipe("shared", {"main_attends": "own"}), METHOD, start).config
+    assert (own.main_attends, own.root_width) == ("own", 0)
+    monkeypatch.setattr(folder, "SHIPPED", tmp_path / "none")
+    assert start_folder(None, plan, METHOD, TARGET) is None
+    refused = call("streams", "--out", tmp_path / "x", "--init", "default", *still)
+    assert "no adapter for the method 'streams' ships for default" in str(refused.exception)
+
+
+def test_small_data_are_mostly_trained_on() -> None:
+    plan = TRAINED.recipe()
+    assert [plan.held_out_of(n) for n in (1, 2, 9, 100, 10_000)] == [0, 1, 1, 10, 64]
+    assert replace(plan, held_out=7).held_out_of(10) == 7
+    assert [plan.options.warmup_of(steps) for steps in (1, 21, 400, 10_000)] == [0, 2, 40, 50]
+    assert replace(plan.options, warmup=9).warmup_of(10) == 9
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_name_what_they_are(name: str) -> None:
     plan = TRAINED.recipe(name)
-    assert plan.config.num_streams == (5 if name == "default-adapter" else 4)
+    assert plan.config.num_streams == (5 if name in ("default-adapter", "shared") else 4)
+    if name == "shared":
+        assert plan.config.main_attends == "none"
+        assert plan.config.root_width
+        assert plan.init == "shipped"
+        assert TRAINED.recipe(name, {"main_attends": "own"}).config.root_width == 0
     if name == "paper-lossless":
         assert plan.config.stream_mlp == "adapter"
         assert plan.config.conditioning == "none"

@@ -47,7 +47,7 @@ class Application:
     @property
     def prompts(self) -> list[SuitePrompt]:
         """The prompts of the rows, in order."""
-        return [SuitePrompt(row.name, self.task.name, row.prompt) for row in self.rows]
+        return [SuitePrompt(row.name, self.task.name, row.prompt, row.messages) for row in self.rows]
 
     def described(self) -> dict[str, Any]:
         """The task, for the result file."""

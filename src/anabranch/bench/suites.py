@@ -18,11 +18,17 @@ __all__ = ["SUITES", "Suite", "SuitePrompt", "load_suite"]
 
 @dataclass(frozen=True)
 class SuitePrompt:
-    """A prompt and its task."""
+    """A prompt and its task; ``messages`` is the conversation that ``text`` shows, if it is one."""
 
     name: str
     task: str
     text: str
+    messages: tuple[dict[str, str], ...] = ()
+
+    @property
+    def asked(self) -> str | tuple[dict[str, str], ...]:
+        """What ``prompts.chat_ids`` encodes."""
+        return self.messages or self.text
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ def encode(config: BenchConfig, prompts: Sequence[SuitePrompt], loaded: Loaded) 
     from anabranch.prompts import chat_ids
 
     longest, tokenizer = loaded.target.config.max_positions, loaded.target.tokenizer
-    encoded = [(prompt, chat_ids(tokenizer, prompt.text, raw=config.prompts.raw)) for prompt in prompts]
+    encoded = [(prompt, chat_ids(tokenizer, prompt.asked, raw=config.prompts.raw)) for prompt in prompts]
     for prompt, ids in encoded:
         if not ids:
             raise InputError(f"the prompt {prompt.name} of the task {prompt.task} has no tokens; leave it out")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from anabranch.certify import Certificate, Design, SamplingCertificate
     from anabranch.loading import Loaded
     from anabranch.methods import Spec
+    from anabranch.prompts import Asked
 
 __all__ = ["CertifyConfig", "DistributionTest", "certify"]
 
@@ -96,9 +97,9 @@ def certify(config: CertifyConfig) -> None:
     loaded = options.load(config.loading)
     drafter = resolve_spec(config.drafter, *loaded.modules)
     if config.distribution:
-        _distribution(config, loaded, drafter, [prompt.text for prompt in suite])
+        _distribution(config, loaded, drafter, [prompt.asked for prompt in suite])
     else:
-        _tokens(config, loaded, drafter, [(prompt.text, prompt.task) for prompt in suite])
+        _tokens(config, loaded, drafter, [(prompt.asked, prompt.task) for prompt in suite])
 
 
 def _check(config: CertifyConfig) -> None:
@@ -115,14 +116,14 @@ def _check(config: CertifyConfig) -> None:
         check_output(config.test.html, force=config.force, what="the page", option="--html")
 
 
-def _ids(config: CertifyConfig, loaded: Loaded, text: str) -> list[int]:
+def _ids(config: CertifyConfig, loaded: Loaded, text: Asked) -> list[int]:
     from anabranch.prompts import chat_ids
 
     return chat_ids(loaded.target.tokenizer, text, raw=config.prompts.raw, model=loaded.target.name)
 
 
 # -- the same tokens -----------------------------------------------------------------------------------------------
-def _tokens(config: CertifyConfig, loaded: Loaded, drafter: Spec, prompts: list[tuple[str, str]]) -> None:
+def _tokens(config: CertifyConfig, loaded: Loaded, drafter: Spec, prompts: list[tuple[Asked, str]]) -> None:
     from anabranch.certify import certify as run
     from anabranch.cli.layout import say, status_console
 
@@ -154,7 +155,7 @@ def _tokens(config: CertifyConfig, loaded: Loaded, drafter: Spec, prompts: list[
 
 
 # -- the same distribution -----------------------------------------------------------------------------------------
-def _distribution(config: CertifyConfig, loaded: Loaded, drafter: Spec, prompts: list[str]) -> None:
+def _distribution(config: CertifyConfig, loaded: Loaded, drafter: Spec, prompts: list[Asked]) -> None:
     from anabranch.certify import certify_sampling, html_page
     from anabranch.cli.layout import print_tables, say, status_console
 

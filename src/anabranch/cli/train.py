@@ -86,7 +86,12 @@ class TrainConfig:
     loading: options.Loading = field(default=options.Loading())
     recipe: Annotated[str | None, typer.Option(help="use the values of this recipe (default: the first)")] = None
     init: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="start from this adapter instead of fresh weights")
+        str | None,
+        typer.Option(
+            metavar="ADAPTER",
+            help="start from this adapter: a folder, the name of one that ships, default (the one that ships for the "
+            "model), or none for fresh weights (default: what the recipe says)",
+        ),
     ] = None
     licence: Annotated[
         tuple[str, ...],
@@ -143,6 +148,7 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
     from anabranch.train.job import divided, read_data, stored_target, train_adapter
     from anabranch.train.processes import joined
     from anabranch.train.self_prompts import SOURCE
+    from anabranch.train.start import start_folder
 
     assert method.trained is not None
     plan = method.trained.recipe(config.recipe, train_data.with_new_data(config.data, method.trained.options, given))
@@ -163,6 +169,8 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
         tokens = sum(len(example.answer_ids) for example in examples)
         held_out = divided(examples, validation, plan)[1]
         shown.say(f"{len(examples):,} examples, {tokens:,} answer tokens, {len(held_out):,} examples held out")
+        start = start_folder(config.init, plan, method, target)
+        shown.say("starts from fresh weights" if start is None else f"starts from the adapter {start.name}")
         curve = curve_of(read_log(run)) if config.resume else []
         record = train_adapter(
             target,
@@ -171,7 +179,7 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
             examples,
             config.out,
             report=_Report(shown, curve, held_out=len(held_out)),
-            init=config.init,
+            init=config.init if start is None else start,
             resume=config.resume,
             command=shown_command("anabranch", *sys.argv[1:]),
             licences=licences,
@@ -209,9 +217,10 @@ def _check(config: TrainConfig) -> None:
     from anabranch.cli.train_data import check_data_options
     from anabranch.errors import InputError
     from anabranch.support.files import check_output
-    from anabranch.train.job import check_folder_is_free, check_init
+    from anabranch.train.job import check_folder_is_free
     from anabranch.train.logs import check_logs
     from anabranch.train.processes import launched
+    from anabranch.train.start import check_init
     from anabranch.tune.figure import check_figure
 
     check_init(config.init)

@@ -18,6 +18,7 @@ from anabranch.errors import InputError
 
 if TYPE_CHECKING:
     from anabranch.loading import Loaded
+    from anabranch.prompts import Asked
     from anabranch.tune.fit import Fit
 
 __all__ = ["TuneConfig", "tune"]
@@ -65,7 +66,7 @@ def tune(config: TuneConfig) -> None:
         check_output(config.figure, force=config.force, what="the figure", option="--figure")
     suite = config.prompts.read(limit=PROMPTS)
     loaded = options.load(config.loading)
-    prompts = _fitting([prompt.text for prompt in suite], loaded, config)
+    prompts = _fitting([prompt.asked for prompt in suite], loaded, config)
     with _bar() as (bar, line):
         found = fit(
             loaded.target,
@@ -97,7 +98,7 @@ def tune(config: TuneConfig) -> None:
         raise typer.Exit(0 if config.dry else 1)
 
 
-def _fitting(texts: Sequence[str], loaded: Loaded, config: TuneConfig) -> list[list[int]]:
+def _fitting(texts: Sequence[Asked], loaded: Loaded, config: TuneConfig) -> list[list[int]]:
     """The token ids of the prompts that are short enough. Raises InputError if there is none."""
     from anabranch.prompts import chat_ids
 

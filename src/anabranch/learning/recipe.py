@@ -8,7 +8,9 @@ from typing import Any, Literal
 
 from anabranch.errors import InputError
 
-__all__ = ["COMMON", "RECOMPUTE", "Option", "Recipe", "TrainOptions"]
+__all__ = ["COMMON", "HELD_OUT", "RECOMPUTE", "Option", "Recipe", "TrainOptions"]
+
+WARMUP, HELD_OUT = 50, 64  # at most, where a run does not say how many
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,7 @@ class TrainOptions:
     """Length, batch size, schedule and memory of a training run.
 
     batch_tokens      padded text tokens of a step
+    warmup            steps until the peak learning rate; None: a tenth of the steps, at most ``WARMUP``
     accumulate        parts that a step's batch is split into; their gradients are added, which bounds the memory
     lr                peak learning rate
     segment           positions trained at a time; bounds the memory
@@ -35,7 +38,7 @@ class TrainOptions:
     epochs: float = 3.0
     batch_tokens: int = 2048
     lr: float = 1e-3
-    warmup: int = 50
+    warmup: int | None = None
     schedule: Literal["cosine", "linear"] = "cosine"
     weight_decay: float = 0.0
     clip: float = 1.0
@@ -57,12 +60,17 @@ class TrainOptions:
         lowest = {"batch_tokens": 1, "segment": 1, "warmup": 0, "evaluate_every": 0, "checkpoint_every": 1}
         lowest |= {"accumulate": 1, "patience": 0}
         for name, low in lowest.items():
-            if getattr(self, name) < low:
-                raise InputError(f"{name} must be at least {low}, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise InputError(f"{name} must be at least {low}, got {value}")
         if self.schedule not in ("cosine", "linear"):
             raise InputError(f"schedule must be cosine or linear, got {self.schedule!r}")
         if self.target_format not in ("stored", "int8", "nf4"):
             raise InputError(f"target_format must be stored, int8 or nf4, got {self.target_format!r}")
+
+    def warmup_of(self, steps: int) -> int:
+        """The steps until the peak learning rate, in a run of so many."""
+        return min(WARMUP, steps // 10) if self.warmup is None else self.warmup
 
 
 @dataclass(frozen=True)
@@ -72,21 +80,33 @@ class Recipe:
     config            the method's config: the shape of its module
     loss              the method's loss weights
     draft_vocabulary  size of the draft vocabulary, the most frequent tokens of the completions; 0: all tokens
-    held_out          number of examples for evaluation only
+    held_out          number of examples for evaluation only; None: a tenth of them, at most ``HELD_OUT``
     max_tokens        maximum length of an example; longer ones are cut
+    init              "shipped": start from the adapter that ships for the target, if there is one, and take its shape;
+                      "": start from fresh weights
+    given             fields of ``config`` that the user has set: they are kept where a shape is taken from an adapter
     """
 
     config: Any
     loss: Any
     options: TrainOptions = field(default_factory=TrainOptions)
     draft_vocabulary: int = 0
-    held_out: int = 64
+    held_out: int | None = None
     max_tokens: int = 1024
+    init: Literal["", "shipped"] = ""
+    given: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         for name, low in (("draft_vocabulary", 0), ("held_out", 0), ("max_tokens", 16)):
-            if getattr(self, name) < low:
-                raise InputError(f"{name} must be at least {low}, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise InputError(f"{name} must be at least {low}, got {value}")
+
+    def held_out_of(self, examples: int) -> int:
+        """The number of held-out examples among so many."""
+        if self.held_out is not None:
+            return self.held_out
+        return min(HELD_OUT, max(1, examples // 10)) if examples > 1 else 0
 
     def changed(self, options: Mapping[str, Option], given: Mapping[str, Any]) -> Recipe:
         """A copy with the ``given`` values of ``options``. Raises InputError."""
@@ -97,6 +117,7 @@ class Recipe:
             option = options[name]
             parts[option.part][option.field or name] = value
         whole = parts.pop("")
+        whole["given"] = self.given.union(parts["config"])
         return replace(self, **whole, **{name: replace(getattr(self, name), **part) for name, part in parts.items()})
 
 
@@ -122,7 +143,7 @@ COMMON: dict[str, Option] = {
     "lr": Option(float, "peak learning rate"),
     "batch_tokens": Option(int, "padded tokens per step"),
     "schedule": Option(str, "cosine or linear"),
-    "warmup": Option(int, "steps until the peak learning rate"),
+    "warmup": Option(int, "steps until the peak learning rate (default: a tenth of the steps, at most 50)"),
     "segment": Option(int, "positions trained at a time; fewer need less memory"),
     "keep_states": Option(
         bool, "keep the target's states: on a CPU in an unnamed file in the run's folder, on a GPU in its memory"
@@ -138,7 +159,7 @@ COMMON: dict[str, Option] = {
     ),
     "patience": Option(int, "stop after this many evaluations without gain and keep the best weights; 0: never"),
     "draft_vocabulary": Option(int, "draft only this many tokens, the most frequent ones; 0: all", ""),
-    "held_out": Option(int, "examples set aside for evaluation", ""),
+    "held_out": Option(int, "examples set aside for evaluation (default: a tenth, at most 64)", ""),
     "max_tokens": Option(int, "cut longer examples to this many tokens", ""),
 }
 

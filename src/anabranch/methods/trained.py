@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -18,7 +18,7 @@ from anabranch.model.decoder import Decoder
 from anabranch.model.load import Target
 from anabranch.model.passes import Rider
 
-__all__ = ["Config", "Learn", "Trainable", "Trained", "TrainedModule"]
+__all__ = ["Config", "Learn", "Trainable", "Trained", "TrainedModule", "adopt_shape"]
 
 T = TypeVar("T")
 
@@ -90,6 +90,13 @@ class Learn(Protocol):
         """The objective of a module with a recipe. Raises CapabilityError if it cannot be trained."""
 
 
+def adopt_shape(recipe: Recipe, config: Any) -> Recipe:
+    """The recipe with the shape of a trained module, except what the user has set and the terms on the target."""
+    kept = recipe.given | {"lora_rank"}
+    shape = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in kept}
+    return replace(recipe, config=replace(recipe.config, **shape))
+
+
 @dataclass(frozen=True)
 class Trained:
     """The trained part of a method.
@@ -108,6 +115,7 @@ class Trained:
                (``Decoder.rider``), or None; asked whenever an adapter is loaded
     begin      (module with fresh weights, trained module): copy the trained weights into the fresh module, which may be
                larger. Raises InputError that names what does not fit
+    adopt      (recipe, a trained module's config): the recipe with that shape, but for what the user has set
     fresh      (target, module with fresh weights): take from the target what training begins with
     export     (folder, trained module, target): write the module in a form of its own beside the adapter, if there is
                one; the folder ``model`` inside the adapter's, and others beside it, receive it. Returns the module to
@@ -125,6 +133,7 @@ class Trained:
     change: Callable[[Recipe, Mapping[str, Any]], Recipe]
     describe: Callable[[Any], str]
     begin: Callable[[Any, Any], None]
+    adopt: Callable[[Recipe, Any], Recipe] = adopt_shape
     export: Callable[[Path, Any, Target], tuple[TrainedModule, Target] | None] | None = None
     fresh: Callable[[Decoder, Any], None] | None = None
     rider: Callable[[Decoder, Any], Rider | None] = lambda target, module: None

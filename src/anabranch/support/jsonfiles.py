@@ -1,34 +1,58 @@
-"""Read JSON and JSONL files. All problems raise a FileError that names the file and the line.
+"""Read JSON files, and rows from JSONL files, JSON arrays and tables.
+
+All problems raise a FileError that names the file and the line.
 
 Stricter than ``json``: NaN, Infinity, numbers beyond a float and too deep nesting are errors.
 """
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
 import math
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from anabranch.errors import FileError
 
 __all__ = [
+    "has_rows",
     "is_number",
     "is_whole",
+    "open_text",
     "parse_json",
     "parse_object",
     "read_json",
     "read_lines",
     "read_rows",
     "read_text",
+    "read_whole",
     "shown",
 ]
 
 LARGEST = 1 << 28  # maximum bytes of a file that is read at once, and characters of a line
 INT64 = 1 << 63
+GZIP = b"\x1f\x8b"
+# files that are no text in UTF-8, by their first bytes
+KINDS = {
+    b"\xff\xfe": "in UTF-16",
+    b"\xfe\xff": "in UTF-16",
+    b"PK\x03\x04": "a zip archive",
+    b"PAR1": "a Parquet file",
+    b"ARROW1": "an Arrow file",
+    b"BZh": "compressed with bzip2",
+    b"\xfd7zXZ": "compressed with xz",
+    b"\x28\xb5\x2f\xfd": "compressed with Zstandard",
+    b"SQLite format 3": "a database",
+    GZIP: "gzipped twice",
+}
+JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+TABLES = {".csv": ",", ".tsv": "\t"}
 
 
 def is_whole(value: Any, low: int = -INT64, high: int = INT64 - 1) -> bool:
@@ -113,29 +137,139 @@ def read_json(path: Path, advice: str, *, error: type[FileError] = FileError) ->
     return found
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield number (from 1) and text of each non-blank line of a file, gzipped or not. Raises FileError."""
-    opener = gzip.open if path.suffix == ".gz" else open
+def open_text(path: Path, newline: str | None = None) -> TextIO:
+    """Open a text file in UTF-8, gzipped or not as its first bytes say. Raises FileError for any other kind of file."""
+    with path.open("rb") as file:
+        packed = file.read(2) == GZIP
+    opened: Any = (gzip.open if packed else open)(path, "rb")
     try:
-        with opener(path, "rt", encoding="utf-8-sig", newline="\n") as file:
-            number = 0
-            while line := str(file.readline(LARGEST + 1)):
-                number += 1
-                if len(line) > LARGEST:
-                    raise FileError(f"line {number} of {path} is longer than {LARGEST >> 20} MiB; split the file")
-                if line.strip():
-                    yield number, line
+        first = opened.read(512)
+        opened.seek(0)
+    except BaseException:
+        opened.close()
+        raise
+    kind = next((kind for start, kind in KINDS.items() if first.startswith(start)), "")
+    if first[257:262] == b"ustar":
+        kind = "a tar archive"
+    elif not kind and b"\0" in first[:2] and first.strip(b"\0"):
+        kind = "in UTF-16, or no text"
+    if kind:
+        opened.close()
+        raise FileError(f"{path} cannot be read as UTF-8 text: it is {kind}; save it in UTF-8, gzipped if you like")
+    return io.TextIOWrapper(opened, "utf-8-sig", newline=newline)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turn the errors of reading a text file into a FileError."""
+    try:
+        yield
     except UnicodeDecodeError as error:
-        raise FileError(
-            f"{path} cannot be read as UTF-8 text (line {number + 1} or after: {error.reason}); copy it again"
-        ) from error
+        raise FileError(f"{path} cannot be read as UTF-8 text ({error.reason}); save it in UTF-8") from error
     except (OSError, EOFError, zlib.error) as error:
         raise FileError(
             f"{path} cannot be read ({getattr(error, 'strerror', None) or error}); copy it again"
         ) from error
 
 
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield number (from 1) and text of each non-blank line of a file, gzipped or not. Raises FileError."""
+    number = 0
+    try:
+        with _readable(path), open_text(path) as file:
+            while line := str(file.readline(LARGEST + 1)):
+                number += 1
+                if len(line) > LARGEST:
+                    raise FileError(f"line {number} of {path} is longer than {LARGEST >> 20} MiB; split the file")
+                if line.strip():
+                    yield number, line
+    except FileError as error:
+        if not isinstance(error.__cause__, UnicodeDecodeError):
+            raise
+        raise FileError(
+            f"{path} cannot be read as UTF-8 text (line {number + 1} or after: {error.__cause__.reason}); save it in "
+            "UTF-8"
+        ) from error.__cause__
+
+
+def read_whole(path: Path) -> str:
+    """The text of a file, gzipped or not. Raises FileError."""
+    with _readable(path), open_text(path) as file:
+        text = file.read(LARGEST + 1)
+    if len(text) > LARGEST:
+        raise FileError(f"{path} is longer than {LARGEST >> 20} MiB; split it")
+    return text
+
+
+def has_rows(path: Path) -> bool:
+    """Whether a file holds rows (``read_rows``) rather than text: by its name, or as its beginning is JSON.
+
+    Raises FileError.
+    """
+    if _suffix(path) in (*JSON_SUFFIXES, *TABLES):
+        return True
+    _, first = next(read_lines(path), (1, ""))
+    try:
+        if first.lstrip().startswith("["):
+            rows = parse_json(read_whole(path))
+            return isinstance(rows, list) and bool(rows) and all(isinstance(row, dict) for row in rows)
+        return first.lstrip().startswith("{") and isinstance(parse_json(first), dict)
+    except ValueError:
+        return False
+
+
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield line number and JSON object of each line of a JSONL file, gzipped or not. Raises FileError."""
+    """Yield line number and JSON object of each row of a file, gzipped or not. Raises FileError.
+
+    The file is JSONL, an array of JSON objects (then numbers count them), or a table with a line of names on top: comma
+    or tab separated, named .csv or .tsv.
+    """
+    if delimiter := TABLES.get(_suffix(path)):
+        yield from _table(path, delimiter)
+        return
+    first = True
     for number, line in read_lines(path):
-        yield number, parse_object(line, f"line {number} of {path}", "correct or delete the line")
+        if first and line.lstrip().startswith("["):
+            yield from _array(path)
+            return
+        advice = "write one object a line, or an array of objects" if first else "correct or delete the line"
+        yield number, parse_object(line, f"line {number} of {path}", advice)
+        first = False
+
+
+def _suffix(path: Path) -> str:
+    """The last suffix of a file's name in lower case, ``.gz`` apart."""
+    return next((found for suffix in reversed(path.suffixes) if (found := suffix.lower()) != ".gz"), "")
+
+
+def _array(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        rows = parse_json(read_whole(path))
+    except ValueError as error:
+        raise FileError(
+            f"{path} starts like a JSON array and is not JSON ({error}); write an array of objects, or one a line"
+        ) from error
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise FileError(f"item {number} of {path} is not a JSON object; write an array of objects, or one a line")
+        yield number, row
+
+
+def _table(path: Path, delimiter: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    with _readable(path), open_text(path, newline="") as file:
+        rows = csv.reader(file, delimiter=delimiter, strict=True)
+        try:
+            names = next(rows, [])
+            if len(set(names)) < len(names):
+                raise FileError(f"line 1 of {path} names a column twice; give each column its own name")
+            for cells in rows:
+                if not cells:
+                    continue
+                if len(cells) != len(names):
+                    raise FileError(
+                        f"line {rows.line_num} of {path} has {len(cells)} cells, and line 1 names {len(names)} "
+                        "columns; correct the line"
+                    )
+                yield rows.line_num, dict(zip(names, cells, strict=True))
+        except csv.Error as error:
+            raise FileError(f"line {rows.line_num} of {path} cannot be read ({error}); correct the line") from error

@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from anabranch.errors import FileError, InputError
+from anabranch.support.jsonfiles import read_rows
 from anabranch.support.nearest import hint
 from anabranch.tasks.metrics import METRICS
 from anabranch.tasks.task import Task
-from anabranch.tasks.template import Template
+from anabranch.tasks.template import Conversation, Template
 
 __all__ = ["TASKS", "find_task"]
 
@@ -54,10 +55,10 @@ TASKS: dict[str, Task] = {
 def find_task(
     text: str, *, template: str | None = None, completion: str | None = None, metrics: Sequence[str] = ()
 ) -> Task:
-    """A known task by its name or its folder's, or the task of a JSONL file.
+    """A known task by its name or its folder's, or the task of a file of rows.
 
-    template    of the prompt; a file needs one
-    completion  the field of the completion; a file needs one
+    template    of the prompt; a file with the field ``prompt`` or ``messages`` needs none
+    completion  the field of the completion; a file with the field ``completion`` or ``messages`` needs none
     metrics     names of ``METRICS``; none: those of the task, or exact_match for a file
 
     Raises InputError for a missing or an invalid value, FileError for a file that does not exist.
@@ -79,8 +80,26 @@ def find_task(
         raise FileError(
             f"there is no task or file {text!r}{hint(text, TASKS)}; tasks are {', '.join(TASKS)}, or give a JSONL file"
         )
-    if template is None or completion is None:
-        missing = "--prompt-template TEXT, with fields as {name}" if template is None else "--completion FIELD"
-        raise InputError(f"the task {path.name} is a file, so it needs {missing}")
     name = path.name.split(".")[0]
-    return Task(name, Template(template), (completion,), tuple(metrics) or ("exact_match",), file=path)
+    shape, field = _shape_of(path, template, completion)
+    return Task(name, shape, (field,), tuple(metrics) or ("exact_match",), file=path)
+
+
+def _shape_of(path: Path, template: str | None, completion: str | None) -> tuple[Template | Conversation, str]:
+    """The template and the field of the completion of a file, by its first row where they are not given."""
+    if template is not None and completion is not None:
+        return Template(template), completion
+    _, first = next(read_rows(path), (0, {}))
+    if template is None and completion is None and "messages" in first:
+        return Conversation(), "messages"
+    missing = []
+    if template is None and "prompt" not in first:
+        missing.append("--prompt-template TEXT, with fields as {name}")
+    if completion is None and "completion" not in first:
+        missing.append("--completion FIELD")
+    if missing:
+        raise InputError(
+            f"the task {path.name} is a file, so it needs {', and '.join(missing)}; its fields are "
+            f"{', '.join(first) or 'none'}, and only prompt and completion, or messages, need no options"
+        )
+    return Template("{prompt}" if template is None else template), completion or "completion"

@@ -8,7 +8,7 @@ its split when others are added, and equal prompts are in the same one.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,23 +19,33 @@ from anabranch.support.jsonfiles import read_rows
 from anabranch.support.nearest import hint
 from anabranch.tasks.metrics import METRICS
 from anabranch.tasks.task import Task
-from anabranch.tasks.template import field_text
+from anabranch.tasks.template import Conversation, field_text
 
 __all__ = ["SPLITS", "TaskRow", "TrainingRows", "rows_of", "sample", "training_rows"]
 
 SPLITS = ("train", "validation", "test")
 ALL = "all"
+SHOWN = 10  # numbers of unusable rows in a message
 BELOW = {"train": 0.8, "validation": 0.9, "test": 1.0}  # of the hash of a prompt, between 0 and 1
 
 
 @dataclass(frozen=True)
 class TaskRow:
-    """A row: its name, the prompt, the references (at least one), and its fields as they were read."""
+    """A row: its name, the prompt, the references (at least one), and its fields as they were read.
+
+    messages  the conversation that the prompt is the text of; empty: the prompt is a user's message
+    """
 
     name: str
     prompt: str
     references: tuple[str, ...]
     fields: Mapping[str, Any] = field(repr=False, default_factory=dict)
+    messages: tuple[dict[str, str], ...] = ()
+
+    @property
+    def asked(self) -> str | tuple[dict[str, str], ...]:
+        """What ``prompts.chat_ids`` encodes."""
+        return self.messages or self.prompt
 
 
 @dataclass(frozen=True)
@@ -74,7 +84,7 @@ def rows_of(task: Task, split: str, data: Path | None = None) -> list[TaskRow]:
     if split == ALL:
         raise InputError(f"the split all is for files of your own; give one of {', '.join(SPLITS)} for {task.name}")
     path = _place(task, split, _folder(task, split, data))
-    rows = list(_read(task, path))
+    rows = _read(task, path)
     if not rows:
         raise FileError(f"{path} has no rows; copy it again")
     return rows
@@ -153,24 +163,64 @@ def _place(task: Task, split: str, data: Path) -> Path:
     return path
 
 
-def _read(task: Task, path: Path) -> Iterator[TaskRow]:
-    needed = tuple(name for metric in task.metrics for name in METRICS[metric].needs)
+def _read(task: Task, path: Path) -> list[TaskRow]:
+    """The rows of a file. Raises FileError that describes the first row that cannot be used, and names the others."""
+    made: list[TaskRow] = []
+    faults: list[tuple[int, FileError]] = []
     for number, row in read_rows(path):
-        where = f"row {number} of {path}"
-        made = TaskRow(str(row.get("id", number)), task.template.render(row, where), _references(task, row, where), row)
-        for name in needed:
-            field_text(row, name, where, "leave out the metric that needs it, with --metric")
-        for text in (made.name, made.prompt, *made.references):
-            if half := LONE_SURROGATES.search(text):
-                raise FileError(f"{where} contains an unpaired surrogate, {half[0][0]!a}; correct or delete the line")
-        yield made
+        try:
+            made.append(_row(task, number, row, f"row {number} of {path}"))
+        except FileError as error:
+            faults.append((number, error))
+    if faults:
+        others = [str(number) for number, _ in faults[1:]]
+        shown = ", ".join(others[:SHOWN]) + (", ..." if len(others) > SHOWN else "")
+        more = f"; {len(others):,} more of {len(made) + len(faults):,} rows are unusable: {shown}" if others else ""
+        raise FileError(f"{faults[0][1]}{more}") from faults[0][1]
+    return made
 
 
-def _references(task: Task, row: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    name = next((name for name in task.completion if name in row), task.completion[0])
-    value = row.get(name)
+def _row(task: Task, number: int, row: Mapping[str, Any], where: str) -> TaskRow:
+    completion = next((name for name in task.completion if name in row), task.completion[0])
+    needed = tuple(name for metric in task.metrics for name in METRICS[metric].needs)
+    _check_fields(row, where, task.template.fields, completion, needed)
+    prompt = task.template.render(row, where)
+    messages: tuple[dict[str, str], ...] = ()
+    if isinstance(task.template, Conversation):
+        references: tuple[str, ...] = (task.template.answer(row, where),)
+        messages = task.template.messages(row, where)
+    else:
+        references = _references(row, completion, where)
+    for name in needed:
+        field_text(row, name, where)
+    made = TaskRow(str(row.get("id", number)), prompt, references, row, messages)
+    for text in (made.name, made.prompt, *made.references):
+        if half := LONE_SURROGATES.search(text):
+            raise FileError(f"{where} contains an unpaired surrogate, {half[0][0]!a}; correct or delete the line")
+    return made
+
+
+def _check_fields(
+    row: Mapping[str, Any], where: str, template: Sequence[str], completion: str, needed: Sequence[str]
+) -> None:
+    """Raise FileError that names all fields that a row lacks, and what chooses others."""
+    groups = {"--prompt-template": template, "--completion": (completion,), "--metric": needed}
+    missing = {option: [name for name in names if name not in row] for option, names in groups.items()}
+    lacking = list(dict.fromkeys(name for names in missing.values() for name in names))
+    if lacking:
+        options = " and ".join(option for option, names in missing.items() if names and option != "--metric")
+        advice = [f"choose with {options}"] if options else []
+        advice += ["leave out the metric that needs it, with --metric"] if missing["--metric"] else []
+        raise FileError(
+            f"{where} has no field{'s' if len(lacking) > 1 else ''} {' and '.join(map(repr, lacking))}; its fields are "
+            f"{', '.join(row) or 'none'}: {', or '.join(advice)}"
+        )
+
+
+def _references(row: Mapping[str, Any], name: str, where: str) -> tuple[str, ...]:
+    value = row[name]
     if not isinstance(value, list):
-        return (field_text(row, name, where, "choose with --completion"),)
+        return (field_text(row, name, where),)
     if not value or not all(isinstance(text, str) and text.strip() for text in value):
         raise FileError(f"{where}: the field {name!r} must be a text or a list of texts, none of them empty")
     return tuple(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from anabranch.tasks.template import Template
+from anabranch.tasks.template import Conversation, Template
 
 __all__ = ["Task"]
 
@@ -15,7 +15,7 @@ class Task:
     """An application: how rows of a data set become prompts, what should be answered, and how answers are scored.
 
     name        short, for tables and result files
-    template    of the prompt
+    template    of the prompt; or rows are conversations that end with the completion
     completion  the fields that may hold the completion, a text or a list of references; the first that a row has counts
     metrics     names of ``METRICS``
     folder      the folder of a known data set, with a file per split
@@ -25,7 +25,7 @@ class Task:
     """
 
     name: str
-    template: Template
+    template: Template | Conversation
     completion: tuple[str, ...]
     metrics: tuple[str, ...]
     folder: str = ""

@@ -1,4 +1,4 @@
-"""Prompt templates: text with the names of fields in braces."""
+"""Prompt templates: text with the names of fields in braces; and rows that are conversations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from anabranch.errors import FileError, InputError
 
-__all__ = ["Template", "field_text"]
+__all__ = ["Conversation", "Template", "field_text"]
 
 
 class Template:
@@ -41,19 +41,59 @@ class Template:
     def render(self, row: Mapping[str, Any], where: str) -> str:
         """The prompt of a row. Raises FileError for a field that it lacks or that is not text; ``where`` names it."""
         return "".join(
-            literal + ("" if name is None else field_text(row, name, where, "choose with --prompt-template"))
-            for literal, name in self._parts
+            literal + ("" if name is None else field_text(row, name, where)) for literal, name in self._parts
         )
 
 
-def field_text(row: Mapping[str, Any], field: str, where: str, advice: str) -> str:
-    """The text of a field: a string, or a number. Raises FileError for anything else."""
-    value = row.get(field)
-    if field not in row:
-        raise FileError(f"{where} has no field {field!r}; its fields are {', '.join(row) or 'none'}: {advice}")
+def field_text(row: Mapping[str, Any], field: str, where: str) -> str:
+    """The text of a field that a row has: a string, or a number. Raises FileError for anything else."""
+    value = row[field]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise FileError(f"{where}: the field {field!r} must be a string or a number, got {type(value).__name__}")
     text = str(value)
     if not text.strip():
         raise FileError(f"{where}: the field {field!r} is empty; write its text there, or delete the line")
     return text
+
+
+class Conversation:
+    """Rows of ``messages`` in place of a template: the last message, the model's, is the completion.
+
+    The text of a prompt is the conversation before it, as ``render`` writes it for people and for hashes.
+    """
+
+    text = "{messages}"
+    fields = ("messages",)
+
+    def render(self, row: Mapping[str, Any], where: str) -> str:
+        """The prompt of a row as text: a user's message as it is, longer conversations with the roles."""
+        messages = self.messages(row, where)
+        if [message["role"] for message in messages] == ["user"]:
+            return messages[0]["content"]
+        return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+
+    def messages(self, row: Mapping[str, Any], where: str) -> tuple[dict[str, str], ...]:
+        """The messages of the prompt. Raises FileError for a field that is no conversation with an answer."""
+        return tuple(self._checked(row, where)[:-1])
+
+    def answer(self, row: Mapping[str, Any], where: str) -> str:
+        """The last message's text. Raises FileError as ``messages`` does."""
+        return self._checked(row, where)[-1]["content"]
+
+    def _checked(self, row: Mapping[str, Any], where: str) -> list[dict[str, str]]:
+        found: list[dict[str, str]] = []
+        given = row.get("messages")
+        for message in given if isinstance(given, list) else []:
+            parts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else []
+            if len(parts) != 2 or not all(isinstance(part, str) and part.strip() for part in parts):
+                raise FileError(
+                    f"{where}: each of its messages must be an object with a role and a content, both texts; correct "
+                    "it, or delete the line"
+                )
+            found.append({"role": str(parts[0]), "content": str(parts[1])})
+        if len(found) < 2 or found[-1]["role"] != "assistant":
+            raise FileError(
+                f"{where}: its messages must be a list of at least two, the last with the role assistant; correct it, "
+                "or delete the line"
+            )
+        return found

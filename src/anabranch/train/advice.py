@@ -32,9 +32,12 @@ AHEAD = 0.05  # training accuracy minus held-out accuracy above which new comple
 def before(
     examples: Sequence[Example], options: TrainOptions, steps: int, parameters: int, *, max_tokens: int
 ) -> list[str]:
-    """Warnings before a training: too little data for the warmup or for the parameters, most examples cut."""
+    """Warnings before a training: too little data for the warmup or for the parameters, most examples cut.
+
+    parameters  the trained ones; 0: they start from trained weights, so any data will do
+    """
     found = []
-    if options.warmup > WARMUP * steps:
+    if (options.warmup or 0) > WARMUP * steps:
         found.append(
             f"the warmup of {options.warmup} steps is more than {WARMUP:.0%} of the {steps} steps of this training; "
             f"give more completions or --epochs, or --warmup {steps // 10}"

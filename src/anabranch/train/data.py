@@ -11,7 +11,7 @@ import json
 import random
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +23,32 @@ from anabranch.errors import FileError, InputError, TrainingWarning
 from anabranch.learning.examples import Batch, Example
 from anabranch.model.text import encode
 from anabranch.support.files import LONE_SURROGATES
-from anabranch.support.jsonfiles import is_whole, read_rows, read_text
+from anabranch.support.jsonfiles import has_rows, is_whole, read_rows, read_whole
 
 __all__ = [
     "batches",
     "digest",
     "frequent_tokens",
+    "left_out",
     "lone_surrogate",
     "read_examples",
     "read_texts",
     "split",
+    "warn_of_dropped",
 ]
+
+LEAST = 2  # tokens of a completion: a drafter predicts the token after the next one
 
 
 def read_examples(path: Path, *, vocab_size: int, max_tokens: int) -> list[Example]:
     """Read a file of completions; examples longer than ``max_tokens`` are cut at the end.
 
-    Those whose prompt alone is that long are left out, with a warning. Raises FileError that names the malformed line.
+    A warning counts those that are left out, by reason (``left_out``). Raises FileError that names the malformed line.
     """
     if not path.is_file():
         raise FileError(f"there is no file {path}; write one with 'anabranch train answers'")
     examples: list[Example] = []
-    long = 0
+    dropped: Counter[str] = Counter()
     for number, record in read_rows(path):
         prompt: Any = record.get("prompt_ids")
         answer: Any = record.get("answer_ids")
@@ -52,58 +56,95 @@ def read_examples(path: Path, *, vocab_size: int, max_tokens: int) -> list[Examp
             if not isinstance(ids, list) or not all(is_whole(i) for i in ids):
                 raise FileError(
                     f"line {number} of {path} is not a JSON object with lists of ids prompt_ids and answer_ids"
+                    f"{_as_task(record, path)}"
                 )
         if any(not 0 <= i < vocab_size for i in (*prompt, *answer)):
             raise FileError(f"line {number} of {path} has token ids outside the target's vocabulary")
-        long += len(prompt) > max_tokens - 2
-        answer = answer[: max(0, max_tokens - len(prompt))]
-        if prompt and len(answer) >= 2:
-            examples.append(
-                Example(tuple(prompt), tuple(answer), str(record.get("source", "")), str(record.get("id", number)))
-            )
-    if not examples:
-        longer = f"; {long:,} prompts fill the {max_tokens:,} tokens of --max-tokens or of the target" if long else ""
-        raise FileError(f"{path} has no prompt with a completion of at least 2 tokens{longer}")
-    if long:
-        warnings.warn(
-            f"{long:,} prompts of {path} are left out, since they fill the {max_tokens:,} tokens of --max-tokens or of "
-            "the target's context",
-            TrainingWarning,
-            stacklevel=2,
+        if reason := left_out(len(prompt), len(answer), max_tokens):
+            dropped[reason] += 1
+            continue
+        answer = answer[: max_tokens - len(prompt)]
+        examples.append(
+            Example(tuple(prompt), tuple(answer), str(record.get("source", "")), str(record.get("id", number)))
         )
+    if not examples:
+        raise FileError(f"{path} has no prompt with a completion of at least {LEAST} tokens{_counted(dropped)}")
+    warn_of_dropped(dropped, len(examples) + dropped.total(), f"rows of {path}")
     return examples
+
+
+def left_out(prompt: int, answer: int, max_tokens: int) -> str:
+    """Why an example with so many tokens is not trained on; empty if it is."""
+    if not prompt:
+        return "without a prompt"
+    if answer < LEAST:
+        return f"with a completion of fewer than {LEAST} tokens"
+    if prompt > max_tokens - LEAST:
+        return f"whose prompt fills the {max_tokens:,} tokens of --max-tokens or of the target's context"
+    return ""
+
+
+def warn_of_dropped(dropped: Counter[str], of: int, what: str) -> None:
+    """Warn of examples that are left out, with the number for each reason."""
+    if dropped:
+        warnings.warn(
+            f"{dropped.total():,} of {of:,} {what} are left out{_counted(dropped)}", TrainingWarning, stacklevel=3
+        )
+
+
+def _counted(dropped: Counter[str]) -> str:
+    return ": " + ", ".join(f"{count:,} {why}" for why, count in sorted(dropped.items())) if dropped else ""
+
+
+def _as_task(record: Mapping[str, Any], path: Path) -> str:
+    """What to do with a row of text where token ids are expected."""
+    text = [name for name in ("prompt", "messages", "completion") if name in record]
+    return f"; it has {' and '.join(text)}: give rows of text as --task {path}" if text else ""
 
 
 def read_texts(path: Path, tokenizer: Any, *, max_tokens: int, prompt_tokens: int = 8) -> list[Example]:
-    """Read plain text: a JSONL file with a field ``text`` per line, or any other file as one text.
+    """Read plain text: a file of rows with a field ``text`` each, or any other file as one text.
 
-    Texts are cut into pieces of ``max_tokens``; the first ``prompt_tokens`` of each are its prompt. Raises FileError
-    that names the malformed line.
+    Texts are cut into pieces of ``max_tokens``; the first ``prompt_tokens`` of each are its prompt. Shorter pieces are
+    left out, and a warning counts the rows without any other. Raises FileError that names the malformed line.
     """
     if not path.is_file():
         raise FileError(f"there is no file {path}; give a text file or a JSONL file with a field 'text'")
-    texts = []
-    if path.suffix == ".jsonl":
-        for number, record in read_rows(path):
-            if not isinstance(record.get("text"), str):
-                raise FileError(f"line {number} of {path} is not a JSON object with a field 'text'")
-            if half := lone_surrogate([record["text"], record.get("source")]):
-                raise FileError(
-                    f"line {number} of {path} contains the unpaired surrogate {half}; correct or delete the line"
-                )
-            texts.append((record["text"], str(record.get("source", path.stem))))
-    else:
-        texts.append((read_text(path, "give a text file in UTF-8"), path.stem))
-    examples = []
-    for text, source in texts:
+    examples: list[Example] = []
+    least, short, rows = prompt_tokens + LEAST, 0, 0
+    for text, source in _texts(path):
         ids = tuple(encode(tokenizer, text))
+        before = len(examples)
         for first in range(0, len(ids), max_tokens):
-            stretch = ids[first : first + max_tokens]
-            if len(stretch) >= prompt_tokens + 2:
-                examples.append(Example(stretch[:prompt_tokens], stretch[prompt_tokens:], source))
+            piece = ids[first : first + max_tokens]
+            if len(piece) >= least:
+                examples.append(Example(piece[:prompt_tokens], piece[prompt_tokens:], source))
+        rows, short = rows + 1, short + (len(examples) == before)
     if not examples:
-        raise FileError(f"{path} has no text of at least {prompt_tokens + 2} tokens")
+        raise FileError(f"{path} has no text of at least {least} tokens")
+    dropped = Counter({f"with a text of fewer than {least} tokens": short} if short else {})
+    warn_of_dropped(dropped, rows, f"rows of {path}")
     return examples
+
+
+def _texts(path: Path) -> Iterator[tuple[str, str]]:
+    """The texts of a file with their sources."""
+    name = path.name.split(".")[0]
+    if not has_rows(path):
+        yield read_whole(path), name
+        return
+    for number, record in read_rows(path):
+        if not isinstance(record.get("text"), str):
+            fields = ", ".join(record) or "none"
+            raise FileError(
+                f"line {number} of {path} is not a JSON object with a field 'text'; its fields are {fields}"
+                f"{_as_task(record, path)}"
+            )
+        if half := lone_surrogate([record["text"], record.get("source")]):
+            raise FileError(
+                f"line {number} of {path} contains the unpaired surrogate {half}; correct or delete the line"
+            )
+        yield record["text"], str(record.get("source", name))
 
 
 def lone_surrogate(value: Any) -> str:

@@ -16,7 +16,7 @@ from anabranch.errors import FileError, InputError
 from anabranch.model.load import Target
 from anabranch.model.text import encode, foreign_errors
 from anabranch.support.files import LONE_SURROGATES
-from anabranch.support.jsonfiles import is_whole, read_rows
+from anabranch.support.jsonfiles import has_rows, is_whole, open_text, read_rows
 from anabranch.train.job import check_answers, check_data
 
 __all__ = ["read_documents"]
@@ -32,8 +32,7 @@ def read_documents(
     """The token ids [n] of the documents of a file; give exactly one of the two.
 
     answers  completions (``anabranch train answers``), each with the end of its prompt before it
-    text     JSONL with a field ``text`` a line, gzip'd or not, or any other file as one text, which is cut at ends of
-             lines
+    text     a file of rows with a field ``text``, or any other file as one text, which is cut at ends of lines
 
     Checks that the file exists at once; raises FileError for a malformed line or another target's completions as they
     are met.
@@ -43,8 +42,7 @@ def read_documents(
         check_answers(answers, target)
         return _completions(answers, target.config.vocab_size)
     assert text is not None
-    jsonl = text.suffixes[-1:] == [".jsonl"] or text.suffixes[-2:] == [".jsonl", ".gz"]
-    return _encoded(target.tokenizer, _rows(text) if jsonl else _pieces(text))
+    return _encoded(target.tokenizer, _rows(text) if has_rows(text) else _pieces(text))
 
 
 def _completions(path: Path, vocab_size: int) -> Iterator[NDArray[np.int64]]:
@@ -73,7 +71,7 @@ def _rows(path: Path) -> Iterator[str]:
 
 def _pieces(path: Path) -> Iterator[str]:
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
+        with open_text(path) as file:
             while piece := file.read(PIECE):
                 yield piece + file.readline(PIECE)
     except UnicodeDecodeError as error:

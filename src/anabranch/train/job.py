@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anabranch.adapters.folder import TargetIdentity, load_adapter, save_adapter
+from anabranch.adapters.folder import TargetIdentity, save_adapter
 from anabranch.errors import CapabilityError, FileError, InputError, TrainingWarning
 from anabranch.learning.examples import Example
 from anabranch.learning.recipe import Recipe
 from anabranch.methods import Method, methods
-from anabranch.methods.trained import Trained, TrainedModule
 from anabranch.model.blocks import Block
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import Target, load_target
@@ -38,6 +37,7 @@ from anabranch.train.checkpoint import read_checkpoint, read_log
 from anabranch.train.data import digest, frequent_tokens, read_examples, read_texts, split
 from anabranch.train.logs import check_logs
 from anabranch.train.processes import Processes
+from anabranch.train.start import adopted, begin, start_folder
 from anabranch.train.trainer import TREES, Progress, Trainer
 
 __all__ = [
@@ -46,7 +46,6 @@ __all__ = [
     "check_answers",
     "check_data",
     "check_folder_is_free",
-    "check_init",
     "divided",
     "packed_copy",
     "read_data",
@@ -78,12 +77,6 @@ def check_data(answers: Path | None, text: Path | None) -> None:
             "write one with 'anabranch train answers'" if answers else "give a text file or JSONL with a field 'text'"
         )
         raise FileError(f"there is no file {path}; {hint}")
-
-
-def check_init(init: Path | None) -> None:
-    """Check that the folder to start from, if any, contains an adapter. Raises FileError."""
-    if init is not None and not (init / "adapter_config.json").is_file():
-        raise FileError(f"--init {init} contains no adapter (no adapter_config.json); give an adapter folder")
 
 
 def check_folder_is_free(folder: Path, *, force: bool) -> None:
@@ -134,7 +127,7 @@ def train_adapter(
     folder: Path,
     *,
     report: Callable[[Progress], None],
-    init: Path | None = None,
+    init: str | Path | None = None,
     resume: bool = True,
     command: str = "",
     licences: Mapping[str, str] | None = None,
@@ -147,7 +140,9 @@ def train_adapter(
 ) -> dict[str, Any]:
     """Train an adapter for ``method`` and write its folder; returns its record (``adapter_config.json``).
 
-    init      adapter folder of the same target and kind of module to start from; the draft vocabulary is chosen anew
+    init      adapter folder of the same target and kind of module to start from, or the name of one that ships,
+              "default" for the one that ships for the target, "none" for fresh weights; None: as the recipe says. The
+              run takes its shape, but for what was set in the recipe; the draft vocabulary is chosen anew
     command   the command to repeat the training, for the card
     licences  licences of the data by source, for the card
     validation  the held-out examples; None: some of ``examples`` are set aside
@@ -169,12 +164,14 @@ def train_adapter(
     asked = {example.prompt_ids for example in own}
     examples = [example for example in examples if example.prompt_ids not in asked]
     training, held_out = divided(examples, validation, recipe)
+    start = start_folder(init, recipe, method, target)
+    recipe = adopted(recipe, method, start)
     torch.manual_seed(recipe.options.seed)  # for the initial weights; besides, only the order of batches is random
     vocabulary = _vocabulary(target, recipe, training)
     module = method.trained.make(target.config, recipe.config, vocabulary).to(target.decoder.device)
     if method.trained.fresh is not None:
         method.trained.fresh(target.decoder, module)
-    begun = None if init is None else _begin(method, method.trained, module, init, target)
+    begun = None if start is None else begin(method, module, start, target)
     processes = processes or Processes()
     form = recipe.options.target_format
     in_place = shard_target or form == "nf4"
@@ -196,7 +193,8 @@ def train_adapter(
     )
     longest = min(recipe.max_tokens, target.config.max_positions)
     if processes.first:
-        _warn(before(training, recipe.options, trainer.steps, module.num_parameters(), max_tokens=longest))
+        fresh = module.num_parameters() if begun is None else 0
+        _warn(before(training, recipe.options, trainer.steps, fresh, max_tokens=longest))
     watch = Watch(bool(held_out))
 
     def watched(progress: Progress) -> None:
@@ -223,8 +221,8 @@ def train_adapter(
         **_stopping(trainer),
         "seconds": round(trainer.seconds, 1),
         ARITHMETIC: str(dtype).removeprefix("torch."),
-        "options": {**asdict(recipe.options), "loss": asdict(recipe.loss)},
-        "held_out": recipe.held_out,
+        "options": {**asdict(recipe.options), "warmup": trainer.warmup, "loss": asdict(recipe.loss)},
+        "held_out": len(held_out),
         "max_tokens": recipe.max_tokens,
     }
     identity = TargetIdentity.of(target)
@@ -245,7 +243,7 @@ def divided(
     """The examples to train on and the held-out ones: ``validation``, or where it is None, some of ``examples``."""
     if validation is not None:
         return list(examples), list(validation)
-    return split(examples, recipe.held_out, recipe.options.seed)
+    return split(examples, recipe.held_out_of(len(examples)), recipe.options.seed)
 
 
 def _check_lengths(target: Target, examples: Iterable[Example]) -> None:
@@ -310,21 +308,6 @@ def _stopping(trainer: Trainer) -> dict[str, Any]:
 def _made_with(recipe: Recipe) -> dict[str, Any]:
     """The settings that determine examples and vocabulary."""
     return {name: getattr(recipe, name) for name in ("draft_vocabulary", "held_out", "max_tokens")}
-
-
-def _begin(method: Method, trained: Trained, module: TrainedModule, init: Path, target: Target) -> str:
-    """Copy the weights of an adapter folder into ``module``; returns the SHA-256 in the folder's record."""
-    loaded = load_adapter(init, target)
-    if not isinstance(loaded.module, trained.module):
-        raise InputError(
-            f"the adapter in {init} is for the method {loaded.method.name!r}, not {method.name!r}; start from an "
-            "adapter of that method"
-        )
-    try:
-        trained.begin(module, loaded.module)
-    except InputError as error:
-        raise InputError(f"training cannot start from the adapter in {init}: {error}") from error
-    return str(loaded.record["sha256"])
 
 
 def sources(training: Iterable[Example], licences: Mapping[str, str]) -> list[dict[str, Any]]:

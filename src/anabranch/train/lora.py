@@ -223,7 +223,7 @@ class LoraObjective:
 
 def recipe(given: Mapping[str, Any]) -> Recipe:
     """The recipe with the ``given`` values of ``OPTIONS``. Raises InputError."""
-    options = TrainOptions(lr=3e-4, weight_decay=0.0)
+    options = TrainOptions(lr=1e-3, batch_tokens=1024, schedule="linear")
     return Recipe(LoraConfig(), LoraLoss(), options).changed(OPTIONS, given)
 
 

@@ -122,7 +122,7 @@ def train_lora(
         "steps": trainer.done,
         "seconds": round(trainer.seconds, 1),
         ARITHMETIC: str(dtype).removeprefix("torch."),
-        "options": asdict(recipe.options),
+        "options": {**asdict(recipe.options), "warmup": trainer.warmup},
         "max_tokens": recipe.max_tokens,
         "held_out": {"completions": len(held_out), "before": before, "after": after} if held_out else {},
     }

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from anabranch.errors import FileError, InputError, TrainingWarning
 from anabranch.learning.examples import Example
-from anabranch.learning.recipe import Recipe
+from anabranch.learning.recipe import HELD_OUT, Recipe
 from anabranch.model.load import Target
 from anabranch.model.text import encode
 from anabranch.prompts import chat_ids
 from anabranch.tasks import Task, TaskRow, TrainingRows, find_task, sample, training_rows
 from anabranch.train.answers import EncodedPrompt
+from anabranch.train.data import left_out, warn_of_dropped
 
 __all__ = ["TaskData"]
 
@@ -62,35 +64,37 @@ class TaskData:
         """The examples to train on, and as many to evaluate on as the recipe holds out, from the split validation.
 
         A row with several references is as many examples. Completions end with the end token, and are cut at the
-        recipe's or the target's longest sequence. Warns of rows that are left out, since their prompt leaves no room
-        for two tokens, and raises InputError if no row is left.
+        recipe's or the target's longest sequence. A warning counts those that are left out, by reason, and InputError
+        is raised if none is left.
         """
         longest = min(recipe.max_tokens, target.config.max_positions)
-        by_row = [self._of(row, target, longest) for row in self.rows.train]
-        train = [one for found in by_row for one in found]
-        if left_out := by_row.count([]):
-            why = (
-                f"{left_out:,} of {len(by_row):,} prompts of the task {self.task.name} leave no room for a completion "
-                f"within {longest} tokens; shorten them, or raise --max-tokens"
+        dropped: Counter[str] = Counter()
+        train = [one for row in self.rows.train for one in self._of(row, target, longest, dropped)]
+        if not train:
+            why = ", ".join(f"{count:,} {reason}" for reason, count in sorted(dropped.items()))
+            raise InputError(
+                f"the task {self.task.name} has no example to train on: {why}; shorten the prompts, or raise "
+                "--max-tokens"
             )
-            if not train:
-                raise InputError(why)
-            warnings.warn(why, TrainingWarning, stacklevel=2)
-        held_out = sample(self.rows.validation, recipe.held_out) if recipe.held_out else []
-        return train, [one for row in held_out for one in self._of(row, target, longest)[:1]]
+        warn_of_dropped(dropped, len(train) + dropped.total(), f"examples of the task {self.task.name}")
+        wanted = HELD_OUT if recipe.held_out is None else recipe.held_out
+        held_out = sample(self.rows.validation, wanted) if wanted else []
+        return train, [one for row in held_out for one in self._of(row, target, longest, Counter())[:1]]
 
-    def _of(self, row: TaskRow, target: Target, longest: int) -> list[Example]:
+    def _of(self, row: TaskRow, target: Target, longest: int, dropped: Counter[str]) -> list[Example]:
+        """The examples of a row, one for each reference; ``dropped`` counts those that are left out."""
         prompt = tuple(self._prompt(row, target.tokenizer))
         found = []
         for reference in row.references:
             completion = [*encode(target.tokenizer, reference, add_special_tokens=False), *_end(target)]
-            kept = tuple(completion[: max(0, longest - len(prompt))])
-            if prompt and len(kept) >= 2:
-                found.append(Example(prompt, kept, self.task.name, row.name))
+            if reason := left_out(len(prompt), len(completion), longest):
+                dropped[reason] += 1
+                continue
+            found.append(Example(prompt, tuple(completion[: longest - len(prompt)]), self.task.name, row.name))
         return found
 
     def _prompt(self, row: TaskRow, tokenizer: Any) -> list[int]:
-        return chat_ids(tokenizer, row.prompt, raw=self.raw)
+        return chat_ids(tokenizer, row.asked, raw=self.raw)
 
     def prompts(self, tokenizer: Any) -> list[EncodedPrompt]:
         """The prompts of the rows to train on, for the target to complete. Raises FileError for equal ids."""

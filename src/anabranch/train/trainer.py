@@ -108,6 +108,7 @@ class Trainer:
         self._off_heap = OffHeap(folder)
         self.per_epoch = len(self._groups)
         self.steps = max(1, math.ceil(self.per_epoch * options.epochs))
+        self.warmup = options.warmup_of(self.steps)
         self.evaluate_every = options.evaluate_every or max(10, min(200, self.steps // 6))
         self.best = Best(options.patience)
         self.done = 0  # updates applied
@@ -119,9 +120,9 @@ class Trainer:
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
-        if step < self.options.warmup:
-            return self.options.lr * (step + 1) / self.options.warmup
-        done = (step - self.options.warmup) / max(1, self.steps - self.options.warmup)
+        if step < self.warmup:
+            return self.options.lr * (step + 1) / self.warmup
+        done = (step - self.warmup) / max(1, self.steps - self.warmup)
         fall = 0.5 * (1 + math.cos(math.pi * done)) if self.options.schedule == "cosine" else 1 - done
         return self.options.lr * max(fall, 0.02)
 

@@ -26,7 +26,7 @@ def distilled() -> Recipe:
 def small() -> Recipe:
     """Two narrow layers, one epoch."""
     config = DraftConfig(hidden_size=64, num_layers=2, num_heads=2, intermediate_size=192)
-    return Recipe(config, LossOptions(), TrainOptions(epochs=1.0, lr=3e-3), held_out=32, max_tokens=512)
+    return Recipe(config, LossOptions(), TrainOptions(epochs=1.0, lr=3e-3), max_tokens=512)
 
 
 RECIPES: dict[str, Callable[[], Recipe]] = {"distilled": distilled, "small": small}

@@ -41,7 +41,7 @@ def eagle_1() -> Recipe:
 def small() -> Recipe:
     """Two steps, one epoch."""
     options = TrainOptions(epochs=1.0, lr=2e-3)
-    return Recipe(EagleConfig(), LossOptions(unroll=2), options, draft_vocabulary=4096, held_out=32, max_tokens=512)
+    return Recipe(EagleConfig(), LossOptions(unroll=2), options, draft_vocabulary=4096, max_tokens=512)
 
 
 RECIPES: dict[str, Callable[[], Recipe]] = {"eagle": eagle, "eagle-1": eagle_1, "small": small}

@@ -47,7 +47,7 @@ def paper() -> Recipe:
 def small() -> Recipe:
     """Shared heads over a small draft vocabulary, one epoch."""
     options = TrainOptions(epochs=1.0, lr=2e-3)
-    return Recipe(HydraConfig(), LossOptions(), options, draft_vocabulary=4096, held_out=32, max_tokens=512)
+    return Recipe(HydraConfig(), LossOptions(), options, draft_vocabulary=4096, max_tokens=512)
 
 
 RECIPES: dict[str, Callable[[], Recipe]] = {"shared": shared, "plus-plus": plus_plus, "paper": paper, "small": small}

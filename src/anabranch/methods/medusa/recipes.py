@@ -48,7 +48,7 @@ def medusa_2() -> Recipe:
 def small() -> Recipe:
     """Shared heads over a small draft vocabulary, one epoch."""
     options = TrainOptions(epochs=1.0, lr=2e-3)
-    return Recipe(MedusaConfig(), MedusaLoss(), options, draft_vocabulary=4096, held_out=32, max_tokens=512)
+    return Recipe(MedusaConfig(), MedusaLoss(), options, draft_vocabulary=4096, max_tokens=512)
 
 
 RECIPES: dict[str, Callable[[], Recipe]] = {"shared": shared, "paper": paper, "medusa-2": medusa_2, "small": small}

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from anabranch.errors import InputError
 from anabranch.learning.examples import Batch, Example
+from anabranch.learning.recipe import Recipe
 from anabranch.learning.target import run_frozen
 from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.methods.streams.config import StreamConfig
+from anabranch.methods.trained import adopt_shape
 from anabranch.model.decoder import Decoder
 
-__all__ = ["begin_with", "scale_to_target"]
+__all__ = ["adopt_streams", "begin_with", "scale_to_target"]
 
 SAMPLE = 64  # tokens
 RANKS = ("adapter_rank", "attention_rank", "mlp_rank")
@@ -36,6 +40,13 @@ def scale_to_target(target: Decoder, adapter: StreamAdapter) -> None:
     # the median: the first token's state is often a thousand times as large
     size = float(x_BTD.float().square().mean(-1).sqrt().median())
     adapter.embedding_rate = max(1.0, 2.0 ** round(math.log2(STEP * size)))  # the same on any machine
+
+
+def adopt_streams(recipe: Recipe, config: StreamConfig) -> Recipe:
+    """The recipe with the shape of trained streams, except what the user has set and what its mode decides."""
+    mine: StreamConfig = recipe.config
+    root = 0 if mine.main_attends == "own" else config.root_width  # computed before the next token is known
+    return adopt_shape(recipe, replace(config, mode=mine.mode, main_attends=mine.main_attends, root_width=root))
 
 
 def begin_with(adapter: StreamAdapter, trained: StreamAdapter) -> None:

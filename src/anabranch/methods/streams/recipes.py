@@ -3,7 +3,7 @@
 default-adapter    the adapter shipped for the default model
 small              a first adapter in minutes, to check that everything works
 paper-lossless     ACL section 2, lossless mode: stream adapters of rank 8 in place of the MLP, no conditioning
-shared             the target and its streams tuned together on the data: twelve layers, deltas, conditioned on the path
+shared             the target and its streams tuned together on the data, starting from the shipped adapter
 paper-shared       ACL section 2, shared mode: (gamma + 16) h parameters beside the terms of the target's layers
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from anabranch.learning.recipe import COMMON, RECOMPUTE, Option, Recipe, TrainOptions
 from anabranch.methods.streams.adapter import StreamAdapter
-from anabranch.methods.streams.begin import begin_with, scale_to_target
+from anabranch.methods.streams.begin import adopt_streams, begin_with, scale_to_target
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.joint import SharedObjective
 from anabranch.methods.streams.objective import LossOptions, StreamObjective
@@ -38,7 +38,7 @@ def small() -> Recipe:
         stream_mlp="mlp+adapter", adapter_rank=16, attention_rank=16, conditioning="parent", conditioning_rank=64
     )
     options = TrainOptions(epochs=1.0)
-    return Recipe(config, LossOptions(), options, draft_vocabulary=4096, held_out=32, max_tokens=512)
+    return Recipe(config, LossOptions(), options, draft_vocabulary=4096, max_tokens=512)
 
 
 def default_adapter() -> Recipe:
@@ -55,23 +55,15 @@ def default_adapter() -> Recipe:
         root_width=512,
     )
     options = TrainOptions(epochs=3.0, lr=1.5e-3, batch_tokens=2048, keep_states=True)
-    return Recipe(config, LossOptions(), options, draft_vocabulary=8192, held_out=96)
+    return Recipe(config, LossOptions(), options, draft_vocabulary=8192)
 
 
 def shared() -> Recipe:
-    """Shared mode at its best: the streams of ``default_adapter`` without the root, since they ride."""
-    config = replace(
-        default_adapter().config,
-        num_streams=4,
-        attention_rank=32,
-        mlp_rank=0,
-        root_width=0,
-        mode="shared",
-        main_attends="own",
-        lora_rank=32,
-    )
-    options = TrainOptions(epochs=3.0, lr=5e-4, batch_tokens=2048)
-    return Recipe(config, LossOptions(main=1.0, streams=0.1), options, draft_vocabulary=8192)
+    """Shared mode at its best: the streams of the shipped adapter, to which main rows do not attend."""
+    shape = default_adapter().config
+    config = replace(shape, attention_rank=16, mlp_rank=13, mode="shared", lora_rank=16)
+    options = TrainOptions(epochs=3.0, lr=1e-3, batch_tokens=1024, schedule="linear")
+    return Recipe(config, LossOptions(main=1.0, streams=0.1), options, draft_vocabulary=8192, init="shipped")
 
 
 def paper_shared() -> Recipe:
@@ -120,6 +112,8 @@ def change(recipe: Recipe, given: Mapping[str, Any]) -> Recipe:
     """A recipe with the ``given`` values of ``OPTIONS``. Raises InputError for unknown names and values."""
     if given.get("conditioning") == "none":
         given = {"conditioning_rank": 0, **given}
+    if given.get("main_attends") == "own":
+        given = {"root_width": 0, **given}  # such streams are computed before the next token is known
     return recipe.changed(OPTIONS, given)
 
 
@@ -149,6 +143,7 @@ TRAINED = Trained(
     change=change,
     describe=_describe,
     begin=begin_with,
+    adopt=adopt_streams,
     fresh=scale_to_target,
     export=export_tuned,
     rider=own_rider,
