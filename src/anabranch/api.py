@@ -30,6 +30,7 @@ from anabranch.options import Keywords, Options
 from anabranch.profiles import Known, Situation, keep_arms, settle
 from anabranch.prompts import Arrays, Ids, check_stream, conversation_ids, read_prompts
 from anabranch.support.background import Worker
+from anabranch.support.forks import renewed_after_fork
 from anabranch.support.memory import give_back
 
 if TYPE_CHECKING:
@@ -103,12 +104,17 @@ class Model:
         self.adapters = tuple(adapters)
         self.spec = resolve_spec(drafter, *self._modules)
         self.known: Known | None = None  # step costs, measured when a drafter first needs them
-        self._lock = threading.RLock()
+        self.after_fork()
+        renewed_after_fork(self)
         self._worker = Worker()
         self._drafters: dict[str, Drafter] = {}
         self._stored = -math.inf  # when what the arms of "auto" yielded was last stored
         self._scheduler = Scheduler(target.decoder)
         self.drafter_of(self.spec)  # raise for unsupported combinations now
+
+    def after_fork(self) -> None:
+        """Replace the lock, in a forked child: a thread of the parent may hold it."""
+        self._lock = threading.RLock()
 
     @property
     def drafter(self) -> str:

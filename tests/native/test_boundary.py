@@ -578,7 +578,7 @@ def test_a_fork_takes_no_locks_along() -> None:
     weight, _memory = k.pack("float32", torch.eye(32))
     x = torch.randn(1, 32)
     k.linear(x, weight, None)
-    with k.lock, native._finding:
+    with k.lock, native._finding.lock:
         child = os.fork()
         if child == 0:
             same = torch.equal(k.linear(x, weight, None), x) and native.library() is k

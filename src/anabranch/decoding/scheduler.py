@@ -8,6 +8,10 @@ Prompts that begin like an earlier text are read from where they differ: the key
 the most recently used ones, up to ``prefix_bytes``.
 
 Safe for threads: any thread may submit, cancel and wait, and whoever waits runs the ticks for all.
+
+A tick calls users' functions, logits processors and ``on_prompt``, and these may call the model again, or wait for a
+thread that does. Such calls are served by a second scheduler, in plain decoding: the first one is in the middle of a
+step. While a user's function runs, its thread lends its ``Turn`` to run passes.
 """
 
 from __future__ import annotations
@@ -15,9 +19,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,10 +32,13 @@ from anabranch.decoding.arms import Arms
 from anabranch.decoding.batch import CHUNK, Member
 from anabranch.decoding.engine import Engine, Request, Step
 from anabranch.decoding.speculation import Speculation
+from anabranch.decoding.turn import Turn
 from anabranch.errors import DeviceError, InputError
 from anabranch.methods.base import Drafter
+from anabranch.methods.none import NoDrafter
 from anabranch.model.cache import shared_length
 from anabranch.model.decoder import Decoder
+from anabranch.support.forks import renewed_after_fork
 from anabranch.support.memory import give_back
 
 __all__ = ["Scheduler", "Ticket"]
@@ -41,12 +49,18 @@ SHORTEST = 16  # tokens that a shared beginning must have to be copied
 MIN_CAPACITY = 512
 POSITIONS = 8 * (MIN_CAPACITY + 64)  # of all rows that an idle cache may hold: 8 rows of the smallest capacity
 PREFIX_BYTES = 2**26
+CLOSED = "the model was closed while it decoded; load it again"
+PATIENCE = 0.1  # seconds in one user's function after which calls that wait for it are served by the second scheduler
+DEPTH = 8  # schedulers above one target: calls within users' functions within calls
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
 class Ticket:
     """A request that was submitted.
 
+    host             what decodes it
     used             the drafter of its row: ``drafter``, or the one of its arms that was chosen when it joined
     seconds          spent in ticks while it had a row
     prefill_seconds  of these, until its prompt was read
@@ -57,6 +71,7 @@ class Ticket:
 
     request: Request
     drafter: Drafter
+    host: Scheduler
     used: Drafter | None = None
     row: int | None = None
     done: bool = False
@@ -124,9 +139,23 @@ class Scheduler:
         self._waiting: deque[Ticket] = deque()
         self._running: dict[int, Ticket] = {}
         self._prefixes: list[_Prefix] = []  # the most recently used one last
+        self._ticker: int | None = None  # the thread that runs a tick
+        self._calls = 0  # of users' functions so far
+        self._calling = False  # whether the tick waits for one
+        self._turn = Turn()
+        self._depth = 1
+        self._second: Scheduler | None = None  # for calls that cannot wait for the tick
+        self._closed = False
+        self.after_fork()
+        renewed_after_fork(self)
+
+    def after_fork(self) -> None:
+        """Replace the lock, and end what a thread was decoding that does not exist in a forked child."""
         self._mutex = threading.Lock()
         self._ticked = threading.Condition(self._mutex)
-        self._ticking = self._closed = False
+        if self._ticker not in (None, threading.get_ident()):
+            self._ticker = None
+            self._shut("this process was forked while another thread decoded; ask again")
 
     def speculate(self, costs: Costs, arms: Arms | None = None) -> None:
         """Size adaptive drafts by these costs, and choose between arms by what is known of them."""
@@ -143,12 +172,16 @@ class Scheduler:
     def submit(self, request: Request, drafter: Drafter) -> Ticket:
         """Queue a request. Raises InputError or CapabilityError for one that cannot be served."""
         Engine.refuse(self.target, request, drafter)
-        ticket = Ticket(request, drafter)
         with self._mutex:
             if self._closed:
                 raise InputError("this model is closed; load it again")
-            self._waiting.append(ticket)
-        return ticket
+            second = self._second_here() if self._ticker == threading.get_ident() else None
+            if second is None:
+                ticket = Ticket(request, drafter, self)
+                ticket.request = _lending(ticket)
+                self._waiting.append(ticket)
+                return ticket
+        return second.submit(request, NoDrafter())
 
     def cancel(self, ticket: Ticket) -> None:
         """End a request; its row is free at once, or after the step that is running."""
@@ -156,8 +189,11 @@ class Scheduler:
             if ticket.done:
                 return
             ticket.cancelled = True
-            if not self._ticking:
-                self._sweep()
+            if ticket.host is self:
+                if self._ticker is None:
+                    self._sweep()
+                return
+        ticket.host.cancel(ticket)
 
     def _sweep(self) -> None:
         """Let cancelled requests go. To be called by whoever ticks, or with the mutex held and nobody ticking."""
@@ -189,27 +225,75 @@ class Scheduler:
             raise ticket.error
 
     def advance(self, ticket: Ticket) -> bool:
-        """Decode until a request has steps, or has ended; returns whether there is anything to take."""
-        while True:
+        """Decode until a request has steps, or has ended; returns whether there is anything to take.
+
+        Raises InputError where this thread's tick would have to go on for that.
+        """
+        while ticket.host is self:
             with self._mutex:
-                while not ticket.steps and not ticket.done and self._ticking:
-                    self._ticked.wait()
+                self._wait(ticket)
                 if ticket.steps or ticket.done:
                     return bool(ticket.steps or ticket.error)
-                self._ticking = True
-            try:
-                self._tick()
-            finally:
-                with self._mutex:
-                    self._ticking = False
-                    if self._closed:
-                        self._shut()
-                    self._ticked.notify_all()
+                if ticket.host is not self:
+                    break
+                self._ticker = threading.get_ident()
+            self._tick()
+        return ticket.host.advance(ticket)
+
+    def _wait(self, ticket: Ticket) -> None:
+        """Wait until a request has steps, has ended, is served elsewhere, or nobody ticks; with the mutex held."""
+        while self._ticker is not None and ticket.host is self and not ticket.steps and not ticket.done:
+            calls, within = self._calls, self._ticker == threading.get_ident()
+            if within and ticket.row is not None:
+                raise InputError(
+                    "a logits processor or callback cannot continue a text that is decoded together with its own; "
+                    "finish one before the other"
+                )
+            if within or (not self._ticked.wait(PATIENCE) and self._calling and self._calls == calls):
+                self._hand_over()
 
     def tick(self) -> list[tuple[Ticket, Step]]:
         """Run one tick and return its steps; for a caller that submits and reads all requests itself."""
-        assert not self._ticking, "another thread is decoding; use steps"
+        assert self._ticker is None, "another thread is decoding; use steps"
+        self._ticker = threading.get_ident()
         return self._tick()
+
+    @contextmanager
+    def _lent(self) -> Iterator[None]:
+        """While a user's function runs in a tick: this thread's turn is lent to whoever the function waits for."""
+        self._calls += 1
+        self._calling = True
+        try:
+            with self._turn.lent():
+                yield
+        finally:
+            self._calling = False
+
+    def _second_here(self) -> Scheduler:
+        """What serves calls of this thread, whose tick waits for a user's function; with the mutex held."""
+        if not self._calling:
+            raise InputError("a drafter cannot call the model that it drafts for; load it a second time")
+        if self._second is None:
+            if self._depth >= DEPTH:
+                raise InputError(
+                    f"logits processors or callbacks call the model {DEPTH} levels deep; let them call it without "
+                    "themselves"
+                )
+            self._second = Scheduler(self.target, rows=self.rows, prefix_bytes=0)
+            self._second._turn, self._second._depth = self._turn, self._depth + 1
+        return self._second
+
+    def _hand_over(self) -> None:
+        """Let the second scheduler serve all waiting requests; with the mutex held."""
+        if not self._waiting:
+            return
+        second = self._second_here()
+        for ticket in self._waiting:
+            ticket.host, ticket.drafter = second, NoDrafter()
+        with second._mutex:
+            second._waiting.extend(self._waiting)
+        self._waiting.clear()
+        self._ticked.notify_all()
 
     def reserve(self, drafter: Drafter, tokens: int) -> None:
         """Allocate the cache of an idle scheduler for all its rows, of ``tokens`` tokens each, before requests come.
@@ -221,6 +305,18 @@ class Scheduler:
 
     # -- a tick -----------------------------------------------------------------------------------------
     def _tick(self) -> list[tuple[Ticket, Step]]:
+        """A tick of the thread that is ``_ticker``."""
+        try:
+            with self._turn:
+                return self._ticked_steps()
+        finally:
+            with self._mutex:
+                self._ticker = None
+                if self._closed:
+                    self._shut()
+                self._ticked.notify_all()
+
+    def _ticked_steps(self) -> list[tuple[Ticket, Step]]:
         began = time.perf_counter()
         with self._mutex:
             self._sweep()
@@ -231,7 +327,7 @@ class Scheduler:
                 steps = [(self._running[step.row], step) for step in self.engine.step()]
             except BaseException as error:
                 self._fail(error)
-                if not isinstance(error, Exception):
+                if self._for_this_thread(error):
                     raise
         seconds = time.perf_counter() - began
         for ticket in {*self._running.values()}:
@@ -268,7 +364,7 @@ class Scheduler:
                 self._again([ticket])
             else:
                 self._end(ticket, error)
-            if not isinstance(error, Exception):
+            if self._for_this_thread(error):
                 raise
             return None
         if engine.active == 1 or engine.reading is None:
@@ -392,8 +488,10 @@ class Scheduler:
     def settle(self) -> None:
         """Free the cache if it is large and idle, except where captured graphs depend on it."""
         with self._mutex:
+            if self._ticker is None and self._second is not None and not self._second.busy:
+                self._second = None
             engine = self.engine
-            if self._ticking or engine is None or self.busy or self.target.backend.capture is not None:
+            if self._ticker is not None or engine is None or self.busy or self.target.backend.capture is not None:
                 return
             if engine.cache.rows * engine.cache.capacity > POSITIONS:
                 self._drop_cache()
@@ -404,23 +502,31 @@ class Scheduler:
         """End all requests with InputError and free the cache and kept texts, after the tick that is running."""
         with self._mutex:
             self._closed = True
-            if not self._ticking:
+            if self._second is not None:
+                self._second.close()
+            if self._ticker is None:
                 self._shut()
 
-    def _shut(self) -> None:
-        """What ``close`` promises, with the mutex held and nobody ticking."""
+    def _shut(self, why: str = CLOSED) -> None:
+        """End all requests and free everything, with the mutex held and nobody ticking."""
         for ticket in (*self._waiting, *self._running.values()):
-            ticket.error = InputError("the model was closed while it decoded; load it again")
+            ticket.error = InputError(why)
             ticket.done = True
         self._waiting.clear()
         self._running.clear()
         self._prefixes.clear()
-        self.engine = None
+        self.engine = self._second = None
 
     # -- errors ------------------------------------------------------------------------------------------
     def _end(self, ticket: Ticket, error: BaseException) -> None:
         with self._mutex:
             ticket.error, ticket.done = _told(error, self.target.device), True
+
+    def _for_this_thread(self, error: BaseException) -> bool:
+        """Whether an error ends the call that ticks, too: Ctrl-C, not what another call's function raised."""
+        if isinstance(error, Exception):
+            return False
+        return isinstance(error, KeyboardInterrupt) or self.engine is None or self.engine.at_fault is None
 
     def _fail(self, error: BaseException) -> None:
         """A step failed, so no row's cache is to be trusted.
@@ -447,6 +553,25 @@ class Scheduler:
             for ticket in tickets:
                 ticket.row = None
             self._waiting.extendleft(reversed(tickets))
+
+
+def _lending(ticket: Ticket) -> Request:
+    """The request of a ticket with functions that lend the turn of the thread that calls them."""
+
+    def lending(function: Callable[..., T]) -> Callable[..., T]:
+        def call(*arguments: object) -> T:
+            with ticket.host._lent():
+                return function(*arguments)
+
+        return call
+
+    request = ticket.request
+    sampling, on_prompt = request.sampling, request.on_prompt
+    if sampling.processors:
+        sampling = replace(sampling, processors=tuple(map(lending, sampling.processors)))
+    elif on_prompt is None:
+        return request
+    return replace(request, sampling=sampling, on_prompt=None if on_prompt is None else lending(on_prompt))
 
 
 def _told(error: BaseException, device: torch.device) -> BaseException:

@@ -11,10 +11,8 @@ M rows, D width, N outputs.
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -30,6 +28,7 @@ from anabranch.native import build
 from anabranch.native.arguments import BLOCK, KINDS, address, filled, packable, require, row_kind, rows_for, scores
 from anabranch.native.openmp import set_openmp_threads
 from anabranch.native.structs import LAST, Ends, Layer, Layers, Packed, RaggedBatch, Screen, Shape, Table, layout
+from anabranch.support.forks import renewed_after_fork
 
 __all__ = [
     "BLOCK",
@@ -97,8 +96,8 @@ class Library:
         c.anabranch_advise.argtypes, c.anabranch_advise.restype = (_POINTER, _LONG), None
         self._mine = threading.local()  # ``threads``: torch's count in this thread before ``single_threaded``
         self._free = torch.empty(0, dtype=torch.uint8)
-        self._begin()
-        _alive.add(self)
+        self.after_fork()
+        renewed_after_fork(self)
 
     def function(self, name: str, arguments: tuple[Any, ...]) -> Callable[..., int]:
         """The C function ``anabranch_NAME`` with these ctypes arguments, which returns a status or a number.
@@ -117,8 +116,8 @@ class Library:
         found, expected = [numbers[i] for i in range(count.value)], layout(last)
         require(found == expected, "structs of the compiled kernels differ from Python's: {}, {}", found, expected)
 
-    def _begin(self) -> None:
-        """Initialise the lock and the thread pools, also in a forked child, which does not inherit threads."""
+    def after_fork(self) -> None:
+        """Begin with a new lock and without thread pools; those of the parent do not exist in a child."""
         self.lock = threading.Lock()  # one call at a time: threads and their scratch memory are shared
         self._runners: dict[int, int] = {}
 
@@ -363,20 +362,18 @@ class _Found:
     shortfall: build.Shortfall | None
 
 
-_alive: weakref.WeakSet[Library] = weakref.WeakSet()
-_finding = threading.Lock()
+class _Finding:
+    """The lock to look for the kernels with."""
+
+    def __init__(self) -> None:
+        self.after_fork()
+
+    def after_fork(self) -> None:
+        self.lock = threading.Lock()
+
+
+_finding = renewed_after_fork(_Finding())
 _found: _Found | None = None
-
-
-def _after_fork() -> None:
-    """Create new locks: those held by the parent's threads would stay locked in the child."""
-    global _finding
-    _finding = threading.Lock()
-    for alive in _alive:
-        alive._begin()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 def library() -> Library | None:
@@ -402,13 +399,13 @@ def why_not() -> str:
 def forget() -> None:
     """Discard the result of ``library()``, so that the next call looks for the kernels again."""
     global _found
-    with _finding:
+    with _finding.lock:
         _found = None
 
 
 def _look() -> _Found:
     global _found
-    with _finding:
+    with _finding.lock:
         if _found is None:
             _found = _find()
         return _found

@@ -13,6 +13,8 @@ from typing import TypeVar
 
 import torch
 
+from anabranch.support.forks import renewed_after_fork
+
 __all__ = ["Worker"]
 
 T = TypeVar("T")
@@ -23,6 +25,11 @@ class Worker:
     """Threads that start with the first calls and use as many CPU threads as the thread that created the first."""
 
     def __init__(self) -> None:
+        self.after_fork()
+        renewed_after_fork(self)
+
+    def after_fork(self) -> None:
+        """Begin without threads; those of the parent do not exist in a child."""
         self._executor: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 
