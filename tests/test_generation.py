@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from anabranch.api import Model
 from anabranch.decoding import generation
+from anabranch.decoding.detokenizer import Detokenizer
 from anabranch.decoding.engine import Engine, Request
-from anabranch.decoding.generation import Detokenizer
 from anabranch.decoding.scheduler import Scheduler
 from anabranch.decoding.stats import Stats
 from anabranch.errors import CapabilityError, DeviceError, InputError
@@ -54,7 +54,7 @@ def feed(ids: Sequence[int], sizes: Sequence[int], stop: Sequence[str] = ()) -> 
     detokenizer = Detokenizer(TOKENIZER, stop)
     pieces, at = [], 0
     for size in [*sizes, *[1] * len(ids)]:
-        if at < len(ids) and not detokenizer.stopped:
+        if at < len(ids) and detokenizer.stopped is None:
             pieces.append(detokenizer.add(ids[at : at + size]))
             at += size
     return [*pieces, detokenizer.finish()], detokenizer
@@ -101,11 +101,11 @@ def test_stop_strings_end_the_text_before_them(text: str, stop: list[str], sizes
         found = [at for at in (said.find(s) for s in stop) if at >= 0]
         if found:
             assert "".join(pieces) == said[: min(found)]
-            assert detokenizer.stopped
+            assert detokenizer.stopped is not None
             assert detokenizer.kept == count
             return
     assert "".join(pieces) == text
-    assert not detokenizer.stopped
+    assert detokenizer.stopped is None
 
 
 def test_a_text_that_may_become_a_stop_string_is_held_back() -> None:

@@ -29,7 +29,7 @@ count_imports = _script()
 ROOMS = (
     *("errors", "support"),
     "tasks",
-    *("tree", "sampling", "verify"),
+    *("tree", "sampling", "processors", "verify"),
     "native",
     "model",
     *("costs", "learning"),

@@ -188,6 +188,7 @@ class Model:
             "device": str(decoder.device),
             "kernels": kernels_of(decoder).name,
             "threads": self.threads,
+            **({"defaults": target.generation.honoured} if target.generation.honoured else {}),
         }
         return f"Model({target.name!r}, {', '.join(f'{name}={value}' for name, value in facts.items())})"
 
@@ -247,8 +248,9 @@ class Model:
         One prompt returns one result; a list of prompts, or an array [B, L], returns a list. An encoding returned by
         the tokenizer is accepted too; its padding is removed. Options, all by keyword:
 
-        max_new_tokens=256, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, seed=0
+        max_new_tokens=256, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0
         stop=()           strings that end the text and are not part of it
+        stop_token_ids=() token ids that end the text, besides the model's own
         ignore_eos=False  continue after the model's end token
         drafter=None      a drafter for this call; "none" is plain decoding
         rule="match"      the verification rule; "rejection" requires a drafter that samples its drafts
@@ -257,6 +259,14 @@ class Model:
         rows=8            maximum number of prompts decoded at the same time
         lora=None         the name of a loaded LoRA (``load(loras=)``); None: the target as it is
         on_prompt=None    function (prompt tokens processed, prompt tokens in total), called after each chunk of 512
+
+        These change scores by the tokens so far, as the options of transformers' ``generate`` of the same names do (see
+        docs/python.md): repetition_penalty, no_repeat_ngram_size, sequence_bias, logit_bias, bad_words_ids,
+        suppress_tokens, begin_suppress_tokens, min_new_tokens, min_length, forced_bos_token_id, forced_eos_token_id,
+        exponential_decay_length_penalty, encoder_repetition_penalty, encoder_no_repeat_ngram_size,
+        remove_invalid_values.
+
+        An option that is None, or left out, has the default of the model's generation config if that states one.
 
         All prompts of a list use the same seed, so the result of one does not depend on the others. A sequence that
         reaches the model's context length ends with the finish reason "length".
@@ -276,7 +286,7 @@ class Model:
         try:
             found = generation.generate(
                 *(self._scheduler, requests, drafter, self.tokenizer),
-                stop=call.stops,
+                stop=call.stops(self.target),
                 rows=int(call.rows),
                 cancelled=cancelled,
             )
@@ -295,7 +305,7 @@ class Model:
         request = call.request(prompts[0], self.target)
         drafter = self.drafter_of(call.drafter or self.spec)
         self._scheduler.check(request, drafter)  # raise now, not with the first chunk
-        return self._stream(request, drafter, call.stops)
+        return self._stream(request, drafter, call.stops(self.target))
 
     def _stream(self, request: Request, drafter: Drafter, stops: Sequence[str]) -> Generator[Chunk, None, None]:
         scheduler, tokenizer = self._scheduler, self.tokenizer

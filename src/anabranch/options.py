@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from anabranch.decoding.engine import Request
 from anabranch.errors import InputError
 from anabranch.methods import Spec, parse_spec
+from anabranch.model.generation_config import GenerationDefaults
 from anabranch.model.load import Target
+from anabranch.processors import ScoreOptions, ids_of
 from anabranch.sampling import LogitsProcessor, SamplingParams
 from anabranch.verify import Rule
 
-__all__ = ["Keywords", "Options"]
+__all__ = ["NEW_TOKENS", "Keywords", "Options"]
+
+NEW_TOKENS = 256  # unless the call or the model says otherwise
 
 
 class Keywords(TypedDict, total=False):
     """The options as keyword arguments; see ``Options`` for defaults and ``Model.generate`` for descriptions."""
 
-    max_new_tokens: int
+    max_new_tokens: int | None
+    min_new_tokens: int | None
     temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
     seed: int
     stop: str | Sequence[str] | None
+    stop_token_ids: int | Sequence[int]
     ignore_eos: bool
     drafter: str | Spec | None
     rule: Rule
@@ -36,20 +41,37 @@ class Keywords(TypedDict, total=False):
     rows: int
     on_prompt: Callable[[int, int], None] | None
     lora: str | None
+    repetition_penalty: float | None
+    no_repeat_ngram_size: int | None
+    sequence_bias: Mapping[tuple[int, ...], float] | Sequence[Any] | None
+    logit_bias: Mapping[int, float] | None
+    bad_words_ids: Sequence[Sequence[int]] | None
+    suppress_tokens: Sequence[int] | None
+    begin_suppress_tokens: Sequence[int] | None
+    min_length: int | None
+    forced_bos_token_id: int | None
+    forced_eos_token_id: int | Sequence[int] | None
+    exponential_decay_length_penalty: Sequence[float] | None
+    encoder_repetition_penalty: float | None
+    encoder_no_repeat_ngram_size: int | None
+    remove_invalid_values: bool | None
 
 
 @dataclass(frozen=True)
-class Options:
-    """The validated options of a call; see ``Model.generate``. Raises InputError for an invalid value."""
+class Options(ScoreOptions):
+    """The validated options of a call; see ``Model.generate``. Raises InputError for an invalid value.
 
-    max_new_tokens: int = 256
+    None is the model's default (its generation config), or else that of ``Model.generate``.
+    """
+
+    max_new_tokens: int | None = None
     temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
     seed: int = 0
-    stop: str | Sequence[str] | None = ()
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: int | Sequence[int] = ()
     ignore_eos: bool = False
     drafter: str | Spec | None = None
     rule: Rule = "match"
@@ -60,8 +82,11 @@ class Options:
     lora: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("max_new_tokens", "rows"):
             value = getattr(self, name)
+            if value is None and name == "max_new_tokens":
+                continue
             if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
                 raise InputError(f"{name} must be a whole number of at least 1, got {value!r}")
         if self.on_prompt is not None and not callable(self.on_prompt):
@@ -73,12 +98,13 @@ class Options:
         if self.drafter is not None:
             parse_spec(self.drafter)
         if not isinstance(self.stop, str | Sequence | None) or any(
-            not isinstance(text, str) or not text for text in self.stops
+            not isinstance(text, str) or not text for text in _listed(self.stop)
         ):
             raise InputError(f"stop takes strings of at least one character, got {self.stop!r}")
+        ids_of(self.stop_token_ids, "stop_token_ids")
         if not isinstance(self.processors, Sequence) or not all(map(callable, self.processors)):
             raise InputError(f"processors must be a list of functions, got {self.processors!r}")
-        _ = self.sampling
+        self._sampling(GenerationDefaults())
 
     @staticmethod
     def of(keywords: Keywords) -> Options:
@@ -88,31 +114,59 @@ class Options:
             raise InputError(f"there is no option {unknown[0]!r}; options are {', '.join(known)}")
         return Options(**keywords)
 
-    @property
-    def stops(self) -> tuple[str, ...]:
+    def stops(self, target: Target) -> tuple[str, ...]:
         """The stop strings."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return target.generation.stop if self.stop is None else _listed(self.stop)
 
-    @property
-    def sampling(self) -> SamplingParams:
+    def _sampling(
+        self, defaults: GenerationDefaults, penalty: float = 1.0, processors: tuple[LogitsProcessor, ...] = ()
+    ) -> SamplingParams:
         """The parameters of the next-token distribution."""
+        given = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
+        cuts = {**defaults.cuts, **{name: value for name, value in given.items() if value is not None}}
         return SamplingParams(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            seed=self.seed,
-            processors=tuple(self.processors),
+            temperature=self.temperature, seed=self.seed, repetition_penalty=penalty, processors=processors, **cuts
         )
 
     def request(self, prompt_ids: list[int], target: Target) -> Request:
-        """The engine's request for a prompt. Raises InputError for a LoRA that the target does not have."""
+        """The engine's request for a prompt. Raises InputError for a LoRA or a token id that the target does not have,
+        and for a prompt that leaves no room below the model's own ``max_length``.
+        """
         if self.lora is not None:
             target.decoder.loras.check(self.lora)
-        stop_ids = frozenset() if self.ignore_eos else frozenset(target.config.eos_token_ids)
+        ends = frozenset(() if self.ignore_eos else target.config.eos_token_ids)
+        vocabulary = target.config.vocab_size
+        stop_ids = ids_of(self.stop_token_ids, "stop_token_ids")
+        if wrong := [token for token in stop_ids if token >= vocabulary]:
+            raise InputError(f"stop_token_ids has {wrong[0]}, but the vocabulary ends at {vocabulary - 1}")
+        ends |= set(stop_ids)
+        new, defaults = self._new_tokens(len(prompt_ids), target.generation), target.generation
+        scores = defaults.scores.given | self.given
+        if self.min_length is not None and self.min_new_tokens is None:
+            scores["min_new_tokens"] = None  # the call's own min_length counts, not the model's min_new_tokens
+        settled = ScoreOptions(**scores)
+        own = settled.score_processors(prompt_ids, ends, len(prompt_ids) + new, vocabulary)
+        sampling = self._sampling(defaults, settled.first_penalty, (*own, *self.processors))
         return Request(
-            *(prompt_ids, int(self.max_new_tokens), self.sampling, stop_ids, self.rule, self.log_probs),
+            *(prompt_ids, new, sampling, ends, self.rule, self.log_probs),
             on_prompt=self.on_prompt,
             lora=self.lora,
         )
+
+    def _new_tokens(self, prompt: int, defaults: GenerationDefaults) -> int:
+        if self.max_new_tokens is not None:
+            return int(self.max_new_tokens)
+        if defaults.new is not None:
+            return defaults.new
+        if defaults.total is None:
+            return NEW_TOKENS
+        if prompt >= defaults.total:
+            raise InputError(
+                f"the prompt has {prompt} tokens, and the model's generation config limits a text to "
+                f"max_length={defaults.total}; give max_new_tokens"
+            )
+        return min(NEW_TOKENS, defaults.total - prompt)
+
+
+def _listed(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else tuple(stop or ())

@@ -36,6 +36,7 @@ __all__ = [
     "halves",
     "inverse_cdf",
     "log_probs",
+    "penalised",
     "position_keys",
     "process_logits",
     "target_probs",
@@ -278,11 +279,8 @@ def _apply_history(logits_NV: Tensor, params: SamplingParams, histories: Sequenc
         raise InputError("repetition_penalty and logits processors need the tokens before each row; pass histories")
     rows = []
     for logits_V, history in zip(logits_NV, histories, strict=True):
-        if params.repetition_penalty != 1 and len(history):
-            seen = torch.as_tensor(history, dtype=torch.long, device=logits_V.device)
-            scores = logits_V[seen]
-            penalty = params.repetition_penalty
-            logits_V = logits_V.scatter(0, seen, torch.where(scores < 0, scores * penalty, scores / penalty))
+        if params.repetition_penalty != 1:
+            logits_V = penalised(logits_V, history, params.repetition_penalty)
         if params.processors:
             logits_V = logits_V.clone()  # a processor may write in place, but not into the raw logits
         for processor in params.processors:
@@ -295,9 +293,20 @@ def _apply_history(logits_NV: Tensor, params: SamplingParams, histories: Sequenc
                     f"a logits processor must return logits of shape {tuple(before)}, got {tuple(logits_V.shape)}"
                 )
         if params.processors and not bool((logits_V > -math.inf).any()):
-            raise InputError("the logits processors forbid every token; leave at least one logit above -inf")
+            raise InputError("the options or logits processors forbid every token; leave at least one logit above -inf")
         rows.append(logits_V.float())
     return torch.stack(rows)
+
+
+def penalised(logits_V: Tensor, tokens: Sequence[int], penalty: float) -> Tensor:
+    """Logits in which those of ``tokens`` are divided by ``penalty`` if positive, and multiplied by it if negative.
+
+    Tokens that have no logit are ignored: a draft model's vocabulary may be smaller than the target's.
+    """
+    seen = torch.as_tensor(tokens, dtype=torch.long, device=logits_V.device)
+    seen = seen[seen < len(logits_V)]
+    scores = logits_V[seen]
+    return logits_V.scatter(0, seen, torch.where(scores < 0, scores * penalty, scores / penalty))
 
 
 def _keep_nucleus(logits_NV: Tensor, top_p: float) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from anabranch.bench.application import Application
 from anabranch.bench.report import blocks, heading
 from anabranch.bench.run import Answer
-from anabranch.decoding.generation import Detokenizer
+from anabranch.decoding.detokenizer import Detokenizer
 from anabranch.support.plots import LINES
 
 __all__ = ["task_page"]

@@ -190,7 +190,7 @@ def described(
     """The description of the measurement, for the result file."""
     from anabranch.support.files import without_folders
 
-    sampling = config.sampling
+    sampling = config.sampling.params
     return {
         "model": without_folders(config.loading.model),
         **({} if config.loading.lora is None else {"lora": config.loading.lora.name}),

@@ -194,7 +194,7 @@ class Conversation:
     def _count(self, found: Generation) -> None:
         """Add an answer to the statistics; print why it ended, unless the model ended it."""
         self.answered.append(found.stats)
-        ended = show.ending(found, self.model, self.call["max_new_tokens"])
+        ended = show.ending(found, self.model)
         why = show.explained(ended, found, self.model, more="start chat with --max-new-tokens")
         if ended == "model_limit":
             why += "; /reset starts a new conversation"

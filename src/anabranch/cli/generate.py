@@ -38,6 +38,9 @@ class GenerateConfig:
     raw: options.Raw = False
     decoding: options.Decoding = field(default=options.Decoding())
     stop: options.Stop = ()
+    stop_token_id: Annotated[
+        tuple[int, ...], typer.Option(metavar="ID", help="end the text at this token; repeatable")
+    ] = ()
     show_drafts: options.ShowDrafts = False
     compare: Annotated[bool, typer.Option("--compare", help="also measure the speedup over plain decoding")] = False
     trace: Annotated[
@@ -67,7 +70,7 @@ def generate(config: GenerateConfig) -> None:
     with show.Wait() as wait:
         loaded = show.load_model(config.loading, config.drafter, config.decoding, wait)
         asked = _asked(loaded, text, config)
-        call = config.decoding.keywords(stops)
+        call = config.decoding.keywords(stops, config.stop_token_id)
         streamed: Keywords = {**call, "on_prompt": show.prompt_progress(wait)}
         chunks = loaded.stream(asked, **streamed)
         if config.trace is not None:
@@ -84,7 +87,7 @@ def generate(config: GenerateConfig) -> None:
         print(json.dumps(_record(loaded, found, config, comparison)))
         return
     facts = show.rates(found.stats, found.drafter)
-    ended = show.ending(found, loaded, config.decoding.max_new_tokens)
+    ended = show.ending(found, loaded)
     facts += [*show.lesser_kernels(loaded), show.explained(ended, found, loaded, more="--max-new-tokens")]
     show.sentences(facts + (_compared(comparison) if comparison else []))
 
@@ -116,7 +119,7 @@ def _record(
         "text": found.text,
         "token_ids": found.token_ids,
         "finish_reason": found.finish_reason,
-        "ended": show.ending(found, loaded, config.decoding.max_new_tokens),
+        "ended": show.ending(found, loaded),
         "prompt_tokens": len(found.prompt_ids),
         "drafter": found.drafter,
         "kernels": show.kernels(loaded),
@@ -146,7 +149,8 @@ def _recorded(
             drafter = make_drafter(loaded.spec, decoder, *(found.module for found in loaded.adapters))
             request = settled.request(asked, loaded.target)
             watched = writer.watch(drafter, decoder)
-            chunks = stream(Scheduler(decoder, rows=1), request, watched, loaded.tokenizer, stop=settled.stops)
+            stops = settled.stops(loaded.target)
+            chunks = stream(Scheduler(decoder, rows=1), request, watched, loaded.tokenizer, stop=stops)
         with closing(chunks):
             for chunk in chunks:
                 writer.add(chunk.step, len(chunk.token_ids))

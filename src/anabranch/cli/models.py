@@ -228,6 +228,7 @@ def _model(what: str, as_json: bool) -> None:
         "fingerprint": target.fingerprint,
         "folder": None if target.path is None else str(target.path),
         "shipped_adapter": str(fitting[0]) if fitting else None,
+        "generation": target.generation.to_dict(),
     }
     if as_json:
         print(json.dumps(facts))
@@ -235,6 +236,7 @@ def _model(what: str, as_json: bool) -> None:
     from anabranch.cli.layout import print_facts
 
     facts["shipped_adapter"] = fitting[0].name if fitting else "none"
+    facts["generation"] = "; ".join(target.generation.sentences()) or "no defaults of its own"
     print_facts({"": {key.replace("_", " "): _value(value) for key, value in facts.items()}})
 
 

@@ -108,42 +108,51 @@ class Loading:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """The next-token distribution: the fields of ``SamplingParams``."""
+    """The next-token distribution, as in ``SamplingParams``; None: the model's default in ``Decoding``, else off."""
 
     temperature: Annotated[float, typer.Option(help="divide the logits by this; 0: greedy")] = 0.0
-    top_k: Annotated[int, typer.Option(help="keep the k most probable tokens; 0: all")] = 0
-    top_p: Annotated[float, typer.Option(help="keep the most probable tokens up to this total probability; 1: all")] = (
-        1.0
-    )
+    top_k: Annotated[int | None, typer.Option(help="keep the k most probable tokens; 0: all")] = None
+    top_p: Annotated[
+        float | None, typer.Option(help="keep the most probable tokens up to this total probability; 1: all")
+    ] = None
     min_p: Annotated[
-        float, typer.Option(help="keep tokens with at least this fraction of the highest probability; 0: all")
-    ] = 0.0
-    repetition_penalty: Annotated[float, typer.Option(help="divide the logits of earlier tokens by this; 1: off")] = 1.0
+        float | None, typer.Option(help="keep tokens with at least this fraction of the highest probability; 0: all")
+    ] = None
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="divide the logits of earlier tokens by this; 1: off")
+    ] = None
     seed: Seed = 0
 
     @property
     def params(self) -> SamplingParams:
-        """The engine's parameters. Raises InputError for a value out of range."""
+        """The engine's parameters, without defaults of a model. Raises InputError for a value out of range."""
         from anabranch.sampling import SamplingParams
 
-        return SamplingParams(**vars(self))
+        return SamplingParams(**{name: value for name, value in vars(self).items() if value is not None})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
     """One call of ``generate``, ``stream`` or ``chat``: fields of ``options.Options``."""
 
-    max_new_tokens: NewTokens = 256
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option("--max-new-tokens", "-n", help="stop after this many new tokens (default: the model's, or 256)"),
+    ] = None
+    min_new_tokens: Annotated[
+        int | None, typer.Option(help="let the model end the text no earlier than after this many new tokens")
+    ] = None
     sampling: Sampling = field(default=Sampling())
     rule: Annotated[str, typer.Option(help="verify drafts by this rule: match or rejection")] = "match"
 
-    def keywords(self, stop: tuple[str, ...] = ()) -> Keywords:
+    def keywords(self, stop: tuple[str, ...] = (), stop_token_ids: tuple[int, ...] = ()) -> Keywords:
         """Keyword arguments for ``Model.generate``. Raises InputError for a value out of range."""
         from anabranch.options import Options
 
         check_rule(self.rule)
         found: Keywords = {
             "max_new_tokens": self.max_new_tokens,
+            "min_new_tokens": self.min_new_tokens,
             "temperature": self.sampling.temperature,
             "top_k": self.sampling.top_k,
             "top_p": self.sampling.top_p,
@@ -151,7 +160,8 @@ class Decoding:
             "repetition_penalty": self.sampling.repetition_penalty,
             "seed": self.sampling.seed,
             "rule": "match" if self.rule == "match" else "rejection",
-            "stop": stop,
+            "stop": stop or None,
+            "stop_token_ids": stop_token_ids,
         }
         Options.of(found)
         return found

@@ -231,18 +231,21 @@ def _passes(count: int, one: str, many: str) -> str:
     return f"{count:,} {one if count == 1 else many}"
 
 
-def ending(found: Generation, model: Model, max_new_tokens: int) -> str:
-    """The reason why a text ended: "end_token", "stop_string", "max_new_tokens" or "model_limit"."""
+def ending(found: Generation, model: Model) -> str:
+    """The reason why a text ended: "end_token", "stop_token", "stop_string", "max_new_tokens" or "model_limit"."""
     if found.finish_reason == "stop":
-        ended = found.token_ids and found.token_ids[-1] in model.target.config.eos_token_ids
-        return "end_token" if ended else "stop_string"
-    return "max_new_tokens" if len(found.token_ids) >= max_new_tokens else "model_limit"
+        if isinstance(found.stop_reason, str):
+            return "stop_string"
+        return "end_token" if found.stop_reason in model.target.config.eos_token_ids else "stop_token"
+    longest = model.target.config.max_positions
+    return "model_limit" if len(found.prompt_ids) + len(found.token_ids) >= longest else "max_new_tokens"
 
 
 def explained(ended: str, found: Generation, model: Model, *, more: str) -> str:
     """The reason as a sentence; ``more`` is how to get more than ``max_new_tokens``."""
     return {
         "end_token": "ended by the model",
+        "stop_token": f"ended by the stop token {found.stop_reason}",
         "stop_string": "ended before a stop string",
         "max_new_tokens": f"stopped at {len(found.token_ids):,} tokens; {more} for more",
         "model_limit": f"the model's limit of {model.target.config.max_positions:,} tokens is reached",
@@ -275,7 +278,7 @@ class Marker:
     """Marks what proposed each token: by colour on a terminal, otherwise by a suffix."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        from anabranch.decoding.generation import Detokenizer
+        from anabranch.decoding.detokenizer import Detokenizer
 
         self._detokenizer = Detokenizer(tokenizer, stop)
         self._colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
@@ -362,7 +365,7 @@ def load_model(loading: Loading, drafter: str, decoding: Decoding, wait: Wait) -
         wait.clear()  # a download has its own progress bar
         fetch_default()
         wait.tell(f"loading {loading.model} ...")
-    return load(
+    loaded = load(
         config.model,
         drafter=drafter,
         adapter=config.adapters or None,
@@ -373,3 +376,7 @@ def load_model(loading: Loading, drafter: str, decoding: Decoding, wait: Wait) -
         threads=config.threads,
         lora=config.lora,
     )
+    if said := loaded.target.generation.sentences():
+        wait.clear()
+        sentences(said)
+    return loaded

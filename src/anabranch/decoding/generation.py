@@ -1,4 +1,4 @@
-"""From tokens to text: chunks of text from the scheduler's steps, stop strings, and the result of a request.
+"""Chunks of text from the scheduler's steps, and the result of a request.
 
 ``token_ids`` include the end token and the tokens of a stop string, since the target emitted them; the text includes
 neither. Thus ``token_ids`` do not depend on how many tokens each step accepted.
@@ -13,14 +13,13 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from anabranch.decoding.detokenizer import Detokenizer
 from anabranch.decoding.engine import FinishReason, Request, Step
 from anabranch.decoding.scheduler import Scheduler, Ticket
 from anabranch.decoding.stats import Stats
 from anabranch.methods.base import Drafter
 
-__all__ = ["Chunk", "Detokenizer", "Generation", "generate", "stream"]
-
-REPLACEMENT = "�"
+__all__ = ["Chunk", "Generation", "generate", "stream"]
 
 
 @dataclass
@@ -28,6 +27,7 @@ class Generation:
     """A finished sequence. ``token_ids`` are the new tokens, including an end token; ``text`` excludes it.
 
     finish_reason  "stop": an end token or a stop string; "length": max_new_tokens or the model's context length
+    stop_reason    with "stop": the end token's id, or the stop string
     sources        what proposed each token: "target", or a label of the drafter
     drafter        the drafter that was used, as a specification: with "auto" the one that was chosen
     log_probs      the target's raw log probability of each token, if requested
@@ -41,6 +41,7 @@ class Generation:
     sources: list[str] = field(default_factory=list)
     log_probs: list[float] | None = None
     drafter: str = ""
+    stop_reason: int | str | None = None
 
 
 class Chunk(NamedTuple):
@@ -56,86 +57,6 @@ class Chunk(NamedTuple):
     step: Step
     log_probs: tuple[float, ...] | None = None
     result: Generation | None = None
-
-
-class Detokenizer:
-    """Incremental detokenizer: emits complete characters only; in total the text of decoding all tokens at once.
-
-    Text that may be the beginning of a stop string is held back. When a stop string is found, ``stopped`` is set, the
-    text ends before it, and ``kept`` counts the tokens up to the one that completed it.
-
-    whole  decode only in the end, which takes less time, unless there are stop strings to find before
-    """
-
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), *, whole: bool = False) -> None:
-        self._tokenizer, self._stop = tokenizer, tuple(s for s in stop if s)
-        self._whole = whole and not self._stop
-        self._ids: list[int] = []
-        self._prefix, self._read = 0, 0
-        self._text = ""  # decoded so far
-        self._emitted = 0  # characters returned to the caller
-        self.stopped = False
-
-    @property
-    def kept(self) -> int:
-        """The number of tokens up to the end or the stop string."""
-        return len(self._ids)
-
-    @property
-    def text(self) -> str:
-        """All text so far, including text that is held back."""
-        return self._text
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-    def add(self, tokens: Sequence[int]) -> str:
-        """Append tokens; returns the new text that is safe to show."""
-        if self._whole:
-            self._ids += tokens
-            return ""
-        # one token at a time to find the one that completes a stop string; without stop strings, all at once
-        for group in [[token] for token in tokens] if self._stop else [tokens]:
-            if self.stopped:
-                break
-            self._ids += group
-            # decode with a few earlier tokens as context: in some tokenizers a token's text depends on them
-            known = self._decode(self._ids[self._prefix : self._read])
-            now = self._decode(self._ids[self._prefix :])
-            if len(now) > len(known) and not now.endswith(REPLACEMENT):
-                self._text += now[len(known) :]
-                self._prefix, self._read = self._read, len(self._ids)
-            self._find_stop()
-        return self._emit(len(self._text) if self.stopped else len(self._text) - self._held_back())
-
-    def finish(self) -> str:
-        """End the text; returns what was held back."""
-        if not self.stopped:
-            known = self._decode(self._ids[self._prefix : self._read])
-            self._text += self._decode(self._ids[self._prefix :])[len(known) :]
-            self._find_stop()
-        return self._emit(len(self._text))
-
-    def _find_stop(self) -> None:
-        found = [at for at in (self._text.find(s, max(0, self._emitted - len(s))) for s in self._stop) if at >= 0]
-        if found:
-            self._text = self._text[: min(found)]
-            self.stopped = True
-
-    def _held_back(self) -> int:
-        """The length of the longest end of the text that begins a stop string."""
-        longest = 0
-        for s in self._stop:
-            for n in range(min(len(s) - 1, len(self._text)), 0, -1):
-                if self._text.endswith(s[:n]):
-                    longest = max(longest, n)
-                    break
-        return longest
-
-    def _emit(self, end: int) -> str:
-        new = self._text[self._emitted : end]
-        self._emitted = max(self._emitted, end)
-        return new
 
 
 class _Output:
@@ -155,7 +76,7 @@ class _Output:
         shown = step.tokens[:-1] if step.finish == "stop" else step.tokens
         text = self.detokenizer.add(shown)
         finish, kept = step.finish, len(step.tokens)
-        if self.detokenizer.stopped:
+        if self.detokenizer.stopped is not None:
             finish, kept = "stop", self.detokenizer.kept - len(self.tokens)
         elif finish is not None:
             text += self.detokenizer.finish()
@@ -169,6 +90,7 @@ class _Output:
         return Chunk(text, tokens, sources, step, log_probs, None if finish is None else self._result(finish))
 
     def _result(self, reason: FinishReason) -> Generation:
+        stopped = self.tokens[-1] if reason == "stop" and self.detokenizer.stopped is None else self.detokenizer.stopped
         request, used = self.ticket.request, self.ticket.used
         assert used is not None, "a row that has steps has a drafter"
         self.stats.prefill_tokens = len(request.prompt_ids) - 1 - self.ticket.reused
@@ -177,6 +99,7 @@ class _Output:
         return Generation(
             *(self.detokenizer.text, self.tokens, reason, self.stats, prompt, self.sources, log_probs),
             drafter=used.spec or used.name,
+            stop_reason=stopped,
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,6 +18,7 @@ from anabranch.model.check import token_ids
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import model_config
+from anabranch.model.generation_config import GenerationDefaults, read_defaults
 from anabranch.model.lora import WithLora
 from anabranch.model.peft import read_lora
 from anabranch.model.quantize import Quantization, check_quantization, quantize_decoder
@@ -61,6 +62,7 @@ class Target:
     fingerprint  the identity of the stored weights, before ``quantize`` (see ``weights.fingerprint``); that of the
                  merged weights, if a LoRA was merged into them
     lora         the folder of that LoRA
+    generation   the defaults of its generation config
     """
 
     decoder: Decoder
@@ -71,6 +73,7 @@ class Target:
     fingerprint: str
     quantize: Quantization = "none"
     lora: Path | None = None
+    generation: GenerationDefaults = field(default=GenerationDefaults())
 
     @property
     def title(self) -> str:
@@ -98,7 +101,7 @@ def load_target(
     set_threads(None)
     path = locate(name, revision=revision)
     tensors: Mapping[str, Tensor]
-    generation: Mapping[str, Any] = {}
+    generation, stated = GenerationDefaults(), None
     tokenizer = None
     if path.is_file():
         from anabranch.model.gguf import read_gguf
@@ -108,11 +111,10 @@ def load_target(
         described, tensors, tokenizer = read_gguf(path, dtype=wanted if lora is None else torch.float32)
     else:
         described, tensors = read_json(path / "config.json", _AGAIN), load_safetensors_dir(path)
-        if (path / "generation_config.json").is_file():
-            generation = read_json(path / "generation_config.json", _AGAIN)
+        generation, stated = read_defaults(path, described, _AGAIN)
     config = model_config(described)
     ends = config.eos_token_ids
-    if (stated := generation.get("eos_token_id")) is not None:
+    if stated is not None:
         ends = token_ids(stated, "eos_token_id", config.vocab_size, "generation_config.json")
     wanted = wanted or _stored(config, tensors)
     if lora is not None:
@@ -126,7 +128,7 @@ def load_target(
     decoder.config = config
     name_tokenizer(decoder, tokenizer)
     give_back()
-    return Target(decoder, tokenizer, config, name, path, identity, kind, lora)
+    return Target(decoder, tokenizer, config, name, path, identity, kind, lora, generation)
 
 
 def base_name(target: Target) -> str:

@@ -5,15 +5,26 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 from anabranch.errors import AnabranchError, InputError, one_line
 
-__all__ = ["encode", "fingerprint", "foreign_errors", "render_chat", "time_limit"]
+__all__ = [
+    "clean_up_of",
+    "encode",
+    "fingerprint",
+    "foreign_errors",
+    "hidden_ids",
+    "render_chat",
+    "time_limit",
+    "token_bytes",
+]
 
 TEMPLATE_SECONDS = 10.0
 
@@ -73,6 +84,65 @@ def encode(tokenizer: Any, text: str, **options: Any) -> list[int]:
     """The token ids of a text. Raises InputError if the tokenizer rejects it."""
     with foreign_errors(lambda why: InputError(f"the tokenizer rejects this text ({why}); give another text")):
         return [int(token) for token in tokenizer.encode(text, **options)]
+
+
+def hidden_ids(tokenizer: Any) -> frozenset[int]:
+    """The ids of tokens that have no text where special tokens are skipped."""
+    added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+    marked = (int(number) for number, token in added.items() if getattr(token, "special", False))
+    return frozenset((*marked, *(getattr(tokenizer, "all_special_ids", None) or ())))
+
+
+def clean_up_of(tokenizer: Any) -> Callable[[str], str] | None:
+    """The function that removes spaces from decoded text, if the tokenizer's ``decode`` does; never for BPE."""
+    if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
+        return None
+    core = getattr(tokenizer, "backend_tokenizer", None)
+    forced = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
+    bpe = type(getattr(core, "model", None)).__name__ == "BPE"
+    return None if bpe and not forced else tokenizer.clean_up_tokenization
+
+
+BASE = "abcdef"  # text that a token follows; any will do
+BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def token_bytes(tokenizer: Any, token: int) -> bytes:
+    """The bytes that a token, special or not, adds to a text; empty for an id beyond the vocabulary.
+
+    These are the bytes in which transformers' ``StopStringCriteria`` looks for stop strings.
+    """
+    name = tokenizer.convert_ids_to_tokens(token)
+    if name is None:
+        return b""
+    kind = _decoder_kind(tokenizer)
+    if kind == "ByteFallback" and (byte := BYTE.fullmatch(name)):
+        return bytes([int(byte[1], 16)])
+    if kind == "ByteLevel" and all(letter in _letters() for letter in name):
+        return bytes(_letters()[letter] for letter in name)
+    base = tokenizer.convert_ids_to_tokens(tokenizer.encode(BASE, add_special_tokens=False))
+    before, both = (str(tokenizer.convert_tokens_to_string(names)) for names in (base, [*base, name]))
+    return both[len(before) :].encode("utf-8", "replace")
+
+
+def _decoder_kind(tokenizer: Any) -> str:
+    """How a tokenizer spells bytes: "ByteLevel", "ByteFallback", or "" where it does not."""
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    if decoder is None:
+        return ""
+    if type(decoder).__name__ in (kinds := ("ByteLevel", "ByteFallback")):
+        return type(decoder).__name__
+    state = decoder.__getstate__()
+    described = state.decode() if isinstance(state, bytes) else str(state)
+    return next((kind for kind in reversed(kinds) if f'"type":"{kind}"' in described.replace(" ", "")), "")
+
+
+@lru_cache(maxsize=1)
+def _letters() -> dict[str, int]:
+    """The byte of each letter of byte-level BPE (GPT-2): printable bytes stand for themselves."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
 def fingerprint(tokenizer: Any) -> str:
