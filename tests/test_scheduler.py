@@ -212,41 +212,6 @@ def test_rows_of_all_kinds_together_decode_as_each_alone_in_native_bfloat16() ->
         assert ticket.emitted == alone(target, ticket.request)
 
 
-def stretched(kind: str) -> Decoder:
-    scaling = {"rope_type": "dynamic", "factor": 4.0}
-    if kind == "longrope":
-        scaling = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 1.5, 2.0, 3.0]}  # type: ignore[dict-item]
-    rope = RopeConfig(dim=8, scaling=scaling, original_max_positions=24, max_positions=96)
-    target = build_decoder(replace(LLAMA, rope=rope), device="cpu")
-    randomise(target, seed=1)
-    return target
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_rows_whose_rotations_depend_on_their_length_wait_and_are_served(kind: str) -> None:
-    target = stretched(kind)
-    scheduler = Scheduler(target)
-    short, long = [request(4, n, 12) for n in (1, 2)], [request(30, 3, 20), request(33, 4, 17), request(40, 5, 30)]
-    tickets = [scheduler.submit(asked, PLAIN) for asked in (short[0], long[0], short[1], *long[1:])]
-    together: set[frozenset[int]] = set()
-    while scheduler.busy:
-        together.add(frozenset(tickets.index(ticket) for ticket, _ in scheduler.tick()))
-    assert not any({0, 1} <= rows or {1, 2} <= rows or {3, 4} <= rows for rows in together)
-    assert all(ticket.error is None for ticket in tickets)
-    assert [ticket.emitted for ticket in tickets] == [alone(target, ticket.request) for ticket in tickets]
-
-
-def test_a_longer_row_does_not_pass_for_one_that_fills_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache is as long as the first row; the second one needs a longer cache, so it does not fit."""
-    monkeypatch.setattr(module, "MIN_CAPACITY", 64)
-    target = stretched("dynamic")
-    scheduler = Scheduler(target)
-    tickets = [scheduler.submit(request(30, n, new), PLAIN) for n, new in ((1, 34), (2, 60))]
-    finish(scheduler)
-    assert [ticket.error for ticket in tickets] == [None, None]
-    assert [ticket.emitted for ticket in tickets] == [alone(target, ticket.request) for ticket in tickets]
-
-
 def test_rows_of_different_riders_wait_for_each_other() -> None:
     target = small()
     adapter = small_adapter(target)

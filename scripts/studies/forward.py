@@ -49,9 +49,9 @@ def rows_pass(
     ``sides`` are low-rank terms by layer. Sliding windows apply on top of the mask.
     """
     config, dtype = target.config, target.dtype
-    planned = int(positions_R.max()) + 1
+    longest = int(positions_R.max()) + 1
     # copies: tables that a pass made in inference mode take no part in gradients
-    cos, sin = (turn.clone().to(dtype) for turn in target.rope()(positions_R[None], planned))
+    cos, sin = (turn.clone().to(dtype) for turn in target.rope()(positions_R[None], longest))
     groups = config.num_heads // config.num_kv_heads
 
     def bias(window: int | None) -> Tensor:

@@ -488,7 +488,7 @@ def _time_passes(target: Decoder) -> PassTimes:
         inputs = Inputs.of_prompt([text[(half + i) % len(text)] for i in range(rows)])
         need: Literal["hidden", "tokens"] = "tokens" if length is None else "hidden"
         began = time.perf_counter()
-        target(inputs, cache, planned=capacity, rider=target.rider, need=need)
+        target(inputs, cache, rider=target.rider, need=need)
         ms = 1e3 * (time.perf_counter() - began)
         cache.commit([[]])
         return ms
@@ -524,7 +524,7 @@ def _own_text(target: Decoder, cache: Cache, most: int) -> list[int]:
     """
     text, began = [target.config.bos_token_id or 0], time.perf_counter()
     while len(text) < most and (len(text) == 1 or time.perf_counter() - began < WRITING):
-        passed = target(Inputs.of_prompt(text[-1:]), cache, planned=most, rider=target.rider, need="tokens")
+        passed = target(Inputs.of_prompt(text[-1:]), cache, rider=target.rider, need="tokens")
         cache.commit([[0]])
         assert passed.tokens_M is not None
         text.append(max(0, int(passed.tokens_M[-1])))  # -1: no score is finite

@@ -99,7 +99,7 @@ def stepped(drafter: LookaheadDrafter, row: Row, budget: int = 99) -> tuple[Draf
     said = np.array([follow(token) for token in probe.tokens[1:].tolist()], np.int64)
     row.tokens.append(follow(row.root))
     row.max_depth -= 1
-    seen = Observation(None, None, [0], [tree], [], [True], 99, budget, [said])  # type: ignore[arg-type]
+    seen = Observation(None, None, [0], [tree], [], [True], budget, [said])  # type: ignore[arg-type]
     drafter.observe([row], seen)
     return tree, probe
 

@@ -60,7 +60,7 @@ def states(target: Decoder, module: MaskModule, placement: str) -> list[torch.Te
     for row in rows:
         drafter.join(row)
     verdicts = [Verdict(path, 0) for path in paths]
-    seen = Observation(output, cache, range(3), trees, verdicts, [True] * 3, 96, drafter.max_nodes)
+    seen = Observation(output, cache, range(3), trees, verdicts, [True] * 3, drafter.max_nodes)
     drafter.observe(rows, seen)
     return [drafter._state(row).states_SD for row in rows]  # type: ignore[misc]
 

@@ -12,7 +12,7 @@ from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig, RopeConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import model_config
-from anabranch.model.rope import ROPE_VARIANTS, Rope, rope_frequencies, rotate
+from anabranch.model.rope import ROPE_VARIANTS, UNLIMITED, Rope, rope_frequencies, rotate
 from anabranch.model.weights import fill_decoder
 
 # longest 64 and half of it, so that a toy sequence lies beyond the length that the model was first trained with
@@ -101,16 +101,17 @@ def test_every_variant_is_tested() -> None:
     assert {variant.split("-")[0] for variant in VARIANTS} == set(ROPE_VARIANTS)
 
 
-@pytest.mark.parametrize("planned", [20, 48, 64, 90])
+@pytest.mark.parametrize("length", [20, 48, 64, 90])
 @pytest.mark.parametrize("variant", sorted(set(VARIANTS) - {"default"}))
-def test_frequencies_equal_those_of_transformers(variant: str, planned: int) -> None:
+def test_frequencies_equal_those_of_transformers(variant: str, length: int) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     ours, theirs = described(variant)
     kind = theirs.rope_parameters["rope_type"]
-    expected, expected_factor = ROPE_INIT_FUNCTIONS[kind](theirs, torch.device("cpu"), seq_len=planned)
-    frequencies, factor = rope_frequencies(ours.rope, planned)
-    torch.testing.assert_close(frequencies, expected, rtol=1e-6, atol=0)
+    expected, expected_factor = ROPE_INIT_FUNCTIONS[kind](theirs, torch.device("cpu"), seq_len=length)
+    frequencies, factor = rope_frequencies(ours.rope, torch.tensor([7, length, 80]))
+    assert len(frequencies) == (3 if kind in ("dynamic", "longrope") else 1)
+    torch.testing.assert_close(frequencies[min(1, len(frequencies) - 1)], expected, rtol=1e-6, atol=0)
     assert factor == pytest.approx(expected_factor, rel=1e-12)
 
 
@@ -124,15 +125,14 @@ def test_logits_within_and_beyond_the_original_length(variant: str, length: int)
     expected = Oracle(model).logits(ids)
     whole = _logits(decoder, [ids])
     close(whole, expected)
-    # stepping does not change a rotation, as long as the same length is planned
+    # stepping does not change the rotation of a prompt
     close(_logits(decoder, [ids[:7], ids[7:19], ids[19:]]), expected)
 
 
 def _logits(decoder: Decoder, pieces: list[list[int]]) -> torch.Tensor:
     cache = Cache(decoder.config, rows=1, capacity=64, dtype=torch.float32, device=torch.device("cpu"))
-    cache.add_row()
-    planned = sum(len(piece) for piece in pieces)
-    return torch.cat([advance(decoder, piece, cache, planned=planned) for piece in pieces])
+    cache.add_row(sum(len(piece) for piece in pieces))
+    return torch.cat([advance(decoder, piece, cache) for piece in pieces])
 
 
 @pytest.mark.parametrize(
@@ -189,15 +189,15 @@ def test_tables_are_computed_once_and_grow(monkeypatch: pytest.MonkeyPatch) -> N
     rope = Rope(RopeConfig(dim=8), torch.device("cpu"))
     made: list[int] = []
     table = rope._table
-    monkeypatch.setattr(rope, "_table", lambda planned: made.append(planned) or table(planned))
+    monkeypatch.setattr(rope, "_table", lambda key, rows: made.append(rows) or table(key, rows))
     positions = torch.tensor([[0, 3, 1100]])
     cos, sin = rope(positions, 100)
-    for planned in (100, 50, 120):
-        assert torch.equal(rope(positions, planned)[0], cos)
-    # 100 + 1024 rounded up to 2048: planned 1500 needs a longer one, and the old positions keep their numbers
+    for longest in (100, 50, 120):
+        assert torch.equal(rope(positions, longest)[0], cos)
+    # 100 + 1024 rounded up to 2048: 1500 positions need a longer one, and the old positions keep their numbers
     longer, _ = rope(positions, 1500)
     assert torch.equal(longer, cos)
-    assert made == [100, 1500]
+    assert made == [2048, 3072]
     assert cos.shape == sin.shape == (1, 3, 8)
     torch.testing.assert_close(cos**2 + sin**2, torch.ones(1, 3, 8))
 
@@ -205,11 +205,49 @@ def test_tables_are_computed_once_and_grow(monkeypatch: pytest.MonkeyPatch) -> N
 def test_length_dependent_variants_keep_few_tables() -> None:
     rope = Rope(described("dynamic")[0].rope, torch.device("cpu"))
     positions = torch.arange(40)[None]
-    short = rope(positions, 20)[0]
-    assert torch.equal(rope(positions, 32)[0], short), "up to the trained length nothing is stretched"
-    for planned in range(40, 60):
-        assert not torch.equal(rope(positions, planned)[0], short)
+    short = rope(positions, 64, [20])[0]
+    assert torch.equal(rope(positions, 64, [32])[0], short), "up to the trained length nothing is stretched"
+    for prompt in range(41, 60):
+        assert not torch.equal(rope(positions, 64, [prompt])[0], short)
     assert len(rope._tables) <= 4
+
+
+def test_rows_have_the_rotations_of_their_own_prompts() -> None:
+    for variant in ("dynamic", "longrope", "yarn"):
+        rope = Rope(described(variant)[0].rope, torch.device("cpu"))
+        positions = torch.arange(50).expand(3, 50)
+        together = rope(positions, 64, [20, 40, 0])
+        for row, prompt in enumerate((20, 40, 0)):
+            for both, one in zip(together, rope(positions[:1], 64, [prompt]), strict=True):
+                assert torch.equal(both[row], one[0])
+        # a token after the prompt is rotated for its own position
+        assert torch.equal(together[0][1, 40:], together[0][2, 40:])
+        assert torch.equal(together[0][1, 5], together[0][2, 5]) == (variant == "yarn")
+
+
+@pytest.mark.parametrize(
+    ("stated", "longest"),
+    [
+        ({"rope_type": "default"}, 64),
+        ({"rope_type": "linear", "factor": 4.0}, 256),
+        ({"rope_type": "yarn", "factor": 4.0}, 256),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}, 64),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        ({"rope_type": "dynamic", "factor": 2.0}, UNLIMITED),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8,
+            },
+            64,
+        ),
+    ],
+)
+def test_the_context_is_that_of_the_scaled_model(stated: dict[str, Any], longest: int) -> None:
+    assert model_config({"model_type": "llama", **_LLAMA, "rope_parameters": stated}).max_positions == longest
 
 
 def test_rotation_as_drawn() -> None:

@@ -80,7 +80,8 @@ std::vector<float> results(int kind, void* runner) {
   }
   const Shape shape{D, HEADS, KV, E, INNER, E, 1e-5f, 0.2f, KV * CAPACITY * E, CAPACITY * E};
   const int64_t starts[] = {0, 2, 2, ROWS}, lengths[] = {7, 0, 20}, parents[] = {-1, 0, -1, 0, 0};
-  const RaggedBatch batch{BATCH, ROWS, 0, 0, CAPACITY, 0, x.data(), angles.data(), angles.data(), starts, lengths, parents};
+  const RaggedBatch batch{BATCH, ROWS, 0, 0, CAPACITY, 0, x.data(), angles.data(), angles.data(), starts, lengths, parents,
+                          nullptr};
   expect(anabranch_layers(kind, runner, &shape, layers, LAYERS, &batch, nullptr, nullptr, 0) == DONE, "layers");
   found = x;
 

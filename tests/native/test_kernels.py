@@ -300,11 +300,11 @@ def test_tokens_that_are_read_along_change_nothing(along: tuple[int, ...], name:
         for b, (text, more) in enumerate(zip(texts, together, strict=True)):
             if more < len(text):
                 inputs = Inputs.of_prompt(text[: len(text) - more])
-                model(inputs, memory, slots=slice(b, b + 1), planned=300, need="keys")
+                model(inputs, memory, slots=slice(b, b + 1), need="keys")
                 memory.commit([range(len(text) - more)])
         behind = [text[len(text) - more :] for text, more in zip(texts, together, strict=True)]
         inputs = Inputs.of_trees([tree] * len(along), behind)
-        result = model(inputs, memory, planned=300, taps=(1,), need="tokens", along=together)
+        result = model(inputs, memory, taps=(1,), need="tokens", along=together)
         assert list(result.counts_B) == [4] * len(along)
         assert list(result.starts_B) == [4 * b for b in range(len(along))]
         assert result.tokens_M is not None
@@ -334,9 +334,9 @@ def test_streams_of_some_rows_trail_to_the_bit(shape: dict[str, object], form: s
         store.copy_(torch.randn(store.shape, generator=source))
     memory.lengths[:] = [30, 7, 55, 1]
     nodes, emitted = [1, 2, 4, 6], [5, 6, 7, 8]
-    whole = trail.run(main, nodes, emitted, [3] * 4, memory, 200).view(4, 3, -1)
+    whole = trail.run(main, nodes, emitted, [3] * 4, memory).view(4, 3, -1)
     for counts in ([3, 0, 3, 3], [0, 3, 0, 0], [0, 0, 0, 3]):
-        some = trail.run(main, nodes, emitted, counts, memory, 200).view(-1, 3, whole.shape[2])
+        some = trail.run(main, nodes, emitted, counts, memory).view(-1, 3, whole.shape[2])
         assert torch.equal(some, whole[torch.tensor(counts) > 0])
 
 
@@ -418,7 +418,7 @@ def test_streams_trail_as_in_pytorch(name: str, shape: dict[str, object]) -> Non
     memory, streams = cache(model), len(wanted)
     main = model(Inputs.of_prompt(text), memory, taps=(adapter.start,)).taps[adapter.start]
     memory.commit([range(len(text))])
-    found = NativeTrail(model, adapter, streams).run(main, [len(text) - 1], [emitted], [streams], memory, 100)
+    found = NativeTrail(model, adapter, streams).run(main, [len(text) - 1], [emitted], [streams], memory)
     assert found.shape == wanted.shape
     assert F.cosine_similarity(found.float(), wanted, dim=-1).min() > 0.999
 

@@ -123,7 +123,7 @@ def test_one_pass_drafts_several_tokens_where_the_streams_are_right(monkeypatch:
     (plain,) = decode(model, NoDrafter(), 1)
     text = tokens(4, 0) + said(plain) + [0] * 20
 
-    def right(lead: Lead, rows: list[Led], cache: Cache, planned: int, most: int) -> list[DraftTree]:
+    def right(lead: Lead, rows: list[Led], cache: Cache, most: int) -> list[DraftTree]:
         (row,) = rows
         at = cache.lengths[row.slot] + len(row.tokens) + 1
         first, second = text[at : at + 2]

@@ -154,15 +154,15 @@ def last_logits(target: Target, text: Sequence[int], width: int, *, prompt: int)
     assert decoder.rider is None or width <= len(text) - prompt + 1, "tokens with and without the target's own rows"
     capacity = len(text) * (1 if decoder.rider is None else decoder.rider.places)
     cache = Cache(target.config, rows=1, capacity=capacity, dtype=decoder.dtype, device=decoder.device)
-    cache.add_row()
+    cache.add_row(decoder.rope().prompt(prompt, len(text)))
     start = len(text) - width
     bare = start if decoder.rider is None else min(start, prompt - 1)
     for head, rider in ((text[:bare], None), (text[bare:start], decoder.rider)):
         if head:
-            decoder(Inputs.of_prompt(list(head)), cache, rider=rider, need="hidden", planned=len(text))
+            decoder(Inputs.of_prompt(list(head)), cache, rider=rider, need="hidden")
             cache.commit([range(len(head))])
     last = Inputs.of_prompt(list(text[start:]))
-    logits_MV = decoder(last, cache, planned=len(text), rider=decoder.rider, need="logits").logits_MV
+    logits_MV = decoder(last, cache, rider=decoder.rider, need="logits").logits_MV
     assert logits_MV is not None
     found: Tensor = logits_MV.float()
     return found

@@ -15,7 +15,7 @@ from anabranch.methods.none import NoDrafter
 from anabranch.model.cache import Cache, shared_length
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
-from anabranch.model.passes import Rider
+from anabranch.model.passes import PassResult, Rider
 from anabranch.sampling import SamplingParams
 from anabranch.verify import Rule
 
@@ -162,14 +162,14 @@ class Batch:
         self.check(request, drafter)
         assert self.reading is None, "one prompt is read at a time"
         assert not self.unread, "the newest row has its first step before another one joins"
-        if not self.fits(request, drafter):
+        if not self.fits(drafter):
             raise InputError("the request cannot share a pass with the rows in use; wait for them to finish")
         self.reserve(self.cache.rows, len(request.prompt_ids) + 1, drafter)
         if self.rider_of(drafter) is not None or drafter.needs.prompt or request.on_prompt is not None:
             along = 0
         limit = min(len(request.prompt_ids) + request.max_new_tokens, self.capacity)
         member = Member(request, drafter, limit, along)
-        slot = self.cache.add_row()
+        slot = self.cache.add_row(self.rotated_for(request))
         assert known < member.row.prompt_length
         self.cache.lengths[slot] = member.read = known
         self._members.append(member)
@@ -184,38 +184,55 @@ class Batch:
         if self.reading is None:
             return True
         member, slot = self._members[-1], len(self._members) - 1
-        row, start, total = member.row, member.read, member.row.prompt_length - 1
+        start, total = member.read, member.row.prompt_length - 1
         self.at_fault = None
-        bare = self._bare(member)
-        rider, end = None, bare
-        if start >= bare:  # as many nodes as the cache has room for
-            rider, end, chunk = self.target.rider, total, min(chunk, member.drafter.margin)
-        tokens = row.tokens[start : min(start + chunk, end)]
         try:
             with self.target.inference():
-                where, needs = slice(slot, slot + 1), member.drafter.needs
-                inputs, planned = Inputs.of_prompt(tokens), member.limit
-                result = self.target(
-                    *(inputs, self.cache),
-                    slots=where,
-                    planned=planned,
-                    taps=needs.layers if needs.prompt else (),
-                    rider=rider,
-                    need="hidden" if needs.prompt else "keys",
-                    loras=(member.request.lora,),
-                )
-                self.cache.commit([range(len(tokens))])
-                member.read += len(tokens)
-                member.drafter.read(row, result, start)
-                row.calls.clear()  # passes over prompts are not counted, neither the target's nor drafters'
+                result = self._read(slot, total, chunk)
+                member.read = self.cache.lengths[slot]
+                member.drafter.read(member.row, result, start)
+                member.row.calls.clear()  # passes over prompts are not counted, neither the target's nor drafters'
                 if member.request.on_prompt is not None:
-                    self.at_fault = row.id
+                    self.at_fault = member.row.id
                     member.request.on_prompt(member.read, total)
                     self.at_fault = None
         except BaseException:
             self._drop(slot, failed=True)
             raise
         return member.ready
+
+    def _read(self, slot: int, end: int, chunk: int) -> PassResult:
+        """A pass over the next ``chunk`` tokens of a row's text before ``end``, whose keys and values are kept."""
+        member, start, rider = self._members[slot], self.cache.lengths[slot], None
+        bare, needs = self._bare(member), member.drafter.needs
+        if start >= bare:  # as many nodes as the cache has room for
+            rider, chunk = self.target.rider, min(chunk, member.drafter.margin)
+        else:
+            end = min(end, bare)
+        tokens = member.row.tokens[start : min(start + chunk, end)]
+        result: PassResult = self.target(
+            *(Inputs.of_prompt(tokens), self.cache),
+            slots=slice(slot, slot + 1),
+            taps=needs.layers if needs.prompt else (),
+            rider=rider,
+            need="hidden" if needs.prompt else "keys",
+            loras=(member.request.lora,),
+        )
+        self.cache.commit([range(len(tokens))])
+        return result
+
+    def _read_again(self, slot: int) -> None:
+        """Read a text that has outgrown the original length of its rotations once more, as a prompt (``Rope``)."""
+        text = self._members[slot].row.tokens
+        self.cache.prompts[slot] = self.target.rope().prompt(self.cache.prompts[slot], len(text))
+        self.cache.rewind(slot, 0)
+        while self.cache.lengths[slot] < len(text) - 1:
+            self._read(slot, len(text) - 1, CHUNK)
+
+    def rotated_for(self, request: Request) -> int:
+        """The length for which the prompt of a request is rotated; what an earlier request emitted is none of it."""
+        length = len(request.prompt_ids)
+        return self.target.rope().prompt(length - request.emitted, length)
 
     @staticmethod
     def refuse(target: Decoder, request: Request, drafter: Drafter) -> None:
@@ -276,37 +293,23 @@ class Batch:
                 f"the prompt has {len(request.prompt_ids)} tokens, but the cache holds {self.capacity}; shorten it"
             )
 
-    def longest_shared(self, tokens: Sequence[int], lora: str | None = None) -> tuple[int, int]:
+    def longest_shared(self, tokens: Sequence[int], lora: str | None = None, rotations: int = 0) -> tuple[int, int]:
         """How many of ``tokens`` a row in use with this LoRA has in its cache from the start, the most of all such
-        rows, and its slot.
+        rows, and its slot. ``rotations``: the key of their rotations (``Rope.key``).
         """
-        best, slot = 0, 0
+        best, slot, rope = 0, 0, self.target.rope()
         for place, member in enumerate(self._members):
-            if member.request.lora != lora:
+            if member.request.lora != lora or rope.key(self.cache.prompts[place]) != rotations:
                 continue
             count = shared_length(member.row.tokens[: self.sharable(place)], tokens)
             if count > best:
                 best, slot = count, place
         return best, slot
 
-    def fits(self, request: Request, drafter: Drafter | None = None, *, capacity: int = 0) -> bool:
-        """Whether a request can share a pass with the rows in use, now; ``capacity`` will be reserved for it.
-
-        Rotations that depend on a text's length take one length a pass, and a drafter's rows that travel in the pass
-        are those of one drafter.
-        """
-        if not self._members:
-            return True
-        first = self._members[0]
-        if self.rider_of(first.drafter) is not self.rider_of(drafter or self.drafter):
-            return False
-        rope = self.target.config.rope
-        kind = (rope.scaling or {}).get("rope_type", (rope.scaling or {}).get("type"))
-        if kind not in ("dynamic", "longrope"):
-            return True
-        limit = min(len(request.prompt_ids) + request.max_new_tokens, max(capacity, self.capacity))
-        original = rope.original_max_positions or rope.max_positions
-        return first.limit == limit or max(first.limit, limit) <= original
+    def fits(self, drafter: Drafter | None = None) -> bool:
+        """Whether rows of a drafter can share a pass with the rows in use: those that ride in it are of one drafter."""
+        rider = self.rider_of(drafter or self.drafter)
+        return not self._members or self.rider_of(self._members[0].drafter) is rider
 
     def reserve(self, rows: int, capacity: int, drafter: Drafter | None = None) -> None:
         """Make room for so many rows and tokens; rows in use keep what they have. Raises DeviceError."""

@@ -180,6 +180,10 @@ class Engine(Batch):
         if not members:
             return []
         with self.target.inference():
+            limit = self.target.rope().reread_after
+            for slot, member in enumerate(members):
+                if limit is not None and self.cache.prompts[slot] <= limit < len(member.row.tokens):
+                    self._read_again(slot)
             return self._step(members)
 
     def _fits_along(self) -> bool:
@@ -192,9 +196,8 @@ class Engine(Batch):
         trees, drafted = self._draft(members)
         probes = self._probes(members)
         after_draft = time.perf_counter()
-        planned = max(member.limit for member in members)
         along = [member.unread for member in members]
-        result = self._forward(members, trees, probes, along, planned)
+        result = self._forward(members, trees, probes, along)
         if result.kept is not None:
             trees = [tree.select(kept) for tree, kept in zip(trees, result.kept, strict=True)]
         scores = Scores(self.target, members, result)
@@ -223,7 +226,7 @@ class Engine(Batch):
         adaptive = any(member.drafter.adaptive for member in members)
         if adaptive and not read:
             self.speculation.saw_step(len(members), yielded, 1e3 * (after_commit - began + prepared))
-        self._observe(members, result, trees, verdicts, probed, planned)
+        self._observe(members, result, trees, verdicts, probed)
         done = time.perf_counter()
         self._prepared = done - after_commit
         nodes = sum(result.counts_B)
@@ -259,7 +262,7 @@ class Engine(Batch):
     def _draft(self, members: list[Member]) -> tuple[list[DraftTree], list[int]]:
         """What is verified of each row's draft, and the nodes that were drafted."""
         rows, drafters = [member.row for member in members], [member.drafter for member in members]
-        _bound_depth(members)
+        self._bound_depth(members)
         groups = _by_drafter(members)
         if any(drafter not in self._budgets for drafter in groups):
             self._budgets = self._plan(members)
@@ -275,6 +278,18 @@ class Engine(Batch):
         if any(drafter.adaptive and self._budgets[drafter] for drafter in groups):
             trees = self.speculation.choose(rows, drafters, trees, self._budgets)
         return trees, counts
+
+    def _bound_depth(self, members: Sequence[Member]) -> None:
+        """Limit the depth of drafts to the tokens that each row may still emit before its last one.
+
+        A text that is read again at some length (``Rope.reread_after``) has no drafts across it: what the target says
+        beyond depends on the new rotations of what stands before.
+        """
+        again = self.target.rope().reread_after or 0
+        for member in members:
+            length = len(member.row.tokens)
+            depth = member.limit - length - 1
+            member.row.max_depth = min(depth, again - length) if length <= again else depth
 
     def _plan(self, members: Sequence[Member]) -> dict[Drafter, int]:
         """The budget of each drafter's next draft."""
@@ -300,7 +315,6 @@ class Engine(Batch):
         trees: Sequence[DraftTree],
         probes: Sequence[DraftTree],
         along: Sequence[int],
-        planned: int,
     ) -> PassResult:
         """The pass over all rows' trees; tokens come with it where every row takes the most probable ones.
 
@@ -315,7 +329,6 @@ class Engine(Batch):
             Inputs.of_trees(trees, texts),
             self.cache,
             slots=slice(0, len(members)),
-            planned=planned,
             taps=sorted(taps),
             rider=self.rider_of(members[0].drafter),
             need="tokens" if all(member.greedy for member in members) else "hidden",
@@ -346,12 +359,11 @@ class Engine(Batch):
         trees: list[DraftTree],
         verdicts: list[Verdict],
         probed: Sequence[NDArray[np.int64]],
-        planned: int,
     ) -> None:
         """Show every drafter what became of its rows, and how large a draft to prepare."""
         going = [member for member in members if member.finish is None]
         self._budgets = self._plan(going)
-        _bound_depth(going)
+        self._bound_depth(going)
         for drafter, places in _by_drafter(going).items():
             rows = [going[b].row for b in places]
             sketch = drafter.sketch(rows) if drafter.adaptive and self._budgets[drafter] > 1 else None
@@ -365,7 +377,6 @@ class Engine(Batch):
                 [trees[b] for b in places],
                 [verdicts[b] for b in places],
                 [members[b].finish is None for b in places],
-                planned,
                 self._budgets.get(drafter, 1),
                 [probed[b] for b in places] if probed else (),
             )
@@ -407,12 +418,6 @@ def _by_drafter(members: Sequence[Member]) -> dict[Drafter, list[int]]:
     for b, member in enumerate(members):
         groups.setdefault(member.drafter, []).append(b)
     return groups
-
-
-def _bound_depth(members: Sequence[Member]) -> None:
-    """Limit the depth of drafts to the tokens that each row may still emit before its last one."""
-    for member in members:
-        member.row.max_depth = member.limit - len(member.row.tokens) - 1
 
 
 def _context(members: Sequence[Member]) -> float:

@@ -99,10 +99,14 @@ class Ticket:
 
 @dataclass(eq=False)
 class _Prefix:
-    """Keys and values [layers, K, n, E] of a text of n tokens, decoded with a LoRA or None."""
+    """Keys and values [layers, K, n, E] of a text of n tokens, decoded with a LoRA or None.
+
+    rotations  the key of their rotations (``Rope.key``)
+    """
 
     tokens: list[int]
     lora: str | None
+    rotations: int
     keys: Tensor
     values: Tensor
 
@@ -131,9 +135,6 @@ class Scheduler:
         self.target, self.rows = target, rows
         weights = sum(parameter.nbytes for parameter in target.parameters())
         self.prefix_bytes = max(PREFIX_BYTES, weights // 8) if prefix_bytes is None else prefix_bytes
-        scaling = target.config.rope.scaling or {}
-        if scaling.get("rope_type", scaling.get("type")) in ("dynamic", "longrope"):
-            self.prefix_bytes = 0  # rotations depend on how long each text was planned to become
         self._speculation = speculation
         self.engine: Engine | None = None
         self._waiting: deque[Ticket] = deque()
@@ -410,7 +411,7 @@ class Scheduler:
         if engine.active >= self.rows:
             return None
         ticket.used = engine.arm(ticket.drafter, request, rows)
-        if not engine.fits(request, ticket.used, capacity=capacity):
+        if not engine.fits(ticket.used):
             return None
         if not engine.active and (rows > engine.rows or capacity > engine.capacity):
             self._drop_cache()  # a cache that is too small goes before the larger one comes
@@ -451,12 +452,15 @@ class Scheduler:
         if length * per_token > self.prefix_bytes:
             return
         tokens, lora = member.row.tokens[:length], member.request.lora
+        rotations = self.target.rope().key(cache.prompts[slot])
         # a text that continues a kept one replaces it
-        self._prefixes = [p for p in self._prefixes if p.lora != lora or p.tokens != tokens[: len(p.tokens)]]
+        self._prefixes = [
+            p for p in self._prefixes if (p.lora, p.rotations, p.tokens) != (lora, rotations, tokens[: len(p.tokens)])
+        ]
         kept = sum(prefix.nbytes for prefix in self._prefixes) + length * per_token
         while kept > self.prefix_bytes:
             kept -= self._prefixes.pop(0).nbytes
-        self._prefixes.append(_Prefix(tokens, lora, *cache.taken(slot, length)))
+        self._prefixes.append(_Prefix(tokens, lora, rotations, *cache.taken(slot, length)))
 
     def _reuse(self, engine: Engine, ticket: Ticket, drafter: Drafter) -> int:
         """Copy the longest beginning that a kept text, or a row in use, shares with a prompt; returns its length."""
@@ -468,12 +472,12 @@ class Scheduler:
         if not most or not self.prefix_bytes:
             return 0
         best, source = 0, None
-        lora = ticket.request.lora
-        for prefix in (prefix for prefix in self._prefixes if prefix.lora == lora):
+        lora, rotations = ticket.request.lora, self.target.rope().key(engine.rotated_for(request))
+        for prefix in (p for p in self._prefixes if (p.lora, p.rotations) == (lora, rotations)):
             shared = min(most, shared_length(prefix.tokens, prompt))
             if shared >= max(best, 1):
                 best, source = shared, prefix
-        live, from_slot = engine.longest_shared(prompt[:most], lora)
+        live, from_slot = engine.longest_shared(prompt[:most], lora, rotations)
         if max(best, live) < SHORTEST:
             return 0
         if live >= best:

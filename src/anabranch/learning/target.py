@@ -47,10 +47,10 @@ def run_frozen(
     rows, width = batch.tokens_BT.shape
     runner = target if frozen is None else frozen
     cache = Cache(target.config, rows=rows, capacity=width, dtype=runner.dtype, device=target.device)
-    for _ in range(rows):
-        cache.add_row()
+    for prompt, length in zip((batch.starts_B + 1).tolist(), batch.lengths_B.tolist(), strict=True):
+        cache.add_row(target.rope().prompt(prompt, length))  # rotated as it will be decoded
     with runner.decoding():
-        found = runner(Inputs.of_chains(batch.tokens_BT.numpy()), cache, taps=taps, need="hidden", planned=width)
+        found = runner(Inputs.of_chains(batch.tokens_BT.numpy()), cache, taps=taps, need="hidden")
 
     def by_row(x_MD: Tensor) -> Tensor:
         return torch.stack([x_MD[found.nodes(row)] for row in range(rows)]).to(target.dtype)

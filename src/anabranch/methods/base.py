@@ -89,7 +89,6 @@ class Observation(NamedTuple):
     slots     the index of each row in the pass (``result.nodes(slot)``) and in the cache
     trees     the verified trees, after pruning
     live      whether each row continues
-    planned   the planned length of the longest row
     budget    maximum number of nodes of the next draft; 1: nothing will be drafted, so nothing needs to be prepared
     probed    for each row, the target's own token after each node of its probe (``Drafter.probe``), without the root
     """
@@ -100,7 +99,6 @@ class Observation(NamedTuple):
     trees: Sequence[DraftTree]
     verdicts: Sequence[Verdict]
     live: Sequence[bool]
-    planned: int
     budget: int
     probed: Sequence[NDArray[np.int64]] = ()
 

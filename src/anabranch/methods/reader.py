@@ -181,11 +181,6 @@ class Reader(ABC):
         if place is not None and self.cache is not None:
             self.cache.rewind(place.slot, 0)
 
-    def planned(self) -> int:
-        """The length that the longest text may reach."""
-        assert self.cache is not None
-        return min(self.cache.capacity, self.longest)
-
     def known(self, tokens: Sequence[int]) -> tuple[int, int]:
         """The most positions at the beginning of a text, before its root, that the cache holds; and their slot.
 
@@ -206,7 +201,7 @@ class Reader(ABC):
         self._reserve(len(row.tokens) + TOGETHER, rows=len(self._rows) + 1)
         assert self.cache is not None
         slot, (count, source) = self.cache.count, self.known(row.tokens)
-        self.cache.add_row()
+        self.cache.add_row(len(row.tokens))
         if count:
             self.cache.fork(source, slot, count)
             self.cache.lengths[slot] = count

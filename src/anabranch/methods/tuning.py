@@ -160,7 +160,8 @@ class TextPass:
 
     def rotated(self, positions_BR: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of some positions; copies, since tables made in inference mode take no part in gradients."""
-        cos, sin = self.target.rope()(positions_BR, self.positions_BT.shape[1])
+        rows, length = self.positions_BT.shape
+        cos, sin = self.target.rope()(positions_BR, length, [length] * rows)
         return cos.clone().to(self.target.dtype), sin.clone().to(self.target.dtype)
 
     def _bias(self, hidden_TT: Tensor) -> Tensor:

@@ -85,9 +85,9 @@ class TorchBackend:
 
     def run(self, network: Network, request: PassRequest) -> PassResult:
         """A whole pass; see ``Backend``."""
-        inputs, cache, slots, planned, taps, rider, _, sides, along = request
+        inputs, cache, slots, taps, rider, _, sides, along = request
         nodes = Nodes.of(inputs, cache.lengths[slots])
-        run = Pass(network.config, nodes, cache, slots, planned, network.rope(), sides=sides)
+        run = Pass(network.config, nodes, cache, slots, network.rope(), sides=sides)
         return self._through(network, run, inputs.counts_B, taps, rider).without(along)
 
     def _through(
@@ -171,19 +171,21 @@ class GraphBackend(TorchBackend):
 
     def run(self, network: Network, request: PassRequest) -> PassResult:
         """A whole pass at the next larger shapes; see ``Backend``."""
-        inputs, cache, slots, planned, taps, rider, _, sides, along = request
+        inputs, cache, slots, taps, rider, _, sides, along = request
         if slots.start or any(along) or sides is not None or (rider is not None and not rider.fixed):
             return super().run(network, request)  # a pass that does not start at the first row reads a prompt
         rows, nodes = len(inputs.counts_B), inputs.width
         width, longest = width_bucket(nodes, rows), max(cache.lengths[slots])
         if width is None or longest + width > cache.capacity:
             return super().run(network, request)
+        rope = network.rope()
+        if rope.varies and any(cache.unread(slots)):
+            return super().run(network, request)  # the rest of a prompt may take tables of its own
         cache.begin(width, slots)
-        span, rope = span_bucket(longest + width, cache.capacity), network.rope()
-        table = rope.table(planned)
+        span, table = span_bucket(longest + width, cache.capacity), rope.rotations(cache.capacity).table
 
         def compute(*nodes: Tensor) -> tuple[Tensor, ...]:
-            run = Pass(network.config, Nodes(*nodes), cache, slots, planned, rope, span=span)
+            run = Pass(network.config, Nodes(*nodes), cache, slots, rope, span=span)
             found = self._through(network, run, inputs.counts_B, taps, rider)
             riding = () if found.riding_MSD is None else (found.riding_MSD,)
             return (found.hidden_MD, *(found.taps[layer] for layer in taps), *riding)

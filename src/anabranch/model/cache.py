@@ -70,6 +70,7 @@ class Cache:
         self.graphs = Graphs()  # of computations that read or write these rows
         self._kernels = kernels
         self.lengths: list[int] = []
+        self.prompts: list[int] = []  # for which length each row's prompt is rotated (``Rope``)
         self._width = 0
         self._selections: list[tuple[int, Tensor]] = []
 
@@ -84,11 +85,15 @@ class Cache:
         return max(self.lengths) + self._width
 
     # -- rows join and leave ---------------------------------------------------------------------
-    def add_row(self) -> int:
-        """Take the next free row and return its slot. Raises InputError where all are in use."""
+    def add_row(self, prompt: int = 0) -> int:
+        """Take the next free row and return its slot. Raises InputError where all are in use.
+
+        prompt  how many tokens its text begins with, before it is decoded: matters for rotations that depend on it
+        """
         if self.count >= self.rows:
             raise InputError(f"all {self.rows} rows of the cache are in use; wait for one to finish or allocate more")
         self.lengths.append(0)
+        self.prompts.append(prompt)
         return self.count - 1
 
     def remove_row(self, slot: int) -> int:
@@ -98,14 +103,15 @@ class Cache:
             n = self.lengths[last]
             self.keys[:, slot, :, :n] = self.keys[:, last, :, :n]
             self.values[:, slot, :, :n] = self.values[:, last, :, :n]
-            self.lengths[slot] = self.lengths[last]
+            self.lengths[slot], self.prompts[slot] = self.lengths[last], self.prompts[last]
         self.lengths.pop()
+        self.prompts.pop()
         return last
 
     def move_row(self, source: int, slot: int) -> None:
         """Copy the row in ``source`` to ``slot``, which is overwritten."""
         self.fork(source, slot, self.lengths[source])
-        self.lengths[slot] = self.lengths[source]
+        self.lengths[slot], self.prompts[slot] = self.lengths[source], self.prompts[source]
 
     def fork(self, source: int, slot: int, length: int) -> None:
         """Copy the first ``length`` tokens in ``source`` to ``slot``; neither need be in use.
@@ -146,8 +152,13 @@ class Cache:
         assert self.count <= rows
         made.keys[:, :slots, :, :span] = self.keys[:, :slots, :, :span]
         made.values[:, :slots, :, :span] = self.values[:, :slots, :, :span]
-        made.lengths = list(self.lengths)
+        made.lengths, made.prompts = list(self.lengths), list(self.prompts)
         return made
+
+    def unread(self, slots: slice) -> list[int]:
+        """The length of each row's prompt where some of it is still to be read, besides its last token; else 0."""
+        rows = zip(self.lengths[slots], self.prompts[slots], strict=True)
+        return [prompt if length < prompt - 1 else 0 for length, prompt in rows]
 
     # -- one step ---------------------------------------------------------------------------------
     def begin(self, width: int, slots: slice) -> None:

@@ -15,8 +15,11 @@ __all__ = ["ModelConfig", "RopeConfig"]
 class RopeConfig:
     """Rotary positions (Su et al. 2021) and their variants for long contexts.
 
-    ``dim`` is the number of rotated channels of a head, ``scaling`` the Hugging Face ``rope_parameters``
-    record of a variant (linear, dynamic, llama3, yarn, longrope), or None.
+    dim                     rotated channels of a head
+    scaling                 the Hugging Face ``rope_parameters`` of a variant (linear, dynamic, llama3, yarn, longrope)
+    max_positions           the length in the config
+    original_max_positions  the length before it was extended; None: ``max_positions``
+    rereads                 whether a text that outgrows the original length is read again as a whole
     """
 
     theta: float = 10_000.0
@@ -24,11 +27,15 @@ class RopeConfig:
     scaling: dict[str, Any] | None = None
     max_positions: int = 2048
     original_max_positions: int | None = None
+    rereads: bool = False
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The architecture of a decoder-only target. Sizes are in channels, heads or tokens."""
+    """The architecture of a decoder-only target. Sizes are in channels, heads or tokens.
+
+    ``max_positions`` is the longest text, with rotary positions that are scaled the length after scaling.
+    """
 
     family: str
     vocab_size: int

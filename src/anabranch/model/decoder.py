@@ -100,7 +100,6 @@ class Decoder(Network):
         cache: Cache,
         *,
         slots: slice | None = None,
-        planned: int | None = None,
         taps: Sequence[int] = (),
         rider: Rider | None = None,
         need: Need = "logits",
@@ -110,7 +109,6 @@ class Decoder(Network):
         """Run one pass over the nodes of ``inputs``; their keys and values are appended to ``cache``, not committed.
 
         slots    the cache slots of the rows (default: all in use)
-        planned  the length that the longest row will reach, for rotations that depend on it
         taps     layers before which the main rows are returned
         rider    a drafter's part in the pass, or the target's own; there is none unless it is given
         need     what to compute: keys and values only; or the rows after the last norm; with these, their logits or the
@@ -123,25 +121,27 @@ class Decoder(Network):
         """
         slots = slice(0, cache.count) if slots is None else slots
         cache.begin(inputs.width, slots)
-        limit = self.config.max_positions
-        planned, longest = limit if planned is None else planned, max(cache.lengths[slots])
-        reach = longest + inputs.width
-        if reach > min(planned, limit):  # perhaps less: nodes side by side reach no further than one of them
-            reach = int((inputs.depths_BN.max(axis=1) + cache.lengths[slots]).max()) + 1
-        if self.config.position == "learned" and reach > limit:
-            raise InputError(
-                f"the text with its drafts needs {reach} positions, but the target has {self.config.max_positions}; "
-                "lower max_new_tokens"
-            )
-        # rotation tables end soon after the planned length: a plan that was too short must not read past them
-        planned = max(planned, reach)
+        if self.config.position == "learned":
+            self._check_positions(inputs, cache.lengths[slots])
         sides = self.loras.sides(loras)
         assert sides is None or rider is None or not rider.rides, "rows that ride take no LoRA"
         assert rider is None or not any(along), "a rider takes part in all nodes of a pass"
-        request = PassRequest(inputs, cache, slots, planned, taps, rider, need, sides, along)
+        request = PassRequest(inputs, cache, slots, taps, rider, need, sides, along)
         result = self.backend.run(self, request)
         if need == "logits":
             return result._replace(logits_MV=self.logits(result.hidden_MD))
         if need == "tokens" and result.tokens_M is None:
             return result._replace(tokens_M=self.choose(result.hidden_MD).cpu().numpy())
         return result
+
+    def _check_positions(self, inputs: Inputs, lengths_B: Sequence[int]) -> None:
+        """Raise InputError where the nodes reach beyond the learned positions."""
+        limit = self.config.max_positions
+        if max(lengths_B) + inputs.width <= limit:
+            return
+        # perhaps less: nodes side by side reach no further than one of them
+        reach = int((inputs.depths_BN.max(axis=1) + lengths_B).max()) + 1
+        if reach > limit:
+            raise InputError(
+                f"the text with its drafts needs {reach} positions, but the target has {limit}; lower max_new_tokens"
+            )

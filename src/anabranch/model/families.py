@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from anabranch.errors import ModelError
 from anabranch.model.check import check_config, check_fields, check_known, token_ids
 from anabranch.model.config import ModelConfig, RopeConfig
-from anabranch.model.rope import ROPE_VARIANTS, check_rope
+from anabranch.model.rope import ROPE_VARIANTS, check_rope, context_length
 from anabranch.support.jsonfiles import shown
 
 __all__ = ["FAMILIES", "Family", "Layout", "Source", "model_config", "weight_source"]
@@ -67,6 +67,8 @@ def model_config(hf: HfConfig) -> ModelConfig:
         config = FAMILIES[name].describe(hf)
     except KeyError as error:
         raise ModelError(f"the config of this {name} model lacks {error.args[0]!r}; fetch it again") from None
+    if config.position == "rope":
+        config = replace(config, max_positions=context_length(config.rope))
     check_config(config)
     return config
 
@@ -154,12 +156,13 @@ def _rope(hf: HfConfig, head_dim: int, *, rotated: float = 1.0) -> RopeConfig:
     theta = given.get("rope_theta") or hf.get("rope_theta") or hf.get("rotary_emb_base") or 10_000.0
     share = given.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or hf.get("rotary_pct") or rotated
     longest = hf["max_position_embeddings"]
-    first = 4096 if hf["model_type"] == "phi3" else longest
-    original = hf.get("original_max_position_embeddings") or given.get("original_max_position_embeddings") or first
+    original, rereads = hf.get("original_max_position_embeddings"), hf["model_type"] == "phi3"
+    if original is None:
+        original = 4096 if rereads else given.get("original_max_position_embeddings") or longest
     # parameters with a field of their own are removed, so that old and new files give the same config
     scaling = {"rope_type": kind, **{key: value for key, value in given.items() if key not in _ROPE_FIELDS}}
     dim, stretched = int(head_dim * share), None if kind == "default" else scaling
-    rope = RopeConfig(float(theta), dim, stretched, max_positions=longest, original_max_positions=original)
+    rope = RopeConfig(float(theta), dim, stretched, longest, original, rereads)
     check_rope(rope)
     return rope
 

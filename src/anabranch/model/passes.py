@@ -57,14 +57,14 @@ class Pass:
         nodes: Nodes,
         cache: Cache,
         slots: slice,
-        planned: int,
         rope: Rope,
         *,
         span: int | None = None,
         sides: Sequence[RowSide] | None = None,
     ) -> None:
         self.sides = sides
-        self.config, self.cache, self.slots, self.planned, self.rope = config, cache, slots, planned, rope
+        self.config, self.cache, self.slots, self.rope = config, cache, slots, rope
+        self.prompts = cache.unread(slots) if rope.varies else ()
         device, self.dtype = cache.keys.device, cache.keys.dtype
         self.tokens_BN, self.positions_BN, self.lengths_B, self.tree_BNN = (x.to(device) for x in nodes)
         self.fixed = span
@@ -80,11 +80,16 @@ class Pass:
         return self.tokens_BN.shape[1]
 
     def _prepare(self) -> None:
-        self.cos, self.sin = (table.to(self.dtype) for table in self.rope(self.positions_BN, self.planned))
+        self.cos, self.sin = self.rotations(self.positions_BN)
         self.span = int(max(self.cache.lengths[self.slots])) + self.width if self.fixed is None else self.fixed
         self._visible: Tensor | None = None
         self._parents: Tensor | None = None
         self._bias: dict[bool, Tensor | None] = {}
+
+    def rotations(self, positions_BR: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [B, R, dim] of some positions of the rows, in the type of the cache."""
+        cos, sin = self.rope(positions_BR, self.cache.capacity, self.prompts)
+        return cos.to(self.dtype), sin.to(self.dtype)
 
     @property
     def parents_BN(self) -> Tensor:
@@ -202,7 +207,6 @@ class PassRequest(NamedTuple):
     """What a backend is asked to run; ``Decoder.forward`` has checked that it fits the cache and made room there.
 
     slots    the cache slots of the rows
-    planned  the length that the longest row will reach, for rotations that depend on it
     taps     layers before which the main rows are returned
     rider    a drafter's part in the pass
     need     what is read of the result; a backend may leave out the rest, and return the greedy tokens if it is these
@@ -214,7 +218,6 @@ class PassRequest(NamedTuple):
     inputs: Inputs
     cache: Cache
     slots: slice
-    planned: int
     taps: Sequence[int]
     rider: Rider | None
     need: Need

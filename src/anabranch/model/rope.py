@@ -7,8 +7,9 @@ match those of training bit for bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,48 +17,112 @@ from torch import Tensor
 from anabranch.errors import ModelError, one_line
 from anabranch.model.config import RopeConfig
 
-__all__ = ["MARGIN", "ROPE_VARIANTS", "Rope", "check_rope", "rope_frequencies", "rotate"]
+__all__ = [
+    "MARGIN",
+    "ROPE_VARIANTS",
+    "UNLIMITED",
+    "Rope",
+    "Rotations",
+    "check_rope",
+    "context_length",
+    "rope_frequencies",
+    "rotate",
+]
 
-# Positions that a table holds beyond the planned length: draft nodes and a rider's rows reach past the last token.
-MARGIN = 1024
-# Cached tables: the variant "dynamic" needs one for each planned length, of which a server sees many.
-_KEPT_TABLES = 4
+MARGIN = 1024  # positions that a table holds beyond the cache: a rider's rows reach past the last token
+UNLIMITED = 2**30  # the context length of a variant that stretches without end
+_KEPT_TABLES = 4  # the variant "dynamic" needs one for each length of a prompt, of which a server sees many
+
+
+class Rotations(NamedTuple):
+    """cos and sin of every position.
+
+    table     [2, rows, dim] float32
+    starts_B  the row of ``table`` that is position 0 of each batch row; None: 0 for all of them
+    """
+
+    table: Tensor
+    starts_B: Sequence[int] | None = None
 
 
 class Rope:
     """cos and sin tables, computed once up to the longest requested position.
 
-    Variants whose frequencies depend on the sequence length (dynamic, longrope) use the *planned* length of the row:
-    its prompt and new tokens. A token's rotation therefore does not depend on how decoding was stepped.
+    The frequencies of two variants (dynamic, longrope) depend on the length of the text. As in transformers with a KV
+    cache, a token is rotated for the length that the text has when the token is read, and keeps that rotation: all
+    tokens of a prompt are rotated for the length of the prompt, a later token for its own position + 1. So a rotation
+    depends on a token's position and on the length of the prompt, and not on how decoding is stepped. A text that
+    outgrows the original length of a config with ``rereads`` is read again as a whole, like a prompt.
     """
 
     def __init__(self, config: RopeConfig, device: torch.device) -> None:
         self.config = config
         self.device = device
+        self.varies = _kind(config) in ("dynamic", "longrope")
         self._tables: dict[int, Tensor] = {}
 
-    def __call__(self, positions: Tensor, planned: int) -> tuple[Tensor, Tensor]:
-        """cos and sin, each [..., dim] float32, for integer ``positions`` [...] below ``planned`` + 1024."""
-        cos, sin = self.table(planned)[:, positions]
+    @property
+    def reread_after(self) -> int | None:
+        """The length beyond which a text is read again, as a prompt of its own; None: never."""
+        return _original(self.config) if self.varies and self.config.rereads else None
+
+    def prompt(self, prompt: int, length: int) -> int:
+        """The length for which a prompt's tokens are rotated once its text has ``length`` tokens."""
+        limit = self.reread_after
+        return prompt if limit is None or length <= limit else max(prompt, limit + 1)
+
+    def key(self, prompt: int) -> int:
+        """Equal for two lengths of prompts whose texts have the same rotations at every position.
+
+        0 where a token's rotation depends on its position only.
+        """
+        kind = _kind(self.config)
+        if kind == "dynamic":
+            return prompt if prompt > self.config.max_positions else 0
+        if kind == "longrope":
+            return _original(self.config) + 1 if prompt > _original(self.config) else 0
+        return 0
+
+    def __call__(self, positions: Tensor, longest: int, prompts_B: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+        """cos and sin, each [..., dim] float32, for integer ``positions`` [...] below ``longest`` + 1024.
+
+        prompts_B  the length of the prompt of each row of ``positions`` [B, ...]; empty: 0
+        """
+        table, starts_B = self.rotations(longest, prompts_B)
+        if starts_B is not None:
+            starts = torch.tensor(starts_B, device=positions.device)
+            positions = positions + starts.view(-1, *(1 for _ in positions.shape[1:]))
+        cos, sin = table[:, positions]
         return cos, sin
 
-    def table(self, planned: int) -> Tensor:
-        """cos and sin [2, length, dim] for at least ``planned`` + 1024 positions."""
-        key = _variant_key(self.config, planned)
+    def rotations(self, longest: int, prompts_B: Sequence[int] = ()) -> Rotations:
+        """The tables of batch rows with prompts of some lengths, for at least ``longest`` + 1024 positions."""
+        keys = [self.key(prompt) for prompt in prompts_B] if self.varies else []
+        if not any(keys):
+            return Rotations(self._of(0, longest))
+        tables = {key: self._of(key, longest) for key in keys}
+        if len(tables) == 1:
+            return Rotations(tables[keys[0]])
+        starts = dict(zip(tables, accumulate((table.shape[1] for table in tables.values()), initial=0), strict=False))
+        return Rotations(torch.cat(list(tables.values()), dim=1), [starts[key] for key in keys])
+
+    def _of(self, key: int, longest: int) -> Tensor:
+        """The table of prompts of a length with this key."""
         table = self._tables.get(key)
-        if table is None or table.shape[1] < planned + MARGIN:
-            table = self._table(planned)
+        if table is None or table.shape[1] < longest + MARGIN:
+            table = self._table(key, -(-(longest + MARGIN) // MARGIN) * MARGIN)
             # the oldest is evicted; a table that grew replaces itself
             if key not in self._tables and len(self._tables) >= _KEPT_TABLES:
                 del self._tables[next(iter(self._tables))]
             self._tables[key] = table
         return table
 
-    def _table(self, planned: int) -> Tensor:
-        """cos and sin of every position, stacked [2, length, dim] so that one lookup per step fetches both."""
-        inv_freq, factor = rope_frequencies(self.config, planned)
-        length = -(-(planned + MARGIN) // MARGIN) * MARGIN
-        angles = torch.arange(length, dtype=torch.float32)[:, None] * inv_freq
+    def _table(self, prompt: int, rows: int) -> Tensor:
+        """cos and sin of every position, stacked [2, rows, dim] so that one lookup per step fetches both."""
+        positions = torch.arange(rows, device="cpu")
+        lengths = (positions + 1).clamp(min=prompt)
+        inv_freq, factor = rope_frequencies(self.config, lengths if self.varies else lengths[:1])
+        angles = positions[:, None].float() * inv_freq
         angles = torch.cat((angles, angles), dim=-1)
         return (torch.stack((angles.cos(), angles.sin())) * factor).to(self.device)
 
@@ -72,21 +137,38 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated if dim == x.shape[-1] else torch.cat((rotated, x[..., dim:]), dim=-1)
 
 
-def rope_frequencies(config: RopeConfig, planned: int) -> tuple[Tensor, float]:
-    """Inverse frequencies [dim / 2], float32 on the CPU, and the factor that scales cos and sin."""
-    scaling = config.scaling or {}
-    return ROPE_VARIANTS[_kind(config)](config, scaling, planned)
+def rope_frequencies(config: RopeConfig, lengths_T: Tensor) -> tuple[Tensor, float]:
+    """Inverse frequencies [T or 1, dim / 2] of texts of some lengths, float32 on the CPU, and what scales cos and sin.
+
+    One row stands for all lengths where they do not matter.
+    """
+    with torch.device("cpu"):  # not the device that a decoder is being built on
+        frequencies, factor = ROPE_VARIANTS[_kind(config)](config, config.scaling or {}, lengths_T)
+    return frequencies if frequencies.dim() == 2 else frequencies[None], factor
+
+
+def context_length(config: RopeConfig) -> int:
+    """The longest text of a model with these positions: the length in its config, stretched by the factor.
+
+    Configs state the length before scaling or the one after it: published ones of linear scaling, and those to which a
+    user has added the lines of a model card, the one before; the others the one after, and the one before beside it.
+    """
+    factor = (config.scaling or {}).get("factor") or 1.0
+    kind = _kind(config)
+    if kind == "dynamic":
+        return UNLIMITED
+    if kind == "default":
+        return config.max_positions
+    return max(config.max_positions, int(_original(config) * factor))
 
 
 def check_rope(config: RopeConfig) -> None:
     """Check at load that a config has all parameters of its rotary variant. Raises ModelError."""
     named = f"rotary variant {_kind(config)!r}"
     try:
-        for planned in (1, config.max_positions + 1):
-            with torch.device("cpu"):  # not the device that a decoder is being built on
-                inv_freq, factor = rope_frequencies(config, planned)
-            if not (bool(inv_freq.isfinite().all()) and math.isfinite(factor)):
-                raise ValueError("its frequencies are not finite numbers")
+        inv_freq, factor = rope_frequencies(config, torch.tensor([1, config.max_positions + 1], device="cpu"))
+        if not (bool(inv_freq.isfinite().all()) and math.isfinite(factor)):
+            raise ValueError("its frequencies are not finite numbers")
     except KeyError as error:
         raise ModelError(f"{named} needs {error.args[0]!r}; fetch config.json again") from None
     except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
@@ -95,16 +177,6 @@ def check_rope(config: RopeConfig) -> None:
 
 def _kind(config: RopeConfig) -> str:
     return "default" if config.scaling is None else str(config.scaling.get("rope_type", "default"))
-
-
-def _variant_key(config: RopeConfig, planned: int) -> int:
-    """A key that is equal for planned lengths with the same frequencies; 0 if the length does not matter."""
-    kind = _kind(config)
-    if kind == "dynamic":
-        return max(planned, config.max_positions)
-    if kind == "longrope":
-        return int(planned > _original(config))
-    return 0
 
 
 def _original(config: RopeConfig) -> int:
@@ -116,27 +188,28 @@ def _exponents(config: RopeConfig) -> Tensor:
     return torch.arange(0, config.dim, 2, dtype=torch.float32) / config.dim
 
 
-def _default(config: RopeConfig, scaling: dict[str, Any], planned: int) -> tuple[Tensor, float]:
+def _default(config: RopeConfig, scaling: dict[str, Any], lengths_T: Tensor) -> tuple[Tensor, float]:
     """Su et al. 2021."""
     return 1.0 / config.theta ** _exponents(config), 1.0
 
 
-def _linear(config: RopeConfig, scaling: dict[str, Any], planned: int) -> tuple[Tensor, float]:
+def _linear(config: RopeConfig, scaling: dict[str, Any], lengths_T: Tensor) -> tuple[Tensor, float]:
     """Position interpolation (Chen et al. 2023)."""
-    return _default(config, scaling, planned)[0] / scaling["factor"], 1.0
+    return _default(config, scaling, lengths_T)[0] / scaling["factor"], 1.0
 
 
-def _dynamic(config: RopeConfig, scaling: dict[str, Any], planned: int) -> tuple[Tensor, float]:
+def _dynamic(config: RopeConfig, scaling: dict[str, Any], lengths_T: Tensor) -> tuple[Tensor, float]:
     """NTK-aware base that grows with the length of the sequence."""
     factor, longest = scaling["factor"], config.max_positions
-    stretch = factor * max(planned, longest) / longest - (factor - 1)
-    base = config.theta * stretch ** (config.dim / (config.dim - 2))
-    return 1.0 / base ** _exponents(config), 1.0
+    stretch_T = factor * lengths_T.clamp(min=longest).float() / longest - (factor - 1)
+    base_T = config.theta * stretch_T ** (config.dim / (config.dim - 2))
+    stretched = 1.0 / base_T[:, None] ** _exponents(config)
+    return torch.where(lengths_T[:, None] > longest, stretched, _default(config, scaling, lengths_T)[0]), 1.0
 
 
-def _llama3(config: RopeConfig, scaling: dict[str, Any], planned: int) -> tuple[Tensor, float]:
+def _llama3(config: RopeConfig, scaling: dict[str, Any], lengths_T: Tensor) -> tuple[Tensor, float]:
     """Llama 3.1: long wavelengths are stretched, short ones kept, those in between interpolated."""
-    inv_freq = _default(config, scaling, planned)[0]
+    inv_freq = _default(config, scaling, lengths_T)[0]
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     original = _original(config)
     wave = 2 * math.pi / inv_freq
@@ -147,7 +220,7 @@ def _llama3(config: RopeConfig, scaling: dict[str, Any], planned: int) -> tuple[
     return torch.where(between, blended, stretched), 1.0
 
 
-def _yarn(config: RopeConfig, scaling: dict[str, Any], planned: int) -> tuple[Tensor, float]:
+def _yarn(config: RopeConfig, scaling: dict[str, Any], lengths_T: Tensor) -> tuple[Tensor, float]:
     """YaRN (Peng et al. 2023): interpolate low frequencies, keep high ones, scale the attention."""
     original = _original(config)
     factor = scaling.get("factor") or config.max_positions / original
@@ -174,20 +247,22 @@ def _yarn(config: RopeConfig, scaling: dict[str, Any], planned: int) -> tuple[Te
     return 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept, float(attention)
 
 
-def _longrope(config: RopeConfig, scaling: dict[str, Any], planned: int) -> tuple[Tensor, float]:
+def _longrope(config: RopeConfig, scaling: dict[str, Any], lengths_T: Tensor) -> tuple[Tensor, float]:
     """LongRoPE (Ding et al. 2024): one factor per frequency, in a set for short and one for long sequences."""
     original = _original(config)
     factor = scaling.get("factor") or config.max_positions / original
     attention = scaling.get("attention_factor")
     if attention is None:
         attention = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
-    factors = scaling["long_factor" if planned > original else "short_factor"]
-    if len(factors) != config.dim // 2:
-        raise ValueError(f"{len(factors)} factors for {config.dim // 2} frequencies")
-    return 1.0 / (torch.tensor(factors, dtype=torch.float32) * config.theta ** _exponents(config)), float(attention)
+    short, long = (torch.tensor(scaling[name], dtype=torch.float32) for name in ("short_factor", "long_factor"))
+    for factors in (short, long):
+        if factors.shape != (config.dim // 2,):
+            raise ValueError(f"{len(factors)} factors for {config.dim // 2} frequencies")
+    factors_T = torch.where(lengths_T[:, None] > original, long, short)
+    return 1.0 / (factors_T * config.theta ** _exponents(config)), float(attention)
 
 
-ROPE_VARIANTS: dict[str, Callable[[RopeConfig, dict[str, Any], int], tuple[Tensor, float]]] = {
+ROPE_VARIANTS: dict[str, Callable[[RopeConfig, dict[str, Any], Tensor], tuple[Tensor, float]]] = {
     "default": _default,
     "dynamic": _dynamic,
     "linear": _linear,

@@ -78,8 +78,7 @@ class Stack:
         self._kept: list[object] = []  # what the structs point to
         self._ready: dict[tuple[int, ...], tuple[native.Shape, native.Layers]] = {}
         self._norms: dict[Norm, Tensor] = {}
-        self._table = (torch.empty(0), 0, 0)  # the newest of ``_rotations``, and the length that it was planned for
-        self._planned = -1
+        self._table = (torch.empty(0), 0, 0)  # the newest of ``_pointers``
         self._ends: native.Ends | None = None
         self._layers = [self._struct(layer) for layer in layers]
         self.nbytes = sum(linear.nbytes for layer in layers for linear in layer.linears)
@@ -168,19 +167,21 @@ class Stack:
         lengths: Sequence[int],
         counts: Sequence[int],
         parents_M: NDArray[np.int64] | None,
-        planned: int,
+        positions: int,
         x_MD: Tensor | None = None,
         *,
         trailing: bool = False,
         own: int = 0,
+        prompts: Sequence[int] = (),
     ) -> StackStep:
         """The nodes of a pass over rows of ``lengths`` committed tokens; all layers have the same sliding window.
 
         counts     nodes of each row [B]; a row of 0 nodes takes no part, and its cache is left as it is
         parents_M  indices within the row, each before its child; -1: no parent; None: chains
-        planned    the length that the longest row will reach, for rotations that depend on it
+        positions  those of the cache, beyond which no node lies but those of a rider or a trail
         x_MD       the rows, float32, where the layers start from these
         trailing   the nodes follow the newest committed token and see its sliding window, not one of their own
+        prompts    the length of the prompt of each row of which some is read [B]; empty: 0 (``Rope``)
         own        S: each of a row's first count / (1 + S) nodes also sees S of those after them, in the same order
         """
         lengths_B, starts = array("q", lengths), array("q", accumulate(counts, initial=0))
@@ -189,7 +190,9 @@ class Stack:
         assert len(lengths_B) == len(counts)
         assert parents_M is None or parents_M.shape == (nodes,)
         assert x_MD is None or x_MD.shape == (nodes, self.config.hidden_size)
-        table, cos, sin = self._rotations(planned)
+        rotations = self._rope.rotations(positions, prompts)
+        table, cos, sin = self._pointers(rotations.table)
+        turns_B = None if rotations.starts_B is None else array("q", rotations.starts_B)
         step = native.RaggedBatch(
             len(lengths),
             nodes,
@@ -203,17 +206,17 @@ class Stack:
             starts.buffer_info()[0],
             lengths_B.buffer_info()[0],
             None if parents_M is None else address(parents_M),
+            None if turns_B is None else turns_B.buffer_info()[0],
         )
-        return StackStep(step, (lengths_B, starts, parents_M, table, x_MD))
+        return StackStep(step, (lengths_B, starts, parents_M, turns_B, table, x_MD))
 
-    def _rotations(self, planned: int) -> tuple[Tensor, int, int]:
-        """The rotation table [2, positions, dim] of a planned length, and where its cosines and sines begin."""
-        if planned != self._planned:
-            table = self._rope.table(planned)
+    def _pointers(self, table: Tensor) -> tuple[Tensor, int, int]:
+        """A rotation table [2, positions, dim], and where its cosines and sines begin."""
+        if table is not self._table[0]:
             assert table.dtype == torch.float32
             assert table[0].is_contiguous()
             cos = table.data_ptr()
-            self._table, self._planned = (table, cos, cos + table.stride(0) * table.element_size()), planned
+            self._table = (table, cos, cos + table.stride(0) * table.element_size())
         return self._table
 
     def run(self, x_MD: Tensor, step: StackStep, cache: Cache, slot: int, low: int, high: int) -> None:
@@ -289,11 +292,12 @@ class NativeBackend(TorchBackend):
 
     def run(self, network: Network, request: PassRequest) -> PassResult:
         """A whole pass, whose rows are not padded; with a rider or several tapped layers it takes several calls."""
-        inputs, cache, slots, planned, taps, rider, need, sides, along = request
+        inputs, cache, slots, taps, rider, need, sides, along = request
         assert sides is None, "a target with LoRAs by row is not packed for the native kernels"
         if rider is not None or len(taps) > 1:
             return super().run(network, request)
-        step = self.stack.step(cache.lengths[slots], inputs.counts_B, inputs.parents_M, planned)
+        prompts = cache.unread(slots) if network.rope().varies else ()
+        step = self.stack.step(cache.lengths[slots], inputs.counts_B, inputs.parents_M, cache.capacity, prompts=prompts)
         tapped = taps[0] if taps else None
         if need == "tokens" and network.config.logit_softcap is not None:
             need = "hidden"
@@ -312,7 +316,8 @@ class NativeBackend(TorchBackend):
         rows = x_BND.to(torch.float32, copy=True).contiguous().flatten(0, 1)
         lengths = run.cache.lengths[run.slots]
         parents_M = run.parents_BN.flatten().numpy()
-        step = self.stack.step(lengths, [run.width] * len(lengths), parents_M, run.planned, rows)
+        counts = [run.width] * len(lengths)
+        step = self.stack.step(lengths, counts, parents_M, run.cache.capacity, rows, prompts=run.prompts)
         self.stack.run(rows, step, run.cache, run.slots.start, low, high)
         return rows.view(x_BND.shape)
 

@@ -200,7 +200,7 @@ class Attention {
 
   void rotate_queries() {
     for (int i = 0; i < task_.count; ++i) {
-      const int64_t node = node_of(i), angle = plan_.positions_of[node] * s_.rope_dim;
+      const int64_t node = node_of(i), angle = plan_.turn_of[node] * s_.rope_dim;
       const int head = task_.head * group_ + (task_.first + i) % group_;
       rotate(rows_.qkv + node * l_.qkv.outputs + head * s_.e, l_.q_norm, s_, plan_.cos + angle, plan_.sin + angle,
              q_ + i * s_.e);

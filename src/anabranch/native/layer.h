@@ -108,7 +108,7 @@ class LayerPart {
       const int row = i / s_.kv_heads, head = i % s_.kv_heads, b = plan_.row[row], node = row - plan_.start(b);
       float* key = rows_.qkv + static_cast<int64_t>(row) * l_.qkv.outputs + (s_.heads + head) * s_.e;
       const int64_t at = b * s_.row_stride + head * s_.head_stride + (plan_.lengths[b] + node) * s_.e;
-      const int64_t angle = plan_.positions_of[row] * s_.rope_dim;
+      const int64_t angle = plan_.turn_of[row] * s_.rope_dim;
       rotate(key, l_.k_norm, s_, plan_.cos + angle, plan_.sin + angle, static_cast<P*>(l_.keys) + at);
       const float* value = key + s_.kv_heads * s_.e;
       for (int c = 0; c < s_.e; c += 16) store16(static_cast<P*>(l_.values) + at + c, load16(value + c));

@@ -56,14 +56,15 @@ class RaggedBatch(ctypes.Structure):
     """The nodes of a pass: batch row b has the nodes ``starts[b]`` to ``starts[b + 1]`` - 1, possibly none.
 
     nodes       total number of nodes
-    positions   number of positions in ``cos`` and ``sin``
+    positions   number of rows of ``cos`` and ``sin``
+    turns       the row of ``cos`` and ``sin`` that is position 0 of each batch row; null: 0
     own         S: each of a batch row's first count / (1 + S) nodes also sees S of the nodes after these, its own
     x           the nodes' hidden states; null: the kernels use their own memory
     """
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("batch", "nodes", "window", "trailing", "positions", "own")),
-        *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "starts", "lengths", "parents")),
+        *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "starts", "lengths", "parents", "turns")),
     )
 
 
@@ -90,7 +91,7 @@ LAST: tuple[tuple[type[ctypes.Structure], str], ...] = (
     (Table, "words"),
     (Layer, "values"),
     (Shape, "head_stride"),
-    (RaggedBatch, "parents"),
+    (RaggedBatch, "turns"),
     (Ends, "along"),
     (Screen, "size"),
 )

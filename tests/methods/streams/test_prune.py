@@ -26,7 +26,7 @@ def a_pass(target: Decoder, trees: list[DraftTree]) -> Pass:
         cache.add_row()
     feed = Inputs.of_trees(trees)
     cache.begin(feed.tokens_BN.shape[1], slice(0, len(trees)))
-    return Pass(target.config, Nodes.of(feed, cache.lengths), cache, slice(0, len(trees)), 64, target.rope())
+    return Pass(target.config, Nodes.of(feed, cache.lengths), cache, slice(0, len(trees)), target.rope())
 
 
 def random_tree(size: int, seed: int) -> DraftTree:

@@ -81,7 +81,7 @@ def states(target: Decoder, adapter: StreamAdapter, placement: str) -> list[torc
     for row in rows:
         drafter.join(row)
     verdicts = [Verdict(path, 0) for path in PATHS]
-    seen = Observation(output, cache, range(3), trees(), verdicts, [True] * 3, 96, drafter.max_nodes)
+    seen = Observation(output, cache, range(3), trees(), verdicts, [True] * 3, drafter.max_nodes)
     drafter.observe(rows, seen)
     found = [drafter._state(row).states_SD for row in rows]
     return [states_SD for states_SD in found if states_SD is not None]

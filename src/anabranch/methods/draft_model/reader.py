@@ -44,6 +44,10 @@ class DraftReader(Reader):
             *(model.config,), rows=rows, capacity=capacity, dtype=model.dtype, device=model.device, kernels=kernels
         )
 
+    def known(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """See ``Reader``; none where rotations depend on the length of the text."""
+        return (0, 0) if self.model.rope().key(len(tokens)) else super().known(tokens)
+
     def _known(self, tokens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """Token ids [n]; 0 stands for those that the draft model's vocabulary lacks."""
         ids = np.asarray(tokens, np.int64)
@@ -54,13 +58,13 @@ class DraftReader(Reader):
         slot = self._places[row].slot
         with self.model.decoding():
             inputs = Inputs.of_prompt(self._known(tokens).tolist())
-            self.model(inputs, self.cache, slots=slice(slot, slot + 1), planned=self.planned(), need="keys")
+            self.model(inputs, self.cache, slots=slice(slot, slot + 1), need="keys")
 
     def _run(self, inputs: Inputs, at: Sequence[tuple[int, int]]) -> Tensor:
         assert self.cache is not None
         inputs = Inputs(self._known(inputs.tokens_M), inputs.parents_M, inputs.counts_B)
         with self.model.decoding():
-            result = self.model(inputs, self.cache, planned=self.planned(), need="hidden")
+            result = self.model(inputs, self.cache, need="hidden")
             places = torch.tensor([result.starts_B[slot] + place for slot, place in at], device=self.model.device)
             logits: Tensor = self.model.logits(result.hidden_MD[places])
         return logits

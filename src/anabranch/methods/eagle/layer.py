@@ -60,7 +60,7 @@ class EagleLayer:
         """The target's features [..., D], in the head's type."""
         return self.module.features(hidden, taps).to(self.dtype)
 
-    def run(self, inputs: Inputs, features_MD: Tensor, cache: Cache, slots: slice, planned: int) -> Tensor:
+    def run(self, inputs: Inputs, features_MD: Tensor, cache: Cache, slots: slice) -> Tensor:
         """The features [M, D] that the head predicts after each node; their keys and values are not committed.
 
         inputs       the tokens that follow the positions of ``features_MD``
@@ -69,7 +69,7 @@ class EagleLayer:
         device, width = self.target.device, features_MD.shape[1]
         cache.begin(inputs.width, slots)
         nodes = Nodes.of(inputs, cache.lengths[slots])
-        run = Pass(self.module.model, nodes, cache, slots, planned, self.target.rope())
+        run = Pass(self.module.model, nodes, cache, slots, self.target.rope())
         counts = torch.tensor(inputs.counts_B)
         real_BN = (torch.arange(run.width) < counts[:, None]).to(device)
         features = torch.zeros(*real_BN.shape, width, dtype=self.dtype, device=device)
@@ -119,13 +119,13 @@ class NativeEagleLayer(EagleLayer):
         fused: Tensor = self._fuse(torch.cat(taps, dim=-1))
         return fused
 
-    def run(self, inputs: Inputs, features_MD: Tensor, cache: Cache, slots: slice, planned: int) -> Tensor:
+    def run(self, inputs: Inputs, features_MD: Tensor, cache: Cache, slots: slice) -> Tensor:
         """See ``EagleLayer``; rows are not padded."""
         cache.begin(inputs.width, slots)
         tokens_M = torch.from_numpy(inputs.tokens_M)
         embeddings = self.target.embed(tokens_M, tokens_M).to(self.dtype)  # the kernels' targets rotate positions
         x_MD = self._fc(self.module.inputs(embeddings, features_MD))
-        step = self.stack.step(cache.lengths[slots], inputs.counts_B, inputs.parents_M, planned, x_MD)
+        step = self.stack.step(cache.lengths[slots], inputs.counts_B, inputs.parents_M, cache.capacity, x_MD)
         self.stack.run(x_MD, step, cache, slots.start, 0, 1)
         found: Tensor = x_MD.to(self.dtype)
         return found

@@ -116,7 +116,7 @@ class FeatureReader(Reader):
         assert self.cache is not None
         place: _Fed = self._places[row]
         where, features_nD = slice(place.slot, place.slot + 1), torch.cat(place.waiting)[: len(tokens)]
-        self.layer.run(Inputs.of_prompt(tokens), features_nD, self.cache, where, self.planned())
+        self.layer.run(Inputs.of_prompt(tokens), features_nD, self.cache, where)
         place.take(len(tokens))
 
     def _feed(self, row: Row, place: Any, wanted: Sequence[int], tokens: list[int], parents: list[int]) -> None:
@@ -144,7 +144,7 @@ class FeatureReader(Reader):
                 assert place.asked is not None
                 parts.append(torch.stack([place.own[place.asked.parents[node]] for node in place.read]))
         slots = slice(0, len(self._rows))
-        found_MD = self.layer.run(inputs, torch.cat(parts), self.cache, slots, self.planned())
+        found_MD = self.layer.run(inputs, torch.cat(parts), self.cache, slots)
         return found_MD[torch.tensor([inputs.starts_B[slot] + place for slot, place in at], device=found_MD.device)]
 
     def settle(self) -> None:

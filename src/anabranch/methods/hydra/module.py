@@ -176,8 +176,8 @@ class PrefixLayer:
             [torch.arange(start, start + n, device=device) for start, n in zip(lengths, counts, strict=True)]
         )
         x_1MD = torch.cat(parts)[None].to(self.target.dtype)
-        planned = max(config.max_positions, max(map(sum, zip(lengths, counts, strict=True))))
-        cos, sin = (turn.to(x_1MD.dtype) for turn in self.target.rope()(positions[None], planned))
+        longest = max(map(sum, zip(lengths, counts, strict=True)))
+        cos, sin = (turn.to(x_1MD.dtype) for turn in self.target.rope()(positions[None], longest))
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             found, first = [], 0

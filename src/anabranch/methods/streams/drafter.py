@@ -334,23 +334,23 @@ class StreamDrafter(Drafter):
             for row, slot, node in zip(rows, slots, nodes, strict=True)
         ]
         if most and self._lead is not None:
-            self._lead.run(led, seen.cache, seen.planned, min(count, most), most)
+            self._lead.run(led, seen.cache, min(count, most), most)
         for row, lead in zip(rows, led, strict=True):
             self._state(row).lead, self._state(row).log_probs = lead.tokens, lead.log_probs
         for nodes_left in sorted({budget - len(lead.tokens) for lead in led}):
             if nodes_left < 2:
                 continue
             same = [i for i, lead in enumerate(led) if budget - len(lead.tokens) == nodes_left]
-            states = trailing(native, [led[i] for i in same], seen.cache, seen.planned, self._streams_of(nodes_left))
+            states = trailing(native, [led[i] for i in same], seen.cache, self._streams_of(nodes_left))
             for i, states_SD in zip(same, states, strict=True):
                 self._state(rows[i]).states_SD = states_SD
 
     def _trail(self, entry_BD: Tensor, emitted_B: Tensor, slots: Sequence[int], seen: Observation) -> Tensor:
         """Stream states [B, S, D] of committed nodes, from their main rows before layer N - N_s."""
-        target, cache, planned = self.target, seen.cache, seen.planned
+        target, cache = self.target, seen.cache
         lengths = [cache.lengths[slot] for slot in slots]
         together = list(slots) == list(range(len(slots)))
-        span, table = max(lengths), target.rope().table(planned)
+        span, table = max(lengths), target.rope().rotations(cache.capacity).table
         span = span if target.backend.capture is None else span_bucket(span, cache.capacity)
         layers = range(self.adapter.start, target.config.num_layers)
 
@@ -368,7 +368,7 @@ class StreamDrafter(Drafter):
                 lengths_B[:, None] - 1,
                 [(cache.keys[layer, where, :, :span], cache.values[layer, where, :, :span]) for layer in layers],
                 [near if target.config.is_sliding(layer) else everything for layer in layers],
-                planned,
+                cache.capacity,
             )
             return (states[:, 0],)
 

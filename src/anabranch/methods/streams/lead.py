@@ -107,21 +107,21 @@ class Lead:
         below = StreamDraft(target, adapter, DraftOptions(nodes=TREE, copy=True))
         return Lead(_copies[target], following, trail, below, adapter.start)
 
-    def run(self, rows: Sequence[Led], cache: Cache, planned: int, count: int, most: int) -> None:
+    def run(self, rows: Sequence[Led], cache: Cache, count: int, most: int) -> None:
         """Draft at least ``count`` tokens after each row's root, and at most ``most``; slots ascend.
 
         The noise of a sampled row is that of ``most`` tokens and those of a tree after them.
         """
         while going := [row for row in rows if len(row.tokens) < count]:
-            self._pass(going, cache, planned, most)
+            self._pass(going, cache, most)
 
-    def _pass(self, rows: Sequence[Led], cache: Cache, planned: int, most: int) -> None:
-        trees = self._trees(rows, cache, planned, most)
+    def _pass(self, rows: Sequence[Led], cache: Cache, most: int) -> None:
+        trees = self._trees(rows, cache, most)
         lengths, counts = _lengths(rows, cache), [0] * cache.count
         for row, tree in zip(rows, trees, strict=True):
             counts[row.slot] = tree.size
         parents_M = np.concatenate([tree.parents for tree in trees])
-        step = self._stack.step(lengths, counts, parents_M, planned)
+        step = self._stack.step(lengths, counts, parents_M, cache.capacity)
         tokens_M = np.concatenate([tree.tokens for tree in trees])
         hidden_MD, _, main_MD = self._stack.through(tokens_M, step, cache, 0, need="hidden", tapped=self._start)
         assert main_MD is not None, "the pass was asked for these rows"
@@ -134,11 +134,11 @@ class Lead:
             cache.gather(row.slot, lengths[row.slot], path)
             first += tree.size
 
-    def _trees(self, rows: Sequence[Led], cache: Cache, planned: int, most: int) -> list[DraftTree]:
+    def _trees(self, rows: Sequence[Led], cache: Cache, most: int) -> list[DraftTree]:
         """What the copy verifies after each row's latest token: only that where one more token is wanted."""
         if most - max(len(row.tokens) for row in rows) < 2:
             return [DraftTree.root(row.latest) for row in rows]
-        states = trailing(self._trail, rows, cache, planned, self._below.depth)
+        states = trailing(self._trail, rows, cache, self._below.depth)
         noise = [row.noise_ahead(self._below.depth) for row in rows]
         ahead = [row.tokens for row in rows]
         return self._below.build(states, [row.latest for row in rows], [row.words for row in rows], noise, ahead)
@@ -159,7 +159,7 @@ class Lead:
             path += same
 
 
-def trailing(trail: NativeTrail, rows: Sequence[Led], cache: Cache, planned: int, streams: int) -> list[Tensor]:
+def trailing(trail: NativeTrail, rows: Sequence[Led], cache: Cache, streams: int) -> list[Tensor]:
     """The states [S, D] of streams that trail the latest token of rows, whose slots ascend."""
     nodes, emitted, counts = ([0] * cache.count for _ in range(3))
     main_MD, together = rows[0].main_MD, all(row.main_MD is rows[0].main_MD for row in rows)
@@ -169,7 +169,7 @@ def trailing(trail: NativeTrail, rows: Sequence[Led], cache: Cache, planned: int
         nodes[row.slot], emitted[row.slot] = row.node if together else i, row.latest
         counts[row.slot] = streams
     tally(trail.call, [row.row for row in rows])
-    states = trail.run(main_MD, nodes, emitted, counts, cache, planned, lengths=_lengths(rows, cache))
+    states = trail.run(main_MD, nodes, emitted, counts, cache, lengths=_lengths(rows, cache))
     return [states] if len(rows) == 1 else list(states.view(len(rows), streams, -1))
 
 

@@ -120,7 +120,6 @@ class NativeTrail:
         emitted: Sequence[int],
         counts: Sequence[int],
         cache: Cache,
-        planned: int,
         *,
         lengths: Sequence[int] | None = None,
     ) -> Tensor:
@@ -141,7 +140,7 @@ class NativeTrail:
             main = main_MD[[nodes[b] for b in active], None].to(self._dtype)
             initial = self.adapter.initial(main, tokens)
             x = torch.cat([initial[i, : counts[b]] for i, b in enumerate(active)]).to(torch.float32)
-            step = self.stack.step(lengths, counts, None, planned, x, trailing=True)
+            step = self.stack.step(lengths, counts, None, cache.capacity, x, trailing=True)
             self.stack.run(x, step, cache, 0, low, high)
             return self.target.normed(x)
         main, entry = main_MD, self._entry
@@ -151,7 +150,7 @@ class NativeTrail:
         assert len(node_B) == len(emitted_B) == len(counts)
         entry.main, entry.rows = main.data_ptr(), main.shape[0]
         entry.nodes, entry.emitted = address(node_B), address(emitted_B)
-        step = self.stack.step(lengths, counts, None, planned, trailing=True)
+        step = self.stack.step(lengths, counts, None, cache.capacity, trailing=True)
         states = torch.empty((step.native.nodes, main.shape[1]), dtype=self._dtype)
         self._kernels.trail(*self.stack.ready(cache, 0, low, high), step.native, entry, states)
         return states

@@ -69,7 +69,7 @@ class StreamRider:
         if not self.rides:
             return x_BND, Entry(kept)
         positions = stream_positions(run.positions_BN, self.adapter.shape.num_streams)
-        cos, sin = (turn.to(run.dtype) for turn in run.rope(positions, run.planned))
+        cos, sin = run.rotations(positions)
         own = _Own((cos, sin), (torch.cat((run.cos, cos), dim=1), torch.cat((run.sin, sin), dim=1)))
         streams = initial_streams(self.target, self.adapter, x_BND.to(self.target.dtype), positions)
         return torch.cat((x_BND, streams.to(x_BND.dtype)), dim=1), Entry(kept, own)
@@ -119,7 +119,7 @@ class StreamRider:
         chains = torch.arange(n, r).view(n, s) - 1
         chains[:, 0] = torch.arange(n)
         parents_M = torch.cat((run.parents_BN, chains.flatten().expand(b, -1)), dim=1).flatten().numpy()
-        step = stack.step(lengths, [r] * b, parents_M, run.planned, rows, own=s)
+        step = stack.step(lengths, [r] * b, parents_M, run.cache.capacity, rows, own=s, prompts=run.prompts)
         stack.run(rows, step, run.cache, run.slots.start, index, index + 1)
         return rows.view(x_BRD.shape)
 
@@ -171,19 +171,19 @@ def trail(
     positions_BN: Tensor,
     keys_values: list[tuple[Tensor, Tensor]],
     visible_BNL: list[Tensor],
-    planned: int,
+    longest: int,
 ) -> Tensor:
     """Stream states after the last norm [B, N, S, D] of nodes whose main rows are already in the cache.
 
     ``entry_BND`` are their main rows before layer N - N_s, ``emitted_BND`` the embeddings of the tokens emitted at them
     (zero or None: not conditioned on these), ``keys_values`` the main stream's cache of each top layer, and
-    ``visible_BNL`` the mask of what each node attends to.
+    ``visible_BNL`` the mask of what each node attends to. No position is ``longest`` or beyond.
     """
     b, n, d = entry_BND.shape
     assert adapter.shape.context_top == 0, "context_top needs the main rows' queries: ride"
     positions = stream_positions(positions_BN, adapter.shape.num_streams)
     x = initial_streams(target, adapter, entry_BND, positions, emitted_BND)
-    cos, sin = target.rope()(positions, planned)
+    cos, sin = target.rope()(positions, longest)
     looks = Looks(target, adapter, entry_BND.dtype)
     for index in range(adapter.start, len(target.blocks)):
         block = target.blocks[index]
