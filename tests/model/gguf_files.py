@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,28 @@ def toy_model(family: str, **overrides: Any) -> Any:
     return model
 
 
-def write_gguf(path: Path, family: str, model: Any, *, pre: str = "smollm", quantize: bool = False) -> Path:
-    """Write ``model`` to ``path``; ``quantize`` stores block matrices as Q8_0."""
+def write_gguf(
+    path: Path,
+    family: str,
+    model: Any,
+    *,
+    pre: str = "smollm",
+    quantize: bool = False,
+    stored: str = "F32",
+    keys: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, np.ndarray] | None = None,
+    parts: int = 1,
+) -> Path:
+    """Write ``model`` to ``path`` and return the path of the (first) file.
+
+    quantize  store block matrices as Q8_0, and others as ``stored``: F32, F16 or BF16
+    keys      further metadata, or other values; None leaves a key out
+    tensors   further tensors, or other values
+    parts     split the file into about so many
+    """
     config = model.config
-    writer = gguf.GGUFWriter(path, family)
+    weights = model.state_dict()
+    writer = gguf.GGUFWriter(path, family, split_max_tensors=-(-len(weights) // parts) if parts > 1 else 0)
     layers = config.num_hidden_layers
     writer.add_block_count(layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -78,20 +97,33 @@ def write_gguf(path: Path, family: str, model: Any, *, pre: str = "smollm", quan
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
     _add_tokenizer(writer, pre)
+    for key, value in (keys or {}).items():
+        _set_key(writer, key, value)
     names = gguf.get_tensor_name_map(ARCHITECTURES[family], layers)
-    for name, values in model.state_dict().items():
+    found = dict(tensors or {})
+    for name, values in weights.items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert stored is not None, name
-        _add_tensor(writer, stored, _as_converter_would(stored, values.numpy(), family, config), quantize=quantize)
+        theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        theirs = "output.weight" if name == "lm_head.weight" else theirs  # also in Gemma 2, whose head is tied
+        assert theirs is not None, name
+        found.setdefault(theirs, _as_converter_would(theirs, values.numpy(), family, config))
     if (parameters := getattr(config, "rope_parameters", None)) and parameters["rope_type"] == "llama3":
-        writer.add_tensor("rope_freqs.weight", llama3_divisors(config))
+        found["rope_freqs.weight"] = llama3_divisors(config)
+    for name, values in found.items():
+        _add_tensor(writer, name, values, "Q8_0" if quantize and name.startswith("blk") else stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return path if parts == 1 else sorted(path.parent.glob(f"{path.stem}-*-of-*.gguf"))[0]
+
+
+def _set_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    writer.kv_data[0].pop(key, None)
+    kinds = {bool: "BOOL", int: "INT32", float: "FLOAT32", str: "STRING", list: "ARRAY"}
+    if value is not None:
+        writer.add_key_value(key, value, gguf.GGUFValueType[kinds[type(value)]])
 
 
 def llama3_divisors(config: Any) -> np.ndarray:
@@ -128,10 +160,10 @@ def _as_converter_would(stored: str, values: np.ndarray, family: str, config: An
     return values
 
 
-def _add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, *, quantize: bool) -> None:
+def _add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str) -> None:
     values = np.ascontiguousarray(values)
-    if quantize and values.ndim == 2 and name.startswith("blk"):
-        kind = gguf.GGMLQuantizationType.Q8_0
-        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
-    else:
+    if kind == "F32" or values.ndim < 2:  # as llama.cpp's converter does
         writer.add_tensor(name, values)
+    else:
+        stored = gguf.GGMLQuantizationType[kind]
+        writer.add_tensor(name, gguf.quants.quantize(values, stored), raw_dtype=stored)

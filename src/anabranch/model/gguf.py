@@ -1,30 +1,34 @@
 """Read GGUF files as Hugging Face checkpoints: config, tensors under Hugging Face names, tokenizer.
 
-    contents = read_gguf("model.gguf", dtype=torch.bfloat16)
+    contents = read_gguf("model.gguf")                           # of a split file any part
     contents.config["model_type"]                                # "llama"
     contents.tensors["model.layers.0.self_attn.q_proj.weight"]   # dequantised on access
     contents.tokenizer("12345")
 
 llama.cpp's converter does more than rename tensors: it reorders or shifts some of them, which is undone here (rotary
-rows of Llama, the ``+ 1`` of Gemma's norms, the transposes of GPT-2). Unknown features raise an error, since ignoring
-one would silently change the output.
+rows of Llama, the ``+ 1`` of Gemma's norms, the transposes of GPT-2). What llama.cpp would compute and is not supported
+raises an error, since ignoring it would silently change the output; other tensors are named in one warning.
 """
 
 from __future__ import annotations
 
 import re
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from gguf import GGUFReader
+from gguf import TENSOR_NAMES, GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize
 
-from anabranch.errors import FileError, ModelError
-from anabranch.model.gguf_tokenizer import build_tokenizer
+from anabranch.errors import AnabranchWarning, FileError, ModelError
+from anabranch.model.gguf_config import ATTENTION, MLP, config_of
+from anabranch.model.gguf_tokenizer import build_tokenizer, unused_keys
 
 __all__ = ["GGUFContents", "GGUFTensors", "read_gguf", "unpermute_rotary"]
 
@@ -47,34 +51,30 @@ _GATED_ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", 
 
 @dataclass(frozen=True)
 class _Family:
-    """How llama.cpp stores one architecture: names, settings that are not in the file, and changes to undo."""
+    """How llama.cpp stores one architecture: names, the modules that may have a bias, and changes to undo."""
 
-    class_name: str
     block: dict[str, str]
     ends: dict[str, str]
+    biased: frozenset[str]
     layer_prefix: str = "model.layers"
-    fixed: Mapping[str, Any] | None = None
     rotary_rows_interleaved: bool = False
     norms_plus_one: bool = False
     transposed: frozenset[str] = frozenset()
 
 
 _FAMILIES: dict[str, _Family] = {
-    "llama": _Family("LlamaForCausalLM", _GATED_BLOCK, _GATED_ENDS, rotary_rows_interleaved=True),
-    "qwen2": _Family("Qwen2ForCausalLM", _GATED_BLOCK, _GATED_ENDS),
+    "llama": _Family(_GATED_BLOCK, _GATED_ENDS, ATTENTION | MLP, rotary_rows_interleaved=True),
+    "qwen2": _Family(_GATED_BLOCK, _GATED_ENDS, ATTENTION - {"attn_output"}),
     "qwen3": _Family(
-        "Qwen3ForCausalLM",
-        _GATED_BLOCK | {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"},
-        _GATED_ENDS,
+        _GATED_BLOCK | {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}, _GATED_ENDS, ATTENTION
     ),
     "phi3": _Family(
-        "Phi3ForCausalLM",
         {k: v for k, v in _GATED_BLOCK.items() if k not in {"attn_q", "attn_k", "attn_v", "ffn_gate"}}
         | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
         _GATED_ENDS,
+        frozenset(),
     ),
     "gemma2": _Family(
-        "Gemma2ForCausalLM",
         _GATED_BLOCK
         | {
             "post_attention_norm": "post_attention_layernorm",
@@ -82,11 +82,10 @@ _FAMILIES: dict[str, _Family] = {
             "post_ffw_norm": "post_feedforward_layernorm",
         },
         _GATED_ENDS,
-        fixed={"hidden_activation": "gelu_pytorch_tanh"},
+        ATTENTION,
         norms_plus_one=True,
     ),
     "gpt2": _Family(
-        "GPT2LMHeadModel",
         {
             "attn_norm": "ln_1",
             "attn_qkv": "attn.c_attn",
@@ -101,24 +100,35 @@ _FAMILIES: dict[str, _Family] = {
             "output_norm": "transformer.ln_f",
             "output": "lm_head",
         },
+        frozenset({"attn_norm", "attn_qkv", "attn_output", "ffn_norm", "ffn_up", "ffn_down", "output_norm"}),
         layer_prefix="transformer.h",
-        fixed={"activation_function": "gelu_new"},
         transposed=frozenset({"attn_qkv", "attn_output", "ffn_up", "ffn_down"}),
     ),
 }
 
-# Part of the config or derived from it, not parameters.
-_NOT_PARAMETERS = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")
+# Tables of rotary frequencies, which are part of the config, and one that llama.cpp does not use.
+_ROPE_TABLES = re.compile(r"rope_(freqs|factors_short|factors_long)\.weight|blk\.\d+\.attn_rot_embd\.weight")
 _BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _END_NAME = re.compile(r"(\w+)\.(weight|bias)")
+_PART_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+# The types of stored weights that are computed in as they are; others are quantised.
+_FLOATS = {
+    GGMLQuantizationType.F32: torch.float32,
+    GGMLQuantizationType.F16: torch.float16,
+    GGMLQuantizationType.BF16: torch.bfloat16,
+}
 
 
 class GGUFContents(NamedTuple):
-    """A GGUF file in Hugging Face form: the ``config.json`` record, the parameters, a transformers tokenizer."""
+    """A GGUF file in Hugging Face form: the ``config.json`` record, the parameters, a transformers tokenizer.
+
+    ``dtype`` is that of the file: float32, float16 or bfloat16 if most weights are stored in it, else bfloat16.
+    """
 
     config: dict[str, Any]
     tensors: GGUFTensors
     tokenizer: Any
+    dtype: torch.dtype
 
 
 class GGUFTensors(Mapping[str, torch.Tensor]):
@@ -127,11 +137,11 @@ class GGUFTensors(Mapping[str, torch.Tensor]):
     Only one tensor at a time is held in float32, never the whole model.
     """
 
-    def __init__(self, loaders: dict[str, Callable[[], torch.Tensor]]) -> None:
-        self._loaders = loaders
+    def __init__(self, loaders: dict[str, Callable[[], torch.Tensor]], dtype: torch.dtype) -> None:
+        self._loaders, self._dtype = loaders, dtype
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._loaders[name]()
+        return self._loaders[name]().to(self._dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._loaders)
@@ -140,27 +150,22 @@ class GGUFTensors(Mapping[str, torch.Tensor]):
         return len(self._loaders)
 
 
-def read_gguf(path: str | Path, *, dtype: torch.dtype = torch.bfloat16) -> GGUFContents:
-    """Open a GGUF file. Tensors are dequantised to float32 and rounded once to ``dtype``.
+def read_gguf(path: str | Path, *, dtype: torch.dtype | None = None) -> GGUFContents:
+    """Open a GGUF file, or all parts of a split one.
+
+    Tensors are dequantised to float32 and rounded once to ``dtype``; None: that of the file.
 
     Raises:
-        FileError: the file is missing, truncated or malformed.
+        FileError: the file or a part of it is missing, truncated or malformed.
         ModelError: the architecture, the tokenizer or a feature of the file is not supported.
+
+    Warns (AnabranchWarning) of tensors and settings that are not used.
     """
-    path = Path(path)
-    reader = _open(path)
+    path = _first_part(Path(path))
+    metadata, stored = _read(path)
     try:
-        metadata = {name: field.contents() for name, field in reader.fields.items()}
-    except (ValueError, IndexError) as error:
-        raise FileError(f"{path} is a damaged GGUF file ({error}); fetch it again") from error
-    architecture = str(metadata.get("general.architecture"))
-    if architecture not in _FAMILIES:
-        known = ", ".join(sorted(_FAMILIES))
-        raise ModelError(f"{path} contains a model of architecture {architecture!r}; supported are {known}")
-    stored = {tensor.name: tensor for tensor in reader.tensors}
-    try:
-        config = _config(architecture, metadata, stored)
-        loaders = _loaders(architecture, config, stored, path=path, dtype=dtype)
+        config = config_of(path, metadata, stored)
+        loaders, unused = _loaders(config, stored, path=path)
     except KeyError as error:
         raise FileError(
             f"{path} lacks the metadata field {error} and so is not a complete model; fetch it again"
@@ -168,8 +173,13 @@ def read_gguf(path: str | Path, *, dtype: torch.dtype = torch.bfloat16) -> GGUFC
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise FileError(f"{path} has inconsistent metadata ({error}); fetch it again") from error
     tokenizer = build_tokenizer(path, metadata)
+    if unused := [*unused, *unused_keys(metadata)]:
+        more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
+        warnings.warn(f"{path} has {', '.join(unused[:5])}{more}, not used here", AnabranchWarning, stacklevel=2)
+    native = _stored_dtype(stored)
+    dtype = native if dtype is None else dtype
     config["dtype"] = str(dtype).removeprefix("torch.")
-    return GGUFContents(config, GGUFTensors(loaders), tokenizer)
+    return GGUFContents(config, GGUFTensors(loaders, dtype), tokenizer, native)
 
 
 def unpermute_rotary(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
@@ -212,150 +222,120 @@ def _open(path: Path) -> Any:
     return reader
 
 
-def _config(architecture: str, metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The Hugging Face ``config.json`` record of the file. Raises KeyError for a missing field."""
-
-    def need(key: str) -> Any:
-        return metadata[f"{architecture}.{key}"]
-
-    def get(key: str, default: Any = None) -> Any:
-        return metadata.get(f"{architecture}.{key}", default)
-
-    family = _FAMILIES[architecture]
-    config: dict[str, Any] = {
-        "architectures": [family.class_name],
-        "model_type": architecture,
-        "vocab_size": int(get("vocab_size") or len(metadata["tokenizer.ggml.tokens"])),
-        # llama.cpp stores the output head only if it differs from the embedding
-        "tie_word_embeddings": "output.weight" not in stored,
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
-        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
-        **(family.fixed or {}),
-    }
-    if architecture == "gpt2":
-        return config | {
-            "n_layer": need("block_count"),
-            "n_positions": need("context_length"),
-            "n_embd": need("embedding_length"),
-            "n_inner": get("feed_forward_length"),
-            "n_head": need("attention.head_count"),
-            "layer_norm_epsilon": _shortest(need("attention.layer_norm_epsilon")),
-        }
-    hidden, heads = need("embedding_length"), need("attention.head_count")
-    head_dim = get("attention.key_length") or get("rope.dimension_count") or hidden // heads
-    config |= {
-        "hidden_size": hidden,
-        "intermediate_size": need("feed_forward_length"),
-        "num_hidden_layers": need("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": get("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "max_position_embeddings": need("context_length"),
-        "rms_norm_eps": _shortest(need("attention.layer_norm_rms_epsilon")),
-        "rope_parameters": _rope(get, stored, head_dim=head_dim),
-    }
-    if architecture != "gemma2":
-        config["hidden_act"] = "silu"
-    if architecture in {"llama", "qwen2"}:
-        # Whether a Llama-like model has biases is visible only in its tensors; Qwen2 always has them.
-        config["attention_bias"] = "blk.0.attn_q.bias" in stored
-        config["mlp_bias"] = "blk.0.ffn_up.bias" in stored
-    if get("attention.sliding_window"):
-        config["sliding_window"] = get("attention.sliding_window")
-    if architecture == "gemma2":
-        config |= {
-            "attn_logit_softcapping": get("attn_logit_softcapping", 50.0),
-            "final_logit_softcapping": get("final_logit_softcapping", 30.0),
-            # not stored in the file: the 27B (46 layers) scales by hidden size / heads, the others by head_dim
-            "query_pre_attn_scalar": hidden // heads if need("block_count") == 46 else head_dim,
-        }
-    return config
+def _first_part(path: Path) -> Path:
+    """The first part of a split file, from the name of any; it has the metadata."""
+    part = _PART_NAME.fullmatch(path.name)
+    return path.with_name(f"{part[1]}-00001-of-{part[3]}.gguf") if part else path
 
 
-def _rope(get: Callable[..., Any], stored: Mapping[str, Any], *, head_dim: int) -> dict[str, Any]:
-    """The Hugging Face ``rope_parameters``. Raises ModelError for a variant that cannot be recovered from the file."""
-    theta = float(get("rope.freq_base", 10_000.0))
-    kind = get("rope.scaling.type", "none")
-    long_short = [name for name in stored if name.startswith("rope_factors_")]
-    if kind == "linear":
-        return {"rope_type": "linear", "rope_theta": theta, "factor": float(get("rope.scaling.factor"))}
-    if kind not in {"none", None} or long_short:
-        raise ModelError(
-            f"this GGUF file scales rotary positions ({kind if not long_short else 'longrope'}) in a way that cannot "
-            "be recovered exactly; load the model's safetensors folder instead"
+def _read(path: Path) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """The metadata, and the tensors of all parts by their GGUF names."""
+    reader = _open(path)
+    metadata = _fields(path, reader)
+    stored = {tensor.name: tensor for tensor in reader.tensors}
+    count = metadata.get("split.count", 1)
+    if count == 1 or not isinstance(count, int):
+        return metadata, stored
+    named = _PART_NAME.fullmatch(path.name)
+    if named is None or int(named[3]) != count:
+        raise FileError(
+            f"{path} is one of {count} parts of a split file; give all parts their names NAME-00001-of-{count:05}.gguf"
         )
-    if "rope_freqs.weight" not in stored:
-        return {"rope_type": "default", "rope_theta": theta}
-    return _llama3_rope(np.asarray(stored["rope_freqs.weight"].data, dtype=np.float64), theta, head_dim=head_dim)
+    for number in range(2, count + 1):
+        part = path.with_name(f"{named[1]}-{number:05}-of-{named[3]}.gguf")
+        other = _open(part)
+        if _fields(part, other).get("split.no") != number - 1:
+            raise FileError(f"{part} is not part {number} of {path.name}; fetch it again")
+        stored |= {tensor.name: tensor for tensor in other.tensors}
+    if len(stored) != metadata.get("split.tensors.count", len(stored)):
+        expected = metadata["split.tensors.count"]
+        raise FileError(f"the parts of {path} have {len(stored)} of {expected} tensors; fetch them again")
+    return metadata, stored
 
 
-def _llama3_rope(divisors: np.ndarray[Any, Any], theta: float, *, head_dim: int) -> dict[str, Any]:
-    """Llama 3's ``rope_parameters`` from its per-frequency divisors (E/2,); a GGUF file stores only these."""
-    factor, low, high, original = float(divisors.max()), 1.0, 4.0, 8192
-    wavelength = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    smooth = np.clip((original / wavelength - low) / (high - low), 0.0, 1.0)
-    # 1 above the high frequency, `factor` below the low one, interpolated in the frequency between them
-    expected = 1 / ((1 - smooth) / factor + smooth)
-    if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-4):
-        raise ModelError(
-            "this GGUF file scales rotary frequencies by a table other than Llama 3's; "
-            "load the model's safetensors folder instead"
-        )
-    return {
-        "rope_type": "llama3",
-        "rope_theta": theta,
-        "factor": factor,
-        "low_freq_factor": low,
-        "high_freq_factor": high,
-        "original_max_position_embeddings": original,
-    }
+def _fields(path: Path, reader: Any) -> dict[str, Any]:
+    try:
+        return {name: field.contents() for name, field in reader.fields.items()}
+    except (ValueError, IndexError) as error:
+        raise FileError(f"{path} is a damaged GGUF file ({error}); fetch it again") from error
 
 
-def _shortest(value: float) -> float:
-    """Convert a float32 field to the shortest decimal that rounds to it: 9.999999747378752e-06 -> 1e-05."""
-    return float(str(np.float32(value)))
+def _stored_dtype(stored: Mapping[str, Any]) -> torch.dtype:
+    """The type in which most of the matrices' values are stored; bfloat16 for quantised ones."""
+    sizes: Counter[Any] = Counter()
+    for tensor in stored.values():
+        if len(tensor.shape) == 2:
+            sizes[tensor.tensor_type] += int(tensor.n_elements)
+    return _FLOATS.get(max(sizes, key=lambda kind: sizes[kind]), torch.bfloat16) if sizes else torch.bfloat16
 
 
 def _loaders(
-    architecture: str, config: Mapping[str, Any], stored: Mapping[str, Any], *, path: Path, dtype: torch.dtype
-) -> dict[str, Callable[[], torch.Tensor]]:
-    """One loader for each parameter. Raises FileError if a block is missing, ModelError for an unknown tensor."""
+    config: Mapping[str, Any], stored: Mapping[str, Any], *, path: Path
+) -> tuple[dict[str, Callable[[], torch.Tensor]], list[str]]:
+    """One loader for each parameter, and the names of the tensors that are not used.
+
+    Raises FileError if a block is missing, ModelError for a tensor that llama.cpp would use in another way.
+    """
+    architecture, layers = config["model_type"], int(config.get("num_hidden_layers", config.get("n_layer", 0)))
     family = _FAMILIES[architecture]
     loaders: dict[str, Callable[[], torch.Tensor]] = {}
     blocks: set[int] = set()
+    unused: list[str] = []
     for name, tensor in stored.items():
-        if _NOT_PARAMETERS.fullmatch(name):
-            continue
         if match := _BLOCK_NAME.fullmatch(name):
             block, leaf, kind = int(match[1]), match[2], match[3]
             blocks.add(block)
             prefix, target = f"{family.layer_prefix}.{block}.", family.block.get(leaf)
         elif match := _END_NAME.fullmatch(name):
             leaf, kind = match[1], match[2]
-            prefix, target = "", family.ends.get(leaf)
+            block, prefix, target = 0, "", family.ends.get(leaf)
         else:
-            leaf, kind, prefix, target = name, "", "", None
-        if target is None:
+            block, leaf, kind, prefix, target = 0, name, "", "", None
+        if _ROPE_TABLES.fullmatch(name) and architecture != "gpt2":
+            continue
+        if block < layers and target is not None and (kind == "weight" or leaf in family.biased):
+            loaders[f"{prefix}{target}.{kind}"] = _loader(tensor, family, config, leaf=leaf, kind=kind, path=path)
+        elif block < layers and _known_tensors().fullmatch(name):
             raise ModelError(
-                f"{path} contains the unknown tensor {name!r}, so its {architecture} model is not supported; use the "
-                "model's safetensors folder instead"
+                f"{path} has the tensor {name}, and {architecture} models with it are not supported; use the model's "
+                "safetensors folder instead"
             )
-        loader = _loader(tensor, family, config, leaf=leaf, kind=kind, path=path, dtype=dtype)
-        loaders[f"{prefix}{target}.{kind}"] = loader
-    layers = int(config.get("num_hidden_layers", config.get("n_layer", 0)))
-    if (len(blocks), max(blocks, default=-1)) != (
-        layers,
-        layers - 1,
-    ) or f"{family.ends['token_embd']}.weight" not in loaders:
+        else:
+            unused.append(name)
+    if not blocks.issuperset(range(layers)) or f"{family.ends['token_embd']}.weight" not in loaders:
         raise FileError(f"{path} should contain {layers} blocks but has {len(blocks)}; fetch it again")
-    return loaders
+    return _without_bias(family, config, stored, layers) | loaders, unused
+
+
+@cache
+def _known_tensors() -> re.Pattern[str]:
+    """The names of all tensors that llama.cpp uses in some architecture."""
+    names = (re.escape(name).replace(r"\{bid\}", r"\d+") for name in TENSOR_NAMES.values())
+    return re.compile(rf"(?:{'|'.join(names)})\..+")
+
+
+def _without_bias(
+    family: _Family, config: Mapping[str, Any], stored: Mapping[str, Any], layers: int
+) -> dict[str, Callable[[], torch.Tensor]]:
+    """Biases of zeros for modules that have none in the file: transformers' models have all of a kind or none."""
+    leaves = {
+        *(ATTENTION if config.get("attention_bias") else ()),
+        *(MLP if config.get("mlp_bias") else ()),
+        *(family.biased if config["model_type"] == "qwen2" else ()),
+    }
+    zeros: dict[str, Callable[[], torch.Tensor]] = {}
+    for block in range(layers):
+        for leaf in sorted(leaves):
+            if (weight := stored.get(f"blk.{block}.{leaf}.weight")) is not None:
+                name = f"{family.layer_prefix}.{block}.{family.block[leaf]}.bias"
+                zeros[name] = partial(torch.zeros, int(weight.shape[-1]))
+    return zeros
 
 
 def _loader(
-    tensor: Any, family: _Family, config: Mapping[str, Any], *, leaf: str, kind: str, path: Path, dtype: torch.dtype
+    tensor: Any, family: _Family, config: Mapping[str, Any], *, leaf: str, kind: str, path: Path
 ) -> Callable[[], torch.Tensor]:
-    """A function that dequantises one tensor and undoes the changes of llama.cpp's converter."""
+    """A function that dequantises one tensor to float32 and undoes the changes of llama.cpp's converter."""
 
     def load() -> torch.Tensor:
         try:
@@ -375,6 +355,6 @@ def _loader(
         if kind == "weight" and leaf in family.transposed:
             values = values.T
         # a copy, since the file is mapped read-only and may be replaced while the model is in use
-        return torch.from_numpy(np.array(values, dtype=np.float32, order="C")).to(dtype)
+        return torch.from_numpy(np.array(values, dtype=np.float32, order="C"))
 
     return load

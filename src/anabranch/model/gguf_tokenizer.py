@@ -7,7 +7,7 @@ through transformers' own conversion.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,38 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from anabranch.errors import FileError, ModelError
 from anabranch.model.text import foreign_errors
+from anabranch.support.jsonfiles import shown
 
-__all__ = ["build_tokenizer"]
+__all__ = ["build_tokenizer", "end_tokens", "unused_keys"]
 
 _CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
+
+# Keys with tokens that end a text, and tokens that do so in every file that has them: as in llama.cpp. The second
+# group are also ordinary text, so that they count only as control tokens.
+_END_KEYS = (
+    *("eos_token_id", "eos_token_ids", "eot_token_id", "eom_token_id"),
+    *("fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id"),
+)
+_ENDS = {
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|return|>"),
+    *("<|call|>", "<end_of_turn>", "<end_of_utterance>"),
+}
+_CONTROL_ENDS = {"</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"}
+
+# The keys below tokenizer.ggml: read; without effect on decoding; and refused unless they are off.
+_READ = {
+    *("model", "pre", "tokens", "token_type", "scores", "merges", *_END_KEYS),
+    *("bos_token_id", "unknown_token_id", "padding_token_id", "add_bos_token", "add_eos_token", "add_space_prefix"),
+}
+_ROLES = {
+    *(f"{role}_token_id" for role in ("seperator", "cls", "mask", "prefix", "suffix", "middle")),
+    *(f"fim_{part}_token_id" for part in ("pre", "suf", "mid")),
+    "token_type_count",
+}
+_OFF = (
+    *("add_sep_token", "remove_extra_whitespaces", "precompiled_charsmap", "suppress_tokens"),
+    *("normalizer.lowercase", "normalizer.strip_accents"),
+)
 
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -46,15 +74,19 @@ def build_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Any:
         ModelError: the tokenizer's type is not supported.
     """
     kind = metadata.get("tokenizer.ggml.model")
+    for key in _OFF:
+        if metadata.get(f"tokenizer.ggml.{key}"):
+            raise _refused(path, metadata, key)
 
     def damaged(why: str) -> FileError:
         return FileError(f"{path} has an incomplete or damaged tokenizer ({why}); fetch the file again")
 
     with foreign_errors(damaged):
         if kind == "gpt2":
-            tokenizer = _byte_level(metadata)
+            tokenizer = _byte_level(path, metadata)
         elif kind == "llama":
             tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
+            _set_prefix_space(tokenizer, metadata.get("tokenizer.ggml.add_space_prefix"))
         else:
             raise ModelError(f"{path} has a tokenizer of type {kind!r}; supported are gpt2 (byte-level) and llama")
         template = metadata.get("tokenizer.chat_template")
@@ -65,7 +97,49 @@ def build_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Any:
     return tokenizer
 
 
-def _byte_level(metadata: Mapping[str, Any]) -> Any:
+def end_tokens(metadata: Mapping[str, Any]) -> list[int]:
+    """The tokens that end a text or a turn, without repeats: those that the file names, and those known by their text.
+
+    The first is the file's end of text.
+    """
+    named = [metadata.get(f"tokenizer.ggml.{key}") for key in _END_KEYS]
+    ids = [token for value in named for token in (value if isinstance(value, list) else [value]) if token is not None]
+    types: list[int] = metadata.get("tokenizer.ggml.token_type") or []
+    for token, text in enumerate(metadata["tokenizer.ggml.tokens"]):
+        special = token >= len(types) or types[token] in (_CONTROL, _USER_DEFINED)
+        if text in _ENDS or (special and text in _CONTROL_ENDS):
+            ids.append(token)
+    return list(dict.fromkeys(ids))
+
+
+def unused_keys(metadata: Mapping[str, Any]) -> Iterable[str]:
+    """The keys of a file that ask for something which is not done here, and which does not change the model."""
+    for key in metadata:
+        name = key.removeprefix("tokenizer.ggml.")
+        if key.startswith("general.sampling.") or (name != key and name not in {*_READ, *_ROLES, *_OFF}):
+            yield key
+
+
+def _refused(path: Path, metadata: Mapping[str, Any], key: str) -> ModelError:
+    key = f"tokenizer.ggml.{key}"
+    return ModelError(
+        f"{path} sets {key} to {shown(metadata[key])}, which is not supported; load the model's safetensors folder "
+        "instead"
+    )
+
+
+def _set_prefix_space(tokenizer: Any, wanted: bool | None) -> None:
+    """Put a space before a text or not; transformers (5.24) decides that by the architecture, not by the file."""
+    if wanted is None or tokenizer.tokenize("a")[0].startswith("▁") == wanted:
+        return
+    backend, parts = tokenizer.backend_tokenizer, [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    spaces = normalizers.Replace(" ", "▁")
+    backend.pre_tokenizer = None
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if wanted else spaces
+    backend.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if wanted else parts)
+
+
+def _byte_level(path: Path, metadata: Mapping[str, Any]) -> Any:
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
     pre = metadata.get("tokenizer.ggml.pre", "gpt-2" if metadata["general.architecture"] == "gpt2" else None)
@@ -74,6 +148,10 @@ def _byte_level(metadata: Mapping[str, Any]) -> Any:
     vocabulary = {token: index for index, token in enumerate(tokens)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=whole_words))
     backend.pre_tokenizer = _split(pre)
+    if metadata.get("tokenizer.ggml.add_space_prefix"):
+        if pre not in _GPT2_NAMES:
+            raise _refused(path, metadata, "add_space_prefix")
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=True)
     if pre in _QWEN2_NAMES:
         backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
@@ -84,10 +162,14 @@ def _byte_level(metadata: Mapping[str, Any]) -> Any:
         elif token_type == _USER_DEFINED:
             backend.add_tokens([AddedToken(token, special=False, normalized=False)])
     named = _named_tokens(metadata, tokens)
-    if metadata.get("tokenizer.ggml.add_bos_token", whole_words) and named.get("bos_token"):
-        bos = named["bos_token"]
+    bos, eos = named.get("bos_token"), named.get("eos_token")
+    before = [bos] if bos and metadata.get("tokenizer.ggml.add_bos_token", whole_words) else []
+    after = [eos] if eos and metadata.get("tokenizer.ggml.add_eos_token", False) else []
+    if before or after:
         backend.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, vocabulary[bos])]
+            single=[*before, "$A", *after],
+            pair=[*before, "$A", "$B", *after],
+            special_tokens=[(token, vocabulary[token]) for token in (*before, *after)],
         )
     architecture = metadata["general.architecture"]
     return PreTrainedTokenizerFast(

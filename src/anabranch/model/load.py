@@ -106,9 +106,9 @@ def load_target(
     if path.is_file():
         from anabranch.model.gguf import read_gguf
 
-        wanted = wanted or torch.bfloat16
-        # a LoRA is merged into the dequantised values, so that the fingerprint does not depend on the dtype
-        described, tensors, tokenizer = read_gguf(path, dtype=wanted if lora is None else torch.float32)
+        # the dequantised values, so that the fingerprint does not depend on the dtype
+        described, tensors, tokenizer, stored = read_gguf(path, dtype=torch.float32)
+        wanted = wanted or stored
     else:
         described, tensors = read_json(path / "config.json", _AGAIN), load_safetensors_dir(path)
         generation, stated = read_defaults(path, described, _AGAIN)
