@@ -24,6 +24,7 @@ from anabranch.errors import (
 
 if TYPE_CHECKING:
     from anabranch.api import Model, load
+    from anabranch.bench.inprocess import BenchResult, bench
     from anabranch.capabilities import Support, supports
     from anabranch.decoding.generation import Chunk, Generation
     from anabranch.decoding.stats import Stats
@@ -33,6 +34,7 @@ __all__ = [
     "AdapterError",
     "AnabranchError",
     "AnabranchWarning",
+    "BenchResult",
     "CapabilityError",
     "Chunk",
     "DeviceError",
@@ -46,12 +48,15 @@ __all__ = [
     "Stats",
     "Support",
     "__version__",
+    "bench",
     "load",
     "supports",
 ]
 
 _HOMES = {
+    "BenchResult": "bench.inprocess",
     "Model": "api",
+    "bench": "bench",
     "load": "api",
     "Support": "capabilities",
     "supports": "capabilities",
@@ -66,6 +71,8 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         from importlib import import_module
 
+        if name == "bench":  # a package that can be called
+            return import_module("anabranch.bench")
         return getattr(import_module(f"anabranch.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'anabranch' has no attribute {name!r}")
 

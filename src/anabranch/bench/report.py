@@ -25,7 +25,18 @@ from anabranch.bench.quality import columns_of, quality_block
 from anabranch.native.library import library
 from anabranch.support.processor import processor_flags, processor_name
 
-__all__ = ["SCHEMA", "blocks", "environment", "heading", "markdown", "plain_table", "sheet", "tables", "wide_console"]
+__all__ = [
+    "DETAILS",
+    "SCHEMA",
+    "blocks",
+    "environment",
+    "heading",
+    "markdown",
+    "plain_table",
+    "sheet",
+    "tables",
+    "wide_console",
+]
 
 SCHEMA = 2  # docs/metrics.md, "The result file"
 PACKAGE = Path(__file__).parents[1]
@@ -196,14 +207,18 @@ STEPS: tuple[Column, ...] = (
 )
 
 
+# captions of the tables with more columns than ``verdict.short_table``
+DETAILS = ("Speed, compared with our plain decoding of the same prompts", "Statistics of speculation")
+
+
 def blocks(result: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
     """(caption, column titles, rows) of every table; titles may contain line breaks."""
     good = [record for record in result["contenders"] if "error" not in record]
     ours = [record for record in good if "steps" in record]
     found = [quality_block(result)] if "application" in result["run"] else []
     for caption, columns, records in (
-        ("Speed, compared with our plain decoding of the same prompts", SPEED, good),
-        ("Statistics of speculation", STEPS, ours),
+        (DETAILS[0], SPEED, good),
+        (DETAILS[1], STEPS, ours),
     ):
         rows = [[record["name"], *(cell(record) for _, cell in columns)] for record in records]
         found.append((caption, ["contender", *(title for title, _ in columns)], rows))

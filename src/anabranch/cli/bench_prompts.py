@@ -184,13 +184,21 @@ def _write(result: dict[str, Any], out: Path, *, figures: bool) -> list[Path]:
 
 
 def _show(result: dict[str, Any], config: BenchConfig) -> None:
-    from anabranch.bench.report import heading, tables
-    from anabranch.cli.layout import output, print_tables
+    from anabranch.bench.report import DETAILS, heading, tables
+    from anabranch.bench.verdict import short_table, verdict
+    from anabranch.cli.layout import fits, output, print_tables
 
     if config.as_json:
         print(json.dumps(result))
         return
-    show = output()
+    show, contenders = output(), result["contenders"]
+    show.print(f"{verdict(contenders)}.\n")
+    print_tables([short_table(contenders, show.width)], show)
+    show.print()
     for sentence in heading(result):
         show.print(sentence)
-    print_tables(tables(result), show)
+    found = tables(result)
+    hidden = [table for table in found if f"{table.title}".strip() in DETAILS and not fits(table, show)]
+    print_tables([table for table in found if table not in hidden], show)
+    if hidden:
+        show.print("\nA wider terminal shows more columns, and --out FILE writes all of them to FILE.md.")

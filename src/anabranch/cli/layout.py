@@ -12,7 +12,7 @@ from rich.text import Text
 
 from anabranch.cli.wrapping import wrapped
 
-__all__ = ["fact_lines", "output", "print_facts", "print_tables", "say", "status_console"]
+__all__ = ["fact_lines", "fits", "output", "print_facts", "print_tables", "say", "status_console"]
 
 UNBOUNDED = 10_000
 
@@ -62,11 +62,16 @@ def fact_lines(facts: Mapping[str, str], names: int, width: int) -> Iterator[str
         yield from lines or [start.rstrip()]
 
 
+def fits(table: Table, console: Console) -> bool:
+    """Whether a table is shown whole at the console's width."""
+    return bool(Console(width=UNBOUNDED).measure(table).maximum <= console.width)
+
+
 def print_tables(tables: Sequence[Table], console: Console | None = None) -> None:
     """Print tables; one that is wider than the terminal is printed row by row, so that nothing is truncated."""
     console = console or output()
     for table in tables:
-        if Console(width=UNBOUNDED).measure(table).maximum <= console.width:
+        if fits(table, console):
             console.print(table)
         else:
             _print_rows(table, console)
