@@ -19,6 +19,7 @@ from anabranch.errors import (
     FileError,
     InputError,
     ModelError,
+    ModelWarning,
     PerformanceWarning,
 )
 
@@ -44,6 +45,7 @@ __all__ = [
     "InputError",
     "Model",
     "ModelError",
+    "ModelWarning",
     "PerformanceWarning",
     "Stats",
     "Support",

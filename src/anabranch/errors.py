@@ -15,6 +15,7 @@ Programming mistakes inside the package stay ``AssertionError``; nothing is caug
 Warnings are for what works, but not as well as it could. The command line prints each as one line on standard error.
 
     AnabranchWarning
+    +-- ModelWarning         a model's files contain something that is not used; the message names it
     +-- PerformanceWarning   slower than possible on this machine; the message says why and what to do
     +-- TrainingWarning      training that is unlikely to succeed; the message says what to change
 """
@@ -31,6 +32,7 @@ __all__ = [
     "FileError",
     "InputError",
     "ModelError",
+    "ModelWarning",
     "NumericsError",
     "PerformanceWarning",
     "TrainingWarning",
@@ -76,6 +78,10 @@ class NumericsError(AnabranchError):
 
 class AnabranchWarning(UserWarning):
     """The base class of the package's warnings."""
+
+
+class ModelWarning(AnabranchWarning):
+    """A model's files contain something that is not used."""
 
 
 class PerformanceWarning(AnabranchWarning):

@@ -516,6 +516,27 @@ def test_tensors_are_shared() -> None:
         assert decoder.embedding.weight.data_ptr() == toy().model.embed_tokens.weight.data_ptr()
 
 
+def test_a_head_that_differs_from_the_embedding_is_used_whatever_the_config_says() -> None:
+    """transformers' tie_weights() would destroy it."""
+    model = changed()
+    model.config.tie_word_embeddings = True
+    assert not model_of(model).target.config.tied_head
+    theirs, ours = both(model, ids())
+    assert torch.equal(theirs, ours)
+    model.tie_weights()
+    assert model_of(model).target.config.tied_head
+    theirs, ours = both(model, ids())
+    assert torch.equal(theirs, ours)
+
+
+def test_a_model_is_followed_and_not_its_config() -> None:
+    """A file with these fields is loaded as Ministral, but this model was made as Mistral, which ignores the types."""
+    _, sizes = CASES["mistral-sliding"]
+    types = {"layer_types": ["full_attention"] * sizes["num_hidden_layers"]}
+    with pytest.raises(ModelError, match="all layers of this mistral model use sliding_attention"):
+        model_of(toy_hf("mistral", {**sizes, **types}))
+
+
 @pytest.mark.parametrize("how", ["in place", "through data", "replaced"])
 def test_changed_weights_are_noticed(how: str) -> None:
     model = changed()

@@ -161,7 +161,7 @@ def test_an_unknown_family_is_told_the_known_ones(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
-        ("opt", {"do_layer_norm_before": False}, "opt-350m"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before False .*opt-350m"),
         ("opt", {"word_embed_proj_dim": 32}, "projected embeddings"),
         ("phi", {"qk_layernorm": True}, "qk_layernorm"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
@@ -193,9 +193,12 @@ WRONG_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "no rotation base": ({"rope_parameters": None, "rope_theta": 0.0}, "rope_theta .* got 0.0"),
     "a negative base": ({"rope_parameters": {"rope_theta": -5.0}}, "rope_parameters.rope_theta .* got -5.0"),
     "a base as text": ({"rope_parameters": {"rope_theta": "big"}}, "got 'big'"),
-    "wider rotations than heads": ({"partial_rotary_factor": 4.0}, "partial_rotary_factor .* got 4.0"),
-    "odd rotations": ({"partial_rotary_factor": 0.2}, "must be even and at most 16, .* got 3"),
-    "no rotations": ({"partial_rotary_factor": 0.01}, "got 0"),
+    "wider rotations than heads": (
+        {"model_type": "phi", "partial_rotary_factor": 4.0},
+        "partial_rotary_factor .* got 4.0",
+    ),
+    "odd rotations": ({"model_type": "phi", "partial_rotary_factor": 0.2}, "must be even and at most 16, .* got 3"),
+    "no rotations": ({"model_type": "phi", "partial_rotary_factor": 0.01}, "got 0"),
     "rotations as a list": ({"rope_scaling": [1], "rope_parameters": None}, "rope_scaling .* must be an object"),
     "a variant as a list": ({"rope_parameters": {"rope_type": ["yarn"]}}, "rope_parameters.rope_type"),
     "no stretch": ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "rope_parameters.factor"),
@@ -215,7 +218,7 @@ WRONG_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "no epsilon": ({"rms_norm_eps": 0}, "rms_norm_eps"),
     "an epsilon as text": ({"rms_norm_eps": "1e-5"}, "rms_norm_eps"),
     "a flag as text": ({"tie_word_embeddings": "false"}, "tie_word_embeddings .* true or false, got 'false'"),
-    "a family as a list": ({"model_type": ["llama"]}, "model_type .* must be a name"),
+    "a family as a list": ({"model_type": ["llama"]}, r"the family \"\['llama'\]\" is not supported"),
     "an activation as a number": ({"hidden_act": 7}, "hidden_act"),
     "an end token beyond": ({"eos_token_id": 97}, "eos_token_id .* below 97 .* got 97"),
     "nested end tokens": ({"eos_token_id": [[2]]}, "eos_token_id"),
@@ -322,9 +325,9 @@ def test_a_safetensors_header_of_a_wrong_length(folder: Path, length: int) -> No
         load_target(str(folder))
 
 
-def test_a_config_without_sizes(folder: Path) -> None:
+def test_a_config_without_sizes_has_those_of_the_family(folder: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ModelError, match="lacks 'num_attention_heads'"):
+    with pytest.raises(ModelError, match="has 32 layers but the weights have 3"):
         load_target(str(folder))
 
 
@@ -383,16 +386,10 @@ def test_missing_tensors_are_named(folder: Path) -> None:
         load_target(str(folder))
 
 
-def test_leftover_tensors_are_named(folder: Path) -> None:
-    edit_tensors(folder, lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}))
-    with pytest.raises(ModelError, match=r"contain model\.layers\.0\.self_attn\.q_proj\.bias"):
-        load_target(str(folder))
-
-
 @pytest.mark.parametrize("shape", [(64, 63), (63, 64), (64,)])
 def test_unexpected_shapes_are_named(folder: Path, shape: tuple[int, ...]) -> None:
     edit_tensors(folder, lambda t: t.update({"model.layers.0.self_attn.q_proj.weight": torch.zeros(shape)}))
-    with pytest.raises(ModelError, match=r"q_proj\.weight \+ .*config requires \(128, 64\)"):
+    with pytest.raises(ModelError, match=r"q_proj\.weight has .*config requires \(64, 64\)"):
         load_target(str(folder))
 
 

@@ -28,10 +28,10 @@ from anabranch.methods.low_rank import MOST_RANK, LowRank
 from anabranch.model.blocks import MLP, Attend, Block, attention
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
-from anabranch.model.families import weight_source
+from anabranch.model.families import module_rows, weight_source
 from anabranch.model.int8_training import Int8Linear
 from anabranch.model.load import Target, base_name, load_target
-from anabranch.model.lora import Lora, Place, Term, module_rows, places
+from anabranch.model.lora import Lora, Place, Term, places
 from anabranch.model.nf4 import Nf4Linear
 from anabranch.model.peft import write_lora
 from anabranch.support.files import write_atomically
@@ -333,4 +333,9 @@ def _described(target: Target) -> dict[str, Any]:
     else:
         described = read_json(target.path / "config.json", "fetch or copy the model again")
     stored = str(target.decoder.dtype).removeprefix("torch.")
-    return {**described, "torch_dtype": stored, "eos_token_id": list(target.config.eos_token_ids)}
+    return {
+        **described,
+        "torch_dtype": stored,
+        "tie_word_embeddings": target.config.tied_head,
+        "eos_token_id": list(target.config.eos_token_ids),
+    }

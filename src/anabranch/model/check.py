@@ -1,40 +1,37 @@
 """Validation of a Hugging Face ``config.json`` before it is used, and of the resulting ModelConfig.
 
-The type and range of each key that a family reads are given here, so that messages name the key of the file.
+The type and range of each field that a family honours are given here, so that messages name the field of the file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from anabranch.errors import ModelError
 from anabranch.model.config import ModelConfig
 from anabranch.support.jsonfiles import is_number, is_whole, shown
 
-__all__ = ["check_config", "check_fields", "token_ids"]
+__all__ = ["check_config", "check_fields", "check_rope_fields", "check_share", "layer_kinds", "token_ids"]
 
 ADVICE = "correct the config or fetch the model again"
 
 
 class _Range(NamedTuple):
-    """A number from ``low`` to ``high``; ``whole`` ones are integers, ``optional`` ones may be null."""
+    """A number from ``low`` to ``high``; ``whole`` ones are integers."""
 
     low: float
     high: float
     whole: bool = True
-    optional: bool = False
 
     def holds(self, value: Any) -> bool:
-        if value is None:
-            return self.optional
         if self.whole:
             return is_whole(value, int(self.low), int(self.high))
         return is_number(value, self.low, self.high)
 
     def __str__(self) -> str:
         kind = "a whole number" if self.whole else "a number"
-        return f"{kind} from {self.low:,} to {self.high:,}" + (" or null" if self.optional else "")
+        return f"{kind} from {self.low:,} to {self.high:,}"
 
 
 # Upper limits are far above any published model; they prevent allocations for damaged configs.
@@ -44,82 +41,107 @@ _EPSILON, _SHARE = _Range(1e-30, 1, whole=False), _Range(1e-6, 1, whole=False)
 _THETA, _FACTOR = _Range(1.001, 1e15, whole=False), _Range(1e-6, 1e6, whole=False)
 _NUMBERS: dict[str, _Range] = {
     "vocab_size": _Range(1, 1 << 24),
-    **dict.fromkeys(("hidden_size", "n_embd"), _WIDTH),
-    **dict.fromkeys(("intermediate_size", "ffn_dim"), _Range(1, 1 << 24)),
-    "n_inner": _Range(1, 1 << 24, optional=True),
-    "word_embed_proj_dim": _WIDTH._replace(optional=True),
+    **dict.fromkeys(("hidden_size", "n_embd", "word_embed_proj_dim"), _WIDTH),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner"), _Range(1, 1 << 24)),
     **dict.fromkeys(("num_hidden_layers", "n_layer"), _LAYERS),
-    **dict.fromkeys(("num_attention_heads", "n_head"), _HEADS),
-    "num_key_value_heads": _HEADS._replace(optional=True),
-    "head_dim": _Range(1, 1 << 14, optional=True),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads"), _HEADS),
+    "head_dim": _Range(1, 1 << 14),
     **dict.fromkeys(("max_position_embeddings", "n_positions"), _POSITIONS),
-    **dict.fromkeys(("original_max_position_embeddings", "sliding_window"), _POSITIONS._replace(optional=True)),
+    **dict.fromkeys(("original_max_position_embeddings", "sliding_window"), _POSITIONS),
     "max_window_layers": _Range(0, 1 << 12),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), _EPSILON),
-    "rope_theta": _THETA._replace(optional=True),
-    "rotary_emb_base": _THETA._replace(optional=True),
-    **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), _SHARE._replace(optional=True)),
+    **dict.fromkeys(("rope_theta", "rotary_emb_base"), _THETA),
     "query_pre_attn_scalar": _Range(1e-6, 1e6, whole=False),
-    **dict.fromkeys(
-        ("attn_logit_softcapping", "final_logit_softcapping"), _Range(1e-3, 1e6, whole=False, optional=True)
-    ),
-    "bos_token_id": _Range(-1, 1 << 31, optional=True),
-}
-# Parameters of the rotary variants.
-_STRETCH: dict[str, _Range] = {
-    **{key: _NUMBERS[key] for key in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")},
-    "factor": _FACTOR._replace(optional=True),
-    **dict.fromkeys(("low_freq_factor", "high_freq_factor"), _FACTOR),
-    **dict.fromkeys(
-        ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow"),
-        _Range(0, 1e6, whole=False, optional=True),
-    ),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), _Range(1e-3, 1e6, whole=False)),
+    "bos_token_id": _Range(-1, 1 << 31),
 }
 _FLAGS = (
     "tie_word_embeddings", "attention_bias", "mlp_bias", "enable_bias", "use_sliding_window", "use_parallel_residual",
-    "do_layer_norm_before", "layer_norm_elementwise_affine", "_remove_final_layer_norm", "qk_layernorm",
-    "scale_attn_by_inverse_layer_idx", "add_cross_attention",
+    "scale_attn_weights",
 )  # fmt: skip
-_NAMES = ("model_type", "hidden_act", "hidden_activation", "activation_function")
+_NAMES = ("hidden_act", "hidden_activation", "activation_function")
+# Parameters of the rotary variants; those of the second group may be null.
+_STRETCH: dict[str, _Range] = {
+    "rope_theta": _THETA,
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor"), _FACTOR),
+}
+_STRETCH_OR_NULL: dict[str, _Range] = {
+    "original_max_position_embeddings": _POSITIONS,
+    "factor": _FACTOR,
+    **dict.fromkeys(
+        ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow"), _Range(0, 1e6, whole=False)
+    ),
+}
+_LAYER_KINDS = ("full_attention", "sliding_attention")
 
 
-def check_fields(hf: Mapping[str, Any]) -> None:
-    """Check the type and range of all keys that are read. Raises ModelError."""
-    _check_numbers(hf, _NUMBERS, "")
-    for key in _FLAGS:
-        if not isinstance(hf.get(key, False), bool | None):
-            raise _wrong(key, hf[key], "true or false")
-    for key in _NAMES:
-        if not isinstance(hf.get(key, ""), str | None):
-            raise _wrong(key, hf[key], "a name")
-    kinds = hf.get("layer_types")
-    if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
-        raise _wrong("layer_types", kinds, "a list of names")
-    for key in ("rope_parameters", "rope_scaling"):
-        _check_stretch(key, hf.get(key))
+def check_fields(given: Mapping[str, Any], nullable: Collection[str]) -> None:
+    """Check the type and range of the honoured fields that a file has. Raises ModelError."""
+    for key, value in given.items():
+        if value is None:
+            if key not in nullable:
+                raise _wrong(key, value, _wanted(key))
+        elif key in _NUMBERS:
+            if not _NUMBERS[key].holds(value):
+                raise _wrong(key, value, _wanted(key) + (" or null" if key in nullable else ""))
+        elif not isinstance(value, _TYPES.get(key, object)):
+            raise _wrong(key, value, _wanted(key))
 
 
-def _check_stretch(key: str, record: Any) -> None:
-    if record is None:
-        return
-    if not isinstance(record, dict):
-        raise _wrong(key, record, "an object")
-    _check_numbers(record, _STRETCH, f"{key}.")
-    for name in ("rope_type", "type"):
-        if not isinstance(record.get(name, ""), str):
-            raise _wrong(f"{key}.{name}", record[name], "a name")
-    for name in ("short_factor", "long_factor"):
-        factors = record.get(name, [])
-        if not isinstance(factors, list) or not all(is_number(factor, 1e-6, 1e6) for factor in factors):
-            raise _wrong(f"{key}.{name}", factors, "a list of positive numbers")
-    if not isinstance(record.get("truncate", True), bool):
-        raise _wrong(f"{key}.truncate", record["truncate"], "true or false")
+_TYPES: dict[str, type] = {
+    **dict.fromkeys(_FLAGS, bool),
+    **dict.fromkeys(_NAMES, str),
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), dict),
+    "layer_types": list,
+}
+_TYPE_NAMES = {bool: "true or false", str: "a name", dict: "an object", list: "a list of names"}
 
 
-def _check_numbers(record: Mapping[str, Any], ranges: Mapping[str, _Range], prefix: str) -> None:
-    for key, wanted in ranges.items():
-        if key in record and not wanted.holds(record[key]):
-            raise _wrong(prefix + key, record[key], str(wanted))
+def _wanted(key: str) -> str:
+    return str(_NUMBERS[key]) if key in _NUMBERS else _TYPE_NAMES[_TYPES[key]]
+
+
+def check_share(key: str, value: Any) -> None:
+    """Check the share of a head's channels that are rotated. Raises ModelError."""
+    if not _SHARE.holds(value):
+        raise _wrong(key, value, str(_SHARE))
+
+
+def check_rope_fields(record: Mapping[str, Any], key: str) -> None:
+    """Check the type and range of the parameters of a rotary variant, of ``key`` in the config. Raises ModelError."""
+    for name, value in record.items():
+        where = f"{key}.{name}"
+        if isinstance(value, dict):
+            raise ModelError(
+                f"{where} in the model's config has rotary parameters of its own, and only models whose layers all "
+                "have the same are supported; use another model"
+            )
+        if name in _STRETCH and not _STRETCH[name].holds(value):
+            raise _wrong(where, value, str(_STRETCH[name]))
+        if name in _STRETCH_OR_NULL and not (value is None or _STRETCH_OR_NULL[name].holds(value)):
+            raise _wrong(where, value, f"{_STRETCH_OR_NULL[name]} or null")
+        if name in ("rope_type", "type") and not isinstance(value, str):
+            raise _wrong(where, value, "a name")
+        if name in ("short_factor", "long_factor") and not (
+            isinstance(value, list) and all(is_number(factor, 1e-6, 1e6) for factor in value)
+        ):
+            raise _wrong(where, value, "a list of positive numbers")
+        if name == "truncate" and not isinstance(value, bool):
+            raise _wrong(where, value, "true or false")
+
+
+def layer_kinds(kinds: list[Any] | None, layers: int) -> list[str] | None:
+    """``layer_types`` of a config by transformers' present names; None where it lists none. Raises ModelError."""
+    if kinds is None:
+        return None
+    present = ["full_attention" if kind == "attention" else kind for kind in kinds]
+    if unknown := [kind for kind in present if kind not in _LAYER_KINDS]:
+        raise ModelError(
+            f"layer_types in the model's config has {shown(unknown[0])}; supported are {', '.join(_LAYER_KINDS)}"
+        )
+    if len(present) != layers:
+        raise ModelError(f"layer_types in the model's config must name {layers} layers, got {len(present)}; {ADVICE}")
+    return present
 
 
 def _wrong(key: str, value: Any, wanted: str, where: str = "the model's config") -> ModelError:
@@ -145,17 +167,4 @@ def check_config(config: ModelConfig) -> None:
         raise ModelError(
             f"the number of rotated channels must be even and at most {config.head_dim}, the width of a head, "
             f"got {turned}; correct head_dim or partial_rotary_factor in the config, or fetch the model again"
-        )
-    slides = config.sliding_layers
-    if slides is not None and len(slides) != config.num_layers:
-        raise ModelError(
-            f"layer_types in the model's config must name {config.num_layers} layers, got {len(slides)}; {ADVICE}"
-        )
-
-
-def check_known(names: Iterable[str], known: Iterable[str]) -> None:
-    """Check that all types of layers are supported. Raises ModelError."""
-    if unknown := sorted(set(names) - set(known)):
-        raise ModelError(
-            f"layer_types in the model's config has {shown(unknown[0])}; supported are {', '.join(sorted(known))}"
         )

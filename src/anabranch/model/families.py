@@ -12,15 +12,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from anabranch.errors import ModelError
-from anabranch.model.check import check_config, check_fields, check_known, token_ids
+from anabranch.model.check import check_config, check_fields, check_rope_fields, check_share, layer_kinds, token_ids
 from anabranch.model.config import ModelConfig, RopeConfig
+from anabranch.model.fields import FIELDS, family_of, read_fields
 from anabranch.model.rope import ROPE_VARIANTS, check_rope, context_length
 from anabranch.support.jsonfiles import shown
 
-__all__ = ["FAMILIES", "Family", "Layout", "Source", "model_config", "weight_source"]
+__all__ = ["FAMILIES", "Family", "Layout", "Source", "model_config", "module_rows", "weight_source"]
 
 HfConfig = Mapping[str, Any]
-Fields = dict[str, Any]  # of a ModelConfig
+Fields = dict[str, Any]  # honoured fields of config.json with their defaults, or fields of a ModelConfig
 # How a matrix is stored: as ours, transposed (GPT-2's Conv1D), or q, k, v of head 0, then of head 1, ... (NeoX)
 Layout = Literal["rows", "transposed", "by_head"]
 _ATTENTION = {"qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "out": ("self_attn.o_proj",)}
@@ -33,7 +34,8 @@ _LLAMA = {**_ATTENTION, **_GATED, **_NORMS}
 class Source:
     """The Hugging Face tensors that one of our parameters is assembled from, concatenated along rows.
 
-    Each tensor has alternative names, the most common one first: some files lack the outer module's prefix.
+    Each tensor has alternative names, the most common one first: files may lack the outer module's prefix, or have it
+    twice, and a tied head may be stored under either name.
     """
 
     tensors: tuple[tuple[str, ...], ...]
@@ -44,7 +46,7 @@ class Source:
 class Family:
     """An entry of the table. ``block`` maps our modules of a layer to theirs; other fields name the other modules."""
 
-    describe: Callable[[HfConfig], ModelConfig]
+    describe: Callable[[Fields], ModelConfig]
     block: Mapping[str, tuple[str, ...]]
     prefixes: tuple[str, ...] = ("model.", "")
     layers: str = "layers"
@@ -55,18 +57,23 @@ class Family:
     layouts: Mapping[str, Layout] = field(default_factory=dict)
 
 
-def model_config(hf: HfConfig) -> ModelConfig:
-    """The ModelConfig of a Hugging Face config. Raises ModelError for an unsupported family or option."""
+def model_config(hf: HfConfig, *, family: str | None = None) -> ModelConfig:
+    """The ModelConfig of a Hugging Face config. Raises ModelError for an unsupported family or option.
+
+    family  the family of a model that exists; None: the one as which transformers would load a file
+    """
     if hf.get("quantization_config"):
         raise ModelError("the weights are stored quantised; use unquantised safetensors or a GGUF file instead")
-    check_fields(hf)
-    name = str(hf.get("model_type", "(none)"))
+    name = family_of(hf) if family is None else family
     if name not in FAMILIES:
         raise ModelError(f"the family {shown(name)} is not supported; supported are {', '.join(sorted(FAMILIES))}")
-    try:
-        config = FAMILIES[name].describe(hf)
-    except KeyError as error:
-        raise ModelError(f"the config of this {name} model lacks {error.args[0]!r}; fetch it again") from None
+    fields, given = read_fields(hf, name)
+    check_fields(given, FIELDS[name].nullable)
+    words = fields["vocab_size"]
+    if "eos_token_id" not in given and fields["eos_token_id"] not in range(words):
+        fields["eos_token_id"] = None  # the family's usual end token, in a smaller vocabulary
+    fields["eos_token_id"] = token_ids(fields["eos_token_id"], "eos_token_id", words)
+    config = FAMILIES[name].describe({**fields, "family": name})
     if config.position == "rope":
         config = replace(config, max_positions=context_length(config.rope))
     check_config(config)
@@ -77,8 +84,10 @@ def weight_source(config: ModelConfig, parameter: str) -> Source:
     """The source of a parameter of our decoder, given its name in ``named_parameters``."""
     family = FAMILIES[config.family]
     stem, _, kind = parameter.rpartition(".")
+    outer = family.prefixes[0].partition(".")[0] + "."
+    heads = tuple(f"{prefix}{head}.{kind}" for prefix in ("", outer) for head in family.heads)
     if stem == "head":
-        return Source((tuple(f"{head}.{kind}" for head in family.heads),))
+        return Source((heads,))
     layout: Layout = "rows"
     if stem.startswith("blocks."):
         _, index, part = stem.split(".", 2)
@@ -86,46 +95,50 @@ def weight_source(config: ModelConfig, parameter: str) -> Source:
         layout = family.layouts.get(part, "rows")
     else:
         modules = ({"embedding": family.embedding, "positions": family.positions, "norm": family.norm}[stem],)
-    return Source(tuple(tuple(f"{p}{module}.{kind}" for p in family.prefixes) for module in modules), layout)
+    prefixes = (*family.prefixes, outer + family.prefixes[0])
+    tied = heads if stem == "embedding" and config.tied_head else ()
+    return Source(tuple((*(f"{p}{module}.{kind}" for p in prefixes), *tied) for module in modules), layout)
+
+
+def module_rows(config: ModelConfig, count: int, rows: int) -> list[int]:
+    """The rows of each of ``count`` modules that are fused into a layer of ``rows``: q, k and v, or gate and up."""
+    if count == 3:
+        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        return [q, kv, kv]
+    return [rows // count] * count
 
 
 # -- shared by several families --------------------------------------------------------------------
 _ACTIVATIONS: dict[str, Literal["silu", "gelu", "gelu_tanh", "relu"]] = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu",
-    "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_accurate": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh", "gelu_python_tanh": "gelu_tanh",
 }  # fmt: skip
 
 
-def _activation(hf: HfConfig, key: str, default: str) -> Literal["silu", "gelu", "gelu_tanh", "relu"]:
-    name = hf.get(key) or default
-    if name not in _ACTIVATIONS:
+def _activation(f: Fields, key: str = "hidden_act") -> Literal["silu", "gelu", "gelu_tanh", "relu"]:
+    if (name := f[key]) not in _ACTIVATIONS:
         supported = ", ".join(sorted(_ACTIVATIONS))
         raise ModelError(f"the activation {shown(name)} is not supported; supported are {supported}")
     return _ACTIVATIONS[name]
 
 
-def _refuse(hf: HfConfig, key: str, why: str) -> None:
-    """Raise ModelError for an option of a family that the decoder does not support."""
-    if hf.get(key):
-        raise ModelError(f"{hf['model_type']} models with {key} set are not supported: {why}; use another model")
-
-
-def _sizes(hf: HfConfig, *, tied: bool, head_dim: int | None = None, inner: str = "intermediate_size") -> Fields:
-    """The fields that (nearly) all families have under the same names."""
-    heads = hf["num_attention_heads"]
+def _sizes(f: Fields, *, inner: str = "intermediate_size") -> Fields:
+    """The fields of all families. Grouped heads and their width are only honoured where the family has them."""
+    heads, first = f["num_attention_heads"], f["bos_token_id"]
     return {
-        "family": hf["model_type"],
-        "vocab_size": hf["vocab_size"],
-        "hidden_size": hf["hidden_size"],
-        "num_layers": hf["num_hidden_layers"],
+        "family": f["family"],
+        "vocab_size": f["vocab_size"],
+        "hidden_size": f["hidden_size"],
+        "num_layers": f["num_hidden_layers"],
         "num_heads": heads,
-        "num_kv_heads": hf.get("num_key_value_heads") or heads,
-        "head_dim": hf.get("head_dim") or head_dim or _head_dim(hf["hidden_size"], heads),
-        "intermediate_size": hf[inner],
-        "max_positions": hf["max_position_embeddings"],
-        "tied_head": tied if (stated := hf.get("tie_word_embeddings")) is None else stated,
-        "eos_token_ids": token_ids(hf.get("eos_token_id"), "eos_token_id", hf["vocab_size"]),
-        "bos_token_id": hf.get("bos_token_id"),
+        "num_kv_heads": f.get("num_key_value_heads") or heads,
+        "head_dim": f.get("head_dim") or _head_dim(f["hidden_size"], heads),
+        "intermediate_size": f[inner],
+        "max_positions": f["max_position_embeddings"],
+        "tied_head": f["tie_word_embeddings"],
+        "eos_token_ids": f["eos_token_id"],
+        "bos_token_id": first if first is not None and 0 <= first < f["vocab_size"] else None,
     }
 
 
@@ -138,113 +151,155 @@ def _head_dim(width: int, heads: int) -> int:
     return width // heads
 
 
-_ROPE_FIELDS = ("type", "rope_type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+# The parameters that each rotary variant reads; others are ignored, as in transformers.
+_ROPE_FIELDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor", "factor", "attention_factor"),
+    "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+}
+_ROPE_COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 
 
-def _rope(hf: HfConfig, head_dim: int, *, rotated: float = 1.0) -> RopeConfig:
+def _rope(f: Fields, head_dim: int, *, theta: str = "rope_theta", share: str = "partial_rotary_factor") -> RopeConfig:
     """The rotary config, from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before).
 
-    ``rotated`` is the fraction of a head's channels that are rotated if the config does not specify it.
+    ``theta`` and ``share`` are the family's names of the base and of the fraction of a head's channels that are
+    rotated; where its default is None, transformers' modeling of the family always rotates all.
     """
-    given: dict[str, Any] = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    # an older field has priority over the newer one, if a file has both
+    key = "rope_scaling" if f["rope_scaling"] else "rope_parameters"
+    given: dict[str, Any] = dict(f[key] or {})
+    check_rope_fields({name: given[name] for name in ("rope_type", "type") if name in given}, key)
     kind = given.get("rope_type", given.get("type", "default"))
-    if hf["model_type"] == "phi3" and kind in ("su", "yarn"):
-        kind = "longrope"  # the names in Phi-3's first files
-    if kind not in ROPE_VARIANTS:
-        supported = ", ".join(sorted(ROPE_VARIANTS))
-        raise ModelError(f"the rotary variant {shown(kind)} is not supported; supported are {supported}")
-    theta = given.get("rope_theta") or hf.get("rope_theta") or hf.get("rotary_emb_base") or 10_000.0
-    share = given.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or hf.get("rotary_pct") or rotated
-    longest = hf["max_position_embeddings"]
-    original, rereads = hf.get("original_max_position_embeddings"), hf["model_type"] == "phi3"
-    if original is None:
-        original = 4096 if rereads else given.get("original_max_position_embeddings") or longest
-    # parameters with a field of their own are removed, so that old and new files give the same config
-    scaling = {"rope_type": kind, **{key: value for key, value in given.items() if key not in _ROPE_FIELDS}}
-    dim, stretched = int(head_dim * share), None if kind == "default" else scaling
-    rope = RopeConfig(float(theta), dim, stretched, longest, original, rereads)
+    supported = tuple(sorted(ROPE_VARIANTS))
+    if f["family"] == "phi3":
+        kind, supported = "longrope" if kind in ("su", "yarn") else kind, ("default", "longrope")
+    if kind not in supported:
+        raise ModelError(f"the rotary variant {shown(kind)} is not supported; supported are {', '.join(supported)}")
+    read: Fields = {name: given[name] for name in (*_ROPE_COMMON, *_ROPE_FIELDS[kind]) if name in given}
+    rotated: Any = read.get("partial_rotary_factor", f[share])
+    if FIELDS[f["family"]].honoured[share] is None:
+        read.pop("partial_rotary_factor", None)
+        if kind != "default" and rotated not in (None, 1):
+            raise ModelError(
+                f"{f['family']} models with partial_rotary_factor {shown(rotated)} are not supported: their heads are "
+                "rotated as a whole; correct the config or fetch the model again"
+            )
+        rotated = 1
+    check_share(share, rotated)
+    check_rope_fields({**read, **{name: value for name, value in given.items() if isinstance(value, dict)}}, key)
+    longest = f["max_position_embeddings"]
+    stated = f["original_max_position_embeddings"] or read.get("original_max_position_embeddings") or longest
+    scaling = {"rope_type": kind, **{name: read[name] for name in _ROPE_FIELDS[kind] if name in read}}
+    rope = RopeConfig(
+        theta=float(read["rope_theta"] if "rope_theta" in read else f[theta]),
+        dim=int(head_dim * rotated),
+        scaling=None if kind == "default" else scaling,
+        max_positions=longest,
+        original_max_positions=stated,
+        rereads=f["family"] == "phi3",
+    )
     check_rope(rope)
     return rope
 
 
-def _rms(hf: HfConfig, *, tied: bool = False, head_dim: int | None = None) -> Fields:
+def _rms(f: Fields) -> Fields:
     """Llama and its descendants: RMSNorm, rotary positions, a gated MLP."""
-    fields = _sizes(hf, tied=tied, head_dim=head_dim)
+    fields = _sizes(f)
     return {
         **fields,
-        "rope": _rope(hf, fields["head_dim"]),
-        "norm_eps": hf.get("rms_norm_eps", 1e-5 if hf["model_type"] == "phi3" else 1e-6),
-        "activation": _activation(hf, "hidden_act", "silu"),
+        "rope": _rope(f, fields["head_dim"]),
+        "norm_eps": f["rms_norm_eps"],
+        "activation": _activation(f, "hidden_activation" if "hidden_activation" in f else "hidden_act"),
     }
 
 
-def _sliding(hf: HfConfig, window: int | None, slides: Callable[[int], bool]) -> Fields:
+def _sliding(f: Fields, window: int | None, slides: Callable[[int], bool]) -> Fields:
     """Which layers use sliding-window attention: as listed in the file, or by the family's rule."""
-    if window is None:
+    count = f["num_hidden_layers"]
+    kinds = layer_kinds(f["layer_types"], count)
+    layers = tuple(slides(i) for i in range(count)) if kinds is None else tuple(kind == _SLIDES for kind in kinds)
+    if not any(layers):
         return {}
-    n, types = hf["num_hidden_layers"], hf.get("layer_types")
-    check_known(types or (), ("full_attention", "sliding_attention"))
-    layers = tuple(t == "sliding_attention" for t in types) if types else tuple(slides(i) for i in range(n))
-    return {"sliding_window": window, "sliding_layers": layers}
+    if window is None:
+        raise ModelError(
+            "layer_types in the model's config has sliding layers, but no sliding_window is set; correct the config or "
+            "fetch the model again"
+        )
+    return {"sliding_window": window, "sliding_layers": None if all(layers) else layers}
+
+
+_SLIDES = "sliding_attention"
+
+
+def _uniform(f: Fields, window: int | None = None) -> Fields:
+    """The window of a family whose layers are all alike, whatever ``layer_types`` says: it must say the same."""
+    wanted = "full_attention" if window is None else _SLIDES
+    for kind in layer_kinds(f["layer_types"], f["num_hidden_layers"]) or ():
+        if kind != wanted:
+            raise ModelError(
+                f"layer_types in the model's config has {shown(kind)}, but all layers of this {f['family']} model use "
+                f"{wanted}; correct the config or fetch the model again"
+            )
+    return {"sliding_window": window}
 
 
 # -- one function per family -----------------------------------------------------------------------
-def _llama(hf: HfConfig) -> ModelConfig:
-    bias = hf.get("attention_bias", False)
-    return ModelConfig(**_rms(hf), qkv_bias=bias, out_bias=bias, mlp_bias=hf.get("mlp_bias", False))
+def _llama(f: Fields) -> ModelConfig:
+    bias = f["attention_bias"]
+    return ModelConfig(**_rms(f), **_uniform(f), qkv_bias=bias, out_bias=bias, mlp_bias=f["mlp_bias"])
 
 
-def _mistral(hf: HfConfig) -> ModelConfig:
-    return ModelConfig(**_rms(hf), sliding_window=hf.get("sliding_window", 4096))
+def _mistral(f: Fields) -> ModelConfig:
+    return ModelConfig(**_rms(f), **_uniform(f, f["sliding_window"]))
 
 
-def _qwen_sliding(hf: HfConfig) -> Fields:
-    window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window", False) else None
-    return _sliding(hf, window, lambda layer: layer >= hf.get("max_window_layers", 28))
+def _ministral(f: Fields) -> ModelConfig:
+    return ModelConfig(**_rms(f), **_sliding(f, f["sliding_window"], lambda layer: True))
 
 
-def _qwen2(hf: HfConfig) -> ModelConfig:
-    return ModelConfig(**_rms(hf), **_qwen_sliding(hf), qkv_bias=True)
+def _qwen_sliding(f: Fields) -> Fields:
+    window = f["sliding_window"] if f["use_sliding_window"] else None
+    return _sliding(f, window, lambda layer: window is not None and layer >= f["max_window_layers"])
 
 
-def _qwen3(hf: HfConfig) -> ModelConfig:
-    bias = hf.get("attention_bias", False)
-    return ModelConfig(**_rms(hf, head_dim=128), **_qwen_sliding(hf), qk_norm=True, qkv_bias=bias, out_bias=bias)
+def _qwen2(f: Fields) -> ModelConfig:
+    return ModelConfig(**_rms(f), **_qwen_sliding(f), qkv_bias=True)
 
 
-def _phi(hf: HfConfig) -> ModelConfig:
-    _refuse(hf, "qk_layernorm", "no published Phi model normalises queries and keys")
-    fields = _sizes(hf, tied=False)
+def _qwen3(f: Fields) -> ModelConfig:
+    bias = f["attention_bias"]
+    return ModelConfig(**_rms(f), **_qwen_sliding(f), qk_norm=True, qkv_bias=bias, out_bias=bias)
+
+
+def _phi(f: Fields) -> ModelConfig:
+    fields = _sizes(f)
     return ModelConfig(
         **fields,
-        rope=_rope(hf, fields["head_dim"], rotated=0.5),
+        **_uniform(f),
+        rope=_rope(f, fields["head_dim"]),
         norm="layer",
-        norm_eps=hf.get("layer_norm_eps", 1e-5),
+        norm_eps=f["layer_norm_eps"],
         wiring="parallel",
         qkv_bias=True,
         out_bias=True,
         mlp_bias=True,
         head_bias=True,
         gated_mlp=False,
-        activation=_activation(hf, "hidden_act", "gelu_new"),
+        activation=_activation(f),
     )
 
 
-def _phi3(hf: HfConfig) -> ModelConfig:
-    return ModelConfig(**_rms(hf), sliding_window=hf.get("sliding_window"))
-
-
-def _opt(hf: HfConfig) -> ModelConfig:
-    if not hf.get("do_layer_norm_before", True):
-        raise ModelError("OPT with post-norm blocks (opt-350m) is not supported; use opt-125m or opt-1.3b")
-    if hf.get("word_embed_proj_dim") not in (None, hf["hidden_size"]):
+def _opt(f: Fields) -> ModelConfig:
+    if f["word_embed_proj_dim"] not in (None, f["hidden_size"]):
         raise ModelError("OPT with projected embeddings (opt-350m) is not supported; use opt-125m or opt-1.3b")
-    _refuse(hf, "_remove_final_layer_norm", "the decoder always has a final norm")
-    if not hf.get("layer_norm_elementwise_affine", True):
-        raise ModelError("OPT with norms without weights is not supported; no published OPT model has them")
-    bias = hf.get("enable_bias", True)
+    bias = f["enable_bias"]
     return ModelConfig(
-        **_sizes(hf, tied=True, inner="ffn_dim"),
+        **_sizes(f, inner="ffn_dim"),
+        **_uniform(f),
         position="learned",
         learned_offset=2,
         norm="layer",
@@ -252,81 +307,75 @@ def _opt(hf: HfConfig) -> ModelConfig:
         out_bias=bias,
         mlp_bias=bias,
         gated_mlp=False,
-        activation=_activation(hf, "activation_function", "relu"),
+        activation=_activation(f, "activation_function"),
     )
 
 
-def _gpt2(hf: HfConfig) -> ModelConfig:
-    _refuse(hf, "scale_attn_by_inverse_layer_idx", "the attention scale must be the same in all layers")
-    _refuse(hf, "add_cross_attention", "there is no encoder")
-    theirs = {
-        "hidden_size": "n_embd",
-        "num_hidden_layers": "n_layer",
-        "num_attention_heads": "n_head",
-        "max_position_embeddings": "n_positions",
-    }
-    # a GPT-2 file may have either name
-    alike = {**hf, **{ours: hf[name] for ours, name in theirs.items() if name in hf}}
-    alike["intermediate_size"] = hf.get("n_inner") or 4 * alike["hidden_size"]
+def _gpt2(f: Fields) -> ModelConfig:
+    f["n_inner"] = f["n_inner"] or 4 * f["hidden_size"]
     return ModelConfig(
-        **_sizes(alike, tied=True),
+        **_sizes(f, inner="n_inner"),
+        **_uniform(f),
         position="learned",
         norm="layer",
-        norm_eps=hf.get("layer_norm_epsilon", 1e-5),
+        norm_eps=f["layer_norm_epsilon"],
         qkv_bias=True,
         out_bias=True,
         mlp_bias=True,
         gated_mlp=False,
-        activation=_activation(hf, "activation_function", "gelu_new"),
-        attention_scale=None if hf.get("scale_attn_weights", True) else 1.0,
+        activation=_activation(f, "activation_function"),
+        attention_scale=None if f["scale_attn_weights"] else 1.0,
     )
 
 
-def _gemma_fields(hf: HfConfig) -> Fields:
-    _refuse(hf, "use_bidirectional_attention", "decoding needs a causal model")
-    # Gemma's first files have "gelu" for the tanh approximation
-    named = hf.get("hidden_activation") or hf.get("hidden_act")
-    activation = _ACTIVATIONS["gelu_new"] if named in (None, "gelu") else _activation({"a": named}, "a", "gelu_new")
-    bias = hf.get("attention_bias", False)
+def _gemma_fields(f: Fields) -> Fields:
+    bias = f["attention_bias"]
     return {
-        **_rms({**hf, "hidden_act": None}, tied=True, head_dim=256),
-        "activation": activation,
+        **_rms(f),
         "qkv_bias": bias,
         "out_bias": bias,
         "norm_plus_one": True,
-        "embedding_scale": math.sqrt(hf["hidden_size"]),
+        "embedding_scale": math.sqrt(f["hidden_size"]),
     }
 
 
-def _gemma(hf: HfConfig) -> ModelConfig:
-    return ModelConfig(**_gemma_fields(hf))
+def _gemma(f: Fields) -> ModelConfig:
+    # Gemma's first files have "gelu" for the tanh approximation
+    f["hidden_act"] = "gelu_pytorch_tanh" if f["hidden_act"] == "gelu" else f["hidden_act"]
+    return ModelConfig(**_gemma_fields(f), **_uniform(f))
 
 
-def _gemma2(hf: HfConfig) -> ModelConfig:
+def _gemma2(f: Fields) -> ModelConfig:
     return ModelConfig(
-        **_gemma_fields(hf),
-        **_sliding(hf, hf.get("sliding_window", 4096), lambda layer: layer % 2 == 0),
+        **_gemma_fields(f),
+        **_sliding(f, f["sliding_window"], lambda layer: layer % 2 == 0),
         post_norms=True,
-        attention_scale=hf.get("query_pre_attn_scalar", 256) ** -0.5,
-        attention_softcap=hf.get("attn_logit_softcapping", 50.0),
-        logit_softcap=hf.get("final_logit_softcapping", 30.0),
+        attention_scale=f["query_pre_attn_scalar"] ** -0.5,
+        attention_softcap=f["attn_logit_softcapping"],
+        logit_softcap=f["final_logit_softcapping"],
     )
 
 
-def _gpt_neox(hf: HfConfig) -> ModelConfig:
-    fields = _sizes(hf, tied=False)
-    bias = hf.get("attention_bias", True)
+def _gpt_neox(f: Fields) -> ModelConfig:
+    width = _head_dim(f["hidden_size"], f["num_attention_heads"])
+    if f["head_dim"] not in (None, width):
+        raise ModelError(
+            f"head_dim {f['head_dim']} in the model's config is not hidden_size by heads, {width}, as in all gpt_neox "
+            "models; correct the config or fetch the model again"
+        )
+    bias = f["attention_bias"]
     return ModelConfig(
-        **fields,
-        rope=_rope(hf, fields["head_dim"], rotated=0.25),
+        **_sizes(f),
+        **_uniform(f),
+        rope=_rope(f, width, theta="rotary_emb_base", share="rotary_pct"),
         norm="layer",
-        norm_eps=hf.get("layer_norm_eps", 1e-5),
-        wiring="parallel_two_norms" if hf.get("use_parallel_residual", True) else "sequential",
+        norm_eps=f["layer_norm_eps"],
+        wiring="parallel_two_norms" if f["use_parallel_residual"] else "sequential",
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=True,
         gated_mlp=False,
-        activation=_activation(hf, "hidden_act", "gelu"),
+        activation=_activation(f),
     )
 
 
@@ -372,10 +421,11 @@ _NEOX_BLOCK = {
 FAMILIES: dict[str, Family] = {
     "llama": Family(_llama, _LLAMA),
     "mistral": Family(_mistral, _LLAMA),
+    "ministral": Family(_ministral, _LLAMA),
     "qwen2": Family(_qwen2, _LLAMA),
     "qwen3": Family(_qwen3, _QWEN3_BLOCK),
     "phi": Family(_phi, _PHI_BLOCK, norm="final_layernorm"),
-    "phi3": Family(_phi3, _PHI3_BLOCK),
+    "phi3": Family(_mistral, _PHI3_BLOCK),
     "opt": Family(
         _opt,
         _OPT_BLOCK,

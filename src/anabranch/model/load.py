@@ -23,7 +23,7 @@ from anabranch.model.lora import WithLora
 from anabranch.model.peft import read_lora
 from anabranch.model.quantize import Quantization, check_quantization, quantize_decoder
 from anabranch.model.text import foreign_errors
-from anabranch.model.weights import build_decoder, fill_decoder, load_safetensors_dir, stored_dtype
+from anabranch.model.weights import SafetensorsDir, build_decoder, fill_decoder, load_safetensors_dir, stored_dtype
 from anabranch.support.foreign import why_no_model
 from anabranch.support.jsonfiles import read_json
 from anabranch.support.memory import give_back
@@ -116,7 +116,9 @@ def load_target(
     ends = config.eos_token_ids
     if stated is not None:
         ends = token_ids(stated, "eos_token_id", config.vocab_size, "generation_config.json")
-    wanted = wanted or _stored(config, tensors)
+    if wanted is None:
+        assert isinstance(tensors, SafetensorsDir), "the type of a GGUF file's weights is chosen above"
+        wanted = stored_dtype(config, tensors, _DTYPES.get(str(described.get("dtype") or described.get("torch_dtype"))))
     if lora is not None:
         tensors = WithLora(tensors, read_lora(lora, config), config)
     decoder, identity = fill_decoder(config, tensors, dtype=wanted, device=place)
@@ -124,7 +126,7 @@ def load_target(
     # the tokenizer last, so that errors in the config or the weights do not wait a second for transformers
     tokenizer = _tokenizer(path) if tokenizer is None else tokenizer
     tokenizer.model_max_length = sys.maxsize  # no warning from transformers: the engine checks lengths
-    config = replace(config, eos_token_ids=_eos(ends, tokenizer))
+    config = replace(decoder.config, eos_token_ids=_eos(ends, tokenizer))
     decoder.config = config
     name_tokenizer(decoder, tokenizer)
     give_back()
@@ -224,11 +226,6 @@ def _from_hub(name: str, revision: str | None) -> Path:
         raise FetchError(f"there is no folder {name} and no such repository on the hub; {by_hand}") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise FetchError(f"there is no folder {name} and the hub cannot be reached; {by_hand}") from error
-
-
-def _stored(config: ModelConfig, tensors: Mapping[str, Tensor]) -> torch.dtype:
-    dtype = stored_dtype(config, tensors)
-    return dtype if dtype in _DTYPES.values() else torch.float32
 
 
 def _tokenizer(folder: Path) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from anabranch.model.blocks import MLP
 from anabranch.model.config import ModelConfig
-from anabranch.model.families import Layout, weight_source
+from anabranch.model.families import Layout, module_rows, weight_source
 
 __all__ = [
     "PARTS",
@@ -28,7 +28,6 @@ __all__ = [
     "Term",
     "WithLora",
     "decoder_rows",
-    "module_rows",
     "places",
     "stored_rows",
     "widths",
@@ -110,14 +109,6 @@ def widths(config: ModelConfig, part: str) -> tuple[int, int]:
         "mlp.up": (config.hidden_size, inner * (2 if config.gated_mlp else 1)),
         "mlp.down": (inner, config.hidden_size),
     }[part]
-
-
-def module_rows(config: ModelConfig, count: int, rows: int) -> list[int]:
-    """The rows of each of ``count`` modules that are fused into a layer of ``rows``: q, k and v, or gate and up."""
-    if count == 3:
-        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        return [q, kv, kv]
-    return [rows // count] * count
 
 
 def places(config: ModelConfig) -> dict[str, Place]:

@@ -9,22 +9,25 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from anabranch.errors import DeviceError, FileError, ModelError, NumericsError, one_line
+from anabranch.errors import DeviceError, FileError, ModelError, ModelWarning, NumericsError, one_line
 from anabranch.model.backends import backend_for
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
-from anabranch.model.families import FAMILIES, Source, model_config, weight_source
+from anabranch.model.families import FAMILIES, Source, model_config, module_rows, weight_source
 from anabranch.support.jsonfiles import read_json
 from anabranch.support.memory import free_memory
 
 __all__ = [
+    "SafetensorsDir",
     "assemble",
     "build_decoder",
     "fill_decoder",
@@ -43,14 +46,15 @@ _SAMPLES = 4096
 _BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 # Errors of safetensors for unreadable headers and for types that torch lacks.
 _UNREADABLE = (SafetensorError, OSError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError)
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
 
-class _SafetensorsDir(Mapping[str, Tensor]):
-    """The tensors of a folder by name, read on access."""
+class SafetensorsDir(Mapping[str, Tensor]):
+    """The tensors of a folder by name, read on access; ``kinds`` are their types, as safetensors names them."""
 
-    def __init__(self, folder: Path, shards: Mapping[str, Path]) -> None:
+    def __init__(self, folder: Path, shards: Mapping[str, Path], kinds: Mapping[str, str]) -> None:
         self.folder = folder
+        self.kinds = kinds
         self._shards = shards
 
     def __getitem__(self, name: str) -> Tensor:
@@ -74,12 +78,13 @@ def _broken(path: Path, error: Exception) -> FileError:
     return FileError(f"{path} is truncated or not a safetensors file ({one_line(error)}); fetch or copy it again")
 
 
-def load_safetensors_dir(folder: Path) -> Mapping[str, Tensor]:
+def load_safetensors_dir(folder: Path) -> SafetensorsDir:
     """The tensors in a folder's ``model.safetensors`` or its shards, read on access. Raises FileError."""
     index = folder / _INDEX
     single = folder / "model.safetensors"
     if single.is_file():
-        return _SafetensorsDir(folder, dict.fromkeys(_names(single), single))
+        kinds = _kinds(single)
+        return SafetensorsDir(folder, dict.fromkeys(kinds, single), kinds)
     if not index.is_file():
         if any(next(folder.glob(pattern), None) for pattern in _PICKLED):
             raise FileError(
@@ -91,22 +96,25 @@ def load_safetensors_dir(folder: Path) -> Mapping[str, Tensor]:
     if not isinstance(listed, dict) or not all(isinstance(shard, str) for shard in listed.values()):
         raise FileError(f"{index} has no weight_map; fetch or copy it again")
     shards: dict[str, Path] = {}
+    kinds = {}
     for shard in sorted(set(listed.values())):
         path = folder / shard
         # a shard must not be outside the folder
         if Path(shard).name != shard or "\0" in shard or not path.is_file():
             raise FileError(f"{folder} lacks the shard {shard!r} that {_INDEX} lists; fetch or copy it again")
-        shards.update(dict.fromkeys(_names(path), path))
+        kinds.update(found := _kinds(path))
+        shards.update(dict.fromkeys(found, path))
     missing = sorted(set(listed) - set(shards))
     if missing:
         raise FileError(f"the shards in {folder} lack {_some(missing)} that {_INDEX} lists; fetch or copy them again")
-    return _SafetensorsDir(folder, shards)
+    return SafetensorsDir(folder, shards, kinds)
 
 
-def _names(path: Path) -> list[str]:
+def _kinds(path: Path) -> dict[str, str]:
+    """The names and types of a file's tensors."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            return list(file.keys())
+            return {name: file.get_slice(name).get_dtype() for name in list(file.keys())}
     except _UNREADABLE as error:
         raise _broken(path, error) from error
 
@@ -116,9 +124,23 @@ def _some(names: list[str]) -> str:
     return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def stored_dtype(config: ModelConfig, tensors: Mapping[str, Tensor]) -> torch.dtype:
-    """The dtype of the stored embedding, which is taken as that of the model."""
-    return _fetch(config, tensors, "embedding.weight")[0].dtype
+def stored_dtype(config: ModelConfig, tensors: SafetensorsDir, stated: torch.dtype | None = None) -> torch.dtype:
+    """The type that the weights are stored in: float32, bfloat16 or float16.
+
+    Where they differ, it is the one ``stated`` in the config, or else one that has the values of all.
+    """
+    _check_layers(config, tensors)  # before a decoder is built
+    used = {name for parameter, _ in build_decoder(config).named_parameters() for name in _names(config, parameter)}
+    found = {_FLOATS[kind] for name, kind in tensors.kinds.items() if name in used and kind in _FLOATS}
+    kinds = {torch.float32 if kind == torch.float64 else kind for kind in found}
+    if len(kinds) == 1:
+        return kinds.pop()
+    return torch.float32 if stated is None else stated
+
+
+def _names(config: ModelConfig, parameter: str) -> set[str]:
+    """All names under which tensors of a parameter may be stored."""
+    return {name for names in weight_source(config, parameter).tensors for name in names}
 
 
 def build_decoder(
@@ -142,9 +164,11 @@ def fill_decoder(
     share  use tensors themselves where type, device and layout are those of the decoder; otherwise all are copied,
            since tensors read from a file may be views that are valid only while it is open
 
-    The fingerprint is taken before the cast to ``dtype``, so that it identifies the stored weights.
+    The decoder's config is ``config`` with ``tied_head`` as the tensors have it. The fingerprint is taken before the
+    cast to ``dtype``, so that it identifies the stored weights. Unused tensors are named in a ModelWarning.
     """
     _check_layers(config, tensors)
+    config = _with_head(config, tensors)
     decoder = build_decoder(config, dtype=dtype)
     parameters = sorted(decoder.named_parameters())
     _check_names(config, tensors, [name for name, _ in parameters])
@@ -239,7 +263,7 @@ def _check_layers(config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _check_names(config: ModelConfig, tensors: Mapping[str, Tensor], parameters: list[str]) -> None:
-    """Check that all tensors are present and that all are used: an unused bias means that the model is another one."""
+    """Check that all tensors are present; warn of those that are not used, as transformers does."""
     wanted: set[str] = set()
     missing: list[str] = []
     for parameter in parameters:
@@ -252,26 +276,53 @@ def _check_names(config: ModelConfig, tensors: Mapping[str, Tensor], parameters:
             f"the weights lack {_some(missing)}, which a {config.family} model of this config has; "
             "config.json and weights do not belong together or the copy is incomplete"
         )
-    if config.tied_head:
-        wanted.update(name for names in weight_source(config, "head.weight").tensors for name in names)
     extra = sorted(name for name in tensors if name not in wanted and not name.endswith(_BUFFERS))
     if extra:
-        raise ModelError(
-            f"the weights contain {_some(extra)}, which a {config.family} model of this config does not have; "
-            "config.json and weights do not belong together"
+        warnings.warn(
+            f"the weights contain {_some(extra)}, which a {config.family} model of this config does not have; they are "
+            "not used",
+            ModelWarning,
+            stacklevel=4,
         )
 
 
-def _fetch(config: ModelConfig, tensors: Mapping[str, Tensor], parameter: str) -> list[Tensor]:
-    found = []
+def _with_head(config: ModelConfig, tensors: Mapping[str, Tensor]) -> ModelConfig:
+    """The config with an untied head where the tensors have one that differs from the embedding.
+
+    So does transformers, which ties the two only if they are equal or one is missing, whatever the config says.
+    """
+    if not config.tied_head:
+        return config
+    (head,) = weight_source(config, "head.weight").tensors
+    (table,) = weight_source(replace(config, tied_head=False), "embedding.weight").tensors
+    stored = [next((name for name in names if name in tensors), None) for names in (head, table)]
+    both = [tensors[name] for name in stored if name is not None]
+    return replace(config, tied_head=len(both) < 2 or _same(*both))
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two stored tensors have the same values; without a copy where their types are equal too."""
+    if one.shape != other.shape or not {one.dtype, other.dtype} <= set(_FLOATS.values()):
+        return False
+    if one.dtype == other.dtype:
+        return one.data_ptr() == other.data_ptr() or torch.equal(one, other)
+    parts = zip(torch.split(one, 1024), torch.split(other, 1024), strict=True)
+    return all(torch.equal(a.double(), b.double()) for a, b in parts)
+
+
+def _fetch(config: ModelConfig, tensors: Mapping[str, Tensor], parameter: str) -> dict[str, Tensor]:
+    """The tensors of a parameter by their names in the file."""
+    found: dict[str, Tensor] = {}
     for names in weight_source(config, parameter).tensors:
-        name = next((name for name in names if name in tensors), None)
-        if name is None:
+        present = [name for name in names if name in tensors]
+        if not present:
             raise ModelError(f"the weights lack {names[0]}; config.json and weights do not belong together")
-        tensor = tensors[name]
-        if tensor.dtype not in _FLOATS:
-            raise ModelError(f"{name} is stored as {tensor.dtype}; use weights in float32, bfloat16 or float16")
-        found.append(tensor)
+        tensor = tensors[present[0]]
+        if tensor.dtype not in _FLOATS.values():
+            raise ModelError(f"{present[0]} is stored as {tensor.dtype}; use weights in float32, bfloat16 or float16")
+        if other := [name for name in present[1:] if not _same(tensor, tensors[name])]:
+            raise ModelError(f"the weights contain {present[0]} and {other[0]}, which differ; fetch the weights again")
+        found[present[0]] = tensor
     return found
 
 
@@ -280,19 +331,20 @@ def assemble(config: ModelConfig, tensors: Mapping[str, Tensor], parameter: str,
 
     Raises ModelError if tensors are missing or do not have this ``shape``.
     """
-    source = weight_source(config, parameter)
-    parts = _fetch(config, tensors, parameter)
-    if source.layout == "transposed":
-        parts = [part.t() if part.dim() == 2 else part for part in parts]
-    whole = parts[0]
-    if len(parts) > 1 and len({part.shape[1:] for part in parts}) == 1:
-        whole = torch.cat(parts)
-    if whole.shape != shape:
-        raise ModelError(
-            f"{_read_names(source)} has the shape {tuple(whole.shape)}, but the config requires {tuple(shape)}; "
-            "config.json and weights do not belong together"
-        )
-    if source.layout == "by_head":
+    layout = weight_source(config, parameter).layout
+    found = _fetch(config, tensors, parameter)
+    parts = []
+    for rows, (name, tensor) in zip(module_rows(config, len(found), shape[0]), found.items(), strict=True):
+        wanted = (rows, *shape[1:])
+        stored = wanted[::-1] if layout == "transposed" else wanted
+        if tensor.shape != stored:
+            raise ModelError(
+                f"{name} has the shape {tuple(tensor.shape)}, but the config requires {stored}; config.json and "
+                "weights do not belong together"
+            )
+        parts.append(tensor.t() if layout == "transposed" else tensor)
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if layout == "by_head":
         tail = whole.shape[1:]
         by_head = whole.view(config.num_heads, 3, config.head_dim, *tail)
         whole = by_head.transpose(0, 1).reshape(-1, *tail)
@@ -320,6 +372,7 @@ def fingerprint(weights: Decoder | Path) -> str:
         return digest.hexdigest()
     config = model_config(read_json(weights / "config.json", "a model folder needs it"))
     tensors = load_safetensors_dir(weights)
+    config = _with_head(config, tensors)
     digest = _digest(config)
     for name, parameter in sorted(build_decoder(config).named_parameters()):
         _add(digest, name, assemble(config, tensors, name, parameter.shape))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from anabranch.adapters.folder import find_adapters
 from anabranch.api import Model
-from anabranch.errors import CapabilityError, ModelError
+from anabranch.errors import CapabilityError
 from anabranch.model.families import model_config
 from anabranch.model.load import Target
 from anabranch.model.pack import pack_decoder
@@ -93,13 +93,13 @@ def release(model: Any) -> None:
 
 
 def _target(model: Any) -> Target:
-    config = model_config(model.config.to_dict())
+    config = model_config(model.config.to_dict(), family=model.config.model_type)
     parameter = next(model.parameters())
     tensors: Mapping[str, Tensor] = model.state_dict()
     decoder, identity = fill_decoder(config, tensors, dtype=parameter.dtype, device=parameter.device, share=True)
     pack_decoder(decoder)
     name = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
-    return Target(decoder, None, config, name, None, identity)
+    return Target(decoder, None, decoder.config, name, None, identity)
 
 
 # -- what cannot be decoded as transformers does it --------------------------------------------------
@@ -129,9 +129,6 @@ def _check(model: Any) -> None:
         raise CapabilityError(f"the model's weights are of type {named}; use one of float32, bfloat16 and float16")
     if torch.is_autocast_enabled(next(iter(devices)).type):
         raise CapabilityError("anabranch does not decode under autocast; load the model in that type instead")
-    head, table = model.get_output_embeddings(), model.get_input_embeddings()
-    if model.config.to_dict().get("tie_word_embeddings") and head is not None and head.weight is not table.weight:
-        raise ModelError("the config says that head and embedding are tied, but they are not; call model.tie_weights()")
 
 
 def _foreign_modules(model: Any) -> Iterator[str]:

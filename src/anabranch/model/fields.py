@@ -1,0 +1,257 @@
+"""The fields of ``config.json`` by family: honoured, refused or ignored.
+
+A field is *honoured* if the decoder computes what transformers computes for every value (checked in ``check.py`` and
+``families.py``); its default is that of transformers' config class. A field is *refused* if transformers reads it and
+the decoder does not: it may only have a neutral value. Fields that do not change what a loaded model computes are
+*ignored*, among them all that transformers' modeling of the family never reads. ``tests/model/test_fields.py`` compares
+these tables with transformers' config classes and modeling files, so that each field of a later version is classified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from anabranch.errors import ModelError
+from anabranch.support.jsonfiles import shown
+
+__all__ = ["FIELDS", "Fields", "Refused", "family_of", "read_fields"]
+
+
+class Refused(NamedTuple):
+    """A field that must have one of the ``neutral`` values, where the file has it."""
+
+    neutral: tuple[Any, ...]
+    why: str
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The fields of a family.
+
+    honoured  the value of each field where the file lacks it, by transformers' standardised names
+    nullable  those that may be null
+    refused   those that may only be neutral
+    ignored   those that do not matter, of the ones that transformers' config class or modeling file has
+    aliases   other names of honoured fields
+    """
+
+    honoured: Mapping[str, Any]
+    nullable: frozenset[str]
+    refused: Mapping[str, Refused]
+    ignored: frozenset[str]
+    aliases: Mapping[str, str]
+
+
+def family_of(hf: Mapping[str, Any]) -> str:
+    """The family of a config. transformers reads a Mistral config with ``layer_types`` as Ministral."""
+    name = str(hf.get("model_type", "(none)"))
+    return "ministral" if name == "mistral" and "layer_types" in hf else name
+
+
+def read_fields(hf: Mapping[str, Any], family: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """All honoured fields of a config, and those of them that the file has, under the file's names.
+
+    Raises ModelError for a refused field.
+    """
+    table = FIELDS[family]
+    for name, (neutral, why) in table.refused.items():
+        if name in hf and hf[name] not in neutral:
+            raise ModelError(
+                f"{family} models with {name} {shown(hf[name])} in config.json are not supported: {why}; "
+                "use another model"
+            )
+    aliases = {alias: name for alias, name in table.aliases.items() if alias in hf}
+    own = [name for name in table.honoured if name in hf]
+    # as in transformers, the standardised name has priority over the family's own
+    values = {name: hf[alias] for alias, name in aliases.items()} | {name: hf[name] for name in own}
+    return {**table.honoured, **values}, {name: hf[name] for name in (*aliases, *own)}
+
+
+# -- shared by several families --------------------------------------------------------------------
+_CACHE = "transformers limits its cache by it, but not the attention over a prompt"
+_TEXT = "only models of text alone are read"
+_EVERYWHERE: dict[str, Refused] = {
+    "is_causal": Refused((True,), "decoding needs a causal model"),
+    "is_encoder_decoder": Refused((False, None), "there is no encoder"),
+    "per_layer_config": Refused((None, {}), "all layers must have the same shape"),
+    "kv_sharing_modes": Refused((None,), "each layer must have keys and values of its own"),
+    "attention_chunk_size": Refused((None,), _CACHE),
+    **dict.fromkeys(("text_config", "decoder", "generator"), Refused((None,), _TEXT)),
+}
+_BOTH_WAYS = {"use_bidirectional_attention": Refused((None, False), "decoding needs a causal model")}
+_IGNORED = (
+    "_attn_implementation architectures attention_dropout chunk_size_feed_forward dtype id2label initializer_range "
+    "label2id num_labels output_hidden_states pad_token_id problem_type return_dict transformers_version use_cache"
+)
+_NULLABLE = (
+    "bos_token_id eos_token_id layer_types rope_parameters rope_scaling partial_rotary_factor rotary_pct "
+    "original_max_position_embeddings"
+)
+
+
+def _table(
+    *fields: Mapping[str, Any],
+    nullable: str = "",
+    ignored: str = "",
+    refused: Mapping[str, Refused] | None = None,
+    aliases: Mapping[str, str] | None = None,
+) -> Fields:
+    """The table of a family: its honoured ``fields`` and what holds for all; names are separated by spaces."""
+    honoured: dict[str, Any] = {"layer_types": None}
+    for some in fields:
+        honoured.update(some)
+    never = {**_EVERYWHERE, **(refused or {})}
+    if "sliding_window" not in honoured:
+        never["sliding_window"] = Refused((None,), _CACHE)
+    may_be_null = set(honoured) & set(f"{_NULLABLE} {nullable}".split())
+    return Fields(honoured, frozenset(may_be_null), never, frozenset(f"{_IGNORED} {ignored}".split()), aliases or {})
+
+
+def _sizes(
+    vocabulary: int,
+    width: int,
+    layers: int,
+    heads: int,
+    positions: int,
+    *,
+    ends: tuple[int | None, int | None] = (1, 2),
+    tied: bool = False,
+) -> dict[str, Any]:
+    """The fields of all families; ``ends`` are the tokens that begin and end a text."""
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "max_position_embeddings": positions,
+        "bos_token_id": ends[0],
+        "eos_token_id": ends[1],
+        "tie_word_embeddings": tied,
+    }
+
+
+def _rope(*, theta: str = "rope_theta", share: str = "partial_rotary_factor", rotated: float | None = None) -> Any:
+    """Rotary positions; ``rotated`` is the share of a head's channels, None if all are."""
+    return {
+        "rope_parameters": None,
+        "rope_scaling": None,
+        theta: 10_000.0,
+        share: rotated,
+        "original_max_position_embeddings": None,
+    }
+
+
+def _gated(inner: int, *, kv_heads: int | None = None, head_dim: int | None = None, eps: float = 1e-6) -> Any:
+    """RMSNorm, grouped heads and a gated MLP."""
+    return {
+        "intermediate_size": inner,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": eps,
+    }
+
+
+# -- one table per family --------------------------------------------------------------------------
+_HEADS = "head_dim num_key_value_heads"
+_MISTRAL = (_sizes(32_000, 4096, 32, 32, 131_072), _gated(14_336, kv_heads=8), _rope(), {"sliding_window": 4096})
+_QWEN = (
+    _sizes(151_936, 4096, 32, 32, 32_768, ends=(None, None)),
+    _gated(22_016, kv_heads=32),
+    _rope(),
+    {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28},
+)
+_GELU = "gelu_pytorch_tanh"
+
+FIELDS: dict[str, Fields] = {
+    "llama": _table(
+        _sizes(32_000, 4096, 32, 32, 2048),
+        _gated(11_008),
+        _rope(),
+        {"attention_bias": False, "mlp_bias": False},
+        nullable=_HEADS,
+        ignored="pretraining_tp",
+    ),
+    "mistral": _table(*_MISTRAL, nullable="head_dim sliding_window"),
+    # transformers needs the window even if no layer slides
+    "ministral": _table(*_MISTRAL, nullable="head_dim"),
+    "qwen2": _table(*_QWEN, nullable="num_key_value_heads sliding_window"),
+    "qwen3": _table(
+        *_QWEN,
+        {"head_dim": 128, "attention_bias": False},
+        nullable="num_key_value_heads sliding_window",
+    ),
+    "phi": _table(
+        _sizes(51_200, 2048, 24, 32, 2048),
+        _rope(rotated=0.5),
+        {"intermediate_size": 8192, "num_key_value_heads": None, "head_dim": None},
+        {"hidden_act": "gelu_new", "layer_norm_eps": 1e-5},
+        nullable="num_key_value_heads",
+        ignored="embd_pdrop resid_pdrop",
+        refused={"qk_layernorm": Refused((False,), "no published Phi model normalises queries and keys")},
+    ),
+    "phi3": _table(
+        _sizes(32_064, 3072, 32, 32, 4096, ends=(1, 32_000)),
+        _gated(8192, eps=1e-5),
+        _rope(rotated=1.0),
+        {"original_max_position_embeddings": 4096, "sliding_window": None},
+        nullable="num_key_value_heads sliding_window",
+        ignored="embd_pdrop resid_pdrop",
+    ),
+    "opt": _table(
+        _sizes(50_272, 768, 12, 12, 2048, ends=(2, 2), tied=True),
+        {"ffn_dim": 3072, "word_embed_proj_dim": None, "activation_function": "relu", "enable_bias": True},
+        nullable="word_embed_proj_dim",
+        ignored="dropout init_std layerdrop",
+        refused={
+            "do_layer_norm_before": Refused((True,), "the norm must be first in a block (opt-350m has it last)"),
+            "_remove_final_layer_norm": Refused((False,), "the decoder always has a final norm"),
+            "layer_norm_elementwise_affine": Refused((True,), "norms must have weights"),
+        },
+    ),
+    "gpt2": _table(
+        _sizes(50_257, 768, 12, 12, 1024, ends=(50_256, 50_256), tied=True),
+        {"n_inner": None, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "scale_attn_weights": True},
+        nullable="n_inner",
+        # reorder_and_upcast_attn: the same scores, computed in float32
+        ignored="attn_pdrop classifier_dropout embd_pdrop hidden_dropout reorder_and_upcast_attn resid_pdrop "
+        "summary_activation summary_first_dropout summary_last_dropout summary_proj_to_labels summary_type "
+        "summary_use_proj",
+        refused={
+            "scale_attn_by_inverse_layer_idx": Refused((False,), "the attention scale must be the same in all layers"),
+            "add_cross_attention": Refused((False,), "there is no encoder"),
+        },
+        aliases={
+            "n_embd": "hidden_size",
+            "n_layer": "num_hidden_layers",
+            "n_head": "num_attention_heads",
+            "n_positions": "max_position_embeddings",
+        },
+    ),
+    "gemma": _table(
+        _sizes(256_000, 3072, 28, 16, 8192, ends=(2, 1), tied=True),
+        _gated(24_576, kv_heads=16, head_dim=256),
+        _rope(),
+        {"hidden_act": _GELU, "attention_bias": False},
+        refused=_BOTH_WAYS,
+    ),
+    "gemma2": _table(
+        _sizes(256_000, 2304, 26, 8, 8192, ends=(2, 1), tied=True),
+        _rope(),
+        {"intermediate_size": 9216, "num_key_value_heads": 4, "head_dim": 256, "attention_bias": False},
+        {"hidden_activation": _GELU, "rms_norm_eps": 1e-6, "query_pre_attn_scalar": 256, "sliding_window": 4096},
+        {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        nullable="attn_logit_softcapping final_logit_softcapping",
+        refused=_BOTH_WAYS,
+    ),
+    "gpt_neox": _table(
+        _sizes(50_432, 6144, 44, 64, 2048, ends=(0, 2)),
+        _rope(theta="rotary_emb_base", share="rotary_pct", rotated=0.25),
+        {"intermediate_size": 24_576, "head_dim": None, "hidden_act": "gelu", "layer_norm_eps": 1e-5},
+        {"use_parallel_residual": True, "attention_bias": True},
+        nullable="head_dim",
+        ignored="classifier_dropout hidden_dropout is_decoder",
+    ),
+}
