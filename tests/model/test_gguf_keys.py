@@ -110,7 +110,7 @@ def logits(path: Path) -> Tensor:
     target = load_target(str(path), dtype="float32", device="cpu")
     cache = Cache(target.config, rows=1, capacity=64, dtype=torch.float32, device=torch.device("cpu"))
     cache.add_row()
-    return logits_of(target.decoder(Inputs.of_prompt(IDS), cache, planned=len(IDS)))[0]
+    return logits_of(target.decoder(Inputs.of_prompt(IDS), cache))[0]
 
 
 @pytest.mark.filterwarnings("ignore:.*rope")

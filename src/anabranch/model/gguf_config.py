@@ -396,7 +396,7 @@ def _neutral_here(keys: _Keys, config: Config) -> dict[str, tuple[Any, ...]]:
     yarn = value("rope.scaling.type") == "yarn"
     here |= {
         "attention.layer_norm_epsilon": (config["rms_norm_eps"],),
-        "attention.scale": (0, float(config.get("query_pre_attn_scalar", config["head_dim"])) ** -0.5),
+        "attention.scale": (0, (config.get("query_pre_attn_scalar") or config["head_dim"]) ** -0.5),
         "rope.freq_base_swa": (config["rope_parameters"]["rope_theta"],),
         "rope.scaling.yarn_ext_factor": (-1, 1) if yarn else (-1, 0),
         # llama.cpp multiplies with it, transformers takes it instead of what YaRN prescribes
