@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anabranch.errors import InputError
+from anabranch.errors import AdapterError, CapabilityError, InputError
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +67,7 @@ def check(config: LoadConfig) -> None:
     """Check everything that can be checked before weights are read.
 
     Raises InputError for an invalid value, AdapterError for a folder that is not an adapter or not a LoRA, DeviceError
-    for a device that does not exist.
+    for a device that does not exist, CapabilityError for a LoRA that cannot be chosen by requests.
     """
     from anabranch.adapters.folder import read_record
     from anabranch.model.load import resolve_device, resolve_dtype
@@ -88,7 +88,12 @@ def check(config: LoadConfig) -> None:
     if not all(name for name, _ in config.loras):
         raise InputError("a LoRA of loras= has an empty name; give it one to choose it by")
     for folder in (*(() if config.lora is None else (config.lora,)), *(folder for _, folder in config.loras)):
-        read_settings(folder.expanduser())
+        settings = read_settings(folder.expanduser())
+        if settings.needs and folder != config.lora:
+            raise CapabilityError(
+                f"the LoRA {folder} needs the adapter that was trained with it, which requests cannot choose; merge it "
+                "(lora=) and give the adapter (adapter=)"
+            )
 
 
 def load(config: LoadConfig, *, pack: bool = True, adapters: bool = True) -> Loaded:
@@ -120,6 +125,11 @@ def load(config: LoadConfig, *, pack: bool = True, adapters: bool = True) -> Loa
         target.decoder.add_lora(name, read_lora(folder.expanduser(), target.config))
     folders = [folder.expanduser() for folder in config.adapters]
     found = find_adapters(target, folders) if adapters else ()
+    if target.needs and target.decoder.rider is None:
+        raise AdapterError(
+            f"{target.title} was tuned together with its {target.needs}, which its main rows attend to, and is another "
+            "model without them; give the adapter that was trained with it: --adapter FOLDER, or adapter=FOLDER"
+        )
     read = time.perf_counter()
     if pack:
         pack_decoder(target.decoder)

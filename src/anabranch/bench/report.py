@@ -143,6 +143,8 @@ def heading(result: Mapping[str, Any]) -> list[str]:
         f"{_physics(machine)}. A token reads {machine['weight_mb']:.1f} MB of weights: plain decoding "
         f"cannot take less than {machine['floor_ms']:.2f} ms per token.",
     ]
+    if said := run.get("near_ties"):
+        lines.append(f"{said[0].upper()}{said[1:]}.")
     if run["temperature"] > 0:
         lines.append(
             "Sampled: with the same seed all our methods use the same random numbers at each position, so their tokens "

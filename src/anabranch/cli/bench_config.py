@@ -188,6 +188,7 @@ def described(
     config: BenchConfig, entries: Sequence[Entry], encoded: Sequence[Encoded], loaded: Loaded
 ) -> dict[str, Any]:
     """The description of the measurement, for the result file."""
+    from anabranch.model.kernel_use import near_ties
     from anabranch.support.files import without_folders
 
     sampling = config.sampling.params
@@ -211,6 +212,7 @@ def described(
         "chat_template": not config.prompts.raw,
         "dtype": str(loaded.target.decoder.dtype).removeprefix("torch."),
         "repeats": config.repeats,
+        "near_ties": near_ties(loaded.target.decoder),
     }
 
 

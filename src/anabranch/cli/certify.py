@@ -87,7 +87,9 @@ def certify(config: CertifyConfig) -> None:
     prompt, with the drafter and by plain decoding, and compares them by chi-square tests. A deliberately wrong rule
     must be found, or the result is inconclusive.
     """
+    from anabranch.cli.layout import status_console
     from anabranch.methods import parse_spec, resolve_spec
+    from anabranch.model.kernel_use import near_ties
 
     # check everything possible before a model is loaded
     parse_spec(config.drafter)
@@ -95,6 +97,8 @@ def certify(config: CertifyConfig) -> None:
     _check(config)
     suite = config.prompts.read()
     loaded = options.load(config.loading)
+    if said := near_ties(loaded.target.decoder):
+        status_console().print(said)
     drafter = resolve_spec(config.drafter, *loaded.modules)
     if config.distribution:
         _distribution(config, loaded, drafter, [prompt.asked for prompt in suite])

@@ -209,6 +209,7 @@ def _model(what: str, as_json: bool) -> None:
     if what == "default":
         fetch_default()
     from anabranch.adapters.folder import read_record, shipped
+    from anabranch.model.kernel_use import why_not_native
     from anabranch.model.load import load_target
 
     target = load_target(what)
@@ -229,6 +230,8 @@ def _model(what: str, as_json: bool) -> None:
         "folder": None if target.path is None else str(target.path),
         "shipped_adapter": str(fitting[0]) if fitting else None,
         "generation": target.generation.to_dict(),
+        "needs_adapter_for": target.needs or None,
+        "pytorch_because": why_not_native(target.decoder) or None,
     }
     if as_json:
         print(json.dumps(facts))
@@ -237,6 +240,9 @@ def _model(what: str, as_json: bool) -> None:
 
     facts["shipped_adapter"] = fitting[0].name if fitting else "none"
     facts["generation"] = "; ".join(target.generation.sentences()) or "no defaults of its own"
+    facts["needs_adapter_for"] = f"{target.needs}: it is another model without it" if target.needs else "nothing"
+    slow = facts.pop("pytorch_because")
+    facts["kernels"] = f"PyTorch's ({slow}): near-ties in bf16 may differ with drafts" if slow else "native"
     print_facts({"": {key.replace("_", " "): _value(value) for key, value in facts.items()}})
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from anabranch.model.families import module_rows, weight_source
 from anabranch.model.int8_training import Int8Linear
 from anabranch.model.load import Target, base_name, load_target
 from anabranch.model.lora import Lora, Place, Term, places
+from anabranch.model.needs import KEY
 from anabranch.model.nf4 import Nf4Linear
 from anabranch.model.peft import write_lora
 from anabranch.support.files import write_atomically
@@ -68,6 +70,7 @@ class Tuning(Protocol):
 
 
 M = TypeVar("M", bound=Tuning)
+GENERATION = "generation_config.json"
 
 
 class LayerTuning(nn.Module):
@@ -279,9 +282,12 @@ def check_tunable(target: Decoder) -> None:
         )
 
 
-def save_tuned(folder: Path, layers: nn.ModuleList, target: Target) -> Target:
-    """Write the tuned target as a folder that ``anabranch.load`` reads, and load it."""
-    described = _described(target)
+def save_tuned(folder: Path, layers: nn.ModuleList, target: Target, *, needs: str = "") -> Target:
+    """Write the tuned target as a folder that ``anabranch.load`` reads, and load it.
+
+    needs  the method whose adapter is part of the tuned model; empty: none
+    """
+    described = {**_described(target), **({KEY: needs} if needs else {})}
     decoder = copy.deepcopy(target.decoder).cpu()
     for block, side in zip(decoder.blocks, layers, strict=True):
         assert isinstance(block, Block)
@@ -295,6 +301,8 @@ def save_tuned(folder: Path, layers: nn.ModuleList, target: Target) -> Target:
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "model.safetensors", save(tensors, metadata={"format": "pt"}))
     target.tokenizer.save_pretrained(folder)
+    if target.path is not None and (target.path / GENERATION).is_file():
+        shutil.copyfile(target.path / GENERATION, folder / GENERATION)
     write_atomically(folder / "config.json", json.dumps(described, indent=2) + "\n")
     return load_target(str(folder), dtype=target.decoder.dtype, device=str(target.decoder.device))
 
@@ -312,10 +320,11 @@ def export_tuned(folder: Path, module: M, target: Target) -> tuple[M, Target] | 
     with torch.no_grad():
         for term in module.tuning.parameters():
             term.copy_(term.to(stored))
-    tuned = save_tuned(folder, module.tuning, target)
+    needs = "streams" if getattr(module.config, "main_attends", "none") == "own" else ""
+    tuned = save_tuned(folder, module.tuning, target, needs=needs)
     if target.lora is None:
         lora = lora_of(target.config, module.tuning)
-        write_lora(folder.with_name("lora"), lora, base=base_name(target), dtype=stored)
+        write_lora(folder.with_name("lora"), lora, base=base_name(target), dtype=stored, needs=needs)
     made: Any = type(module)
     alone = made(target.config, replace(module.config, lora_rank=0), module.vocabulary)
     weights: dict[str, Tensor] = module.state_dict()  # type: ignore[attr-defined]

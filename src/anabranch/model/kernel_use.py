@@ -13,7 +13,7 @@ from anabranch.model.quantize import QuantizedLinear
 from anabranch.native import library as native
 from anabranch.native.build import Shortfall
 
-__all__ = ["KernelUse", "kernels_of", "native_for", "warn_about_kernels", "why_not_native"]
+__all__ = ["KernelUse", "kernels_of", "native_for", "near_ties", "warn_about_kernels", "why_not_native"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,21 @@ def kernels_of(target: Decoder) -> KernelUse:
     if lacking is None:
         return KernelUse(name)
     return KernelUse(name, lacking.why, lacking.advice, lacking.accepted)
+
+
+def near_ties(target: Decoder) -> str:
+    """Why drafts may change which of two nearly equal tokens is chosen; empty where the output is equal to the bit."""
+    if target.dtype == torch.float32:
+        return ""
+    use = kernels_of(target)
+    if use.name != "torch":
+        return use.why if target.rider is not None and not target.rider.native else ""
+    kind = str(target.dtype).removeprefix("torch.")
+    why = f" ({use.why})" if use.why else ""
+    return (
+        f"PyTorch runs this model{why}, so in {kind} a near-tie of two tokens may fall otherwise with drafts than "
+        "without"
+    )
 
 
 def warn_about_kernels(target: Decoder, *, stacklevel: int = 2) -> None:

@@ -20,7 +20,8 @@ from anabranch.model.decoder import Decoder
 from anabranch.model.families import model_config
 from anabranch.model.generation_config import GenerationDefaults, read_defaults
 from anabranch.model.lora import WithLora
-from anabranch.model.peft import read_lora
+from anabranch.model.needs import needed
+from anabranch.model.peft import read_lora, read_settings
 from anabranch.model.quantize import Quantization, check_quantization, quantize_decoder
 from anabranch.model.text import foreign_errors
 from anabranch.model.weights import SafetensorsDir, build_decoder, fill_decoder, load_safetensors_dir, stored_dtype
@@ -63,6 +64,7 @@ class Target:
                  merged weights, if a LoRA was merged into them
     lora         the folder of that LoRA
     generation   the defaults of its generation config
+    needs        the method whose adapter is part of the model (``model.needs``); empty: none
     """
 
     decoder: Decoder
@@ -74,6 +76,7 @@ class Target:
     quantize: Quantization = "none"
     lora: Path | None = None
     generation: GenerationDefaults = field(default=GenerationDefaults())
+    needs: str = ""
 
     @property
     def title(self) -> str:
@@ -119,8 +122,10 @@ def load_target(
     if wanted is None:
         assert isinstance(tensors, SafetensorsDir), "the type of a GGUF file's weights is chosen above"
         wanted = stored_dtype(config, tensors, _DTYPES.get(str(described.get("dtype") or described.get("torch_dtype"))))
+    needs = needed(described)
     if lora is not None:
         tensors = WithLora(tensors, read_lora(lora, config), config)
+        needs = needs or read_settings(lora).needs
     decoder, identity = fill_decoder(config, tensors, dtype=wanted, device=place)
     quantize_decoder(decoder, kind)
     # the tokenizer last, so that errors in the config or the weights do not wait a second for transformers
@@ -130,7 +135,7 @@ def load_target(
     decoder.config = config
     name_tokenizer(decoder, tokenizer)
     give_back()
-    return Target(decoder, tokenizer, config, name, path, identity, kind, lora, generation)
+    return Target(decoder, tokenizer, config, name, path, identity, kind, lora, generation, needs)
 
 
 def base_name(target: Target) -> str:

@@ -25,6 +25,7 @@ from torch import Tensor
 from anabranch.errors import AdapterError, FileError, one_line
 from anabranch.model.config import ModelConfig
 from anabranch.model.lora import Lora, Place, Term, places
+from anabranch.model.needs import KEY, needed
 from anabranch.model.weights import is_finite
 from anabranch.support.files import write_atomically
 from anabranch.support.jsonfiles import is_number, is_whole, read_json, shown
@@ -43,6 +44,7 @@ _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.w
 _READ = {
     *("peft_type", "base_model_name_or_path", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "bias", "init_lora_weights"),
+    KEY,
 }
 _IGNORED = {
     *("task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout"),
@@ -69,6 +71,7 @@ class PeftSettings:
     excluded    modules that are left out nevertheless, in the same form
     layers      only modules of these layers, unless ``modules`` has their whole name; empty: all
     stacks      regular expressions of the name before a layer's number; empty: any name
+    needs       the method whose adapter is part of the tuned model; empty: none
     """
 
     base: str
@@ -81,6 +84,7 @@ class PeftSettings:
     excluded: str | tuple[str, ...]
     layers: tuple[int, ...]
     stacks: tuple[str, ...]
+    needs: str = ""
 
     def selects(self, module: str) -> bool | None:
         """Whether a module has a term; None where that takes an expression which may be slow to evaluate."""
@@ -166,6 +170,7 @@ def read_settings(folder: Path) -> PeftSettings:
         excluded=_modules(path, record, "exclude_modules"),
         layers=tuple(layers or ()),
         stacks=_stacks(path, record),
+        needs=needed(record),
     )
 
 
@@ -343,11 +348,12 @@ def _kinds(known: Mapping[str, Place]) -> str:
 
 
 # -- writing -----------------------------------------------------------------------------------------
-def write_lora(folder: Path, lora: Lora, *, base: str, dtype: torch.dtype = torch.float32) -> None:
+def write_lora(folder: Path, lora: Lora, *, base: str, dtype: torch.dtype = torch.float32, needs: str = "") -> None:
     """Write a LoRA as a folder that PEFT and ``read_lora`` read.
 
     base   the model that it belongs to, a hub id or a folder's name
     dtype  type of the stored terms
+    needs  the method whose adapter is part of the tuned model; empty: none
 
     Raises FileError if the folder cannot be written.
     """
@@ -373,6 +379,7 @@ def write_lora(folder: Path, lora: Lora, *, base: str, dtype: torch.dtype = torc
         "target_modules": sorted(terms),
         "rank_pattern": {re.escape(name): term.rank for name, term in terms.items() if term.rank != rank},
         "alpha_pattern": {re.escape(name): _alpha(term) for name, term in terms.items() if _alpha(term) != alpha},
+        **({KEY: needs} if needs else {}),
     }
     tensors: dict[str, Tensor] = {}
     for name, term in terms.items():

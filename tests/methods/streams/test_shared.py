@@ -32,7 +32,7 @@ from anabranch.model.backends import TorchBackend
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
-from anabranch.model.kernel_use import kernels_of
+from anabranch.model.kernel_use import kernels_of, near_ties
 from anabranch.model.load import Target
 from anabranch.model.pack import pack_decoder
 from anabranch.model.passes import Rider
@@ -363,8 +363,14 @@ def test_without_them_bf16_differs_at_ties_only() -> None:
     if target.decoder.backend.kernels is not None:
         why = "main rows attend to rows of the adapter in layers 2 to 3, so PyTorch runs these"
         assert why in kernels_of(target.decoder).why
+        assert near_ties(target.decoder) == kernels_of(target.decoder).why
     target.decoder.rider = None
     assert "rows of the adapter" not in kernels_of(target.decoder).why
+    if target.decoder.backend.kernels is not None:
+        assert near_ties(target.decoder) == ""
+    target.decoder.backend = TorchBackend()
+    assert "PyTorch runs this model" in near_ties(target.decoder)
+    assert near_ties(packed(LITERAL, torch.float32)[0].decoder) == ""
 
 
 def test_certify_notices_another_model() -> None:

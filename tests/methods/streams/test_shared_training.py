@@ -15,9 +15,10 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import anabranch
+from anabranch import loading
 from anabranch.adapters.folder import read_record
 from anabranch.cli.train import app
-from anabranch.errors import CapabilityError, InputError
+from anabranch.errors import AdapterError, CapabilityError, InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.recipe import TrainOptions
 from anabranch.methods.streams.adapter import StreamAdapter
@@ -211,5 +212,17 @@ def test_from_completions_to_a_tuned_target_with_its_streams(recipe: str, toys: 
         for drafter in ("streams", "streams:prune=4", "streams+prompt_lookup", "auto", "suffix"):
             assert model.generate(ids, max_new_tokens=20, drafter=drafter, ignore_eos=True).token_ids == plain
         assert (model.target.decoder.rider is not None) == own
+    if own:  # another model without them: refused, from either folder, and by whoever does not load adapters
+        for name, lora in ((folder / "model", None), (toys.model, folder / "lora")):
+            with pytest.raises(AdapterError, match="was tuned together with its streams, which its main rows"):
+                anabranch.load(name, lora=lora)
+        with pytest.raises(AdapterError, match="is another model without them"):
+            loading.load(loading.LoadConfig(str(folder / "model")), pack=False, adapters=False)
+        with pytest.raises(CapabilityError, match="which requests cannot choose; merge it"):
+            anabranch.load(toys.model, loras={"a": folder / "lora"})
+        with anabranch.load(toys.model, lora=folder / "lora", adapter=folder, dtype="float32") as model:
+            assert model.generate(ids, max_new_tokens=20, drafter="none", ignore_eos=True).token_ids == plain
+    else:
+        anabranch.load(folder / "model").close()
     said = "main rows attend to their own streams" if own else "the target was tuned with them"
     assert f"shared mode: {said}" in (folder / "README.md").read_text("utf-8")

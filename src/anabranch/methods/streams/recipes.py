@@ -128,7 +128,7 @@ def _describe(config: StreamConfig) -> str:
         return size
     if config.main_attends == "none":
         return f"{size}; shared mode: the target was tuned with them"
-    where = "" if config.bare else "; PyTorch runs these layers"
+    where = "" if config.bare else "; PyTorch runs these layers, so near-ties in bf16 may differ with drafts"
     return f"{size}; shared mode: main rows attend to their own streams, which are part of the target{where}"
 
 
