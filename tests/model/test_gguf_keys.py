@@ -109,7 +109,7 @@ def logits(path: Path) -> Tensor:
     """What we compute for IDS from a file, in float32."""
     target = load_target(str(path), dtype="float32", device="cpu")
     cache = Cache(target.config, rows=1, capacity=64, dtype=torch.float32, device=torch.device("cpu"))
-    cache.add_row()
+    cache.add_row(len(IDS))
     return logits_of(target.decoder(Inputs.of_prompt(IDS), cache))[0]
 
 
