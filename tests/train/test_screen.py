@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ def test_plain_lines_in_a_pipe(capfd: pytest.CaptureFixture[str], monkeypatch: p
             now[0] += 1.0
             report(step(number, 1.5 if number == 50 else None, steps=100))
     lines = capfd.readouterr().err.splitlines()
+    assert re.fullmatch(r"[\d,]+ tokens/s in the first 3 steps: about [\d:]+ for the other 97", lines.pop(1))
     assert [line.split()[1].partition("/")[0] for line in lines] == ["1", "31", "50", "80", "100"]
     assert lines[0].endswith("left, loss 11.235, held-out not evaluated yet")
     assert lines[-1].endswith("held-out 1.50 tokens/pass")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -311,8 +312,28 @@ def test_ctrl_c_says_how_to_go_on(written: Path, tmp_path: Path, monkeypatch: py
         patch.setattr(Trainer, "run", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         stopped = call(*arguments)
     assert stopped.exit_code == 130
-    assert "the same command resumes" in stopped.stderr
+    assert "stopped; the same command resumes from here: anabranch " in stopped.stderr
     assert not (tmp_path / "c" / "adapter_config.json").exists()
+
+
+def test_a_stopped_run_says_its_step_and_a_resumed_one_where_it_goes_on(
+    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("streams", "--answers", written, "--out", tmp_path / "d", *SMALL, "--epochs", 4)
+    monkeypatch.setattr("sys.argv", ["anabranch", "train", *map(str, arguments), "--no-resume"])
+    step = Trainer.step
+
+    def stopping(self: Trainer, *given: Any) -> Any:
+        if self.done == 2:
+            raise KeyboardInterrupt
+        return step(self, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", stopping)
+        stopped = call(*arguments, "--no-resume")
+    again = shlex.join(["anabranch", "train", *map(str, arguments)])
+    assert f"stopped after step 2; the same command resumes from here: {again}\n" in stopped.stderr
+    assert "resumes from step 2, the checkpoint in " in call(*arguments).stderr
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -16,8 +19,12 @@ from rich.text import Text
 from anabranch.errors import AnabranchWarning
 from anabranch.support.interrupt import INTERRUPTED
 
-__all__ = ["Screen", "clock", "resumable", "screen", "silent"]
+if TYPE_CHECKING:
+    from anabranch.train import Progress
 
+__all__ = ["FirstRate", "Screen", "clock", "resumable", "screen", "silent", "stored_step"]
+
+FIRST = 3  # steps after which the time of a training is estimated
 EVERY = 30.0  # seconds between lines outside a terminal
 
 
@@ -45,6 +52,20 @@ class Screen:
     def say(self, line: str) -> None:
         """Print a permanent line above the live ones."""
         self.console.print(line, soft_wrap=self.live is None, highlight=False, markup=False)
+
+
+class FirstRate:
+    """Says once, after the first steps of a run, how long all of it takes at their rate."""
+
+    def __init__(self, shown: Screen) -> None:
+        self.shown, self.steps = shown, 0
+
+    def see(self, now: Progress) -> None:
+        """Count a step."""
+        self.steps += 1
+        if self.steps == FIRST:
+            rate = f"{now.positions_per_second:,.0f} tokens/s in the first {FIRST} steps"
+            self.shown.say(f"{rate}: about {clock(now.seconds_left)} for the other {now.steps - now.step:,}")
 
 
 @contextmanager
@@ -78,13 +99,27 @@ def silent() -> Iterator[Screen]:
 
 
 @contextmanager
-def resumable() -> Iterator[None]:
-    """On Ctrl-C, say that the same command resumes, and exit with the status of an interrupted program."""
+def resumable(run: Path | None = None) -> Iterator[None]:
+    """On Ctrl-C, say which command resumes, and exit with the status of an interrupted program.
+
+    run  the folder of a training's checkpoint, whose step is said too
+    """
     try:
         yield
     except KeyboardInterrupt:
-        typer.echo("stopped; the same command resumes from here", err=True)
+        words = ["anabranch", *(word for word in sys.argv[1:] if word != "--no-resume")]
+        step = stored_step(run)
+        after = f" after step {step:,}" if step else ""
+        typer.echo(f"stopped{after}; the same command resumes from here: {shlex.join(words)}", err=True)
         raise typer.Exit(INTERRUPTED) from None
+
+
+def stored_step(run: Path | None) -> int:
+    """The step of the checkpoint in a run's folder; 0 without one."""
+    from anabranch.train.checkpoint import read_checkpoint
+
+    found = None if run is None else read_checkpoint(run)
+    return 0 if found is None else int(found["step"])
 
 
 def clock(seconds: float) -> str:

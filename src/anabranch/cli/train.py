@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,6 +23,7 @@ from anabranch.cli.configured import extended
 from anabranch.cli.help import HELP, Verb, Verbs, table_commands, trainable_methods
 from anabranch.cli.train_answers import answers
 from anabranch.cli.train_data import DataConfig
+from anabranch.cli.train_task import Timing
 
 if TYPE_CHECKING:
     from anabranch.cli.screen import Screen
@@ -112,13 +113,7 @@ class TrainConfig:
             metavar="KIND", help="write a log in OUT/training besides log.jsonl: csv, tensorboard; repeatable"
         ),
     ] = ()
-    timing: Annotated[
-        bool | None,
-        typer.Option(
-            "--timing/--no-timing",
-            help="time decoding steps at the end, to predict tokens/s (default: below 500M parameters, or on a GPU)",
-        ),
-    ] = None
+    timing: Timing = None
     as_json: options.AsJson = False
 
 
@@ -139,8 +134,9 @@ def _verb(method: Method) -> Any:
 def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
     """Train; ``given`` has the recipe's values that are overridden on the command line."""
     from anabranch.cli import train_data, train_result
-    from anabranch.cli.screen import resumable, screen, silent
-    from anabranch.cli.train_measure import measured_speeds
+    from anabranch.cli.screen import resumable, screen, silent, stored_step
+    from anabranch.cli.train_measure import PLAIN, measured_speeds, measured_tuning
+    from anabranch.methods import AUTO
     from anabranch.support.files import shown_command
     from anabranch.train.advice import curve_of
     from anabranch.train.checkpoint import read_log
@@ -158,7 +154,7 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
     task = config.data.of_task.read()
     licences = {SOURCE: "written by the target itself"} | ({} if task is None else task.licences) | stated
     run = config.out / "training"
-    with joined() as processes, screen() if processes.first else silent() as shown, resumable():
+    with joined() as processes, screen() if processes.first else silent() as shown, resumable(run):
         shown.show(f"loading {config.loading.model}", "", plain=f"loading {config.loading.model}")
         target = options.load(config.loading, pack=False, adapters=False).target
         answered, own = train_data.write_data(target, config.data, writing, config.out, shown)
@@ -172,6 +168,8 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
         start = start_folder(config.init, plan, method, target)
         shown.say("starts from fresh weights" if start is None else f"starts from the adapter {start.name}")
         curve = curve_of(read_log(run)) if config.resume else []
+        if config.resume and (step := stored_step(run)):
+            shown.say(f"resumes from step {step:,}, the checkpoint in {run}")
         record = train_adapter(
             target,
             method,
@@ -195,15 +193,20 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
         target = stored_target(target)
         shown.keep()
         timed = train_result.timing_pays(target) if config.timing is None else config.timing
-        speeds, timings = {}, {}
+        speeds, timings, decoded = {}, {}, {}
         tuned = record["target"]["fingerprint"] != target.fingerprint  # training made a target of its own
         if timed and held_out and not tuned:
             speeds = train_result.predicted_speeds(target, record, config.out, examples, shown)
             timings = measured_speeds(target, config.out, own_examples or held_out, shown)
+        elif timed and held_out:
+            own_model = replace(
+                config.loading.config, model=str(config.out / "model"), adapters=(config.out,), lora=None
+            )
+            decoded = measured_tuning(config.loading.config, own_model, (PLAIN, AUTO), held_out, shown)
     log = read_log(run)
     used = str(config.out / "model") if tuned else config.loading.model
     lora = None if tuned else config.loading.lora
-    found = train_result.summary(record, log, speeds, timings, model=used, lora=lora, out=config.out)
+    found = train_result.summary(record, log, speeds, timings, model=used, lora=lora, out=config.out, decoded=decoded)
     if config.as_json:
         print(json.dumps({**record, "run": found}))
     else:
@@ -242,18 +245,25 @@ class _Report:
     """Shows the progress of a training; ``curve`` is the held-out acceptance of earlier steps."""
 
     def __init__(self, shown: Screen, curve: Curve, *, held_out: int) -> None:
+        from anabranch.cli.screen import FirstRate
+
         self.shown, self.curve, self.held_out = shown, curve, held_out
         self.loss: float | None = None
+        self.accuracy = ""
+        self.rate = FirstRate(shown)
 
     def __call__(self, now: Progress) -> None:
         from anabranch.cli.screen import clock
 
+        self.rate.see(now)
         self.loss = now.loss if self.loss is None else 0.9 * self.loss + 0.1 * now.loss
         if now.evaluation is not None:
             self.curve.append((now.step, now.evaluation["tree"]))
+            if tuned := now.evaluation.get("next token"):
+                self.accuracy = f", accuracy {tuned['accuracy']:.0%}"
         rate = f"{now.positions_per_second:,.0f} tokens/s, {clock(now.seconds_left)} left"
         first = f"step {now.step:,}/{now.steps:,} {now.step / now.steps:.0%}, {rate}"
-        second = f"loss {self.loss:.3f}, {self._held_out()}"
+        second = f"loss {self.loss:.3f}, {self._held_out()}{self.accuracy}"
         due = now.evaluation is not None or now.step == now.steps
         self.shown.show(first, second, plain=f"{first}, {second}", now=due)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +12,7 @@ import typer
 
 from anabranch.cli import options
 from anabranch.cli.configured import extended
-from anabranch.cli.train_task import TaskConfig
+from anabranch.cli.train_task import TaskConfig, Timing
 
 if TYPE_CHECKING:
     from anabranch.cli.screen import Screen
@@ -46,6 +46,7 @@ class LoraTrainConfig:
         bool, typer.Option("--resume/--no-resume", help="resume an unfinished run in --out, or start over")
     ] = True
     force: Annotated[bool, typer.Option("--force", help="replace a finished LoRA in --out")] = False
+    timing: Timing = None
     as_json: options.AsJson = False
 
 
@@ -63,8 +64,12 @@ def lora_command() -> Any:
 
 
 def _train(config: LoraTrainConfig, given: dict[str, Any]) -> None:
-    from anabranch.cli.screen import resumable, screen
+    from rich.console import Console
+
+    from anabranch.cli.screen import clock, resumable, screen, stored_step
     from anabranch.cli.train_data import licences_of
+    from anabranch.cli.train_measure import PLAIN, measured_tuning
+    from anabranch.cli.train_result import per_100k, quality_rows, show_quality, timing_pays
     from anabranch.errors import InputError
     from anabranch.support.files import shown_command
     from anabranch.train.job import check_data, check_folder_is_free, divided
@@ -82,7 +87,8 @@ def _train(config: LoraTrainConfig, given: dict[str, Any]) -> None:
     check_folder_is_free(config.out, force=config.force)
     if config.loading.lora is not None:
         raise InputError("--lora is merged before the training, and its result would fit no other model; use --init")
-    with screen() as shown, resumable():
+    run = config.out / "training"
+    with screen() as shown, resumable(run):
         shown.show(f"loading {config.loading.model}", "", plain=f"loading {config.loading.model}")
         target = options.load(config.loading, pack=False, adapters=False).target
         validation = None
@@ -94,6 +100,8 @@ def _train(config: LoraTrainConfig, given: dict[str, Any]) -> None:
         tokens = sum(len(example.answer_ids) for example in examples)
         held_out = divided(examples, validation, plan)[1]
         shown.say(f"{len(examples):,} examples, {tokens:,} answer tokens, {len(held_out):,} examples held out")
+        if config.resume and (step := stored_step(run)):
+            shown.say(f"resumes from step {step:,}, the checkpoint in {run}")
         record = train_lora(
             target,
             plan,
@@ -107,14 +115,18 @@ def _train(config: LoraTrainConfig, given: dict[str, Any]) -> None:
             validation=validation,
         )
         shown.keep()
+        decoded = {}
+        if held_out and (timing_pays(target) if config.timing is None else config.timing):
+            tuned = replace(config.loading.config, lora=config.out)
+            decoded = measured_tuning(config.loading.config, tuned, (PLAIN,), held_out, shown)
     if config.as_json:
         print(json.dumps(record))
         return
     print(f"{record['parameters']:,} parameters in {config.out}")
-    if held_out := record["held_out"]:
-        print(f"On {held_out['completions']:,} held-out completions, before and after:")
-        for name in ("perplexity", "accuracy"):
-            print(f"  {name:<10}  {held_out['before'][name]:8.3f}  {held_out['after'][name]:8.3f}")
+    if scores := record["held_out"]:
+        console = Console(highlight=False, markup=False)
+        show_quality(quality_rows({"untuned": scores["before"], "tuned": scores["after"]}, decoded), console)
+        print(f"\nAt this rate, 100,000 answer tokens take {clock(per_100k(record) or 0.0)} an epoch.")
     where = "" if config.loading.model == "default" else f"--model {config.loading.model} "
     print(f"Use it: anabranch chat {where}--lora {config.out}")
 
@@ -123,15 +135,20 @@ class _Report:
     """Shows the progress of a training."""
 
     def __init__(self, shown: Screen) -> None:
+        from anabranch.cli.screen import FirstRate
+
         self.shown, self.loss = shown, 0.0
+        self.rate = FirstRate(shown)
         self.held_out = "held-out not evaluated yet"
 
     def __call__(self, now: Progress) -> None:
         from anabranch.cli.screen import clock
 
+        self.rate.see(now)
         self.loss = now.loss if now.step == 1 else 0.9 * self.loss + 0.1 * now.loss
         if now.evaluation is not None:
-            self.held_out = f"held-out perplexity {now.evaluation['perplexity']:.3f}"
+            scores = now.evaluation
+            self.held_out = f"held-out perplexity {scores['perplexity']:.3f}, accuracy {scores['accuracy']:.0%}"
         rate = f"{now.positions_per_second:,.0f} tokens/s, {clock(now.seconds_left)} left"
         first = f"step {now.step:,}/{now.steps:,} {now.step / now.steps:.0%}, {rate}"
         second = f"loss {self.loss:.3f}, {self.held_out}"

@@ -8,9 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anabranch.cli.screen import Screen
+from anabranch.cli.screen import Screen, clock
 
 if TYPE_CHECKING:
+    from anabranch.cli.train_measure import Decoded
     from anabranch.model.load import Target
     from anabranch.train import Example
     from anabranch.train.advice import Curve
@@ -19,6 +20,7 @@ __all__ = ["predicted_speeds", "show", "sparkline", "summary", "timing_pays"]
 
 BARS = "▁▂▃▄▅▆▇█"
 CONTEXT = 128  # prompt tokens in the cache while steps are timed
+QUALITY = "next token"  # ``trainer.QUALITY``
 PLAIN = "none"  # plain decoding
 ROUNDS, STEPS = 2, 2  # of timing: a few seconds for the default model
 TIMED = 500e6  # parameters; larger models are timed on a CPU only on request
@@ -41,11 +43,13 @@ def summary(
     model: str,
     lora: Path | None = None,
     out: Path,
+    decoded: Mapping[str, Decoded] | None = None,
 ) -> dict[str, Any]:
     """The result for ``show`` and --json: curve, table, what to try next, and the command to use the adapter.
 
     speeds           predicted tokens/s by draft
     measured_speeds  measured tokens/s by drafter
+    decoded          what the untuned and the tuned model made of held-out prompts, if the target was tuned
     """
     from anabranch.train.advice import curve_of, more_data, next_steps, scaling_of
 
@@ -66,10 +70,32 @@ def summary(
         "curve": [list(point) for point in curve],
         "predicted": rows,
         "measured": dict(measured_speeds),
+        "quality": quality_rows(measured.get(QUALITY, {}), decoded or {}),
+        "seconds_per_100k": per_100k(record["training"]),
         "scaling": None if scaling is None else {**asdict(scaling), "doubling": scaling.doubling},
         "next": [*advice, *([] if scaling is None else [more_data(scaling)])],
         "command": 'anabranch generate "..." ' + shlex.join([*where, "--adapter", str(out)]),
     }
+
+
+def quality_rows(losses: Mapping[str, Mapping[str, float]], decoded: Mapping[str, Decoded]) -> list[dict[str, Any]]:
+    """The untuned and the tuned model on held-out rows, by how they decode."""
+    rows = []
+    for name in decoded or losses:
+        who, _, drafter = name.partition(", ")
+        row: dict[str, Any] = {"model": who, "drafter": drafter, **losses.get(who, {})}
+        if name in decoded:
+            row |= {name: value for name, value in asdict(decoded[name]).items() if value is not None}
+        rows.append(row)
+    return rows
+
+
+def per_100k(training: Mapping[str, Any]) -> float | None:
+    """Seconds that an epoch of 100,000 answer tokens takes at this run's rate, evaluations included."""
+    planned = training.get("planned_steps", training["steps"])
+    epochs = training.get("options", {}).get("epochs", 0.0)
+    trained = training.get("answer_tokens", 0) * epochs * training["steps"] / max(1, planned)
+    return round(training["seconds"] * 1e5 / trained, 1) if trained else None
 
 
 def tokens_a_pass(record: Mapping[str, Any]) -> dict[str, float]:
@@ -133,15 +159,42 @@ def show(record: Mapping[str, Any], found: Mapping[str, Any], out: Path) -> None
             f"{own['predicted mean acceptance length']['tree']:.2f} tokens per pass (16 nodes)")  # fmt: skip
     if speedup := _speedup(found["measured"]):
         say(f"\nMeasured, one prompt at a time:\n{speedup}")
+    show_quality(found["quality"], console)
     if curve:
         say("\nHeld-out tokens per pass (16 nodes) by step:")
         say(f"{sparkline([value for _, value in curve])}  {curve[0][1]:.2f} at step {curve[0][0]:,}, "
             f"{curve[-1][1]:.2f} at step {curve[-1][0]:,}")  # fmt: skip
     if sentence := _stopped(record["training"]):
         say(f"\n{sentence}")
+    if found["seconds_per_100k"]:
+        say(f"\nAt this rate, 100,000 answer tokens take {clock(found['seconds_per_100k'])} an epoch.")
     for sentence in found["next"]:
         console.print(f"Next: {sentence}", width=min(console.width, 80))
     say(f"\nUse it: {found['command']}")
+
+
+def show_quality(rows: Sequence[Mapping[str, Any]], console: Any) -> None:
+    """Print what the untuned and the tuned model make of held-out rows; nothing without rows."""
+    from rich.table import Table
+
+    columns = {
+        "loss": ("loss", "{:.3f}"),
+        "accuracy": ("accuracy", "{:.1%}"),
+        "exact_match": ("exact match", "{:.0%}"),
+        "tokens_per_second": ("tokens/s", "{:.1f}"),
+    }
+    columns = {key: column for key, column in columns.items() if any(key in row for row in rows)}
+    if not columns:
+        return
+    table = Table("held-out rows", box=None, pad_edge=False)
+    for title, _ in columns.values():
+        table.add_column(title, justify="right")
+    for row in rows:
+        name = f"{row['model']} model, {row['drafter']}" if row["drafter"] else f"{row['model']} model"
+        cells = [form.format(row[key]) if key in row else "" for key, (_, form) in columns.items()]
+        table.add_row(name.replace(f", {PLAIN}", ", plain"), *cells)
+    console.print()
+    console.print(table)
 
 
 def _stopped(training: Mapping[str, Any]) -> str:

@@ -14,7 +14,15 @@ from anabranch.errors import InputError
 if TYPE_CHECKING:
     from anabranch.train.task_data import TaskData
 
-__all__ = ["TaskConfig"]
+__all__ = ["TaskConfig", "Timing"]
+
+Timing = Annotated[
+    bool | None,
+    typer.Option(
+        "--timing/--no-timing",
+        help="decode a few held-out prompts at the end and time them (default: below 500M parameters, or on a GPU)",
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,19 +11,20 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
 from anabranch.errors import CapabilityError
-from anabranch.learning.examples import Batch
+from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import Vocabulary, VocabularyLoss
-from anabranch.learning.objective import Segment
+from anabranch.learning.objective import Segment, segments
 from anabranch.learning.recompute import through
 from anabranch.methods.low_rank import MOST_RANK, LowRank
 from anabranch.model.blocks import MLP, Attend, Block, attention
@@ -44,12 +45,14 @@ __all__ = [
     "LayerTuning",
     "TextPass",
     "TunedPass",
+    "Tunes",
     "Tuning",
     "check_tunable",
     "check_weights",
     "export_tuned",
     "lora_of",
     "next_token_loss",
+    "next_token_quality",
     "next_token_scores",
     "save_tuned",
     "terms_of",
@@ -260,6 +263,32 @@ def next_token_scores(
         target.config.logit_softcap,
     )
     return found
+
+
+@runtime_checkable
+class Tunes(Protocol):
+    """The part of an objective that tunes the target with what drafts for it."""
+
+    target: Decoder
+
+    def tuned_states(self, batch: Batch) -> Tensor:
+        """The tuned target's states after the last norm [B, T, D], at least from the last token of each prompt on."""
+
+
+@torch.no_grad()
+def next_token_quality(
+    target: Decoder, states: Callable[[Batch], Tensor], examples: Sequence[Example], *, rows: int = 16
+) -> dict[str, float]:
+    """The loss a token, and the share of right tokens, of a target on completions; ``states`` runs it: [B, T, D]."""
+    loss = right = count = 0.0
+    order = sorted(examples, key=len)
+    for first in range(0, len(order), rows):
+        batch = Batch.of(order[first : first + rows])
+        states_BTD = states(batch)
+        for segment in segments(batch, size=batch.tokens_BT.shape[1], ahead=1, device=target.device):
+            summed, right_M = next_token_scores(target, batch, states_BTD, segment)
+            loss, right, count = loss + float(summed), right + float(right_M.sum()), count + len(right_M)
+    return {"loss": round(loss / count, 4), "accuracy": round(right / count, 4)}
 
 
 # -- the tuned target as a model folder --------------------------------------------------------------------

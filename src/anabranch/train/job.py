@@ -21,7 +21,9 @@ from anabranch.adapters.folder import TargetIdentity, save_adapter
 from anabranch.errors import CapabilityError, FileError, InputError, TrainingWarning
 from anabranch.learning.examples import Example
 from anabranch.learning.recipe import Recipe
+from anabranch.learning.target import run_frozen
 from anabranch.methods import Method, methods
+from anabranch.methods.tuning import Tunes, next_token_quality
 from anabranch.model.blocks import Block
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import Target, load_target
@@ -38,7 +40,7 @@ from anabranch.train.data import digest, frequent_tokens, read_examples, read_te
 from anabranch.train.logs import check_logs
 from anabranch.train.processes import Processes
 from anabranch.train.start import adopted, begin, start_folder
-from anabranch.train.trainer import TREES, Progress, Trainer
+from anabranch.train.trainer import QUALITY, TREES, Progress, Trainer
 
 __all__ = [
     "OWN",
@@ -202,11 +204,18 @@ def train_adapter(
         if progress.step % 10 == 0 or progress.evaluation is not None:
             _warn(watch.see(read_log(run), progress))
 
+    untuned: dict[str, float] = {}
+    if isinstance(objective, Tunes) and held_out and trainer.evaluating:
+        untuned = next_token_quality(
+            learner, lambda batch: run_frozen(learner, batch, frozen=frozen).hidden_BTD, held_out
+        )
     evaluation = trainer.run(watched, resume=resume)
     on_own = trainer.evaluate_on(own) if own and trainer.evaluating else {}
     if not processes.first:
         return {}
     measured = as_measured(evaluation, len(held_out), objective.predictor) if held_out else {}
+    if untuned:
+        measured[QUALITY] = {"untuned": untuned, "tuned": evaluation[QUALITY]}
     if own:
         measured[OWN] = as_measured(on_own, len(own), objective.predictor)
     record = {

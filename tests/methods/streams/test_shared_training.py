@@ -196,10 +196,19 @@ def test_from_completions_to_a_tuned_target_with_its_streams(recipe: str, toys: 
     folder = tmp_path / "joint"
     words = ("streams", "--recipe", recipe, "--out", folder, "--stream-layers", 1, "--lora-rank", 4)
     data = ("--model", toys.model, "--answers", tmp_path / "a.jsonl", "--batch-tokens", 200, "--epochs", 2)
-    rest = ("--warmup", 2, "--held-out", 4, "--lr", 0.01, "--no-timing", "--json")
+    rest = ("--warmup", 2, "--held-out", 4, "--lr", 0.01, "--json")
     result = CliRunner().invoke(app, list(map(str, (*words, *data, *rest))))
     assert result.exit_code == 0, result.output
     record = read_record(folder)
+    scores = record["measured"]["next token"]
+    assert [sorted(found) for found in scores.values()] == [["accuracy", "loss"]] * 2
+    rows = json.loads(result.stdout)["run"]["quality"]
+    assert [(row["model"], row["drafter"]) for row in rows] == [
+        *(("untuned", "none"), ("tuned", "none"), ("tuned", "auto"))
+    ]
+    assert rows[1]["exact_match"] == rows[2]["exact_match"]
+    assert all(row["loss"] == scores[row["model"]]["loss"] and row["tokens_per_second"] > 0 for row in rows)
+    assert "tokens/s in the first 3 steps: about " in result.stderr
     assert record["config"]["lora_rank"] == 0
     own = recipe == "paper-shared"
     assert record["config"]["main_attends"] == ("own" if own else "none")

@@ -65,7 +65,7 @@ class JointObjective(HeadObjective):
 
     def loss(self, batch: Batch, frozen: Tensor, segment: Segment) -> Scores:
         """The loss of a batch: that of the heads, and the next token's as often as there are heads."""
-        tuned_BTD = tuned_pass(self.target, self.layers, batch.tokens_BT.to(self.target.device)).hidden_BTD
+        tuned_BTD = self.tuned_states(batch)
         scores = self.heads_loss(batch, tuned_BTD, frozen, segment)
         main = next_token_loss(self.target, batch, tuned_BTD, frozen, segment, self.options.soft)
         # a batch's loss is divided by positions times heads
@@ -75,3 +75,7 @@ class JointObjective(HeadObjective):
         """What the heads read at some positions [B, P, 1, D]: the tuned target's states."""
         tuned = tuned_pass(self.target, self.layers, tokens_BT)
         return super().states(tuned.hidden_BTD, tokens_BT, positions_BP)
+
+    def tuned_states(self, batch: Batch) -> Tensor:
+        """The tuned target's states after the last norm [B, T, D]."""
+        return tuned_pass(self.target, self.layers, batch.tokens_BT.to(self.target.device)).hidden_BTD

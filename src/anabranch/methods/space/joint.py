@@ -74,3 +74,7 @@ class JointMaskObjective(MaskObjective):
         if not frozen.keys_values:
             frozen = replace(frozen, keys_values=tuned_pass(self.target, self.layers, tokens_BT).keys_values)
         return super().states(frozen, tokens_BT, positions_BP, riding_BP)
+
+    def tuned_states(self, batch: Batch) -> Tensor:
+        """The tuned target's states after the last norm [B, T, D]."""
+        return tuned_pass(self.target, self.layers, batch.tokens_BT.to(self.target.device)).hidden_BTD

@@ -28,7 +28,7 @@ from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.attention import main_attention, stream_positions
 from anabranch.methods.streams.objective import RIDING_STRIDE, Frozen, LossOptions, StreamObjective
 from anabranch.methods.streams.rider import Looks, initial_streams
-from anabranch.methods.tuning import TextPass, check_tunable, next_token_loss
+from anabranch.methods.tuning import TextPass, check_tunable, next_token_loss, tuned_pass
 from anabranch.model.blocks import Block
 from anabranch.model.decoder import Decoder
 
@@ -127,6 +127,14 @@ class SharedObjective(StreamObjective):
     ) -> Tensor:
         """Stream states after the last norm [B, P, S, D]; ``positions_BP`` must be all positions with streams."""
         return self.run(tokens_BT, positions_BP, riding_BP).states_BPSD
+
+    def tuned_states(self, batch: Batch) -> Tensor:
+        """The tuned target's states after the last norm [B, T, D], with streams where main rows attend to them."""
+        tokens_BT = batch.tokens_BT.to(self.target.device)
+        if self.adapter.shape.main_attends == "none":
+            return tuned_pass(self.target, self.tuning, tokens_BT).hidden_BTD
+        (segment,) = self.segments(batch)
+        return self.run(tokens_BT, segment.positions_BP).hidden_BTD
 
     def run(self, tokens_BT: Tensor, positions_BP: Tensor, riding_BP: Tensor | None = None) -> SharedPass:
         """The pass of the tuned target, with streams at consecutive positions of each row.
