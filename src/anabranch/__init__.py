@@ -7,6 +7,7 @@ print(model.generate("The river forks and", max_new_tokens=64).text)
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from anabranch.errors import (
@@ -66,6 +67,9 @@ _HOMES = {
     "Generation": "decoding.generation",
     "Stats": "decoding.stats",
 }
+
+
+logging.getLogger("anabranch").addHandler(logging.NullHandler())
 
 
 def __getattr__(name: str) -> Any:

@@ -31,6 +31,7 @@ from anabranch.profiles import Known, Situation, keep_arms, settle
 from anabranch.prompts import Arrays, Ids, check_stream, conversation_ids, read_prompts
 from anabranch.support.background import Worker
 from anabranch.support.forks import renewed_after_fork
+from anabranch.support.log import LOGGER
 from anabranch.support.memory import give_back
 
 if TYPE_CHECKING:
@@ -140,7 +141,10 @@ class Model:
         with self._lock:
             resolved = resolve_spec(spec, *self._modules)
             name = str(resolved)
-            drafter = self._drafters.pop(name, None) or make_drafter(resolved, self.target.decoder, *self._modules)
+            drafter = self._drafters.pop(name, None)
+            if drafter is None:
+                LOGGER.debug("building the drafter %s", name)
+                drafter = make_drafter(resolved, self.target.decoder, *self._modules)
             while len(self._drafters) >= DRAFTERS:
                 del self._drafters[next(iter(self._drafters))]
             self._drafters[name] = drafter

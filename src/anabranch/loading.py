@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anabranch.errors import AdapterError, CapabilityError, InputError
+from anabranch.support.log import LOGGER
 
 if TYPE_CHECKING:
     import torch
@@ -133,4 +134,11 @@ def load(config: LoadConfig, *, pack: bool = True, adapters: bool = True) -> Loa
     read = time.perf_counter()
     if pack:
         pack_decoder(target.decoder)
-    return Loaded(target, found, read - began, time.perf_counter() - read)
+    loaded = Loaded(target, found, read - began, time.perf_counter() - read)
+    dtype = str(target.decoder.dtype).removeprefix("torch.")
+    LOGGER.info(
+        "loaded %s in %.1f s, packed in %.1f s: %s on %s, quantize=%s, adapters of %s",
+        *(target.title, loaded.load_seconds, loaded.pack_seconds, dtype, target.decoder.device, target.quantize),
+        ", ".join(adapter.method.name for adapter in found) or "no method",
+    )
+    return loaded

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -33,6 +32,7 @@ from anabranch.model.load import Target
 from anabranch.native.build import digest
 from anabranch.support.files import cache_home, write_atomically
 from anabranch.support.jsonfiles import read_json, shown
+from anabranch.support.log import LOGGER, warn
 from anabranch.support.processor import processor_name
 
 __all__ = ["Known", "Situation", "find_profile", "keep_arms", "keep_tuned", "read_arms", "save_profile", "settle"]
@@ -182,9 +182,10 @@ def settle(target: Target, adapters: Sequence[LoadedAdapter] = ()) -> Known:
     if target.decoder.device.type != "cpu":
         return Known(costs_of(target.decoder), "default on a GPU", arms=arms)
     origin, when = _know_passes(target, situation)
+    LOGGER.debug("costs of forward passes: %s %s", origin, when)
     if origin == "typical" and target.decoder not in _warned:
         _warned.add(target.decoder)
-        warnings.warn(
+        warn(
             "the machine is too busy to measure the cost of forward passes, so drafts are sized by typical costs; run "
             "'anabranch tune' when it is idle",
             PerformanceWarning,

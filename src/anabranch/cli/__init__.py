@@ -17,6 +17,7 @@ from anabranch.cli.convert import convert
 from anabranch.cli.generate import generate
 from anabranch.cli.help import HELP, Verb, Verbs
 from anabranch.cli.models import info, pull
+from anabranch.cli.show import Notices
 from anabranch.cli.tune import tune
 from anabranch.errors import AnabranchError, AnabranchWarning
 from anabranch.support.interrupt import INTERRUPTED, TERMINATED, sigterm_raises
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if reconfigure is not None:
             reconfigure(errors="replace")
     warnings.showwarning = _show_warning  # type: ignore[assignment]
-    with sigterm_raises() as received:
+    with sigterm_raises() as received, Notices():
         code = _run(arguments)
     if code == INTERRUPTED:
         code = TERMINATED if received else INTERRUPTED

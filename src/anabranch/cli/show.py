@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from anabranch.cli.wrapping import Wrapper, columns_of, wrapped
 from anabranch.support.interrupt import Terminated
+from anabranch.support.log import LOGGER, NOTICE
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Marker",
+    "Notices",
     "Wait",
     "cleaned",
     "ending",
@@ -89,6 +92,30 @@ def sentences(parts: Iterable[str]) -> None:
     note(line)
 
 
+class Notices(logging.Handler):
+    """Shows the package's notices on standard error: inside the block, and above the line of a ``Wait``."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.addFilter(lambda record: hasattr(record, NOTICE))
+
+    def __enter__(self) -> Notices:
+        self._before = LOGGER.level
+        if LOGGER.getEffectiveLevel() > logging.INFO:
+            LOGGER.setLevel(logging.INFO)
+        LOGGER.addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        LOGGER.removeHandler(self)
+        LOGGER.setLevel(self._before)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a notice."""
+        with above_the_line():
+            note(record.getMessage())
+
+
 class Wait:
     """A status line on standard error, erased afterwards; only on a terminal. Warnings are printed above it."""
 
@@ -99,6 +126,7 @@ class Wait:
         self._shown = ""
 
     def __enter__(self) -> Wait:
+        _waiting.append(self)
         self._show_warning = warnings.showwarning
         if self._terminal:
             warnings.showwarning = self._warn  # type: ignore[assignment]
@@ -106,6 +134,7 @@ class Wait:
         return self
 
     def __exit__(self, *_: object) -> None:
+        _waiting.remove(self)
         if self._terminal:
             warnings.showwarning = self._show_warning
         self.clear()
@@ -128,10 +157,23 @@ class Wait:
             self._shown = ""
 
     def _warn(self, *arguments: Any) -> None:
-        shown = self._shown
-        self.clear()
-        self._show_warning(*arguments)
-        self.tell(shown)
+        with above_the_line():
+            self._show_warning(*arguments)
+
+
+_waiting: list[Wait] = []
+
+
+@contextmanager
+def above_the_line() -> Iterator[None]:
+    """Erase the line of a ``Wait`` while the block prints."""
+    wait = _waiting[-1] if _waiting else None
+    shown = "" if wait is None else wait._shown
+    if wait is not None:
+        wait.clear()
+    yield
+    if wait is not None:
+        wait.tell(shown)
 
 
 def prompt_progress(wait: Wait) -> Callable[[int, int], None]:

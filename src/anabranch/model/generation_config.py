@@ -9,7 +9,6 @@ temperature. What can be neither honoured nor ignored is named in one warning.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -19,6 +18,7 @@ from anabranch.errors import AnabranchWarning, InputError, ModelError
 from anabranch.processors import ScoreOptions
 from anabranch.sampling import SamplingParams
 from anabranch.support.jsonfiles import is_whole, read_json, shown
+from anabranch.support.log import warn
 
 __all__ = ["HARMLESS", "HONOURED", "NEUTRAL", "SUGGESTED", "GenerationDefaults", "read_defaults"]
 
@@ -111,7 +111,7 @@ def read_defaults(folder: Path, described: Mapping[str, Any], advice: str) -> tu
     given = {name: value for name, value in record.items() if value is not None}
     ignored = {name: given[name] for name in NEUTRAL if name in given and given[name] not in NEUTRAL[name]}
     if ignored:
-        warnings.warn(
+        warn(
             f"the model's {where} asks for {_listed(ignored)}, which is not supported and has no effect; transformers "
             "may decode another text",
             AnabranchWarning,

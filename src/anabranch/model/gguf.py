@@ -13,7 +13,6 @@ raises an error, since ignoring it would silently change the output; other tenso
 from __future__ import annotations
 
 import re
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from gguf.quants import dequantize
 from anabranch.errors import AnabranchWarning, FileError, ModelError
 from anabranch.model.gguf_config import ATTENTION, MLP, config_of
 from anabranch.model.gguf_tokenizer import build_tokenizer, unused_keys
+from anabranch.support.log import warn
 
 __all__ = ["GGUFContents", "GGUFTensors", "read_gguf", "unpermute_rotary"]
 
@@ -175,7 +175,7 @@ def read_gguf(path: str | Path, *, dtype: torch.dtype | None = None) -> GGUFCont
     tokenizer = build_tokenizer(path, metadata)
     if unused := [*unused, *unused_keys(metadata)]:
         more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
-        warnings.warn(f"{path} has {', '.join(unused[:5])}{more}, not used here", AnabranchWarning, stacklevel=2)
+        warn(f"{path} has {', '.join(unused[:5])}{more}, not used here", AnabranchWarning, stacklevel=2)
     native = _stored_dtype(stored)
     dtype = native if dtype is None else dtype
     config["dtype"] = str(dtype).removeprefix("torch.")

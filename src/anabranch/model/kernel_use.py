@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +11,7 @@ from anabranch.model.decoder import Decoder
 from anabranch.model.quantize import QuantizedLinear
 from anabranch.native import library as native
 from anabranch.native.build import Shortfall
+from anabranch.support.log import warn
 
 __all__ = ["KernelUse", "kernels_of", "native_for", "near_ties", "warn_about_kernels", "why_not_native"]
 
@@ -77,7 +77,7 @@ def warn_about_kernels(target: Decoder, *, stacklevel: int = 2) -> None:
     _warned.add(use.why)
     slower = "decoding runs on PyTorch's kernels, which are slower: " if use.name == "torch" else ""
     advice = f"; {use.advice}" if use.advice else ""
-    warnings.warn(f"{slower}{use.why}{advice}", PerformanceWarning, stacklevel=stacklevel + 1)
+    warn(f"{slower}{use.why}{advice}", PerformanceWarning, stacklevel=stacklevel + 1)
 
 
 def why_not_native(target: Decoder) -> str:

@@ -27,6 +27,7 @@ from filelock import Timeout as LockTimeout
 
 from anabranch.errors import InputError
 from anabranch.support.files import cache_home
+from anabranch.support.log import LOGGER, notice
 from anabranch.support.processor import processor_flags, processor_vendor
 
 __all__ = [
@@ -128,6 +129,7 @@ def opened(flags: tuple[str, ...]) -> Opened:
     command = compiler()
     if command is None:
         raise BuildError("there is no C++ compiler", "install g++, or set CXX to a C++ compiler")
+    notice("compiling kernels, once, about 20 s")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / "compile.lock", timeout=2 * LONGEST):
@@ -143,6 +145,7 @@ def opened(flags: tuple[str, ...]) -> Opened:
     except (OSError, LockTimeout) as error:
         not_kept = getattr(error, "strerror", None) or str(error)
     if found is not None:
+        LOGGER.info("compiled kernels are kept in %s", folder)
         return Opened(found)
     with tempfile.TemporaryDirectory(prefix="anabranch-") as workspace:
         made = _compile(command, flags, Path(workspace), Path(tempfile.gettempdir()))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from anabranch.native.arguments import BLOCK, KINDS, address, filled, packable, 
 from anabranch.native.openmp import set_openmp_threads
 from anabranch.native.structs import LAST, Ends, Layer, Layers, Packed, RaggedBatch, Screen, Shape, Table, layout
 from anabranch.support.forks import renewed_after_fork
+from anabranch.support.log import LOGGER, warn
 
 __all__ = [
     "BLOCK",
@@ -163,7 +163,7 @@ class Library:
             runner = _POINTER()
             started = self._c.anabranch_runner(count, ctypes.byref(runner))
             if started < count:
-                warnings.warn(
+                warn(
                     f"the native kernels could start only {started} of {count} threads; "
                     "raise the limit (ulimit -u) or use fewer threads",
                     PerformanceWarning,
@@ -421,6 +421,8 @@ def _find() -> _Found:
         except build.BuildError as failed:
             failures[name] = failed
             continue
+        LOGGER.info("the native kernels use %s", name)
         return _Found(Library(opened.library), build.shortfall_of(name, failures, opened.not_kept))
     first = next(iter(failures.values()))
+    LOGGER.info("there are no native kernels: %s", first.why)
     return _Found(None, build.Shortfall(f"the native kernels are missing: {first.why}", first.advice))
