@@ -15,12 +15,13 @@ from typer.testing import CliRunner, Result
 
 from anabranch.adapters import folder
 from anabranch.adapters.folder import load_adapter
+from anabranch.cli.configured import recipe_rows
 from anabranch.cli.train import app
 from anabranch.errors import AnabranchError, FileError, InputError, TrainingWarning
 from anabranch.methods.streams import METHOD
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.drafter import StreamDrafter
-from anabranch.methods.streams.recipes import RECIPES, TRAINED
+from anabranch.methods.streams.recipes import OPTIONS, RECIPES, TRAINED
 from anabranch.model import load
 from anabranch.train.appended import settings_path
 from anabranch.train.start import adopted, start_folder
@@ -304,6 +305,22 @@ def test_an_adapter_folder_that_cannot_be_made(written: Path, tmp_path: Path) ->
 
 def test_help_says_where_kept_states_lie() -> None:
     assert "in an unnamed file in the run's folder" in " ".join(call("streams", "--help").stdout.split())
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_help_shows_defaults_and_what_recipes_hold(columns: int) -> None:
+    said = CliRunner(env={"COLUMNS": str(columns)}).invoke(app, ["streams", "--help"], terminal_width=columns).stdout
+    assert max(map(len, said.splitlines())) <= columns
+    assert "[default: 0.0015]" in said
+    names, *rows = recipe_rows(OPTIONS, {name: TRAINED.recipe(name) for name in RECIPES})
+    assert names == ["", *RECIPES]
+    assert ["--init", "none", "none", "none", "shipped", "none"] in rows
+    assert ["--main-attends", "none", "none", "none", "none", "own"] in rows
+    assert not any(row[0] == "--seed" for row in rows), "it is the same in all"
+    table = said[said.index("Where recipes differ") :]
+    for row in rows:
+        shown = [line.split() for line in table.splitlines() if line.split()[:1] == row[:1]]
+        assert [cell for line in shown for cell in line[1:]] == row[1:]
 
 
 def test_ctrl_c_says_how_to_go_on(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,9 +29,9 @@ from typer.main import get_command
 from anabranch.cli.help import HELP, Verb
 
 if TYPE_CHECKING:
-    from anabranch.learning.recipe import Option
+    from anabranch.learning.recipe import Option, Recipe
 
-__all__ = ["build", "configured", "extended", "parameters"]
+__all__ = ["build", "configured", "extended", "parameters", "recipe_rows"]
 
 C = TypeVar("C")
 
@@ -53,12 +53,19 @@ def configured(verb: Callable[..., None]) -> Callable[..., None]:
 
 
 def extended(
-    name: str, verb: Callable[[Any, dict[str, Any]], None], kind: type[Any], more: Mapping[str, Option], help: str
+    name: str,
+    verb: Callable[[Any, dict[str, Any]], None],
+    kind: type[Any],
+    more: Mapping[str, Option],
+    help: str,
+    recipes: Mapping[str, Recipe] | None = None,
 ) -> Any:
-    """A command with the options of a configuration and ``more``, which have no defaults.
+    """A command with the options of a configuration and ``more``, whose defaults are those of a recipe.
 
-    ``verb`` gets the configuration, and those values of ``more`` that were given, by name.
+    ``verb`` gets the configuration, and those values of ``more`` that were given, by name. ``--help`` shows the values
+    of the ``recipes``, the first of which is the default.
     """
+    recipes = recipes or {}
 
     def called(**values: Any) -> None:
         given = {name: value for name in more if (value := values.pop(name)) is not None}
@@ -66,12 +73,35 @@ def extended(
 
     found = list(parameters(kind))
     for name, option in more.items():
-        hint: Any = Annotated[Optional[option.kind], typer.Option(help=option.help)]  # noqa: UP045
+        first = next((shown_value(option.of(recipe, name)) for recipe in recipes.values()), "")
+        default = f"  [default: {first}]" if first else ""
+        hint: Any = Annotated[Optional[option.kind], typer.Option(help=option.help + default)]  # noqa: UP045
         found.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint))
     called.__doc__ = help
     single = typer.Typer(add_completion=False, **HELP)
     single.command(name, cls=Verb)(_signed(called, found))
-    return get_command(single)
+    made = get_command(single)
+    assert isinstance(made, Verb)
+    made.recipes = recipe_rows(more, recipes)
+    return made
+
+
+def recipe_rows(options: Mapping[str, Option], recipes: Mapping[str, Recipe]) -> list[list[str]]:
+    """The values in which recipes differ, as a table: a line of their names, then one an option."""
+    rows = [["", *recipes]]
+    if len(recipes) > 1:
+        rows.append(["--init", *(recipe.init or "none" for recipe in recipes.values())])
+    for name, option in options.items():
+        values = [shown_value(option.of(recipe, name)) for recipe in recipes.values()]
+        rows.append([f"--{name.replace('_', '-')}", *(value or "auto" for value in values)])
+    return [row for row in rows if row is rows[0] or len({*row[1:]}) > 1]
+
+
+def shown_value(value: Any) -> str:
+    """A recipe's value for people; empty for None, which the option's help explains."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "" if value is None else f"{value:g}" if isinstance(value, int | float) else str(value)
 
 
 def _signed(called: Callable[..., None], found: list[inspect.Parameter]) -> Callable[..., None]:

@@ -8,7 +8,7 @@ takes a drafter (``cls=Verb``, or a group of ``cls=Verbs``) lists the methods be
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,17 @@ DRAFTERS = ("drafter", "method")  # parameters that take a drafter's specificati
 
 
 class Verb(TyperCommand):
-    """A command that lists the methods if it takes one."""
+    """A command that lists the methods if it takes one, and what its recipes hold if it has some.
+
+    recipes  a line of their names, then one an option with its values
+    """
+
+    recipes: Sequence[Sequence[str]] = ()
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Write the methods, then the epilog."""
+        """Write the methods and the recipes, then the epilog."""
         _write_methods(self, formatter)
+        _write_recipes(self.recipes, formatter)
         super().format_epilog(ctx, formatter)
 
 
@@ -48,6 +54,26 @@ def _write_methods(command: Any, formatter: Any) -> None:
     if any(parameter.name in DRAFTERS for parameter in command.params) and (found := list(methods())):
         with formatter.section("Drafters, combined with +"):
             formatter.write_dl(found)
+
+
+def _write_recipes(rows: Sequence[Sequence[str]], formatter: Any) -> None:
+    """A table of the recipes' values, in blocks of as many columns as fit."""
+    if len(rows) < 2:
+        return
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    room = formatter.width - formatter.indent_increment - widths[0]
+    with formatter.section("Where recipes differ (the first is the default)"):
+        start = 1
+        while start < len(widths):
+            end = start + 1
+            while end < len(widths) and sum(widths[start : end + 1]) + 2 * (end + 1 - start) <= room:
+                end += 1
+            if start > 1:
+                formatter.write("\n")
+            for row in rows:
+                cells = [row[0].ljust(widths[0]), *(row[place].ljust(widths[place]) for place in range(start, end))]
+                formatter.write(" " * formatter.current_indent + "  ".join(cells).rstrip() + "\n")
+            start = end
 
 
 def methods() -> Iterator[tuple[str, str]]:

@@ -61,10 +61,16 @@ ShowDrafts = Annotated[bool, typer.Option("--show-drafts", help="mark what propo
 AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
 PromptTemplate = Annotated[
     str | None,
-    typer.Option(metavar="TEXT", help="with --task: write prompts like this, with fields of a row as {name}"),
+    typer.Option(
+        metavar="TEXT",
+        help="with --task: write prompts like this, with fields of a row as {name} (default: the field prompt)",
+    ),
 ]
 Completion = Annotated[
-    str | None, typer.Option(metavar="FIELD", help="with --task: the field of the completion, or of a list of them")
+    str | None,
+    typer.Option(
+        metavar="FIELD", help="with --task: the field of the completion, or of a list of them (default: completion)"
+    ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="replace files that exist")]
 RULES = ("match", "rejection")

@@ -85,7 +85,7 @@ class TrainConfig:
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="write the adapter, and the run's checkpoint, here")]
     data: DataConfig = field(default=DataConfig())
     loading: options.Loading = field(default=options.Loading())
-    recipe: Annotated[str | None, typer.Option(help="use the values of this recipe (default: the first)")] = None
+    recipe: Annotated[str | None, typer.Option(help="use the values of this recipe, below (default: the first)")] = None
     init: Annotated[
         str | None,
         typer.Option(
@@ -128,7 +128,9 @@ def _verb(method: Method) -> Any:
     completions of its own (--self-tokens). Options override the recipe's values; recipes are
     {", ".join(trained.recipes)}. Stop with Ctrl-C or SIGTERM at any time; the same command resumes exactly there.
     """
-    return extended(method.name.replace("_", "-"), partial(_train, method), TrainConfig, trained.options, help)
+    recipes = {name: trained.recipe(name) for name in trained.recipes}
+    name = method.name.replace("_", "-")
+    return extended(name, partial(_train, method), TrainConfig, trained.options, help, recipes)
 
 
 def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:

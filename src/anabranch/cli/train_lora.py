@@ -52,7 +52,7 @@ class LoraTrainConfig:
 
 def lora_command() -> Any:
     """The command; built on demand, since the recipe defines its options."""
-    from anabranch.train.lora import OPTIONS
+    from anabranch.train.lora import OPTIONS, recipe
 
     help = """Fine-tune a model with LoRA and write a folder in PEFT's format.
 
@@ -60,7 +60,7 @@ def lora_command() -> Any:
     and token accuracy on those held out. Stop with Ctrl-C or SIGTERM at any time; the same command resumes exactly
     there.
     """
-    return extended("lora", _train, LoraTrainConfig, OPTIONS, help)
+    return extended("lora", _train, LoraTrainConfig, OPTIONS, help, {"lora": recipe({})})
 
 
 def _train(config: LoraTrainConfig, given: dict[str, Any]) -> None:

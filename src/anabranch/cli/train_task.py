@@ -31,7 +31,7 @@ class TaskConfig:
 
     task: Annotated[
         str | None,
-        typer.Option(help="take the training rows of this application: sql, e2e, dialogsum or a JSONL file"),
+        typer.Option(help="take the training rows of this application: sql, e2e, dialogsum or a file of rows"),
     ] = None
     data: Annotated[Path | None, typer.Option(metavar="DIR", help="read the data set of --task here")] = None
     prompt_template: options.PromptTemplate = None

@@ -136,6 +136,10 @@ class Option:
     part: Literal["config", "loss", "options", ""] = "options"
     field: str = ""
 
+    def of(self, recipe: Recipe, name: str) -> Any:
+        """The value that a recipe has for this option, which is called ``name``."""
+        return getattr(getattr(recipe, self.part) if self.part else recipe, self.field or name)
+
 
 # the options of every recipe
 COMMON: dict[str, Option] = {
@@ -149,7 +153,7 @@ COMMON: dict[str, Option] = {
         bool, "keep the target's states: on a CPU in an unnamed file in the run's folder, on a GPU in its memory"
     ),
     "seed": Option(int, "seed of the initial weights and the order of batches"),
-    "evaluate_every": Option(int, "steps between evaluations"),
+    "evaluate_every": Option(int, "steps between evaluations; 0: six per run"),
     "checkpoint_every": Option(int, "steps between checkpoints"),
     "accumulate": Option(int, "split each batch into this many parts and add their gradients; needs less memory"),
     "target_format": Option(
