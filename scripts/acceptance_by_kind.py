@@ -7,7 +7,7 @@ suites spec_bench, mt_bench (conversation) and humaneval (code), the instruction
 the tasks sql, e2e and dialogsum. The adapter that ships comes first.
 
     python scripts/acceptance_by_kind.py --data DIR --adapter FOLDER --out benchmarks/acceptance-by-kind-DATE.json
-    python scripts/acceptance_by_kind.py --data DIR --drafter streams:tree=8 --drafter streams:tree=8,lead=0 \
+    python scripts/acceptance_by_kind.py --data DIR --drafter streams:tree=8 --drafter streams:tree=8+quantized_draft \
         --out benchmarks/decoded-by-kind-DATE.json
 """
 

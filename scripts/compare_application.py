@@ -93,9 +93,8 @@ def _drafters(folder: Path, nodes: list[int]) -> dict[str, str]:
     method = method_of(record)[0].name
     found = {f"{folder.name} {count}": f"{method}:nodes={count}" for count in nodes}
     if method != "streams" or record["config"]["main_attends"] == "own":
-        return found  # only streams that trail can be led
-    alone = {name: f"{spec},lead=0" for name, spec in found.items()}
-    return alone | {f"{name}, led": spec for name, spec in found.items()}
+        return found  # a quantised copy drafts only before streams that trail
+    return found | {f"{name}, quantized_draft": f"{spec}+quantized_draft" for name, spec in found.items()}
 
 
 def measure(run: Run, args: argparse.Namespace, path: Path) -> None:

@@ -30,7 +30,7 @@ from anabranch.prompts import chat_ids
 from anabranch.support.files import shown_command, write_atomically
 from anabranch.tree import DraftTree
 
-SPEC = "streams:tree=48,lead=0,copy=no"
+SPEC = "streams:tree=48"
 KINDS = ("spec_bench", "mt_bench", "humaneval", "alpaca_subset")
 TAIL = 2000  # tokens that share what the drafted children of a node leave over
 ROUNDS = 60  # of expectation maximisation

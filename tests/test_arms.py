@@ -149,17 +149,18 @@ def test_several_modules_are_arms_and_one_is_none() -> None:
     target = small()
     modules = trained(target)
     spec = resolve_spec("auto", *modules)
-    assert [str(arm) for arm in spec.arms] == [f"{n}:tree=auto+{FREE}" for n in ("streams", "medusa", "eagle", "space")]
+    drafters = ("streams:tree=auto,copy=yes", *(f"{name}:tree=auto" for name in ("medusa", "eagle", "space")))
+    assert [str(arm) for arm in spec.arms] == [f"{drafter}+{FREE}" for drafter in drafters]
     assert str(spec) == "auto"
     assert resolve_spec(str(spec), *modules) == spec == resolve_spec(spec)
     assert parse_spec(spec) is spec
-    for module, name in zip(modules, ("streams", "medusa", "eagle", "space"), strict=True):
+    for module, drafter in zip(modules, drafters, strict=True):
         alone = resolve_spec("auto", None, module)
-        assert (str(alone), alone.arms) == (f"{name}:tree=auto+{FREE}", ())
-    drafter = make_drafter(spec, target, *modules)
-    assert isinstance(drafter, ChoiceDrafter)
-    assert [arm.spec for arm in drafter.arms] == list(map(str, spec.arms))
-    parts = [arm.parts[-1] for arm in drafter.arms if isinstance(arm, CombinedDrafter)]
+        assert (str(alone), alone.arms) == (f"{drafter}+{FREE}", ())
+    made = make_drafter(spec, target, *modules)
+    assert isinstance(made, ChoiceDrafter)
+    assert [arm.spec for arm in made.arms] == list(map(str, spec.arms))
+    parts = [arm.parts[-1] for arm in made.arms if isinstance(arm, CombinedDrafter)]
     assert len(parts) == 4
     assert len(set(map(id, parts))) == 1, "what needs no module is shared"
 

@@ -12,7 +12,7 @@ from studies.speed import PLAIN, facts
 __all__ = ["STUDY"]
 
 ROWS = (1, 2, 4, 8, 16)
-SPECS = {"streams, chain": "streams:tree=chain,lead=0", "streams, size by load": "streams:tree=auto,lead=0,copy=no"}
+SPECS = {"streams, chain": "streams:tree=chain", "streams, size by load": "streams:tree=auto"}
 KEPT = ("name", "rows", "tokens_per_second", "ratio", "mean_acceptance_length", "draft_nodes_per_step", "error")
 
 

@@ -16,12 +16,12 @@ def specs(pruning: bool) -> dict[str, str]:
     """The shapes of drafts; pruned ones only if the adapter has a pruning layer."""
     tree = f"streams:tree=product,k={CHILDREN},depth={DEPTH}"
     found = {
-        f"chain of {DEPTH}": f"streams:tree=chain,depth={DEPTH},lead=0",
+        f"chain of {DEPTH}": f"streams:tree=chain,depth={DEPTH}",
         f"tree, k = {CHILDREN}": tree,
         f"pruned tree, k = {CHILDREN}, {KEPT} nodes": f"{tree},prune={KEPT}",
         f"pruned tree, k = {CHILDREN}, {KEPT // 2} nodes": f"{tree},prune={KEPT // 2}",
-        "best-first tree, 8 nodes": "streams:nodes=8,lead=0,copy=no",
-        "best-first tree, 16 nodes": "streams:nodes=16,lead=0,copy=no",
+        "best-first tree, 8 nodes": "streams:nodes=8",
+        "best-first tree, 16 nodes": "streams:nodes=16",
     }
     return found if pruning else {name: spec for name, spec in found.items() if "prune=" not in spec}
 

@@ -9,7 +9,7 @@ from studies.speed import alone, by_name, facts
 
 __all__ = ["PRINTED", "STUDY"]
 
-SPEC = "streams:nodes=8,lead=0,copy=no"
+SPEC = "streams:nodes=8"
 PRINTED = {"none": ("FP16", 2.92), "int8": ("INT8", 2.84), "int4": ("INT4", 2.68)}  # speedup of SS-Shared
 
 

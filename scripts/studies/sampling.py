@@ -16,7 +16,7 @@ REJECTION = "streams, chain, rejection"
 
 def specs(methods: list[str]) -> dict[str, str]:
     """Streams by both rules, and the given other methods."""
-    found = {"streams": "streams:nodes=8,lead=0,copy=no", REJECTION: "streams:tree=chain"}
+    found = {"streams": "streams:nodes=8", REJECTION: "streams:tree=chain"}
     return found | {name: f"{name}:nodes=8" for name in methods if name != "streams"}
 
 

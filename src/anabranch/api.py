@@ -103,7 +103,7 @@ class Model:
     def __init__(self, target: Target, adapters: Sequence[LoadedAdapter] = (), drafter: str | Spec = AUTO) -> None:
         self._target: Target | None = target
         self.adapters = tuple(adapters)
-        self.spec = resolve_spec(drafter, *self._modules)
+        self.spec = resolve_spec(drafter, *self._modules, target=target.decoder)
         self.known: Known | None = None  # step costs, measured when a drafter first needs them
         self.after_fork()
         renewed_after_fork(self)
@@ -139,7 +139,7 @@ class Model:
     def _built(self, spec: str | Spec) -> Drafter:
         """The drafter of a specification, from the cache or newly built. Raises what ``make_drafter`` raises."""
         with self._lock:
-            resolved = resolve_spec(spec, *self._modules)
+            resolved = resolve_spec(spec, *self._modules, target=self.target.decoder)
             name = str(resolved)
             drafter = self._drafters.pop(name, None)
             if drafter is None:

@@ -26,7 +26,7 @@ import torch
 from anabranch import loading
 from anabranch.decoding.engine import Engine
 from anabranch.errors import AnabranchError, InputError, PerformanceWarning
-from anabranch.methods import AUTO, Drafter, Method, Spec, make_drafter, methods, parse_spec
+from anabranch.methods import AUTO, Drafter, Method, Spec, make_drafter, methods, parse_spec, resolve_spec
 from anabranch.methods.spec import Part
 from anabranch.methods.tables import TableSettings, Tokenizer, build_tables
 from anabranch.methods.trained import TrainedModule
@@ -192,8 +192,9 @@ class StandIn:
     def spec(self, spec: str | Spec) -> Spec:
         """A specification with "auto" resolved, and with tables for parts that name none."""
         parsed = parse_spec(spec)
-        parts = [Part(m, m.settings.under_load()) for m in methods() if m.default] if parsed.auto else parsed.parts
-        return Spec(tuple(map(self._complete, parts)))
+        modules = [self.module(method) for method in methods() if method.default] if parsed.auto else ()
+        resolved = resolve_spec(parsed, *modules, target=self.target.decoder)
+        return Spec(tuple(map(self._complete, resolved.parts)))
 
     def module(self, method: Method) -> TrainedModule | None:
         """Fresh weights in the shape of a method's default recipe; None if it has none."""

@@ -176,7 +176,7 @@ def settle(target: Target, adapters: Sequence[LoadedAdapter] = ()) -> Known:
     Warns (PerformanceWarning) if the machine is too busy to measure and there is no earlier measurement.
     """
     situation = Situation.of(target, adapters)
-    arms = _known_arms(situation, adapters)
+    arms = _known_arms(target, situation, adapters)
     if (profile := find_profile(situation)) is not None:
         return Known(_tuned(profile), "tuned", str(profile.get("date", "")), arms)
     if target.decoder.device.type != "cpu":
@@ -233,9 +233,9 @@ def read_arms(path: Path, lengths: Mapping[str, float] | None = None) -> tuple[A
         return None
 
 
-def _known_arms(situation: Situation, adapters: Sequence[LoadedAdapter]) -> Arms | None:
+def _known_arms(target: Target, situation: Situation, adapters: Sequence[LoadedAdapter]) -> Arms | None:
     """What is known of the arms of "auto" with these adapters; None where there is no choice."""
-    arms = resolve_spec(AUTO, *(adapter.module for adapter in adapters)).arms
+    arms = resolve_spec(AUTO, *(adapter.module for adapter in adapters), target=target.decoder).arms
     if not arms:
         return None
     predicted = {adapter.method: predicted_length(adapter.record) for adapter in adapters}

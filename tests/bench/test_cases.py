@@ -339,7 +339,14 @@ def test_the_scripts(scripts: None, toys: ToyFolders, tmp_path: Path, monkeypatc
     assert str(tmp_path) not in out.read_text()
     page = importlib.import_module("comparison_page")
     text = "\n".join(page.results(out.stem, result))
-    for title in ("Summary", "Tokens a pass by task", "Acceptance by depth", "Cost of a step", "Speed", "Exactness"):
+    for title in (
+        "Summary",
+        "Tokens per target pass by task",
+        "Acceptance by depth",
+        "Cost of a step",
+        "Speed",
+        "Exactness",
+    ):
         assert f"### {title}\n" in text
     assert "| `streams` | T = 1 | rejection, `streams:tree=chain` |" in text
     assert "equal (1/1)" in text

@@ -90,7 +90,7 @@ def test_auto_is_every_default_method_that_can_be_had() -> None:
     target = small()
     assert str(resolve_spec("auto")) == str(resolve_spec("auto", None)) == "prompt_lookup:tokens=auto"
     whole = resolve_spec("auto", small_adapter(target))
-    assert str(whole) == "streams:tree=auto+prompt_lookup:tokens=auto"
+    assert str(whole) == "streams:tree=auto,copy=yes+prompt_lookup:tokens=auto"
     assert resolve_spec(whole) is whole
     assert str(resolve_spec("streams", None)) == "streams", "only auto is resolved"
     drafter = make_drafter("auto", target, small_adapter(target))

@@ -20,6 +20,7 @@ from anabranch.methods.combined import CombinedDrafter
 from anabranch.methods.draft_head import DrawNoise, RowVocabulary
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.prompt_lookup import PromptLookupDrafter
+from anabranch.methods.quantized_draft.lead import LedStreamDrafter
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.copying import ALONE, LONGEST, MIXED, MOST, continuations
@@ -468,7 +469,7 @@ def test_speculation_says_the_same(name: str, rows: int, form: str) -> None:
     if form == "bfloat16":
         led = [(DraftOptions(nodes=12), 2), (DraftOptions(tree="chain"), 3), (DraftOptions(nodes=2), 2)]
         for options, lead in (*led, (DraftOptions(nodes=12, copy=True), 2)):
-            assert decode(StreamDrafter(model, adapter, options, lead=lead), rows) == plain
+            assert decode(LedStreamDrafter(model, adapter, options, tokens=lead), rows) == plain
     narrow = adapter_for(model, conditioning="parent", conditioning_rank=8, context_top=5)
     assert decode(StreamDrafter(model, narrow, DraftOptions(nodes=12)), rows) == plain
 

@@ -97,8 +97,8 @@ def test_a_step_costs_what_it_verifies_drafts_and_prepares() -> None:
         "prompt_lookup:tokens=3",
         "streams:nodes=8",
         "streams:nodes=20",
-        "streams:nodes=5+prompt_lookup",
-        "streams:nodes=32+prompt_lookup",
+        "streams:nodes=5,copy=yes+prompt_lookup",
+        "streams:nodes=32,copy=yes+prompt_lookup",
     ],
 )
 def test_predicted_acceptance_is_decoded_acceptance(
@@ -118,11 +118,11 @@ def test_candidates_are_those_of_the_registry(target: Target, adapter: LoadedAda
     alone = {method.name for method in here if next(iter(method.candidates(MOST)), None) is not None}
     with_adapter = find_candidates(target.decoder, [adapter.module])
     groups = {candidate.group for candidate in with_adapter.tried}
-    assert groups == {"none", *alone, "streams+prompt_lookup"}
+    assert groups == {"none", *alone, "streams,copy+prompt_lookup"}
     (auto,) = with_adapter.arms
     assert auto.spec == resolve_spec("auto", adapter.module)
     assert auto.adaptive
-    assert set(with_adapter.recorded) == alone
+    assert set(with_adapter.recorded) == {*alone, "streams,copy"}
     without = find_candidates(target.decoder, [])
     trained = {method.name for method in methods.methods() if method.trained is not None}
     assert {candidate.group for candidate in without.tried} == {"none", *alone} - trained
@@ -149,7 +149,7 @@ def test_each_arm_of_auto_is_measured(
     profile = find_profile(Situation.of(target, both))
     assert profile is not None
     assert list(profile["arms"]) == arms
-    assert set(profile["times"]) >= {"streams+prompt_lookup", "medusa+prompt_lookup"}
+    assert set(profile["times"]) >= {"streams,copy+prompt_lookup", "medusa+prompt_lookup"}
     known = settle(target, both)
     assert known.origin == "tuned"
     assert known.arms is not None

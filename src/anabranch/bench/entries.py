@@ -151,7 +151,7 @@ def open_entry(
     if entry.kind == "peer":
         return open_peer(entry.spec, loaded.target, sampling=sampling, threads=threads, capacity=capacity)
     target = loaded.target
-    spec = resolve_spec(entry.spec, *loaded.modules)
+    spec = resolve_spec(entry.spec, *loaded.modules, target=target.decoder)
     drafter = make_drafter(spec, target.decoder, *loaded.modules)
     speculation = None
     if drafter.adaptive:

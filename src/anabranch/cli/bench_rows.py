@@ -167,7 +167,7 @@ def _open(
 
     loaded, sampling = weights.loaded[entry.weights], config.sampling.params
     if entry.kind == "ours":
-        spec = resolve_spec(entry.spec, *loaded.modules)
+        spec = resolve_spec(entry.spec, *loaded.modules, target=loaded.target.decoder)
         fact["drafter"] = str(spec)
         drafter = make_drafter(spec, loaded.target.decoder, *loaded.modules)
         known = settle(loaded.target, loaded.adapters) if drafter.adaptive else None

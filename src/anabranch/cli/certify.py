@@ -99,7 +99,7 @@ def certify(config: CertifyConfig) -> None:
     loaded = options.load(config.loading)
     if said := near_ties(loaded.target.decoder):
         status_console().print(said)
-    drafter = resolve_spec(config.drafter, *loaded.modules)
+    drafter = resolve_spec(config.drafter, *loaded.modules, target=loaded.target.decoder)
     if config.distribution:
         _distribution(config, loaded, drafter, [prompt.asked for prompt in suite])
     else:

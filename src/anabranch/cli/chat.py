@@ -239,7 +239,8 @@ class Conversation:
         from anabranch.methods import resolve_spec
 
         if spec:
-            spec = str(resolve_spec(spec, *(loaded.module for loaded in self.model.adapters)))
+            modules = [loaded.module for loaded in self.model.adapters]
+            spec = str(resolve_spec(spec, *modules, target=self.model.target.decoder))
             call: Keywords = {**self.call, "drafter": spec}
             self.model.stream(self.prompt_ids([{"role": "user", "content": "hello"}]), **call).close()  # may raise
             self.drafter = spec

@@ -17,6 +17,7 @@ from anabranch.methods import (
     ngram,
     none,
     prompt_lookup,
+    quantized_draft,
     rest,
     space,
     spec,
@@ -52,6 +53,7 @@ _registry: tuple[Method, ...] = (
     ngram.METHOD,
     rest.METHOD,
     draft_model.METHOD,
+    quantized_draft.METHOD,
     medusa.METHOD,
     medusa.METHOD_2,
     hydra.METHOD,
@@ -85,12 +87,12 @@ def parse_spec(text: str | Spec) -> Spec:
     return spec.parse(text, _registry)
 
 
-def resolve_spec(text: str | Spec, *modules: nn.Module | None) -> Spec:
-    """Parse a specification and resolve "auto", given the trained modules that are available.
+def resolve_spec(text: str | Spec, *modules: nn.Module | None, target: Decoder | None = None) -> Spec:
+    """Parse a specification and resolve "auto", given the trained modules that are available, and the target.
 
     With modules of several methods, "auto" becomes a specification with several ``arms``, which is printed as "auto".
     """
-    return spec.resolve(parse_spec(text), modules, _registry)
+    return spec.resolve(parse_spec(text), modules, _registry, target)
 
 
 def make_drafter(text: str | Spec, target: Decoder, *modules: nn.Module | None) -> Drafter:
@@ -98,4 +100,4 @@ def make_drafter(text: str | Spec, target: Decoder, *modules: nn.Module | None) 
 
     Raises InputError for a name or setting that does not exist, CapabilityError for one that is not supported here.
     """
-    return spec.build(resolve_spec(text, *modules), target, modules)
+    return spec.build(resolve_spec(text, *modules, target=target), target, modules)

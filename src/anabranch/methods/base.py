@@ -318,6 +318,9 @@ class Method:
                 that "auto" may choose; methods with a trained module are choices wherever it is loaded
     combines    whether its trees can be merged with those of other methods
     detached    whether its drafts follow from the text alone, so that it can also draft for another engine's target
+    pairs       builds one drafter of this method and another one, by the other's name, where its drafts go on with the
+                other's instead of being merged with them: (target, own settings, the other's settings, its module)
+    pays        (target, the other's settings, its module) -> whether "auto" pairs them
     order       the order of its sources in legends: source -> rank from 1 on, or None for sources of other methods
     counts      the costs of its drafts, for figures: label -> (target on the meta device, shape) -> cost
     published   tokens per step and speedup reported in its paper, by target
@@ -335,6 +338,8 @@ class Method:
     default: bool = False
     combines: bool = True
     detached: bool = False
+    pairs: Mapping[str, Callable[[Decoder, Any, Any, Any], Drafter]] = field(default_factory=dict)
+    pays: Callable[[Decoder, Any, Any], bool] = lambda target, settings, module: False
     order: Callable[[str], int | None] = lambda source: None
     counts: Mapping[str, Callable[[Decoder, DraftShape], DraftCost]] = field(default_factory=dict)
     published: Mapping[str, tuple[float, float]] = field(default_factory=dict)

@@ -13,6 +13,7 @@ of range. ``quoting`` says how values with commas and plus signs are written.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
@@ -94,6 +95,11 @@ class Settings:
         """The settings with which the size of drafts follows the load; the defaults if there are none."""
         return cls()
 
+    @classmethod
+    def in_auto(cls: type[S]) -> S:
+        """The settings in "auto": those under load, and what adds to the method (``additions``)."""
+        return cls.under_load()
+
     def __str__(self) -> str:
         """The settings that differ from their defaults, as ``parse`` reads them."""
         given = [(field.name, getattr(self, field.name)) for field in fields(self)]
@@ -106,6 +112,11 @@ class Settings:
     def adaptive(self) -> bool:
         """Whether the number of drafted and verified nodes follows the load."""
         return False
+
+    @property
+    def additions(self) -> Mapping[str, Any]:
+        """The settings that add to the method what its paper does not have, which candidates of other sizes keep."""
+        return {}
 
     @property
     def budget(self) -> int | None:

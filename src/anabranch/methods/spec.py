@@ -5,6 +5,7 @@ prompt_lookup:tokens=10,ngram=3
 streams:tree=32,prune=16
 streams:tree=auto                  the number of drafted and verified nodes follows the load and may be zero
 streams+prompt_lookup              their trees, merged under one node budget
+streams+quantized_draft            one drafter of both (``Method.pairs``): a quantised copy drafts, and streams go on
 auto                               each method whose trained module is available, merged with those that need none, or
                                    the latter alone; several are arms, of which one is chosen for each row
 rest:data="/a+b,c"                 paths with punctuation (``quoting``)
@@ -62,6 +63,16 @@ class Spec:
         return not self.parts and not self.arms
 
     @property
+    def units(self) -> tuple[Spec, ...]:
+        """Its drafters: parts that make one drafter together, and the other parts one by one."""
+        units: list[Spec] = []
+        pairs = _pairs(self.parts)
+        for part in self.parts:
+            if part not in pairs.values():
+                units.append(Spec((part, pairs[part]) if part in pairs else (part,)))
+        return tuple(units)
+
+    @property
     def plain(self) -> bool:
         """Whether this is plain decoding."""
         return len(self.parts) == 1 and not self.parts[0].method.combines and not fields(self.parts[0].settings)
@@ -113,14 +124,26 @@ def _part(text: str, registry: Sequence[Method]) -> Part:
     return Part(method, method.settings.parse(settings, method.name))
 
 
+def _pairs(parts: Sequence[Part]) -> dict[Part, Part]:
+    """The parts that go on after another one (``Method.pairs``), with that one."""
+    return {
+        part: first for first in parts for part in parts if part is not first and part.method.name in first.method.pairs
+    }
+
+
 def module_of(method: Method, modules: Sequence[nn.Module | None]) -> nn.Module | None:
     """The trained module of a method among several, or None."""
     trained = method.trained or method.reads
     return None if trained is None else next((found for found in modules if isinstance(found, trained.module)), None)
 
 
-def resolve(spec: Spec, modules: Sequence[nn.Module | None], registry: Sequence[Method]) -> Spec:
-    """Resolve "auto", given the trained modules; other specifications are returned unchanged."""
+def resolve(
+    spec: Spec, modules: Sequence[nn.Module | None], registry: Sequence[Method], target: Decoder | None = None
+) -> Spec:
+    """Resolve "auto", given the trained modules and the target; other specifications are returned unchanged.
+
+    target  None: one for which no two methods are paired
+    """
     if not spec.auto:
         return spec
     free = [method for method in registry if method.default and method.trained is None]
@@ -128,12 +151,25 @@ def resolve(spec: Spec, modules: Sequence[nn.Module | None], registry: Sequence[
     for method in registry:
         if method.trained is not None and (module := module_of(method, modules)) is not None:
             learned.setdefault(id(module), method)
-    arms = tuple(_under_load((method, *free) if method.combines else (method,)) for method in learned.values())
-    return Spec(arms=arms) if len(arms) > 1 else arms[0] if arms else _under_load(free)
+    arms = tuple(_in_auto((method, *free) if method.combines else (method,)) for method in learned.values())
+    if target is not None:
+        arms = tuple(_paired(arm, target, modules, registry) for arm in arms)
+    return Spec(arms=arms) if len(arms) > 1 else arms[0] if arms else _in_auto(free)
 
 
-def _under_load(methods: Sequence[Method]) -> Spec:
-    return Spec(tuple(Part(method, method.settings.under_load()) for method in methods))
+def _in_auto(methods: Sequence[Method]) -> Spec:
+    return Spec(tuple(Part(method, method.settings.in_auto()) for method in methods))
+
+
+def _paired(arm: Spec, target: Decoder, modules: Sequence[nn.Module | None], registry: Sequence[Method]) -> Spec:
+    """An arm with the methods that pay in front of one of its parts."""
+    more = [
+        Part(method, method.settings.in_auto())
+        for method in registry
+        for part in arm.parts
+        if part.method.name in method.pairs and method.pays(target, part.settings, module_of(part.method, modules))
+    ]
+    return Spec((*arm.parts, *more))
 
 
 def build(spec: Spec, target: Decoder, modules: Sequence[nn.Module | None]) -> Drafter:
@@ -152,18 +188,25 @@ def build(spec: Spec, target: Decoder, modules: Sequence[nn.Module | None]) -> D
 
 def _merged(spec: Spec, target: Decoder, modules: Sequence[nn.Module | None], shared: dict[Part, Drafter]) -> Drafter:
     """The drafter of all parts; ``shared`` has the drafters of parts without a module, by part."""
-    drafters = []
-    for part in spec.parts:
-        module = module_of(part.method, modules)
-        drafter = shared.get(part) or part.method.build(target, part.settings, module)
-        if module is None:
-            shared[part] = drafter
-        drafters.append(drafter)
+    drafters = [_single(unit, target, modules, shared) for unit in spec.units]
     if len(drafters) == 1:
         made = drafters[0]
     else:
         budgets = [part.settings.budget for part in spec.parts]
         nodes = next((budget for budget in budgets if budget is not None), NODES)
-        made = CombinedDrafter(drafters, nodes=nodes, adaptive=any(part.settings.adaptive for part in spec.parts))
+        made = CombinedDrafter(drafters, nodes=nodes, adaptive=any(drafter.adaptive for drafter in drafters))
     made.spec = str(spec)
     return made
+
+
+def _single(unit: Spec, target: Decoder, modules: Sequence[nn.Module | None], shared: dict[Part, Drafter]) -> Drafter:
+    """The drafter of a part, or of two that are paired."""
+    part, *before = unit.parts
+    module = module_of(part.method, modules)
+    if before:
+        build_pair = before[0].method.pairs[part.method.name]
+        return build_pair(target, before[0].settings, part.settings, module)
+    drafter = shared.get(part) or part.method.build(target, part.settings, module)
+    if module is None:
+        shared[part] = drafter
+    return drafter

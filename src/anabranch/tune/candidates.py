@@ -7,7 +7,7 @@ combined drafts are merged from the recordings of their methods (``analysis.simu
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import nn
@@ -15,7 +15,7 @@ from torch import nn
 from anabranch.analysis.simulate import Cut, Prediction, Ranking, merged, replay
 from anabranch.analysis.trace import TraceRow
 from anabranch.errors import CapabilityError
-from anabranch.methods import AUTO, Drafter, Method, make_drafter, methods, parse_spec, resolve_spec
+from anabranch.methods import AUTO, Drafter, make_drafter, methods, parse_spec, resolve_spec
 from anabranch.methods.spec import Part, Spec
 from anabranch.model.decoder import Decoder
 from anabranch.tune.timing import DraftTimes
@@ -45,8 +45,8 @@ class Candidate:
 
     @cached_property
     def methods(self) -> tuple[str, ...]:
-        """The names of its methods; none for plain decoding."""
-        return () if self.spec.plain else tuple(part.method.name for part in self.spec.parts)
+        """The names of its drafters, by which they are recorded; none for plain decoding."""
+        return () if self.spec.plain else tuple(map(_name, self.spec.units))
 
     @property
     def group(self) -> str:
@@ -105,8 +105,8 @@ def find_candidates(target: Decoder, modules: Sequence[nn.Module | None]) -> Can
         group = tried[-1].group
         if group not in timed or timed[group].max_nodes < nodes:
             timed[group] = drafter
-        for part, each in zip(spec.parts, parts, strict=True):
-            name = part.method.name
+        for unit, each in zip(spec.units, parts, strict=True):
+            name = _name(unit)
             if name not in recorded or recorded[name].max_nodes < each.max_nodes:
                 recorded[name] = each
 
@@ -118,27 +118,33 @@ def find_candidates(target: Decoder, modules: Sequence[nn.Module | None]) -> Can
             except CapabilityError:
                 break
             add(spec, [drafter], drafter)
-    auto = resolve_spec(AUTO, *modules)
+    auto = resolve_spec(AUTO, *modules, target=target)
     arms = auto.arms or (auto,)
     for arm in arms:
-        mergers = _mergers([part.method for part in arm.parts]) if len(arm.parts) > 1 else ()
+        mergers = _mergers(arm.parts) if len(arm.parts) > 1 else ()
         for spec in (*mergers, arm):
             add(spec, _alone(spec, target, modules), make_drafter(spec, target, *modules))
     chosen = [candidate for candidate in tried if candidate.spec in arms]
     return Candidates(tried, chosen, recorded, timed)
 
 
-def _mergers(together: Sequence[Method]) -> Iterator[Spec]:
-    """The methods merged, with every node budget that one of them supports."""
-    usual = [Part(method, method.settings()) for method in together]
-    for place, method in enumerate(together):
-        sized = [settings for settings in method.candidates(MOST) if settings.budget is not None]
+def _mergers(together: Sequence[Part]) -> Iterator[Spec]:
+    """The methods merged, with every node budget that one of them supports, and what "auto" adds to them."""
+    usual = [Part(part.method, replace(part.method.settings(), **part.settings.additions)) for part in together]
+    for place, part in enumerate(together):
+        sized = [settings for settings in part.method.candidates(MOST) if settings.budget is not None]
         if sized:
             for settings in sized:
-                yield Spec((*usual[:place], Part(method, settings), *usual[place + 1 :]))
+                chosen = Part(part.method, replace(settings, **part.settings.additions))
+                yield Spec((*usual[:place], chosen, *usual[place + 1 :]))
             return
     yield Spec(tuple(usual))
 
 
+def _name(unit: Spec) -> str:
+    """The name of a drafter: its methods, and what is added to them."""
+    return "+".join(",".join((part.method.name, *part.settings.additions)) for part in unit.parts)
+
+
 def _alone(spec: Spec, target: Decoder, modules: Sequence[nn.Module | None]) -> list[Drafter]:
-    return [make_drafter(Spec((part,)), target, *modules) for part in spec.parts]
+    return [make_drafter(unit, target, *modules) for unit in spec.units]

@@ -8,7 +8,6 @@ own weights and an embedding of their own as the initial state.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -44,9 +43,8 @@ def _build(target: Decoder, settings: SpaceSettings, module: nn.Module | None) -
             "with adapter=FOLDER, train one with 'anabranch train space', or use drafter='prompt_lookup'"
         )
     assert isinstance(module, MaskModule)
-    placement: Any = settings.placement
     return StreamDrafter(
-        target, module, settings.options, placement=placement, adaptive=settings.adaptive, name="space"
+        target, module, settings.options, placement=settings.placement, adaptive=settings.adaptive, name="space"
     )
 
 

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import nn
 
-from anabranch.errors import CapabilityError, InputError
+from anabranch.errors import CapabilityError
 from anabranch.methods.base import Drafter, Method, numbered, sized
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.copying import COPIED
 from anabranch.methods.streams.counting import COUNTS
 from anabranch.methods.streams.draft import DraftOptions
 from anabranch.methods.streams.drafter import StreamDrafter
-from anabranch.methods.streams.lead import LEAD
 from anabranch.methods.streams.recipes import TRAINED
 from anabranch.methods.streams.settings import TreeSettings
 from anabranch.model.decoder import Decoder
 
-__all__ = ["METHOD", "StreamSettings"]
+__all__ = ["METHOD", "StreamSettings", "adapter_of"]
 
-MOST_LEAD = 8  # tokens
 LAST = 99  # rank of what is copied among the sources
 BUDGETS = (3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 # tokens per step and speedup of lossless Speculative Streaming on MT-Bench, for Vicuna (ACL tables 6 and 1)
@@ -34,15 +32,19 @@ class StreamSettings(TreeSettings):
 
     shortlist: int = 0
     condition: bool = True
-    copy: bool = True
+    copy: bool = False
     prune: int = 0
     placement: str = "auto"
-    lead: str = "auto"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.lead != "auto" and not (self.lead.isdigit() and int(self.lead) <= MOST_LEAD):
-            raise InputError(f"lead must be auto or a number of tokens from 0 to {MOST_LEAD}, got {self.lead!r}")
+    @classmethod
+    def in_auto(cls) -> StreamSettings:
+        """``tree=auto,copy=yes``."""
+        return cls(tree="auto", copy=True)
+
+    @property
+    def additions(self) -> Mapping[str, bool]:
+        """``copy``, if it is on."""
+        return {"copy": True} if self.copy else {}
 
     @property
     def options(self) -> DraftOptions:
@@ -50,25 +52,28 @@ class StreamSettings(TreeSettings):
         return replace(super().options, shortlist=self.shortlist, condition=self.condition, copy=self.copy)
 
 
-def _build(target: Decoder, settings: StreamSettings, module: nn.Module | None) -> Drafter:
+def adapter_of(module: nn.Module | None) -> StreamAdapter:
+    """The stream adapter that was trained for a target. Raises CapabilityError if there is none."""
     if module is None:
         raise CapabilityError(
             "the drafter 'streams' needs an adapter that was trained for this target, and there is none; give one "
             "with adapter=FOLDER, train one with 'anabranch train streams', or use drafter='prompt_lookup'"
         )
     assert isinstance(module, StreamAdapter)
-    placement: Any = settings.placement
+    return module
+
+
+def _build(target: Decoder, settings: StreamSettings, module: nn.Module | None) -> Drafter:
     return StreamDrafter(
-        *(target, module, settings.options),
+        *(target, adapter_of(module), settings.options),
         prune=settings.prune,
-        placement=placement,
+        placement=settings.placement,
         adaptive=settings.adaptive,
-        lead="auto" if settings.lead == "auto" else int(settings.lead),
     )
 
 
 def _order(source: str) -> int | None:
-    return numbered(LEAD)(source) or numbered("stream")(source) or (LAST if source == COPIED else None)
+    return numbered("stream")(source) or (LAST if source == COPIED else None)
 
 
 METHOD = Method(

@@ -27,6 +27,7 @@ from anabranch.methods.levels import Level, collect, sources_of, to_host, worth_
 from anabranch.methods.streams.adapter import StreamModule
 from anabranch.methods.streams.copying import ALONE, COPIED, MIXED
 from anabranch.methods.streams.kernels import DraftConfig, DraftedNodes, StreamKernels
+from anabranch.methods.streams.scorer import Conditioner
 from anabranch.model.decoder import Decoder
 from anabranch.model.graphs import Graphs
 from anabranch.model.native_linear import NativeLinear, table_of
@@ -126,7 +127,12 @@ class StreamDraft:
     @cached_property
     def native(self) -> NativeDraft | None:
         """The same with the native kernels, if they support it; created on first use, since training needs none."""
-        return NativeDraft.of(self)
+        return NativeDraft.of(
+            *(self.target, self.head, self.options),
+            depth=self.depth,
+            conditioner=self.conditioner,
+            predictor=self.adapter.predictor,
+        )
 
     def _shortlist_logits(self, states_BFD: Tensor, tokens_Bn: Tensor) -> Tensor:
         rows_BnD = self.target.head_rows(tokens_Bn)
@@ -293,23 +299,32 @@ class NativeDraft:
     """Builds the tree of one row with the native kernels: conditioning, scoring and selection in one call."""
 
     def __init__(
-        self, draft: StreamDraft, linears: dict[str, NativeLinear], head: NativeLinear, certainty: float | None
+        self,
+        target: Decoder,
+        head: DraftHead,
+        options: DraftOptions,
+        linears: dict[str, NativeLinear],
+        *,
+        depth: int,
+        predictor: str,
+        certainty: float | None,
     ) -> None:
+        assert isinstance(head.scores, NativeLinear), "the kernels have these scores"
         self._greedy, self._sampled = (1.0, TRUST) if certainty is None else (certainty, certainty)
-        options, chain = draft.options, draft.options.tree == "chain"
-        self._kernels = StreamKernels(head.kernels)
-        self._sources = (*sources_of(draft.adapter.predictor, range(draft.depth + 1)), COPIED)
+        chain = options.tree == "chain"
+        self._kernels = StreamKernels(head.scores.kernels)
+        self._sources = (*sources_of(predictor, range(depth + 1)), COPIED)
         self.copies, self._trust = options.copy and options.tree == "best", TRUSTS
-        vocabulary = draft.head.vocabulary
-        self._kept = (linears, head, vocabulary, draft.target.embedding)
+        vocabulary = head.vocabulary
+        self._kept = (linears, head, vocabulary, target.embedding)
         self._config = DraftConfig(
-            embedding=table_of(draft.target),
-            head=head.packed,
+            embedding=table_of(target),
+            head=head.scores.packed,
             ids=vocabulary.data_ptr(),
-            d=draft.target.config.hidden_size,
-            depth=draft.depth,
+            d=target.config.hidden_size,
+            depth=depth,
             children=min(options.children, len(vocabulary)),
-            nodes=draft.depth + 1 if chain else options.nodes,
+            nodes=depth + 1 if chain else options.nodes,
             frontier=1 if chain else options.frontier,
             blocks=max(BLOCKS, 4 * options.nodes),
             noise_scale=self._sampled,
@@ -320,26 +335,35 @@ class NativeDraft:
         )
 
     @staticmethod
-    def of(draft: StreamDraft, *, certainty: float | None = None) -> NativeDraft | None:
+    def of(
+        target: Decoder,
+        head: DraftHead,
+        options: DraftOptions,
+        *,
+        depth: int,
+        conditioner: Conditioner | None = None,
+        predictor: str = "stream",
+        certainty: float | None = None,
+    ) -> NativeDraft | None:
         """None unless the target runs on the kernels, with best-first trees or chains, conditioned on paths or not.
 
+        depth      states that a tree is built from
+        predictor  what one of them is called in sources
         certainty  what scores (of sampled rows with their noise) are multiplied by to give the logits of acceptance
                    probabilities; None: ``TRUST`` for sampled rows, 1 for others
         """
-        conditioner, width = draft.conditioner, draft.target.config.hidden_size
-        if not isinstance(draft.head.scores, NativeLinear):
+        width = target.config.hidden_size
+        if not isinstance(head.scores, NativeLinear):
             return None
         terms = {} if conditioner is None else conditioner.packed
         linears = {name: linear for name, linear in terms.items() if isinstance(linear, NativeLinear)}
         known = conditioner is None or (len(linears) == 4 and conditioner.rank % native.BLOCK == 0)
         known = known and width % native.BLOCK == 0
-        plain = draft.options.tree != "product" and not draft.options.shortlist and draft.head.bias is None
-        if (
-            not (known and plain and width <= native.MAX_EMBEDDING_WIDTH)
-            or draft.target.config.logit_softcap is not None
-        ):
+        plain = options.tree != "product" and not options.shortlist and head.bias is None
+        fits = known and plain and width <= native.MAX_EMBEDDING_WIDTH and target.config.logit_softcap is None
+        if not fits:
             return None
-        return NativeDraft(draft, linears, draft.head.scores, certainty)
+        return NativeDraft(target, head, options, linears, depth=depth, predictor=predictor, certainty=certainty)
 
     def __call__(
         self,

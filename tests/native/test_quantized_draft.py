@@ -1,4 +1,4 @@
-"""The lead of a draft: tokens from a 4-bit copy of the target, and the streams that trail them."""
+"""Quantised self-speculation: tokens from a 4-bit copy of the target, alone and with streams that trail them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,25 @@ from test_kernels import BASE, adapter_for, decoder, in_four_bits, needs_kernels
 
 from anabranch.decoding.engine import Engine, Request, Step
 from anabranch.decoding.speculation import Speculation
+from anabranch.decoding.stats import Stats
 from anabranch.errors import CapabilityError, InputError
-from anabranch.methods import parse_spec
+from anabranch.methods import make_drafter, parse_spec, resolve_spec
 from anabranch.methods.base import Observation, Row
 from anabranch.methods.combined import CombinedDrafter
-from anabranch.methods.draft_head import RowVocabulary
+from anabranch.methods.draft_head import DraftHead
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.prompt_lookup import PromptLookupDrafter
-from anabranch.methods.streams import METHOD
+from anabranch.methods.quantized_draft import METHOD
+from anabranch.methods.quantized_draft.copy import COPY, Copied
+from anabranch.methods.quantized_draft.drafter import QuantizedDrafter
+from anabranch.methods.quantized_draft.lead import LED_ROWS, LeadCopy, LedStreamDrafter, led_tree
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.draft import DraftOptions, NativeDraft, StreamDraft
-from anabranch.methods.streams.drafter import LED_ROWS, StreamDrafter, _led, _State
-from anabranch.methods.streams.lead import LEAD, Lead, Led
+from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
 from anabranch.model.pack import pack_decoder
+from anabranch.model.reads import weight_bytes
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
 
@@ -53,18 +57,17 @@ def said(steps: list[Step]) -> list[int]:
 
 
 def test_a_lead_stands_between_the_root_and_the_streams_tree() -> None:
-    """The example of ``_led``."""
+    """The example of ``led_tree``."""
     below = DraftTree(
         np.array([8, 1, 4, 2], np.int64),
         np.array([-1, 0, 0, 1], np.int64),
         sources=("target", "stream 1", "stream 1", "stream 2"),
         log_probs=np.array([0.0, -0.5, -1.5, -0.75], np.float32),
     )
-    state = _State(RowVocabulary.__new__(RowVocabulary), [7, 8], [-0.125, -0.25])
-    tree = _led(5, state, below)
+    tree = led_tree(5, [7, 8], [-0.125, -0.25], below)
     assert tree.tokens.tolist() == [5, 7, 8, 1, 4, 2]
     assert tree.parents.tolist() == [-1, 0, 1, 2, 2, 3]
-    assert tree.sources == ("target", "lead 1", "lead 2", "stream 1", "stream 1", "stream 2")
+    assert tree.sources == ("target", "quantized 1", "quantized 2", "stream 1", "stream 1", "stream 2")
     assert tree.log_probs is not None
     assert tree.log_probs.tolist() == [0.0, -0.125, -0.25, -0.75, -1.75, -1.0]
 
@@ -75,12 +78,12 @@ def test_a_lead_stands_between_the_root_and_the_streams_tree() -> None:
 def test_a_lead_changes_nothing_that_is_said(rows: int, sampling: SamplingParams) -> None:
     model, adapter = setup()
     plain = [said(steps) for steps in decode(model, NoDrafter(), rows, sampling)]
-    for lead, nodes in (("auto", 7), (1, 7), (3, 7), (2, 3)):
-        drafter = StreamDrafter(model, adapter, DraftOptions(nodes=nodes), lead=lead)  # type: ignore[arg-type]
+    for lead, nodes in ((None, 7), (1, 7), (3, 7), (2, 3)):
+        drafter = LedStreamDrafter(model, adapter, DraftOptions(nodes=nodes), tokens=lead)
         found = decode(model, drafter, rows, sampling)
         assert [said(steps) for steps in found] == plain
-        led = any(source.startswith(LEAD) for steps in found for source in steps[1].tree.sources)
-        assert led == (lead != "auto" or rows <= LED_ROWS)
+        led = any(source.startswith(COPY) for steps in found for source in steps[1].tree.sources)
+        assert led == (lead is not None or rows <= LED_ROWS)
         assert max(step.tree.size for steps in found for step in steps) <= nodes
 
 
@@ -92,7 +95,7 @@ def test_a_copy_of_weights_that_four_bits_hold_is_nearly_always_right(sampling: 
     adapter = adapter_for(model, num_stream_layers=1, attention_rank=0)
     in_four_bits(model, adapter)
     assert pack_decoder(model)
-    (steps,) = decode(model, StreamDrafter(model, adapter, DraftOptions(nodes=4), lead=3), 1, sampling)
+    (steps,) = decode(model, LedStreamDrafter(model, adapter, DraftOptions(nodes=4), tokens=3), 1, sampling)
     whole = [step for step in steps if step.tree.size == 4]
     assert len(whole) > 3
     assert sum(len(step.verdict.path) - 1 for step in whole) / (3 * len(whole)) > 0.8
@@ -102,13 +105,13 @@ def test_a_copy_of_weights_that_four_bits_hold_is_nearly_always_right(sampling: 
 @pytest.mark.parametrize("certainty", [None, 10.0])
 def test_certainty_scales_the_scores_of_greedy_rows(certainty: float | None) -> None:
     model, adapter = setup()
-    one = StreamDraft(model, adapter, DraftOptions(tree="chain", depth=1, condition=False))
-    native = NativeDraft.of(one, certainty=certainty)
+    head = DraftHead(model, adapter.vocabulary)
+    native = NativeDraft.of(model, head, DraftOptions(tree="chain", depth=1), depth=1, certainty=certainty)
     assert native is not None
     state = torch.randn(1, BASE.hidden_size, generator=torch.Generator().manual_seed(3)).to(model.dtype)
-    scores = one.head.scores(state)[0].float() * (certainty or 1.0)
+    scores = head.scores(state)[0].float() * (certainty or 1.0)
     drafted = native.nodes(state, 1, None, None)
-    assert drafted.tokens.item(1) == one.head.vocabulary[scores.argmax()]
+    assert drafted.tokens.item(1) == head.vocabulary[scores.argmax()]
     assert drafted.log_probs.item(1) == pytest.approx(float(scores.log_softmax(0).max()), abs=1e-3)
 
 
@@ -123,18 +126,18 @@ def test_one_pass_drafts_several_tokens_where_the_streams_are_right(monkeypatch:
     (plain,) = decode(model, NoDrafter(), 1)
     text = tokens(4, 0) + said(plain) + [0] * 20
 
-    def right(lead: Lead, rows: list[Led], cache: Cache, most: int) -> list[DraftTree]:
+    def right(lead: LeadCopy, rows: list[Copied], cache: Cache, most: int) -> list[DraftTree]:
         (row,) = rows
         at = cache.lengths[row.slot] + len(row.tokens) + 1
         first, second = text[at : at + 2]
         drafted = np.array([row.latest, (first + 1) % 50, first, (second + 1) % 50, second], np.int64)
         return [DraftTree(drafted, np.array([-1, 0, 0, 2, 2], np.int64))]
 
-    monkeypatch.setattr(Lead, "_trees", right)
-    (found,) = decode(model, StreamDrafter(model, adapter, DraftOptions(nodes=7), lead=4), 1)
+    monkeypatch.setattr(LeadCopy, "_trees", right)
+    (found,) = decode(model, LedStreamDrafter(model, adapter, DraftOptions(nodes=7), tokens=4), 1)
     assert said(found) == said(plain)
     whole = [step for step in found if step.tree.size == 7]
-    leads = [sum(source.startswith(LEAD) for source in step.tree.sources) for step in whole]
+    leads = [sum(source.startswith(COPY) for source in step.tree.sources) for step in whole]
     assert len(whole) > 3
     assert max(leads) > 4
     taken = sum(min(len(step.verdict.path) - 1, lead) for step, lead in zip(whole, leads, strict=True))
@@ -145,7 +148,7 @@ def test_one_pass_drafts_several_tokens_where_the_streams_are_right(monkeypatch:
 @pytest.mark.parametrize(("lead", "nodes"), [(1, 4), (8, 12)])
 def test_a_lead_may_reach_the_end_of_the_context(lead: int, nodes: int) -> None:
     model = packed(replace(BASE, max_positions=48), "bfloat16")
-    drafter = StreamDrafter(model, adapter_for(model, **SHAPE), DraftOptions(nodes=nodes), lead=lead)
+    drafter = LedStreamDrafter(model, adapter_for(model, **SHAPE), DraftOptions(nodes=nodes), tokens=lead)
     engine = Engine(model, drafter, rows=1, capacity=48)
     engine.add(Request(tokens(8), 40))
     assert sum(len(step.tokens) for step in engine.run()) == 40
@@ -155,54 +158,106 @@ def test_a_lead_may_reach_the_end_of_the_context(lead: int, nodes: int) -> None:
 def test_small_budgets_cut_the_lead() -> None:
     model, adapter = setup()
     plain = [said(steps) for steps in decode(model, NoDrafter(), 1)]
-    found = decode(model, StreamDrafter(model, adapter, DraftOptions(nodes=2), lead=2), 1)
+    found = decode(model, LedStreamDrafter(model, adapter, DraftOptions(nodes=2), tokens=2), 1)
     assert [said(steps) for steps in found] == plain
     assert {step.tree.size for steps in found for step in steps} == {1, 2}
 
 
 @needs_kernels
-def test_sampled_drafts_that_rejection_judges_have_no_lead() -> None:
+def test_rejection_judges_no_drafts_of_a_copy() -> None:
     model, adapter = setup()
-    drafter = StreamDrafter(model, adapter, DraftOptions(tree="chain"), lead="auto")
-    engine = Engine(model, drafter, rows=1, capacity=100)
-    engine.add(Request(tokens(9), 20, sampling=SAMPLED, rule="rejection"))
-    assert not any(source.startswith(LEAD) for step in engine.run() for source in step.tree.sources)
+    led = LedStreamDrafter(model, adapter, DraftOptions(tree="chain"))
+    for drafter in (led, QuantizedDrafter(model, 3)):
+        with pytest.raises(CapabilityError, match="use rule='match'"):
+            drafter.check(SAMPLED, "rejection")
+    StreamDrafter(model, adapter, DraftOptions(tree="chain")).check(SAMPLED, "rejection")
 
 
 @needs_kernels
 @pytest.mark.parametrize("form", ["float32", "int8", "int4"])
-def test_there_is_no_lead_where_four_bits_read_no_less(form: str) -> None:
+def test_there_is_no_copy_where_four_bits_read_no_less(form: str) -> None:
     model, adapter = setup(form)
-    assert StreamDrafter(model, adapter, lead="auto").lead == 0
-    with pytest.raises(CapabilityError, match="bf16 weights"):
-        StreamDrafter(model, adapter, lead=1)
+    for spec in ("streams+quantized_draft", "quantized_draft"):
+        with pytest.raises(CapabilityError, match="bf16 weights"):
+            make_drafter(spec, model, adapter)
+    assert "quantized_draft" not in str(resolve_spec("auto", adapter, target=model))
 
 
 @needs_kernels
-def test_what_a_lead_does_not_go_with() -> None:
+def test_what_a_copy_does_not_go_with() -> None:
     model, adapter = setup()
-    with pytest.raises(CapabilityError, match="tree=best or tree=chain"):
-        StreamDrafter(model, adapter, DraftOptions(tree="product", k=2), lead=1)
-    with pytest.raises(CapabilityError, match="streams that trail"):
-        StreamDrafter(model, adapter, placement="ride", lead=1)
-    with pytest.raises(CapabilityError, match="without pruning"):
-        StreamDrafter(model, adapter, prune=4, lead=1)
-    assert StreamDrafter(model, adapter, placement="ride", lead="auto").lead == 0
-    assert StreamDrafter(model, adapter, prune=4, lead="auto").lead == 0
+    for settings in ("tree=product,k=2", "placement=ride", "prune=4"):
+        with pytest.raises(CapabilityError, match="trail on them without pruning, with tree=best or tree=chain"):
+            make_drafter(f"streams:{settings}+quantized_draft", model, adapter)
 
 
-@pytest.mark.parametrize("lead", ["9", "-1", "two"])
-def test_the_setting_is_a_small_number_or_auto(lead: str) -> None:
-    with pytest.raises(InputError, match="lead must be auto or a number of tokens from 0 to 8"):
-        METHOD.settings.parse(f"lead={lead}", "streams")
-    assert str(parse_spec("streams:tree=8,lead=2")) == "streams:nodes=8,lead=2"
+@pytest.mark.parametrize("tokens", ["9", "0", "-1", "two"])
+def test_the_setting_is_a_small_number_or_auto(tokens: str) -> None:
+    with pytest.raises(InputError, match="tokens must be auto or a number from 1 to 8"):
+        METHOD.settings.parse(f"tokens={tokens}", "quantized_draft")
+    assert str(parse_spec("streams:tree=8+quantized_draft:tokens=2")) == "streams:nodes=8+quantized_draft:tokens=2"
 
 
 @needs_kernels
-def test_drafts_with_a_lead_are_judged_apart_and_never_small() -> None:
+def test_auto_says_that_a_copy_drafts() -> None:
     model, adapter = setup()
-    led, unled = (StreamDrafter(model, adapter, DraftOptions(nodes=12), lead=lead) for lead in ("auto", 0))  # type: ignore[arg-type]
-    assert (led.account(LED_ROWS), led.least(LED_ROWS)) == ("streams, led", 8)
+    spec = str(resolve_spec("auto", adapter, target=model))
+    assert spec == "streams:tree=auto,copy=yes+prompt_lookup:tokens=auto+quantized_draft"
+    assert str(parse_spec(spec)) == spec
+    assert str(resolve_spec("auto", adapter)) == "streams:tree=auto,copy=yes+prompt_lookup:tokens=auto"
+    assert str(resolve_spec("auto", target=model)) == "prompt_lookup:tokens=auto"
+    assert make_drafter("auto", model, adapter).spec == spec
+
+
+@needs_kernels
+def test_streams_alone_have_no_copy_and_copy_nothing() -> None:
+    model, adapter = setup()
+    drafter = make_drafter("streams:tree=8", model, adapter)
+    assert type(drafter) is StreamDrafter
+    assert not drafter.tree.options.copy
+    (steps,) = decode(model, drafter, 1)
+    calls = Stats.of(steps).calls
+    layers, streams = BASE.num_layers, len(adapter.layers)
+    assert set(calls) == {("target", layers, layers), ("partial", streams, layers)}
+    assert calls["partial", streams, layers] <= len(steps)
+
+
+@needs_kernels
+@pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("spec", ["quantized_draft:tokens=3", "quantized_draft", "prompt_lookup+quantized_draft"])
+def test_a_copy_alone_changes_nothing_that_is_said(spec: str, rows: int, sampling: SamplingParams) -> None:
+    model = packed(BASE, "bfloat16")
+    plain = [said(steps) for steps in decode(model, NoDrafter(), rows, sampling)]
+    found = decode(model, make_drafter(spec, model), rows, sampling)
+    assert [said(steps) for steps in found] == plain
+    if spec.endswith("=3"):
+        sources = {source for steps in found for step in steps for source in step.sources}
+        assert sources <= {"target", "quantized 1", "quantized 2", "quantized 3"}
+        assert max(step.tree.size for steps in found for step in steps) == 4
+
+
+@needs_kernels
+def test_every_pass_of_the_copy_and_of_the_streams_is_counted() -> None:
+    model, adapter = setup()
+    layers, streams = BASE.num_layers, len(adapter.layers)
+    (steps,) = decode(model, make_drafter("quantized_draft:tokens=2", model), 1)
+    stats = Stats.of(steps)
+    assert stats.calls["copy", layers, layers] == 2 * (stats.steps - 1)  # nothing is drafted after the last step
+    (steps,) = decode(model, make_drafter("streams:tree=8+quantized_draft", model, adapter), 1)
+    stats = Stats.of(steps)
+    ran = stats.calls["copy", layers, layers]
+    assert 0 < ran <= stats.steps
+    assert stats.calls["partial", streams, layers] >= ran
+    assert stats.draft_calls == ran + stats.calls["partial", streams, layers]
+    assert stats.bytes_read > stats.steps * weight_bytes(model)
+
+
+@needs_kernels
+def test_drafts_with_a_copy_are_judged_apart_and_never_small() -> None:
+    model, adapter = setup()
+    led, unled = LedStreamDrafter(model, adapter, DraftOptions(nodes=12)), StreamDrafter(model, adapter)
+    assert (led.account(LED_ROWS), led.least(LED_ROWS)) == ("streams+quantized_draft", 8)
     assert (led.account(LED_ROWS + 1), led.least(LED_ROWS + 1)) == ("streams", 1)
     assert (unled.account(1), unled.least(1)) == ("streams", 1)
 
@@ -210,10 +265,9 @@ def test_drafts_with_a_lead_are_judged_apart_and_never_small() -> None:
 @needs_kernels
 def test_the_copy_is_made_once() -> None:
     model, adapter = setup()
-    first, second = (StreamDrafter(model, adapter, lead=lead) for lead in (1, 2))
-    assert first._lead is not None
-    assert second._lead is not None
-    assert first._lead._stack is second._lead._stack
+    first, second = (LedStreamDrafter(model, adapter, tokens=tokens) for tokens in (1, 2))
+    alone = QuantizedDrafter(model, 2)
+    assert first.copy._stack is second.copy._stack is alone.copy._stack
     assert isinstance(first.tree, StreamDraft)
 
 
@@ -221,7 +275,7 @@ def test_the_copy_is_made_once() -> None:
 def test_no_streams_trail_where_prompt_lookup_suffices(monkeypatch: pytest.MonkeyPatch) -> None:
     model, adapter = setup()
     (plain,) = decode(model, NoDrafter(), 1)
-    streams = StreamDrafter(model, adapter, DraftOptions(nodes=8), lead=0, adaptive=True)
+    streams = StreamDrafter(model, adapter, DraftOptions(nodes=8), adaptive=True)
     budgets = []
     observe = StreamDrafter.observe
 

@@ -1,0 +1,212 @@
+"""A 4-bit copy of the target and streams together: the copy drafts the first tokens, and the streams trail these.
+
+Streams that trail the newest committed token guess the token after the next from the states of the top layers. The copy
+nearly always agrees with the target, so it is worth passes of its own. Each verifies a small tree of streams (``TREE``
+nodes), since a few nodes hardly cost more than one, and the streams then trail the last token that it drafted: staged
+speculative decoding (Spector and Ré 2023) with the streams as its last stage.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from anabranch.errors import CapabilityError
+from anabranch.methods.base import Observation, Row
+from anabranch.methods.draft_head import DrawNoise
+from anabranch.methods.quantized_draft.copy import COPY, Copied, QuantizedCopy
+from anabranch.methods.streams.adapter import StreamModule
+from anabranch.methods.streams.draft import DraftOptions, StreamDraft
+from anabranch.methods.streams.drafter import StreamDrafter, StreamState
+from anabranch.methods.streams.native import NativeTrail
+from anabranch.methods.streams.trailing import trailing
+from anabranch.model.cache import Cache
+from anabranch.model.decoder import Decoder
+from anabranch.tree import DraftTree
+from anabranch.verify import Rule
+
+__all__ = ["LED_ROWS", "LeadCopy", "LedStreamDrafter", "led_tree"]
+
+TREE = 4  # nodes that a pass of the copy verifies
+# Tokens that the copy drafts where their number is not given, and the most rows that it then drafts for: a pass of the
+# copy over many rows is bound by arithmetic like the target's own (docs/log.md).
+AUTO_LEAD, LED_ROWS = 1, 1
+# the fewest nodes of a led draft whose size follows the load, and what to expect of it (docs/log.md)
+LED_NODES, LED_LENGTH = 8, 4.5
+REFUSAL = (
+    "quantized_draft needs bf16 weights that the native kernels run, and streams that trail on them without pruning, "
+    "with tree=best or tree=chain; leave it out"
+)
+
+
+class LeadCopy(QuantizedCopy):
+    """A copy whose passes verify trees of streams; a pass may draft several tokens.
+
+    trail  runs the streams
+    below  builds the trees that the copy verifies
+    """
+
+    def __init__(self, target: Decoder, adapter: StreamModule, trail: NativeTrail, *, copy: bool) -> None:
+        below = StreamDraft(target, adapter, DraftOptions(nodes=TREE, copy=copy))
+        parts = self.parts(target, below.head)
+        if parts is None:
+            raise CapabilityError(REFUSAL)
+        super().__init__(*parts, below.head, tapped=adapter.start)
+        self._trail, self._below = trail, below
+        self.beyond = below.depth
+
+    def _trees(self, rows: Sequence[Copied], cache: Cache, most: int) -> list[DraftTree]:
+        """Trees of streams; only the latest token where one more token is wanted."""
+        if most - max(len(row.tokens) for row in rows) < 2:
+            return super()._trees(rows, cache, most)
+        states = trailing(self._trail, rows, cache, self._below.depth)
+        noise = [row.noise_ahead(self._below.depth) for row in rows]
+        ahead = [row.tokens for row in rows]
+        return self._below.build(states, [row.latest for row in rows], [row.words for row in rows], noise, ahead)
+
+
+@dataclass
+class _Led(StreamState):
+    """The state of a row, with the tokens that the copy drafted after the root, and their joint log probabilities."""
+
+    lead: Sequence[int] = ()
+    log_probs: Sequence[float] = ()
+
+
+class LedStreamDrafter(StreamDrafter):
+    """Streams that trail what a 4-bit copy of the target drafts first.
+
+    tokens  that the copy drafts, or a few more, since one of its passes may bring several; None: ``AUTO_LEAD`` where at
+            most ``LED_ROWS`` rows are decoded, else none
+    """
+
+    rules: tuple[Rule, ...] = ("match",)
+    name = "streams+quantized_draft"
+
+    def __init__(
+        self,
+        target: Decoder,
+        adapter: StreamModule,
+        options: DraftOptions | None = None,
+        *,
+        tokens: int | None = None,
+        prune: int = 0,
+        placement: str = "auto",
+        adaptive: bool = False,
+    ) -> None:
+        super().__init__(target, adapter, options, prune=prune, placement=placement, adaptive=adaptive)
+        self.name = type(self).name
+        if self.native is None or prune or not adapter.reads_main or self.tree.options.tree == "product":
+            raise CapabilityError(REFUSAL)
+        self.copy = LeadCopy(target, adapter, self.native, copy=self.tree.options.copy)
+        self._led_rows = LED_ROWS if tokens is None else sys.maxsize
+        self.tokens = AUTO_LEAD if tokens is None else tokens
+        self._longest = self.tokens + self.copy.beyond
+        if self.tree.options.tree != "best":
+            self.max_nodes += self._longest
+
+    @property
+    def margin(self) -> int:
+        """The tree's nodes, and at least the positions of streams after what the copy drafts."""
+        return max(super().margin, self.adapter.shape.num_streams + self._longest)
+
+    def depth_of(self, budget: int) -> int:
+        """The maximum depth of a tree of ``budget`` nodes: what the copy drafts, and the streams of the rest."""
+        streams = self._streams_of(min(budget, self.max_nodes) - self.tokens)
+        return min(budget - 1, self._longest + streams)
+
+    def account(self, rows: int) -> str:
+        """Drafts with the copy take longer and yield more, so they are judged apart from those without."""
+        return self.name if self._leads(rows) else "streams"
+
+    def least(self, rows: int) -> int:
+        """Enough nodes to pay for the copy; smaller drafts would also show too little of the streams after it."""
+        return min(LED_NODES, self.max_nodes) if self._leads(rows) else 1
+
+    def usual_length(self, rows: int) -> float:
+        """More than of most drafters."""
+        return LED_LENGTH if self._leads(rows) else 0.0
+
+    def _leads(self, rows: int) -> bool:
+        return rows <= self._led_rows
+
+    def join(self, row: Row) -> None:
+        """A new row has no stream states before its first step."""
+        row.state[self] = _Led(self.tree.row())
+
+    def _led(self, row: Row) -> _Led:
+        state: _Led = row.state[self]
+        return state
+
+    def _known(self, row: Row) -> bool:
+        return super()._known(row) or bool(self._led(row).lead)
+
+    def _forget(self, row: Row) -> None:
+        row.state[self] = _Led(self._led(row).words)
+
+    def _matching(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
+        """What the copy drafted, and below its last token the streams' tree with the nodes that are left."""
+        left = [min(budget, self.max_nodes) - len(self._led(row).lead) for row in rows]
+        found = [DraftTree.root(row.root) for row in rows]
+        for nodes in sorted(set(left)):
+            places = [b for b, most in enumerate(left) if most == nodes]
+            trees = self._below([rows[b] for b in places], nodes, [self._led(rows[b]).lead for b in places])
+            for b, tree in zip(places, trees, strict=True):
+                state = self._led(rows[b])
+                found[b] = led_tree(rows[b].root, state.lead, state.log_probs, tree)
+        return found
+
+    def _prepare(
+        self,
+        native: NativeTrail,
+        rows: Sequence[Row],
+        slots: Sequence[int],
+        nodes: Sequence[int],
+        main_MD: Tensor,
+        seen: Observation,
+    ) -> None:
+        """Let the copy draft, and the streams trail it; ``nodes`` are the rows of ``main_MD`` of the newest tokens."""
+        budget, count = min(seen.budget, self.max_nodes), self.tokens if self._leads(len(rows)) else 0
+        most = min(budget - 1, self._longest) if count else 0
+        led = [
+            Copied(
+                *(row, slot, row.root, main_MD, node),
+                words=self._words(row),
+                noise=DrawNoise.of(row, 2 * self._longest) if most else None,
+            )
+            for row, slot, node in zip(rows, slots, nodes, strict=True)
+        ]
+        if most:
+            self.copy.run(led, seen.cache, min(count, most), most)
+        for row, lead in zip(rows, led, strict=True):
+            state = self._led(row)
+            state.lead, state.log_probs = lead.tokens, lead.log_probs
+        for left in sorted({budget - len(lead.tokens) for lead in led}):
+            if left >= 2:
+                same = [i for i, lead in enumerate(led) if budget - len(lead.tokens) == left]
+                states = trailing(native, [led[i] for i in same], seen.cache, self._streams_of(left))
+                for i, states_SD in zip(same, states, strict=True):
+                    self._led(rows[i]).states_SD = states_SD
+
+
+def led_tree(root: int, lead: Sequence[int], log_probs: Sequence[float], tree: DraftTree) -> DraftTree:
+    """The tree of a row from the one below what the copy drafted.
+
+    lead 7 8, tree 8 +-- 1 -- 2         root 5 -- 7 -- 8 +-- 1 -- 2
+                     +-- 4                               +-- 4
+    """
+    count = len(lead)
+    if not count:
+        return tree
+    assert tree.log_probs is not None
+    sources = [f"{COPY} {depth}" for depth in range(1, count + 1)]
+    return DraftTree(
+        np.concatenate(([root], lead, tree.tokens[1:])).astype(np.int64),
+        np.concatenate((np.arange(-1, count), tree.parents[1:] + count)).astype(np.int64),
+        sources=("target", *sources, *tree.sources[1:]),
+        log_probs=np.concatenate(([0.0], log_probs, tree.log_probs[1:] + log_probs[-1])).astype(np.float32),
+    )
