@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-import anabranch
+import anabranch as library
 from anabranch.tasks import find_task
+from test_doc_commands import FENCED, commands
+from verbs import Anabranch
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 ROWS = {
@@ -27,11 +29,22 @@ def test_every_folder_is_tested() -> None:
         assert sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) <= 10_000_000
 
 
+@pytest.mark.thorough
+def test_the_commands_of_the_page_run(anabranch: Anabranch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLES.parent)
+    found = list(commands(EXAMPLES / "README.md", FENCED))
+    assert found
+    for words in found:
+        done = anabranch(*words, "--max-new-tokens", 12)
+        assert done.code == 0, done.err
+        assert done.out.startswith("SELECT COUNT(")
+
+
 @pytest.mark.parametrize("name", list(ROWS))
 def test_an_example_drafts_what_its_tuned_model_says(name: str) -> None:
     folder = EXAMPLES / name
     prompt = find_task(name).template.render(ROWS[name], name)
-    with anabranch.load("default", lora=folder / "lora", adapter=folder, dtype="float32") as model:
+    with library.load("default", lora=folder / "lora", adapter=folder, dtype="float32") as model:
         said = [{"role": "user", "content": prompt}]
         plain = model.chat(said, max_new_tokens=40, drafter="none")
         drafted = model.chat(said, max_new_tokens=40, drafter="streams:nodes=12")
