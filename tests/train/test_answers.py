@@ -325,6 +325,9 @@ def test_examples(tmp_path: Path) -> None:
     for bad, message in (("{", "line 2"), ({"prompt_ids": [1]}, "line 2"), ({**good, "answer_ids": [9, 1]}, "outside")):
         with pytest.raises(FileError, match=message):
             read_examples(lines(tmp_path / "b", good, bad), vocab_size=9, max_tokens=9)
+    wrong = lines(tmp_path / "d", good, {"prompt": "x", "completion": "y"}, good, {})
+    with pytest.raises(FileError, match=r"line 2 of .*; it has prompt and completion: give .*; 1 more of 4 rows .*: 4"):
+        read_examples(wrong, vocab_size=9, max_tokens=9)
     with pytest.raises(FileError, match="no prompt with a completion"):
         read_examples(path, vocab_size=9, max_tokens=2)
     (tmp_path / "b").write_text(json.dumps(good), encoding="utf-16")

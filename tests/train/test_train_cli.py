@@ -279,6 +279,8 @@ def test_a_training_that_cannot_be_is_refused_before_a_model_is_loaded(
         (("streams", "--answers", tmp_path / "none", "--out", tmp_path / "new"), "there is no file"),
         (("streams", "--text", tmp_path / "none", "--out", tmp_path / "new"), "there is no file"),
         ((*fine, "--text", written), "give either a file of completions"),
+        (("streams", "--text", tmp_path / "p.jsonl", "--out", tmp_path / "new"), "with a field 'text'; its fields are"),
+        (("streams", "--answers", tmp_path / "p.jsonl", "--out", tmp_path / "new"), "with lists of ids prompt_ids and"),
         ((*fine, "--self-tokens", 5), "--self-tokens is for data that the model writes itself"),
         ((*fine, "--evaluate", tmp_path / "none"), "there is no file"),
         (("streams", "--out", tmp_path / "new", "--self-tokens", 0), "tokens must be at least 1, got 0"),

@@ -13,10 +13,10 @@ import io
 import json
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from anabranch.errors import FileError
 
@@ -32,6 +32,7 @@ __all__ = [
     "read_rows",
     "read_text",
     "read_whole",
+    "rows_made",
     "shown",
 ]
 
@@ -51,6 +52,8 @@ KINDS = {
     b"SQLite format 3": "a database",
     GZIP: "gzipped twice",
 }
+T = TypeVar("T")
+SHOWN = 10  # numbers of unusable rows in a message
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 TABLES = {".csv": ",", ".tsv": "\t"}
 
@@ -235,6 +238,26 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         advice = "write one object a line, or an array of objects" if first else "correct or delete the line"
         yield number, parse_object(line, f"line {number} of {path}", advice)
         first = False
+
+
+def rows_made(path: Path, make: Callable[[int, dict[str, Any]], T]) -> list[T]:
+    """What ``make`` makes of each row, given its number.
+
+    Raises FileError that describes the first row that ``make`` refuses by a FileError, and names the others.
+    """
+    made: list[T] = []
+    faults: list[tuple[int, FileError]] = []
+    for number, row in read_rows(path):
+        try:
+            made.append(make(number, row))
+        except FileError as error:
+            faults.append((number, error))
+    if faults:
+        others = [str(number) for number, _ in faults[1:]]
+        named = ", ".join(others[:SHOWN]) + (", ..." if len(others) > SHOWN else "")
+        more = f"; {len(others):,} more of {len(made) + len(faults):,} rows are unusable: {named}" if others else ""
+        raise FileError(f"{faults[0][1]}{more}") from faults[0][1]
+    return made
 
 
 def _suffix(path: Path) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from anabranch.errors import FileError, InputError
 from anabranch.support.files import LONE_SURROGATES
-from anabranch.support.jsonfiles import read_rows
+from anabranch.support.jsonfiles import rows_made
 from anabranch.support.nearest import hint
 from anabranch.tasks.metrics import METRICS
 from anabranch.tasks.task import Task
@@ -25,7 +25,6 @@ __all__ = ["SPLITS", "TaskRow", "TrainingRows", "rows_of", "sample", "training_r
 
 SPLITS = ("train", "validation", "test")
 ALL = "all"
-SHOWN = 10  # numbers of unusable rows in a message
 BELOW = {"train": 0.8, "validation": 0.9, "test": 1.0}  # of the hash of a prompt, between 0 and 1
 
 
@@ -164,20 +163,7 @@ def _place(task: Task, split: str, data: Path) -> Path:
 
 
 def _read(task: Task, path: Path) -> list[TaskRow]:
-    """The rows of a file. Raises FileError that describes the first row that cannot be used, and names the others."""
-    made: list[TaskRow] = []
-    faults: list[tuple[int, FileError]] = []
-    for number, row in read_rows(path):
-        try:
-            made.append(_row(task, number, row, f"row {number} of {path}"))
-        except FileError as error:
-            faults.append((number, error))
-    if faults:
-        others = [str(number) for number, _ in faults[1:]]
-        shown = ", ".join(others[:SHOWN]) + (", ..." if len(others) > SHOWN else "")
-        more = f"; {len(others):,} more of {len(made) + len(faults):,} rows are unusable: {shown}" if others else ""
-        raise FileError(f"{faults[0][1]}{more}") from faults[0][1]
-    return made
+    return rows_made(path, lambda number, row: _row(task, number, row, f"row {number} of {path}"))
 
 
 def _row(task: Task, number: int, row: Mapping[str, Any], where: str) -> TaskRow:

@@ -7,6 +7,7 @@ and source).
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import random
 import warnings
@@ -23,10 +24,11 @@ from anabranch.errors import FileError, InputError, TrainingWarning
 from anabranch.learning.examples import Batch, Example
 from anabranch.model.text import encode
 from anabranch.support.files import LONE_SURROGATES
-from anabranch.support.jsonfiles import has_rows, is_whole, read_rows, read_whole
+from anabranch.support.jsonfiles import has_rows, is_whole, read_rows, read_whole, rows_made
 
 __all__ = [
     "batches",
+    "check_first",
     "digest",
     "frequent_tokens",
     "left_out",
@@ -49,28 +51,36 @@ def read_examples(path: Path, *, vocab_size: int, max_tokens: int) -> list[Examp
         raise FileError(f"there is no file {path}; write one with 'anabranch train answers'")
     examples: list[Example] = []
     dropped: Counter[str] = Counter()
-    for number, record in read_rows(path):
-        prompt: Any = record.get("prompt_ids")
-        answer: Any = record.get("answer_ids")
-        for ids in (prompt, answer):
-            if not isinstance(ids, list) or not all(is_whole(i) for i in ids):
-                raise FileError(
-                    f"line {number} of {path} is not a JSON object with lists of ids prompt_ids and answer_ids"
-                    f"{_as_task(record, path)}"
-                )
+    for prompt, answer, source, name in rows_made(path, lambda number, record: _ids(number, record, path)):
         if any(not 0 <= i < vocab_size for i in (*prompt, *answer)):
-            raise FileError(f"line {number} of {path} has token ids outside the target's vocabulary")
+            raise FileError(f"the row {name} of {path} has token ids outside the target's vocabulary")
         if reason := left_out(len(prompt), len(answer), max_tokens):
             dropped[reason] += 1
             continue
-        answer = answer[: max_tokens - len(prompt)]
-        examples.append(
-            Example(tuple(prompt), tuple(answer), str(record.get("source", "")), str(record.get("id", number)))
-        )
+        examples.append(Example(tuple(prompt), tuple(answer[: max_tokens - len(prompt)]), source, name))
     if not examples:
         raise FileError(f"{path} has no prompt with a completion of at least {LEAST} tokens{_counted(dropped)}")
     warn_of_dropped(dropped, len(examples) + dropped.total(), f"rows of {path}")
     return examples
+
+
+def _ids(number: int, record: Mapping[str, Any], path: Path) -> tuple[list[int], list[int], str, str]:
+    """Prompt, answer, source and name of a row of completions."""
+    found: list[Any] = [record.get(name) for name in ("prompt_ids", "answer_ids")]
+    if not all(isinstance(ids, list) and all(map(is_whole, ids)) for ids in found):
+        raise FileError(
+            f"line {number} of {path} is not a JSON object with lists of ids prompt_ids and answer_ids"
+            f"{_as_task(record, path)}"
+        )
+    return *found, str(record.get("source", "")), str(record.get("id", number))
+
+
+def check_first(path: Path, *, completions: bool) -> None:
+    """Check the first row of a file of completions or of text, before a model is loaded. Raises FileError."""
+    if not completions and not has_rows(path):
+        return
+    for number, record in itertools.islice(read_rows(path), 1):
+        _ = _ids(number, record, path) if completions else _text(number, record, path)
 
 
 def left_out(prompt: int, answer: int, max_tokens: int) -> str:
@@ -127,24 +137,28 @@ def read_texts(path: Path, tokenizer: Any, *, max_tokens: int, prompt_tokens: in
     return examples
 
 
-def _texts(path: Path) -> Iterator[tuple[str, str]]:
+def _texts(path: Path) -> list[tuple[str, str]]:
     """The texts of a file with their sources."""
-    name = path.name.split(".")[0]
     if not has_rows(path):
-        yield read_whole(path), name
-        return
-    for number, record in read_rows(path):
-        if not isinstance(record.get("text"), str):
-            fields = ", ".join(record) or "none"
-            raise FileError(
-                f"line {number} of {path} is not a JSON object with a field 'text'; its fields are {fields}"
-                f"{_as_task(record, path)}"
-            )
-        if half := lone_surrogate([record["text"], record.get("source")]):
-            raise FileError(
-                f"line {number} of {path} contains the unpaired surrogate {half}; correct or delete the line"
-            )
-        yield record["text"], str(record.get("source", name))
+        return [(read_whole(path), _name(path))]
+    return rows_made(path, lambda number, record: _text(number, record, path))
+
+
+def _name(path: Path) -> str:
+    return path.name.split(".")[0]
+
+
+def _text(number: int, record: Mapping[str, Any], path: Path) -> tuple[str, str]:
+    """The text of a row and its source."""
+    if not isinstance(record.get("text"), str):
+        fields = ", ".join(record) or "none"
+        raise FileError(
+            f"line {number} of {path} is not a JSON object with a field 'text'; its fields are {fields}"
+            f"{_as_task(record, path)}"
+        )
+    if half := lone_surrogate([record["text"], record.get("source")]):
+        raise FileError(f"line {number} of {path} contains the unpaired surrogate {half}; correct or delete the line")
+    return record["text"], str(record.get("source", _name(path)))
 
 
 def lone_surrogate(value: Any) -> str:

@@ -36,7 +36,7 @@ from anabranch.train.advice import Watch, before
 from anabranch.train.appended import settings_path
 from anabranch.train.arithmetic import ARITHMETIC, chosen_dtype, learner_of
 from anabranch.train.checkpoint import read_checkpoint, read_log
-from anabranch.train.data import digest, frequent_tokens, read_examples, read_texts, split
+from anabranch.train.data import check_first, digest, frequent_tokens, read_examples, read_texts, split
 from anabranch.train.logs import check_logs
 from anabranch.train.processes import Processes
 from anabranch.train.start import adopted, begin, start_folder
@@ -70,7 +70,7 @@ def trainable(name: str | None = None) -> Method:
 
 
 def check_data(answers: Path | None, text: Path | None) -> None:
-    """Check that the input files exist, before a model is loaded. Raises InputError or FileError."""
+    """Check that the input file exists and how it begins, before a model is loaded. Raises InputError or FileError."""
     if (answers is None) == (text is None):
         raise InputError("give either a file of completions (--answers) or plain text (--text)")
     path = answers or text
@@ -79,6 +79,8 @@ def check_data(answers: Path | None, text: Path | None) -> None:
             "write one with 'anabranch train answers'" if answers else "give a text file or JSONL with a field 'text'"
         )
         raise FileError(f"there is no file {path}; {hint}")
+    if path is not None:
+        check_first(path, completions=answers is not None)
 
 
 def check_folder_is_free(folder: Path, *, force: bool) -> None:
