@@ -26,7 +26,7 @@ from anabranch.loading import LoadConfig
 from anabranch.methods import AUTO, Drafter, Spec, make_drafter, parse_spec, resolve_spec
 from anabranch.model.kernel_use import kernels_of
 from anabranch.model.load import Target
-from anabranch.options import Keywords, Options
+from anabranch.options import ChatKeywords, Keywords, Options, chat_options
 from anabranch.profiles import Known, Situation, keep_arms, settle
 from anabranch.prompts import Arrays, Ids, check_stream, conversation_ids, read_prompts
 from anabranch.support.background import Worker
@@ -345,19 +345,46 @@ class Model:
 
         return support_of(question)
 
-    def chat(self, messages: Sequence[dict[str, str]], **options: Unpack[Keywords]) -> Generation:
-        """Answer a conversation [{"role": "user", "content": "..."}, ...] using the model's chat template."""
-        return self.generate(self.chat_ids(messages), **options)
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatKeywords]) -> Generation:
+        """Answer a conversation [{"role": "user", "content": "..."}, ...] using the model's chat template.
+
+        A message has what the template reads: a content (a string or a list of text parts), tool calls, a name. If the
+        last message is the assistant's, the answer continues it. Options are those of ``generate``, and these of
+        transformers' ``apply_chat_template``:
+
+        tools=None                   functions that the model may call, or their JSON schemas
+        documents=None               dictionaries with "title" and "text"
+        chat_template=None           another template, or the name of one of the tokenizer's
+        continue_final_message=None  whether the answer continues the last message; None: if it is the assistant's
+        template={}                  variables of the template; those that it reads may be given as options by
+                                     themselves, such as enable_thinking=False
+
+        Raises what ``generate`` raises, and CapabilityError for a model without a chat template.
+        """
+        ids, rest = self._chat(messages, options)
+        return self.generate(ids, **rest)
 
     def chat_stream(
-        self, messages: Sequence[dict[str, str]], **options: Unpack[Keywords]
+        self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatKeywords]
     ) -> Generator[Chunk, None, None]:
         """Answer a conversation as ``chat`` does, and yield chunks as ``stream`` does."""
-        return self.stream(self.chat_ids(messages), **options)
+        ids, rest = self._chat(messages, options)
+        return self.stream(ids, **rest)
 
-    def chat_ids(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """The token ids of a conversation in the chat template, as a prompt for ``generate`` or ``stream``."""
-        return conversation_ids(messages, self.tokenizer, self.target.name)
+    def chat_ids(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatKeywords]) -> list[int]:
+        """The token ids of a conversation in the chat template, as a prompt for ``generate`` or ``stream``.
+
+        options  those of ``chat`` that concern the template
+        """
+        ids, rest = self._chat(messages, options)
+        if rest:
+            raise InputError(f"chat_ids takes options of the chat template, got {next(iter(rest))!r}")
+        return ids
+
+    def _chat(self, messages: Sequence[Mapping[str, Any]], options: ChatKeywords) -> tuple[list[int], Keywords]:
+        """The token ids of a conversation, and the options that are left for ``generate``."""
+        template, rest = chat_options(options, self.tokenizer)
+        return conversation_ids(messages, self.tokenizer, self.target.name, template), rest
 
     # -- asyncio ------------------------------------------------------------------------------------
     @overload
@@ -384,14 +411,19 @@ class Model:
         """
         return self._worker.iterate(lambda: self.stream(prompt, **options))
 
-    async def achat(self, messages: Sequence[dict[str, str]], **options: Unpack[Keywords]) -> Generation:
+    async def achat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatKeywords]) -> Generation:
         """Answer a conversation as ``chat`` does, without blocking the event loop."""
-        found = await self._later(lambda cancelled: self._generate(self.chat_ids(messages), options, cancelled))
+
+        def answer(cancelled: threading.Event) -> Generation | list[Generation]:
+            ids, rest = self._chat(messages, options)
+            return self._generate(ids, rest, cancelled)
+
+        found = await self._later(answer)
         assert isinstance(found, Generation), "one prompt gives one result"
         return found
 
     def achat_stream(
-        self, messages: Sequence[dict[str, str]], **options: Unpack[Keywords]
+        self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatKeywords]
     ) -> AsyncGenerator[Chunk, None]:
         """Answer a conversation as ``chat`` does, and yield chunks as ``astream`` does."""
         return self._worker.iterate(lambda: self.chat_stream(messages, **options))

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 from anabranch.decoding.engine import Request
 from anabranch.errors import InputError
 from anabranch.methods import Spec, parse_spec
 from anabranch.model.generation_config import GenerationDefaults
 from anabranch.model.load import Target
+from anabranch.model.text import ChatTemplate, template_reads
 from anabranch.processors import ScoreOptions, ids_of
 from anabranch.sampling import LogitsProcessor, SamplingParams
 from anabranch.verify import Rule
 
-__all__ = ["NEW_TOKENS", "Keywords", "Options"]
+__all__ = ["NEW_TOKENS", "ChatKeywords", "Keywords", "Options", "chat_options"]
 
+TEMPLATE_OPTIONS = ("tools", "documents", "chat_template", "continue_final_message")
 NEW_TOKENS = 256  # unless the call or the model says otherwise
 
 
@@ -55,6 +57,39 @@ class Keywords(TypedDict, total=False):
     encoder_repetition_penalty: float | None
     encoder_no_repeat_ngram_size: int | None
     remove_invalid_values: bool | None
+
+
+class ChatKeywords(Keywords, total=False):
+    """The options of ``Model.chat``; besides these, it takes the variables that the model's chat template reads."""
+
+    tools: Sequence[Any] | None
+    documents: Sequence[Mapping[str, Any]] | None
+    chat_template: str | None
+    continue_final_message: bool | str | None
+    template: Mapping[str, Any]
+    enable_thinking: bool
+
+
+def chat_options(options: ChatKeywords, tokenizer: Any) -> tuple[ChatTemplate, Keywords]:
+    """Split options of ``Model.chat`` into those of the template and those of ``Model.generate``.
+
+    Raises InputError for an option that neither has.
+    """
+    given: dict[str, Any] = dict(options)
+    variables = given.pop("template", None) or {}
+    if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+        raise InputError(f"template must be a dictionary of variables of the chat template, got {variables!r}")
+    own = {name: given.pop(name) for name in TEMPLATE_OPTIONS if name in given}
+    template = ChatTemplate(**own, variables=dict(variables))
+    known = Options.__dataclass_fields__
+    extra = {name: given.pop(name) for name in [*given] if name not in known}
+    for name in extra:
+        if not template_reads(tokenizer, name, template):
+            raise InputError(
+                f"there is no option {name!r}, and the model's chat template does not read it; options are "
+                f"{', '.join((*TEMPLATE_OPTIONS, 'template', *known))}"
+            )
+    return replace(template, variables={**variables, **extra}), cast(Keywords, given)
 
 
 @dataclass(frozen=True)

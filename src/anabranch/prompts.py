@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from numbers import Integral
 from typing import Any, TypeAlias
 
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.errors import CapabilityError, InputError
-from anabranch.model.text import encode, render_chat
+from anabranch.model.text import ChatTemplate, encode, render_chat
 from anabranch.support.files import LONE_SURROGATES
 
 __all__ = ["Arrays", "Asked", "Ids", "chat_ids", "check_stream", "conversation_ids", "read_prompts"]
@@ -89,8 +90,13 @@ def chat_ids(
     return conversation_ids([*first, {"role": "user", "content": text}], tokenizer, model)
 
 
-def conversation_ids(messages: Sequence[Mapping[str, str]], tokenizer: Any, model: str = "this model") -> list[int]:
-    """The token ids of a conversation in the tokenizer's chat template, ending where the answer begins.
+def conversation_ids(
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    model: str = "this model",
+    template: ChatTemplate | None = None,
+) -> list[int]:
+    """The token ids of a conversation in the tokenizer's chat template, ending where the answer begins or continues.
 
     Raises InputError for a conversation that the template rejects, and CapabilityError if ``model`` has no template.
     """
@@ -101,13 +107,42 @@ def conversation_ids(messages: Sequence[Mapping[str, str]], tokenizer: Any, mode
     if not messages:
         raise InputError("the conversation is empty; give at least one message")
     for message in messages:
-        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-            raise InputError(f"a message must be a dictionary with a role and a content, got {message!r}")
-        if not isinstance(message["content"], str):
-            raise InputError(f"the content of a message must be a string, got {message['content']!r}")
-    if not getattr(tokenizer, "chat_template", None):
+        _check_message(message)
+    if not getattr(tokenizer, "chat_template", None) and (template is None or template.chat_template is None):
         raise CapabilityError(f"{model} has no chat template; use generate with a plain prompt")
-    return _tokenize(render_chat(tokenizer, messages, model), tokenizer, add_special_tokens=False)
+    template = template or ChatTemplate()
+    if template.continue_final_message is None:
+        template = replace(template, continue_final_message=_resumes(messages[-1]))
+    text = render_chat(tokenizer, messages, model, template)
+    if not (ids := _tokenize(text, tokenizer, add_special_tokens=False)):
+        raise InputError(f"the chat template of {model} makes an empty prompt of this conversation")
+    return ids
+
+
+def _resumes(message: Mapping[str, Any]) -> bool:
+    """Whether a message is the beginning of an answer."""
+    return message["role"] == "assistant" and bool(message.get("content")) and not message.get("tool_calls")
+
+
+def _check_message(message: Any) -> None:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise InputError(f"a message must be a dictionary with a role and a content, got {message!r}")
+    content = message.get("content")
+    if content is None and not message.keys() - {"role", "content", "name"}:
+        raise InputError(f"a message must be a dictionary with a role and a content, got {message!r}")
+    if isinstance(content, str | None):
+        return
+    if not isinstance(content, list | tuple):
+        raise InputError(f"the content of a message must be a string or a list of parts, got {content!r}")
+    for part in content:
+        if isinstance(part, str):
+            continue
+        if not isinstance(part, Mapping):
+            raise InputError(f"a part of a message's content must be {{'type': 'text', 'text': ...}}, got {part!r}")
+        if (kind := part.get("type", "text")) != "text":
+            raise CapabilityError(f"the model reads text only, and a message has a part of type {kind!r}; leave it out")
+        if not isinstance(part.get("text"), str):
+            raise InputError(f"a part of a message's content must be {{'type': 'text', 'text': ...}}, got {part!r}")
 
 
 def _tokenize(text: str, tokenizer: Any, **options: Any) -> list[int]:

@@ -59,7 +59,7 @@ class Detokenizer:
         """Append tokens; returns the new text that is safe to show."""
         if self._finder is None:
             self._ids += tokens
-            self._shown += [token for token in tokens if token not in self._hidden]
+            self._shown += filter(self._has_text, tokens)
             if not self._whole:
                 self._advance()
             return self._emit(len(self._raw))
@@ -67,7 +67,7 @@ class Detokenizer:
             if self.stopped is not None:
                 break
             self._ids.append(token)
-            if token not in self._hidden:
+            if self._has_text(token):
                 self._shown.append(token)
                 self._advance()
             if (found := self._finder.add(token)) is not None:
@@ -82,6 +82,9 @@ class Detokenizer:
         if self.stopped is None:
             self._raw, self._ended = self._decode(self._shown), True
         return self._emit(len(self._raw))
+
+    def _has_text(self, token: int) -> bool:
+        return token not in self._hidden and self._tokenizer.convert_ids_to_tokens(token) is not None
 
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
@@ -103,7 +106,7 @@ class Detokenizer:
     def _stop_at(self, found: _Found) -> None:
         """End the text before a stop string. What follows is counted from the end: a space may lack at the start."""
         whole = self._decode(self._shown)
-        after = b"".join(data for token, data in found.after if token not in self._hidden)
+        after = b"".join(data for token, data in found.after if self._has_text(token))
         self._raw = whole[: max(0, len(whole) - len(after.decode("utf-8", "replace")))]
         self.stopped, self._ended = found.stop, True
 

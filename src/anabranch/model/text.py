@@ -10,18 +10,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 from anabranch.errors import AnabranchError, InputError, one_line
 
 __all__ = [
+    "ChatTemplate",
     "clean_up_of",
     "encode",
     "fingerprint",
     "foreign_errors",
     "hidden_ids",
     "render_chat",
+    "template_reads",
     "time_limit",
     "token_bytes",
 ]
@@ -152,14 +155,85 @@ def fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()
 
 
-def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]], name: str = "this model") -> str:
-    """A conversation in the model's chat template, ending where the answer begins. Raises InputError."""
+@dataclass(frozen=True)
+class ChatTemplate:
+    """What a chat template gets beside the messages: the arguments of transformers' ``apply_chat_template``.
+
+    tools                   functions, or their JSON schemas
+    documents               dictionaries with "title" and "text"
+    chat_template           a template, or the name of one of the tokenizer's; None: its own
+    continue_final_message  whether the last message is the beginning of the answer; None: no
+    variables               whatever else the template reads, such as ``enable_thinking``
+    """
+
+    tools: Sequence[Any] | None = None
+    documents: Sequence[Mapping[str, Any]] | None = None
+    chat_template: str | None = None
+    continue_final_message: bool | str | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+def template_reads(tokenizer: Any, name: str, template: ChatTemplate) -> bool:
+    """Whether the chat template has a variable of this name; False without a template, or for one with errors."""
+    from jinja2 import TemplateError
+    from jinja2.meta import find_undeclared_variables
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    if not getattr(tokenizer, "chat_template", None) and template.chat_template is None:
+        return False
+    try:
+        source = tokenizer.get_chat_template(template.chat_template, template.tools)
+        return name in find_undeclared_variables(_compile_jinja_template(source).environment.parse(source))
+    except (TemplateError, ValueError):
+        return False
+
+
+def render_chat(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    name: str = "this model",
+    template: ChatTemplate | None = None,
+) -> str:
+    """A conversation in the model's chat template, ending where the answer begins or continues. Raises InputError.
+
+    Content parts are joined, as in vLLM, for a template that takes only strings.
+    """
+    given = template or ChatTemplate()
+    resumes = given.continue_final_message or False
+    arguments: dict[str, Any] = {
+        "tools": given.tools,
+        "documents": given.documents,
+        "chat_template": given.chat_template,
+    }
+    arguments |= {"continue_final_message": resumes or None}
+    arguments = {name: value for name, value in arguments.items() if value is not None} | dict(given.variables)
 
     def refused(why: str) -> InputError:
         return InputError(f"the chat template of {name} refuses this conversation: {why}")
 
-    with foreign_errors(refused), time_limit(TEMPLATE_SECONDS):
-        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-        if not isinstance(text, str):
-            raise TypeError("it does not return a string")
-        return text
+    def rendered(spoken: Sequence[Mapping[str, Any]]) -> str:
+        with foreign_errors(refused), time_limit(TEMPLATE_SECONDS):
+            text = tokenizer.apply_chat_template(
+                list(spoken), add_generation_prompt=not resumes, tokenize=False, **arguments
+            )
+            if not isinstance(text, str):
+                raise TypeError("it does not return a string")
+            return text
+
+    joined = [_joined(message) for message in messages]
+    if not any(isinstance(message.get("content"), list | tuple) for message in messages):
+        return rendered(messages)
+    try:
+        text = rendered(messages)
+    except InputError:
+        return rendered(joined)
+    printed = any(str(message["content"]) in text for message in messages if isinstance(message.get("content"), list))
+    return rendered(joined) if printed else text
+
+
+def _joined(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with the texts of its content parts in one string."""
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return message
+    return {**message, "content": "\n".join(part if isinstance(part, str) else str(part["text"]) for part in content)}
