@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from anabranch.capabilities import Support, supports
     from anabranch.decoding.generation import Chunk, Generation
     from anabranch.decoding.stats import Stats
+    from anabranch.methods import load_plugin, register
 
 __version__ = "0.1.0"
 __all__ = [
@@ -53,6 +54,8 @@ __all__ = [
     "__version__",
     "bench",
     "load",
+    "load_plugin",
+    "register",
     "supports",
 ]
 
@@ -61,6 +64,8 @@ _HOMES = {
     "Model": "api",
     "bench": "bench",
     "load": "api",
+    "load_plugin": "methods",
+    "register": "methods",
     "Support": "capabilities",
     "supports": "capabilities",
     "Chunk": "decoding.generation",

@@ -53,7 +53,15 @@ class Verbs(TyperGroup):
 def _write_methods(command: Any, formatter: Any) -> None:
     if any(parameter.name in DRAFTERS for parameter in command.params) and (found := list(methods())):
         with formatter.section("Drafters, combined with +"):
-            formatter.write_dl(found)
+            formatter.write_dl([*found, *_installed()])
+
+
+def _installed() -> Iterator[tuple[str, str]]:
+    """The methods that installed packages declare, which are imported when they are named."""
+    from importlib.metadata import entry_points
+
+    for point in entry_points(group="anabranch.methods"):
+        yield point.name, "of an installed package" if point.dist is None else f"of the package {point.dist.name}"
 
 
 def _write_recipes(rows: Sequence[Sequence[str]], formatter: Any) -> None:

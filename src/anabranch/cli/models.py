@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from anabranch.cli.plugins import Plugins
 from anabranch.errors import AdapterError, FileError, InputError
 
 __all__ = ["fetch_default", "info", "pull"]
@@ -73,6 +74,7 @@ def info(
     capabilities: Annotated[
         bool, typer.Option("--matrix", help="show what each method supports; for a model, with its own adapters")
     ] = False,
+    plugin: Plugins = None,
     as_json: Annotated[bool, typer.Option("--json", help="print as JSON")] = False,
 ) -> None:
     """Describe this machine, a model, an adapter, a LoRA, or what each method supports.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from anabranch.cli.plugins import PLUGIN
 from anabranch.errors import AnabranchWarning, InputError
 from anabranch.loading import LoadConfig, Loaded
 from anabranch.support.nearest import hint
@@ -103,6 +104,7 @@ class Loading:
     lora: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="merge this LoRA (PEFT's format) into the model")
     ] = None
+    plugin: Annotated[tuple[Path, ...], PLUGIN] = ()
 
     @property
     def config(self) -> LoadConfig:

@@ -1,13 +1,16 @@
 """The registry of methods, each in its own folder or file. The rest of the library reads the entries.
 
-Your own method needs no change here: ``register`` it (docs/methods.md).
+Your own method needs no change here: ``register`` it, name a file that does to ``load_plugin``, or declare an entry
+point of the group ``anabranch.methods`` (docs/methods.md).
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from torch import nn
 
-from anabranch.errors import InputError
+from anabranch.errors import FileError, InputError
 from anabranch.methods import (
     draft_model,
     eagle,
@@ -16,6 +19,7 @@ from anabranch.methods import (
     medusa,
     ngram,
     none,
+    plugins,
     prompt_lookup,
     quantized_draft,
     rest,
@@ -37,6 +41,7 @@ __all__ = [
     "Row",
     "Spec",
     "Taps",
+    "load_plugin",
     "make_drafter",
     "methods",
     "parse_spec",
@@ -82,8 +87,29 @@ def register(method: Method) -> None:
     _registry = (*(known for known in _registry if known.name != method.name), method)
 
 
+def load_plugin(path: str | Path) -> tuple[Method, ...]:
+    """Run a Python file that registers methods; returns these.
+
+    Raises FileError for a file that fails, with the line, or that registers nothing.
+    """
+    before = _registry
+    plugins.run_file(Path(path))
+    added = tuple(method for method in _registry if method not in before)
+    if not added:
+        raise FileError(f"the plugin {path} registers no method; call anabranch.register(Method(...)) in it")
+    return added
+
+
 def parse_spec(text: str | Spec) -> Spec:
-    """Parse a drafter's specification; no model is needed. Raises InputError."""
+    """Parse a drafter's specification; no model is needed. Raises InputError.
+
+    A method that is not registered is imported if an installed package declares it.
+    """
+    if isinstance(text, str):
+        known = {method.name for method in _registry}
+        for name in spec.names(text):
+            if name not in known and (found := plugins.installed().get(name)) is not None:
+                register(plugins.value_of(found))
     return spec.parse(text, _registry)
 
 

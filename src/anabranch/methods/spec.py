@@ -27,7 +27,7 @@ from anabranch.methods.settings import Settings
 from anabranch.model.decoder import Decoder
 from anabranch.support.nearest import hint
 
-__all__ = ["AUTO", "Part", "Spec", "build", "parse", "resolve"]
+__all__ = ["AUTO", "Part", "Spec", "build", "names", "parse", "resolve"]
 
 AUTO = "auto"
 NODES = 32  # budget of a merged tree, if no part has a preference
@@ -92,6 +92,11 @@ def parse(text: str | Spec, registry: Sequence[Method]) -> Spec:
     if len(parts) > 1 and (separate := [part.method.name for part in parts if not part.method.combines]):
         raise InputError(f"the drafter {separate[0]!r} cannot be combined with others; use it by itself")
     return Spec(parts)
+
+
+def names(text: str) -> list[str]:
+    """The words at the places of methods' names."""
+    return [part.partition(":")[0].strip() for part in pieces(text, "+")]
 
 
 def _parts(text: str, registry: Sequence[Method]) -> list[str]:
