@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import anabranch
 from anabranch import loading
 from anabranch.adapters.folder import read_record
+from anabranch.cli import app as program
 from anabranch.cli.train import app
 from anabranch.errors import AdapterError, CapabilityError, InputError
 from anabranch.learning.examples import Batch, Example
@@ -225,6 +226,8 @@ def test_from_completions_to_a_tuned_target_with_its_streams(recipe: str, toys: 
         for name, lora in ((folder / "model", None), (toys.model, folder / "lora")):
             with pytest.raises(AdapterError, match="was tuned together with its streams, which its main rows"):
                 anabranch.load(name, lora=lora)
+        told = CliRunner().invoke(program, ["info", str(folder / "model")]).stdout
+        assert "streams: it is another model without it" in " ".join(told.split())
         with pytest.raises(AdapterError, match="is another model without them"):
             loading.load(loading.LoadConfig(str(folder / "model")), pack=False, adapters=False)
         with pytest.raises(CapabilityError, match="which requests cannot choose; merge it"):
