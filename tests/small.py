@@ -152,6 +152,9 @@ class Words:
     def decode(self, ids: Sequence[int], **_: Any) -> str:
         return " ".join(f"w{i}" for i in ids)
 
+    def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> str | list[str]:
+        return f"w{ids}" if isinstance(ids, int) else [f"w{i}" for i in ids]
+
     def apply_chat_template(self, messages: Any, *, add_generation_prompt: bool, tokenize: bool) -> str:
         assert add_generation_prompt
         assert not tokenize

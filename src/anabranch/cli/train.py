@@ -208,7 +208,14 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
     log = read_log(run)
     used = str(config.out / "model") if tuned else config.loading.model
     lora = None if tuned else config.loading.lora
-    found = train_result.summary(record, log, speeds, timings, model=used, lora=lora, out=config.out, decoded=decoded)
+    found = train_result.summary(
+        *(record, log, speeds, timings),
+        model=used,
+        lora=lora,
+        out=config.out,
+        decoded=decoded,
+        task=config.data.of_task.words(),
+    )
     if config.as_json:
         print(json.dumps({**record, "run": found}))
     else:

@@ -44,12 +44,14 @@ def summary(
     lora: Path | None = None,
     out: Path,
     decoded: Mapping[str, Decoded] | None = None,
+    task: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The result for ``show`` and --json: curve, table, what to try next, and the command to use the adapter.
 
     speeds           predicted tokens/s by draft
     measured_speeds  measured tokens/s by drafter
     decoded          what the untuned and the tuned model made of held-out prompts, if the target was tuned
+    task             options of ``bench`` for the test rows of the application that was learned
     """
     from anabranch.train.advice import curve_of, more_data, next_steps, scaling_of
 
@@ -75,6 +77,9 @@ def summary(
         "scaling": None if scaling is None else {**asdict(scaling), "doubling": scaling.doubling},
         "next": [*advice, *([] if scaling is None else [more_data(scaling)])],
         "command": 'anabranch generate "..." ' + shlex.join([*where, "--adapter", str(out)]),
+        "bench": shlex.join(
+            ["anabranch", "bench", *task, *where, "--adapter", str(out), "--methods", "none,auto"] if task else []
+        ),
     }
 
 
@@ -171,6 +176,8 @@ def show(record: Mapping[str, Any], found: Mapping[str, Any], out: Path) -> None
     for sentence in found["next"]:
         console.print(f"Next: {sentence}", width=min(console.width, 80))
     say(f"\nUse it: {found['command']}")
+    if found["bench"]:
+        say(f"Test it: {found['bench']}")
 
 
 def show_quality(rows: Sequence[Mapping[str, Any]], console: Any) -> None:
