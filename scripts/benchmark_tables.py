@@ -11,7 +11,7 @@ from typing import Any
 from anabranch.bench.report import blocks
 from anabranch.bench.throughput import THROUGHPUT_TITLES, throughput_rows
 
-__all__ = ["at_a_time", "comparison", "kind_of", "machine_line", "table", "tables_of"]
+__all__ = ["added", "at_a_time", "comparison", "kind_of", "machine_line", "table", "tables_of"]
 
 Result = Mapping[str, Any]
 
@@ -57,6 +57,33 @@ def at_a_time(run: Result) -> str:
     return "one prompt at a time" if rows == 1 else f"{rows} prompts at a time"
 
 
+def added(record: Result) -> list[str]:
+    """What drafted besides the method that a contender is named after, by the sources of its tokens.
+
+    Until these were drafters and settings of their own, ``streams`` had them by default.
+    """
+    sources = record.get("sources") or {}
+    copy = any(source.startswith(("lead ", "quantized ")) for source in sources)
+    return (["a 4-bit copy of the target"] if copy else []) + (["copying from the text"] if "copy" in sources else [])
+
+
+def _additions(result: Result) -> list[str]:
+    """A sentence for contenders whose names do not say what was added to them."""
+    found: dict[str, list[str]] = {}
+    for record in result["contenders"]:
+        named = str(record.get("drafter", record["spec"]))
+        if "quantized_draft" not in named and "copy=yes" not in named and (more := added(record)):
+            found.setdefault(" and ".join(more), []).append(f"`{record['name']}`")
+    told = [f"{', '.join(names)} with {more}" for more, names in found.items()]
+    if not told:
+        return []
+    return [
+        "In this run drafters did not name all that drafted. By the sources of their tokens there drafted "
+        f"{'; '.join(told)} ([now](methods/streams.md#what-is-ours) `+quantized_draft` and `copy=yes`).",
+        "",
+    ]
+
+
 def comparison(result: Result) -> list[str]:
     """Drafters and peers on the same prompts (``anabranch bench``)."""
     run = result["run"]
@@ -73,6 +100,7 @@ def comparison(result: Result) -> list[str]:
     ]
     if chosen:
         lines += [f"In this run {', '.join(chosen)}, chosen when the model was loaded.", ""]
+    lines += _additions(result)
     for caption, titles, rows in blocks(result):
         lines += [f"**{caption}**", "", *table(titles, rows, left=2 if titles[-1] == "error" else 1)]
     return lines

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bar_chart import Bar, bar_chart
-from benchmark_tables import KINDS, at_a_time, kind_of, machine_line, table, tables_of
+from benchmark_tables import KINDS, added, at_a_time, kind_of, machine_line, table, tables_of
 from generated import ROOT, write_or_check
 
 from anabranch.bench.figures import leading
@@ -33,8 +33,10 @@ MACHINES = {
 NAMES = {"openvino": "OpenVINO", "vllm": "vLLM"}
 SUITES = {"spec_bench": "Spec-Bench"}
 FORMATS = {"none": "bf16", "int8": "int8", "int4": "int4"}
+COPY = "a 4-bit copy of the target"  # as ``added`` calls it
 REFERENCE = "transformers"  # the peer that kernels are compared with
 SIGNS = "¹²³⁴⁵⁶⁷⁸⁹"
+COPIED, TEXT = "*", "†"
 BARS = 8  # in README's chart
 Result = Mapping[str, Any]
 Record = Mapping[str, Any]
@@ -66,6 +68,13 @@ def ours(result: Result, weights: str) -> tuple[Record, Record]:
     return plain, auto or max(records, key=_rate)
 
 
+def streams_alone(result: Result, weights: str) -> Record | None:
+    """Streams with 8 nodes and no copy of the target in front of them; None if they were not measured so."""
+    records = [r for r in result["contenders"] if "error" not in r and r["kind"] == "ours" and r["weights"] == weights]
+    specs = ("streams:tree=8", "streams:tree=8,lead=0", "streams:nodes=8", "streams:nodes=8,lead=0")
+    return next((r for r in records if r["spec"] in specs and COPY not in added(r)), None)
+
+
 def peers(result: Result) -> list[Record]:
     """The peers that were measured, the fastest first."""
     found = [r for r in result["contenders"] if "error" not in r and r["kind"] == "peer"]
@@ -93,12 +102,15 @@ def results_table(comparisons: Mapping[str, Result]) -> list[str]:
     """README's table: two lines a machine, and a note for every number that is not of today's ``auto``."""
     rows: list[tuple[str, ...]] = []
     fixed: list[str] = []  # what stands in for auto where it did not take part
+    copied = False  # whether a copy of the target drafted in ``auto``
     earlier: list[str] = []  # what auto was when it still chose one drafter at load
     for machine, result in comparisons.items():
         best = peers(result)[0]
         for weights in ("none", "int4"):
             plain, auto = ours(result, weights)
             low, middle, high = auto["speedup_quartiles"]
+            alone = streams_alone(result, weights)
+            copied |= COPY in added(auto)
             mark = "" if auto["spec"] == "auto" and "auto" in auto["drafter"] else SIGNS[len(fixed) + len(earlier)]
             if mark:
                 (fixed if auto["spec"] != "auto" else earlier).append(f"{mark}\u00a0`{auto['drafter']}`")
@@ -109,17 +121,38 @@ def results_table(comparisons: Mapping[str, Result]) -> list[str]:
                     f"{_rate(plain):.0f}",
                     f"{_rate(auto):.0f}{mark}",
                     f"{middle:.2f} ({low:.2f}-{high:.2f})",
-                    f"{auto['mean_acceptance_length']:.2f}",
+                    f"{auto['mean_acceptance_length']:.2f}{COPIED if COPY in added(auto) else ''}",
+                    "-" if alone is None else _alone(alone),
                     f"{_rate(best):.0f} ({_readable(best)})",
                 )
             )
-    titles = ("hardware", "weights", "plain", "`auto`", "speedup", "tokens per target pass", "best other engine")
+    titles = (
+        "hardware",
+        "weights",
+        "plain",
+        "`auto`",
+        "speedup",
+        "tokens per target pass",
+        "`streams`, 8 nodes",
+        "best other engine",
+    )
     sentences = [
         f"Fastest fixed drafter of a run without `auto`: {', '.join(fixed)}." if fixed else "",
         f"Chosen at load by an earlier `auto`: {', '.join(earlier)}." if earlier else "",
     ]
+    if copied:
+        of_text = f" ({TEXT}\u00a0also copied from the text)" if any(TEXT in row[6] for row in rows) else ""
+        sentences.append(
+            f"{COPIED}\u00a0A 4-bit copy of the model drafts before the streams; its passes do not count here. "
+            f"`streams`: without it, tokens/s and tokens per target pass{of_text}."
+        )
     notes = " ".join(filter(None, sentences))
     return [*table(titles, rows, left=2), *(_wrapped(notes) if notes else [])]
+
+
+def _alone(record: Record) -> str:
+    mark = TEXT if any("text" in what for what in added(record)) else ""
+    return f"{_rate(record):.0f}, {record['mean_acceptance_length']:.2f}{mark}"
 
 
 def _wrapped(text: str) -> list[str]:
@@ -162,6 +195,12 @@ def _caption(machine: str, result: Result) -> str:
 def split_of_the_gain(machine: str, result: Result) -> list[str]:
     """Three sentences: what the kernels gain, what speculation gains, and both together."""
     (plain, auto), (_, small) = ours(result, "none"), ours(result, "int4")
+    alone = streams_alone(result, "none")
+    without = (
+        ""
+        if alone is None
+        else (f" ({_rate(alone) / _rate(plain):.2f} and {alone['mean_acceptance_length']:.2f} without that copy)")
+    )
     base = _rate(next(record for record in peers(result) if record["name"] == REFERENCE))
     token = plain["token_ms_quartiles"][1]
     floor = result["machine"]["floor_ms"]
@@ -169,7 +208,7 @@ def split_of_the_gain(machine: str, result: Result) -> list[str]:
         f"On the machine of the chart, kernels make plain decoding {_rate(plain) / base:.1f} times as fast as "
         f"`transformers`: a token takes {token:.1f} ms, and reading the weights alone {floor:.1f} ms. Speculation "
         f"multiplies that by {_rate(auto) / _rate(plain):.2f}, at {auto['mean_acceptance_length']:.2f} tokens per "
-        f"target pass. Together that is {_rate(auto) / base:.1f} times `transformers`, and "
+        f"target pass{without}. Together that is {_rate(auto) / base:.1f} times `transformers`, and "
         f"{_rate(small) / base:.1f} times with int4 weights."
     )
 

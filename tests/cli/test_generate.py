@@ -216,7 +216,7 @@ def test_the_adapter_that_was_chosen_is_named_and_remembered(
     done = anabranch("generate", *both, "--json", "--compare")
     assert done.code == 0, done.err
     first = json.loads(done.out)
-    arms = [f"{name}:tree=auto+prompt_lookup:tokens=auto" for name in ("streams", "medusa")]
+    arms = [f"{name}+prompt_lookup:tokens=auto" for name in ("streams:tree=auto,copy=yes", "medusa:tree=auto")]
     assert first["drafter"] in arms
     assert first["compare"]["equal"]
     (path,) = (tmp_path / "home" / "arms").iterdir()
