@@ -162,11 +162,11 @@ def test_an_unknown_family_is_told_the_known_ones(folder: Path) -> None:
     ("model_type", "changes", "message"),
     [
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before False .*opt-350m"),
-        ("opt", {"word_embed_proj_dim": 32}, "projected embeddings"),
+        ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim 32 .*opt-350m"),
         ("phi", {"qk_layernorm": True}, "qk_layernorm"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantised"),
-        ("llama", {"hidden_act": "prelu"}, "'prelu' is not supported"),
+        ("llama", {"hidden_act": "prelu"}, "hidden_act 'prelu' in the model's config is not supported"),
         ("llama", {"num_key_value_heads": 3}, "4 heads cannot share 3"),
     ],
 )
@@ -189,7 +189,7 @@ WRONG_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
         {"num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": None},
         "not a multiple of its 7",
     ),
-    "an activation without end": ({"hidden_act": "x" * 10_000}, r"the activation 'x{40,60}\.\.\. is not supported"),
+    "an activation without end": ({"hidden_act": "x" * 10_000}, r"hidden_act 'x{40,60}\.\.\. in .* is not supported"),
     "no rotation base": ({"rope_parameters": None, "rope_theta": 0.0}, "rope_theta .* got 0.0"),
     "a negative base": ({"rope_parameters": {"rope_theta": -5.0}}, "rope_parameters.rope_theta .* got -5.0"),
     "a base as text": ({"rope_parameters": {"rope_theta": "big"}}, "got 'big'"),

@@ -47,7 +47,8 @@ _NUMBERS: dict[str, _Range] = {
     **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads"), _HEADS),
     "head_dim": _Range(1, 1 << 14),
     **dict.fromkeys(("max_position_embeddings", "n_positions"), _POSITIONS),
-    **dict.fromkeys(("original_max_position_embeddings", "sliding_window"), _POSITIONS),
+    "original_max_position_embeddings": _POSITIONS,
+    "sliding_window": _Range(2, (1 << 31) - 1),  # transformers' cache does not slide with a window of 1
     "max_window_layers": _Range(0, 1 << 12),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), _EPSILON),
     **dict.fromkeys(("rope_theta", "rotary_emb_base"), _THETA),

@@ -119,7 +119,7 @@ _ACTIVATIONS: dict[str, Literal["silu", "gelu", "gelu_tanh", "relu"]] = {
 def _activation(f: Fields, key: str = "hidden_act") -> Literal["silu", "gelu", "gelu_tanh", "relu"]:
     if (name := f[key]) not in _ACTIVATIONS:
         supported = ", ".join(sorted(_ACTIVATIONS))
-        raise ModelError(f"the activation {shown(name)} is not supported; supported are {supported}")
+        raise ModelError(f"{key} {shown(name)} in the model's config is not supported; supported are {supported}")
     return _ACTIVATIONS[name]
 
 
@@ -178,15 +178,18 @@ def _rope(f: Fields, head_dim: int, *, theta: str = "rope_theta", share: str = "
     if f["family"] == "phi3":
         kind, supported = "longrope" if kind in ("su", "yarn") else kind, ("default", "longrope")
     if kind not in supported:
-        raise ModelError(f"the rotary variant {shown(kind)} is not supported; supported are {', '.join(supported)}")
+        raise ModelError(
+            f"{key} in the model's config has the rotary variant {shown(kind)}, which is not supported; supported are "
+            f"{', '.join(supported)}"
+        )
     read: Fields = {name: given[name] for name in (*_ROPE_COMMON, *_ROPE_FIELDS[kind]) if name in given}
     rotated: Any = read.get("partial_rotary_factor", f[share])
     if FIELDS[f["family"]].honoured[share] is None:
         read.pop("partial_rotary_factor", None)
         if kind != "default" and rotated not in (None, 1):
             raise ModelError(
-                f"{f['family']} models with partial_rotary_factor {shown(rotated)} are not supported: their heads are "
-                "rotated as a whole; correct the config or fetch the model again"
+                f"{key} in the model's config scales rotary positions with partial_rotary_factor {shown(rotated)}, but "
+                f"{f['family']} models rotate whole heads; correct the config or fetch the model again"
             )
         rotated = 1
     check_share(share, rotated)
@@ -295,7 +298,10 @@ def _phi(f: Fields) -> ModelConfig:
 
 def _opt(f: Fields) -> ModelConfig:
     if f["word_embed_proj_dim"] not in (None, f["hidden_size"]):
-        raise ModelError("OPT with projected embeddings (opt-350m) is not supported; use opt-125m or opt-1.3b")
+        raise ModelError(
+            f"opt models with word_embed_proj_dim {f['word_embed_proj_dim']} are not supported: the embedding must be "
+            "as wide as the layers (that of opt-350m is not); use another model"
+        )
     bias = f["enable_bias"]
     return ModelConfig(
         **_sizes(f, inner="ffn_dim"),
