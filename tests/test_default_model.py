@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from anabranch.adapters.folder import SHIPPED, find_adapters
+from anabranch.adapters.folder import SHIPPED, find_adapters, read_record
 from anabranch.decoding.engine import Engine, Request
 from anabranch.methods import Observation, Row, make_drafter
 from anabranch.methods.base import Wrapped
@@ -36,6 +36,13 @@ CHI_SQUARE_999 = 3.29  # standard deviations above the mean: one false alarm in 
 @pytest.fixture(scope="module")
 def target() -> Target:
     return load_target("default", dtype="float32")
+
+
+def test_the_shipped_adapters_belong_to_it(target: Target) -> None:
+    """A change in how files are read must not change the identity of their weights."""
+    shipped = [read_record(folder) for folder in SHIPPED.iterdir() if (folder / "adapter_config.json").is_file()]
+    assert {record["target"]["fingerprint"] for record in shipped} == {target.fingerprint}
+    assert target.config.tied_head
 
 
 @pytest.fixture(scope="module")

@@ -162,7 +162,7 @@ def test_first_phi3_files_say_su() -> None:
 
 
 def test_an_unknown_variant_is_named() -> None:
-    with pytest.raises(ModelError, match="'spiral' is not supported; supported are default, dynamic, linear"):
+    with pytest.raises(ModelError, match="'spiral', which is not supported; supported are default, dynamic, linear"):
         model_config({"model_type": "llama", **_LLAMA, "rope_parameters": {"rope_type": "spiral"}})
 
 
