@@ -7,15 +7,18 @@ tests/generation/test_utils.py and test_streamers.py where there is one.
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.utils.prune
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -537,21 +540,175 @@ def test_a_model_is_followed_and_not_its_config() -> None:
         model_of(toy_hf("mistral", {**sizes, **types}))
 
 
-@pytest.mark.parametrize("how", ["in place", "through data", "replaced"])
-def test_changed_weights_are_noticed(how: str) -> None:
+def weights(model: Any) -> dict[str, Tensor]:
+    return {name: parameter.data for name, parameter in model.named_parameters()}
+
+
+def swap(values: Tensor) -> None:
+    """Two rows change places: the values stay the same."""
+    values[:2] = values[:2].flip(0)
+
+
+def double(values: Any) -> None:
+    values *= 2
+
+
+DOWN = "model.layers.1.mlp.down_proj"
+# edits of the toy, and whether its config and weights still say what it computes
+FOLLOWED: dict[str, Callable[[Any], Any]] = {
+    "in place": lambda m: m.get_parameter(f"{DOWN}.weight").detach().mul_(-1.0),
+    "through data": lambda m: weights(m)[f"{DOWN}.weight"].mul_(-1.0),
+    "through numpy": lambda m: double(weights(m)[f"{DOWN}.weight"].numpy()),
+    "one value": lambda m: weights(m)[f"{DOWN}.weight"].numpy().__setitem__((5, 7), 60.0),
+    "the last value": lambda m: weights(m)["model.norm.weight"].numpy().__setitem__(-1, 60.0),
+    "one row": lambda m: double(weights(m)["model.layers.2.self_attn.q_proj.weight"].numpy()[3]),
+    "rows that change places": lambda m: swap(weights(m)["model.layers.0.self_attn.k_proj.weight"]),
+    "replaced": lambda m: setattr(m.get_submodule(DOWN), "weight", nn.Parameter(-weights(m)[f"{DOWN}.weight"])),
+    "a whole module": lambda m: setattr(m, "lm_head", copy.deepcopy(changed().lm_head).requires_grad_(False)),
+    "an untied head": lambda m: weights(m)["lm_head.weight"].mul_(-1.0),
+    "frequencies": lambda m: double(m.model.rotary_emb.inv_freq),
+    "frequencies through numpy": lambda m: double(m.model.rotary_emb.inv_freq.numpy()[2:]),
+    "a replaced buffer": lambda m: setattr(m.model.rotary_emb, "inv_freq", m.model.rotary_emb.inv_freq.flip(0)),
+    "scaled rotations": lambda m: setattr(m.model.rotary_emb, "attention_scaling", 1.5),
+    "half and back": lambda m: m.half().float(),
+    "fewer layers": lambda m: (m.model.layers.pop(2), setattr(m.config, "num_hidden_layers", 2)),
+    "another config of generation": lambda m: setattr(m.generation_config, "suppress_tokens", [41]),
+}
+
+
+@pytest.mark.parametrize("how", FOLLOWED)
+def test_edits_of_a_model_are_followed(how: str) -> None:
     model = changed()
+    if how == "an untied head":
+        model = toy_hf("llama", {**CASES["llama"][1], "tie_word_embeddings": True})
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     before = model.generate(ids(), max_new_tokens=NEW, **LOOKUP)
-    weight = model.model.layers[1].mlp.down_proj.weight
-    if how == "in place":
-        with torch.no_grad():
-            weight.mul_(-1.0)
-    elif how == "through data":
-        weight.data.mul_(-1.0)
-    else:
-        model.model.layers[1].mlp.down_proj.weight = torch.nn.Parameter(-weight.detach())
+    FOLLOWED[how](model)
     theirs, ours = both(model, ids())
     assert torch.equal(theirs, ours)
-    assert not torch.equal(ours, before)
+    if how not in ("half and back", "a whole module"):
+        assert not torch.equal(ours, before), "the edit has no effect, so it shows nothing"
+
+
+def wrapped(method: Any) -> Any:
+    return functools.wraps(method)(lambda *args, **kwargs: method(*args, **kwargs))
+
+
+REFUSED_EDITS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "scaling": (lambda m: setattr(m.model.layers[1].self_attn, "scaling", 0.5), r"layers\.1\.self_attn\.scaling"),
+    "layer_idx": (lambda m: setattr(m.model.layers[1].self_attn, "layer_idx", 0), r"self_attn\.layer_idx"),
+    "is_causal": (lambda m: setattr(m.model.layers[1].self_attn, "is_causal", False), r"self_attn\.is_causal"),
+    "an epsilon": (lambda m: setattr(m.model.norm, "variance_epsilon", 0.5), r"model\.norm\.variance_epsilon"),
+    "an epsilon of the config": (lambda m: setattr(m.config, "rms_norm_eps", 0.5), "variance_epsilon of the model is"),
+    "an activation": (lambda m: setattr(m.model.layers[0].mlp, "act_fn", nn.GELU()), r"mlp\.act_fn of the model is a"),
+    "no last layer": (lambda m: m.model.layers.pop(2), r"model\.layers\.2"),
+    "one layer twice": (lambda m: m.model.layers.__setitem__(2, m.model.layers[1]), r"model\.layers\.2"),
+    "layers that change places": (
+        lambda m: setattr(m.model, "layers", nn.ModuleList([m.model.layers[i] for i in (1, 0, 2)])),
+        r"layers\.0\.self_attn\.layer_idx of the model is 1 instead of 0",
+    ),
+    "a bias": (
+        lambda m: setattr(m.get_submodule(DOWN), "bias", nn.Parameter(torch.ones(64))),
+        r"down_proj\.bias of the model was added",
+    ),
+    "another norm": (lambda m: setattr(m.model, "norm", nn.LayerNorm(64)), r"model\.norm of the model is a LayerNorm"),
+    "another config": (
+        lambda m: setattr(m.model.layers[0].self_attn, "config", copy.deepcopy(m.config)),
+        r"self_attn\.config of the model",
+    ),
+    "a layer in training": (lambda m: m.model.layers[1].train(), "training mode"),
+    "a forward of its own": (lambda m: setattr(m.model.norm, "forward", lambda x: x), r"module model\.norm has"),
+    "a wrapped forward": (
+        lambda m: setattr(m.model.norm, "forward", wrapped(m.model.norm.forward)),
+        r"model\.norm has",
+    ),
+    "a hook": (lambda m: m.model.norm.register_forward_pre_hook(lambda module, args: None), r"model\.norm has"),
+    "pruned": (lambda m: nn.utils.prune.random_unstructured(m.get_submodule(DOWN), "weight", 0.5), "down_proj has"),
+    "parametrised": (
+        lambda m: nn.utils.parametrize.register_parametrization(m.get_submodule(DOWN), "weight", nn.Tanh()),
+        "modules of torch.nn.utils.parametrize",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", REFUSED_EDITS)
+def test_edits_that_cannot_be_followed_are_refused(how: str) -> None:
+    edit, message = REFUSED_EDITS[how]
+    model = changed()
+    model.generate(ids(), max_new_tokens=3, **LOOKUP)
+    edit(model)
+    if how != "a layer in training":
+        model.eval()
+    with pytest.raises(CapabilityError, match=message):
+        model.generate(ids(), max_new_tokens=3, **LOOKUP)
+
+
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [
+        ("LlamaAttention", "forward"),
+        ("LlamaRMSNorm", "forward"),
+        ("LlamaModel", "forward"),
+        ("LlamaForCausalLM", "prepare_inputs_for_generation"),
+        ("", "apply_rotary_pos_emb"),
+        ("", "eager_attention_forward"),
+    ],
+)
+@pytest.mark.parametrize("copies_names", [False, True])
+def test_patched_code_is_refused(monkeypatch: pytest.MonkeyPatch, where: str, name: str, copies_names: bool) -> None:
+    from transformers.models.llama import modeling_llama
+
+    model = changed()
+    model.generate(ids(), max_new_tokens=3, **LOOKUP)
+    owner = getattr(modeling_llama, where) if where else modeling_llama
+    patch = wrapped(getattr(owner, name)) if copies_names else lambda *args, **kwargs: None
+    monkeypatch.setattr(owner, name, patch)
+    with pytest.raises(CapabilityError, match=f"{name} was replaced by code that is not transformers' own"):
+        model.generate(ids(), max_new_tokens=3, **LOOKUP)
+
+
+def test_an_attention_of_ones_own_is_refused() -> None:
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    model = changed()
+    AttentionInterface.register("mine", lambda *args, **kwargs: sdpa_attention_forward(*args, **kwargs))
+    model.set_attn_implementation("mine")
+    with pytest.raises(CapabilityError, match="the attention 'mine' was replaced by code"):
+        model.generate(ids(), max_new_tokens=3, **LOOKUP)
+
+
+def test_global_hooks_are_refused() -> None:
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
+    try:
+        with pytest.raises(CapabilityError, match="global forward hooks"):
+            toy().generate(ids(), max_new_tokens=3, **LOOKUP)
+    finally:
+        handle.remove()
+
+
+def test_a_rounded_scale_of_embeddings_is_followed() -> None:
+    kind, config = CASES["gemma"]
+    model = toy_hf(kind, config)
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    model.model.embed_tokens.embed_scale.fill_(3.0)
+    theirs, ours = both(model, ids())
+    assert torch.equal(theirs, ours)
+
+
+def test_frequencies_that_depend_on_the_length() -> None:
+    """Their forward writes to them, which is not an edit; another length at the start is."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = toy_hf("llama", {**CASES["llama"][1], "max_position_embeddings": 16, "rope_parameters": rope})
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    theirs, ours = both(model, ids())
+    assert torch.equal(theirs, ours)
+    made = model_of(model)
+    model(ids(40))
+    assert model_of(model) is made
+    model.model.rotary_emb.original_inv_freq.mul_(2)
+    with pytest.raises(CapabilityError, match=r"frequencies of model\.rotary_emb are not those of the model's config"):
+        model.generate(ids(), max_new_tokens=3, **LOOKUP)
 
 
 def test_a_model_is_read_once_and_let_go() -> None:

@@ -16,7 +16,7 @@ from gguf_files import ARCHITECTURES, TOKENS, toy_model, write_gguf
 from torch import Tensor
 from toys import Oracle
 
-from anabranch.errors import AnabranchWarning, FileError, ModelError
+from anabranch.errors import FileError, ModelError, ModelWarning
 from anabranch.model.cache import Cache
 from anabranch.model.gguf import _read, read_gguf
 from anabranch.model.gguf_config import HONOURED, config_of
@@ -286,7 +286,7 @@ def test_other_tensors_and_settings_are_named_in_one_warning(tmp_path: Path) -> 
     extra = {name: np.ones(64, dtype=np.float32) for name in ("blk.0.invented.weight", "blk.2.attn_norm.weight", "x")}
     keys = {"general.sampling.temp": 0.3, "tokenizer.ggml.invented": 1, "tokenizer.ggml.mask_token_id": 1}
     path = write_gguf(tmp_path / "toy.gguf", "llama", model, tensors=extra, keys=keys)
-    with pytest.warns(AnabranchWarning, match="has .*not used here") as caught:
+    with pytest.warns(ModelWarning, match="has .*not used here") as caught:
         found = logits(path)
     assert len(caught) == 1
     for name in (*extra, "general.sampling.temp", "tokenizer.ggml.invented"):

@@ -20,6 +20,7 @@ class RopeConfig:
     max_positions           the length in the config
     original_max_positions  the length before it was extended; None: ``max_positions``
     rereads                 whether a text that outgrows the original length is read again as a whole
+    stated                  inverse frequencies and the factor of cos and sin, which count instead of the variant's
     """
 
     theta: float = 10_000.0
@@ -28,6 +29,7 @@ class RopeConfig:
     max_positions: int = 2048
     original_max_positions: int | None = None
     rereads: bool = False
+    stated: tuple[tuple[float, ...], float] | None = None
 
 
 @dataclass(frozen=True)

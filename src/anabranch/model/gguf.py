@@ -25,7 +25,7 @@ import torch
 from gguf import TENSOR_NAMES, GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize
 
-from anabranch.errors import AnabranchWarning, FileError, ModelError
+from anabranch.errors import FileError, ModelError, ModelWarning
 from anabranch.model.gguf_config import ATTENTION, MLP, config_of
 from anabranch.model.gguf_tokenizer import build_tokenizer, unused_keys
 from anabranch.support.log import warn
@@ -159,7 +159,7 @@ def read_gguf(path: str | Path, *, dtype: torch.dtype | None = None) -> GGUFCont
         FileError: the file or a part of it is missing, truncated or malformed.
         ModelError: the architecture, the tokenizer or a feature of the file is not supported.
 
-    Warns (AnabranchWarning) of tensors and settings that are not used.
+    Warns (ModelWarning) of tensors and settings that are not used.
     """
     path = _first_part(Path(path))
     metadata, stored = _read(path)
@@ -175,7 +175,7 @@ def read_gguf(path: str | Path, *, dtype: torch.dtype | None = None) -> GGUFCont
     tokenizer = build_tokenizer(path, metadata)
     if unused := [*unused, *unused_keys(metadata)]:
         more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
-        warn(f"{path} has {', '.join(unused[:5])}{more}, not used here", AnabranchWarning, stacklevel=2)
+        warn(f"{path} has {', '.join(unused[:5])}{more}, not used here", ModelWarning, stacklevel=2)
     native = _stored_dtype(stored)
     dtype = native if dtype is None else dtype
     config["dtype"] = str(dtype).removeprefix("torch.")

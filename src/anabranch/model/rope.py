@@ -143,6 +143,8 @@ def rope_frequencies(config: RopeConfig, lengths_T: Tensor) -> tuple[Tensor, flo
     One row stands for all lengths where they do not matter.
     """
     with torch.device("cpu"):  # not the device that a decoder is being built on
+        if config.stated is not None:
+            return torch.tensor(config.stated[0])[None], config.stated[1]
         frequencies, factor = ROPE_VARIANTS[_kind(config)](config, config.scaling or {}, lengths_T)
     return frequencies if frequencies.dim() == 2 else frequencies[None], factor
 
