@@ -20,10 +20,11 @@ from anabranch.decoding.engine import Engine, Request
 from anabranch.decoding.generation import Chunk
 from anabranch.decoding.scheduler import Scheduler, Ticket
 from anabranch.decoding.speculation import Speculation
-from anabranch.errors import CapabilityError, DeviceError, InputError, NumericsError
+from anabranch.errors import CapabilityError, InputError, NumericsError
 from anabranch.methods import Drafter, Taps, make_drafter
 from anabranch.methods.base import Row
 from anabranch.methods.none import NoDrafter
+from anabranch.model import cache as caches
 from anabranch.model.backends import GraphBackend
 from anabranch.model.config import RopeConfig
 from anabranch.model.decoder import Decoder
@@ -292,25 +293,6 @@ def test_a_step_that_fails_for_all_ends_all_and_the_scheduler_goes_on(monkeypatc
     assert again.emitted == alone(target, again.request)
 
 
-def test_memory_that_does_not_suffice_ends_the_request_it_was_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = small()
-    monkeypatch.setattr(module, "MIN_CAPACITY", 32)
-    scheduler = Scheduler(target)
-    first = scheduler.submit(request(4, 1, 20), PLAIN)
-    scheduler.tick()
-
-    def full(*_: object) -> None:
-        raise DeviceError("no memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("anabranch.model.cache.Cache.resized", full)
-        second = scheduler.submit(request(40, 2, 30), PLAIN)
-        scheduler.tick()
-    assert isinstance(second.error, DeviceError)
-    finish(scheduler)
-    assert first.emitted == alone(target, first.request)
-
-
 # -- threads ---------------------------------------------------------------------------------------------------------
 def in_threads(work: Sequence[Callable[[], None]]) -> None:
     threads = [threading.Thread(target=one) for one in work]
@@ -543,7 +525,8 @@ def test_kept_texts_stay_within_their_memory() -> None:
 
 # -- the cache --------------------------------------------------------------------------------------------------------
 def test_the_cache_grows_while_rows_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MIN_CAPACITY", 16)
+    monkeypatch.setattr(caches, "LEAST", 16)
+    monkeypatch.setattr(module, "AHEAD", 1)
     target = small()
     adapter = small_adapter(target)
     scheduler = Scheduler(target)
@@ -649,7 +632,8 @@ def test_a_prompt_that_leaves_its_neighbours_no_room_is_read_by_itself(monkeypat
     target = small()
     monkeypatch.setattr(type(target.backend), "ragged", True)
     scheduler = Scheduler(target, prefix_bytes=0)
-    monkeypatch.setattr(scheduler, "_capacity", lambda tokens: 64)
+    monkeypatch.setattr(caches, "LEAST", 64)
+    monkeypatch.setattr(module, "AHEAD", 23)
     first = scheduler.submit(request(30, 1, 30), PLAIN)
     for _ in range(4):
         scheduler.tick()

@@ -34,6 +34,7 @@ __all__ = [
     "ModelError",
     "ModelWarning",
     "NumericsError",
+    "OutOfMemoryError",
     "PerformanceWarning",
     "TrainingWarning",
     "one_line",
@@ -70,6 +71,10 @@ class FetchError(AnabranchError):
 
 class DeviceError(AnabranchError):
     """A device that does not exist or is out of memory."""
+
+
+class OutOfMemoryError(DeviceError):
+    """Memory that does not suffice; the message says how much is needed and how much is free."""
 
 
 class NumericsError(AnabranchError):

@@ -87,7 +87,7 @@ def test_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("widths", "batches", "contexts"):
         with pytest.raises(InputError, match="must be at least 1, got 0"):
             measured(**{name: (2, 0)})
-    monkeypatch.setattr(weights, "free_memory", lambda: 1000)
+    monkeypatch.setattr(weights, "free_memory", lambda device: 1000)
     with pytest.raises(DeviceError, match="use a smaller model"):
         measured()
 

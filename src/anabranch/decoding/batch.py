@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from anabranch.errors import CapabilityError, InputError
+from anabranch.errors import CapabilityError, InputError, OutOfMemoryError
 from anabranch.methods.base import Drafter, Row
 from anabranch.methods.none import NoDrafter
-from anabranch.model.cache import Cache, shared_length
+from anabranch.model.cache import Cache, room_for, shared_length
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
 from anabranch.model.passes import PassResult, Rider
@@ -81,9 +81,11 @@ def takes_loras(drafter: Drafter) -> bool:
 
 
 class Batch:
-    """Up to ``rows`` sequences of at most ``capacity`` tokens each, prompts included, in one KV cache.
+    """Up to ``rows`` sequences of at most ``longest`` tokens each, prompts included, in one KV cache.
 
     drafter   that of rows that name none; None: plain decoding
+    capacity  the tokens that the cache has room for at first
+    longest   None: ``capacity``. The cache grows up to that (``make_room``)
     margin    cache positions behind a row's tokens that the drafters of rows will need, if they are known
     on_leave  called with each row and its cache slot before it leaves, while its keys and values are still there
     """
@@ -95,15 +97,17 @@ class Batch:
         *,
         rows: int = 1,
         capacity: int = 2048,
+        longest: int | None = None,
         margin: int = 1,
         on_leave: Callable[[Member, int], None] | None = None,
     ) -> None:
         if rows < 1 or capacity < 2:
             raise InputError(f"an engine needs at least 1 row and 2 tokens, got {rows} and {capacity}")
         self.target, self.drafter = target, drafter or NoDrafter()
-        self.capacity = min(capacity, target.config.max_positions)
+        self.longest = min(capacity if longest is None else longest, target.config.max_positions)
         self._places = 1 if target.rider is None else target.rider.places  # cache positions of a node during a pass
-        self.cache = self._new_cache(rows, self.capacity + self._places * max(margin, self.drafter.margin))
+        positions = min(capacity, self.longest) + self._places * max(margin, self.drafter.margin)
+        self.cache = self._new_cache(rows, positions if longest is None else room_for(positions))
         self._on_leave = on_leave
         self._members: list[Member] = []  # of the cache's slots, in order; those still reading their prompt are last
         self.at_fault: int | None = None  # the row whose own functions or numbers ended the last read or step
@@ -167,7 +171,7 @@ class Batch:
         self.reserve(self.cache.rows, len(request.prompt_ids) + 1, drafter)
         if self.rider_of(drafter) is not None or drafter.needs.prompt or request.on_prompt is not None:
             along = 0
-        limit = min(len(request.prompt_ids) + request.max_new_tokens, self.capacity)
+        limit = min(len(request.prompt_ids) + request.max_new_tokens, self.longest)
         member = Member(request, drafter, limit, along)
         slot = self.cache.add_row(self.rotated_for(request))
         assert known < member.row.prompt_length
@@ -288,9 +292,9 @@ class Batch:
     def check(self, request: Request, drafter: Drafter | None = None) -> None:
         """Raise InputError or CapabilityError if ``request`` cannot be served here; ``join`` asks too."""
         self.refuse(self.target, request, drafter or self.drafter)
-        if len(request.prompt_ids) >= self.capacity:
+        if len(request.prompt_ids) >= self.longest:
             raise InputError(
-                f"the prompt has {len(request.prompt_ids)} tokens, but the cache holds {self.capacity}; shorten it"
+                f"the prompt has {len(request.prompt_ids)} tokens, but the cache holds {self.longest}; shorten it"
             )
 
     def longest_shared(self, tokens: Sequence[int], lora: str | None = None, rotations: int = 0) -> tuple[int, int]:
@@ -311,13 +315,46 @@ class Batch:
         rider = self.rider_of(drafter or self.drafter)
         return not self._members or self.rider_of(self._members[0].drafter) is rider
 
-    def reserve(self, rows: int, capacity: int, drafter: Drafter | None = None) -> None:
-        """Make room for so many rows and tokens; rows in use keep what they have. Raises DeviceError."""
-        capacity = min(capacity, self.target.config.max_positions)
-        positions = max(capacity, self.capacity) + self._places * (drafter or self.drafter).margin
-        if rows > self.cache.rows or positions > self.cache.capacity:
-            self.cache = self.cache.resized(max(rows, self.cache.rows), max(positions, self.cache.capacity))
-        self.capacity = max(capacity, self.capacity)
+    def reserve(self, rows: int, tokens: int, drafter: Drafter | None = None) -> None:
+        """Make room for so many rows of so many tokens now; rows in use keep what they have.
+
+        Raises OutOfMemoryError.
+        """
+        if not self.has_room(rows, tokens, drafter):
+            positions = max(room_for(self._positions(tokens, drafter)), self.cache.capacity)
+            self.cache = self.cache.resized(max(rows, self.cache.rows), positions)
+
+    def has_room(self, rows: int, tokens: int, drafter: Drafter | None = None) -> bool:
+        """Whether the cache has room for so many rows of so many tokens."""
+        return rows <= self.cache.rows and self._positions(tokens, drafter) <= self.cache.capacity
+
+    def _positions(self, tokens: int, drafter: Drafter | None) -> int:
+        """The positions of a cache for rows of so many tokens."""
+        return min(tokens, self.longest) + self._places * (drafter or self.drafter).margin
+
+    def make_room(self) -> None:
+        """Let the cache grow to what the next step may write, with fewer free rows where memory does not suffice.
+
+        Raises OutOfMemoryError; the rows in use are as before then.
+        """
+        if not self._members:
+            return
+        margin = max(member.drafter.margin for member in self._members)
+        positions = max(len(member.row.tokens) for member in self._members) + self._places * margin
+        if positions <= self.cache.capacity:
+            return
+        try:
+            self.cache = self.cache.resized(self.cache.rows, room_for(positions))
+        except OutOfMemoryError:
+            if self.active == self.cache.rows:
+                raise
+            self.cache = self.cache.resized(self.active, room_for(positions))
+
+    def withdraw(self) -> int:
+        """Let the newest row go before it is done; returns its id."""
+        key = self._members[-1].row.id
+        self._drop(len(self._members) - 1, failed=True)
+        return key
 
     def remove(self, key: int) -> None:
         """Cancel a row; one that has left already is ignored."""

@@ -97,11 +97,14 @@ class Engine(Batch):
         *,
         rows: int = 1,
         capacity: int = 2048,
+        longest: int | None = None,
         margin: int = 1,
         speculation: Speculation | None = None,
         on_leave: Callable[[Member, int], None] | None = None,
     ) -> None:
-        super().__init__(target, drafter, rows=rows, capacity=capacity, margin=margin, on_leave=on_leave)
+        super().__init__(
+            target, drafter, rows=rows, capacity=capacity, longest=longest, margin=margin, on_leave=on_leave
+        )
         self._speculation = speculation
         self._budgets: dict[Drafter, int] = {}
         self._steps = 0
@@ -174,6 +177,7 @@ class Engine(Batch):
         Raises NumericsError where the target's scores are not finite numbers; all rows leave then.
         """
         self.at_fault = None
+        self.make_room()
         if self.unread and not self._fits_along():
             self._members[-1].along = 0  # the rest of its prompt is read by itself
         members = self._members[: len(self._members) - (self.reading is not None)]

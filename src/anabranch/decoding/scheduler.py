@@ -4,6 +4,9 @@ A tick: admit the next waiting request (first come, first served), read one chun
 rows that are ready. So nobody waits for a neighbour's prompt longer than one chunk takes. A request that cannot share a
 pass with the rows in use (``Engine.fits``) waits until they are done, and so do those behind it.
 
+The cache grows with the texts. Where memory does not suffice, kept texts are dropped first; then the newest rows give
+theirs up, wait, and are read again as prompts. The longest text that a request may become has to fit by itself.
+
 Prompts that begin like an earlier text are read from where they differ: the keys and values of rows that left are kept,
 the most recently used ones, up to ``prefix_bytes``.
 
@@ -22,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -33,21 +37,21 @@ from anabranch.decoding.batch import CHUNK, Member
 from anabranch.decoding.engine import Engine, Request, Step
 from anabranch.decoding.speculation import Speculation
 from anabranch.decoding.turn import Turn
-from anabranch.errors import DeviceError, InputError
+from anabranch.errors import InputError, OutOfMemoryError
 from anabranch.methods.base import Drafter
 from anabranch.methods.none import NoDrafter
-from anabranch.model.cache import shared_length
+from anabranch.model.cache import HEADROOM, LEAST, SMALL, bytes_per_token, room_for, shared_length
 from anabranch.model.decoder import Decoder
 from anabranch.support.forks import renewed_after_fork
-from anabranch.support.memory import give_back
+from anabranch.support.memory import free_memory, give_back
 
 __all__ = ["Scheduler", "Ticket"]
 
 ROWS = 64  # at a time at most, unless told otherwise
 SHARED_CHUNK = 64  # tokens of a prompt read at a time on a CPU while others decode
 SHORTEST = 16  # tokens that a shared beginning must have to be copied
-MIN_CAPACITY = 512
-POSITIONS = 8 * (MIN_CAPACITY + 64)  # of all rows that an idle cache may hold: 8 rows of the smallest capacity
+AHEAD = 256  # tokens that a row has room for when it joins, besides those that it begins with
+POSITIONS = 8 * (LEAST + 64)  # of all rows that an idle cache may hold: 8 rows of the smallest capacity
 PREFIX_BYTES = 2**26
 CLOSED = "the model was closed while it decoded; load it again"
 PATIENCE = 0.1  # seconds in one user's function after which calls that wait for it are served by the second scheduler
@@ -133,6 +137,7 @@ class Scheduler:
         prefix_bytes: int | None = None,
     ) -> None:
         self.target, self.rows = target, rows
+        self._most = rows  # for which memory suffices
         weights = sum(parameter.nbytes for parameter in target.parameters())
         self.prefix_bytes = max(PREFIX_BYTES, weights // 8) if prefix_bytes is None else prefix_bytes
         self._speculation = speculation
@@ -171,8 +176,8 @@ class Scheduler:
 
     # -- requests come and go ---------------------------------------------------------------------------
     def submit(self, request: Request, drafter: Drafter) -> Ticket:
-        """Queue a request. Raises InputError or CapabilityError for one that cannot be served."""
-        Engine.refuse(self.target, request, drafter)
+        """Queue a request. Raises InputError, CapabilityError or OutOfMemoryError for one that cannot be served."""
+        self.check(request, drafter)
         with self._mutex:
             if self._closed:
                 raise InputError("this model is closed; load it again")
@@ -207,8 +212,22 @@ class Scheduler:
                 self.engine.remove(ticket.row)
 
     def check(self, request: Request, drafter: Drafter) -> None:
-        """Raise InputError or CapabilityError if ``request`` cannot be served."""
-        Engine.refuse(self.target, request, drafter)
+        """Raise InputError, CapabilityError or OutOfMemoryError if ``request`` cannot be served."""
+        target, engine = self.target, self.engine
+        Engine.refuse(target, request, drafter)
+        tokens = min(len(request.prompt_ids) + request.max_new_tokens, target.config.max_positions)
+        each = bytes_per_token(target.config, target.dtype)
+        needed = room_for(tokens) * each
+        if needed <= SMALL or (free := free_memory(target.device)) is None:
+            return
+        # others' rows will be done, and kept texts go
+        free += sum(prefix.nbytes for prefix in self._prefixes) + (0 if engine is None else engine.cache.nbytes)
+        if needed > (room := max(0, free - HEADROOM)):
+            raise OutOfMemoryError(
+                f"a text of {tokens:,} tokens (prompt and max_new_tokens) needs a cache of {needed / 2**30:.2f} GiB on "
+                f"{target.device}, where {room / 2**30:.2f} GiB are free, enough for {room // each:,} tokens; lower "
+                "max_new_tokens, shorten the prompt or use a smaller model"
+            )
 
     def steps(self, ticket: Ticket) -> Iterator[Step]:
         """The steps of a request as they are decoded, by this thread or another one that waits.
@@ -302,7 +321,7 @@ class Scheduler:
         Raises DeviceError where memory does not suffice.
         """
         assert not self.busy, "requests are in progress"
-        self._allocate(self.rows, self._capacity(tokens), drafter)
+        self._allocate(self.rows, tokens, drafter)
 
     # -- a tick -----------------------------------------------------------------------------------------
     def _tick(self) -> list[tuple[Ticket, Step]]:
@@ -325,7 +344,8 @@ class Scheduler:
         steps: list[tuple[Ticket, Step]] = []
         if self.engine is not None:
             try:
-                steps = [(self._running[step.row], step) for step in self.engine.step()]
+                self._make_room()
+                steps = [] if self.engine is None else [(self._running[s.row], s) for s in self.engine.step()]
             except BaseException as error:
                 self._fail(error)
                 if self._for_this_thread(error):
@@ -344,6 +364,8 @@ class Scheduler:
                 if step.finish is not None:
                     ticket.done = True
                     del self._running[step.row]
+            if not self.busy:
+                self._most = self.rows
         return steps
 
     def _admit_and_read(self) -> Ticket | None:
@@ -361,7 +383,10 @@ class Scheduler:
         except BaseException as error:
             assert ticket.row is not None
             del self._running[ticket.row]
-            if engine.at_fault is None and not isinstance(error, Exception):
+            if engine.at_fault is None and engine.active and _is_short(error):
+                self._most = engine.active
+                self._again([ticket])
+            elif engine.at_fault is None and not isinstance(error, Exception):
                 self._again([ticket])
             else:
                 self._end(ticket, error)
@@ -400,35 +425,74 @@ class Scheduler:
 
     def _engine_for(self, ticket: Ticket) -> Engine | None:
         """The engine with room for a request, whose drafter is chosen; None where it has to wait."""
-        request = ticket.request
-        capacity = self._capacity(len(request.prompt_ids) + request.max_new_tokens)
-        active = 0 if self.engine is None else self.engine.active
-        rows = min(self.rows, active + len(self._waiting))
-        if self.engine is None:
-            self._allocate(rows, capacity, ticket.drafter)
-            assert self.engine is not None
+        tokens, fresh = self._tokens(ticket), self.engine is None
+        if fresh:
+            made = partial(self._allocate, tokens=tokens, drafter=ticket.drafter)
+            self._with_memory(made, min(self._most, len(self._waiting)), least=1)
         engine = self.engine
-        if engine.active >= self.rows:
+        assert engine is not None
+        if engine.active >= self._most:
             return None
-        ticket.used = engine.arm(ticket.drafter, request, rows)
+        rows = min(self._most, engine.active + len(self._waiting))
+        ticket.used = engine.arm(ticket.drafter, ticket.request, rows)
         if not engine.fits(ticket.used):
             return None
-        if not engine.active and (rows > engine.rows or capacity > engine.capacity):
-            self._drop_cache()  # a cache that is too small goes before the larger one comes
+        if not (engine.active or fresh or engine.has_room(rows, tokens, ticket.used)):
+            del engine  # a cache that is too small goes before the larger one comes
+            self._drop_cache()
             return self._engine_for(ticket)
-        engine.reserve(rows, capacity, ticket.used)
+        try:
+            reserve = partial(engine.reserve, tokens=tokens, drafter=ticket.used)
+            self._with_memory(reserve, rows, least=engine.active + 1)
+        except OutOfMemoryError:
+            if not engine.active:
+                raise
+            return None  # until others are done
         return engine
 
-    def _capacity(self, tokens: int) -> int:
-        """The tokens for which the cache's rows are allocated when one needs ``tokens``: a power of two."""
-        limit = self.target.config.max_positions
-        return min(limit, 1 << (min(limit, max(MIN_CAPACITY, tokens)) - 1).bit_length())
+    def _tokens(self, ticket: Ticket) -> int:
+        """The tokens for which a row has room when it joins: some more than there are.
 
-    def _allocate(self, rows: int, capacity: int, drafter: Drafter) -> None:
+        Captured graphs depend on where the cache lies, so that it has room for all that may come.
+        """
+        now, whole = len(ticket.remaining.prompt_ids), len(ticket.request.prompt_ids) + ticket.request.max_new_tokens
+        return whole if self.target.backend.capture is not None else min(whole, now + AHEAD)
+
+    def _with_memory(self, allocate: Callable[[int], None], rows: int, *, least: int) -> None:
+        """Allocate for ``rows`` rows. Where memory does not suffice, kept texts go, then there are fewer rows.
+
+        Raises OutOfMemoryError where it does not suffice for ``least`` rows.
+        """
+        while True:
+            try:
+                return allocate(rows)
+            except OutOfMemoryError:
+                if self._prefixes:
+                    self._prefixes.clear()
+                elif rows > least:
+                    rows = max(least, rows // 2)
+                else:
+                    raise
+
+    def _make_room(self) -> None:
+        """Let the cache grow for the next step. Where memory does not suffice, the newest rows wait for the others."""
+        engine = self.engine
+        while engine is not None and engine.active:
+            try:
+                self._with_memory(lambda _: engine.make_room(), 1, least=1)
+            except OutOfMemoryError:
+                self._again([self._running.pop(engine.withdraw())])
+                if not engine.active:
+                    self._drop_cache()  # the only row goes on in a larger cache, which comes after this one has gone
+            else:
+                return
+
+    def _allocate(self, rows: int, tokens: int, drafter: Drafter) -> None:
         self.engine = Engine(
             self.target,
             rows=rows,
-            capacity=capacity,
+            capacity=tokens,
+            longest=self.target.config.max_positions,
             margin=drafter.margin,
             speculation=self._speculation,
             on_leave=self._keep,
@@ -543,7 +607,11 @@ class Scheduler:
         self.engine.clear()
         running = dict(self._running)
         self._running.clear()
-        if culprit is None and isinstance(error, Exception):
+        if culprit is None and len(running) > 1 and _is_short(error):
+            self._most = len(running) // 2
+            self._prefixes.clear()
+            self._drop_cache()
+        elif culprit is None and isinstance(error, Exception):
             for ticket in running.values():
                 self._end(ticket, error)
             return
@@ -578,9 +646,14 @@ def _lending(ticket: Ticket) -> Request:
     return replace(request, sampling=sampling, on_prompt=None if on_prompt is None else lending(on_prompt))
 
 
+def _is_short(error: BaseException) -> bool:
+    """Whether memory did not suffice, which fewer rows may mend."""
+    return isinstance(error, (OutOfMemoryError, torch.OutOfMemoryError))
+
+
 def _told(error: BaseException, device: torch.device) -> BaseException:
     if isinstance(error, torch.OutOfMemoryError):
-        made = DeviceError(
+        made = OutOfMemoryError(
             f"{device} has no memory left for this; use a shorter prompt, fewer rows, a smaller tree or device='cpu'"
         )
         made.__cause__ = error

@@ -1,4 +1,4 @@
-"""The KV cache: preallocated, one length for each row; draft trees are appended, then committed or dropped.
+"""The KV cache: one length for each row; draft trees are appended, then committed or dropped.
 
 Shapes: B rows in use, K kv heads, C capacity, E head width, N tree nodes, P path.
 
@@ -18,12 +18,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anabranch.errors import DeviceError, InputError
+from anabranch.errors import InputError, OutOfMemoryError
 from anabranch.model.config import ModelConfig
 from anabranch.model.graphs import Graphs
 from anabranch.native import library as native
+from anabranch.support.memory import free_memory, zeroed
 
-__all__ = ["Cache", "shared_length"]
+__all__ = ["Cache", "bytes_per_token", "room_for", "shared_length"]
+
+LEAST = 512  # positions of the smallest cache
+SMALL = 2**24  # bytes for which nobody asks how many are free
+HEADROOM = 2**27  # bytes that a cache leaves free, for the tensors of passes
+
+
+def room_for(positions: int) -> int:
+    """Positions of a cache in which so many are in use: at most a quarter more, so that copies take little time."""
+    step = max(LEAST, (1 << (positions - 1).bit_length()) // 2) // 4
+    return max(LEAST, -(-positions // step) * step)
+
+
+def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of one token's keys and values."""
+    return 2 * dtype.itemsize * config.num_layers * config.num_kv_heads * config.head_dim
 
 
 def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
@@ -40,10 +56,10 @@ class Cache:
     """Keys and values of ``rows`` sequences of up to ``capacity`` tokens each.
 
     ``keys`` and ``values`` are [layers, rows, K, C, E]. Rows 0 to count - 1 are in use; a row that leaves is replaced
-    by the last one, so that the rows in use stay contiguous and a step reads one slice. ``kernels``, where given,
-    allocate the memory in large pages and move what is committed.
+    by the last one, so that the rows in use stay contiguous and a step reads one slice. ``kernels``, where given, read
+    large pages and move what is committed.
 
-    Raises DeviceError where memory does not suffice.
+    Raises OutOfMemoryError where memory does not suffice.
     """
 
     def __init__(
@@ -57,14 +73,17 @@ class Cache:
         kernels: native.Library | None = None,
     ) -> None:
         shape = (config.num_layers, rows, config.num_kv_heads, capacity, config.head_dim)
+        needed = rows * capacity * bytes_per_token(config, dtype)
+        short = f"the cache for {rows} row(s) of {capacity:,} tokens needs {needed / 2**30:.2f} GiB on {device}, "
+        advice = "use fewer rows, a shorter prompt or a smaller max_new_tokens"
+        if device.type == "cpu" and needed > SMALL:  # a GPU's allocator refuses by itself, Linux ends the process
+            free = free_memory()
+            if free is not None and needed > free - HEADROOM:
+                raise OutOfMemoryError(f"{short}and {max(0, free) / 2**30:.2f} GiB are free; {advice}")
         try:
             self.keys, self.values = (_zeros(shape, dtype, device, kernels) for _ in range(2))
-        except (RuntimeError, DeviceError) as error:  # PyTorch's (on a GPU too), the kernels'
-            gib = 2 * torch.Size(shape).numel() * dtype.itemsize / 2**30
-            raise DeviceError(
-                f"the cache for {rows} row(s) of {capacity} tokens needs {gib:.1f} GiB on {device}, more than is free; "
-                "use fewer rows, a shorter prompt or a smaller max_new_tokens"
-            ) from error
+        except (RuntimeError, OutOfMemoryError) as error:  # PyTorch's (on a GPU too), the system's
+            raise OutOfMemoryError(f"{short}more than is free; {advice}") from error
         self.config, self.rows = config, rows
         self.capacity = capacity
         self.graphs = Graphs()  # of computations that read or write these rows
@@ -125,7 +144,12 @@ class Cache:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values."""
-        return 2 * self.keys.element_size() * self.keys.shape[0] * self.keys.shape[2] * self.keys.shape[4]
+        return bytes_per_token(self.config, self.keys.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return self.keys.nbytes + self.values.nbytes
 
     def taken(self, slot: int, length: int) -> tuple[Tensor, Tensor]:
         """Copies of the first ``length`` tokens' keys and values in a slot [layers, K, length, E]."""
@@ -138,7 +162,7 @@ class Cache:
     def resized(self, rows: int, capacity: int) -> Cache:
         """A cache of another size with the rows in use, and with the contents of the slots that both caches have.
 
-        Raises DeviceError where memory does not suffice; this cache stays as it is.
+        Raises OutOfMemoryError where memory does not suffice; this cache stays as it is.
         """
         made = Cache(
             self.config,
@@ -247,9 +271,8 @@ class Cache:
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, kernels: native.Library | None) -> Tensor:
     """Zeros, since a masked position still enters as 0 * value, which is NaN if memory holds NaN."""
-    size = math.prod(shape) * dtype.itemsize
-    with torch.inference_mode(False):  # rows are also written outside of it
-        if kernels is None or size < native.PAGE:
-            return torch.zeros(shape, dtype=dtype, device=device)
+    if kernels is not None:
         # a step touches every layer's part of a row, each on pages of its own unless the pages are large
-        return kernels.large(size).view(dtype).view(shape).zero_()
+        return zeroed(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+    with torch.inference_mode(False):  # rows are also written outside of it
+        return torch.zeros(shape, dtype=dtype, device=device)

@@ -242,7 +242,7 @@ def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tenso
 
 
 def _check_memory(needed: int, device: torch.device) -> None:
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+    free = free_memory(device)
     if free is not None and needed > free:
         raise DeviceError(
             f"the weights need {needed / 2**30:.1f} GiB and {device} has {free / 2**30:.1f} GiB free; "

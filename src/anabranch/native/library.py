@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anabranch.errors import DeviceError, PerformanceWarning
+from anabranch.errors import DeviceError, OutOfMemoryError, PerformanceWarning
 from anabranch.native import build
 from anabranch.native.arguments import BLOCK, KINDS, address, filled, packable, require, row_kind, rows_for, scores
 from anabranch.native.openmp import set_openmp_threads
@@ -127,7 +127,9 @@ class Library:
             return status
         message = self._c.anabranch_message().decode(errors="replace")
         if status == STATUSES["memory"]:
-            raise DeviceError(f"the native kernels ran out of memory ({message}); use fewer rows or a shorter context")
+            raise OutOfMemoryError(
+                f"the native kernels ran out of memory ({message}); use fewer rows or a shorter context"
+            )
         if status == STATUSES["threads"]:
             raise DeviceError(f"the native kernels could not start a thread ({message}); raise the limit (ulimit -u)")
         raise AssertionError(f"the native kernels rejected a call: {message}")

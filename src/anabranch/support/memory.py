@@ -1,4 +1,4 @@
-"""Memory management: file-backed tensors, glibc's thresholds, and returning freed memory to the system."""
+"""Memory: how much is free, zeroed pages, file-backed tensors, glibc's thresholds, what is returned to the system."""
 
 from __future__ import annotations
 
@@ -7,17 +7,26 @@ import mmap
 import os
 import platform
 import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from anabranch.errors import FileError
+from anabranch.errors import FileError, OutOfMemoryError
 
-__all__ = ["OffHeap", "free_memory", "give_back", "keep_memory"]
+try:
+    import resource
+except ImportError:  # not on Windows
+    resource = None  # type: ignore[assignment]
+
+__all__ = ["OffHeap", "free_memory", "give_back", "keep_memory", "zeroed"]
 
 SMALLEST, LARGEST = 1 << 20, 1 << 28  # bytes of a file that tensors share: each has twice those of the one before it
 ALIGNED = 64
+CPU = torch.device("cpu")
+PAGE = 2**21  # bytes of a large page
 
 # <malloc.h>
 M_TRIM_THRESHOLD = -1
@@ -78,14 +87,112 @@ def keep_memory() -> bool:
     return bool(mapped and mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
 
 
-def free_memory() -> int | None:
-    """Available memory in bytes, including swap; None except on Linux."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
+def free_memory(device: torch.device = CPU, *, root: Path = Path("/")) -> int | None:
+    """Bytes that this process may still use on ``device``; None where the system does not say.
+
+    On a CPU the least of: what the machine has available, swap included; what the control groups of the process leave
+    of their limits; and what its own limits leave. ``root`` is where /proc and /sys lie.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type != "cpu":
         return None
-    sizes = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
-    return sizes["MemAvailable"] + sizes["SwapFree"] if "MemAvailable" in sizes else None
+    found = [*_of_machine(root), *_of_groups(root), *_of_process(root)]
+    return max(0, min(found)) if found else None
+
+
+def _of_machine(root: Path) -> Iterator[int]:
+    sizes = {name: 1024 * size for name, size in _counts(root / "proc/meminfo").items()}
+    if "MemAvailable:" in sizes:
+        yield sizes["MemAvailable:"] + sizes.get("SwapFree:", 0)
+
+
+def _of_process(root: Path) -> Iterator[int]:
+    """What is left of the limits on address space (``ulimit -v``) and on data (``ulimit -d``)."""
+    sizes = {} if resource is None else _counts(root / "proc/self/status")
+    for limit, name in (("RLIMIT_AS", "VmSize:"), ("RLIMIT_DATA", "VmData:")):
+        if name in sizes:
+            most, _ = resource.getrlimit(getattr(resource, limit))
+            if most != resource.RLIM_INFINITY:
+                yield most - 1024 * sizes[name]
+
+
+def _of_groups(root: Path) -> Iterator[int]:
+    """What each control group of the process (v1 or v2) and each one above it leaves of its limits.
+
+    Pages of files that were not used lately are dropped when memory runs short, so they count as free.
+    """
+    for folder, limits, usage, inactive in _groups(root):
+        used, stat = _number(folder / usage), _counts(folder / "memory.stat")
+        for limit in limits:
+            most = _number(folder / limit)
+            if most is not None and used is not None:
+                yield most - used + stat.get(inactive, 0)
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, tuple[str, ...], str, str]]:
+    """The folders of the process's control groups, with the names of the files there."""
+    paths = {}
+    for line in _lines(root / "proc/self/cgroup"):
+        number, controllers, path = line.split(":", 2)
+        if number == "0" or "memory" in controllers.split(","):
+            paths["cgroup2" if number == "0" else "cgroup"] = path
+    for line in _lines(root / "proc/self/mountinfo"):
+        here, _, mounted = line.partition(" - ")
+        top, place = (field.replace("\\040", " ") for field in here.split()[3:5])
+        kind, *_, options = mounted.split()
+        if kind not in paths or (kind == "cgroup" and "memory" not in options.split(",")):
+            continue
+        mount = root / place.lstrip("/")
+        # in a container a path may be that of the host, of which only the part below ``top`` is mounted
+        inside = Path(paths[kind]).relative_to(top) if Path(paths[kind]).is_relative_to(top) else Path(paths[kind][1:])
+        folder = mount / inside
+        for each in (folder, *folder.parents):
+            if kind == "cgroup2":
+                yield each, ("memory.max", "memory.high"), "memory.current", "inactive_file"
+            else:
+                yield each, ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"
+            if each == mount:
+                break
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _counts(path: Path) -> dict[str, int]:
+    """The lines of a file that are a name and a number."""
+    fields = (line.split() for line in _lines(path))
+    return {line[0]: int(line[1]) for line in fields if len(line) > 1 and line[1].isdecimal()}
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file; None if there is none, or "max"."""
+    lines = _lines(path)
+    return int(lines[0]) if lines and lines[0].strip().isdecimal() else None
+
+
+def zeroed(size: int) -> Tensor:
+    """``size`` zero bytes on the CPU, which take memory as they are first touched, if possible in large pages.
+
+    Raises OutOfMemoryError.
+    """
+    with torch.inference_mode(False):  # they are written outside of it, too
+        if size < PAGE or not hasattr(mmap, "MAP_ANONYMOUS"):
+            return torch.zeros(size, dtype=torch.uint8, device="cpu")
+        try:
+            pages = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise OutOfMemoryError(f"{size:,} bytes of memory cannot be allocated") from error
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without large pages
+                pages.madvise(mmap.MADV_HUGEPAGE)
+        whole = torch.frombuffer(pages, dtype=torch.uint8)
+        start = -whole.data_ptr() % PAGE
+        return whole[start : start + size]
 
 
 def give_back() -> None:
