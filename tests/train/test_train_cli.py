@@ -331,7 +331,7 @@ def test_ctrl_c_says_how_to_go_on(written: Path, tmp_path: Path, monkeypatch: py
         patch.setattr(Trainer, "run", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         stopped = call(*arguments)
     assert stopped.exit_code == 130
-    assert "stopped; the same command resumes from here: anabranch " in stopped.stderr
+    assert "stopped; the same command resumes from here: anabranch" in stopped.stderr
     assert not (tmp_path / "c" / "adapter_config.json").exists()
 
 
