@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anabranch.cli import options
+from anabranch.cli import completion, options
 from anabranch.errors import InputError
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class BenchConfig:
             metavar="[LABEL=]DRAFTER[@KIND]",
             help="measure this drafter, such as auto or wide=NAME:nodes=32; @int8 or @int4 quantises its weights; "
             "repeatable",
+            autocompletion=completion.drafters,
         ),
     ] = ()
     methods: Annotated[
@@ -85,7 +86,10 @@ class BenchConfig:
     ] = None
     shape: Annotated[
         str | None,
-        typer.Option(help="time steps of a model of this size with random weights instead: 135m, 7b, 13b or 33b"),
+        typer.Option(
+            help="time steps of a model of this size with random weights instead: 135m, 7b, 13b or 33b",
+            autocompletion=completion.one_of("135m", "7b", "13b", "33b"),
+        ),
     ] = None
     width: Annotated[
         tuple[int, ...], typer.Option(metavar="N", help="with --shape: verify N nodes in a step; repeatable")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anabranch.cli import options, show
+from anabranch.cli import generate_batch, options, show
 from anabranch.cli.configured import configured
 from anabranch.errors import InputError
 from anabranch.support.files import check_output
@@ -31,7 +31,9 @@ COMPARED_RUNS = 3
 class GenerateConfig:
     """The options of ``anabranch generate``."""
 
-    prompt: Annotated[str, typer.Argument(help="the prompt, or - to read it from standard input")]
+    prompt: Annotated[
+        str | None, typer.Argument(help="the prompt, or - to read it from standard input", show_default=False)
+    ] = None
     loading: options.Loading = field(default=options.Loading())
     drafter: options.Drafter = "auto"
     system: options.System = None
@@ -51,6 +53,17 @@ class GenerateConfig:
     ] = False
     force: options.Force = False
     as_json: options.AsJson = False
+    streams: Annotated[
+        bool, typer.Option("--stream", help="with --json: print a line of JSON for each chunk; the last has the result")
+    ] = False
+    prompts: Annotated[
+        str | None,
+        typer.Option(metavar="FILE.jsonl", help="answer each line instead (- is standard input), as lines of JSON"),
+    ] = None
+    out: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="with --prompts: write the answers here; continues what is there"),
+    ] = None
 
 
 @configured
@@ -61,9 +74,15 @@ def generate(config: GenerateConfig) -> None:
     error: tokens, decode rate, prompt rate, mean acceptance length (tokens per target pass), the forward passes by
     kind, the drafter that auto chose, and why the text ended. --compare adds the measured speedup over plain decoding.
     --trace records token ids, drafts and times, but no text.
+
+    --prompts FILE.jsonl --out FILE answers many prompts. The same command continues after an interruption.
     """
     _check(config)
     stops = tuple(map(options.unescaped, config.stop))
+    if config.prompts is not None:
+        generate_batch.run(config, config.decoding.keywords(stops, config.stop_token_id))
+        return
+    assert config.prompt is not None
     text = options.standard_input() if config.prompt == "-" else config.prompt
     if not text.strip():
         raise InputError("the prompt is empty; give some text")
@@ -78,13 +97,16 @@ def generate(config: GenerateConfig) -> None:
             chunks = _recorded(chunks, loaded, asked, call, config)
         wait.clear()
         marker = show.Marker(loaded.tokenizer, stops) if config.show_drafts and not config.as_json else None
+        if config.streams:
+            chunks = _printed(chunks)
         _, found = show.show(chunks, wait=wait, visible=not config.as_json, marker=marker)
     assert found is not None, "the last chunk has the result"
     if marker is not None:
         typer.echo(marker.legend(found.stats), err=True)
     comparison = _compare(loaded, asked, call, found.drafter) if config.compare else None
     if config.as_json:
-        print(json.dumps(_record(loaded, found, config, comparison)))
+        record = _record(loaded, found, config, comparison)
+        print(json.dumps({"result": record} if config.streams else record))
         return
     facts = show.rates(found.stats, found.drafter)
     ended = show.ending(found, loaded)
@@ -92,8 +114,27 @@ def generate(config: GenerateConfig) -> None:
     show.sentences(facts + (_compared(comparison) if comparison else []))
 
 
+def _printed(chunks: Generator[Chunk, None, None]) -> Generator[Chunk, None, None]:
+    """Pass ``chunks`` on, and print each as a line of JSON."""
+    with closing(chunks):
+        for chunk in chunks:
+            record = {"text": chunk.text, "token_ids": list(chunk.token_ids), "sources": list(chunk.sources)}
+            print(json.dumps(record), flush=True)
+            yield chunk
+
+
 def _check(config: GenerateConfig) -> None:
     """Check for contradictory options and for output files. Raises InputError or FileError."""
+    if (config.prompt is None) == (config.prompts is None):
+        raise InputError("give either a prompt, or a file of them with --prompts")
+    if config.prompts is None and config.out is not None:
+        raise InputError("--out needs --prompts; redirect the text of one prompt instead")
+    if config.streams and not config.as_json:
+        raise InputError("--stream needs --json; text is streamed without it")
+    single = (config.show_drafts, config.compare, config.trace, config.as_json)
+    if config.prompts is not None and any(single):
+        name = ("--show-drafts", "--compare", "--trace", "--json")[[bool(each) for each in single].index(True)]
+        raise InputError(f"{name} is for a single prompt; leave out {name} or --prompts")
     if config.compare and config.drafter == "none":
         raise InputError("--compare measures a drafter against plain decoding; choose another drafter than none")
     if config.every_position and config.trace is None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from anabranch.cli import completion
 from anabranch.cli.plugins import Plugins
 from anabranch.errors import AdapterError, FileError, InputError
 
@@ -69,6 +70,7 @@ def info(
             help="a model (default, a folder, a .gguf file, a hub id) or an adapter (a folder, or the name of one "
             "shipped with anabranch); without it, this machine",
             show_default=False,
+            autocompletion=completion.shipped_or_default,
         ),
     ] = None,
     capabilities: Annotated[
@@ -263,7 +265,7 @@ def _lora(folder: Path, as_json: bool) -> None:
         "base_model": settings.base or "not stated",
         "rank": settings.rank,
         "alpha": settings.alpha,
-        "modules": modules if isinstance(modules, str) else ", ".join(sorted(modules)),
+        "modules": modules if isinstance(modules, str) else ", ".join(sorted({m.rpartition(".")[2] for m in modules})),
         "layers": "all" if not settings.layers else ", ".join(map(str, settings.layers)),
     }
     if as_json:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from anabranch.cli import completion
 from anabranch.cli.plugins import PLUGIN
 from anabranch.errors import AnabranchWarning, InputError
 from anabranch.loading import LoadConfig, Loaded
@@ -52,7 +53,11 @@ __all__ = [
 ]
 
 Drafter = Annotated[
-    str, typer.Option(help="draft with this method: auto, or one below; with settings: NAME:SETTING=VALUE,...")
+    str,
+    typer.Option(
+        help="draft with this method: auto, or one below; with settings: NAME:SETTING=VALUE,...",
+        autocompletion=completion.drafters,
+    ),
 ]
 NewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", help="stop after this many new tokens")]
 Seed = Annotated[int, typer.Option(help="use this random seed")]
@@ -89,15 +94,34 @@ Figure = Annotated[Path | None, typer.Option(metavar="FILE", help="draw a figure
 class Loading:
     """What to load and how: the fields of ``LoadConfig``."""
 
-    model: Annotated[str, typer.Option(help="load this model: default, a folder, a .gguf file or a hub id")] = "default"
+    model: Annotated[
+        str,
+        typer.Option(
+            help="load this model: default, a folder, a .gguf file or a hub id",
+            autocompletion=completion.one_of("default"),
+        ),
+    ] = "default"
     adapter: Annotated[
         tuple[Path, ...],
         typer.Option(metavar="FOLDER", help="load this adapter instead of the shipped one; repeatable"),
     ] = ()
-    dtype: Annotated[str, typer.Option(help="compute in auto (as stored), float32, bfloat16 or float16")] = "auto"
-    device: Annotated[str, typer.Option(help="run on auto, cpu, cuda or cuda:N")] = "auto"
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="compute in auto (as stored), float32, bfloat16 or float16",
+            autocompletion=completion.one_of("auto", "float32", "bfloat16", "float16"),
+        ),
+    ] = "auto"
+    device: Annotated[
+        str,
+        typer.Option(help="run on auto, cpu, cuda or cuda:N", autocompletion=completion.one_of("auto", "cpu", "cuda")),
+    ] = "auto"
     quantize: Annotated[
-        str, typer.Option(help="quantise the weights: none, int8 or int4; the result is the target")
+        str,
+        typer.Option(
+            help="quantise the weights: none, int8 or int4; the result is the target",
+            autocompletion=completion.one_of("none", "int8", "int4"),
+        ),
     ] = "none"
     revision: Annotated[str | None, typer.Option(help="take this branch, tag or commit of a hub id")] = None
     threads: Annotated[int | None, typer.Option(help="use this many CPU threads (default: all allowed)")] = None
@@ -151,7 +175,13 @@ class Decoding:
         int | None, typer.Option(help="let the model end the text no earlier than after this many new tokens")
     ] = None
     sampling: Sampling = field(default=Sampling())
-    rule: Annotated[str, typer.Option(help="verify drafts by this rule: match or rejection")] = "match"
+    rule: Annotated[
+        str,
+        typer.Option(
+            help="verify drafts by this rule: match or rejection",
+            autocompletion=completion.one_of("match", "rejection"),
+        ),
+    ] = "match"
 
     def keywords(self, stop: tuple[str, ...] = (), stop_token_ids: tuple[int, ...] = ()) -> Keywords:
         """Keyword arguments for ``Model.generate``. Raises InputError for a value out of range."""
@@ -182,7 +212,10 @@ class Prompts:
     suite: Annotated[
         str,
         typer.Option(
-            "--suite", "--prompts", help="decode own (a few built-in ones), a suite such as spec_bench, or a JSONL file"
+            "--suite",
+            "--prompts",
+            help="decode own (a few built-in ones), a suite such as spec_bench, or a JSONL file",
+            autocompletion=completion.one_of("own", "spec_bench", "mt_bench", "humaneval", "gsm8k"),
         ),
     ] = "own"
     data: Annotated[
@@ -198,6 +231,7 @@ class Prompts:
             metavar="TASK",
             help="decode this application: sql, e2e, dialogsum or a JSONL file; with --suite, use only this task of "
             "it; repeatable",
+            autocompletion=completion.one_of("sql", "e2e", "dialogsum"),
         ),
     ] = ()
     prompt_template: PromptTemplate = None

@@ -1,0 +1,239 @@
+"""``anabranch generate --prompts FILE.jsonl --out FILE``: answer the prompts of a file, one line of JSON each.
+
+A line of the file has a ``prompt``, ``messages`` or ``token_ids``, perhaps an ``id`` (else the number of the line), and
+perhaps options of its own (``OPTIONS``); other fields are ignored. Answers are written in the order of the file, each
+line whole or not at all, so that the same command continues after an interruption.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from anabranch.cli import options, show
+from anabranch.errors import AnabranchError, FileError, InputError
+from anabranch.support.files import check_writable
+from anabranch.support.interrupt import INTERRUPTED
+from anabranch.support.jsonfiles import parse_object, read_lines, shown
+
+if TYPE_CHECKING:
+    from anabranch.api import Model
+    from anabranch.cli.generate import GenerateConfig
+    from anabranch.options import Keywords
+
+__all__ = ["OPTIONS", "run"]
+
+OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop", "drafter")
+PROMPTS = ("prompt", "messages", "token_ids")
+ROWS = 8  # prompts decoded at the same time
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the file: its id, its fields, and why it cannot be answered (empty: it can)."""
+
+    id: str | int
+    fields: Mapping[str, Any]
+    error: str = ""
+
+
+def run(config: GenerateConfig, call: Keywords) -> None:
+    """Answer the lines that have no answer yet. Exits with 1 if some could not be answered, 130 after Ctrl-C."""
+    assert config.prompts is not None
+    lines = _lines(config.prompts)
+    output = _Output(config.out, force=config.force)
+    done = output.finished({line.id for line in lines})
+    waiting = [line for line in lines if line.id not in done]
+    if done:
+        show.note(f"continuing after {len(done)} of {len(lines)} prompts")
+    with show.Wait() as wait:
+        loaded = show.load_model(config.loading, config.drafter, config.decoding, wait)
+    failed = 0
+    try:
+        for place, record in enumerate(_answers(loaded, waiting, call, config), len(done) + 1):
+            failed += "error" in record
+            output.append(record, f"{place - 1:,} of {len(lines):,} prompts")
+    except KeyboardInterrupt:
+        again = "; the same command continues" if output.path is not None else ""
+        show.note(f"stopped after {len(done) + output.written:,} of {len(lines):,} prompts{again}")
+        raise typer.Exit(INTERRUPTED) from None
+    where = "" if output.path is None else f" in {output.path}"
+    errors = f", {failed:,} of them errors" if failed else ""
+    show.note(f"{output.written:,} answers{where}{errors}")
+    if failed:
+        raise typer.Exit(1)
+
+
+def _lines(source: str) -> list[Line]:
+    """The lines of a file or of standard input ("-"). Raises FileError, and InputError for an id that occurs twice."""
+    if source == "-":
+        numbered: Iterator[tuple[int, str]] = enumerate(options.standard_input().splitlines(), 1)
+        where = "standard input"
+    else:
+        numbered, where = read_lines(Path(source).expanduser()), source
+    found: dict[str | int, Line] = {}
+    for number, text in numbered:
+        if not text.strip():
+            continue
+        line = _line(number, text, where)
+        if line.id in found:
+            raise InputError(f"line {number} of {where} has the id {line.id!r} of an earlier line; give each its own")
+        found[line.id] = line
+    if not found:
+        raise FileError(f"{where} has no prompts")
+    return list(found.values())
+
+
+def _line(number: int, text: str, where: str) -> Line:
+    try:
+        row = parse_object(text, f"line {number} of {where}")
+    except FileError as error:
+        return Line(number, {}, str(error))
+    name = row.get("id", number)
+    if isinstance(name, bool) or not isinstance(name, str | int):
+        return Line(
+            number, {}, f"line {number} of {where}: the id must be a string or a whole number, got {shown(name)}"
+        )
+    given = [field for field in PROMPTS if field in row]
+    if len(given) != 1:
+        what = " and ".join(given) if given else "none of them"
+        return Line(name, {}, f"line {number} of {where} needs one of {', '.join(PROMPTS)}, got {what}")
+    from anabranch.options import Options
+
+    known = {field.name for field in fields(Options)} - set(OPTIONS)
+    if refused := [field for field in row if field in known]:
+        return Line(
+            name, {}, f"line {number} of {where}: {refused[0]} is no option of a line; those are {', '.join(OPTIONS)}"
+        )
+    return Line(name, row)
+
+
+def _answers(loaded: Model, lines: Sequence[Line], call: Keywords, config: GenerateConfig) -> Iterator[dict[str, Any]]:
+    """The records of the lines, in their order; several are decoded at the same time."""
+    stopping = threading.Event()
+    left, running = deque(lines), deque[Future[dict[str, Any]]]()
+    with ThreadPoolExecutor(ROWS) as pool:
+        try:
+            while left or running:
+                while left and len(running) < 4 * ROWS:  # one long answer keeps only so many others waiting
+                    running.append(pool.submit(_answer, loaded, left.popleft(), call, config, stopping))
+                yield running.popleft().result()
+        finally:
+            stopping.set()
+            pool.shutdown(cancel_futures=True)
+
+
+def _answer(
+    loaded: Model, line: Line, call: Keywords, config: GenerateConfig, stopping: threading.Event
+) -> dict[str, Any]:
+    """The record of one line: its answer, or why there is none."""
+    if line.error:
+        return {"id": line.id, "error": line.error}
+    own: Any = {**call, **{name: line.fields[name] for name in OPTIONS if name in line.fields}}
+    try:
+        result = None
+        with closing(loaded.stream(_ids(loaded, line, config), **own)) as chunks:
+            for chunk in chunks:
+                result = chunk.result
+                if stopping.is_set():
+                    break
+    except AnabranchError as error:
+        return {"id": line.id, "error": str(error)}
+    if result is None:
+        return {"id": line.id, "error": "it was interrupted"}  # not written: nobody waits for it any more
+    return {
+        "id": line.id,
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "finish_reason": result.finish_reason,
+        "ended": show.ending(result, loaded),
+        "prompt_tokens": len(result.prompt_ids),
+        "drafter": result.drafter,
+    }
+
+
+def _ids(loaded: Model, line: Line, config: GenerateConfig) -> Any:
+    """The prompt of a line, as ``Model.stream`` takes it. Raises InputError or CapabilityError."""
+    from anabranch.prompts import chat_ids
+
+    row = line.fields
+    if "messages" in row:
+        first = [] if config.system is None else [{"role": "system", "content": config.system}]
+        return loaded.chat_ids([*first, *row["messages"]] if isinstance(row["messages"], list) else row["messages"])
+    if "token_ids" in row:
+        if not isinstance(row["token_ids"], list):
+            raise InputError(f"token_ids must be a list of whole numbers, got {shown(row['token_ids'])}")
+        return row["token_ids"]
+    if not isinstance(row["prompt"], str) or not row["prompt"].strip():
+        raise InputError(f"the prompt must be a text that is not empty, got {shown(row['prompt'])}")
+    name = loaded.target.name
+    return chat_ids(loaded.tokenizer, row["prompt"], raw=config.raw, system=config.system, model=name)
+
+
+class _Output:
+    """The file of the answers, or standard output."""
+
+    def __init__(self, out: str | None, *, force: bool) -> None:
+        self.path = None if out in (None, "-") else Path(str(out)).expanduser()
+        self.written = 0
+        if self.path is not None:
+            check_writable(self.path, "the answers")
+            if force:
+                self.path.unlink(missing_ok=True)
+
+    def finished(self, wanted: set[str | int]) -> set[str | int]:
+        """The ids with an answer; a line that was cut off is removed. Raises FileError for another file."""
+        if self.path is None or not self.path.exists():
+            return set()
+        data = self.path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        found: set[str | int] = set()
+        for number, line in enumerate(whole.splitlines(), 1):
+            row = parse_object(line, f"line {number} of {self.path}", "give another --out, or --force to replace it")
+            if row.get("id") not in wanted:
+                raise FileError(
+                    f"{self.path} has other answers: no prompt has the id {shown(row.get('id'))} of its line {number}; "
+                    "give another --out, or --force to replace it"
+                )
+            found.add(row["id"])
+        if len(whole) < len(data):
+            os.truncate(self.path, len(whole))
+        return found
+
+    def append(self, record: Mapping[str, Any], progress: str) -> None:
+        """Write a line whole. Raises FileError if there is no room for it."""
+        line = json.dumps(record, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+        if self.path is None:
+            sys.stdout.buffer.write(line)
+            sys.stdout.flush()
+        else:
+            self._write(self.path, line, progress)
+        self.written += 1
+
+    def _write(self, path: Path, line: bytes, progress: str) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "ab", buffering=0) as file:
+                size = file.tell()
+                try:
+                    if file.write(line) != len(line):
+                        raise OSError(28, "No space left on device")
+                except OSError:
+                    file.truncate(size)
+                    raise
+        except OSError as error:
+            raise FileError(
+                f"an answer cannot be written to {path} ({error.strerror}); {progress} are kept, and the same command "
+                "continues once there is room"
+            ) from error
