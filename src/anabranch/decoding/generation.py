@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from anabranch.decoding.detokenizer import Detokenizer
 from anabranch.decoding.engine import FinishReason, Request, Step
+from anabranch.decoding.html import coloured
 from anabranch.decoding.scheduler import Scheduler, Ticket
 from anabranch.decoding.stats import Stats
 from anabranch.methods.base import Drafter
@@ -42,6 +43,28 @@ class Generation:
     log_probs: list[float] | None = None
     drafter: str = ""
     stop_reason: int | str | None = None
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the text coloured by what proposed each token. Without colours in a copy."""
+        tokenizer = vars(self).get(TOKENIZER)
+        facts = f"{self.stats.mean_acceptance_length:.2f} tokens per target pass, drafter {self.drafter}"
+        return coloured(self.text, None if tokenizer is None else self._pieces(tokenizer), self.sources, facts)
+
+    def _pieces(self, tokenizer: Any) -> list[str]:
+        """The text of each token; together they are ``text``."""
+        detokenizer, left, pieces = Detokenizer(tokenizer), len(self.text), []
+        for place, token in enumerate(self.token_ids, 1):
+            piece = detokenizer.add([token]) + (detokenizer.finish() if place == len(self.token_ids) else "")
+            pieces.append(piece[:left])
+            left -= len(pieces[-1])
+        return pieces
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the tokenizer."""
+        return {name: value for name, value in vars(self).items() if name != TOKENIZER}
+
+
+TOKENIZER = "_tokenizer"  # an attribute of results, and no field: it is no part of their value
 
 
 class Chunk(NamedTuple):
@@ -120,6 +143,7 @@ def _chunks(scheduler: Scheduler, ticket: Ticket, tokenizer: Any, stop: Sequence
         for step in scheduler.steps(ticket):
             chunk = output.add(step)
             if chunk.result is not None:
+                vars(chunk.result)[TOKENIZER] = tokenizer
                 scheduler.cancel(ticket)  # at a stop string the target would continue
             yield chunk
             if chunk.result is not None:
@@ -166,6 +190,7 @@ def generate(
                     if cancelled is not None and cancelled.is_set():
                         raise CancelledError
                     if result is not None:
+                        vars(result)[TOKENIZER] = tokenizer
                         scheduler.cancel(ticket)
                         found[index] = result
                         running.remove(entry)
