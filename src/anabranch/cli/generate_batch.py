@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ from anabranch.support.jsonfiles import parse_object, read_lines, shown
 
 if TYPE_CHECKING:
     from anabranch.api import Model
-    from anabranch.cli.generate import GenerateConfig
+    from anabranch.cli.generate_config import GenerateConfig
     from anabranch.options import Keywords
 
 __all__ = ["OPTIONS", "run"]
@@ -230,7 +230,8 @@ class _Output:
                     if file.write(line) != len(line):
                         raise OSError(28, "No space left on device")
                 except OSError:
-                    file.truncate(size)
+                    with suppress(OSError):  # what is no file on a disk
+                        file.truncate(size)
                     raise
         except OSError as error:
             raise FileError(
