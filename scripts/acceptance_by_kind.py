@@ -70,7 +70,7 @@ def completed(data: Path, limit: int, new: int, seed: int) -> dict[str, list[Exa
 
 
 def decoded(data: Path, limit: int, new: int, seed: int, drafters: list[str]) -> list[dict[str, Any]]:
-    """By drafter and kind: tokens a pass, and on how many prompts the tokens are those of plain decoding."""
+    """By drafter and kind: tokens per target pass, and on how many prompts the tokens are those of plain decoding."""
     counts: dict[str, dict[str, list[int]]] = {drafter: {} for drafter in drafters}
     with anabranch.load("default") as model:
         for kind, texts in kinds(data, limit, seed):
@@ -98,7 +98,7 @@ def decoded(data: Path, limit: int, new: int, seed: int, drafters: list[str]) ->
 
 
 def lengths(target: Target, adapter: Any, examples: dict[str, list[Example]], nodes: list[int]) -> dict[str, Any]:
-    """By kind: tokens a pass for trees of each size, and for a chain."""
+    """By kind: tokens per target pass for trees of each size, and for a chain."""
     trained = adapter.method.trained
     decoder = learner_of(target.decoder, "stored", torch.float32)
     objective = trained.objective(decoder, adapter.module.float(), trained.recipe(None, {}), frozen=packed_copy(target))

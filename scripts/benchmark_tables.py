@@ -111,7 +111,7 @@ def _long_context(result: Result) -> list[str]:
         (f"{r['context']:,}", f"`{r['method']}`", r["prefill_s"], r["step_ms"], r["tokens_per_step"])
         for r in result["rows"]
     ]
-    return table(("context (tokens)", "drafter", "prefill s", "ms/step", "tokens/step"), rows, left=2)
+    return table(("context (tokens)", "drafter", "prefill s", "ms/step", "tokens per target pass"), rows, left=2)
 
 
 def _exactness(result: Result) -> list[str]:
@@ -158,7 +158,7 @@ def _segments(result: Result) -> list[str]:
 def _predicted(result: Result) -> list[str]:
     cells = [result[f"{what}_mean_acceptance_length"] for what in ("predicted", "decoded")]
     return table(
-        ("prompts", "nodes", "predicted tokens a pass", "decoded tokens a pass"),
+        ("prompts", "nodes", "predicted tokens per target pass", "decoded tokens per target pass"),
         [(result["prompts"], result["nodes"], *(f"{cell:.3f}" for cell in cells))],
         left=0,
     )
@@ -177,7 +177,7 @@ def _decoded(result: Result) -> list[str]:
     ]
     titles = [
         "kind of prompt",
-        *(f"`{run['drafter']}`, tokens a pass" for run in decoded),
+        *(f"`{run['drafter']}`, tokens per target pass" for run in decoded),
         "texts equal to plain decoding",
     ]
     return [
@@ -191,7 +191,7 @@ def _own_evaluation(result: Result) -> list[str]:
     rows = [
         (name, *(f"{result[side][key]:.3f}" for side in ("spec_bench", "ours")))
         for name, key in (
-            ("tokens a pass", "mean_acceptance_length"),
+            ("tokens per target pass", "mean_acceptance_length"),
             ("tokens/s", "tokens_per_second"),
             ("tokens/s, plain decoding", "plain_tokens_per_second"),
             ("speedup", "speedup"),
@@ -279,7 +279,7 @@ def _search(result: Result) -> list[str]:
         if "tree" in v
     ]
     return [
-        f"{result['answer_tokens']:,} tokens of completions; predicted tokens a pass of held-out completions.",
+        f"{result['answer_tokens']:,} tokens of completions; predicted tokens per target pass of held-out completions.",
         "",
         *table(("change", "parameters", "seconds", "tree, 16 nodes", "chain"), rows),
     ]

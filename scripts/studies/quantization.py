@@ -46,7 +46,14 @@ def _table(result: Result) -> Table:
             speed = spread(record["speedup_quartiles"])
             measured = [f"{record['mean_acceptance_length']:.2f}", f"{record['tokens_per_second']:.1f}", speed]
         rows.append([_format(result, weights), f"{plain['tokens_per_second']:.1f}", *measured, f"{printed} ({kind})"])
-    return ("weights", "plain tokens/s", "tokens a pass", "tokens/s", "times plain (quartiles)", "the paper's"), rows
+    return (
+        "weights",
+        "plain tokens/s",
+        "tokens per target pass",
+        "tokens/s",
+        "times plain (quartiles)",
+        "the paper's",
+    ), rows
 
 
 def _chart(result: Result) -> Chart:

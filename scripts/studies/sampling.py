@@ -34,7 +34,7 @@ def _measure(setup: Setup) -> dict[str, Any]:
 
 def _ours(result: Result) -> str:
     ends = [(top, by_name(records)["streams"]) for top, records in result["by_top"].items()]
-    told = (f"k = {top}: {r['mean_acceptance_length']:.2f} tokens a pass" for top, r in (ends[0], ends[-1]))
+    told = (f"k = {top}: {r['mean_acceptance_length']:.2f} tokens per target pass" for top, r in (ends[0], ends[-1]))
     return "streams, " + ", ".join(told)
 
 
@@ -46,7 +46,12 @@ def _table(result: Result) -> Table:
                 ratio = spread(record["speedup_quartiles"])
                 rows.append([name, top, f"{record['mean_acceptance_length']:.2f}", ratio])
     rows.sort(key=lambda row: str(row[0]))
-    return ("drafter", "top-k", "tokens a pass (call reduction ratio)", "times plain decoding (quartiles)"), rows
+    return (
+        "drafter",
+        "top-k",
+        "tokens per target pass (call reduction ratio)",
+        "times plain decoding (quartiles)",
+    ), rows
 
 
 def _chart(result: Result) -> Chart:
@@ -54,7 +59,7 @@ def _chart(result: Result) -> Chart:
     found = [by_name(records) for records in result["by_top"].values()]
     names = [name for name in found[0] if name != PLAIN and all(name in each for each in found)]
     lines = [Line(name, tops, [each[name]["mean_acceptance_length"] for each in found]) for name in names]
-    return Chart("Top-k sampling at temperature 1", "top-k", "tokens a pass", lines)
+    return Chart("Top-k sampling at temperature 1", "top-k", "tokens per target pass", lines)
 
 
 STUDY = Study(

@@ -41,7 +41,7 @@ def alone(
     sampling: SamplingParams | None = None,
     rejection: Collection[str] = (),
 ) -> list[dict[str, Any]]:
-    """One record per drafter, plain decoding first: tokens a pass, nodes a pass, tokens/s and its ratio to plain."""
+    """One record per drafter, plain first: tokens per target pass, nodes a pass, tokens/s and its ratio to plain."""
     target = loaded.target
     prompts: list[Encoded] = list(zip(setup.prompts, setup.encoded(target), strict=True))
     warm = chat_ids(target.tokenizer, load_suite("own", limit=1)[0].text, model=target.name)
@@ -74,7 +74,7 @@ def by_name(records: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]
 
 
 def speed_table(records: Sequence[Mapping[str, Any]]) -> Table:
-    """Drafter, nodes a pass, tokens a pass, tokens/s, ratio to plain decoding."""
+    """Drafter, nodes a pass, tokens per target pass, tokens/s, ratio to plain decoding."""
     rows: list[list[object]] = []
     for record in records:
         if "error" in record:
@@ -84,4 +84,10 @@ def speed_table(records: Sequence[Mapping[str, Any]]) -> Table:
         nodes = f"{record['draft_nodes_per_step']:.1f}"
         rate = f"{record['tokens_per_second']:.1f}"
         rows.append([record["name"], nodes, f"{record['mean_acceptance_length']:.2f}", rate, ratio])
-    return ("drafter", "drafted nodes a pass", "tokens a pass", "tokens/s", "times plain decoding (quartiles)"), rows
+    return (
+        "drafter",
+        "drafted nodes a pass",
+        "tokens per target pass",
+        "tokens/s",
+        "times plain decoding (quartiles)",
+    ), rows
