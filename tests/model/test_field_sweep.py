@@ -245,7 +245,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Keep transformers from reporting every tensor that does not fit."""
+    """Keep transformers from reporting every file and every tensor that does not fit."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)

@@ -106,6 +106,8 @@ def _table(
     if "sliding_window" not in honoured:
         never["sliding_window"] = Refused((None,), _CACHE)
     may_be_null = set(honoured) & set(f"{_NULLABLE} {nullable}".split())
+    if honoured.get("original_max_position_embeddings") is not None:  # declared by the family's config class
+        may_be_null.remove("original_max_position_embeddings")
     return Fields(honoured, frozenset(may_be_null), never, frozenset(f"{_IGNORED} {ignored}".split()), aliases or {})
 
 
