@@ -33,6 +33,7 @@ from anabranch.support.background import Worker
 from anabranch.support.forks import renewed_after_fork
 from anabranch.support.log import LOGGER
 from anabranch.support.memory import give_back
+from anabranch.support.plain_torch import in_plain_torch
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -136,6 +137,7 @@ class Model:
     def _modules(self) -> list[nn.Module]:
         return [loaded.module for loaded in self.adapters]
 
+    @in_plain_torch
     def _built(self, spec: str | Spec) -> Drafter:
         """The drafter of a specification, from the cache or newly built. Raises what ``make_drafter`` raises."""
         with self._lock:
@@ -150,6 +152,7 @@ class Model:
             self._drafters[name] = drafter
             return drafter
 
+    @in_plain_torch
     def drafter_of(self, spec: str | Spec) -> Drafter:
         """The drafter of a specification, ready to decode: if it follows the load, steps were timed.
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from anabranch.errors import AdapterError, CapabilityError, InputError
 from anabranch.support.log import LOGGER
+from anabranch.support.plain_torch import in_plain_torch
 
 if TYPE_CHECKING:
     import torch
@@ -97,6 +98,7 @@ def check(config: LoadConfig) -> None:
             )
 
 
+@in_plain_torch
 def load(config: LoadConfig, *, pack: bool = True, adapters: bool = True) -> Loaded:
     """Set the threads, load the target, find its adapters, and pack its weights for the native kernels.
 

@@ -44,6 +44,7 @@ from anabranch.model.cache import HEADROOM, LEAST, SMALL, bytes_per_token, room_
 from anabranch.model.decoder import Decoder
 from anabranch.support.forks import renewed_after_fork
 from anabranch.support.memory import free_memory, give_back
+from anabranch.support.plain_torch import plain_torch
 
 __all__ = ["Scheduler", "Ticket"]
 
@@ -327,7 +328,7 @@ class Scheduler:
     def _tick(self) -> list[tuple[Ticket, Step]]:
         """A tick of the thread that is ``_ticker``."""
         try:
-            with self._turn:
+            with self._turn, plain_torch():
                 return self._ticked_steps()
         finally:
             with self._mutex:
