@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from anabranch.cli import bench, train
+from anabranch.cli import bench, standard_streams, train
 from anabranch.cli.analysis import analyze, simulate
 from anabranch.cli.certify import certify
 from anabranch.cli.chat import chat
@@ -63,8 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit.
 
     Exit statuses: 1 for an error, with a one-sentence message; 2 for wrong usage; 130 for Ctrl-C, 143 for SIGTERM.
-    Both signals raise KeyboardInterrupt in the command, which keeps its results so far.
+    Both signals raise KeyboardInterrupt in the command, which keeps its results so far. 141 where the reader of
+    standard output has ended, and 1 where that cannot be written for another reason.
     """
+    standard_streams.prepare()
     for stream in (sys.stdout, sys.stderr):
         # characters that the terminal cannot show are replaced
         reconfigure = getattr(stream, "reconfigure", None)
@@ -76,6 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if code == INTERRUPTED:
         code = TERMINATED if received else INTERRUPTED
         print("\nstopped", file=sys.stderr)
+    code, complaint = standard_streams.settle(code)
+    if complaint:
+        _complain(complaint)
     sys.exit(code)
 
 
@@ -93,7 +98,11 @@ def _run(arguments: Sequence[str] | None) -> int:
         return 1
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
+    except SystemExit as ended:  # rich raises it where the reader of standard output has ended
+        return ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
     except Exception as error:
+        if isinstance(error, OSError) and standard_streams.unwritable() is not None:
+            return 1
         # typer may use its own copy of click, so usage errors are recognised by their method
         if not hasattr(error, "format_message"):
             raise
