@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -161,6 +161,54 @@ def test_a_cache_that_cannot_be_kept(home: Path, quick: Path, monkeypatch: pytes
     assert "compiled again at every start" in found.why
     assert "ANABRANCH_HOME" in found.advice
     assert list(temporary.iterdir()) == []
+
+
+def _links(path: Path) -> None:
+    path.rename(path.with_suffix(".elsewhere"))
+    path.symlink_to(path.with_suffix(".elsewhere"))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "advised"),
+    [
+        (lambda home, file: file.chmod(0o777), False),
+        (lambda home, file: file.chmod(0o720), False),
+        (lambda home, file: _links(file), False),
+        (lambda home, file: file.parent.chmod(0o777), True),
+        (lambda home, file: home.chmod(0o777), True),
+        pytest.param(
+            lambda home, file: os.chown(file, 12345, 12345),
+            False,
+            marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away"),
+        ),
+        pytest.param(
+            lambda home, file: os.chown(file.parent, 12345, 12345),
+            True,
+            marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away"),
+        ),
+    ],
+)
+def test_what_others_can_write_is_not_loaded(
+    spoil: Callable[[Path, Path], None], advised: bool, home: Path, quick: Path
+) -> None:
+    build.opened(QUICK)
+    (file,) = kept(home)
+    before = quick.read_text().count("\n")
+    spoil(home, file)
+    opened = build.opened(QUICK)
+    assert quick.read_text().count("\n") > before, "the library of others was loaded"
+    assert bool(opened.not_kept) == advised
+    if advised:
+        assert "others can write" in opened.not_kept or "another user" in opened.not_kept
+
+
+def test_a_sticky_folder_above_is_no_harm(home: Path, quick: Path) -> None:
+    home.mkdir(exist_ok=True)
+    home.chmod(0o1777)
+    assert not build.opened(QUICK).not_kept
+    before = quick.read_text()
+    assert not build.opened(QUICK).not_kept
+    assert quick.read_text() == before
 
 
 def test_sources_of_methods_are_compiled_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

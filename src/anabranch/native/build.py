@@ -3,13 +3,14 @@
 The sources are the C++ files of this folder and of each method's folder (``methods/NAME/*.cpp``), compiled as one
 translation unit for an instruction set: AVX2, AVX-512, or AVX-512 with bf16 products in AMX tiles. A library's file
 name has the hash of its sources, flags and processor, and the SHA-256 of its content: truncated or damaged files are
-compiled again. A compiler is needed only if there is no valid file. If the cache folder is not writable, the library is
-compiled in a temporary folder at every start.
+compiled again. A compiler is needed only if there is no valid file. If the cache folder is not writable, or others can
+write it (``trust``), the library is compiled in a temporary folder at every start.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import os
 import platform
@@ -26,6 +27,7 @@ from filelock import FileLock
 from filelock import Timeout as LockTimeout
 
 from anabranch.errors import InputError
+from anabranch.native.trust import distrust, is_private
 from anabranch.support.files import cache_home
 from anabranch.support.log import LOGGER, notice
 from anabranch.support.processor import processor_flags, processor_vendor
@@ -124,20 +126,24 @@ def opened(flags: tuple[str, ...]) -> Opened:
     Raises BuildError.
     """
     folder, key = cache_home() / "native", _key(flags)
-    if (found := _kept(folder, key)) is not None:
+    found = _kept(folder, key) if folder.is_dir() and not distrust(folder) else None
+    if found is not None:
         return Opened(found)
     command = compiler()
     if command is None:
         raise BuildError("there is no C++ compiler", "install g++, or set CXX to a C++ compiler")
     notice("compiling kernels, once, about 20 s")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if shared := distrust(folder):
+            raise OSError(errno.EPERM, shared)
         with FileLock(folder / "compile.lock", timeout=2 * LONGEST):
             if (found := _kept(folder, key)) is not None:  # compiled by another process meanwhile
                 return Opened(found)
             with tempfile.TemporaryDirectory(dir=folder) as workspace:
                 made = _compile(command, flags, Path(workspace), folder)
                 digest = hashlib.sha256(made.read_bytes()).hexdigest()
+                made.chmod(0o700)
                 made.replace(folder / f"kernels-{key}-{digest}.so")
             _remove_old(folder)
         found = _kept(folder, key)
@@ -174,6 +180,8 @@ def _kept(folder: Path, key: str) -> ctypes.CDLL | None:
         return None
     for path in paths:
         try:
+            if not is_private(path):
+                continue
             if hashlib.sha256(path.read_bytes()).hexdigest() == path.stem.rpartition("-")[2]:
                 return ctypes.CDLL(str(path))
             path.unlink()
@@ -251,7 +259,7 @@ def shortfall_of(instruction_set: str, failures: dict[str, BuildError], not_kept
     for better, failed in failures.items():
         return Shortfall(f"the {instruction_set} kernels run instead of {better}: {failed.why}", failed.advice)
     if not_kept:
-        advice = "set ANABRANCH_HOME to a writable folder"
+        advice = "set ANABRANCH_HOME to a folder that you, and nobody else, can write"
         return Shortfall(f"the native kernels are compiled again at every start: {not_kept}", advice)
     has = [name for name in names[: names.index(instruction_set)] if INSTRUCTION_SETS[name][0] <= processor_flags()]
     if not has:
