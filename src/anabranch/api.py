@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequen
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 import torch
 from torch import nn
@@ -21,7 +21,8 @@ from anabranch.decoding import generation
 from anabranch.decoding.engine import Request
 from anabranch.decoding.generation import Chunk, Generation
 from anabranch.decoding.scheduler import Scheduler
-from anabranch.errors import InputError
+from anabranch.decoding.scoring import Score, perplexity, score
+from anabranch.errors import CapabilityError, InputError
 from anabranch.loading import LoadConfig
 from anabranch.methods import AUTO, Drafter, Spec, make_drafter, parse_spec, resolve_spec
 from anabranch.model.kernel_use import kernels_of
@@ -262,6 +263,8 @@ class Model:
         drafter=None      a drafter for this call; "none" is plain decoding
         rule="match"      the verification rule; "rejection" requires a drafter that samples its drafts
         log_probs=False   return the target's raw log probabilities of the new tokens
+        top_log_probs=0   return those of so many of the most probable tokens at each place
+        n=1               the number of samples: with more, the result of a prompt is a list
         processors=()     functions (tokens so far, logits [V]) -> logits [V]
         rows=8            maximum number of prompts decoded at the same time
         lora=None         the name of a loaded LoRA (``load(loras=)``); None: the target as it is
@@ -275,20 +278,23 @@ class Model:
 
         An option that is None, or left out, has the default of the model's generation config if that states one.
 
-        All prompts of a list use the same seed, so the result of one does not depend on the others. A sequence that
-        reaches the model's context length ends with the finish reason "length".
+        All prompts of a list use the same seed, or each its own in a list of seeds; the samples of a prompt count up
+        from it. So the result of a prompt does not depend on the others. A sequence that reaches the model's context
+        length ends with the finish reason "length".
 
         Raises InputError for an invalid prompt or option, CapabilityError for an unsupported combination, and
         DeviceError if memory runs out.
         """
-        return self._generate(prompt, options)
+        found: Generation | list[Generation] = self._generate(prompt, options)
+        return found
 
-    def _generate(
-        self, prompt: Any, options: Keywords, cancelled: threading.Event | None = None
-    ) -> Generation | list[Generation]:
+    def _generate(self, prompt: Any, options: Keywords, cancelled: threading.Event | None = None) -> Any:
         single, prompts = read_prompts(prompt, self.tokenizer)
         call = Options.of(options)
-        requests = [call.request(ids, self.target) for ids in prompts]
+        seeds = call.seeds(len(prompts))
+        requests = [
+            call.request(ids, self.target, seed) for ids, own in zip(prompts, seeds, strict=True) for seed in own
+        ]
         drafter = self.drafter_of(call.drafter or self.spec)
         try:
             found = generation.generate(
@@ -299,6 +305,9 @@ class Model:
             )
         finally:
             self._settle()
+        if call.n > 1:
+            samples = [found[at : at + call.n] for at in range(0, len(found), call.n)]
+            return samples[0] if single else samples
         return found[0] if single else found
 
     def stream(self, prompt: str | list[int] | Arrays, **options: Unpack[Keywords]) -> Generator[Chunk, None, None]:
@@ -309,6 +318,8 @@ class Model:
         _, prompts = read_prompts(prompt, self.tokenizer)
         check_stream(len(prompts))
         call = Options.of(options)
+        call.seeds(1)
+        call.check_single()
         request = call.request(prompts[0], self.target)
         drafter = self.drafter_of(call.drafter or self.spec)
         self._scheduler.check(request, drafter)  # raise now, not with the first chunk
@@ -321,6 +332,38 @@ class Model:
                 yield from chunks
         finally:
             self._settle()
+
+    @overload
+    def score(self, prompt: str, *, lora: str | None = None) -> Score: ...
+    @overload
+    def score(self, prompt: list[int], *, lora: str | None = None) -> Score: ...
+    @overload
+    def score(self, prompt: Any, *, lora: str | None = None) -> Score | list[Score]: ...
+    def score(self, prompt: Any, *, lora: str | None = None) -> Score | list[Score]:
+        """The target's log probability of each token of a text given those before it; of several, a list.
+
+        prompt  a text, token ids, or several, as for ``generate``
+        lora    the name of a loaded LoRA
+
+        Raises InputError for a text that does not fit the model, CapabilityError for a model whose passes have streams.
+        """
+        single, prompts = read_prompts(prompt, self.tokenizer)
+        found = [score(self._scheduler, ids, lora) for ids in prompts]
+        return found[0] if single else found
+
+    def perplexity(self, prompt: Any, *, lora: str | None = None) -> float:
+        """The perplexity of a text, or of several together: exp of the mean negative log probability of a token."""
+        found = self.score(prompt, lora=lora)
+        return perplexity([found] if isinstance(found, Score) else found)
+
+    async def ascore(self, prompt: Any, *, lora: str | None = None) -> Score | list[Score]:
+        """Score as ``score`` does, without blocking the event loop."""
+        return await self._later(lambda _: self.score(prompt, lora=lora))
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise CapabilityError(
+            "a model cannot be pickled or copied; call anabranch.load in the other process, or share it between threads"
+        )
 
     def supports(
         self,
@@ -417,13 +460,11 @@ class Model:
     async def achat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatKeywords]) -> Generation:
         """Answer a conversation as ``chat`` does, without blocking the event loop."""
 
-        def answer(cancelled: threading.Event) -> Generation | list[Generation]:
+        def answer(cancelled: threading.Event) -> Any:
             ids, rest = self._chat(messages, options)
             return self._generate(ids, rest, cancelled)
 
-        found = await self._later(answer)
-        assert isinstance(found, Generation), "one prompt gives one result"
-        return found
+        return await self._later(answer)
 
     def achat_stream(
         self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatKeywords]

@@ -111,6 +111,9 @@ def refuse(
     if stream:
         check_stream(prompts)
     call = Options.of(options)
+    call.seeds(prompts)
+    if stream:
+        call.check_single()
     Engine.refuse(target.decoder, call.request([0], target), drafter(call.drafter))
 
 

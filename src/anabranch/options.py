@@ -32,13 +32,15 @@ class Keywords(TypedDict, total=False):
     top_k: int | None
     top_p: float | None
     min_p: float | None
-    seed: int
+    seed: int | Sequence[int]
+    n: int
     stop: str | Sequence[str] | None
     stop_token_ids: int | Sequence[int]
     ignore_eos: bool
     drafter: str | Spec | None
     rule: Rule
     log_probs: bool
+    top_log_probs: int
     processors: Sequence[LogitsProcessor]
     rows: int
     on_prompt: Callable[[int, int], None] | None
@@ -104,13 +106,15 @@ class Options(ScoreOptions):
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
-    seed: int = 0
+    seed: int | Sequence[int] = 0
+    n: int = 1
     stop: str | Sequence[str] | None = None
     stop_token_ids: int | Sequence[int] = ()
     ignore_eos: bool = False
     drafter: str | Spec | None = None
     rule: Rule = "match"
     log_probs: bool = False
+    top_log_probs: int = 0
     processors: Sequence[LogitsProcessor] = ()
     rows: int = 8
     on_prompt: Callable[[int, int], None] | None = None
@@ -118,12 +122,18 @@ class Options(ScoreOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("max_new_tokens", "rows"):
+        for name in ("max_new_tokens", "rows", "n"):
             value = getattr(self, name)
             if value is None and name == "max_new_tokens":
                 continue
             if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
                 raise InputError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if not _is_count(self.top_log_probs):
+            raise InputError(f"top_log_probs must be a whole number of at least 0 (off), got {self.top_log_probs!r}")
+        if self.n > 1 and self.temperature == 0:
+            raise InputError(
+                f"n={self.n} samples are all the same at temperature 0; give a temperature, or leave n out"
+            )
         if self.on_prompt is not None and not callable(self.on_prompt):
             raise InputError(f"on_prompt must be a function, got {self.on_prompt!r}")
         if self.rule not in ("match", "rejection"):
@@ -139,7 +149,8 @@ class Options(ScoreOptions):
         ids_of(self.stop_token_ids, "stop_token_ids")
         if not isinstance(self.processors, Sequence) or not all(map(callable, self.processors)):
             raise InputError(f"processors must be a list of functions, got {self.processors!r}")
-        self._sampling(GenerationDefaults())
+        for seed in self._seeds:
+            self._sampling(GenerationDefaults(), seed)
 
     @staticmethod
     def of(keywords: Keywords) -> Options:
@@ -153,19 +164,44 @@ class Options(ScoreOptions):
         """The stop strings."""
         return target.generation.stop if self.stop is None else _listed(self.stop)
 
+    @property
+    def _seeds(self) -> tuple[int, ...]:
+        """The seeds that are given."""
+        return (
+            (self.seed,) if isinstance(self.seed, int | str) or not isinstance(self.seed, Sequence) else (*self.seed,)
+        )
+
+    def seeds(self, prompts: int) -> list[list[int]]:
+        """The seeds of each prompt's samples. Raises InputError for a list of seeds of another length."""
+        if isinstance(self.seed, Sequence) and len(self.seed) != prompts:
+            raise InputError(f"seed must be a number or a list of one for each of {prompts} prompts, got {self.seed!r}")
+        given = self._seeds if isinstance(self.seed, Sequence) else self._seeds * prompts
+        return [[int(seed) + sample for sample in range(int(self.n))] for seed in given]
+
+    def check_single(self) -> None:
+        """Raise InputError for samples that a stream does not have."""
+        if self.n > 1:
+            raise InputError(f"stream decodes one sample at a time, got n={self.n}; use generate for several")
+
     def _sampling(
-        self, defaults: GenerationDefaults, penalty: float = 1.0, processors: tuple[LogitsProcessor, ...] = ()
+        self,
+        defaults: GenerationDefaults,
+        seed: int,
+        penalty: float = 1.0,
+        processors: tuple[LogitsProcessor, ...] = (),
     ) -> SamplingParams:
         """The parameters of the next-token distribution."""
         given = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
         cuts = {**defaults.cuts, **{name: value for name, value in given.items() if value is not None}}
         return SamplingParams(
-            temperature=self.temperature, seed=self.seed, repetition_penalty=penalty, processors=processors, **cuts
+            temperature=self.temperature, seed=seed, repetition_penalty=penalty, processors=processors, **cuts
         )
 
-    def request(self, prompt_ids: list[int], target: Target) -> Request:
+    def request(self, prompt_ids: list[int], target: Target, seed: int | None = None) -> Request:
         """The engine's request for a prompt. Raises InputError for a LoRA or a token id that the target does not have,
         and for a prompt that leaves no room below the model's own ``max_length``.
+
+        seed  None: the first one that is given
         """
         if self.lora is not None:
             target.decoder.loras.check(self.lora)
@@ -181,11 +217,15 @@ class Options(ScoreOptions):
             scores["min_new_tokens"] = None  # the call's own min_length counts, not the model's min_new_tokens
         settled = ScoreOptions(**scores)
         own = settled.score_processors(prompt_ids, ends, len(prompt_ids) + new, vocabulary)
-        sampling = self._sampling(defaults, settled.first_penalty, (*own, *self.processors))
+        if self.top_log_probs > vocabulary:
+            raise InputError(f"top_log_probs must be at most {vocabulary}, got {self.top_log_probs}")
+        seed = next(iter(self._seeds), 0) if seed is None else seed
+        sampling = self._sampling(defaults, seed, settled.first_penalty, (*own, *self.processors))
         return Request(
             *(prompt_ids, new, sampling, ends, self.rule, self.log_probs),
             on_prompt=self.on_prompt,
             lora=self.lora,
+            top_log_probs=int(self.top_log_probs),
         )
 
     def _new_tokens(self, prompt: int, defaults: GenerationDefaults) -> int:
@@ -201,6 +241,10 @@ class Options(ScoreOptions):
                 f"max_length={defaults.total}; give max_new_tokens"
             )
         return min(NEW_TOKENS, defaults.total - prompt)
+
+
+def _is_count(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= 0
 
 
 def _listed(stop: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ class Request:
     stop_ids   end it, and are emitted
     rule       how drafts are verified
     log_probs  whether steps carry the target's raw log probability of each token
+    top_log_probs  of how many of the most probable tokens steps carry the raw log probabilities
     on_prompt  called as on_prompt(done, total) after each chunk of the prompt; what it raises cancels the request
     emitted    how many of the last prompt tokens an earlier request emitted, which this one continues; a target with
                rows of its own (``Decoder.rider``) has them at these tokens too
@@ -47,6 +48,7 @@ class Request:
     on_prompt: Callable[[int, int], None] | None = field(default=None, compare=False)
     emitted: int = 0
     lora: str | None = None
+    top_log_probs: int = 0
 
 
 class Member:
@@ -62,7 +64,9 @@ class Member:
         self.read = 0  # prompt tokens in the cache
         self.finish: FinishReason | None = None
         sampling = request.sampling
-        self.greedy = sampling.greedy and not sampling.needs_history and not request.log_probs
+        self.greedy = (
+            sampling.greedy and not sampling.needs_history and not (request.log_probs or request.top_log_probs)
+        )
 
     @property
     def unread(self) -> int:

@@ -80,6 +80,7 @@ class Step(NamedTuple):
     finish: FinishReason | None = None
     read: int = 0
     calls: tuple[Call, ...] = ()
+    top_log_probs: tuple[dict[int, float], ...] | None = None
 
 
 class Engine(Batch):
@@ -245,9 +246,11 @@ class Engine(Batch):
         steps, shared = [], self.call.shared(len(members))
         for b, (member, (said, sources)) in enumerate(zip(members, emitted, strict=True)):
             logs = scores.log_probs(b, verdicts[b], said) if member.request.log_probs else None
+            most = member.request.top_log_probs
+            top = scores.top_log_probs(b, verdicts[b], len(said), most) if most else None
             calls = (shared, *member.row.calls)
             member.row.calls.clear()
-            what = (trees[b], drafted[b], verdicts[b], timings, logs, member.finish, along[b], calls)
+            what = (trees[b], drafted[b], verdicts[b], timings, logs, member.finish, along[b], calls, top)
             steps.append(Step(member.row.id, said, sources, *what))
         for slot in range(len(members) - 1, -1, -1):
             if members[slot].finish is not None:

@@ -22,6 +22,8 @@ from anabranch.methods.base import Drafter
 
 __all__ = ["Chunk", "Generation", "generate", "stream"]
 
+SHOWN = 60  # characters of a text in its representation
+
 
 @dataclass
 class Generation:
@@ -32,6 +34,7 @@ class Generation:
     sources        what proposed each token: "target", or a label of the drafter
     drafter        the drafter that was used, as a specification: with "auto" the one that was chosen
     log_probs      the target's raw log probability of each token, if requested
+    top_log_probs  at each place the most probable tokens by id, most probable first, if requested
     """
 
     text: str
@@ -43,6 +46,11 @@ class Generation:
     log_probs: list[float] | None = None
     drafter: str = ""
     stop_reason: int | str | None = None
+    top_log_probs: list[dict[int, float]] | None = None
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= SHOWN else f"{self.text[:SHOWN]}..."
+        return f"Generation({text!r}, {len(self.token_ids)} tokens, {self.finish_reason!r}, drafter={self.drafter!r})"
 
     def _repr_html_(self) -> str:
         """For notebooks: the text coloured by what proposed each token. Without colours in a copy."""
@@ -79,6 +87,7 @@ class Chunk(NamedTuple):
     sources: tuple[str, ...]
     step: Step
     log_probs: tuple[float, ...] | None = None
+    top_log_probs: tuple[dict[int, float], ...] | None = None
     result: Generation | None = None
 
 
@@ -92,6 +101,7 @@ class _Output:
         self.tokens: list[int] = []
         self.sources: list[str] = []
         self.log_probs: list[float] = []
+        self.top_log_probs: list[dict[int, float]] = []
 
     def add(self, step: Step) -> Chunk:
         """Append a step; returns its chunk, with the result if it was the last."""
@@ -105,12 +115,14 @@ class _Output:
             text += self.detokenizer.finish()
         tokens, sources = step.tokens[:kept], step.sources[:kept]
         log_probs = None if step.log_probs is None else step.log_probs[:kept]
+        top = None if step.top_log_probs is None else step.top_log_probs[:kept]
+        self.top_log_probs += top or ()
         self.tokens += tokens
         self.sources += sources
         self.log_probs += log_probs or ()
         self.stats.add(step, kept)
         self.stats.seconds, self.stats.prefill_seconds = self.ticket.seconds, self.ticket.prefill_seconds
-        return Chunk(text, tokens, sources, step, log_probs, None if finish is None else self._result(finish))
+        return Chunk(text, tokens, sources, step, log_probs, top, None if finish is None else self._result(finish))
 
     def _result(self, reason: FinishReason) -> Generation:
         stopped = self.tokens[-1] if reason == "stop" and self.detokenizer.stopped is None else self.detokenizer.stopped
@@ -123,6 +135,7 @@ class _Output:
             *(self.detokenizer.text, self.tokens, reason, self.stats, prompt, self.sources, log_probs),
             drafter=used.spec or used.name,
             stop_reason=stopped,
+            top_log_probs=self.top_log_probs if request.top_log_probs else None,
         )
 
 

@@ -280,6 +280,12 @@ class Scheduler:
         return self._tick()
 
     @contextmanager
+    def alone(self) -> Iterator[None]:
+        """While no tick of this scheduler runs: for passes of other kinds over its target."""
+        with self._turn:
+            yield
+
+    @contextmanager
     def _lent(self) -> Iterator[None]:
         """While a user's function runs in a tick: this thread's turn is lent to whoever the function waits for."""
         self._calls += 1

@@ -90,6 +90,13 @@ class Scores:
         found: list[float] = log_probs(logits_NV[nodes], torch.tensor(tokens, device=logits_NV.device)).tolist()
         return tuple(found)
 
+    def top_log_probs(self, b: int, verdict: Verdict, count: int, most: int) -> tuple[dict[int, float], ...]:
+        """The ``most`` largest raw log probabilities by token id, at each of ``count`` emitted tokens of row ``b``."""
+        logits_NV = self.logits[b][torch.tensor(verdict.path[:count], device=self.logits[b].device)].float()
+        best = logits_NV.log_softmax(dim=-1).topk(most, dim=-1)
+        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        return tuple(dict(zip(tokens, values, strict=True)) for tokens, values in pairs)
+
 
 def _gathered(result: PassResult, rows: Sequence[int]) -> tuple[Tensor, list[slice]]:
     """The hidden states of some rows' nodes, one behind another, and where each row's lie."""

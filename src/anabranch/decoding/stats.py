@@ -12,6 +12,22 @@ from anabranch.methods.calls import Kind
 
 __all__ = ["Stats"]
 
+
+class Counts(Counter[Any]):
+    """A Counter of which ``dataclasses.asdict`` makes a copy that JSON can store.
+
+    It passes pairs instead of a mapping, and tuples as keys become words.
+    """
+
+    def __init__(self, items: Mapping[Any, int] | Iterable[tuple[Any, int]] = ()) -> None:
+        super().__init__()
+        if isinstance(items, Mapping):
+            self.update(items)
+        else:
+            for key, count in items:
+                self[" ".join(map(str, key)) if isinstance(key, tuple) else key] = count
+
+
 COUNTS = (
     *("tokens", "steps", "drafted_steps", "draft_nodes", "prefill_tokens", "seconds", "prefill_seconds"),
     "bytes_read",
@@ -41,11 +57,15 @@ class Stats:
     prefill_tokens: int = 0
     seconds: float = 0.0
     prefill_seconds: float = 0.0
-    accepted: Counter[int] = field(default_factory=Counter)
-    sources: Counter[str] = field(default_factory=Counter)
+    accepted: Counter[int] = field(default_factory=Counts)
+    sources: Counter[str] = field(default_factory=Counts)
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(Timings._fields, 0.0))
-    calls: Counter[tuple[Kind, int, int]] = field(default_factory=Counter)
+    calls: Counter[tuple[Kind, int, int]] = field(default_factory=Counts)
     bytes_read: float = 0.0
+
+    def __repr__(self) -> str:
+        rate = f"{self.decode_tokens_per_second:.1f} tokens/s"
+        return f"Stats({self.tokens} tokens, {self.steps} steps, {self.mean_acceptance_length:.2f} a step, {rate})"
 
     @staticmethod
     def of(steps: Iterable[Step]) -> Stats:
@@ -177,9 +197,9 @@ class Stats:
             prefill_tokens=record.get("prefill_tokens", 0),
             seconds=record["seconds"],
             prefill_seconds=record["prefill_seconds"],
-            accepted=Counter({int(count): steps for count, steps in record["accepted"].items()}),
-            sources=Counter(record["sources"]),
+            accepted=Counts({int(count): steps for count, steps in record["accepted"].items()}),
+            sources=Counts(record["sources"]),
             parts=dict(record["seconds_by_part"]),
-            calls=Counter({(one["kind"], one["layers"], one["of"]): one["count"] for one in record["calls"]}),
+            calls=Counts({(one["kind"], one["layers"], one["of"]): one["count"] for one in record["calls"]}),
             bytes_read=record["bytes_read"],
         )

@@ -1,0 +1,89 @@
+"""The target's log probabilities of given texts, read in chunks like prompts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from anabranch.decoding.scheduler import Scheduler
+from anabranch.errors import CapabilityError, InputError, NumericsError
+from anabranch.model.cache import Cache
+from anabranch.model.inputs import Inputs
+from anabranch.sampling import log_probs
+
+__all__ = ["Score", "perplexity", "score"]
+
+CHUNK = 128  # tokens of a pass; their logits take 25 MB at 49,152 words
+
+
+@dataclass(frozen=True)
+class Score:
+    """A text's tokens, and the target's raw log probability of each given those before; the first has none.
+
+    log_probs  [len(token_ids) - 1], of all tokens but the first
+    """
+
+    token_ids: list[int]
+    log_probs: list[float]
+
+    @property
+    def total(self) -> float:
+        """The log probability of the text given its first token."""
+        return math.fsum(self.log_probs)
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean negative log probability; NaN for a text of one token."""
+        return perplexity([self])
+
+    def __repr__(self) -> str:
+        return f"Score({len(self.token_ids)} tokens, total={self.total:.4f}, perplexity={self.perplexity:.4f})"
+
+
+def perplexity(scores: Sequence[Score]) -> float:
+    """The perplexity of all texts together: each token counts alike. NaN if there is no token to predict."""
+    count = sum(len(each.log_probs) for each in scores)
+    return math.exp(-math.fsum(each.total for each in scores) / count) if count else math.nan
+
+
+def score(scheduler: Scheduler, tokens: Sequence[int], lora: str | None = None) -> Score:
+    """The score of one text. Passes alternate with the steps of texts that are being decoded.
+
+    Raises InputError for a text that does not fit the model, CapabilityError for a target whose passes have streams.
+    """
+    target, config = scheduler.target, scheduler.target.config
+    if target.rider is not None:
+        raise CapabilityError("this target's passes have streams, so it has no score of a text; load the model without")
+    if lora is not None:
+        target.loras.check(lora)
+    if wrong := [token for token in tokens if not 0 <= token < config.vocab_size]:
+        raise InputError(f"the text has the token id {wrong[0]}, but the vocabulary ends at {config.vocab_size - 1}")
+    if len(tokens) > config.max_positions:
+        raise InputError(
+            f"the text has {len(tokens)} tokens, but the model's limit is {config.max_positions}; split it"
+        )
+    found: list[float] = []
+    with scheduler.alone(), target.inference():
+        cache = Cache(
+            *(config,),
+            rows=1,
+            capacity=len(tokens),
+            dtype=target.dtype,
+            device=target.device,
+            kernels=target.backend.kernels,
+        )
+        cache.add_row(target.rope().prompt(len(tokens), len(tokens)))
+    for start in range(0, len(tokens) - 1, CHUNK):
+        chunk = list(tokens[start : min(start + CHUNK, len(tokens) - 1)])
+        with scheduler.alone(), target.inference():
+            result = target.forward(Inputs.of_prompt(chunk), cache, loras=(lora,), need="logits")
+            cache.commit([range(len(chunk))])
+            after = torch.tensor(tokens[start + 1 : start + 1 + len(chunk)], device=target.device)
+            assert result.logits_MV is not None, "they were asked for"
+            found += log_probs(result.logits_MV, after).tolist()
+    if not all(map(math.isfinite, found)):
+        raise NumericsError("the model's scores are not finite numbers; load it with dtype='float32'")
+    return Score(list(tokens), found)
