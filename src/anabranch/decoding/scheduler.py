@@ -282,7 +282,7 @@ class Scheduler:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """While no tick of this scheduler runs: for passes of other kinds over its target."""
-        with self._turn:
+        with self._turn, plain_torch():
             yield
 
     @contextmanager
