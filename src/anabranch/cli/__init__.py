@@ -17,6 +17,7 @@ from anabranch.cli.convert import convert
 from anabranch.cli.generate import generate
 from anabranch.cli.help import HELP, Verb, Verbs
 from anabranch.cli.models import info, pull
+from anabranch.cli.options import UsageError
 from anabranch.cli.show import Notices
 from anabranch.cli.tune import tune
 from anabranch.errors import AnabranchError, AnabranchWarning
@@ -95,7 +96,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         code = app(args=arguments, prog_name="anabranch", standalone_mode=False)
     except AnabranchError as error:
         _complain(str(error))
-        return 1
+        return USAGE if isinstance(error, UsageError) else 1
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except SystemExit as ended:  # rich raises it where the reader of standard output has ended

@@ -85,7 +85,9 @@ def _printed(chunks: Generator[Chunk, None, None]) -> Generator[Chunk, None, Non
 
 def _check(config: GenerateConfig) -> None:
     """Check for contradictory options and for output files. Raises InputError or FileError."""
-    if (config.prompt is None) == (config.prompts is None):
+    if config.prompt is None and config.prompts is None:
+        raise options.UsageError("Missing argument 'PROMPT', or --prompts FILE (see 'anabranch generate --help')")
+    if config.prompt is not None and config.prompts is not None:
         raise InputError("give either a prompt, or a file of them with --prompts")
     if config.prompts is None and config.out is not None:
         raise InputError("--out needs --prompts; redirect the text of one prompt instead")

@@ -163,9 +163,8 @@ def _capabilities(model: str | None, as_json: bool) -> None:
         print(json.dumps([asdict(row) for row in found]))
         return
     from rich.table import Table
-    from rich.text import Text
 
-    from anabranch.cli.layout import output, print_tables
+    from anabranch.cli.layout import output, print_tables, say
 
     reasons = list(dict.fromkeys(cell.reason for row in found for cell in row.cells.values() if not cell))
     titles = [name.replace(", ", "\n") for name in found[0].cells]
@@ -178,7 +177,7 @@ def _capabilities(model: str | None, as_json: bool) -> None:
     print_tables([table], console)
     console.print()
     for number, reason in enumerate(reasons, 1):
-        console.print(Text(f"({number}) {reason}"))
+        say(f"({number}) {reason}")
 
 
 def _auto(auto: dict[str, Any]) -> dict[str, str]:

@@ -44,6 +44,7 @@ __all__ = [
     "ShowDrafts",
     "Stop",
     "System",
+    "UsageError",
     "check_at_least",
     "check_rule",
     "decoded",
@@ -51,6 +52,11 @@ __all__ = [
     "standard_input",
     "unescaped",
 ]
+
+
+class UsageError(InputError):
+    """Arguments that cannot be a call of the command, which then exits as for an unknown option."""
+
 
 Drafter = Annotated[
     str,
