@@ -205,7 +205,8 @@ def test_lengths_and_stop_strings_are_defaults(tmp_path: Path) -> None:
 
 
 def test_sampling_is_suggested_and_cuts_are_defaults(tmp_path: Path) -> None:
-    _, model = saved(tmp_path, do_sample=True, temperature=0.6, top_k=3, top_p=0.9, min_p=0.01)
+    with pytest.warns(AnabranchWarning, match="sets do_sample, with temperature 0.6; decoding is greedy unless"):
+        _, model = saved(tmp_path, do_sample=True, temperature=0.6, top_k=3, top_p=0.9, min_p=0.01)
     _, bare = saved(tmp_path / "bare")
     assert said(model, max_new_tokens=9).token_ids == said(bare, max_new_tokens=9).token_ids, "greedy is the default"
     warm: dict[str, Any] = {"max_new_tokens": 20, "temperature": 2.0, "seed": 3}

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from anabranch.errors import AdapterError, CapabilityError, InputError
 from anabranch.support.log import LOGGER
-from anabranch.support.plain_torch import in_plain_torch
 
 if TYPE_CHECKING:
     import torch
@@ -98,7 +97,6 @@ def check(config: LoadConfig) -> None:
             )
 
 
-@in_plain_torch
 def load(config: LoadConfig, *, pack: bool = True, adapters: bool = True) -> Loaded:
     """Set the threads, load the target, find its adapters, and pack its weights for the native kernels.
 
@@ -107,6 +105,13 @@ def load(config: LoadConfig, *, pack: bool = True, adapters: bool = True) -> Loa
 
     Raises what ``check`` raises, and FetchError, FileError, ModelError and CapabilityError.
     """
+    from anabranch.support.plain_torch import plain_torch
+
+    with plain_torch():
+        return _load(config, pack=pack, adapters=adapters)
+
+
+def _load(config: LoadConfig, *, pack: bool, adapters: bool) -> Loaded:
     from anabranch.adapters.folder import find_adapters
     from anabranch.model.load import load_target
     from anabranch.model.pack import pack_decoder

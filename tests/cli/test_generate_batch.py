@@ -123,7 +123,7 @@ def test_files_that_are_refused(anabranch: Anabranch, tmp_path: Path, text: str,
 
 @pytest.mark.parametrize(
     "words",
-    [(), ("hello", "--prompts", "a"), ("hello", "--out", "a"), ("hello", "--stream"), ("--prompts", "a", "--json")],
+    [("hello", "--prompts", "a"), ("hello", "--out", "a"), ("hello", "--stream"), ("--prompts", "a", "--json")],
 )
 def test_contradictory_options(anabranch: Anabranch, words: tuple[str, ...]) -> None:
     done = anabranch("generate", *words)

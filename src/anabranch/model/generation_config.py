@@ -4,7 +4,7 @@ Without that file, transformers takes the same fields from ``config.json``; with
 
 What changes the text of a greedy call is honoured as the default of a call's options, and so are top_k, top_p and min_p
 for calls that sample. ``do_sample`` and ``temperature`` are only suggested: decoding stays greedy until a call gives a
-temperature. What can be neither honoured nor ignored is named in one warning.
+temperature, and a warning says so. What can be neither honoured nor ignored is named in one warning.
 """
 
 from __future__ import annotations
@@ -88,13 +88,7 @@ class GenerationDefaults:
 
     def sentences(self) -> list[str]:
         """Facts for the command line; none for a model without such defaults."""
-        found = []
-        if self.honoured:
-            found.append(f"defaults of the model's generation config: {_listed(self.honoured)}")
-        if self.suggested.get("do_sample") is True:
-            temperature = self.suggested.get("temperature", 1.0)
-            found.append(f"its publisher suggests sampling with temperature {temperature}; the default is greedy")
-        return found
+        return [f"defaults of the model's generation config: {_listed(self.honoured)}"] if self.honoured else []
 
 
 def read_defaults(folder: Path, described: Mapping[str, Any], advice: str) -> tuple[GenerationDefaults, Any]:
@@ -114,6 +108,14 @@ def read_defaults(folder: Path, described: Mapping[str, Any], advice: str) -> tu
         warn(
             f"the model's {where} asks for {_listed(ignored)}, which is not supported and has no effect; transformers "
             "may decode another text",
+            AnabranchWarning,
+            stacklevel=2,
+        )
+    if given.get("do_sample") is True:
+        temperature = given.get("temperature", 1.0)
+        warn(
+            f"the model's {where} sets do_sample, with temperature {temperature}; decoding is greedy unless a call "
+            "gives a temperature",
             AnabranchWarning,
             stacklevel=2,
         )
