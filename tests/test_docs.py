@@ -183,3 +183,12 @@ def test_a_changed_number_is_found(tmp_path: Path) -> None:
     status, output = check_numbers(tmp_path)
     assert status == 1
     assert output.startswith("README.md differs")
+
+
+def test_the_tests_that_the_table_of_situations_names_exist() -> None:
+    named = re.findall(
+        r"`(tests/[\w/]+\.py)::(test_\w+)`", (ROOT / "docs" / "situations.md").read_text(encoding="utf-8")
+    )
+    assert len(named) > 50
+    for path, name in named:
+        assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path}::{name}"
