@@ -1,4 +1,4 @@
-"""What a token cost in forward passes: calls of the target, calls of drafters, and bytes of weights read by both.
+"""Cost of a token in forward passes: calls of the target, calls of drafters, and bytes of weights read by both.
 
 A mean acceptance length counts the target's passes only. These three beside it say what else was run.
 """

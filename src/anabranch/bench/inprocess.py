@@ -32,7 +32,7 @@ WIDTH = 80
 
 
 class Model(Protocol):
-    """What is needed of an ``anabranch.Model``."""
+    """The part of ``anabranch.Model`` that a comparison uses."""
 
     @property
     def target(self) -> Target:

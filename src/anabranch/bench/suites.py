@@ -27,7 +27,7 @@ class SuitePrompt:
 
     @property
     def asked(self) -> str | tuple[dict[str, str], ...]:
-        """What ``prompts.chat_ids`` encodes."""
+        """The text or messages that ``prompts.chat_ids`` encodes."""
         return self.messages or self.text
 
 

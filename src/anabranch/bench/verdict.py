@@ -1,4 +1,4 @@
-"""What a comparison says at first sight: a sentence about the fastest contender, and a table of five columns."""
+"""Summary of a comparison: a sentence about the fastest contender, and a table of five columns."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def shipped(incomplete: str) -> list[str]:
 
 
 def shipped_or_default(incomplete: str) -> list[str]:
-    """What ``info`` describes: the default model, or an adapter by name."""
+    """Complete the names that ``info`` describes: the default model, or an adapter by name."""
     return [*_starting(["default"], incomplete), *shipped(incomplete)]
 
 

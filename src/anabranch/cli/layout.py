@@ -63,7 +63,7 @@ def fact_lines(facts: Mapping[str, str], names: int, width: int) -> Iterator[str
 
 
 def fits(table: Table, console: Console) -> bool:
-    """Whether a table is shown whole at the console's width."""
+    """Return whether a table is shown whole at the console's width."""
     return bool(Console(width=UNBOUNDED).measure(table).maximum <= console.width)
 
 

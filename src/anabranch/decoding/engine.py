@@ -58,7 +58,7 @@ class Timings(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What one target pass, and the drafters' own passes before and after it, did for one row.
+    """Outcome of one target pass for one row, with the drafters' own passes before and after it.
 
     tokens     emitted, in order; the last is the target's own unless the row was cut before it
     sources    who proposed each of them; "target" for the target's own

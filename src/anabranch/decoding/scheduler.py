@@ -287,7 +287,7 @@ class Scheduler:
 
     @contextmanager
     def _lent(self) -> Iterator[None]:
-        """While a user's function runs in a tick: this thread's turn is lent to whoever the function waits for."""
+        """Lend this thread's turn to other threads while a user's function runs in a tick."""
         self._calls += 1
         self._calling = True
         try:
@@ -297,7 +297,7 @@ class Scheduler:
             self._calling = False
 
     def _second_here(self) -> Scheduler:
-        """What serves calls of this thread, whose tick waits for a user's function; with the mutex held."""
+        """The scheduler for calls of this thread while its tick runs a user's function; call with the mutex held."""
         if not self._calling:
             raise InputError("a drafter cannot call the model that it drafts for; load it a second time")
         if self._second is None:

@@ -29,7 +29,7 @@ class Call(NamedTuple):
 
     @property
     def name(self) -> tuple[Kind, int, int]:
-        """What is counted: the kind, the layers, and of how many."""
+        """Key of the count: kind, layers run, layers in total."""
         return self.kind, self.layers, self.of
 
     def shared(self, rows: int) -> Call:

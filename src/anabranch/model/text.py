@@ -157,7 +157,7 @@ def fingerprint(tokenizer: Any) -> str:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """What a chat template gets beside the messages: the arguments of transformers' ``apply_chat_template``.
+    """Inputs of a chat template in addition to the messages: the arguments of transformers' ``apply_chat_template``.
 
     tools                   functions, or their JSON schemas
     documents               dictionaries with "title" and "text"

@@ -241,7 +241,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def rows_made(path: Path, make: Callable[[int, dict[str, Any]], T]) -> list[T]:
-    """What ``make`` makes of each row, given its number.
+    """Convert each row with ``make``, which gets the row and its number.
 
     Raises FileError that describes the first row that ``make`` refuses by a FileError, and names the others.
     """

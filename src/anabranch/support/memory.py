@@ -108,7 +108,7 @@ def _of_machine(root: Path) -> Iterator[int]:
 
 
 def _of_process(root: Path) -> Iterator[int]:
-    """What is left of the limits on address space (``ulimit -v``) and on data (``ulimit -d``)."""
+    """Remaining bytes under the limits on address space (``ulimit -v``) and on data (``ulimit -d``)."""
     sizes = {} if resource is None else _counts(root / "proc/self/status")
     for limit, name in (("RLIMIT_AS", "VmSize:"), ("RLIMIT_DATA", "VmData:")):
         if name in sizes:
@@ -118,7 +118,7 @@ def _of_process(root: Path) -> Iterator[int]:
 
 
 def _of_groups(root: Path) -> Iterator[int]:
-    """What each control group of the process (v1 or v2) and each one above it leaves of its limits.
+    """Remaining bytes under the limits of the process's control groups (v1 or v2) and their parents.
 
     Pages of files that were not used lately are dropped when memory runs short, so they count as free.
     """

@@ -43,7 +43,7 @@ class TaskRow:
 
     @property
     def asked(self) -> str | tuple[dict[str, str], ...]:
-        """What ``prompts.chat_ids`` encodes."""
+        """The text or messages that ``prompts.chat_ids`` encodes."""
         return self.messages or self.prompt
 
 

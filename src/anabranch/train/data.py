@@ -107,7 +107,7 @@ def _counted(dropped: Counter[str]) -> str:
 
 
 def _as_task(record: Mapping[str, Any], path: Path) -> str:
-    """What to do with a row of text where token ids are expected."""
+    """Message for a row of text where token ids are expected."""
     text = [name for name in ("prompt", "messages", "completion") if name in record]
     return f"; it has {' and '.join(text)}: give rows of text as --task {path}" if text else ""
 

@@ -1,4 +1,4 @@
-"""What a training starts from: fresh weights, or those of an adapter, in a folder or shipped with the package."""
+"""Initial weights of training: random ones, or those of an adapter, in a folder or shipped with the package."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a transformers model computes beside its weights: its modules, their attributes and their code.
+"""Comparison of a transformers model's structure with that of a new one: its modules, their attributes and their code.
 
 The decoder is built from a model's config and weights. Its owner may change more than these: a ``scaling``, an epsilon,
-an activation, the order of layers, a method. So the model is compared with one of the same config that is made anew,
+an activation, the order of layers, a method. So the model is compared with a new one of the same config,
 without weights, and the code of its classes with transformers' own. A difference is refused by name.
 """
 

@@ -45,7 +45,7 @@ _CHANGING = ("dynamic", "longrope")  # rotary variants whose forward writes to t
 
 @dataclass(frozen=True)
 class _Marks:
-    """What tells a model from what it was: its config, and for each tensor its place, type and sum."""
+    """Signature of a model that changes with any edit: its config, and the address, type and sum of each tensor."""
 
     config: str
     tensors: Mapping[str, tuple[Any, ...]]

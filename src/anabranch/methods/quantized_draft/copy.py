@@ -116,7 +116,7 @@ class QuantizedCopy:
             first += tree.size
 
     def _trees(self, rows: Sequence[Copied], cache: Cache, most: int) -> list[DraftTree]:
-        """What the copy verifies after each row's latest token."""
+        """Tokens that the copy verifies after each row's latest token."""
         return [DraftTree.root(row.latest) for row in rows]
 
     def _follow(self, row: Copied, tree: DraftTree, hidden_ND: Tensor, most: int) -> list[int]:

@@ -149,7 +149,7 @@ class LedStreamDrafter(StreamDrafter):
         row.state[self] = _Led(self._led(row).words)
 
     def _matching(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
-        """What the copy drafted, and below its last token the streams' tree with the nodes that are left."""
+        """Trees of the copy's chain followed by the streams' tree, which gets the remaining nodes."""
         left = [min(budget, self.max_nodes) - len(self._led(row).lead) for row in rows]
         found = [DraftTree.root(row.root) for row in rows]
         for nodes in sorted(set(left)):

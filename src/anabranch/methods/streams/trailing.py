@@ -20,13 +20,13 @@ __all__ = ["Trailed", "lengths_with", "trailing"]
 
 @dataclass(eq=False)
 class Trailed:
-    """What streams trail.
+    """The committed rows that streams trail.
 
     row      the row
     slot     its place in the cache
-    latest   the newest token of its text, or of what was drafted after it
+    latest   the newest token of its text, or of the draft after it
     main_MD  main rows before the streams' first layer; ``node`` is the one of the token before that
-    tokens   what was drafted after its text, and is in the cache too but for the last one
+    tokens   drafted after its text; all but the last one are in the cache
     """
 
     row: Row
