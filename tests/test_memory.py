@@ -23,6 +23,7 @@ from anabranch.model import cache as caches
 from anabranch.model.cache import Cache, bytes_per_token, room_for
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
+from anabranch.native.library import library
 from anabranch.support import memory
 from anabranch.support.memory import free_memory, zeroed
 from small import decode, request, small, small_adapter
@@ -188,6 +189,18 @@ def test_a_cache_grows_as_texts_do(spec: str, monkeypatch: pytest.MonkeyPatch) -
     assert len(found.made) > 4
     copied = sum(rows * capacity for rows, capacity in found.made)
     assert copied < 6 * found.made[-1][0] * found.made[-1][1], "in all a few times what the last one holds"
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_a_cache_that_grew_in_inference_mode_is_written_outside_of_it(native: bool) -> None:
+    config, kernels = small().config, library() if native else None
+    with torch.inference_mode():
+        cache = Cache(config, rows=1, capacity=8, dtype=torch.float32, device=torch.device("cpu"), kernels=kernels)
+        cache = cache.resized(2, 16)
+    cache.add_row()
+    ones = torch.ones(config.num_layers, config.num_kv_heads, 3, config.head_dim)
+    cache.put(0, ones, ones)
+    assert cache.keys.sum() == ones.numel()
 
 
 @pytest.mark.parametrize("memory", [110, 300, 900])

@@ -271,8 +271,8 @@ class Cache:
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, kernels: native.Library | None) -> Tensor:
     """Zeros, since a masked position still enters as 0 * value, which is NaN if memory holds NaN."""
-    if kernels is not None:
+    with torch.inference_mode(False):  # rows are also written outside of it
+        if kernels is None:
+            return torch.zeros(shape, dtype=dtype, device=device)
         # a step touches every layer's part of a row, each on pages of its own unless the pages are large
         return zeroed(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
-    with torch.inference_mode(False):  # rows are also written outside of it
-        return torch.zeros(shape, dtype=dtype, device=device)
