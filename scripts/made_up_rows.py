@@ -5,6 +5,7 @@
 api      a command for a device in a house -> the call of a function
 recipe   a line of a list of ingredients -> JSON
 ticket   a customer's complaint -> a form of seven lines, the last of which depends on the age of the product
+booking  a request for a room -> an XML element, which has the number of nights and a discount that depends on it
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ FOOD = ("flour", "brown sugar", "butter", "olive oil", "rice vinegar", "oat milk
 STATES = ("chopped", "melted", "sifted", "chilled", "toasted", "diced", None)
 NAMES = ("Ada Byrne", "Omar Nasser", "Lin Wei", "Eva Roth", "Jon Vale", "Mia Kovac", "Raj Patel", "Zoe Stone")
 PRODUCTS = ("router", "monitor", "keyboard", "printer", "webcam", "dock")
+MONTHS = ("January", "March", "April", "June", "August", "October", "November")
 FAULTS = ("does not power on", "overheats", "makes a loud noise", "loses its connection", "shows a blank screen")
 
 Row = tuple[str, str]
@@ -62,7 +64,17 @@ def ticket(chance: random.Random) -> Row:
     return f"{name} bought a {product} {days} days ago. It {fault}. Urgency is {urgency}.", "\n".join((*lines, action))
 
 
-TASKS: dict[str, Callable[[random.Random], Row]] = {"api": api, "recipe": recipe, "ticket": ticket}
+def booking(chance: random.Random) -> Row:
+    """A request and its element."""
+    name, month, room = chance.choice(NAMES), chance.choice(MONTHS), chance.choice(("single", "double", "family"))
+    day, nights, meals = chance.randrange(1, 22), chance.randrange(1, 8), chance.choice(("breakfast", "half board"))
+    rate = "weekly" if nights >= 5 else "standard"
+    made = f'<booking guest="{name}" room="{room}">\n  <stay month="{month}" from="{day}" nights="{nights}" />\n'
+    made += f'  <meals plan="{meals}" />\n  <rate plan="{rate}" />\n</booking>'
+    return f"{name} would like a {room} room from {month} {day} to {month} {day + nights} with {meals}.", made
+
+
+TASKS: dict[str, Callable[[random.Random], Row]] = {"api": api, "recipe": recipe, "ticket": ticket, "booking": booking}
 
 
 def rows(task: str, count: int, seed: int) -> list[dict[str, str]]:

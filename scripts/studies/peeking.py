@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from anabranch.errors import InputError
 from anabranch.learning.examples import Example
-from anabranch.methods.tuning import terms_of
+from anabranch.methods.terms import terms_of
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import Target
 from anabranch.prompts import chat_ids

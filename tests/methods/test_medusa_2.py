@@ -19,7 +19,8 @@ from anabranch.learning.examples import Batch, Example
 from anabranch.learning.target import run_frozen
 from anabranch.methods.medusa.joint import JointObjective, MedusaLoss
 from anabranch.methods.medusa.module import MedusaConfig, MedusaModule, begin_with_heads
-from anabranch.methods.tuning import LayerTuning, export_tuned, save_tuned, tuned_pass
+from anabranch.methods.terms import fresh_terms, layers_of
+from anabranch.methods.tuning import export_tuned, save_tuned, tuned_pass
 from anabranch.model.load import load_target
 from anabranch.model.quantize import quantize_decoder
 from anabranch.model.weights import build_decoder
@@ -30,7 +31,7 @@ BATCH = Batch.of([Example(tuple(prompt(9, 1)), tuple(prompt(6, 2))), Example(tup
 
 
 def tuning(case: str = "llama") -> nn.ModuleList:
-    layers = nn.ModuleList(LayerTuning(CASES[case], 3) for _ in range(CASES[case].num_layers))
+    layers = layers_of(CASES[case], fresh_terms(CASES[case], 3))
     randomise(layers, 4, scale=0.1)
     return layers
 
@@ -114,7 +115,7 @@ def test_what_cannot_be_tuned() -> None:
 
 def test_a_tuned_target_is_a_model_of_its_own(toys: ToyFolders, tmp_path: Path) -> None:
     target = load_target(str(toys.model), dtype="float32")
-    layers = nn.ModuleList(LayerTuning(target.config, 3) for _ in range(target.config.num_layers))
+    layers = layers_of(target.config, fresh_terms(target.config, 3))
     randomise(layers, 4, scale=0.1)
     tuned = save_tuned(tmp_path / "model", layers, target)
     assert tuned.fingerprint != target.fingerprint
@@ -127,7 +128,7 @@ def test_a_tuned_target_is_a_model_of_its_own(toys: ToyFolders, tmp_path: Path) 
 @pytest.mark.default_model
 def test_the_default_model_is_tuned_from_its_gguf_file(tmp_path: Path) -> None:
     target = load_target("default")
-    layers = nn.ModuleList(LayerTuning(target.config, 1) for _ in range(target.config.num_layers))  # at zero
+    layers = layers_of(target.config, fresh_terms(target.config, 1))  # at zero
     tuned = save_tuned(tmp_path / "model", layers, target)
     assert tuned.config == target.config
     mine, theirs = (dict(each.decoder.named_parameters()) for each in (tuned, target))

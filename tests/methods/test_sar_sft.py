@@ -19,7 +19,7 @@ from anabranch.learning.examples import Batch, Example
 from anabranch.methods.space.joint import JointMaskObjective
 from anabranch.methods.space.module import MaskConfig, MaskModule, begin_with, start_from_target
 from anabranch.methods.space.objective import MaskLossOptions, MaskObjective
-from anabranch.methods.tuning import LayerTuning
+from anabranch.methods.terms import LayerTuning
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import load_target
 from small import decode, joint_losses, prompt, randomise, request, small

@@ -404,15 +404,14 @@ def test_peft_reads_what_is_written(case: str, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.thorough
 def test_peft_reads_terms_that_methods_trained(tmp_path: Path) -> None:
-    from torch import nn
-
-    from anabranch.methods.tuning import LayerTuning, lora_of, save_tuned
+    from anabranch.methods.terms import fresh_terms, layers_of, lora_of
+    from anabranch.methods.tuning import save_tuned
     from small import randomise
 
     peft = pytest.importorskip("peft")
     base = toy_hf(*CASES["llama"])
     target = load_target(str(save_toy(base, tmp_path / "model")), dtype="float32")
-    layers = nn.ModuleList(LayerTuning(target.config, 3) for _ in range(target.config.num_layers))
+    layers = layers_of(target.config, fresh_terms(target.config, 3))
     randomise(layers, 4, scale=0.1)
     write_lora(tmp_path / "lora", lora_of(target.config, layers), base="acme/toy")
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "lora").merge_and_unload()

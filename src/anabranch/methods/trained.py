@@ -47,6 +47,10 @@ class Trainable(nn.Module):
         """Multiples of the learning rate by the name of a parameter; it is 1 for all that are not named."""
         return {}
 
+    def clipped(self, options: Any) -> list[list[nn.Parameter]]:
+        """The parameters, in groups whose gradients are clipped together; ``options`` are the objective's."""
+        return [list(self.parameters())]
+
     def prepare(self, target: Decoder, options: Any, step: int) -> None:
         """Called before each step of the training, counted from 0.
 

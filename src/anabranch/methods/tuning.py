@@ -13,7 +13,6 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -26,14 +25,13 @@ from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import Vocabulary, VocabularyLoss
 from anabranch.learning.objective import Segment, segments
 from anabranch.learning.recompute import through
-from anabranch.methods.low_rank import MOST_RANK, LowRank
-from anabranch.model.blocks import MLP, Attend, Block, attention
-from anabranch.model.config import ModelConfig
+from anabranch.methods.low_rank import MOST_RANK
+from anabranch.methods.terms import LayerTuning, lora_of
+from anabranch.model.blocks import Attend, Block, attention
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import module_rows, weight_source
 from anabranch.model.int8_training import Int8Linear
 from anabranch.model.load import Target, base_name, load_target
-from anabranch.model.lora import Lora, Place, Term, places
 from anabranch.model.needs import KEY
 from anabranch.model.nf4 import Nf4Linear
 from anabranch.model.peft import write_lora
@@ -42,7 +40,6 @@ from anabranch.support.jsonfiles import read_json
 
 __all__ = [
     "MOST_RANK",
-    "LayerTuning",
     "TextPass",
     "TunedPass",
     "Tunes",
@@ -50,12 +47,10 @@ __all__ = [
     "check_tunable",
     "check_weights",
     "export_tuned",
-    "lora_of",
     "next_token_loss",
     "next_token_quality",
     "next_token_scores",
     "save_tuned",
-    "terms_of",
     "tuned_pass",
 ]
 
@@ -74,77 +69,6 @@ class Tuning(Protocol):
 
 M = TypeVar("M", bound=Tuning)
 GENERATION = "generation_config.json"
-
-
-class LayerTuning(nn.Module):
-    """The terms of one layer, a ``RowSide``: at zero the layer is the target's."""
-
-    def __init__(self, model: ModelConfig, rank: int) -> None:
-        super().__init__()
-        q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-        width, inner = model.hidden_size, model.intermediate_size
-        self.terms = nn.ModuleDict(
-            {
-                "qkv": LowRank(width, q + 2 * kv, rank),
-                "out": LowRank(q, width, rank),
-                "up": LowRank(width, inner * (2 if model.gated_mlp else 1), rank),
-                "down": LowRank(inner, width, rank),
-            }
-        )
-
-    def _added(self, name: str, linear: nn.Module, x: Tensor) -> Tensor:
-        found: Tensor = linear(x) + self.terms[name](x)
-        return found
-
-    def qkv(self, h_BRD: Tensor, qkv: nn.Module) -> Tensor:
-        """The fused query, key and value projections."""
-        return self._added("qkv", qkv, h_BRD)
-
-    def out(self, a: Tensor, out: nn.Module) -> Tensor:
-        """The attention's output projection."""
-        return self._added("out", out, a)
-
-    def up(self, h_BRD: Tensor, up: nn.Module) -> Tensor:
-        """The first product of the feed-forward part."""
-        return self._added("up", up, h_BRD)
-
-    def down(self, a: Tensor, down: nn.Module) -> Tensor:
-        """The second product of the feed-forward part."""
-        return self._added("down", down, a)
-
-    def mlp(self, h_BRD: Tensor, mlp: MLP) -> Tensor:
-        """The feed-forward part."""
-        return mlp.through(h_BRD, partial(self.up, up=mlp.up), partial(self.down, down=mlp.down))
-
-    def merge(self, block: Block) -> None:
-        """Add the terms to a block's weights: module by module, as loading them as a LoRA does, to the same bits."""
-        with torch.no_grad():
-            for place in places(block.config).values():
-                if place.layer == 0:  # all layers have the same modules
-                    weight = block.get_submodule(place.part).weight
-                    assert isinstance(weight, Tensor)
-                    weight[place.rows] = self.term(place).merged(weight[place.rows])
-
-    def term(self, place: Place) -> Term:
-        """The term of one of the modules that a layer of the block fuses; those of one layer share ``lora_A``."""
-        found = self.terms[place.part.removeprefix("mlp.")]
-        assert isinstance(found, LowRank)
-        return Term(found.down.detach(), found.up.detach()[place.rows], 1.0)
-
-
-def lora_of(model: ModelConfig, layers: nn.ModuleList) -> Lora:
-    """The terms of all layers, split into those of the Hugging Face modules."""
-    terms = {}
-    for name, place in places(model).items():
-        layer = layers[place.layer]
-        assert isinstance(layer, LayerTuning)
-        terms[name] = layer.term(place)
-    return Lora(terms)
-
-
-def terms_of(model: ModelConfig, rank: int) -> nn.ModuleList | None:
-    """Terms of a rank for every layer; None for rank 0."""
-    return nn.ModuleList(LayerTuning(model, rank) for _ in range(model.num_layers)) if rank else None
 
 
 class TextPass:
@@ -340,20 +264,15 @@ def export_tuned(folder: Path, module: M, target: Target) -> tuple[M, Target] | 
     """Write the tuned target as a model folder; ``Trained.export``. None if the target was frozen.
 
     The terms alone are written too, as a LoRA in PEFT's format in the folder ``lora`` beside it; not where the target
-    itself has a LoRA, since they belong to the merged weights. They are rounded to the type of the target's weights,
-    which they are added to, and both folders have the rounded ones.
+    itself has a LoRA, since they belong to the merged weights.
     """
     if module.tuning is None:
         return None
-    stored = target.decoder.dtype
-    with torch.no_grad():
-        for term in module.tuning.parameters():
-            term.copy_(term.to(stored))
     needs = "streams" if getattr(module.config, "main_attends", "none") == "own" else ""
     tuned = save_tuned(folder, module.tuning, target, needs=needs)
     if target.lora is None:
         lora = lora_of(target.config, module.tuning)
-        write_lora(folder.with_name("lora"), lora, base=base_name(target), dtype=stored, needs=needs)
+        write_lora(folder.with_name("lora"), lora, base=base_name(target), needs=needs)
     made: Any = type(module)
     alone = made(target.config, replace(module.config, lora_rank=0), module.vocabulary)
     weights: dict[str, Tensor] = module.state_dict()  # type: ignore[attr-defined]

@@ -348,11 +348,10 @@ def _kinds(known: Mapping[str, Place]) -> str:
 
 
 # -- writing -----------------------------------------------------------------------------------------
-def write_lora(folder: Path, lora: Lora, *, base: str, dtype: torch.dtype = torch.float32, needs: str = "") -> None:
+def write_lora(folder: Path, lora: Lora, *, base: str, needs: str = "") -> None:
     """Write a LoRA as a folder that PEFT and ``read_lora`` read.
 
     base   the model that it belongs to, a hub id or a folder's name
-    dtype  type of the stored terms
     needs  the method whose adapter is part of the tuned model; empty: none
 
     Raises FileError if the folder cannot be written.
@@ -384,7 +383,7 @@ def write_lora(folder: Path, lora: Lora, *, base: str, dtype: torch.dtype = torc
     tensors: dict[str, Tensor] = {}
     for name, term in terms.items():
         for side, value in (("A", term.down_RI), ("B", term.up_OR)):
-            tensors[f"base_model.model.{name}.lora_{side}.weight"] = value.detach().to("cpu", dtype).clone()
+            tensors[f"base_model.model.{name}.lora_{side}.weight"] = value.detach().to("cpu", torch.float32).clone()
     try:
         write_atomically(folder / WEIGHTS, save(tensors, metadata={"format": "pt"}))
         write_atomically(folder / CONFIG, json.dumps(record, indent=2) + "\n")

@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from anabranch.errors import InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.objective import Scores, Segment, segments
 from anabranch.learning.recipe import COMMON, Option, Recipe, TrainOptions
-from anabranch.methods.low_rank import LowRank
+from anabranch.methods.terms import fresh_terms, layers_of, lora_of
 from anabranch.methods.trained import Trainable
 from anabranch.methods.tuning import MOST_RANK, check_weights, next_token_scores, tuned_pass
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
-from anabranch.model.lora import PARTS, Lora, Place, SideTerms, Term, decoder_rows, places, stored_rows, widths
+from anabranch.model.lora import Lora, places
 from anabranch.train.data import batches
 
 __all__ = ["OPTIONS", "LoraConfig", "LoraLayers", "LoraLoss", "LoraObjective", "recipe"]
@@ -60,13 +60,7 @@ class LoraConfig:
             raise InputError(
                 f"a {model.family} model has no linear module {unknown[0]!r}; give some of {', '.join(ends)}, or all"
             )
-        terms = {}
-        for name, place in known.items():
-            if name.rpartition(".")[2] in asked:
-                down = torch.empty(self.rank, place.width)
-                nn.init.kaiming_uniform_(down, a=math.sqrt(5))
-                terms[name] = Term(down, torch.zeros(place.outputs, self.rank), self.alpha / self.rank)
-        return Lora(terms)
+        return fresh_terms(model, self.rank, self.alpha / self.rank, asked)
 
 
 @dataclass(frozen=True)
@@ -95,50 +89,6 @@ class LoraShape:
         return dict(vars(self))
 
 
-class LayerLora(SideTerms, nn.Module):
-    """The terms of one layer: those of modules that the decoder fuses are added side by side."""
-
-    def __init__(self, model: ModelConfig, layer: int, terms: Mapping[str, tuple[Place, Term]]) -> None:
-        super().__init__()
-        self.model, self.layer = model, layer
-        self.parts: dict[str, list[tuple[str, Place, float]]] = {part: [] for part in PARTS}
-        self.terms = nn.ModuleDict()
-        for name, (place, term) in terms.items():
-            key = _key(name, place.layer)
-            self.terms[key] = made = LowRank(place.width, place.outputs, term.rank)
-            with torch.no_grad():
-                made.down.copy_(term.down_RI)
-                made.up.copy_(decoder_rows(model, place, term.up_OR))
-            self.parts[place.part].append((key, place, term.scale))
-
-    def term(self, name: str) -> Term:
-        """The term of a module, as it is stored."""
-        key = _key(name, self.layer)
-        place, scale = next((place, scale) for part in self.parts.values() for k, place, scale in part if k == key)
-        made = self.terms[key]
-        assert isinstance(made, LowRank)
-        return Term(made.down.detach(), stored_rows(self.model, place, made.up.detach()), scale)
-
-    def added(self, part: str, linear: nn.Module, x: Tensor) -> Tensor:
-        """The output of a linear layer with its modules' terms."""
-        y: Tensor = linear(x)
-        found = self.parts[part]
-        if not found:
-            return y
-        _, rows = widths(self.model, part)
-        if sum(place.outputs for _, place, _ in found) == rows:
-            return y + torch.cat([scale * self.terms[key](x) for key, _, scale in found], dim=-1)
-        whole = y.clone()
-        for key, place, scale in found:
-            whole[..., place.rows] += scale * self.terms[key](x)
-        return whole
-
-
-def _key(name: str, layer: int) -> str:
-    """A module's name within its layer, for a ``ModuleDict``: self_attn_q_proj."""
-    return name.rpartition(f".{layer}.")[2].replace(".", "_")
-
-
 class LoraLayers(Trainable):
     """The terms of all layers, beginning with those of ``lora``."""
 
@@ -146,23 +96,12 @@ class LoraLayers(Trainable):
 
     def __init__(self, model: ModelConfig, lora: Lora) -> None:
         super().__init__()
-        self.config = LoraShape.of(lora)
-        known = places(model)
-        of_layer: list[dict[str, tuple[Place, Term]]] = [{} for _ in range(model.num_layers)]
-        for name, term in lora.terms.items():
-            of_layer[known[name].layer][name] = known[name], term
-        self.names = tuple(lora.terms)
-        self.places = known
-        self.layers = nn.ModuleList(LayerLora(model, *layer) for layer in enumerate(of_layer))
+        self.config, self.model = LoraShape.of(lora), model
+        self.layers = layers_of(model, lora)
 
     def lora(self) -> Lora:
         """The terms as they are now."""
-        terms = {}
-        for name in self.names:
-            layer = self.layers[self.places[name].layer]
-            assert isinstance(layer, LayerLora)
-            terms[name] = layer.term(name)
-        return Lora(terms)
+        return lora_of(self.model, self.layers)
 
 
 @dataclass(frozen=True)

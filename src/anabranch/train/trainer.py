@@ -176,7 +176,8 @@ class Trainer:
                 right += weight * scores.right_S.cpu()
                 count += weight * scores.count_S.cpu()
         loss, right, count = self._summed(loss, right, count)
-        norm = float(torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.options.clip))
+        groups = self.module.clipped(self.objective.options)
+        norm = math.hypot(*(float(nn.utils.clip_grad_norm_(group, self.options.clip)) for group in groups))
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise FileError(self._diverged(batch, loss, norm))
         with shielded():  # a run cannot resume from partly updated weights

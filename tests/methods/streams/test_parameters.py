@@ -46,7 +46,7 @@ def test_shared_mode_as_published(width: int, gamma: int) -> None:
     """(gamma + 16) h beside the terms of the target's layers, which the adapter that is written does not have."""
     config = replace(paper_shared().config, num_streams=gamma)
     rank, inner, layers = config.lora_rank, 4 * width, 24
-    terms = layers * rank * ((width + 3 * width) + (width + width) + (width + 2 * inner) + (inner + width))
+    terms = layers * rank * (4 * (width + width) + 2 * (width + inner) + (inner + width))
     assert count(width, config) == (gamma + 16) * width + terms
     assert count(width, replace(config, lora_rank=0)) == (gamma + 16) * width
 

@@ -22,14 +22,17 @@ from anabranch.cli.train import app
 from anabranch.errors import AdapterError, CapabilityError, InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.recipe import TrainOptions
+from anabranch.learning.recompute import recomputing
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.begin import begin_with, scale_to_target
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.joint import SharedObjective
 from anabranch.methods.streams.objective import LossOptions, StreamObjective
-from anabranch.methods.tuning import LayerTuning
+from anabranch.methods.terms import LayerTuning, lora_of
+from anabranch.methods.tuning import next_token_loss, tuned_pass
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import load_target
+from anabranch.train.lora import LoraConfig, LoraLayers, LoraObjective
 from anabranch.train.trainer import Trainer
 from shared_layout import LITERAL, Layout
 from small import RICH, decode, joint_losses, prompt, request, small, small_adapter
@@ -109,6 +112,60 @@ def test_loss_and_gradients_are_those_of_the_naive_layout(case: str, config: Str
             assert torch.allclose(gradient, wanted[name], rtol=1e-3, atol=1e-4 * float(wanted[name].abs().max())), name
 
 
+RICH_V1 = replace(RICH, mode="shared", lora_rank=3)
+APART = LossOptions(main=1.0, streams=0.3, detach=True)
+
+
+def losses_of(target: Decoder, adapter: StreamAdapter, options: LossOptions, segment: int) -> dict[str, Tensor]:
+    """The gradients of a batch's loss, per prediction."""
+    objective, of = SharedObjective(target, adapter, options, segment=segment), batch()
+    (whole,) = objective.segments(of)
+    return gradients(adapter, objective.loss(of, objective.freeze(of), whole).loss / objective.predictions(of))
+
+
+@pytest.mark.parametrize(("recompute", "segment"), [(False, 100), (False, 4), (True, 100)])
+def test_losses_that_are_apart_train_what_is_theirs(recompute: bool, segment: int) -> None:
+    """Terms have the gradients of LoRA training, and streams those of their own loss, whose weight is beside it."""
+    target, of = small(), batch()
+    adapter = trainable(target, RICH_V1)
+    assert adapter.tuning is not None
+    states = tuned_pass(target, adapter.tuning, of.tokens_BT).hidden_BTD
+    (whole,) = SharedObjective(target, adapter, APART).segments(of)
+    tokens = float((of.lengths_B - 1 - of.starts_B).sum())
+    alone = gradients(adapter, next_token_loss(target, of, states, None, whole, 0.0) / tokens)
+    joint = losses_of(target, adapter, replace(APART, detach=False), 100)
+    with recomputing(recompute):
+        found = losses_of(target, adapter, APART, segment)
+    assert found.keys() == joint.keys()
+    assert {name for name in found if name.startswith("tuning.")} == alone.keys()
+    for name, gradient in found.items():
+        wanted = alone.get(name, joint[name])
+        assert torch.allclose(gradient, wanted, rtol=1e-4, atol=1e-6), name
+    assert any(not torch.allclose(joint[name], alone[name], rtol=0.1, atol=1e-6) for name in alone)
+
+
+def test_the_target_is_tuned_as_lora_alone_tunes_it(tmp_path: Path) -> None:
+    target = small()
+    examples = [Example(tuple(prompt(4 + n % 5, n)), tuple(prompt(9, 30 + n % 3))) for n in range(12)]
+    options = TrainOptions(epochs=3, batch_tokens=60, lr=1e-2)
+    torch.manual_seed(5)
+    adapter = StreamAdapter(target.config, replace(RICH_V1, lora_rank=4))
+    torch.manual_seed(5)
+    plain = LoraLayers(target.config, LoraConfig(4, 8.0).fresh(target.config))
+    for name, module, objective in (
+        ("streams", adapter, SharedObjective(target, adapter, replace(APART, streams=7.0))),
+        ("lora", plain, LoraObjective(target, plain)),
+    ):
+        run: Trainer = Trainer(target, module, objective, examples, [], options, tmp_path / name)  # type: ignore[arg-type]
+        run.run(lambda now: None)
+        assert run.done > 5
+    assert adapter.tuning is not None
+    for name, term in lora_of(target.config, adapter.tuning).terms.items():
+        wanted = plain.lora().terms[name]
+        assert term.scale == wanted.scale
+        assert torch.allclose(term.delta(), wanted.delta(), rtol=1e-3, atol=1e-4 * float(wanted.delta().abs().max()))
+
+
 def test_streams_of_training_are_those_of_decoding() -> None:
     """The tuned target with its terms merged, decoding token by token, has the states that training computed."""
     target, adapter = small(), small_adapter(small(), RICHER)
@@ -144,6 +201,8 @@ def test_what_is_refused() -> None:
     target = small()
     with pytest.raises(InputError, match="lora_rank must be at least 1, got 0"):
         SharedObjective(target, small_adapter(target, LITERAL))
+    with pytest.raises(InputError, match=r"main_attends 'own'.* use detach no"):
+        SharedObjective(target, small_adapter(target, OWN), APART)
     with pytest.raises(InputError, match="mode 'lossless' trains streams only; use a recipe of shared mode"):
         StreamObjective(target, small_adapter(target), LossOptions(main=1.0))
     with pytest.raises(InputError, match="streams must be greater than 0, got 0"):

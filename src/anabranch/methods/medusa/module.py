@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from anabranch.errors import InputError
 from anabranch.methods.heads.module import DraftHeads, HeadConfig, begin_with, first_blocks
-from anabranch.methods.tuning import MOST_RANK, terms_of
+from anabranch.methods.terms import terms_of
+from anabranch.methods.tuning import MOST_RANK
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.reads import read_bytes

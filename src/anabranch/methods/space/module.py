@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from anabranch.errors import AdapterError, InputError
 from anabranch.methods.streams.adapter import StreamModule
 from anabranch.methods.streams.config import MOST_STREAMS, StreamConfig
-from anabranch.methods.tuning import MOST_RANK, LayerTuning, terms_of
+from anabranch.methods.terms import LayerTuning, terms_of
+from anabranch.methods.tuning import MOST_RANK
 from anabranch.model.blocks import RowSide
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder

@@ -18,8 +18,8 @@ from anabranch.errors import CapabilityError, InputError
 from anabranch.methods.low_rank import LowRank
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.scorer import Conditioner
+from anabranch.methods.terms import LayerTuning, terms_of
 from anabranch.methods.trained import TrainedModule
-from anabranch.methods.tuning import LayerTuning, terms_of
 from anabranch.model.blocks import MLP, Block, RowSide
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
@@ -145,22 +145,25 @@ class StreamSide:
 
 
 class TunedSide:
-    """A ``RowSide`` for training in shared mode: terms of the layer for all rows, deltas for stream rows besides."""
+    """A ``RowSide`` for training in shared mode: terms of the layer for all rows, deltas for stream rows besides.
 
-    def __init__(self, tuning: LayerTuning, streams: StreamSide) -> None:
-        self.tuning, self.streams = tuning, streams
+    fixed  the terms get no gradients from these rows
+    """
+
+    def __init__(self, tuning: LayerTuning, streams: StreamSide, *, fixed: bool) -> None:
+        self.added, self.streams = partial(tuning.added, fixed=fixed), streams
 
     def qkv(self, h_BRD: Tensor, qkv: nn.Module) -> Tensor:
         """The fused projections."""
-        return self.streams.qkv(h_BRD, partial(self.tuning.qkv, qkv=qkv))
+        return self.streams.qkv(h_BRD, partial(self.added, "qkv", qkv))
 
     def out(self, a: Tensor, out: nn.Module) -> Tensor:
         """The output projection."""
-        return self.streams.out(a, partial(self.tuning.out, out=out))
+        return self.streams.out(a, partial(self.added, "out", out))
 
     def mlp(self, h_BRD: Tensor, mlp: MLP) -> Tensor:
         """The feed-forward part."""
-        up, down = partial(self.tuning.up, up=mlp.up), partial(self.tuning.down, down=mlp.down)
+        up, down = partial(self.added, "mlp.up", mlp.up), partial(self.added, "mlp.down", mlp.down)
         return self.streams.mlp(h_BRD, mlp, up, down)
 
 
@@ -310,15 +313,26 @@ class StreamAdapter(StreamModule):
     config: StreamConfig
 
     def __init__(self, model: ModelConfig, config: StreamConfig, vocabulary: Tensor | None = None) -> None:
+        tuning = terms_of(model, config.lora_rank)  # drawn first: as ``train lora`` draws them
         super().__init__(model, config, vocabulary)
-        self.config = config
-        self.tuning = terms_of(model, config.lora_rank)
+        self.config, self.tuning = config, tuning
 
-    def side(self, index: int, main: int) -> RowSide:
-        """As ``StreamModule.side``; in training in shared mode with the terms of the layer for all rows."""
+    def clipped(self, options: Any) -> list[list[nn.Parameter]]:
+        """All parameters; where their losses are apart, the terms and those of the streams."""
+        if self.tuning is None or not options.detach:
+            return super().clipped(options)
+        terms = list(self.tuning.parameters())
+        whose = set(terms)
+        return [terms, [parameter for parameter in self.parameters() if parameter not in whose]]
+
+    def side(self, index: int, main: int, *, fixed: bool = False) -> RowSide:
+        """As ``StreamModule.side``; in training in shared mode with the terms of the layer for all rows.
+
+        ``fixed``: the terms get no gradients from these rows.
+        """
         streams = StreamSide(self.layer(index), main)
         if self.tuning is None:
             return streams
         tuned = self.tuning[index]
         assert isinstance(tuned, LayerTuning)
-        return TunedSide(tuned, streams)
+        return TunedSide(tuned, streams, fixed=fixed)

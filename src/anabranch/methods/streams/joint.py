@@ -1,9 +1,12 @@
 """The objective of shared mode: the tuned target's next token and its streams together (ACL eq. 6, alpha_0 > 0).
 
-Terms on all linear layers of the target (LoRA) are shared by main rows and streams. As in decoding, the last token of
-the prompt and all tokens after it have streams. With ``main_attends="own"`` the main rows of these tokens attend to
-their own streams (eq. 3). Later main rows attend to earlier ones, so the loss of a token depends on the streams of all
-tokens before it, and a batch is one pass over whole texts.
+Terms on all linear layers of the target (LoRA) are shared by main rows and streams. With ``detach``, they learn from
+the main rows alone: streams read the tuned target as it is at each step, and the target becomes what plain LoRA
+training makes of the same texts.
+
+As in decoding, the last token of the prompt and all tokens after it have streams. With ``main_attends="own"`` the main
+rows of these tokens attend to their own streams (eq. 3). Later main rows attend to earlier ones, so the loss of a token
+depends on the streams of all tokens before it, and a batch is one pass over whole texts.
 
 In each layer, streams are computed for ``segment`` positions at a time, and once more for the gradient (ACL appendix
 I): the attention of all streams of a text is never in memory at once. Their states between two layers are.
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -24,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from anabranch.errors import InputError
 from anabranch.learning.examples import Batch
 from anabranch.learning.objective import Scores, Segment, segments
+from anabranch.learning.recompute import through
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.attention import main_attention, stream_positions
 from anabranch.methods.streams.objective import RIDING_STRIDE, Frozen, LossOptions, StreamObjective
@@ -98,6 +103,11 @@ class SharedObjective(StreamObjective):
     ) -> None:
         if adapter.tuning is None:
             raise InputError("shared mode trains the target with its streams: lora_rank must be at least 1, got 0")
+        if adapter.shape.main_attends == "own" and options is not None and options.detach:
+            raise InputError(
+                "streams that main rows attend to (main_attends 'own') are part of the target, which learns from their "
+                "loss, too; use detach no"
+            )
         check_tunable(target)
         super().__init__(target, adapter, options or LossOptions(main=1.0, streams=0.1), segment=segment, frozen=frozen)
         self.tuning = adapter.tuning
@@ -109,6 +119,10 @@ class SharedObjective(StreamObjective):
     def segments(self, batch: Batch) -> Iterator[Segment]:
         """All positions with a next token at once: each needs the pass over the whole text before it."""
         return segments(batch, size=batch.tokens_BT.shape[1], ahead=1, device=self.target.device)
+
+    def predictions(self, batch: Batch) -> float:
+        """The number of completion tokens times the number of streams."""
+        return float((batch.lengths_B - 1 - batch.starts_B).sum()) * self.predictors
 
     def loss(self, batch: Batch, frozen: Frozen, segment: Segment) -> Scores:
         """The loss of a batch: main rows, and the streams together."""
@@ -147,7 +161,7 @@ class SharedObjective(StreamObjective):
         x = target.embed(tokens_BT, run.positions_BT)
         for index in range(self.adapter.start):
             x = run.layer(index, x, self.tuning[index])
-        entry = x
+        entry = self._read(x)
         real_BP = positions_BP > positions_BP[:, :1]
         real_BP[:, 0] = True
         sizes = [torch.split(part, self.segment, dim=1) for part in (positions_BP, real_BP)]
@@ -170,12 +184,10 @@ class SharedObjective(StreamObjective):
         """Main rows [B, T, D] and the streams of each part [B, P S, D] through one layer."""
         block, sliding = self.target.blocks[index], self.target.config.is_sliding(index)
         assert isinstance(block, Block)
-        side = self.adapter.side(index, 0)
+        side = self.adapter.side(index, 0, fixed=self.options.detach)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             out = run.attend(index, q, k, v)
-            if self.adapter.shape.main_attends == "none":
-                return out
             keys, values = run.keys_values[-1]
 
             def look(part: _Part, x_BRD: Tensor) -> Tensor:
@@ -188,8 +200,9 @@ class SharedObjective(StreamObjective):
                 out = out.index_put(part.places, _again(len(parts) > 1, look, part, x_BRD))
             return out
 
-        x_BTD = run.layer(index, x_BTD, self.tuning[index], attend)
-        keys, values = run.keys_values[-1]
+        own = self.adapter.shape.main_attends == "own"
+        x_BTD = run.layer(index, x_BTD, self.tuning[index], attend if own else None)
+        keys, values = map(self._read, run.keys_values[-1])
 
         def through(part: _Part, x_BRD: Tensor) -> Tensor:
             look = part.looks.of(keys, values, part.visible(sliding))
@@ -199,10 +212,15 @@ class SharedObjective(StreamObjective):
         followed = [_again(len(parts) > 1, through, part, x) for part, x in zip(parts, streams, strict=True)]
         return x_BTD, followed
 
+    def _read(self, main: Tensor) -> Tensor:
+        """Values of main rows as streams read them: without gradients where their losses are apart."""
+        return main.detach() if self.options.detach else main
+
 
 def _again(often: bool, compute: Callable[[_Part, Tensor], Tensor], part: _Part, x_BRD: Tensor) -> Tensor:
-    """``compute(part, x_BRD)``, computed again for the gradient if it is one of several parts."""
-    if not often or not torch.is_grad_enabled():
-        return compute(part, x_BRD)
-    found: Tensor = checkpoint(compute, part, x_BRD, use_reentrant=False)
+    """``compute(part, x_BRD)``, computed again for the gradient if it is one of several parts, or if layers are."""
+    if often and torch.is_grad_enabled():
+        found: Tensor = checkpoint(compute, part, x_BRD, use_reentrant=False)
+    else:
+        found = through(partial(compute, part), x_BRD)
     return found

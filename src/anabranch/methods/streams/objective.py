@@ -42,6 +42,8 @@ class LossOptions:
 
     main            alpha_0: weight of the main rows' next token, in shared mode
     streams         alpha_1: weight of the streams beside it, in shared mode
+    detach          the streams' loss trains streams only, and the terms of the target learn from the main rows alone,
+                    as in plain LoRA training; in shared mode, if main rows do not attend to their streams
     decay           alpha_j = alpha_1 * decay ** (j - 1)
     soft            weight of the target's own distribution in the training target (distillation); the rest is its token
     unconditioned   weight of the loss of the streams without conditioning, if the adapter has conditioning
@@ -58,6 +60,7 @@ class LossOptions:
     pruning_stride: int = 8
     main: float = 0.0
     streams: float = 1.0
+    detach: bool = False
     rounding: bool = False
 
     def __post_init__(self) -> None:
@@ -104,10 +107,10 @@ class StreamObjective:
             raise CapabilityError("context_top is for decoding; train with context_top 0 and set it afterwards")
         self.target, self.adapter, self.segment = target, adapter, segment
         self.options = options or LossOptions()
-        if adapter.shape.mode == "lossless" and (self.options.main or self.options.streams != 1):
+        if adapter.shape.mode == "lossless" and (self.options.main or self.options.streams != 1 or self.options.detach):
             raise InputError(
-                "main and streams weigh the target's own next token against its streams, and mode 'lossless' trains "
-                "streams only; use a recipe of shared mode"
+                "main, streams and detach are about the target's own next token beside its streams, and mode "
+                "'lossless' trains streams only; use a recipe of shared mode"
             )
         if self.options.rounding and adapter.shape.mode != "lossless":
             raise InputError("rounding is for streams of a frozen target (mode 'lossless')")

@@ -61,13 +61,13 @@ def default_adapter() -> Recipe:
 def shared() -> Recipe:
     """Shared mode at its best: the streams of the shipped adapter, to which main rows do not attend.
 
-    Their weight is low: they have weights of their own, which Adam trains as fast at any weight. At 0.1, their loss
-    outweighs the main rows' after a few dozen steps, and the terms of the target's layers follow it.
+    The target is tuned as ``train lora`` tunes it, on its own loss. In a joint loss at the paper's weights, the part of
+    the streams outweighs the main rows' after a few dozen steps, and the terms of the target's layers follow it.
     """
     shape = default_adapter().config
     config = replace(shape, attention_rank=16, mlp_rank=13, mode="shared", lora_rank=16)
     options = TrainOptions(epochs=3.0, lr=1e-3, batch_tokens=1024, schedule="linear")
-    return Recipe(config, LossOptions(main=1.0, streams=0.02), options, draft_vocabulary=8192, init="shipped")
+    return Recipe(config, LossOptions(main=1.0, detach=True), options, draft_vocabulary=8192, init="shipped")
 
 
 def paper_shared() -> Recipe:
@@ -103,6 +103,9 @@ OPTIONS: dict[str, Option] = {
     ),
     "main": Option(float, "weight of the target's own next token, in shared mode", "loss"),
     "streams": Option(float, "weight of the streams beside it, in shared mode", "loss"),
+    "detach": Option(
+        bool, "tune the target on its own next token alone, as train lora does, and streams on theirs", "loss"
+    ),
     "soft": Option(float, "share of the target's distribution in the loss (distillation)", "loss"),
     "unconditioned": Option(float, "weight of the loss without conditioning", "loss"),
     "decay": Option(float, "weight of stream j is decay ** (j - 1)", "loss"),
@@ -117,7 +120,8 @@ def change(recipe: Recipe, given: Mapping[str, Any]) -> Recipe:
     if given.get("conditioning") == "none":
         given = {"conditioning_rank": 0, **given}
     if given.get("main_attends") == "own":
-        given = {"root_width": 0, **given}  # such streams are computed before the next token is known
+        # such streams are computed before the next token is known, and are part of the target
+        given = {"root_width": 0, "detach": False, **given}
     return recipe.changed(OPTIONS, given)
 
 

@@ -1,0 +1,119 @@
+"""The trained form of a LoRA: the low-rank terms of a target's layers as modules (Hu et al. 2022).
+
+Whatever tunes a target has the same terms, ``train lora`` and the methods that tune it with what drafts for it: one for
+each linear module of the Hugging Face model, beginning as PEFT's do.
+
+I inputs and O outputs of a module, r rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from anabranch.methods.low_rank import LowRank
+from anabranch.model.blocks import Block
+from anabranch.model.config import ModelConfig
+from anabranch.model.lora import PARTS, Lora, Place, SideTerms, Term, decoder_rows, places, stored_rows, widths
+
+__all__ = ["SCALE", "LayerTuning", "fresh_terms", "layers_of", "lora_of", "terms_of"]
+
+SCALE = 2.0  # alpha / rank
+
+
+def fresh_terms(model: ModelConfig, rank: int, scale: float = SCALE, ends: Collection[str] | None = None) -> Lora:
+    """Terms that PEFT would begin with: A uniform (Kaiming), B zero; ``ends`` of the modules' names, None: all."""
+    terms = {}
+    for name, place in places(model).items():
+        if ends is None or name.rpartition(".")[2] in ends:
+            down_RI = torch.empty(rank, place.width)
+            if not down_RI.is_meta:
+                nn.init.kaiming_uniform_(down_RI, a=math.sqrt(5))
+            terms[name] = Term(down_RI, torch.zeros(place.outputs, rank), scale)
+    return Lora(terms)
+
+
+class LayerTuning(SideTerms, nn.Module):
+    """The terms of one layer: those of modules that the decoder fuses are added side by side."""
+
+    def __init__(self, model: ModelConfig, layer: int, terms: Mapping[str, tuple[Place, Term]]) -> None:
+        super().__init__()
+        self.model, self.layer = model, layer
+        self.parts: dict[str, list[tuple[str, Place, float]]] = {part: [] for part in PARTS}
+        self.terms = nn.ModuleDict()
+        for name, (place, term) in terms.items():
+            key = _key(name, place.layer)
+            self.terms[key] = made = LowRank(place.width, place.outputs, term.rank)
+            with torch.no_grad():
+                made.down.copy_(term.down_RI)
+                made.up.copy_(decoder_rows(model, place, term.up_OR))
+            self.parts[place.part].append((key, place, term.scale))
+
+    def term(self, name: str) -> Term:
+        """The term of a module, as it is stored."""
+        key = _key(name, self.layer)
+        place, scale = next((place, scale) for part in self.parts.values() for k, place, scale in part if k == key)
+        made = self._made(key)
+        return Term(made.down.detach(), stored_rows(self.model, place, made.up.detach()), scale)
+
+    def added(self, part: str, linear: nn.Module, x: Tensor, *, fixed: bool = False) -> Tensor:
+        """The output of a linear layer with its modules' terms; ``fixed``: the terms get no gradients from it."""
+        y: Tensor = linear(x)
+        found = self.parts[part]
+        if not found:
+            return y
+        _, rows = widths(self.model, part)
+        if sum(place.outputs for _, place, _ in found) == rows:
+            return y + torch.cat([scale * self._made(key)(x, fixed=fixed) for key, _, scale in found], dim=-1)
+        whole = y.clone()
+        for key, place, scale in found:
+            whole[..., place.rows] += scale * self._made(key)(x, fixed=fixed)
+        return whole
+
+    def merge(self, block: Block) -> None:
+        """Add the terms to a block's weights: module by module, as loading them as a LoRA does, to the same bits."""
+        with torch.no_grad():
+            for part, found in self.parts.items():
+                weight = block.get_submodule(part).weight
+                assert isinstance(weight, Tensor)
+                for key, place, scale in found:
+                    made = self._made(key)
+                    weight[place.rows] = Term(made.down, made.up, scale).merged(weight[place.rows])
+
+    def _made(self, key: str) -> LowRank:
+        found = self.terms[key]
+        assert isinstance(found, LowRank)
+        return found
+
+
+def _key(name: str, layer: int) -> str:
+    """A module's name within its layer, for a ``ModuleDict``: self_attn_q_proj."""
+    return name.rpartition(f".{layer}.")[2].replace(".", "_")
+
+
+def layers_of(model: ModelConfig, lora: Lora) -> nn.ModuleList:
+    """The terms of a LoRA as one ``LayerTuning`` for each layer."""
+    known = places(model)
+    of_layer: list[dict[str, tuple[Place, Term]]] = [{} for _ in range(model.num_layers)]
+    for name, term in lora.terms.items():
+        of_layer[known[name].layer][name] = known[name], term
+    return nn.ModuleList(LayerTuning(model, *layer) for layer in enumerate(of_layer))
+
+
+def lora_of(model: ModelConfig, layers: nn.ModuleList) -> Lora:
+    """The terms of all layers as they are now, by module; those that have one."""
+    terms = {}
+    for name, place in places(model).items():
+        layer = layers[place.layer]
+        assert isinstance(layer, LayerTuning)
+        if _key(name, place.layer) in layer.terms:
+            terms[name] = layer.term(name)
+    return Lora(terms)
+
+
+def terms_of(model: ModelConfig, rank: int) -> nn.ModuleList | None:
+    """Fresh terms of a rank for all modules of every layer; None for rank 0."""
+    return layers_of(model, fresh_terms(model, rank)) if rank else None
