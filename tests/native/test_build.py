@@ -299,6 +299,23 @@ def test_where_bf16_is_multiplied_in_pairs(
     assert build.PAIRS[0] not in build.compiler_flags("avx2")
 
 
+@pytest.mark.parametrize(
+    ("vendor", "family", "first"),
+    [("AuthenticAMD", "26", True), ("AuthenticAMD", "25", False), ("GenuineIntel", "26", False), ("", "", False)],
+)
+def test_where_weights_for_many_rows_are_prefetched_into_the_first_level_cache(
+    vendor: str, family: str, first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the processor's generation; libraries of the two rules have different names."""
+    monkeypatch.setattr(build, "processor_vendor", lambda: vendor)
+    monkeypatch.setattr(build, "processor_family", lambda: family)
+    for name in build.INSTRUCTION_SETS:
+        flags = build.compiler_flags(name)
+        assert (build.PREFETCH_FIRST[0] in flags) == first
+        without = tuple(flag for flag in flags if flag not in build.PREFETCH_FIRST)
+        assert (build._key(flags) != build._key(without)) == first
+
+
 @needs_kernels
 def test_a_lesser_form(home: Path, quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     best = build.instruction_sets()[0]

@@ -30,7 +30,7 @@ from anabranch.errors import InputError
 from anabranch.native.trust import distrust, is_private
 from anabranch.support.files import cache_home
 from anabranch.support.log import LOGGER, notice
-from anabranch.support.processor import processor_flags, processor_vendor
+from anabranch.support.processor import processor_family, processor_flags, processor_vendor
 
 __all__ = [
     "INSTRUCTION_SETS",
@@ -60,6 +60,9 @@ INSTRUCTION_SETS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
 # Intel's processors of the generation that also has AMX take two cycles for a product of bf16 pairs (AVX512_BF16),
 # in which they do four products of floats: 1.29 and 5.3 G instructions/s on a core of a Xeon without AMX (docs/log.md).
 PAIRS = ("-DANABRANCH_PAIRS",)
+# On Zen 5 (AMD's family 26), weights for any number of rows are prefetched into the first-level cache
+# (native/simd.h), which is slower on Zen 4 (family 25) and not measured elsewhere.
+PREFETCH_FIRST = ("-DANABRANCH_PREFETCH_FIRST",)
 # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA): a process must request AMX tiles, since the system has to save
 # 8 KB for every thread that uses them (Linux, Documentation/arch/x86/xstate.rst)
 ASK_FOR_TILES = (158, 0x1023, 18)
@@ -76,8 +79,10 @@ LONGEST = 300  # timeout of a compilation in seconds
 def compiler_flags(instruction_set: str) -> tuple[str, ...]:
     """The compiler flags of an instruction set on this processor."""
     own = INSTRUCTION_SETS[instruction_set][1]
-    pairs = instruction_set == "avx512" and "avx512_bf16" in processor_flags() and processor_vendor() != "GenuineIntel"
-    return (*FLAGS, *own, *(PAIRS if pairs else ()))
+    vendor = processor_vendor()
+    pairs = instruction_set == "avx512" and "avx512_bf16" in processor_flags() and vendor != "GenuineIntel"
+    first = (vendor, processor_family()) == ("AuthenticAMD", "26")
+    return (*FLAGS, *own, *(PAIRS if pairs else ()), *(PREFETCH_FIRST if first else ()))
 
 
 def sources(kind: str = "cpp") -> list[Path]:

@@ -12,7 +12,15 @@ import torch
 
 from anabranch.errors import InputError
 
-__all__ = ["cgroup_quota", "processor_flags", "processor_name", "processor_vendor", "set_threads", "usable_cpus"]
+__all__ = [
+    "cgroup_quota",
+    "processor_family",
+    "processor_flags",
+    "processor_name",
+    "processor_vendor",
+    "set_threads",
+    "usable_cpus",
+]
 
 _CPUINFO = Path("/proc/cpuinfo")
 _settled = False  # whether ``set_threads`` has been called
@@ -32,6 +40,11 @@ def processor_name() -> str:
 def processor_vendor() -> str:
     """The vendor's name as the processor says it, e.g. "GenuineIntel"; empty where that is unknown."""
     return _first_processor(_CPUINFO).get("vendor_id", "")
+
+
+def processor_family() -> str:
+    """The family's number, e.g. "25" for Zen 3 and Zen 4 of AMD, "26" for Zen 5; empty where that is unknown."""
+    return _first_processor(_CPUINFO).get("cpu family", "")
 
 
 @lru_cache(maxsize=1)
