@@ -193,6 +193,7 @@ class Timeless(Speculation):
 
     def __init__(self, table: str, target: Decoder) -> None:
         costs = Costs(PassCosts(StepCosts.parse(table)), 0.0)
+        costs.timed = True
         for name in ("saw_pass", "saw_draft", "saw_free", "saw_prepare", "saw_rest"):
             setattr(costs, name, lambda *_: None)
         super().__init__(costs, ragged=target.ragged)

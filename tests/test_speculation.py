@@ -41,7 +41,10 @@ class Adaptive(NoDrafter):
 
 
 def controller(table: str, *, ragged: bool = True, draft: float = 0.0) -> Speculation:
-    return Speculation(Costs(PassCosts(StepCosts.parse(table)), draft), ragged=ragged)
+    """A controller that has seen a plain pass."""
+    made = Speculation(Costs(PassCosts(StepCosts.parse(table)), draft), ragged=ragged)
+    made.costs.saw_pass(StepCosts.parse(table).ms[0], 1, 1, 0.0)
+    return made
 
 
 def settled(made: Speculation, drafter: Drafter, rows: int = 1) -> int:
@@ -260,6 +263,78 @@ def test_drafts_whose_cost_is_a_guess_are_tried_and_not_distrusted_for_it() -> N
         made.costs.saw_draft(drafter.account(1), 1e-3, 2, 1)
     assert settled(made, drafter) > 1
     assert not made.guessing
+
+
+# -- a cold start -----------------------------------------------------------------------------------------------------
+TRUE = StepCosts.parse("1:14/8:16/16:20/32:27")  # of a target that PyTorch computes
+TYPICAL = PassCosts(StepCosts.parse("1:1/8:1.1/16:1.2/32:1.4"), busy=True)
+MEASURED = PassCosts(TRUE)
+
+
+def decoded(passes: PassCosts, slower: float, drafts: Sequence[float], texts: int) -> list[float]:
+    """Tokens/s of texts of 64 tokens that are decoded one after the other, from the first step on.
+
+    slower  how many times as long passes over several nodes take as they should
+    drafts  milliseconds of preparing the first, second, ... draft; the last are those of all others
+    """
+    made, drafter, prepared, rates = (
+        Speculation(Costs(passes, 0.6 * passes.costs.ms[0]), ragged=True),
+        Adaptive(),
+        0,
+        [],
+    )
+    account, row = drafter.account(1), Row([9], 1, SamplingParams())
+    for _ in range(texts):
+        made.joined(drafter, 1)
+        tokens, ms, budget = 0.0, 0.0, min(1, made.plan({drafter: 1}, 0.0)[drafter])
+        while tokens < 64:
+            tree = star(*(0.62 * 0.86**k for k in range(budget - 1)))
+            (tree,) = made.choose([row], [drafter], [tree], {drafter: budget})
+            took = float(TRUE(np.array(tree.size))) * (slower if tree.size > 1 else 1.0)
+            tokens += made._promised
+            made.saw_step(1, round(made._promised), took)
+            budget = made.plan({drafter: 1}, 0.0)[drafter]
+            made.costs.saw_pass(took, tree.size, 1, 0.0)
+            if budget > 1:
+                made.costs.saw_prepare(account, drafts[min(prepared, len(drafts) - 1)], drafter.depth_of(budget))
+                made.costs.saw_draft(account, 3.0, budget, 1)
+                took += 3.0 + drafts[min(prepared, len(drafts) - 1)]
+                prepared += 1
+            ms += took
+        rates.append(1e3 * tokens / ms)
+    return rates
+
+
+PLAIN = 1e3 / TRUE.ms[0]
+
+
+@pytest.mark.parametrize("passes", [MEASURED, TYPICAL])
+def test_a_cold_start_finds_what_drafts_are_worth(passes: PassCosts) -> None:
+    """Costs that were not measured have no unit, which the first steps, plain ones, give them."""
+    assert min(decoded(passes, 1.0, [7.0], 6)) > 1.5 * PLAIN
+
+
+@pytest.mark.parametrize("passes", [MEASURED, TYPICAL])
+@pytest.mark.parametrize("slower", [4.0, 8.0])
+def test_wide_passes_that_are_slower_than_stated_are_not_put_down_to_plain_ones(
+    passes: PassCosts, slower: float
+) -> None:
+    rates = decoded(passes, slower, [7.0], 6)
+    assert rates[1:3] == pytest.approx([PLAIN] * 2, rel=0.02)
+    assert min(rates[3:]) > 0.7 * PLAIN  # one of them tries drafts again
+
+
+@pytest.mark.parametrize("interrupted", [1, 2])
+def test_first_drafts_that_were_interrupted_do_not_end_drafting(interrupted: int) -> None:
+    rates = decoded(MEASURED, 1.0, [*[150.0] * interrupted, 7.0], 6)
+    assert min(rates[:interrupted]) > 0.85 * PLAIN
+    assert min(rates[interrupted:]) > 1.5 * PLAIN
+
+
+def test_drafts_that_take_longer_than_they_save_are_tried_a_few_times_only() -> None:
+    rates = decoded(MEASURED, 1.0, [100.0], 6)
+    assert min(rates) > 0.85 * PLAIN
+    assert rates[-2:] == pytest.approx([PLAIN] * 2, rel=0.02)
 
 
 def test_nodes_that_are_rarely_accepted_are_believed_less() -> None:

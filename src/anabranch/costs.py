@@ -114,7 +114,7 @@ class StepCosts:
 
 @dataclass(frozen=True)
 class PassCosts:
-    """What passes cost by rows at an empty cache, and whether that was measured: other jobs may have kept it too busy.
+    """What passes cost by rows at an empty cache, and whether that is a guess, in any unit: on a busy machine or a GPU.
 
     row_ms, node_ms  what 1,000 tokens in a row's cache add, for each row and for each of its nodes
     """
@@ -130,11 +130,11 @@ DraftTables = tuple[StepCosts | None, StepCosts | None]
 
 GRID = np.array([*range(1, 17), *range(18, 33, 2), *range(36, 65, 4), *range(72, 129, 8), *range(144, 513, 16)])
 LEARNING = 0.05  # weight of the newest step, in logarithms, once enough of them were seen
-OUTLIER = 0.4  # the largest difference, in logarithms, that one step is taken to show
+OUTLIER = 0.4  # the largest difference, in logarithms, that one step is taken to show, of several from their median
 OCTAVES = 0.25  # how far, in doublings of the nodes, a pass tells what others cost
 FADING = 0.98  # weight of a pass relative to the next one
 TOGETHER = 16  # passes that are learned from together: alone, each would take as long as a thirtieth of a small one
-FIRST = 4  # as many of the very first ones, and measurements that replace a guess
+FIRST = 4  # as many of the very first ones where costs are a guess, and measurements that replace a guess
 UNSEEN = 0.5  # passes that the measured curve is worth at each width
 
 
@@ -146,22 +146,22 @@ class _Estimate:
     """
 
     def __init__(self, value: float, *, guessed: bool = False) -> None:
-        self.value, self._seen, self._guessed = value, 0, guessed and value > 0
+        self.value, self.seen, self._guessed = value, 0, guessed and value > 0
 
     @property
     def measured(self) -> bool:
         """Whether this is more than a guess."""
-        return self._seen >= FIRST or not self._guessed
+        return self.seen >= FIRST or not self._guessed
 
     def learn(self, value: float) -> None:
         """Take in a measurement."""
         if value <= 0:
             return
-        self._seen += 1
-        if self.value <= 0 or (self._guessed and (self._seen == 1 or (self._seen <= FIRST and value < self.value))):
+        self.seen += 1
+        if self.value <= 0 or (self._guessed and (self.seen == 1 or (self.seen <= FIRST and value < self.value))):
             self.value = value
             return
-        rate = max(LEARNING, 1 / (2 + self._seen))
+        rate = max(LEARNING, 1 / (2 + self.seen))
         self.value *= math.exp(rate * _bounded(math.log(value / self.value)))
 
 
@@ -233,7 +233,8 @@ class Costs:
         self._difference = np.zeros(len(GRID))  # mean of the logarithms of seen over base milliseconds
         self._seen = np.zeros(len(GRID))  # recent passes of about that many nodes
         self._recent: list[tuple[int, float]] = []  # passes not learned from yet: nodes, logarithm of milliseconds
-        self._together = FIRST  # as many of them are learned from together
+        self._together = FIRST if passes.busy else 1  # as many of them are learned from together
+        self.timed = False  # whether passes were
         self._set_passes(self._base)
         self._usual = 0.5 * draft, 0.5 * draft / float(self._pass[4])  # drafting and preparing, of any drafter
         self._guessed = True  # what drafting and preparing usually take was not measured
@@ -269,6 +270,10 @@ class Costs:
         if found is None:
             found = self._drafting[drafter] = _Drafting(*self._usual, guessed=self._guessed)
         return found
+
+    def times_measured(self, drafter: str) -> int:
+        """How often preparing its drafts was timed."""
+        return self._of(drafter).prepare.seen
 
     def measured(self, drafter: str) -> bool:
         """Whether what preparing its drafts takes was measured a few times."""
@@ -329,10 +334,12 @@ class Costs:
         nodes, seen = (np.array(column) for column in zip(*self._recent, strict=True))
         self._recent.clear()
         expected = np.log(np.interp(nodes, GRID, self._pass))
-        if self._together == FIRST:  # typical costs have no unit, and measured ones may be of another hour
+        if not self.timed:  # typical costs have no unit, and measured ones may be of another hour
             expected += np.median(seen - expected)
-        self._together = TOGETHER
-        found = expected + np.clip(seen - expected, -OUTLIER, OUTLIER) - np.log(np.interp(nodes, GRID, self._base))
+        self.timed, self._together = True, min(TOGETHER, 2 * self._together)
+        usual = float(np.median(seen - expected)) if len(nodes) >= FIRST else 0.0
+        found = expected + usual + np.clip(seen - expected - usual, -OUTLIER, OUTLIER)
+        found -= np.log(np.interp(nodes, GRID, self._base))
         near = np.maximum(0.0, 1 - np.abs(np.log2(GRID[:, None] / nodes)) / OCTAVES)
         near *= FADING ** np.arange(len(nodes))[::-1]
         before = FADING ** len(nodes) * self._seen
@@ -547,6 +554,6 @@ def _counting(times: PassTimes) -> Iterator[None]:
 def costs_of(target: Decoder) -> Costs:
     """What steps of a target are taken to cost when decoding begins: its passes as known, drafts as they usually do."""
     if target.device.type != "cpu":
-        return Costs(PassCosts(StepCosts((1, 129), (1.0, 2.0))), 0.3)
+        return Costs(PassCosts(StepCosts((1, 129), (1.0, 2.0)), busy=True), 0.3)
     known, stack = known_costs(target), stack_of(target.backend)
     return Costs(known, known.costs.ms[0] * (UNPACKED if stack is None else DRAFT[stack.kind]))

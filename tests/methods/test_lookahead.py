@@ -246,6 +246,7 @@ def test_windows_join_other_drafts_under_one_budget() -> None:
 @pytest.mark.parametrize("ragged", [False, True])
 def test_a_window_that_does_not_pay_is_left_out_and_its_nodes_are_part_of_the_cost(ragged: bool) -> None:
     costs = Costs(PassCosts(StepCosts((1, 101), (1.0, 3.0))), 0.0)  # 2 % of a plain pass a node
+    costs.saw_pass(1.0, 1, 1, 0.0)
     row = Row([1, 2, 3], 3, SamplingParams(), max_depth=9)
     tree = DraftTree.chain(3, [4, 5], log_probs=np.log([0.6, 0.025]))
     for probes, budget, kept in ((0, 10, 2), (40, 10, 3), (400, 1, 1)):

@@ -231,18 +231,20 @@ class Engine(Batch):
         adaptive = any(member.drafter.adaptive for member in members)
         if adaptive and not read:
             self.speculation.saw_step(len(members), yielded, 1e3 * (after_commit - began + prepared))
+        nodes = sum(result.counts_B)
+        forward = (after_forward - after_draft) * nodes / (nodes + read)
+        self._steps += 1
+        timed, learning = self._steps <= TIMED or self._steps % TIMED_EVERY == 0, adaptive and not read
+        if learning and timed:
+            self._learn_pass(members, result.counts_B, 1e3 * forward)  # first, since the next step is planned by it
         self._observe(members, result, trees, verdicts, probed)
         done = time.perf_counter()
         self._prepared = done - after_commit
-        nodes = sum(result.counts_B)
-        forward = (after_forward - after_draft) * nodes / (nodes + read)
         timings = Timings(
             *(after_draft - began, forward, after_verify - after_forward, after_commit - after_verify, self._prepared)
         )
-        self._steps += 1
-        timed = self._steps <= TIMED or self._steps % TIMED_EVERY == 0 or (adaptive and self.speculation.guessing)
-        if adaptive and timed and not read:
-            self._learn(members, result.counts_B, budgets, timings)
+        if learning and (timed or self.speculation.guessing):
+            self._learn(members, budgets, timings)
         steps, shared = [], self.call.shared(len(members))
         for b, (member, (said, sources)) in enumerate(zip(members, emitted, strict=True)):
             logs = scores.log_probs(b, verdicts[b], said) if member.request.log_probs else None
@@ -394,17 +396,15 @@ class Engine(Batch):
                     self.speculation.learn(member.row, tree, verdict)
                 member.row.beliefs.learn(tree, verdict.path)
 
-    def _learn(
-        self,
-        members: list[Member],
-        sizes: Sequence[int],
-        budgets: dict[Drafter, int],
-        timings: Timings,
-    ) -> None:
-        """Take the step's times into the costs; ``sizes``: nodes of each row, ``budgets``: those drafted with."""
-        costs, rows = self.speculation.costs, len(members)
+    def _learn_pass(self, members: Sequence[Member], sizes: Sequence[int], ms: float) -> None:
+        """Take the time of the step's pass into the costs; ``sizes``: nodes of each row."""
+        rows = len(members)
         nodes = sum(sizes) if self.speculation.ragged else rows * max(sizes)
-        costs.saw_pass(1e3 * timings.forward, nodes, rows, _context(members))
+        self.speculation.costs.saw_pass(ms, nodes, rows, _context(members))
+
+    def _learn(self, members: list[Member], budgets: dict[Drafter, int], timings: Timings) -> None:
+        """Take the times of the step's other parts into the costs; ``budgets``: those drafted with."""
+        costs, rows = self.speculation.costs, len(members)
         costs.saw_rest(1e3 * (timings.verify + timings.commit), rows)
         groups = _by_drafter(members)
         if len(groups) > 1:

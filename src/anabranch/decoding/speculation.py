@@ -128,6 +128,7 @@ class _Lately:
     free_idle      steps since its free parts drafted
     free_load      binary order of the rows for which that gain was seen: what many rows made of free drafts says
                    little of what one will
+    timed          drafts that were timed before the text that is decoded alone; 0 with several
     since          steps since the opposite of what pays was tried, and ``trial`` how many of that are to come
     plan           the latest one with its budget, for how many rows it was made, for how many steps it was kept, and
                    for how many it may be
@@ -144,6 +145,7 @@ class _Lately:
     since: int = 0
     trial: int = 0
     pays: bool = False
+    timed: int = 0
     plan: _Plan | None = None
     planned_for: tuple[int, int, int] = (0, 0, 0)
     kept: int = 0
@@ -201,14 +203,15 @@ class _Lately:
         left = (1 - RATE) ** rows
         self.free_nodes, self.free_tokens = left * self.free_nodes, left * self.free_tokens
 
-    def begin(self, rows: int) -> None:
+    def begin(self, rows: int, timed: int = 0) -> None:
         """A new text is one of ``rows``: it is taken to be like the usual one, not like the last, and not to repeat
-        itself yet.
+        itself yet. Drafts were timed ``timed`` times so far.
         """
         self.estimates[0] += (self.usual - self.worth) / rows
         self.free_nodes -= self.free_nodes / rows
         self.free_tokens -= self.free_tokens / rows
         self.planned_for = (0, 0, 0)
+        self.timed = timed if rows == 1 else 0
         if rows == 1:
             self.pays, self.since, self.trial = False, 0, FIRST_TRIAL
 
@@ -266,7 +269,7 @@ class Speculation:
     def joined(self, drafter: Drafter, rows: int) -> None:
         """A new text is one of a drafter's ``rows``. The last one may have been so hard to draft that nothing was."""
         if drafter.adaptive:
-            self.lately(drafter, rows).begin(rows)
+            self.lately(drafter, rows).begin(rows, self.costs.times_measured(drafter.account(rows)))
 
     def arm(self, arms: Sequence[Drafter], rows: int, context: float, *, using: Drafter | None) -> Drafter:
         """The one of several drafters for a new row, beside which ``rows`` - 1 others will decode.
@@ -292,7 +295,8 @@ class Speculation:
     def plan(self, groups: Mapping[Drafter, int], context: float) -> dict[Drafter, int]:
         """The budget of each drafter's next draft; ``groups`` says how many rows each has.
 
-        1 means none but what is free, and 0 not even that.
+        1 means none but what is free, and 0 not even that. The first steps are plain and timed: otherwise wide passes
+        that are slower than expected would make plain ones seem as slow.
 
         context  mean tokens in the rows' caches
         """
@@ -300,7 +304,9 @@ class Speculation:
         rows = sum(groups.values())
         self._plan, self._promised = None, float(rows)
         for drafter, count in groups.items():
-            if drafter.adaptive and drafter.free:
+            if drafter.adaptive and not self.costs.timed:
+                budgets[drafter] = 0
+            elif drafter.adaptive and drafter.free:
                 budgets[drafter] = drafter.max_nodes if self._ask(drafter, count, rows) else 0
             elif drafter.adaptive:
                 others = sum(
@@ -341,6 +347,8 @@ class Speculation:
         guessed = not self.costs.measured(account)
         ratio = float(rates[wide] / rates[0])
         drafting = self._tried(lately, ratio > (GUESSED if guessed else 1.0), ratio)
+        if guessed and lately.timed:  # too slow, unless it was interrupted: each text tries one until the cost is known
+            drafting |= self.costs.times_measured(account) == lately.timed
         place = wide if drafting else 0
         plain = 0.0 if self.arms is None else self._plain_ms(rows, context)
         tokens, ms = float(outlook.tokens[place]), float(outlook.ms[place])
