@@ -28,7 +28,7 @@ from anabranch.methods import AUTO, Drafter, Spec, make_drafter, parse_spec, res
 from anabranch.model.kernel_use import kernels_of
 from anabranch.model.load import Target
 from anabranch.options import ChatKeywords, Keywords, Options, chat_options
-from anabranch.profiles import Known, Situation, keep_arms, settle
+from anabranch.profiles import Known, Situation, keep_arms, settle, tuned_drafter
 from anabranch.prompts import Arrays, Ids, check_stream, conversation_ids, read_prompts
 from anabranch.support.background import Worker
 from anabranch.support.forks import renewed_after_fork
@@ -47,7 +47,7 @@ T = TypeVar("T")
 def load(
     name: str | Path = "default",
     *,
-    drafter: str = AUTO,
+    drafter: str | None = None,
     adapter: str | Path | Sequence[str | Path] | None = None,
     dtype: str | torch.dtype = "auto",
     device: str = "auto",
@@ -62,7 +62,8 @@ def load(
     name      "default" (SmolLM2-135M-Instruct, downloaded once), a folder, a .gguf file, or a Hugging Face hub id
     drafter   a method and its settings, see ``anabranch.methods``; "none" is plain decoding; "auto" drafts with the
               adapter's method and with prompt lookup, and adapts the size of drafts to the load. With adapters of
-              several methods, it uses for each prompt the one that lately was the fastest
+              several methods, it uses for each prompt the one that lately was the fastest. None: "auto", or for calls
+              with one prompt the drafter that ``anabranch tune`` found to be faster on this machine
     adapter   an adapter folder, or several; None: those shipped for this target
     dtype     "auto" (bf16 if the weights are stored so), "float32", "bfloat16" or "float16"
     device    "auto" (cuda if available), "cpu", "cuda" or "cuda:N"
@@ -75,7 +76,8 @@ def load(
 
     Raises FetchError, FileError, ModelError, AdapterError, CapabilityError or DeviceError; the message says what to do.
     """
-    parse_spec(drafter)
+    if drafter is not None:
+        parse_spec(drafter)
     if not isinstance(name, str | Path):
         raise InputError(f"a model is named by a string or a path, got {type(name).__name__}")
     given = () if adapter is None else (adapter,) if isinstance(adapter, str | Path) else tuple(adapter)
@@ -102,10 +104,17 @@ class Model:
     loop. A cancelled call stops after its current step.
     """
 
-    def __init__(self, target: Target, adapters: Sequence[LoadedAdapter] = (), drafter: str | Spec = AUTO) -> None:
+    def __init__(
+        self, target: Target, adapters: Sequence[LoadedAdapter] = (), drafter: str | Spec | None = None
+    ) -> None:
         self._target: Target | None = target
         self.adapters = tuple(adapters)
-        self.spec = resolve_spec(drafter, *self._modules, target=target.decoder)
+        chosen = tuned_drafter(target, adapters) if drafter is None else drafter
+        self.spec = resolve_spec(chosen, *self._modules, target=target.decoder)
+        # what was tuned with one prompt at a time does not follow the load
+        self._spec_of_several = (
+            self.spec if drafter is not None else resolve_spec(AUTO, *self._modules, target=target.decoder)
+        )
         self.known: Known | None = None  # step costs, measured when a drafter first needs them
         self.after_fork()
         renewed_after_fork(self)
@@ -121,7 +130,7 @@ class Model:
 
     @property
     def drafter(self) -> str:
-        """The default drafter of calls, with "auto" resolved unless it chooses between adapters of several methods."""
+        """The default drafter of single prompts, with "auto" resolved unless it chooses between several adapters."""
         return str(self.spec)
 
     @property
@@ -295,7 +304,7 @@ class Model:
         requests = [
             call.request(ids, self.target, seed) for ids, own in zip(prompts, seeds, strict=True) for seed in own
         ]
-        drafter = self.drafter_of(call.drafter or self.spec)
+        drafter = self.drafter_of(call.drafter or (self.spec if len(requests) == 1 else self._spec_of_several))
         try:
             found = generation.generate(
                 *(self._scheduler, requests, drafter, self.tokenizer),

@@ -164,7 +164,8 @@ def _measured(path: Path, kind: str, here: dict[str, Any], kernels: set[str]) ->
         else:
             fact["pass_ms"] = str(record["costs"]["pass"] if kind == "profiles" else record["costs"])
         if kind == "profiles":
-            fact |= {"drafter": str(record["drafter"]), "speedup": float(record["speedup"])}
+            chosen = {"drafter": str(record["drafter"]), "default": str(record["default"])}
+            fact |= chosen | {"speedup": float(record["speedup"])}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return fact if here.items() <= asdict(situation).items() and situation.kernels in kernels else None

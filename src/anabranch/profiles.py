@@ -35,7 +35,17 @@ from anabranch.support.jsonfiles import read_json, shown
 from anabranch.support.log import LOGGER, warn
 from anabranch.support.processor import processor_name
 
-__all__ = ["Known", "Situation", "find_profile", "keep_arms", "keep_tuned", "read_arms", "save_profile", "settle"]
+__all__ = [
+    "Known",
+    "Situation",
+    "find_profile",
+    "keep_arms",
+    "keep_tuned",
+    "read_arms",
+    "save_profile",
+    "settle",
+    "tuned_drafter",
+]
 
 FORMAT = 3
 DAYS = 30  # until costs are measured again
@@ -136,6 +146,15 @@ def find_profile(situation: Situation) -> dict[str, Any] | None:
     except (AttributeError, KeyError, TypeError, ValueError, InputError) as error:
         raise FileError(f"{path} is not a profile ({one_line(error)}); {advice}") from error
     return found
+
+
+def tuned_drafter(target: Target, adapters: Sequence[LoadedAdapter] = ()) -> str:
+    """The drafter for one prompt at a time where none is named: that of the profile if "auto" was slower, else "auto".
+
+    Raises FileError for a damaged profile.
+    """
+    profile = find_profile(Situation.of(target, adapters))
+    return AUTO if profile is None else str(profile.get("default", AUTO))
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,13 @@ def situation_here() -> dict[str, Any]:
 
 def profile(home: Path, name: str, **changes: Any) -> None:
     situation = situation_here() | changes
-    record = {"costs": {"pass": "1:7"}, "drafter": "streams:nodes=9", "speedup": 1.5, "situation": situation}
+    record = {
+        "costs": {"pass": "1:7"},
+        "drafter": "streams:nodes=9",
+        "default": "auto",
+        "speedup": 1.5,
+        "situation": situation,
+    }
     record["date"] = "2026-01-02"
     (home / "profiles").mkdir(parents=True, exist_ok=True)
     (home / "profiles" / name).write_text(json.dumps(record))

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from anabranch import methods, profiles
 from anabranch.adapters.folder import LoadedAdapter
+from anabranch.api import Model
 from anabranch.cli import app
 from anabranch.costs import StepCosts
 from anabranch.decoding.engine import Request
@@ -25,7 +26,7 @@ from anabranch.methods import Drafter, Method, Row, make_drafter, parse_spec, re
 from anabranch.methods.medusa.module import MedusaConfig, MedusaModule
 from anabranch.methods.settings import Settings
 from anabranch.model.load import Target
-from anabranch.profiles import Situation, find_profile, save_profile, settle
+from anabranch.profiles import Situation, find_profile, save_profile, settle, tuned_drafter
 from anabranch.tree import DraftTree
 from anabranch.tune.candidates import MOST, find_candidates
 from anabranch.tune.fit import Fit, Tried, fit
@@ -274,6 +275,36 @@ def test_the_result_comes_first_and_fits_60_columns(
     assert lines[0] == f"2.00x with {fitted.auto_spec}"
     assert [line for line in lines if "measured with plain decoding" in line]
     assert max(len(line) for line in lines if "prompt_lookup" not in line) <= 60
+
+
+def test_a_drafter_that_is_clearly_faster_than_auto_becomes_the_default(
+    target: Target, fitted: Fit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For single prompts where no drafter is named, until the profile is deleted."""
+    fixed = next(
+        c for c in (one.candidate for one in fitted.tried) if c.methods == ("prompt_lookup",) and not c.adaptive
+    )
+    name = str(fixed.spec)
+    for factor, default in ((1.02, "auto"), (1.25, name)):
+        rates = {"measured": factor * fitted.plain, "arms": {fitted.auto_spec: fitted.plain}}
+        result = run_tune(replace(fitted, predicted=fixed, **rates), target, monkeypatch)  # type: ignore[arg-type]
+        assert result.exit_code == 0, result.output
+        assert tuned_drafter(target) == default
+        assert (f"auto was 20 % slower than {name}" in result.stderr) == (default != "auto")
+    with Model(target) as model:
+        assert model.drafter == name
+        (found, *_), alone = (
+            model.generate([[3, 4], [4, 5]], max_new_tokens=2),
+            model.generate([3, 4], max_new_tokens=2),
+        )
+        assert alone.drafter == name
+        assert found.drafter == str(resolve_spec("auto")), "what was tuned with one prompt does not follow the load"
+        assert model.generate([3, 4], max_new_tokens=2, drafter="auto").drafter == found.drafter
+    with Model(target, drafter="auto") as model:
+        assert model.drafter == str(resolve_spec("auto"))
+    assert "deleted" in run_tune(fitted, target, monkeypatch, "--forget").stdout
+    assert "no profile" in run_tune(fitted, target, monkeypatch, "--forget").stdout
+    assert tuned_drafter(target) == "auto"
 
 
 @pytest.mark.parametrize("why", ["drift", "busy"])

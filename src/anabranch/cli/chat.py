@@ -56,7 +56,7 @@ class ChatConfig:
     """The options of ``anabranch chat``."""
 
     loading: options.Loading = field(default=options.Loading())
-    drafter: options.Drafter = "auto"
+    drafter: options.DefaultDrafter = None
     system: options.System = None
     decoding: options.Decoding = field(default=options.Decoding(max_new_tokens=512))
     show_drafts: options.ShowDrafts = False

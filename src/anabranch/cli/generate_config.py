@@ -21,7 +21,7 @@ class GenerateConfig:
         str | None, typer.Argument(help="the prompt, or - to read it from standard input", show_default=False)
     ] = None
     loading: options.Loading = field(default=options.Loading())
-    drafter: options.Drafter = "auto"
+    drafter: options.DefaultDrafter = None
     system: options.System = None
     raw: options.Raw = False
     decoding: options.Decoding = field(default=options.Decoding())

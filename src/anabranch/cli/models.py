@@ -193,6 +193,8 @@ def _auto(auto: dict[str, Any]) -> dict[str, str]:
             if kind == "profiles":
                 gain = f"{found['speedup']:.2f} times plain decoding"
                 facts[name] = f"costs tuned on {found['date']}; fastest was {found['drafter']}, {gain}"
+                if found["default"] != "auto":
+                    facts[name] += ", which single prompts use where no drafter is named"
     for number, found in enumerate(auto["arms"], 1):
         name = f"{found['model'] or 'model ' + found['fingerprint'][:12]}, {found['dtype']}, choice {number}"
         facts[name] = f"until {found['date']}: " + "; ".join(

@@ -65,6 +65,14 @@ Drafter = Annotated[
         autocompletion=completion.drafters,
     ),
 ]
+DefaultDrafter = Annotated[
+    str | None,
+    typer.Option(
+        help="draft with this method: auto, or one below; with settings: NAME:SETTING=VALUE,... By default, auto, or "
+        "the drafter that 'anabranch tune' found to be faster",
+        autocompletion=completion.drafters,
+    ),
+]
 NewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", help="stop after this many new tokens")]
 Seed = Annotated[int, typer.Option(help="use this random seed")]
 System = Annotated[str | None, typer.Option(help="put this system message first")]

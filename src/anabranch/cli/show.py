@@ -387,7 +387,7 @@ def _place(source: str) -> tuple[bool, bool, int, str]:
 # --- loading ------------------------------------------------------------------------------------------------------
 
 
-def load_model(loading: Loading, drafter: str, decoding: Decoding, wait: Wait) -> Model:
+def load_model(loading: Loading, drafter: str | None, decoding: Decoding, wait: Wait) -> Model:
     """Check the options, then download the model if necessary (with a progress bar) and load it.
 
     On a terminal, ``wait`` shows this before the first slow import.
@@ -397,7 +397,8 @@ def load_model(loading: Loading, drafter: str, decoding: Decoding, wait: Wait) -
     from anabranch.loading import check
     from anabranch.methods import parse_spec
 
-    parse_spec(drafter)
+    if drafter is not None:
+        parse_spec(drafter)
     decoding.keywords()
     config = loading.config
     check(config)

@@ -40,6 +40,7 @@ class TuneConfig:
     force: Annotated[
         bool, typer.Option("--force", help="replace the figure; write a profile even if the machine was busy")
     ] = False
+    forget: Annotated[bool, typer.Option("--forget", help="delete the profile of this model and machine")] = False
     dry: Annotated[bool, typer.Option("--dry", help="write no profile")] = False
     as_json: options.AsJson = False
 
@@ -50,10 +51,12 @@ def tune(config: TuneConfig) -> None:
 
     Measures the latency of a step by drafted and verified nodes, records which drafts would have been accepted, and
     decodes with the drafter of the highest predicted throughput, with 'auto' and with plain decoding to compare them.
-    From then on 'auto' uses the measured costs, for this model, adapter, number of threads and machine. With adapters
-    of several methods, it tries each and 'auto' starts with the fastest. 12 prompts are enough, so that is the
-    default of --limit. Run nothing else at the same time.
+    From then on 'auto' uses the measured costs, for this model, adapter, number of threads and machine. If another
+    drafter was more than 3 % faster than 'auto', single prompts are drafted with it unless --drafter names one. With
+    adapters of several methods, it tries each and 'auto' starts with the fastest. 12 prompts are enough, so that is
+    the default of --limit. Run nothing else at the same time.
     """
+    from anabranch.methods import AUTO
     from anabranch.profiles import Situation, keep_tuned, save_profile
     from anabranch.support.files import check_output
     from anabranch.tune.figure import check_figure, draw
@@ -64,6 +67,9 @@ def tune(config: TuneConfig) -> None:
     if config.figure is not None:
         check_figure(config.figure)
         check_output(config.figure, force=config.force, what="the figure", option="--figure")
+    if config.forget:
+        print(_forgotten(Situation.of((loaded := options.load(config.loading)).target, loaded.adapters).path()))
+        return
     suite = config.prompts.read(limit=PROMPTS)
     loaded = options.load(config.loading)
     prompts = _fitting([prompt.asked for prompt in suite], loaded, config)
@@ -88,6 +94,12 @@ def tune(config: TuneConfig) -> None:
         print(json.dumps(result | record))
     else:
         _show(found, path)
+    if path is not None and found.default != AUTO:
+        print(
+            f"auto was {100 * (1 - 1 / found.lead):.0f} % slower than {found.spec}, which single prompts use from now "
+            "on; --drafter auto chooses auto, and 'anabranch tune --forget' deletes this profile",
+            file=sys.stderr,
+        )
     if config.figure is not None:  # last, so that the result is printed even if this fails
         draw(found, config.figure)
     if doubtful:
@@ -96,6 +108,14 @@ def tune(config: TuneConfig) -> None:
             f"{_disturbance(found)}: the choice may be wrong{kept}; tune again when nothing else runs", file=sys.stderr
         )
         raise typer.Exit(0 if config.dry else 1)
+
+
+def _forgotten(path: Path) -> str:
+    """Delete a profile, if there is one; returns what was done."""
+    if not path.is_file():
+        return "there is no profile of this model on this machine"
+    path.unlink()
+    return f"deleted {path}"
 
 
 def _fitting(texts: Sequence[Asked], loaded: Loaded, config: TuneConfig) -> list[list[int]]:

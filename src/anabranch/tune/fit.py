@@ -27,7 +27,7 @@ from anabranch.analysis.simulate import Prediction
 from anabranch.analysis.trace import TraceRow, TraceWriter, read_trace
 from anabranch.decoding.engine import Engine, Request
 from anabranch.errors import InputError
-from anabranch.methods import Drafter, Observation, Row, Spec, Taps, make_drafter
+from anabranch.methods import AUTO, Drafter, Observation, Row, Spec, Taps, make_drafter
 from anabranch.model.load import Target
 from anabranch.model.passes import PassResult, Rider
 from anabranch.tree import DraftTree
@@ -36,6 +36,7 @@ from anabranch.tune.timing import MeasuredTimes, measure_times
 
 __all__ = ["Fit", "Tried", "fit"]
 
+LEAD = 1.03  # times the rate of "auto" above which a fixed drafter becomes the default
 DRIFT = 0.1  # change of plain decoding's speed between timing and check above which the choice is doubtful
 Report = Callable[[str, int, int], None]
 
@@ -90,6 +91,16 @@ class Fit:
         return max(found, key=lambda pair: pair[0])[1]
 
     @property
+    def lead(self) -> float:
+        """The fastest measured rate divided by that of "auto"."""
+        return max(self.measured, self.plain, self.auto) / self.auto
+
+    @property
+    def default(self) -> str:
+        """The drafter that is used from now on where none is named: "auto" unless the fastest is clearly faster."""
+        return str(self.spec) if self.lead > LEAD else AUTO
+
+    @property
     def speedup(self) -> float:
         """The fastest measured rate divided by plain decoding's."""
         return max(self.measured, self.auto, self.plain) / self.plain
@@ -122,6 +133,7 @@ class Fit:
             "predicted_tokens_per_second": round(self.prediction, 2),
             "interval_90": [round(value, 2) for value in self.interval],
             "measured_tokens_per_second": round(self.measured, 2),
+            "default": self.default,
             "auto_drafter": str(self.auto_spec),
             "auto_tokens_per_second": round(self.auto, 2),
             "arms": {str(arm): round(rate, 2) for arm, rate in self.arms.items()},
