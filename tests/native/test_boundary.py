@@ -18,6 +18,7 @@ import pytest
 import torch
 from test_kernels import BASE, FORMS, adapter_for, cache, decoder, needs_kernels, packed, stack_in, tokens
 
+from anabranch.decoding.engine import Engine, Request
 from anabranch.methods.streams.draft import DraftOptions, StreamDraft
 from anabranch.methods.streams.kernels import TrailEntry
 from anabranch.methods.streams.native import NativeTrail
@@ -568,6 +569,38 @@ def test_the_kernels_keep_their_threads_meanwhile() -> None:
             k.runner()
         assert 2 in k._runners
     finally:
+        torch.set_num_threads(before)
+
+
+def test_threads_without_cpus_are_left_out_and_tried_again() -> None:
+    """Two threads on one CPU: soon one of them does everything, later both share again, and texts are the same."""
+    model = packed(BASE, "bfloat16")
+    before, cpus = torch.get_num_threads(), os.sched_getaffinity(0)
+
+    def text() -> list[int]:
+        engine = Engine(model, None, rows=1, capacity=100)
+        engine.add(Request(tokens(5, 5), 24))
+        return [token for step in engine.run() for token in step.tokens]
+
+    def shared() -> bool:
+        """Whether another thread worked while this one used 50 ms of its CPU; torch's would spin."""
+        mine, others = time.thread_time(), time.process_time() - time.thread_time()
+        with kernels().single_threaded():
+            while time.thread_time() < mine + 0.05:
+                assert text() == wanted
+        return time.process_time() - time.thread_time() - others > 0.005
+
+    try:
+        torch.set_num_threads(1)
+        wanted = text()
+        torch.set_num_threads(2)
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), {min(cpus)})
+        for expected in (True, False, True):
+            assert any(shared() == expected for _ in range(100)), expected
+    finally:
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), cpus)
         torch.set_num_threads(before)
 
 

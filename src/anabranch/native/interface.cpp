@@ -116,7 +116,7 @@ int anabranch_runner(int threads, void** runner) {
     require(in_range(threads, 1, MAX_THREADS), "the number of threads must be from 1 to 1024");
     auto* made = new Runner(threads);
     *runner = made;
-    return made->pool.size();
+    return made->pool.most();
   });
 }
 
@@ -172,7 +172,7 @@ int anabranch_linear(int kind, void* runner, const void* x, int count, const Pac
   return guarded([&] {
     check_rows(runner, x, kind, count, w, y);
     with_plain_type(kind, [&](auto* p) {
-      linear(*static_cast<Runner*>(runner), static_cast<decltype(p)>(const_cast<void*>(x)), count, *w, bias, y);
+      linear(ready(runner), static_cast<decltype(p)>(const_cast<void*>(x)), count, *w, bias, y);
     });
     return DONE;
   });
@@ -213,7 +213,7 @@ int anabranch_choose(int kind, void* runner, const void* x, int count, const Pac
     const Screen used = screen == nullptr ? Screen{} : *screen;
     check(used, *w);
     with_plain_type(kind, [&](auto* p) {
-      choose(*static_cast<Runner*>(runner), static_cast<decltype(p)>(const_cast<void*>(x)), count, *w, bias, used, places);
+      choose(ready(runner), static_cast<decltype(p)>(const_cast<void*>(x)), count, *w, bias, used, places);
     });
     return DONE;
   });
@@ -227,7 +227,7 @@ int anabranch_draw(void* runner, const float* z, int count, int width, float tem
     require(runner != nullptr && z != nullptr && keys != nullptr && places != nullptr, "a pointer is null");
     require(in_range(count, 0, MAX_VALUES) && in_range(width, 1, MAX_VALUES), "there are no scores");
     require(temperature > 0.0f, "the temperature is not above 0");
-    sample(*static_cast<Runner*>(runner), z, count, width, temperature, keys, places);
+    sample(ready(runner), z, count, width, temperature, keys, places);
     return DONE;
   });
 }
@@ -243,7 +243,7 @@ int anabranch_layers(int kind, void* runner, const Shape* shape, const Layer* la
       check(kind, *shape, *batch, *ends);
     with_row_type(kind, [&](auto row_type) {
       using T = typename decltype(row_type)::type;
-      run_pass<T>(*static_cast<Runner*>(runner), *shape, layers, count, *batch, ends, tap, tapped);
+      run_pass<T>(ready(runner), *shape, layers, count, *batch, ends, tap, tapped);
     });
     return DONE;
   });

@@ -17,7 +17,7 @@ struct Scratch {
 
 class Runner {
  public:
-  explicit Runner(int threads) : pool(threads), scratch(static_cast<size_t>(pool.size())) {}
+  explicit Runner(int threads) : pool(threads), scratch(static_cast<size_t>(pool.most())) {}
 
   ThreadPool pool;
   std::vector<Scratch> scratch;  // of each thread
@@ -39,5 +39,12 @@ class Runner {
  private:
   std::map<const void*, std::shared_ptr<void>> extensions_;
 };
+
+// the runner of a call, with as many threads as have CPUs
+inline Runner& ready(void* runner) {
+  Runner& found = *static_cast<Runner*>(runner);
+  found.pool.adapt();
+  return found;
+}
 
 }  // namespace

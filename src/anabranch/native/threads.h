@@ -1,6 +1,9 @@
-// A thread pool with barriers and work stealing.
+// A thread pool with barriers and work stealing, which uses fewer threads while other processes keep CPUs busy.
 #pragma once
 
+#include <time.h>
+
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
@@ -9,6 +12,7 @@
 #include <new>
 #include <system_error>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "vector_math.h"
@@ -19,38 +23,64 @@ constexpr int MAX_THREADS = 1024;
 constexpr int SPINS_BEFORE_SLEEP = 100000;  // longer than the time in Python between two calls of a pass
 constexpr int SPINS_BEFORE_YIELD = 4000;
 
+// A thread without a CPU keeps the others waiting at the next barrier: after WINDOW of jobs, as many threads as lacked one in
+// it are left out, and after REST all are tried again. Two threads lack none on an idle machine with two CPUs, now and then
+// one for 25 ms, and one all the time beside a busy process, where they take twice as long as one thread does.
+constexpr int64_t WINDOW = 60'000'000, REST = 1'000'000'000;  // nanoseconds
+
+inline int64_t nanoseconds(clockid_t clock) {
+  timespec now;
+  clock_gettime(clock, &now);
+  return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+}
+
 // the part of [0, count) that belongs to a thread
 inline void split_range(int count, int threads, int thread, int* first, int* last) {
   *first = static_cast<int>(static_cast<int64_t>(count) * thread / threads);
   *last = static_cast<int>(static_cast<int64_t>(count) * (thread + 1) / threads);
 }
 
-// A job runs on all threads at once, with the caller as thread 0. Workers spin between jobs, and sleep after a while. If the
-// system cannot start a thread, the pool is smaller. Jobs must not throw: the other threads would wait at a barrier forever.
+// A job runs on ``size`` threads at once, with the caller as thread 0. Workers spin between jobs, and sleep after a while. If
+// the system cannot start a thread, the pool is smaller. Jobs must not throw: the other threads would wait at a barrier forever.
 class ThreadPool {
  public:
-  explicit ThreadPool(int threads) : size_(threads), progress_(static_cast<size_t>(threads)) {
+  explicit ThreadPool(int threads) : members_(static_cast<size_t>(threads)) {
     workers_.reserve(static_cast<size_t>(threads));
     try {
       for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work(i); });
     } catch (const std::system_error&) {
     } catch (const std::bad_alloc&) {
     }
-    size_ = static_cast<int>(workers_.size()) + 1;  // no worker reads it before its first job
+    size_ = most_ = static_cast<int>(workers_.size()) + 1;  // no worker reads it before its first job
   }
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
   ~ThreadPool() {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      stopping_ = true;
-      job_.fetch_add(1);
-    }
-    wake_.notify_all();
+    stopping_ = true;
+    start(most_);
     for (auto& worker : workers_) worker.join();
   }
 
   int size() const { return size_; }
+  int most() const { return most_; }
+
+  // Choose ``size`` for the jobs of a call, which ends before the next call of this.
+  void adapt() {
+    if (size_ == most_ && worked_ < WINDOW) return;
+    const int64_t now = nanoseconds(CLOCK_MONOTONIC);
+    if (worked_ >= WINDOW) {
+      int64_t lacked = worked_ / 2;
+      for (Member& member : members_) lacked += std::exchange(member.lacked, 0);
+      const int64_t missing = lacked / std::exchange(worked_, 0);  // CPUs, rounded
+      if (missing == 0) return;
+      size_ = static_cast<int>(std::max<int64_t>(1, size_ - missing));
+      rested_ = now + REST;
+    } else if (now >= rested_) {
+      size_ = most_;
+      for (Member& member : members_) member.loops = members_[0].loops, member.lacked = 0;
+      worked_ = 0;
+    }
+  }
 
   template <class Job>
   void run(Job&& job) {
@@ -58,24 +88,24 @@ class ThreadPool {
       job(0);
       return release_tiles();
     }
+    const int64_t began = nanoseconds(CLOCK_MONOTONIC);
     call_ = [](void* context, int thread) { (*static_cast<Job*>(context))(thread); };
     context_ = const_cast<void*>(static_cast<const void*>(&job));
     running_.store(size_ - 1, std::memory_order_relaxed);
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      job_.fetch_add(1, std::memory_order_release);
-    }
-    wake_.notify_all();
+    members_[0].lacked -= without_cpu();
+    start(size_);
     job(0);
     release_tiles();
     wait([this] { return running_.load(std::memory_order_acquire) == 0; });
+    members_[0].lacked += without_cpu();
+    worked_ += nanoseconds(CLOCK_MONOTONIC) - began;
   }
 
   // Calls work(i) once for each i of [0, count). All threads of a job call this; each starts with its own part and then
   // steals from the others. It returns when all calls have started; a barrier waits until they are done.
   template <class Work>
   void parallel_for(int count, int thread, Work&& work) {
-    const uint64_t loop = ++progress_[static_cast<size_t>(thread)].loops;
+    const uint64_t loop = ++members_[static_cast<size_t>(thread)].loops;
     for (int i = 0; i < size_; ++i) {
       const int owner = thread + i < size_ ? thread + i : thread + i - size_;
       int first, last;
@@ -106,31 +136,49 @@ class ThreadPool {
     }
   }
 
+  // how long the calling thread has had no CPU, but for a constant
+  static int64_t without_cpu() { return nanoseconds(CLOCK_MONOTONIC) - nanoseconds(CLOCK_THREAD_CPUTIME_ID); }
+
+  // starts a job on the workers among the first ``threads``
+  void start(int threads) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      for (int i = 1; i < threads; ++i) members_[static_cast<size_t>(i)].jobs.fetch_add(1, std::memory_order_release);
+    }
+    for (int i = 1; i < threads; ++i) members_[static_cast<size_t>(i)].wake.notify_one();
+  }
+
   void work(int thread) {
+    Member& me = members_[static_cast<size_t>(thread)];
     int seen = 0;
     for (;;) {
       int spins = 0;
-      while (job_.load(std::memory_order_acquire) == seen) {
+      while (me.jobs.load(std::memory_order_acquire) == seen) {
         spin_pause();
         if (++spins > SPINS_BEFORE_SLEEP) {
           std::unique_lock<std::mutex> lock(mutex_);
-          wake_.wait(lock, [&] { return job_.load() != seen; });
+          me.wake.wait(lock, [&] { return me.jobs.load() != seen; });
         }
       }
-      seen = job_.load(std::memory_order_acquire);
+      seen = me.jobs.load(std::memory_order_acquire);
       if (stopping_) return;
+      me.lacked -= without_cpu();
       call_(context_, thread);
       release_tiles();
+      me.lacked += without_cpu();
       running_.fetch_sub(1, std::memory_order_release);
     }
   }
 
-  // The progress of a thread's part: the number of the loop that last claimed from it, shifted left by 24 bits, plus the
-  // number of claimed indices. Loop numbers increase, so nothing has to be reset. ``loops`` counts the thread's own calls of
-  // parallel_for, which are the same for all threads. Both may wrap around.
-  struct alignas(64) Progress {
+  // A thread, and the progress of its part: ``claimed`` is the number of the loop that last claimed from it, shifted left by 24
+  // bits, plus the number of claimed indices. Loop numbers increase, so nothing has to be reset. ``loops`` counts the thread's
+  // own calls of parallel_for, which are the same for all threads of a job. Both may wrap around.
+  struct alignas(64) Member {
     std::atomic<uint64_t> claimed{0};
     uint64_t loops = 0;
+    int64_t lacked = 0;        // nanoseconds of jobs without a CPU
+    std::atomic<int> jobs{0};  // started for it
+    std::condition_variable wake;
   };
 
   // consecutive indices of a part
@@ -142,7 +190,7 @@ class ThreadPool {
   // (docs/log.md). 0 indices if none are left. If a faster thread has moved the counter on to a later loop, this part was
   // already finished.
   Claim claim(int owner, uint64_t loop, int size) {
-    std::atomic<uint64_t>& claimed = progress_[static_cast<size_t>(owner)].claimed;
+    std::atomic<uint64_t>& claimed = members_[static_cast<size_t>(owner)].claimed;
     const uint64_t begin = loop << 24;
     uint64_t seen = claimed.load(std::memory_order_relaxed);
     for (;;) {
@@ -154,15 +202,14 @@ class ThreadPool {
     }
   }
 
-  int size_;
-  std::vector<Progress> progress_;
+  int size_ = 1, most_ = 1;
+  int64_t worked_ = 0, rested_ = 0;  // nanoseconds: of jobs on several threads; when to use all threads again
+  std::vector<Member> members_;
   std::vector<std::thread> workers_;
   std::mutex mutex_;
-  std::condition_variable wake_;
   bool stopping_ = false;
   void (*call_)(void*, int) = nullptr;
   void* context_ = nullptr;
-  alignas(64) std::atomic<int> job_{0};
   alignas(64) std::atomic<int> running_{0};
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<unsigned> round_{0};

@@ -33,7 +33,7 @@ int anabranch_draft(int kind, void* runner, const DraftConfig* config, const voi
     check(kind, *config, root);
     return with_row_type(kind, [&](auto row_type) {
       using T = typename decltype(row_type)::type;
-      Drafter<T> drafter(*static_cast<Runner*>(runner), *config, static_cast<const Storage<T>*>(states), root);
+      Drafter<T> drafter(ready(runner), *config, static_cast<const Storage<T>*>(states), root);
       return drafter.run({tokens, parents, sources, joints});
     });
   });
@@ -48,7 +48,7 @@ int anabranch_trail(int kind, void* runner, const Shape* shape, const Layer* lay
     check(kind, *shape, *batch, *entry);
     with_row_type(kind, [&](auto row_type) {
       using T = typename decltype(row_type)::type;
-      trail<T>(*static_cast<Runner*>(runner), *shape, layers, count, *batch, *entry, static_cast<Storage<T>*>(states));
+      trail<T>(ready(runner), *shape, layers, count, *batch, *entry, static_cast<Storage<T>*>(states));
     });
     return DONE;
   });
