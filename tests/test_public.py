@@ -44,7 +44,7 @@ def test_load_takes_the_documented_keywords() -> None:
     names = ["name", "drafter", "adapter", "dtype", "device", "quantize", "revision", "threads", "lora", "loras"]
     assert list(parameters) == names
     assert parameters["name"].default == "default"
-    assert parameters["drafter"].default == "auto"
+    assert parameters["drafter"].default is None, "what tune found, else auto"
     assert all(p.kind is p.KEYWORD_ONLY for name, p in parameters.items() if name != "name")
 
 
@@ -89,4 +89,4 @@ def test_one_default_drafter() -> None:
     from anabranch.cli.generate import generate
 
     defaults = {inspect.signature(f).parameters["drafter"].default for f in (load, generate, chat)}
-    assert defaults == {"auto"}
+    assert defaults == {None}, "what tune found, else auto"
