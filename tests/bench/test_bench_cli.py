@@ -159,8 +159,8 @@ def test_a_peer_is_measured_beside_ours(bench: Bench, monkeypatch: pytest.Monkey
     monkeypatch.setenv("COLUMNS", "200")
     done = bench("--method", "none", "--peer", "theirs=transformers")
     assert done.code == 0, done.err
-    row = next(line for line in done.out.splitlines() if line.startswith("theirs ") and "3/3" in line)
-    assert row.split()[-1] == "6", "the common prefix"
+    rows = [line.split() for line in done.out.splitlines() if line.startswith("theirs ") and "3/3" in line]
+    assert [row[-1] for row in rows] == ["3/3", "6"], "five columns, then all with the common prefix"
     assert "theirs, in its own process" in done.out
     assert "Tokens/s relative to peers" in " ".join(done.out.split())  # the title is wrapped
 

@@ -495,7 +495,7 @@ except Exception as error:
 print(kernels.linear(x, weight, None).shape)
 """
     first, second, third = in_a_process(code).splitlines()
-    assert first.startswith("DeviceError the native kernels ran out of memory")
+    assert first.startswith("OutOfMemoryError the native kernels ran out of memory")
     assert second.startswith("DeviceError 1,099,511,627,776 bytes of memory cannot be allocated")
     assert third == "torch.Size([1, 32])"
 
