@@ -58,7 +58,7 @@ def at_a_time(run: Result) -> str:
 
 
 def added(record: Result) -> list[str]:
-    """What drafted besides the method that a contender is named after, by the sources of its tokens.
+    """Name the additions that drafted beside a contender's own method, by the sources of its tokens.
 
     Until these were drafters and settings of their own, ``streams`` had them by default.
     """
@@ -74,12 +74,12 @@ def _additions(result: Result) -> list[str]:
         named = str(record.get("drafter", record["spec"]))
         if "quantized_draft" not in named and "copy=yes" not in named and (more := added(record)):
             found.setdefault(" and ".join(more), []).append(f"`{record['name']}`")
-    told = [f"{', '.join(names)} with {more}" for more, names in found.items()]
-    if not told:
+    drafters = [f"{', '.join(names)} with {more}" for more, names in found.items()]
+    if not drafters:
         return []
     return [
         "In this run drafters did not name all that drafted. By the sources of their tokens there drafted "
-        f"{'; '.join(told)} ([now](methods/streams.md#what-is-ours) `+quantized_draft` and `copy=yes`).",
+        f"{'; '.join(drafters)} ([now](methods/streams.md#what-is-ours) `+quantized_draft` and `copy=yes`).",
         "",
     ]
 
