@@ -1,7 +1,7 @@
 """Mean acceptance length on prompts of several kinds, predicted for adapters or decoded by drafters.
 
 The default model completes the prompts greedily. The completions are replayed through each adapter's tree builder
-(``anabranch.methods.replay``), so all adapters are measured on the same texts; a replay knows the streams only, not
+(``anabranch.drafting.replay``), so all adapters are measured on the same texts; a replay knows the streams only, not
 what leads them. With ``--drafter``, the prompts are decoded one at a time by these drafters instead. Kinds are the
 suites spec_bench, mt_bench (conversation) and humaneval (code), the instructions of alpaca_subset, and the test rows of
 the tasks sql, e2e and dialogsum. The adapter that ships comes first.

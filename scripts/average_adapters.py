@@ -20,8 +20,8 @@ import torch
 from derived_adapters import save_derived
 
 from anabranch.adapters.folder import load_adapter
+from anabranch.drafting.trained import Trained
 from anabranch.errors import InputError
-from anabranch.methods.trained import Trained
 from anabranch.model.load import Target, load_target
 
 

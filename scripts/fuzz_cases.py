@@ -29,12 +29,12 @@ from anabranch.api import Model
 from anabranch.bench.compare import compare, comparison_table, read_result
 from anabranch.bench.report import SCHEMA
 from anabranch.bench.suites import load_suite
+from anabranch.control.profiles import Situation
 from anabranch.decoding.engine import Engine, Request
 from anabranch.methods import make_drafter
 from anabranch.model.load import Target, load_target
 from anabranch.model.pack import pack_decoder
 from anabranch.model.peft import write_lora
-from anabranch.profiles import Situation
 from anabranch.train.answers import read_prompts
 from anabranch.train.checkpoint import load_checkpoint, save_checkpoint
 from anabranch.train.data import read_examples, read_texts

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from anabranch.analysis.cost import costs, target
-from anabranch.methods.counting import DraftShape
+from anabranch.drafting.counting import DraftShape
 from anabranch.methods.hydra.module import HydraConfig, HydraModule
 
 __all__ = ["MODELS", "PRINTED", "Printed", "counted", "parameter_rows", "printed"]

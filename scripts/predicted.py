@@ -1,7 +1,7 @@
 """Mean acceptance length as predicted by replay, beside the one that decoding reaches, on the same prompts.
 
 The prompts are decoded with the shipped adapter; the completions are then replayed through the tree builder, without
-decoding (``anabranch.methods.replay``). Training reports the replayed figure, so the two must agree.
+decoding (``anabranch.drafting.replay``). Training reports the replayed figure, so the two must agree.
 
     python scripts/predicted.py --data DIR --limit 30 --out benchmarks/NAME.json
 """
@@ -19,8 +19,8 @@ from exactness import read_prompts
 from anabranch.adapters.folder import find_adapters
 from anabranch.bench.report import environment
 from anabranch.decoding.engine import Engine, Request
+from anabranch.drafting.replay import replay
 from anabranch.learning.examples import Example
-from anabranch.methods.replay import replay
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.draft import DraftOptions, StreamDraft
 from anabranch.methods.streams.drafter import StreamDrafter

@@ -26,8 +26,8 @@ import torch
 from numpy.typing import NDArray
 
 from anabranch.bench.report import environment
+from anabranch.drafting.tables import Tokenizer, build_tables
 from anabranch.methods import Method, Row, methods
-from anabranch.methods.tables import Tokenizer, build_tables
 from anabranch.model.config import ModelConfig
 from anabranch.model.weights import build_decoder
 from anabranch.sampling import SamplingParams

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from anabranch import costs, profiles
+from anabranch.control import costs, profiles
 from toy_text import ToyFolders, save_toys
 from verbs import Anabranch
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from anabranch.costs import Costs, PassCosts, StepCosts
+from anabranch.control.controller import Speculation
+from anabranch.control.costs import Costs, PassCosts, StepCosts
 from anabranch.decoding.engine import Engine, Request, Step
-from anabranch.decoding.speculation import Speculation
-from anabranch.methods.base import Drafter
+from anabranch.drafting.drafter import Drafter
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.config import StreamConfig

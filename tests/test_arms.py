@@ -12,26 +12,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from anabranch import profiles
 from anabranch.adapters.folder import LoadedAdapter
 from anabranch.api import Model
-from anabranch.costs import Costs, PassCosts, StepCosts
-from anabranch.decoding.arms import SAMPLE, TENURE, Arms
+from anabranch.control import profiles
+from anabranch.control.arms import SAMPLE, TENURE, Arms
+from anabranch.control.controller import Speculation
+from anabranch.control.costs import Costs, PassCosts, StepCosts
+from anabranch.control.profiles import Situation, keep_tuned, settle
 from anabranch.decoding.engine import Engine
 from anabranch.decoding.scheduler import Scheduler
-from anabranch.decoding.speculation import Speculation
+from anabranch.drafting.combined import CombinedDrafter
+from anabranch.drafting.trained import TrainedModule
 from anabranch.methods import make_drafter, medusa, parse_spec, resolve_spec, streams
 from anabranch.methods.choice import ChoiceDrafter
-from anabranch.methods.combined import CombinedDrafter
 from anabranch.methods.eagle.module import EagleConfig, EagleModule
 from anabranch.methods.medusa.module import MedusaConfig, MedusaModule
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.space.module import MaskConfig, MaskModule
-from anabranch.methods.trained import TrainedModule
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import Target
 from anabranch.model.weights import build_decoder, fingerprint
-from anabranch.profiles import Situation, keep_tuned, settle
 from anabranch.sampling import SamplingParams
 from small import as_target, decode, randomise, request, small, small_adapter
 from toy_text import CONFIG, byte_tokenizer

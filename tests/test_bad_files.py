@@ -17,10 +17,10 @@ from anabranch.analysis.trace import TraceWriter, read_trace
 from anabranch.bench.compare import compare, comparison_table, read_result
 from anabranch.bench.journal import Journal
 from anabranch.bench.report import SCHEMA
+from anabranch.control.profiles import Situation, find_profile, save_profile
 from anabranch.decoding.engine import Engine, Request
 from anabranch.errors import FileError
 from anabranch.methods import make_drafter
-from anabranch.profiles import Situation, find_profile, save_profile
 from anabranch.train.answers import read_prompts
 from anabranch.train.checkpoint import load_checkpoint, save_checkpoint
 from anabranch.train.data import read_examples

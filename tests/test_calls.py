@@ -16,10 +16,10 @@ from anabranch.bench.calls import CALL_TITLES, call_cells, calls_per_token
 from anabranch.cli.show import passes
 from anabranch.decoding.engine import Request
 from anabranch.decoding.stats import Stats
+from anabranch.drafting.growing import Shape
 from anabranch.methods import Drafter, make_drafter
 from anabranch.methods.draft_model.drafter import DraftModelDrafter
 from anabranch.methods.eagle.module import EagleConfig, EagleModule
-from anabranch.methods.growing import Shape
 from anabranch.methods.hydra.module import HydraConfig, HydraModule
 from anabranch.methods.medusa.module import MedusaConfig, MedusaModule
 from anabranch.methods.prompt_lookup import PromptLookupDrafter

@@ -17,11 +17,11 @@ from anabranch.adapters.folder import LoadedAdapter
 from anabranch.api import Model
 from anabranch.capabilities import COMBINED, QUESTIONS, StandIn, matrix, supports
 from anabranch.decoding.engine import Engine, Request
+from anabranch.drafting.settings import Settings
 from anabranch.errors import AnabranchError, CapabilityError
 from anabranch.methods import Method, methods, register
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.quantized_draft.copy import QuantizedCopy
-from anabranch.methods.settings import Settings
 from anabranch.model.pack import pack_decoder
 from anabranch.native import library as native
 from anabranch.options import Options

@@ -12,14 +12,14 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from anabranch import costs, profiles
-from anabranch.costs import TOGETHER, Costs, PassCosts, PassTimes, StepCosts
-from anabranch.costs import measure_passes as real_measure
+from anabranch.control import costs, profiles
+from anabranch.control.costs import TOGETHER, Costs, PassCosts, PassTimes, StepCosts
+from anabranch.control.costs import measure_passes as real_measure
+from anabranch.control.profiles import Situation, save_profile, settle
+from anabranch.control.profiles import _keep_costs as real_keep
 from anabranch.decoding.engine import Request
 from anabranch.errors import InputError, PerformanceWarning
 from anabranch.model.cache import Cache
-from anabranch.profiles import Situation, save_profile, settle
-from anabranch.profiles import _keep_costs as real_keep
 from small import as_target, decode, small
 
 TRUE = {3: 1.05, 6: 1.1, 8: 1.2, 12: 1.5, 16: 1.8, 24: 2.6}

@@ -14,8 +14,8 @@ import torch
 
 from anabranch.adapters.folder import SHIPPED, find_adapters, read_record
 from anabranch.decoding.engine import Engine, Request
+from anabranch.drafting.drafter import Wrapped
 from anabranch.methods import Observation, Row, make_drafter
-from anabranch.methods.base import Wrapped
 from anabranch.methods.draft_model.load import shipped_draft
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.model.cache import Cache

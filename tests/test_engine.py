@@ -13,9 +13,9 @@ from torch import Tensor
 
 from anabranch.decoding.batch import CHUNK
 from anabranch.decoding.engine import Engine, Request
+from anabranch.drafting.combined import CombinedDrafter
+from anabranch.drafting.drafter import Drafter, Row, Wrapped
 from anabranch.errors import AnabranchError, CapabilityError, InputError, NumericsError
-from anabranch.methods.base import Drafter, Row, Wrapped
-from anabranch.methods.combined import CombinedDrafter
 from anabranch.methods.lookahead import LookaheadDrafter
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.prompt_lookup import PromptLookupDrafter

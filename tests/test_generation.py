@@ -16,8 +16,8 @@ from anabranch.decoding.detokenizer import Detokenizer
 from anabranch.decoding.engine import Engine, Request
 from anabranch.decoding.scheduler import Scheduler
 from anabranch.decoding.stats import Stats
+from anabranch.drafting.drafter import Drafter, Row
 from anabranch.errors import CapabilityError, DeviceError, InputError
-from anabranch.methods.base import Drafter, Row
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
 from toy_text import VOCABULARY, byte_tokenizer, toy_model

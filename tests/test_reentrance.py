@@ -13,8 +13,8 @@ from torch import Tensor
 
 from anabranch import load
 from anabranch.api import Model
+from anabranch.drafting.drafter import Row
 from anabranch.errors import InputError
-from anabranch.methods.base import Row
 from anabranch.methods.prompt_lookup import PromptLookupDrafter
 from anabranch.tree import DraftTree
 from toy_text import ToyFolders

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from anabranch.api import DRAFTERS
-from anabranch.costs import Costs, PassCosts, StepCosts
+from anabranch.control.controller import Speculation
+from anabranch.control.costs import Costs, PassCosts, StepCosts
 from anabranch.decoding import scheduler as module
 from anabranch.decoding.engine import Engine, Request
 from anabranch.decoding.generation import Chunk
 from anabranch.decoding.scheduler import Scheduler, Ticket
-from anabranch.decoding.speculation import Speculation
+from anabranch.drafting.drafter import Row
 from anabranch.errors import CapabilityError, InputError, NumericsError
 from anabranch.methods import Drafter, Taps, make_drafter
-from anabranch.methods.base import Row
 from anabranch.methods.none import NoDrafter
 from anabranch.model import cache as caches
 from anabranch.model.backends import GraphBackend

@@ -9,10 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from anabranch.costs import FIRST, Costs, PassCosts, StepCosts
-from anabranch.decoding.engine import Engine, Request
-from anabranch.decoding.scheduler import Scheduler
-from anabranch.decoding.speculation import (
+from anabranch.control.controller import (
     EXPLORE,
     FIRST_TRIAL,
     GUESSED,
@@ -23,9 +20,12 @@ from anabranch.decoding.speculation import (
     Speculation,
     best_count,
 )
+from anabranch.control.costs import FIRST, Costs, PassCosts, StepCosts
+from anabranch.decoding.engine import Engine, Request
+from anabranch.decoding.scheduler import Scheduler
+from anabranch.drafting.beliefs import Beliefs, Calibration
+from anabranch.drafting.drafter import Row
 from anabranch.methods import Drafter, make_drafter
-from anabranch.methods.base import Row
-from anabranch.methods.beliefs import Beliefs, Calibration
 from anabranch.methods.none import NoDrafter
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree

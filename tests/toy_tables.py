@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from anabranch.drafting.tables import OpenTables, Tokenizer, build_tables, open_tables
 from anabranch.methods import Method, methods
-from anabranch.methods.tables import OpenTables, Tokenizer, build_tables, open_tables
 from small import VOCABULARY
 
 TOY = Tokenizer("toy", "f" * 64, VOCABULARY)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from anabranch.drafting.replay import replay_all
 from anabranch.errors import InputError
-from anabranch.methods.replay import replay_all
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.draft import DraftOptions, StreamDraft
 from anabranch.methods.streams.objective import StreamObjective

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from anabranch.analysis.cost import cost, costs, target
-from anabranch.methods.counting import WEIGHT_BYTES, DraftCost, DraftShape, attention_operations, matrix_weights
+from anabranch.drafting.counting import WEIGHT_BYTES, DraftCost, DraftShape, attention_operations, matrix_weights
 from studies.base import Chart, Line, Result, Setup, Study, Table
 
 __all__ = ["STUDY", "step"]

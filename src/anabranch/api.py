@@ -17,6 +17,7 @@ from torch import nn
 from anabranch import loading
 from anabranch.adapters.folder import LoadedAdapter
 from anabranch.capabilities import Support, check_named_once, refuse, support_of
+from anabranch.control.profiles import Known, Situation, keep_arms, settle, tuned_drafter
 from anabranch.decoding import generation
 from anabranch.decoding.engine import Request
 from anabranch.decoding.generation import Chunk, Generation
@@ -28,7 +29,6 @@ from anabranch.methods import AUTO, Drafter, Spec, make_drafter, parse_spec, res
 from anabranch.model.kernel_use import kernels_of
 from anabranch.model.load import Target
 from anabranch.options import ChatKeywords, Keywords, Options, chat_options
-from anabranch.profiles import Known, Situation, keep_arms, settle, tuned_drafter
 from anabranch.prompts import Arrays, Ids, check_stream, conversation_ids, read_prompts
 from anabranch.support.background import Worker
 from anabranch.support.forks import renewed_after_fork

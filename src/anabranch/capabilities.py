@@ -25,11 +25,11 @@ import torch
 
 from anabranch import loading
 from anabranch.decoding.engine import Engine
+from anabranch.drafting.tables import TableSettings, Tokenizer, build_tables
+from anabranch.drafting.trained import TrainedModule
 from anabranch.errors import AnabranchError, InputError, PerformanceWarning
 from anabranch.methods import AUTO, Drafter, Method, Spec, make_drafter, methods, parse_spec, resolve_spec
 from anabranch.methods.spec import Part
-from anabranch.methods.tables import TableSettings, Tokenizer, build_tables
-from anabranch.methods.trained import TrainedModule
 from anabranch.model.config import ModelConfig, RopeConfig
 from anabranch.model.load import Target, resolve_device, resolve_dtype
 from anabranch.model.pack import pack_decoder

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from anabranch.adapters.folder import read_record, shipped
+from anabranch.control.profiles import Situation, read_arms
 from anabranch.methods import AUTO, methods, resolve_spec
 from anabranch.model.fetch import DEFAULT_MODEL
 from anabranch.native import build
 from anabranch.native import library as native
-from anabranch.profiles import Situation, read_arms
 from anabranch.support.files import cache_home
 from anabranch.support.processor import cgroup_quota, processor_flags, processor_name, set_threads, usable_cpus
 

@@ -10,8 +10,8 @@ from types import ModuleType
 import pytest
 
 from anabranch.analysis.cost import MODELS, cost, costs, counted_methods, target
+from anabranch.drafting.counting import DraftShape, parameters
 from anabranch.errors import InputError
-from anabranch.methods.counting import DraftShape, parameters
 
 OURS = ("streams", "streams, optimised")
 

@@ -12,8 +12,8 @@ from test_trace import SAMPLED, record
 from anabranch.analysis.simulate import Cut, Latency, Ranking, merged, overlap, replay, simulate
 from anabranch.decoding.engine import Step
 from anabranch.decoding.stats import Stats
+from anabranch.drafting.beliefs import Beliefs
 from anabranch.errors import CapabilityError, FileError, InputError
-from anabranch.methods.beliefs import Beliefs
 from anabranch.tree import DraftTree
 from small import request
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from anabranch.certify import Certificate, certify
+from anabranch.drafting.tables import Tokenizer, build_tables
+from anabranch.drafting.trained import TrainedModule
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods import Method, methods, parse_spec
 from anabranch.methods.draft_model.module import DraftConfig
-from anabranch.methods.tables import Tokenizer, build_tables
-from anabranch.methods.trained import TrainedModule
 from anabranch.model.load import Target, load_target
 from anabranch.model.text import fingerprint
 from anabranch.sampling import SamplingParams

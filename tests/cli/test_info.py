@@ -13,9 +13,9 @@ import torch
 
 from anabranch.adapters.folder import SHIPPED
 from anabranch.api import load
+from anabranch.control.profiles import Situation, keep_tuned
 from anabranch.installation import describe_installation
 from anabranch.native import library as native
-from anabranch.profiles import Situation, keep_tuned
 from anabranch.support.processor import processor_name
 from toy_text import ToyFolders
 from verbs import Anabranch

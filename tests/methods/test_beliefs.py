@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.methods.beliefs import MEMORY, PRIOR, Beliefs, best_nodes, exclusive, merge
+from anabranch.drafting.beliefs import MEMORY, PRIOR, Beliefs, best_nodes, exclusive, merge
 from anabranch.tree import DraftTree
 
 #  9 (0) +-- 1 (1: .6) +-- 3 (3: .5) -- 4 (4: .1)

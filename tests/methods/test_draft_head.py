@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from anabranch.drafting.drafter import Row
+from anabranch.drafting.head import DraftHead, DrawNoise, RowVocabulary
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.target import run_frozen
-from anabranch.methods.base import Row
-from anabranch.methods.draft_head import DraftHead, DrawNoise, RowVocabulary
 from anabranch.model.cache import Cache
 from anabranch.model.inputs import Inputs
 from anabranch.sampling import SamplingParams, position_keys, target_tokens

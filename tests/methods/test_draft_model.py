@@ -15,15 +15,15 @@ import torch
 
 import anabranch
 from anabranch.decoding.engine import Engine, Request
+from anabranch.drafting.combined import CombinedDrafter
+from anabranch.drafting.grow import best_first, product_size, sampled
+from anabranch.drafting.growing import Shape
+from anabranch.drafting.reader import Continuations
 from anabranch.errors import CapabilityError, FileError, InputError
 from anabranch.methods import Row, make_drafter, parse_spec, resolve_spec
-from anabranch.methods.combined import CombinedDrafter
 from anabranch.methods.draft_model.drafter import DraftModelDrafter
 from anabranch.methods.draft_model.load import check_vocabulary
-from anabranch.methods.grow import best_first, product_size, sampled
-from anabranch.methods.growing import Shape
 from anabranch.methods.prompt_lookup import PromptLookupDrafter
-from anabranch.methods.reader import Continuations
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs

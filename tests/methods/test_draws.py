@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from anabranch.methods.base import Row
-from anabranch.methods.draws import TRUST, Draws
+from anabranch.drafting.drafter import Row
+from anabranch.drafting.draws import TRUST, Draws
 from anabranch.sampling import SamplingParams, gumbels, position_keys, target_tokens
 
 WORDS = 23

@@ -12,14 +12,14 @@ import torch
 
 from anabranch.decoding.engine import Engine, Request
 from anabranch.decoding.scheduler import Scheduler
+from anabranch.drafting.combined import CombinedDrafter
+from anabranch.drafting.grow import ranked
+from anabranch.drafting.growing import Shape
+from anabranch.drafting.reader import Continuations
 from anabranch.errors import AdapterError, CapabilityError, InputError
 from anabranch.methods import Row, make_drafter, parse_spec
-from anabranch.methods.combined import CombinedDrafter
 from anabranch.methods.eagle.drafter import STATIC_TREE, EagleDrafter
 from anabranch.methods.eagle.module import EagleConfig, EagleModule, begin_with
-from anabranch.methods.grow import ranked
-from anabranch.methods.growing import Shape
-from anabranch.methods.reader import Continuations
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from anabranch.drafting.growing import Shape
 from anabranch.methods.eagle.drafter import EagleDrafter
 from anabranch.methods.eagle.layer import EagleLayer, NativeEagleLayer
 from anabranch.methods.eagle.module import EagleConfig, EagleModule
-from anabranch.methods.growing import Shape
 from anabranch.model.config import RopeConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs

@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 import anabranch
 from anabranch.analysis.cost import target as published
 from anabranch.cli.train import app
+from anabranch.drafting.growing import Shape
 from anabranch.errors import AdapterError, InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.methods.eagle.drafter import EagleDrafter
 from anabranch.methods.eagle.module import EagleConfig, EagleModule
 from anabranch.methods.eagle.objective import EagleObjective, LossOptions
 from anabranch.methods.eagle.recipes import TRAINED
-from anabranch.methods.growing import Shape
 from anabranch.model.load import load_target
 from small import decode, request, small
 from toy_text import ToyFolders

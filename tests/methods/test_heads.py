@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 import anabranch
 from anabranch.analysis.cost import target as published_target
 from anabranch.cli.train import app
+from anabranch.drafting.combined import CombinedDrafter
+from anabranch.drafting.drafter import Row
+from anabranch.drafting.head import DrawNoise
 from anabranch.errors import AdapterError, CapabilityError, InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.methods import make_drafter, parse_spec
-from anabranch.methods.base import Row
-from anabranch.methods.combined import CombinedDrafter
-from anabranch.methods.draft_head import DrawNoise
 from anabranch.methods.heads.drafter import HeadDrafter
 from anabranch.methods.heads.module import begin_with, start_from_target
 from anabranch.methods.heads.objective import HeadObjective, LossOptions

@@ -19,10 +19,10 @@ from anabranch.analysis.cost import cost
 from anabranch.analysis.cost import target as published_target
 from anabranch.cli.train import app
 from anabranch.decoding.engine import Engine
+from anabranch.drafting.combined import CombinedDrafter
 from anabranch.errors import CapabilityError, InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.methods import make_drafter, parse_spec
-from anabranch.methods.combined import CombinedDrafter
 from anabranch.methods.heads.drafter import HeadDrafter
 from anabranch.methods.heads.module import start_from_target
 from anabranch.methods.heads.objective import HeadObjective, LossOptions

@@ -8,15 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from anabranch.costs import Costs, PassCosts, StepCosts
+from anabranch.control.controller import Speculation
+from anabranch.control.costs import Costs, PassCosts, StepCosts
 from anabranch.decoding.engine import Engine
-from anabranch.decoding.speculation import Speculation
 from anabranch.decoding.stats import Stats
+from anabranch.drafting.beliefs import joint_beliefs
+from anabranch.drafting.combined import CombinedDrafter
+from anabranch.drafting.drafter import Drafter, Observation, Wrapped
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods import Row, make_drafter, parse_spec
-from anabranch.methods.base import Drafter, Observation, Wrapped
-from anabranch.methods.beliefs import joint_beliefs
-from anabranch.methods.combined import CombinedDrafter
 from anabranch.methods.lookahead import FIRST, WEIGHT, LookaheadDrafter, Pool, Window
 from anabranch.methods.prompt_lookup import PromptLookupDrafter
 from anabranch.methods.streams.drafter import StreamDrafter

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from anabranch.drafting.drafter import Row
 from anabranch.errors import CapabilityError, InputError
-from anabranch.methods.base import Row
 from anabranch.methods.ngram import NGramDrafter, NGramModel, NGramSettings, counts
 from anabranch.methods.ngram.counts import KATZ, discounts, merged
 from anabranch.sampling import SamplingParams, target_probs

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import anabranch
 from anabranch.methods import Drafter, Method
-from anabranch.methods.settings import Settings
+from anabranch.drafting.settings import Settings
 from anabranch.tree import DraftTree
 
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from anabranch.drafting.drafter import Row
 from anabranch.errors import InputError
 from anabranch.methods import parse_spec
-from anabranch.methods.base import Row
 from anabranch.methods.prompt_lookup import PRIOR, WEIGHT, Index, PromptLookupDrafter
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from anabranch.drafting.drafter import Row
 from anabranch.errors import InputError
-from anabranch.methods.base import Row
 from anabranch.methods.rest import Datastore, RestDrafter, RestSettings, suffixes
 from anabranch.methods.rest.suffixes import WIDTH
 from anabranch.sampling import SamplingParams

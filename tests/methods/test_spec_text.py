@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from anabranch.drafting.quoting import pieces, quoted, unquoted
 from anabranch.errors import InputError
 from anabranch.methods import parse_spec
-from anabranch.methods.quoting import pieces, quoted, unquoted
 
 
 @pytest.mark.parametrize(

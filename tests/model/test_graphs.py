@@ -12,8 +12,8 @@ from torch import Tensor
 
 import pretended
 from anabranch.decoding.engine import Engine
-from anabranch.methods.base import Drafter
-from anabranch.methods.combined import CombinedDrafter
+from anabranch.drafting.combined import CombinedDrafter
+from anabranch.drafting.drafter import Drafter
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.prompt_lookup import PromptLookupDrafter
 from anabranch.methods.streams.config import StreamConfig

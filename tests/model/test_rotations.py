@@ -14,9 +14,9 @@ from toys import toy_hf
 from anabranch.decoding import scheduler as module
 from anabranch.decoding.engine import Request
 from anabranch.decoding.scheduler import Scheduler, Ticket
+from anabranch.drafting.drafter import Drafter, Row
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.target import run_frozen
-from anabranch.methods.base import Drafter, Row
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.prompt_lookup import PromptLookupDrafter
 from anabranch.methods.tuning import TextPass

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.decoding.engine import Engine, Request
-from anabranch.methods.combined import CombinedDrafter
-from anabranch.methods.draft_head import DrawNoise, RowVocabulary
+from anabranch.drafting.combined import CombinedDrafter
+from anabranch.drafting.head import DrawNoise, RowVocabulary
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.prompt_lookup import PromptLookupDrafter
 from anabranch.methods.quantized_draft.lead import LedStreamDrafter

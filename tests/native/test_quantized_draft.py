@@ -9,14 +9,14 @@ import pytest
 import torch
 from test_kernels import BASE, adapter_for, decoder, in_four_bits, needs_kernels, packed, tokens
 
+from anabranch.control.controller import Speculation
 from anabranch.decoding.engine import Engine, Request, Step
-from anabranch.decoding.speculation import Speculation
 from anabranch.decoding.stats import Stats
+from anabranch.drafting.combined import CombinedDrafter
+from anabranch.drafting.drafter import Observation, Row
+from anabranch.drafting.head import DraftHead
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods import make_drafter, parse_spec, resolve_spec
-from anabranch.methods.base import Observation, Row
-from anabranch.methods.combined import CombinedDrafter
-from anabranch.methods.draft_head import DraftHead
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.prompt_lookup import PromptLookupDrafter
 from anabranch.methods.quantized_draft import METHOD

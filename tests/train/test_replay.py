@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from anabranch.drafting.replay import replay, replay_all
 from anabranch.learning.examples import Batch, Example
-from anabranch.methods.replay import replay, replay_all
 from anabranch.methods.streams import objective as objective_module
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.draft import DraftOptions, StreamDraft

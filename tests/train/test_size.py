@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from anabranch.drafting.trained import TrainedModule
 from anabranch.errors import InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.objective import Objective
 from anabranch.learning.recipe import TrainOptions
 from anabranch.learning.recompute import recomputing
 from anabranch.methods.streams.objective import StreamObjective
-from anabranch.methods.trained import TrainedModule
 from anabranch.train.job import trainable
 from anabranch.train.trainer import Progress, Trainer
 from small import VOCABULARY, prompt, randomise, small, small_adapter

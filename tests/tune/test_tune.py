@@ -14,19 +14,20 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from anabranch import methods, profiles
+from anabranch import methods
 from anabranch.adapters.folder import LoadedAdapter
 from anabranch.api import Model
 from anabranch.cli import app
-from anabranch.costs import StepCosts
+from anabranch.control import profiles
+from anabranch.control.costs import StepCosts
+from anabranch.control.profiles import Situation, find_profile, save_profile, settle, tuned_drafter
 from anabranch.decoding.engine import Request
+from anabranch.drafting.settings import Settings
 from anabranch.errors import FileError, InputError
 from anabranch.loading import Loaded
 from anabranch.methods import Drafter, Method, Row, make_drafter, parse_spec, register, resolve_spec
 from anabranch.methods.medusa.module import MedusaConfig, MedusaModule
-from anabranch.methods.settings import Settings
 from anabranch.model.load import Target
-from anabranch.profiles import Situation, find_profile, save_profile, settle, tuned_drafter
 from anabranch.tree import DraftTree
 from anabranch.tune.candidates import MOST, find_candidates
 from anabranch.tune.fit import Fit, Tried, fit

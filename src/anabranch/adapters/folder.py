@@ -24,9 +24,9 @@ from torch import Tensor
 
 from anabranch.adapters.card import card
 from anabranch.adapters.record import CONFIG, FORMAT, VERSION, method_of, read_record, title_of
+from anabranch.drafting.trained import TrainedModule
 from anabranch.errors import AdapterError, FileError, InputError, one_line
 from anabranch.methods import Method
-from anabranch.methods.trained import TrainedModule
 from anabranch.model.config import ModelConfig
 from anabranch.model.load import Target, base_name
 from anabranch.model.weights import is_finite

@@ -13,10 +13,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from anabranch.drafting.published import Layout, Published
+from anabranch.drafting.trained import TrainedModule
 from anabranch.errors import AdapterError, FileError, InputError, one_line
 from anabranch.methods import Method, methods
-from anabranch.methods.published import Layout, Published
-from anabranch.methods.trained import TrainedModule
 from anabranch.model.load import Target
 from anabranch.model.weights import is_finite
 from anabranch.support.jsonfiles import read_json

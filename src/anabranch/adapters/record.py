@@ -14,9 +14,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from anabranch.drafting.trained import Trained
 from anabranch.errors import AdapterError
 from anabranch.methods import Method, methods
-from anabranch.methods.trained import Trained
 from anabranch.support.foreign import peft_advice
 from anabranch.support.jsonfiles import read_json, shown
 

@@ -1,9 +1,9 @@
 """The cost of a draft on top of the target's own pass: parameters, arithmetic, memory traffic (ACL figures 8 and 9).
 
-All costs are counted from modules of the methods' shapes on the meta device (``methods.counting``). A *draft* is what a
-method proposes between two verifications. Registered methods count their own; methods that the papers compare with and
-that are not implemented here are counted below. docs/theory.md compares the counts with the papers' tables and lists
-what the papers leave unspecified.
+All costs are counted from modules of the methods' shapes on the meta device (``drafting.counting``). A *draft* is what
+a method proposes between two verifications. Registered methods count their own; methods that the papers compare with
+and that are not implemented here are counted below. docs/theory.md compares the counts with the papers' tables and
+lists what the papers leave unspecified.
 
 h width, v vocabulary, L context length.
 """
@@ -15,9 +15,7 @@ from typing import Any
 
 import torch
 
-from anabranch.errors import InputError
-from anabranch.methods import methods as registered
-from anabranch.methods.counting import (
+from anabranch.drafting.counting import (
     WEIGHT_BYTES,
     DraftCost,
     DraftShape,
@@ -25,6 +23,8 @@ from anabranch.methods.counting import (
     matrix_weights,
     parameters,
 )
+from anabranch.errors import InputError
+from anabranch.methods import methods as registered
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import model_config
 from anabranch.model.weights import build_decoder

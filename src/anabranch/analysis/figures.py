@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from anabranch.analysis.cost import costs
 from anabranch.analysis.theory import T5, streaming_speedup
+from anabranch.drafting.counting import DraftCost, DraftShape
 from anabranch.errors import FileError
-from anabranch.methods.counting import DraftCost, DraftShape
 from anabranch.support import plots
 from anabranch.support.files import check_folder, check_output, write_atomically
 from anabranch.support.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, RED

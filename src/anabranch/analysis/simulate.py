@@ -14,7 +14,7 @@ draft in between is rejected. For uncut drafts both equal the statistics of the 
 
 The best n nodes of a best-first tree are the best-first tree of n nodes, so cutting nodes equals drafting fewer.
 ``Ranking`` replays drafters that choose the verified nodes at every step: it corrects the recorded probabilities by
-what was accepted (``methods.beliefs``), as decoding does. Cutting depth, children or a source of a tree that a budget
+what was accepted (``drafting.beliefs``), as decoding does. Cutting depth, children or a source of a tree that a budget
 limited leaves fewer nodes than drafting that way; ``Prediction.filled`` tells how often the budget was reached.
 """
 
@@ -31,9 +31,9 @@ import numpy as np
 
 from anabranch.analysis.theory import fitted_acceptance_rate
 from anabranch.analysis.trace import Trace, TraceRecord, TraceRow, child_ranks
-from anabranch.decoding.speculation import best_count
+from anabranch.control.controller import best_count
+from anabranch.drafting.beliefs import Beliefs, best_nodes, merge
 from anabranch.errors import CapabilityError, FileError, InputError
-from anabranch.methods.beliefs import Beliefs, best_nodes, merge
 from anabranch.support.jsonfiles import parse_json, read_text
 from anabranch.tree import DraftTree
 from anabranch.verify import match

@@ -32,8 +32,8 @@ import numpy as np
 import torch
 
 from anabranch.decoding.engine import FinishReason, Step, Timings
+from anabranch.drafting.drafter import Drafter, Observation, Row, Wrapped
 from anabranch.errors import CapabilityError, FileError
-from anabranch.methods.base import Drafter, Observation, Row, Wrapped
 from anabranch.model.decoder import Decoder
 from anabranch.sampling import SamplingParams, target_probs
 from anabranch.support.jsonfiles import is_number, is_whole, parse_json, parse_object, read_lines, shown

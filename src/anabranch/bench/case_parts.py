@@ -19,10 +19,10 @@ from anabranch.bench.throughput import Batched, Ours, Prompts, Served
 from anabranch.bench.throughput import rounds as row_rounds
 from anabranch.bench.throughput import summarise as summarise_rows
 from anabranch.certify import certify
-from anabranch.costs import Costs
+from anabranch.control.costs import Costs
+from anabranch.control.profiles import settle
 from anabranch.loading import Loaded
 from anabranch.methods import Drafter, Spec, make_drafter, parse_spec
-from anabranch.profiles import settle
 from anabranch.sampling import SamplingParams
 
 __all__ = ["certificate", "one_row", "several_rows", "step_costs"]

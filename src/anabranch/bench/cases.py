@@ -11,11 +11,11 @@ from typing import Any
 
 from anabranch.adapters.folder import CONFIG, load_adapter, read_record
 from anabranch.adapters.record import method_of
+from anabranch.drafting.counting import parameters
+from anabranch.drafting.settings import Settings
 from anabranch.errors import CapabilityError, InputError
 from anabranch.loading import Loaded
 from anabranch.methods import Method, make_drafter, methods, parse_spec
-from anabranch.methods.counting import parameters
-from anabranch.methods.settings import Settings
 from anabranch.methods.spec import Part, Spec
 from anabranch.model.config import ModelConfig
 from anabranch.model.load import Target

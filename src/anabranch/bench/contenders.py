@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from anabranch.control.controller import Speculation
 from anabranch.decoding.batch import CHUNK
 from anabranch.decoding.engine import Engine, Request, Step
-from anabranch.decoding.speculation import Speculation
-from anabranch.methods.base import Drafter
+from anabranch.drafting.drafter import Drafter
 from anabranch.model.load import Target
 from anabranch.sampling import SamplingParams
 from anabranch.verify import Rule

@@ -10,14 +10,14 @@ from typing import Literal
 from anabranch.bench.contenders import Contender, Ours
 from anabranch.bench.peers import open_peer, parse_peer
 from anabranch.bench.peers.environments import find_python
-from anabranch.decoding.speculation import Speculation
+from anabranch.control.controller import Speculation
+from anabranch.control.profiles import settle
+from anabranch.drafting.quoting import pieces
 from anabranch.errors import InputError
 from anabranch.loading import Loaded
 from anabranch.methods import AUTO, make_drafter, parse_spec, resolve_spec
 from anabranch.methods import methods as known_methods
-from anabranch.methods.quoting import pieces
 from anabranch.model.quantize import QUANTIZATIONS, Quantization, check_quantization
-from anabranch.profiles import settle
 from anabranch.sampling import SamplingParams
 from anabranch.support.files import without_folders
 from anabranch.verify import Rule

@@ -24,11 +24,11 @@ from typing import Any, Protocol
 from anabranch.bench.calls import CALL_TITLES, call_cells, calls_per_token
 from anabranch.bench.peers import Peer
 from anabranch.bench.run import FAILURES, describe
-from anabranch.costs import Costs
-from anabranch.decoding.arms import Arms
+from anabranch.control.arms import Arms
+from anabranch.control.controller import Speculation
+from anabranch.control.costs import Costs
 from anabranch.decoding.engine import Request, Step
 from anabranch.decoding.scheduler import Scheduler, Ticket
-from anabranch.decoding.speculation import Speculation
 from anabranch.decoding.stats import Stats
 from anabranch.errors import InputError
 from anabranch.methods import Drafter

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from anabranch.certify.compare import last_logits
-from anabranch.costs import Costs, PassCosts, StepCosts
+from anabranch.control.controller import Speculation
+from anabranch.control.costs import Costs, PassCosts, StepCosts
 from anabranch.decoding.engine import Request
 from anabranch.decoding.scheduler import Scheduler
-from anabranch.decoding.speculation import Speculation
 from anabranch.decoding.stats import Stats
 from anabranch.errors import InputError
 from anabranch.methods import Drafter, Row

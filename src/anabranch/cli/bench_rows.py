@@ -162,8 +162,8 @@ def _open(
 
     from anabranch.bench.peers import open_peer
     from anabranch.bench.throughput import BatchedPeer, Ours
+    from anabranch.control.profiles import settle
     from anabranch.methods import make_drafter, resolve_spec
-    from anabranch.profiles import settle
 
     loaded, sampling = weights.loaded[entry.weights], config.sampling.params
     if entry.kind == "ours":

@@ -54,8 +54,8 @@ def table_command(method: Method) -> Any:
 
 def _build(method: Method, config: TablesConfig, given: dict[str, Any]) -> None:
     from anabranch.cli.screen import screen
+    from anabranch.drafting.tables import Tokenizer, build_tables, check_free, default_folder
     from anabranch.errors import FileError
-    from anabranch.methods.tables import Tokenizer, build_tables, check_free, default_folder
     from anabranch.model.load import base_name
     from anabranch.model.text import fingerprint
     from anabranch.support.files import check_folder, shown_command

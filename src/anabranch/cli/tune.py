@@ -56,8 +56,8 @@ def tune(config: TuneConfig) -> None:
     adapters of several methods, it tries each and 'auto' starts with the fastest. 12 prompts are enough, so that is
     the default of --limit. Run nothing else at the same time.
     """
+    from anabranch.control.profiles import Situation, keep_tuned, save_profile
     from anabranch.methods import AUTO
-    from anabranch.profiles import Situation, keep_tuned, save_profile
     from anabranch.support.files import check_output
     from anabranch.tune.figure import check_figure, draw
     from anabranch.tune.fit import fit

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from anabranch.drafting.drafter import Drafter, Row
 from anabranch.errors import CapabilityError, InputError, OutOfMemoryError
-from anabranch.methods.base import Drafter, Row
 from anabranch.methods.none import NoDrafter
 from anabranch.model.cache import Cache, room_for, shared_length
 from anabranch.model.decoder import Decoder

@@ -22,12 +22,12 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.costs import costs_of
+from anabranch.control.controller import Speculation
+from anabranch.control.costs import costs_of
 from anabranch.decoding.batch import Batch, FinishReason, Member, Request, takes_loras
 from anabranch.decoding.scores import Scores
-from anabranch.decoding.speculation import Speculation
+from anabranch.drafting.drafter import Call, Drafter, Observation
 from anabranch.errors import NumericsError
-from anabranch.methods.base import Call, Drafter, Observation
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
 from anabranch.model.passes import PassResult

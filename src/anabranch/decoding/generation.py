@@ -18,7 +18,7 @@ from anabranch.decoding.engine import FinishReason, Request, Step
 from anabranch.decoding.html import coloured
 from anabranch.decoding.scheduler import Scheduler, Ticket
 from anabranch.decoding.stats import Stats
-from anabranch.methods.base import Drafter
+from anabranch.drafting.drafter import Drafter
 
 __all__ = ["Chunk", "Generation", "generate", "stream"]
 

@@ -31,14 +31,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from anabranch.costs import Costs
-from anabranch.decoding.arms import Arms
+from anabranch.control.arms import Arms
+from anabranch.control.controller import Speculation
+from anabranch.control.costs import Costs
 from anabranch.decoding.batch import CHUNK, Member
 from anabranch.decoding.engine import Engine, Request, Step
-from anabranch.decoding.speculation import Speculation
 from anabranch.decoding.turn import Turn
+from anabranch.drafting.drafter import Drafter
 from anabranch.errors import InputError, OutOfMemoryError
-from anabranch.methods.base import Drafter
 from anabranch.methods.none import NoDrafter
 from anabranch.model.cache import HEADROOM, LEAST, SMALL, bytes_per_token, room_for, shared_length
 from anabranch.model.decoder import Decoder

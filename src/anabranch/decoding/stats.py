@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from anabranch.decoding.engine import Step, Timings
-from anabranch.methods.calls import Kind
+from anabranch.drafting.calls import Kind
 
 __all__ = ["Stats"]
 

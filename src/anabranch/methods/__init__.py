@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch import nn
 
+from anabranch.drafting.drafter import Drafter, Method, Observation, Row, Taps
 from anabranch.errors import FileError, InputError
 from anabranch.methods import (
     draft_model,
@@ -29,7 +30,6 @@ from anabranch.methods import (
     streams,
     suffix,
 )
-from anabranch.methods.base import Drafter, Method, Observation, Row, Taps
 from anabranch.methods.spec import AUTO, Spec
 from anabranch.model.decoder import Decoder
 

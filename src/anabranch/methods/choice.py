@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from anabranch.methods.base import Drafter, Wrapped
+from anabranch.drafting.drafter import Drafter, Wrapped
 from anabranch.sampling import SamplingParams
 from anabranch.verify import Rule
 

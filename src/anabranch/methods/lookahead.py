@@ -29,10 +29,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from anabranch.drafting.beliefs import joint_beliefs
+from anabranch.drafting.drafter import Drafter, Method, Observation, Row
+from anabranch.drafting.settings import Settings
 from anabranch.errors import CapabilityError, InputError
-from anabranch.methods.base import Drafter, Method, Observation, Row
-from anabranch.methods.beliefs import joint_beliefs
-from anabranch.methods.settings import Settings
 from anabranch.model.decoder import Decoder
 from anabranch.tree import DraftTree
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from anabranch.methods.base import Drafter, Method, Row
-from anabranch.methods.settings import Settings
+from anabranch.drafting.drafter import Drafter, Method, Row
+from anabranch.drafting.settings import Settings
 from anabranch.tree import DraftTree
 
 __all__ = ["METHOD", "NoDrafter"]

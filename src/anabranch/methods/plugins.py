@@ -19,8 +19,8 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import TracebackType
 
+from anabranch.drafting.drafter import Method
 from anabranch.errors import FileError, InputError, one_line
-from anabranch.methods.base import Method
 from anabranch.support.jsonfiles import shown
 
 __all__ = ["GROUP", "installed", "run_file", "value_of"]

@@ -21,10 +21,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from anabranch.drafting.beliefs import joint_beliefs
+from anabranch.drafting.drafter import Drafter, Method, Row
+from anabranch.drafting.settings import Settings
 from anabranch.errors import InputError
-from anabranch.methods.base import Drafter, Method, Row
-from anabranch.methods.beliefs import joint_beliefs
-from anabranch.methods.settings import Settings
 from anabranch.tree import DraftTree
 
 __all__ = ["METHOD", "LookupSettings", "PromptLookupDrafter"]

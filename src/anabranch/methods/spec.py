@@ -18,12 +18,12 @@ from dataclasses import dataclass, fields
 
 from torch import nn
 
+from anabranch.drafting.combined import CombinedDrafter
+from anabranch.drafting.drafter import Drafter, Method
+from anabranch.drafting.quoting import pieces
+from anabranch.drafting.settings import Settings
 from anabranch.errors import InputError
-from anabranch.methods.base import Drafter, Method
 from anabranch.methods.choice import ChoiceDrafter
-from anabranch.methods.combined import CombinedDrafter
-from anabranch.methods.quoting import pieces
-from anabranch.methods.settings import Settings
 from anabranch.model.decoder import Decoder
 from anabranch.support.nearest import hint
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from anabranch.drafting.drafter import Drafter, Method, sized
 from anabranch.errors import InputError
 from anabranch.methods import ngram, prompt_lookup, rest, suffix
-from anabranch.methods.base import Drafter, Method, sized
 from anabranch.methods.draft_model import BUDGETS, DraftModelSettings, draft_of
 from anabranch.methods.draft_model.drafter import DraftModelDrafter
 from anabranch.methods.draft_model.recipes import TRAINED

@@ -26,9 +26,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from anabranch.drafting.drafter import Drafter, Method, Row
+from anabranch.drafting.settings import Settings
 from anabranch.errors import InputError
-from anabranch.methods.base import Drafter, Method, Row
-from anabranch.methods.settings import Settings
 from anabranch.tree import DraftTree
 
 __all__ = ["METHOD", "Occurrences", "Place", "SuffixDrafter", "SuffixSettings"]

@@ -1,4 +1,4 @@
-"""Texts as token ids, one document at a time: what tables are built from (``methods.tables``).
+"""Texts as token ids, one document at a time: what tables are built from (``drafting.tables``).
 
 A file of any size is read in pieces, so memory does not grow with it.
 """

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anabranch.drafting.trained import Trainable
 from anabranch.errors import InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.objective import Scores, Segment, segments
 from anabranch.learning.recipe import COMMON, Option, Recipe, TrainOptions
 from anabranch.methods.terms import fresh_terms, layers_of, lora_of
-from anabranch.methods.trained import Trainable
 from anabranch.methods.tuning import MOST_RANK, check_weights, next_token_scores, tuned_pass
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder

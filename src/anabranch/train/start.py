@@ -6,10 +6,10 @@ from pathlib import Path
 
 from anabranch.adapters.folder import CONFIG, load_adapter, shipped
 from anabranch.adapters.record import method_of, read_record
+from anabranch.drafting.trained import TrainedModule
 from anabranch.errors import AdapterError, FileError, InputError
 from anabranch.learning.recipe import Recipe
 from anabranch.methods import Method
-from anabranch.methods.trained import TrainedModule
 from anabranch.model.load import Target
 
 __all__ = ["FRESH", "adopted", "begin", "check_init", "start_folder"]

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from anabranch.drafting.trained import Trainable
 from anabranch.errors import FileError, InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.objective import Objective
 from anabranch.learning.recipe import TrainOptions
 from anabranch.learning.recompute import recomputing
-from anabranch.methods.trained import Trainable
 from anabranch.methods.tuning import Tunes, next_token_quality
 from anabranch.model.decoder import Decoder
 from anabranch.support.interrupt import shielded

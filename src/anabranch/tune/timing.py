@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from anabranch.bench.shapes import wrong_chain
-from anabranch.costs import StepCosts, disturbed
+from anabranch.control.costs import StepCosts, disturbed
 from anabranch.decoding.engine import Engine, Request
+from anabranch.drafting.drafter import Drafter, Row, Wrapped
 from anabranch.errors import InputError
-from anabranch.methods.base import Drafter, Row, Wrapped
 from anabranch.model.decoder import Decoder
 from anabranch.tree import DraftTree
 

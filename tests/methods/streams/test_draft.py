@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from anabranch.methods.draft_head import DrawNoise, RowVocabulary
+from anabranch.drafting.head import DrawNoise, RowVocabulary
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.draft import DraftOptions, StreamDraft
 from anabranch.sampling import SamplingParams, generator, inverse_cdf, position_keys, target_probs, target_tokens

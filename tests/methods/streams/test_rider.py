@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from anabranch.methods.base import Observation, Row
+from anabranch.drafting.drafter import Observation, Row
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.drafter import StreamDrafter

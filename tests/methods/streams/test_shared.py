@@ -16,9 +16,9 @@ from anabranch.certify import certify
 from anabranch.certify.compare import last_logits
 from anabranch.decoding.engine import Engine, Request
 from anabranch.decoding.scheduler import Scheduler
+from anabranch.drafting.combined import CombinedDrafter
+from anabranch.drafting.drafter import Drafter
 from anabranch.errors import CapabilityError, InputError
-from anabranch.methods.base import Drafter
-from anabranch.methods.combined import CombinedDrafter
 from anabranch.methods.lookahead import LookaheadDrafter
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.prompt_lookup import PromptLookupDrafter

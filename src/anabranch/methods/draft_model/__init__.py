@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import nn
 
+from anabranch.drafting.drafter import Drafter, Method, numbered, sized
+from anabranch.drafting.growing import Shape
+from anabranch.drafting.settings import Settings
 from anabranch.errors import CapabilityError, InputError
-from anabranch.methods.base import Drafter, Method, numbered, sized
 from anabranch.methods.draft_model.drafter import DraftModelDrafter
 from anabranch.methods.draft_model.load import load_draft, shipped_draft
 from anabranch.methods.draft_model.module import DraftModule, decoder_of
 from anabranch.methods.draft_model.recipes import TRAINED
-from anabranch.methods.growing import Shape
-from anabranch.methods.settings import Settings
 from anabranch.model.decoder import Decoder
 from anabranch.model.quantize import check_quantization
 from anabranch.support.nearest import hint

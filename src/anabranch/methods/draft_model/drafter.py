@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from anabranch.drafting.drafter import Drafter, Row
+from anabranch.drafting.growing import GrowingDrafter, Shape
+from anabranch.drafting.head import TRUST
+from anabranch.drafting.reader import Continuations
 from anabranch.errors import CapabilityError
-from anabranch.methods.base import Drafter, Row
-from anabranch.methods.draft_head import TRUST
 from anabranch.methods.draft_model.inner import Guesser
 from anabranch.methods.draft_model.reader import DraftReader
-from anabranch.methods.growing import GrowingDrafter, Shape
-from anabranch.methods.reader import Continuations
 from anabranch.model.decoder import Decoder
 from anabranch.model.passes import PassResult
 from anabranch.sampling import gumbels, position_keys, process_logits, target_probs

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from anabranch.drafting.drafter import Call, Drafter, Row, Taps, tally
+from anabranch.drafting.reader import Continuations
 from anabranch.errors import CapabilityError
-from anabranch.methods.base import Call, Drafter, Row, Taps, tally
-from anabranch.methods.reader import Continuations
 
 __all__ = ["Guesser"]
 

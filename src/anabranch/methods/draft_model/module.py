@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from anabranch.drafting.trained import TrainedModule
 from anabranch.errors import AdapterError, InputError
 from anabranch.learning.recompute import through
-from anabranch.methods.trained import TrainedModule
 from anabranch.model.backends import backend_for
 from anabranch.model.config import ModelConfig, RopeConfig
 from anabranch.model.decoder import Decoder

@@ -16,16 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from anabranch.drafting.drafter import Row
+from anabranch.drafting.growing import Shape
 from anabranch.errors import InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import DistillationLoss
 from anabranch.learning.objective import Scores, Segment, segments
 from anabranch.learning.replay import Accuracy, Replay, evaluation, walk
 from anabranch.learning.target import run_frozen
-from anabranch.methods.base import Row
 from anabranch.methods.draft_model.drafter import DraftModelDrafter
 from anabranch.methods.draft_model.module import DraftModule
-from anabranch.methods.growing import Shape
 from anabranch.model.decoder import Decoder
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree

@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anabranch.methods.base import Call, Row
-from anabranch.methods.reader import Reader
+from anabranch.drafting.drafter import Call, Row
+from anabranch.drafting.reader import Reader
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from anabranch.drafting.trained import Trained
 from anabranch.learning.recipe import COMMON, RECOMPUTE, Option, Recipe, TrainOptions
 from anabranch.methods.draft_model.module import DraftConfig, DraftModule, begin_with, export, start_from_target
 from anabranch.methods.draft_model.objective import DraftObjective, LossOptions
-from anabranch.methods.trained import Trained
 from anabranch.model.decoder import Decoder
 
 __all__ = ["TRAINED"]

@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import nn
 
+from anabranch.drafting.drafter import Drafter, Method, numbered, sized
+from anabranch.drafting.growing import Shape
+from anabranch.drafting.settings import Settings
 from anabranch.errors import CapabilityError, InputError
-from anabranch.methods.base import Drafter, Method, numbered, sized
 from anabranch.methods.eagle.counting import COUNTS
 from anabranch.methods.eagle.drafter import STATIC_TREE, EagleDrafter
 from anabranch.methods.eagle.module import EagleModule
 from anabranch.methods.eagle.recipes import TRAINED
-from anabranch.methods.growing import Shape
-from anabranch.methods.settings import Settings
 from anabranch.model.decoder import Decoder
 
 __all__ = ["METHOD", "EagleSettings"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from anabranch.methods.counting import WEIGHT_BYTES, DraftCost, DraftShape, attention_operations, matrix_weights
+from anabranch.drafting.counting import WEIGHT_BYTES, DraftCost, DraftShape, attention_operations, matrix_weights
 from anabranch.methods.eagle.module import EagleConfig, EagleModule
 from anabranch.model.decoder import Decoder
 

@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anabranch.methods.base import Observation, Row, Taps
-from anabranch.methods.draft_head import TRUST, RowVocabulary
+from anabranch.drafting.drafter import Observation, Row, Taps
+from anabranch.drafting.grow import Growth, ranked
+from anabranch.drafting.growing import GrowingDrafter, Shape
+from anabranch.drafting.head import TRUST, RowVocabulary
+from anabranch.drafting.reader import Continuations
 from anabranch.methods.eagle.layer import EagleLayer, layer_of
 from anabranch.methods.eagle.module import EagleModule
 from anabranch.methods.eagle.reader import FeatureReader
-from anabranch.methods.grow import Growth, ranked
-from anabranch.methods.growing import GrowingDrafter, Shape
-from anabranch.methods.reader import Continuations
 from anabranch.model.decoder import Decoder
 from anabranch.model.passes import PassResult
 from anabranch.sampling import SamplingParams, gumbels, position_keys, process_logits, target_probs

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from anabranch.methods.calls import Call
-from anabranch.methods.draft_head import DraftHead
+from anabranch.drafting.calls import Call
+from anabranch.drafting.head import DraftHead
 from anabranch.methods.eagle.module import EagleModule
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder

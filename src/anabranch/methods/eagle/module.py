@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from anabranch.drafting.trained import TrainedModule
 from anabranch.errors import AdapterError, InputError
-from anabranch.methods.trained import TrainedModule
 from anabranch.model.blocks import Block, Norm, attention
 from anabranch.model.config import ModelConfig
 from anabranch.support.jsonfiles import shown

@@ -18,17 +18,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from anabranch.drafting.drafter import Row
+from anabranch.drafting.growing import Shape
 from anabranch.errors import InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import Vocabulary, VocabularyLoss, hits
 from anabranch.learning.objective import Scores, Segment, segments
 from anabranch.learning.replay import Accuracy, Replay, evaluation, walk
 from anabranch.learning.target import run_frozen
-from anabranch.methods.base import Row
 from anabranch.methods.eagle.drafter import EagleDrafter
 from anabranch.methods.eagle.layer import new_layer
 from anabranch.methods.eagle.module import EagleModule
-from anabranch.methods.growing import Shape
 from anabranch.model.decoder import Decoder
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree

@@ -15,9 +15,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from anabranch.drafting.published import Layout, Published
 from anabranch.errors import AdapterError, ModelError
 from anabranch.methods.eagle.module import EagleConfig, EagleModule
-from anabranch.methods.published import Layout, Published
 from anabranch.model.decoder import Decoder
 from anabranch.model.weights import assemble
 

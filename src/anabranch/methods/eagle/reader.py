@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anabranch.methods.base import Call, Row
+from anabranch.drafting.drafter import Call, Row
+from anabranch.drafting.reader import CHUNK, Place, Reader
 from anabranch.methods.eagle.layer import EagleLayer
-from anabranch.methods.reader import CHUNK, Place, Reader
 from anabranch.model.cache import Cache
 from anabranch.model.inputs import Inputs
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from anabranch.drafting.trained import Trained
 from anabranch.learning.recipe import COMMON, Option, Recipe, TrainOptions
 from anabranch.methods.eagle.module import EagleConfig, EagleModule, begin_with
 from anabranch.methods.eagle.objective import EagleObjective, LossOptions
 from anabranch.methods.eagle.published import LAYOUTS
-from anabranch.methods.trained import Trained
 from anabranch.model.decoder import Decoder
 
 __all__ = ["TRAINED"]

@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from anabranch.methods.base import Call, Drafter, Observation, Row, tally
-from anabranch.methods.draft_head import DrawNoise, RowVocabulary
+from anabranch.drafting.drafter import Call, Drafter, Observation, Row, tally
+from anabranch.drafting.head import DrawNoise, RowVocabulary
 from anabranch.tree import DraftTree
 
 __all__ = ["HeadDraft", "HeadDrafter", "HeadState"]

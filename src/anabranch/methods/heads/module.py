@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from anabranch.drafting.head import DraftHead
+from anabranch.drafting.trained import TrainedModule
 from anabranch.errors import AdapterError, InputError
 from anabranch.learning.loss import Vocabulary
-from anabranch.methods.draft_head import DraftHead
-from anabranch.methods.trained import TrainedModule
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.pack import Packable, packed_like

@@ -16,17 +16,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from anabranch.drafting.head import RowVocabulary
+from anabranch.drafting.replay import replay_all
 from anabranch.errors import InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import DistillationLoss, Vocabulary, VocabularyLoss
 from anabranch.learning.objective import Scores, Segment, segments
 from anabranch.learning.replay import evaluation
 from anabranch.learning.target import run_frozen
-from anabranch.methods.draft_head import RowVocabulary
 from anabranch.methods.heads.drafter import HeadDraft
 from anabranch.methods.heads.module import DraftHeads
 from anabranch.methods.heads.shape import TreeShape
-from anabranch.methods.replay import replay_all
 from anabranch.model.decoder import Decoder
 from anabranch.tree import DraftTree
 

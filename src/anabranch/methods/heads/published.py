@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from anabranch.drafting.published import Published
 from anabranch.errors import AdapterError
-from anabranch.methods.published import Published
 
 __all__ = ["numbers"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from anabranch.drafting.counting import WEIGHT_BYTES, DraftCost, matrix_weights, parameters
 from anabranch.learning.recipe import COMMON, Option, Recipe
-from anabranch.methods.counting import WEIGHT_BYTES, DraftCost, matrix_weights, parameters
 from anabranch.methods.heads.module import HeadConfig
 
 __all__ = ["OPTIONS", "change", "described", "read_once"]

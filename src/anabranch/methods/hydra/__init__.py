@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from torch import nn
 
+from anabranch.drafting.drafter import Drafter, Method, numbered, sized
 from anabranch.errors import CapabilityError
-from anabranch.methods.base import Drafter, Method, numbered, sized
 from anabranch.methods.heads.drafter import HeadDrafter
 from anabranch.methods.heads.shape import BUDGETS, HeadSettings
 from anabranch.methods.hydra.draft import HydraDraft

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from anabranch.methods.calls import Call
-from anabranch.methods.draft_head import Drawn, DrawNoise, RowVocabulary
+from anabranch.drafting.calls import Call
+from anabranch.drafting.head import Drawn, DrawNoise, RowVocabulary
+from anabranch.drafting.levels import Level, collect, to_host, worth_expanding
 from anabranch.methods.heads.module import VocabularyHeads
 from anabranch.methods.heads.shape import TreeShape
 from anabranch.methods.hydra.module import HydraModule
-from anabranch.methods.levels import Level, collect, to_host, worth_expanding
 from anabranch.model.decoder import Decoder
 from anabranch.model.reads import read_bytes
 from anabranch.tree import DraftTree

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from anabranch.methods.base import Call, Observation, Row, Taps, tally
+from anabranch.drafting.drafter import Call, Observation, Row, Taps, tally
 from anabranch.methods.heads.drafter import HeadDrafter, HeadState
 from anabranch.methods.hydra.draft import HydraDraft
 from anabranch.methods.hydra.module import Memory, PrefixLayer

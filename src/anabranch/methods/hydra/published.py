@@ -15,10 +15,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from anabranch.drafting.published import Layout, Published
 from anabranch.errors import AdapterError, ModelError
 from anabranch.methods.heads.published import numbers
 from anabranch.methods.hydra.module import HydraConfig, HydraModule
-from anabranch.methods.published import Layout, Published
 from anabranch.model.decoder import Decoder
 from anabranch.model.weights import assemble
 

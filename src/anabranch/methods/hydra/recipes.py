@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from anabranch.drafting.counting import DraftCost, DraftShape
+from anabranch.drafting.trained import Trained
 from anabranch.learning.recipe import Option, Recipe, TrainOptions
-from anabranch.methods.counting import DraftCost, DraftShape
 from anabranch.methods.heads.module import begin_with, start_from_target
 from anabranch.methods.heads.objective import HeadObjective, LossOptions
 from anabranch.methods.heads.recipes import OPTIONS as SHARED_OPTIONS
@@ -19,7 +20,6 @@ from anabranch.methods.heads.recipes import change, described, read_once
 from anabranch.methods.hydra.draft import HydraDraft
 from anabranch.methods.hydra.module import HydraConfig, HydraModule
 from anabranch.methods.hydra.published import LAYOUTS
-from anabranch.methods.trained import Trained
 from anabranch.model.decoder import Decoder
 
 __all__ = ["COUNTS", "TRAINED"]

@@ -10,8 +10,8 @@ from functools import partial
 
 from torch import nn
 
+from anabranch.drafting.drafter import Drafter, Method, numbered, sized
 from anabranch.errors import CapabilityError
-from anabranch.methods.base import Drafter, Method, numbered, sized
 from anabranch.methods.heads.drafter import HeadDrafter
 from anabranch.methods.heads.shape import BUDGETS, HeadSettings
 from anabranch.methods.medusa.draft import MedusaDraft

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anabranch.methods.best_first import best_first
-from anabranch.methods.calls import Call
-from anabranch.methods.draft_head import DrawNoise, RowVocabulary
+from anabranch.drafting.best_first import best_first
+from anabranch.drafting.calls import Call
+from anabranch.drafting.head import DrawNoise, RowVocabulary
 from anabranch.methods.heads.module import MOST_HEADS, VocabularyHeads
 from anabranch.methods.heads.shape import TreeShape
 from anabranch.methods.medusa.module import MedusaModule, MedusaStates

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from anabranch.drafting.published import Layout, Published
 from anabranch.methods.heads.published import numbers
 from anabranch.methods.medusa.module import MedusaConfig
-from anabranch.methods.published import Layout, Published
 from anabranch.model.decoder import Decoder
 
 __all__ = ["LAYOUTS"]

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from anabranch.drafting.counting import DraftCost, DraftShape
+from anabranch.drafting.trained import Trained
 from anabranch.learning.recipe import RECOMPUTE, Option, Recipe, TrainOptions
-from anabranch.methods.counting import DraftCost, DraftShape
 from anabranch.methods.heads.module import start_from_target
 from anabranch.methods.heads.objective import HeadObjective
 from anabranch.methods.heads.recipes import OPTIONS as SHARED_OPTIONS
@@ -21,7 +22,6 @@ from anabranch.methods.medusa.draft import MedusaDraft
 from anabranch.methods.medusa.joint import JointObjective, MedusaLoss
 from anabranch.methods.medusa.module import MedusaConfig, MedusaModule, begin_with_heads
 from anabranch.methods.medusa.published import LAYOUTS
-from anabranch.methods.trained import Trained
 from anabranch.methods.tuning import export_tuned
 from anabranch.model.decoder import Decoder
 

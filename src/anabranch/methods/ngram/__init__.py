@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from anabranch.drafting.drafter import Drafter, Method, sized
+from anabranch.drafting.tables import Tables, TableSettings, find_tables
 from anabranch.errors import InputError
 from anabranch.learning.recipe import Option
-from anabranch.methods.base import Drafter, Method, sized
 from anabranch.methods.ngram.counts import build
 from anabranch.methods.ngram.drafter import NGramDrafter
 from anabranch.methods.ngram.model import NGramModel
-from anabranch.methods.tables import Tables, TableSettings, find_tables
 from anabranch.model.decoder import Decoder
 
 __all__ = ["METHOD", "NGramDrafter", "NGramModel", "NGramSettings"]

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from anabranch.drafting.tables import ArrayWriter, Documents, Report
 from anabranch.errors import InputError
-from anabranch.methods.tables import ArrayWriter, Documents, Report
 
 __all__ = ["LARGEST", "build", "discounts", "merged"]
 

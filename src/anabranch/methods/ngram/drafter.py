@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from anabranch.drafting.best_first import best_first
+from anabranch.drafting.drafter import Drafter, Row
+from anabranch.drafting.draws import Draws
 from anabranch.errors import CapabilityError
-from anabranch.methods.base import Drafter, Row
-from anabranch.methods.best_first import best_first
-from anabranch.methods.draws import Draws
 from anabranch.methods.ngram.model import Context, NGramModel
 from anabranch.sampling import SamplingParams, generator, inverse_cdf, target_probs
 from anabranch.tree import DraftTree

@@ -21,8 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from anabranch.drafting.tables import OpenTables
 from anabranch.errors import FileError
-from anabranch.methods.tables import OpenTables
 from anabranch.support.jsonfiles import is_number
 
 __all__ = ["NGramModel", "Successor"]

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import nn
 
+from anabranch.drafting.drafter import Drafter, Method, numbered
+from anabranch.drafting.settings import Settings
 from anabranch.errors import CapabilityError, InputError
-from anabranch.methods.base import Drafter, Method, numbered
 from anabranch.methods.quantized_draft.copy import COPY, QuantizedCopy
 from anabranch.methods.quantized_draft.drafter import QuantizedDrafter
 from anabranch.methods.quantized_draft.lead import LedStreamDrafter
-from anabranch.methods.settings import Settings
 from anabranch.methods.streams import METHOD as STREAMS
 from anabranch.methods.streams import StreamSettings, adapter_of
 from anabranch.model.decoder import Decoder

@@ -18,8 +18,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from torch import Tensor
 
-from anabranch.methods.base import Call, tally
-from anabranch.methods.draft_head import DraftHead, DrawNoise, RowVocabulary
+from anabranch.drafting.drafter import Call, tally
+from anabranch.drafting.head import DraftHead, DrawNoise, RowVocabulary
 from anabranch.methods.streams.draft import DraftOptions, NativeDraft
 from anabranch.methods.streams.native import narrow_layer
 from anabranch.methods.streams.trailing import Trailed, lengths_with

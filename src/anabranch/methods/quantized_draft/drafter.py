@@ -9,9 +9,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from anabranch.drafting.drafter import Drafter, Observation, Row
+from anabranch.drafting.head import DraftHead, DrawNoise, RowVocabulary
 from anabranch.errors import CapabilityError
-from anabranch.methods.base import Drafter, Observation, Row
-from anabranch.methods.draft_head import DraftHead, DrawNoise, RowVocabulary
 from anabranch.methods.quantized_draft.copy import COPY, Copied, QuantizedCopy
 from anabranch.model.decoder import Decoder
 from anabranch.tree import DraftTree

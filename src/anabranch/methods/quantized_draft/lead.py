@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from anabranch.drafting.drafter import Observation, Row
+from anabranch.drafting.head import DrawNoise
 from anabranch.errors import CapabilityError
-from anabranch.methods.base import Observation, Row
-from anabranch.methods.draft_head import DrawNoise
 from anabranch.methods.quantized_draft.copy import COPY, Copied, QuantizedCopy
 from anabranch.methods.streams.adapter import StreamModule
 from anabranch.methods.streams.draft import DraftOptions, StreamDraft

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from anabranch.drafting.drafter import Drafter, Method, sized
+from anabranch.drafting.tables import Tables, TableSettings, find_tables
 from anabranch.errors import InputError
 from anabranch.learning.recipe import Option
-from anabranch.methods.base import Drafter, Method, sized
 from anabranch.methods.rest.datastore import Datastore
 from anabranch.methods.rest.drafter import RestDrafter
 from anabranch.methods.rest.suffixes import WIDTH, build
-from anabranch.methods.tables import Tables, TableSettings, find_tables
 from anabranch.model.decoder import Decoder
 
 __all__ = ["METHOD", "Datastore", "RestDrafter", "RestSettings"]

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from anabranch.drafting.tables import OpenTables
 from anabranch.errors import FileError
 from anabranch.methods.rest.suffixes import WIDTH, text_type
-from anabranch.methods.tables import OpenTables
 
 __all__ = ["Datastore"]
 

@@ -12,9 +12,9 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
-from anabranch.methods.base import Drafter, Row
-from anabranch.methods.best_first import best_first
-from anabranch.methods.draws import Draws
+from anabranch.drafting.best_first import best_first
+from anabranch.drafting.drafter import Drafter, Row
+from anabranch.drafting.draws import Draws
 from anabranch.methods.rest.datastore import Datastore
 from anabranch.tree import DraftTree
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from anabranch.drafting.counting import WEIGHT_BYTES, DraftCost, DraftShape, attention_operations, matrix_weights
+from anabranch.drafting.drafter import Drafter, Method, numbered, sized
 from anabranch.errors import CapabilityError
-from anabranch.methods.base import Drafter, Method, numbered, sized
-from anabranch.methods.counting import WEIGHT_BYTES, DraftCost, DraftShape, attention_operations, matrix_weights
 from anabranch.methods.space.module import MaskConfig, MaskModule
 from anabranch.methods.space.recipes import TRAINED
 from anabranch.methods.streams.drafter import StreamDrafter

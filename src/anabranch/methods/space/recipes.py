@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from anabranch.drafting.trained import Trained
 from anabranch.learning.recipe import COMMON, RECOMPUTE, Option, Recipe, TrainOptions
 from anabranch.methods.space.joint import JointMaskObjective
 from anabranch.methods.space.module import TUNED_UNIT, MaskConfig, MaskModule, begin_with, start_from_target
 from anabranch.methods.space.objective import MaskLossOptions, MaskObjective
-from anabranch.methods.trained import Trained
 from anabranch.methods.tuning import export_tuned
 from anabranch.model.decoder import Decoder
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from anabranch.drafting.drafter import Drafter, Method, numbered, sized
 from anabranch.errors import CapabilityError
-from anabranch.methods.base import Drafter, Method, numbered, sized
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.copying import COPIED
 from anabranch.methods.streams.counting import COUNTS

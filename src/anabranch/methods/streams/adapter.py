@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from anabranch.drafting.trained import TrainedModule
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods.low_rank import LowRank
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.scorer import Conditioner
 from anabranch.methods.terms import LayerTuning, terms_of
-from anabranch.methods.trained import TrainedModule
 from anabranch.model.blocks import MLP, Block, RowSide
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder

@@ -8,13 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from anabranch.drafting.trained import adopt_shape
 from anabranch.errors import InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.recipe import Recipe
 from anabranch.learning.target import run_frozen
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.config import StreamConfig
-from anabranch.methods.trained import adopt_shape
 from anabranch.model.decoder import Decoder
 
 __all__ = ["adopt_streams", "begin_with", "scale_to_target"]

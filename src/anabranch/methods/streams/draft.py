@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from anabranch.drafting.head import TRUST, DraftHead, Drawn, DrawNoise, RowVocabulary, Words
+from anabranch.drafting.levels import Level, collect, sources_of, to_host, worth_expanding
 from anabranch.errors import InputError
-from anabranch.methods.draft_head import TRUST, DraftHead, Drawn, DrawNoise, RowVocabulary, Words
-from anabranch.methods.levels import Level, collect, sources_of, to_host, worth_expanding
 from anabranch.methods.streams.adapter import StreamModule
 from anabranch.methods.streams.copying import ALONE, COPIED, MIXED
 from anabranch.methods.streams.kernels import DraftConfig, DraftedNodes, StreamKernels

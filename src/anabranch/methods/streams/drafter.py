@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from anabranch.drafting.drafter import Call, Drafter, Observation, Row, Taps, tally
+from anabranch.drafting.head import DrawNoise, RowVocabulary
 from anabranch.errors import CapabilityError, InputError
-from anabranch.methods.base import Call, Drafter, Observation, Row, Taps, tally
-from anabranch.methods.draft_head import DrawNoise, RowVocabulary
 from anabranch.methods.streams.adapter import StreamModule
 from anabranch.methods.streams.copying import COPIED, PRIOR
 from anabranch.methods.streams.draft import DraftOptions, StreamDraft

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anabranch.methods.calls import Call
-from anabranch.methods.draft_head import DraftHead
+from anabranch.drafting.calls import Call
+from anabranch.drafting.head import DraftHead
 from anabranch.methods.low_rank import LowRank
 from anabranch.methods.streams.adapter import StreamLayer, StreamModule
 from anabranch.methods.streams.kernels import StreamKernels, TrailEntry

@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from anabranch.drafting.replay import replay_all
 from anabranch.errors import CapabilityError, InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import Vocabulary, VocabularyLoss
 from anabranch.learning.objective import Scores, Segment, segments
 from anabranch.learning.replay import evaluation
 from anabranch.learning.target import run_frozen
-from anabranch.methods.replay import replay_all
 from anabranch.methods.streams.adapter import StreamModule
 from anabranch.methods.streams.draft import DraftOptions, StreamDraft
 from anabranch.methods.streams.prune import early_exit_logits

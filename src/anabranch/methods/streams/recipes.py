@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from anabranch.drafting.trained import Trained
 from anabranch.learning.recipe import COMMON, RECOMPUTE, Option, Recipe, TrainOptions
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.begin import adopt_streams, begin_with, scale_to_target
@@ -20,7 +21,6 @@ from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.joint import SharedObjective
 from anabranch.methods.streams.objective import LossOptions, StreamObjective
 from anabranch.methods.streams.rider import own_rider
-from anabranch.methods.trained import Trained
 from anabranch.methods.tuning import export_tuned
 from anabranch.model.decoder import Decoder
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from anabranch.drafting.settings import Settings
 from anabranch.errors import InputError
-from anabranch.methods.settings import Settings
 from anabranch.methods.streams.draft import DraftOptions
 
 __all__ = ["TreeSettings"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from anabranch.methods.base import Row, tally
+from anabranch.drafting.drafter import Row, tally
 from anabranch.methods.streams.native import NativeTrail
 from anabranch.model.cache import Cache
 

@@ -9,10 +9,10 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
+from anabranch.drafting.published import Layout
 from anabranch.errors import InputError
 from anabranch.learning.objective import Objective
 from anabranch.learning.recipe import Option, Recipe
-from anabranch.methods.published import Layout
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import Target

@@ -26,9 +26,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
+from anabranch.drafting.settings import Settings
 from anabranch.errors import CapabilityError, FileError, InputError, one_line
 from anabranch.learning.recipe import Option
-from anabranch.methods.settings import Settings
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import tokenizer_of
 from anabranch.model.text import fingerprint as fingerprint_of

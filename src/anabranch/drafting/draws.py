@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from anabranch.methods.base import Row
+from anabranch.drafting.drafter import Row
 from anabranch.sampling import gumbels, position_keys
 
 __all__ = ["Draws"]

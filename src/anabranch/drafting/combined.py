@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from anabranch.drafting.beliefs import best_nodes, merge
+from anabranch.drafting.drafter import Drafter, Observation, Row, Taps
 from anabranch.errors import CapabilityError, InputError
-from anabranch.methods.base import Drafter, Observation, Row, Taps
-from anabranch.methods.beliefs import best_nodes, merge
 from anabranch.model.passes import PassResult, Rider
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree

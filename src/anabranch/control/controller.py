@@ -1,7 +1,7 @@
 """How much is speculated: at every step, as many draft nodes as give the most expected tokens per millisecond.
 
 A step that verifies k draft nodes besides the R rows' roots emits R + P_k tokens in expectation, where P_k sums the k
-largest acceptance probabilities (``methods.beliefs``), and takes ms(R + k). Chosen is the k of the greatest
+largest acceptance probabilities (``drafting.beliefs``), and takes ms(R + k). Chosen is the k of the greatest
 
     (R + P_k) / ms(R + k)
 
@@ -24,10 +24,10 @@ from operator import itemgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.costs import Costs
-from anabranch.decoding.arms import Arms
-from anabranch.methods.base import Drafter, Row
-from anabranch.methods.beliefs import Calibration, best_nodes
+from anabranch.control.arms import Arms
+from anabranch.control.costs import Costs
+from anabranch.drafting.beliefs import Calibration, best_nodes
+from anabranch.drafting.drafter import Drafter, Row
 from anabranch.tree import DraftTree
 from anabranch.verify import Verdict
 

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
+from anabranch.drafting.quoting import pieces, quoted, unquoted
 from anabranch.errors import InputError
-from anabranch.methods.quoting import pieces, quoted, unquoted
 from anabranch.support.nearest import hint
 
 __all__ = ["Settings"]

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import Tensor
 
-from anabranch.methods.base import Call, Row, tally
+from anabranch.drafting.drafter import Call, Row, tally
 from anabranch.model.cache import Cache, shared_length
 from anabranch.model.inputs import Inputs
 

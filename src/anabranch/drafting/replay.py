@@ -14,11 +14,11 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from anabranch.drafting.head import RowVocabulary
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import Vocabulary, hits
 from anabranch.learning.objective import Objective
 from anabranch.learning.replay import Accuracy, Replay, walk
-from anabranch.methods.draft_head import RowVocabulary
 from anabranch.model.decoder import Decoder
 from anabranch.tree import DraftTree
 

@@ -14,10 +14,10 @@ from typing import Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from anabranch.drafting.drafter import Drafter, Observation, Row
+from anabranch.drafting.grow import Growth, best_first, product_size, sampled
+from anabranch.drafting.reader import Continuations, Reader
 from anabranch.errors import CapabilityError, InputError
-from anabranch.methods.base import Drafter, Observation, Row
-from anabranch.methods.grow import Growth, best_first, product_size, sampled
-from anabranch.methods.reader import Continuations, Reader
 from anabranch.model.decoder import Decoder
 from anabranch.sampling import SamplingParams, generator
 from anabranch.tree import DraftTree

@@ -1,6 +1,6 @@
 """What is known of speed on this machine, stored in files: step costs, and what each arm of "auto" yielded.
 
-Costs are measured by ``anabranch tune`` or when a model is loaded, yields (``anabranch.decoding.arms``) while decoding.
+Costs are measured by ``anabranch tune`` or when a model is loaded, yields (``anabranch.control.arms``) while decoding.
 
 Files are named by a hash of everything that the measurement depends on, so those of another machine, number of threads
 or version are not used.
@@ -23,8 +23,8 @@ import torch
 
 from anabranch.adapters.folder import LoadedAdapter
 from anabranch.adapters.record import predicted_length
-from anabranch.costs import Costs, DraftTables, PassCosts, StepCosts, costs_of, known_costs
-from anabranch.decoding.arms import Arms
+from anabranch.control.arms import Arms
+from anabranch.control.costs import Costs, DraftTables, PassCosts, StepCosts, costs_of, known_costs
 from anabranch.errors import FileError, InputError, PerformanceWarning, one_line
 from anabranch.methods import AUTO, resolve_spec
 from anabranch.model.decoder import Decoder

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anabranch.methods.base import Row
+from anabranch.drafting.drafter import Row
 from anabranch.model.decoder import Decoder
 from anabranch.model.native_linear import NativeLinear, SelectedOutputs
 from anabranch.model.pack import packed_like

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anabranch.methods.reader import Continuations
+from anabranch.drafting.reader import Continuations
 from anabranch.sampling import inverse_cdf
 from anabranch.tree import DraftTree
 

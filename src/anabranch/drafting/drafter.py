@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from anabranch.drafting.beliefs import Beliefs
+from anabranch.drafting.calls import Call
+from anabranch.drafting.counting import DraftCost, DraftShape
+from anabranch.drafting.settings import Settings
 from anabranch.errors import CapabilityError
-from anabranch.methods.beliefs import Beliefs
-from anabranch.methods.calls import Call
-from anabranch.methods.counting import DraftCost, DraftShape
-from anabranch.methods.settings import Settings
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
 from anabranch.model.passes import PassResult, Rider
@@ -28,8 +28,8 @@ from anabranch.tree import DraftTree
 from anabranch.verify import Rule, Verdict
 
 if TYPE_CHECKING:
-    from anabranch.methods.tables import Tables
-    from anabranch.methods.trained import Trained
+    from anabranch.drafting.tables import Tables
+    from anabranch.drafting.trained import Trained
 
 __all__ = ["Call", "Drafter", "Method", "Observation", "Row", "Taps", "Wrapped", "numbered", "sized", "tally"]
 
@@ -109,7 +109,7 @@ class Drafter(ABC):
     name       for messages
     rules      the verification rules for which its drafts are exact
     max_nodes  maximum number of nodes of its trees, counting the root
-    adaptive   whether the number of drafted and verified nodes follows the load (``decoding.speculation``); its trees
+    adaptive   whether the number of drafted and verified nodes follows the load (``control.controller``); its trees
                then have ``log_probs``
     free       whether its drafts take almost no time and need no preparation: it drafts at every step, and the load
                only decides what is verified

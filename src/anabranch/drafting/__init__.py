@@ -1,0 +1,1 @@
+"""What all methods share: the interface of drafters, tree growth, draft heads, probabilities, settings."""
