@@ -18,9 +18,10 @@ from anabranch.control.controller import Speculation
 from anabranch.control.costs import Costs, PassCosts, StepCosts
 from anabranch.decoding.engine import Request
 from anabranch.decoding.scheduler import Scheduler
+from anabranch.drafting import tables
 from anabranch.drafting.tables import ArrayWriter, checksum, default_folder, find_tables
 from anabranch.errors import CapabilityError, FileError
-from anabranch.methods import Drafter, Row, make_drafter, tables
+from anabranch.methods import Drafter, Row, make_drafter
 from anabranch.model.decoder import Decoder
 from anabranch.model.text import fingerprint
 from anabranch.model.weights import build_decoder
