@@ -81,6 +81,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "Llama-2-7B": _llama(4096, 32, 32, 11_008),
     "Llama-2-13B": _llama(5120, 40, 40, 13_824),
     "Vicuna-33B": _llama(6656, 60, 52, 17_920),
+    "Qwen2.5-0.5B": _llama(
+        896, 24, 14, 4864, 151_936, model_type="qwen2", num_key_value_heads=2, tie_word_embeddings=True
+    ),
+    "Qwen2.5-1.5B": _llama(
+        1536, 28, 12, 8960, 151_936, model_type="qwen2", num_key_value_heads=2, tie_word_embeddings=True
+    ),
     "Mistral-7B": _llama(4096, 32, 32, 14_336, model_type="mistral", num_key_value_heads=8),
 }
 
