@@ -6,11 +6,19 @@ the other), and on how many prompts the tokens are the same. Greedy, batch 1. Ru
 
     python scripts/compare_commits.py --before ../base --data ../shared/data --suite spec_bench:60 \\
         --suite mt_bench:20 --case bf16:auto --case int4:auto --out benchmarks/NAME.json
+
+With --tokens it compares tokens and no speed: every drafter at hand, greedy and seeded, in float32 and bf16, at 1 and 8
+rows. It prints one line a combination, and returns 1 if any differs. The tokens are kept in --out as JSON lines: a run
+that was interrupted continues, and a commit is decoded once.
+
+    python scripts/compare_commits.py --tokens --before ../base --data ../shared/data --suite spec_bench:60 \\
+        --out tokens.jsonl
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -20,6 +28,33 @@ from typing import Any
 
 from checkouts import HERE, Worker
 
+TOKENS = 32  # new tokens of a prompt where only tokens are compared
+DRAFTERS = (
+    "none",
+    "prompt_lookup",
+    "prompt_lookup:matches=3",
+    "suffix:nodes=8",
+    "lookahead",
+    "draft_model",
+    "draft_model:tree=chain",
+    "staged",
+    "streams:tree=8",
+    "streams:tree=8,copy=yes",
+    "streams:tree=chain",
+    "streams:tree=product,k=2",
+    "streams+prompt_lookup",
+    "quantized_draft",
+    "streams:tree=8+quantized_draft:tokens=1",
+    "auto",
+)
+SAMPLED = {"temperature": 0.8, "top_p": 0.95, "seed": 7}
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "seeded": SAMPLED,
+    "rejection": {**SAMPLED, "rule": "rejection"},
+}
+REJECTING = ("draft_model:tree=chain", "streams:tree=chain", "streams:tree=product,k=2")
+
 
 def serve() -> None:
     """Decode what standard input asks for, with the package on the path: what a worker process does."""
@@ -27,8 +62,13 @@ def serve() -> None:
 
     settings = json.loads(sys.stdin.readline())
     answers, sys.stdout = sys.stdout, sys.stderr
-    model = anabranch.load("default", **{name: settings[name] for name in ("dtype", "quantize", "drafter")})
+    model = anabranch.load("default", **{name: settings[name] for name in ("dtype", "quantize", "drafter", "adapter")})
     prompts = [model.chat_ids([{"role": "user", "content": text}]) for text in settings["prompts"]]
+    if settings["drafter"] is None:
+        print("{}", file=answers, flush=True)
+        for line in sys.stdin:
+            print(json.dumps(_tokens(model, prompts, json.loads(line))), file=answers, flush=True)
+        return
     model.generate(prompts[0], max_new_tokens=16)
     print(json.dumps({"drafter": model.drafter}), file=answers, flush=True)
     for line in sys.stdin:
@@ -37,13 +77,68 @@ def serve() -> None:
         print(json.dumps(took), file=answers, flush=True)
 
 
+def _tokens(model: Any, prompts: list[list[int]], options: dict[str, Any]) -> dict[str, Any]:
+    """The new tokens of all prompts, or why these options are refused."""
+    from anabranch.errors import AnabranchError
+
+    try:
+        return {"tokens": [answer.token_ids for answer in model.generate(prompts, **options)]}
+    except AnabranchError as error:
+        return {"refused": str(error)}
+
+
+def compare_tokens(args: argparse.Namespace, prompts: list[str]) -> bool:
+    """Decode with both checkouts whatever --out lacks, and report each combination; whether all are the same."""
+    kept: dict[tuple[Any, ...], dict[str, Any]] = {}
+    if args.out.exists():
+        kept = {tuple(key): answer for key, answer in map(json.loads, args.out.read_text().splitlines())}
+    modes = [(drafter, mode) for drafter in args.drafter or DRAFTERS for mode in ("greedy", "seeded")]
+    modes += [(drafter, "rejection") for drafter in args.drafter or DRAFTERS if drafter in REJECTING]
+    combinations = list(itertools.product(args.dtype or ("float32", "bf16"), args.rows or (1, 8), modes))
+    new = args.max_new_tokens or TOKENS
+    commits = {commit_of(checkout): checkout for checkout in (args.before.resolve(), HERE)}
+    same = True
+    for commit, checkout in commits.items():
+        for dtype, group in itertools.groupby(combinations, key=lambda each: each[0]):
+            worker = None
+            for _, rows, (drafter, mode) in group:
+                key = (commit, dtype, rows, drafter, mode, new, len(prompts))
+                if key in kept:
+                    continue
+                if worker is None:
+                    settings = {"dtype": "float32" if dtype == "float32" else "auto", "quantize": "none"}
+                    settings |= {"drafter": None, "adapter": args.adapter, "prompts": prompts}
+                    worker = Worker(__file__, checkout, settings)
+                options = {"drafter": drafter, "rows": rows, "max_new_tokens": new, **MODES[mode]}
+                kept[key] = worker.ask(json.dumps(options))
+                with args.out.open("a") as out:
+                    out.write(json.dumps([key, kept[key]]) + "\n")
+                print(f"{commit}: {dtype}, {rows} rows, {drafter}, {mode}", file=sys.stderr, flush=True)
+            if worker is not None:
+                worker.close()
+    for dtype, rows, (drafter, mode) in combinations:
+        answers = [kept[commit, dtype, rows, drafter, mode, new, len(prompts)] for commit in commits]
+        before, now = answers[0], answers[-1]
+        told = before.get("refused", "")
+        if before == now:
+            verdict = f"the same refusal: {told}" if told else f"{len(prompts)} of {len(prompts)} the same"
+        elif told or "refused" in now:
+            verdict = f"DIFFERENT: before {told or 'decoded'}, now {now.get('refused', 'decoded')}"
+        else:
+            pairs = zip(before["tokens"], now["tokens"], strict=True)
+            verdict = f"DIFFERENT on prompts {[number for number, (a, b) in enumerate(pairs) if a != b]}"
+        same = same and before == now
+        print(f"{dtype:8} {rows} rows {mode:9} {drafter}: {verdict}", flush=True)
+    return same
+
+
 def compare(case: str, args: argparse.Namespace, prompts: list[str], suites: list[str]) -> dict[str, Any]:
     """The result of a case; ``suites`` has the suite of each prompt."""
     kind, _, drafter = case.partition(":")
     quantize = "none" if kind in ("bf16", "float32") else kind
     dtype = "float32" if kind == "float32" else "auto"
     settings = {"dtype": dtype, "quantize": quantize, "drafter": drafter or "auto", "prompts": prompts}
-    settings["max_new_tokens"] = args.max_new_tokens
+    settings |= {"max_new_tokens": args.max_new_tokens or 128, "adapter": args.adapter}
     workers = {"before": Worker(__file__, args.before.resolve(), settings), "now": Worker(__file__, HERE, settings)}
     rates: dict[str, list[float]] = {"before": [], "now": []}
     same = 0
@@ -96,7 +191,12 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder with the suites")
     parser.add_argument("--limit", type=int, default=20, help="prompts of each suite that has no N")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each prompt")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--max-new-tokens", type=int, help=f"default: 128, with --tokens {TOKENS}")
+    parser.add_argument("--adapter", action="append", help="adapter folder instead of the shipped one; repeatable")
+    parser.add_argument("--tokens", action="store_true", help="compare tokens only")
+    parser.add_argument("--drafter", action="append", help="with --tokens: one of the drafters; repeatable")
+    parser.add_argument("--dtype", action="append", choices=("float32", "bf16"), help="with --tokens; repeatable")
+    parser.add_argument("--rows", action="append", type=int, help="with --tokens; repeatable (default: 1 and 8)")
     parser.add_argument(
         "--case", action="append", help="float32, bf16, int8 or int4, a colon, and a drafter; repeatable"
     )
@@ -118,6 +218,10 @@ def main() -> None:
         (name, each.text) for name, limit in limits.items() for each in load_suite(name, data=args.data, limit=limit)
     ]
     suites, prompts = [name for name, _ in loaded], [text for _, text in loaded]
+    if args.tokens:
+        if args.out is None:
+            parser.error("--tokens needs --out for the tokens")
+        sys.exit(0 if compare_tokens(args, prompts) else 1)
     found = []
     for case in args.case or ["bf16:auto", "int4:auto"]:
         found.append(compare(case, args, prompts, suites))
@@ -130,7 +234,7 @@ def main() -> None:
             "commits": {"before": commit_of(args.before), "now": commit_of(HERE)},
             "environment": environment(torch.device("cpu")),
             "prompts": len(prompts),
-            "max_new_tokens": args.max_new_tokens,
+            "max_new_tokens": args.max_new_tokens or 128,
             "repeats": args.repeats,
             "cases": found,
         }
