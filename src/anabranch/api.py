@@ -19,7 +19,6 @@ from anabranch.adapters.folder import LoadedAdapter
 from anabranch.capabilities import Support, check_named_once, refuse, support_of
 from anabranch.control.profiles import Known, Situation, keep_arms, settle, tuned_drafter
 from anabranch.decoding import generation
-from anabranch.decoding.engine import Request
 from anabranch.decoding.generation import Chunk, Generation
 from anabranch.decoding.scheduler import Scheduler
 from anabranch.decoding.scoring import Score, perplexity, score
@@ -330,14 +329,12 @@ class Model:
         call.seeds(1)
         call.check_single()
         request = call.request(prompts[0], self.target)
-        drafter = self.drafter_of(call.drafter or self.spec)
-        self._scheduler.check(request, drafter)  # raise now, not with the first chunk
-        return self._stream(request, drafter, call.stops(self.target))
+        drafter, stop = self.drafter_of(call.drafter or self.spec), call.stops(self.target)
+        return self._settled(generation.stream(self._scheduler, request, drafter, self.tokenizer, stop=stop))
 
-    def _stream(self, request: Request, drafter: Drafter, stops: Sequence[str]) -> Generator[Chunk, None, None]:
-        scheduler, tokenizer = self._scheduler, self.tokenizer
+    def _settled(self, chunks: Generator[Chunk, None, None]) -> Generator[Chunk, None, None]:
         try:
-            with closing(generation.stream(scheduler, request, drafter, tokenizer, stop=stops)) as chunks:
+            with closing(chunks):
                 yield from chunks
         finally:
             self._settle()

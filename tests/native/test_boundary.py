@@ -232,7 +232,7 @@ def test_passes_that_do_not_fit_are_refused() -> None:
     for token in (BASE.vocab_size, -1):
         with pytest.raises(AssertionError, match="vocabulary"):
             stack.through(np.array([1, token]), stack.step([3], [2], None, 300), memory, 0, need="tokens")
-    for along, parents, why in (
+    for prefill, parents, why in (
         ([1, 1], chain, "each row"),
         ([-1], chain, "more nodes along"),
         ([4], chain, "no output"),
@@ -241,7 +241,7 @@ def test_passes_that_do_not_fit_are_refused() -> None:
     ):
         inputs = stack.step([3], [4], np.array(parents), 300)
         with pytest.raises(AssertionError, match=why):
-            stack.through(np.array(tokens(4)), inputs, memory, 0, need="tokens", along=along)
+            stack.through(np.array(tokens(4)), inputs, memory, 0, need="tokens", prefill=prefill)
     moves = [(range(9), 0, 0, [1]), (range(3), 1, 0, [1]), (range(3), 0, 255, [1]), (range(3), 0, 0, [2, 1])]
     for layers, slot, start, nodes in moves:
         with pytest.raises(AssertionError):

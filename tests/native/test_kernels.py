@@ -287,27 +287,27 @@ def test_a_pass_for_keys_and_values_leaves_those_of_a_whole_one(count: int, name
 @needs_kernels
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["llama", "one kv head", "sliding window (mistral)"])
-@pytest.mark.parametrize("along", [(5,), (69,), (100,), (3, 0, 20), (7, 30, 64)], ids=str)
+@pytest.mark.parametrize("prefill", [(5,), (69,), (100,), (3, 0, 20), (7, 30, 64)], ids=str)
 @torch.inference_mode()
-def test_tokens_that_are_read_along_change_nothing(along: tuple[int, ...], name: str, form: str) -> None:
+def test_prompt_tokens_in_the_pass_of_a_step_change_nothing(prefill: tuple[int, ...], name: str, form: str) -> None:
     """Trees after the last tokens of prompts, read in the same pass or in one before: the same to the bit."""
     if (name, form) not in MODELS:
         MODELS[name, form] = packed(CASES[name], form)
-    model, texts = MODELS[name, form], [tokens(100)[b:] for b in range(len(along))]
+    model, texts = MODELS[name, form], [tokens(100)[b:] for b in range(len(prefill))]
     tree = DraftTree(np.array([11, 22, 33, 44]), np.array([-1, 0, 0, 2]))
     found = []
-    for together in (along, (0,) * len(along)):
-        memory = cache(model, rows=len(along))
+    for together in (prefill, (0,) * len(prefill)):
+        memory = cache(model, rows=len(prefill))
         for b, (text, more) in enumerate(zip(texts, together, strict=True)):
             if more < len(text):
                 inputs = Inputs.of_prompt(text[: len(text) - more])
                 model(inputs, memory, slots=slice(b, b + 1), need="keys")
                 memory.commit([range(len(text) - more)])
         behind = [text[len(text) - more :] for text, more in zip(texts, together, strict=True)]
-        inputs = Inputs.of_trees([tree] * len(along), behind)
-        result = model(inputs, memory, taps=(1,), need="tokens", along=together)
-        assert list(result.counts_B) == [4] * len(along)
-        assert list(result.starts_B) == [4 * b for b in range(len(along))]
+        inputs = Inputs.of_trees([tree] * len(prefill), behind)
+        result = model(inputs, memory, taps=(1,), need="tokens")
+        assert list(result.counts_B) == [4] * len(prefill)
+        assert list(result.starts_B) == [4 * b for b in range(len(prefill))]
         assert result.tokens_M is not None
         parts = [result.hidden_MD, torch.from_numpy(result.tokens_M), result.taps[1]]
         for b, text in enumerate(texts):

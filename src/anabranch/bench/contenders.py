@@ -71,7 +71,7 @@ class Ours:
         request = Request(prompt_ids, max_new_tokens, self.sampling, self.stop, self.rule)
         self.engine.rehearse(request)
         began = time.perf_counter()
-        self.engine.add(request, along=CHUNK)
+        self.engine.add(request, prefill=CHUNK)
         steps = self.engine.step()
         first = time.perf_counter()
         prefilled = first - steps[0].timings.total

@@ -19,7 +19,7 @@ from anabranch.model.passes import PassResult, Rider
 from anabranch.sampling import SamplingParams
 from anabranch.verify import Rule
 
-__all__ = ["CHUNK", "Batch", "FinishReason", "Member", "Request", "takes_loras"]
+__all__ = ["CHUNK", "Batch", "FinishReason", "Member", "Request", "check_tokens", "takes_loras"]
 
 FinishReason = Literal["stop", "length"]
 CHUNK = 512  # tokens of a prompt that one pass reads
@@ -55,11 +55,11 @@ class Member:
     """A row of the batch with its request and drafter.
 
     limit  the length at which its text ends
-    along  how many tokens at the end of its prompt the pass of its first step may read
+    prefill  how many tokens at the end of its prompt the pass of its first step may read
     """
 
-    def __init__(self, request: Request, drafter: Drafter, limit: int, along: int = 0) -> None:
-        self.request, self.drafter, self.limit, self.along = request, drafter, limit, along
+    def __init__(self, request: Request, drafter: Drafter, limit: int, prefill: int = 0) -> None:
+        self.request, self.drafter, self.limit, self.prefill = request, drafter, limit, prefill
         self.row = Row([int(t) for t in request.prompt_ids], len(request.prompt_ids), request.sampling, request.rule)
         self.read = 0  # prompt tokens in the cache
         self.finish: FinishReason | None = None
@@ -76,7 +76,14 @@ class Member:
     @property
     def ready(self) -> bool:
         """Whether it can take a step."""
-        return self.unread <= self.along
+        return self.unread <= self.prefill
+
+
+def check_tokens(tokens: Sequence[int], vocabulary: int, what: str) -> None:
+    """Raise InputError for a token id that the vocabulary does not have."""
+    if tokens and (min(tokens) < 0 or max(tokens) >= vocabulary):
+        wrong = next(token for token in tokens if not 0 <= token < vocabulary)
+        raise InputError(f"{what} has the token id {wrong}, but the vocabulary ends at {vocabulary - 1}")
 
 
 def takes_loras(drafter: Drafter) -> bool:
@@ -141,42 +148,41 @@ class Batch:
 
     @property
     def unread(self) -> int:
-        """Prompt tokens of the newest row that the next step reads along."""
+        """Prompt tokens of the newest row that the pass of the next step reads."""
         last = self._members[-1] if self._members else None
         return last.unread if last is not None and last.ready else 0
 
-    def add(self, request: Request, drafter: Drafter | None = None, *, along: int = 0) -> int:
+    def add(self, request: Request, drafter: Drafter | None = None, *, prefill: int = 0) -> int:
         """Take a row and read its prompt; returns the row's id. Raises for what cannot be served.
 
-        along  as in ``join``
+        prefill  as in ``join``
         """
-        key = self.join(request, drafter, along=along)
+        self.check(request, drafter)
+        key = self.join(request, drafter, prefill=prefill)
         while not self.read():
             pass
         return key
 
-    def join(self, request: Request, drafter: Drafter | None = None, *, known: int = 0, along: int = 0) -> int:
-        """Take a row whose prompt is still to be read; returns its id.
+    def join(self, request: Request, drafter: Drafter | None = None, *, known: int = 0, prefill: int = 0) -> int:
+        """Take a row whose prompt is still to be read, of a request that was checked; returns its id.
 
-        known  how many tokens of the prompt are in the cache slot already (``cache.fork``)
-        along  the most tokens at its end that the pass of the first step may read, which saves a pass; that step comes
-               before another row joins. The whole prompt is read before where rows ride in the pass, the drafter sees
-               prompts, or ``on_prompt`` is to be called
+        known    how many tokens of the prompt are in the cache slot already (``cache.fork``)
+        prefill  the most prompt tokens that the pass of the first step may read, which saves a pass; no row joins
+                 before that step. 0 where rows ride in the pass, the drafter sees prompts, or there is
+                 an ``on_prompt``
 
-        Raises InputError or CapabilityError for what cannot be served, and InputError where all rows are in use or
-        this one cannot share their pass (``fits``).
+        Raises InputError where all rows are in use or this one cannot share their pass (``fits``).
         """
         drafter = drafter or self.drafter
-        self.check(request, drafter)
         assert self.reading is None, "one prompt is read at a time"
         assert not self.unread, "the newest row has its first step before another one joins"
         if not self.fits(drafter):
             raise InputError("the request cannot share a pass with the rows in use; wait for them to finish")
         self.reserve(self.cache.rows, len(request.prompt_ids) + 1, drafter)
         if self.rider_of(drafter) is not None or drafter.needs.prompt or request.on_prompt is not None:
-            along = 0
+            prefill = 0
         limit = min(len(request.prompt_ids) + request.max_new_tokens, self.longest)
-        member = Member(request, drafter, limit, along)
+        member = Member(request, drafter, limit, prefill)
         slot = self.cache.add_row(self.rotated_for(request))
         assert known < member.row.prompt_length
         self.cache.lengths[slot] = member.read = known
@@ -250,9 +256,7 @@ class Batch:
             raise InputError("the prompt is empty; give at least one token")
         if request.max_new_tokens < 1:
             raise InputError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
-        vocabulary = target.config.vocab_size
-        if wrong := [token for token in prompt if not 0 <= token < vocabulary]:
-            raise InputError(f"the prompt has the token id {wrong[0]}, but the vocabulary ends at {vocabulary - 1}")
+        check_tokens(prompt, target.config.vocab_size, "the prompt")
         longest = target.config.max_positions
         if len(prompt) >= longest:
             raise InputError(f"the prompt has {len(prompt)} tokens, but the model's limit is {longest}; shorten it")
@@ -294,7 +298,7 @@ class Batch:
         return self.target.rider if drafter.rider is None else drafter.rider
 
     def check(self, request: Request, drafter: Drafter | None = None) -> None:
-        """Raise InputError or CapabilityError if ``request`` cannot be served here; ``join`` asks too."""
+        """Raise InputError or CapabilityError if ``request`` cannot be served here."""
         self.refuse(self.target, request, drafter or self.drafter)
         if len(request.prompt_ids) >= self.longest:
             raise InputError(

@@ -65,7 +65,7 @@ class Step(NamedTuple):
     tree       what was verified (after pruning); ``drafted`` nodes were proposed before it
     log_probs  the target's raw log probability of each token, where asked for
     finish     set on the last step of a row
-    read       prompt tokens that its pass read along; the timings are without their share
+    read       prompt tokens that its pass read; the timings are without their share
     calls      the forward passes of the step: the target's, and those that drafters ran
     """
 
@@ -136,10 +136,10 @@ class Engine(Batch):
         """The controller, if it was needed so far."""
         return self._speculation
 
-    def join(self, request: Request, drafter: Drafter | None = None, *, known: int = 0, along: int = 0) -> int:
+    def join(self, request: Request, drafter: Drafter | None = None, *, known: int = 0, prefill: int = 0) -> int:
         """As ``Batch.join``, with one of the drafter's arms if it has several."""
         joining = self.arm(drafter or self.drafter, request)
-        row = super().join(request, joining, known=known, along=along)
+        row = super().join(request, joining, known=known, prefill=prefill)
         if self._speculation is not None:
             self._speculation.joined(joining, sum(member.drafter is joining for member in self._members))
         return row
@@ -179,8 +179,8 @@ class Engine(Batch):
         """
         self.at_fault = None
         self.make_room()
-        if self.unread and not self._fits_along():
-            self._members[-1].along = 0  # the rest of its prompt is read by itself
+        if self.unread and not self._fits_prefill():
+            self._members[-1].prefill = 0  # the rest of its prompt is read by itself
         members = self._members[: len(self._members) - (self.reading is not None)]
         if not members:
             return []
@@ -191,8 +191,8 @@ class Engine(Batch):
                     self._read_again(slot)
             return self._step(members)
 
-    def _fits_along(self) -> bool:
-        """Whether all rows have room for as many nodes as the newest one has with what it reads along."""
+    def _fits_prefill(self) -> bool:
+        """Whether all rows have room for as many nodes as the newest one has with the rest of its prompt."""
         newest = self._members[-1]
         return max(self.cache.lengths) + newest.unread + newest.drafter.margin <= self.cache.capacity
 
@@ -201,8 +201,8 @@ class Engine(Batch):
         trees, drafted = self._draft(members)
         probes = self._probes(members)
         after_draft = time.perf_counter()
-        along = [member.unread for member in members]
-        result = self._forward(members, trees, probes, along)
+        prefill = [member.unread for member in members]
+        result = self._forward(members, trees, probes)
         if result.kept is not None:
             trees = [tree.select(kept) for tree, kept in zip(trees, result.kept, strict=True)]
         scores = Scores(self.target, members, result)
@@ -220,9 +220,9 @@ class Engine(Batch):
             self._refuse_numbers()
 
         paths: list[Sequence[int]] = [verdict.path for verdict in verdicts]
-        if read := sum(along):
-            paths = [[*range(n), *(n + node for node in path)] for n, path in zip(along, paths, strict=True)]
-            for member, more in zip(members, along, strict=True):
+        if read := sum(prefill):
+            paths = [[*range(n), *(n + node for node in path)] for n, path in zip(prefill, paths, strict=True)]
+            for member, more in zip(members, prefill, strict=True):
                 member.read += more
         self.cache.commit(paths)
         emitted = [self._emit(*each) for each in zip(members, trees, verdicts, strict=True)]
@@ -252,7 +252,7 @@ class Engine(Batch):
             top = scores.top_log_probs(b, verdicts[b], len(said), most) if most else None
             calls = (shared, *member.row.calls)
             member.row.calls.clear()
-            what = (trees[b], drafted[b], verdicts[b], timings, logs, member.finish, along[b], calls, top)
+            what = (trees[b], drafted[b], verdicts[b], timings, logs, member.finish, prefill[b], calls, top)
             steps.append(Step(member.row.id, said, sources, *what))
         for slot in range(len(members) - 1, -1, -1):
             if members[slot].finish is not None:
@@ -318,31 +318,21 @@ class Engine(Batch):
                     probes[b] = probe
         return probes
 
-    def _forward(
-        self,
-        members: list[Member],
-        trees: Sequence[DraftTree],
-        probes: Sequence[DraftTree],
-        along: Sequence[int],
-    ) -> PassResult:
-        """The pass over all rows' trees; tokens come with it where every row takes the most probable ones.
-
-        along  how many prompt tokens it reads of each row
-        """
-        texts = [member.row.tokens[member.read : member.read + n] for member, n in zip(members, along, strict=True)]
+    def _forward(self, members: list[Member], trees: Sequence[DraftTree], probes: Sequence[DraftTree]) -> PassResult:
+        """The pass over all rows' trees; tokens come with it where every row takes the most probable ones."""
+        prompts = [member.row.tokens[member.read : member.read + member.unread] for member in members]
         taps = {layer for member in members for layer in member.drafter.needs.layers}
         if probes:
             trees = [tree.beside(probe) for tree, probe in zip(trees, probes, strict=True)]
         # not through ``Module.__call__``, which first looks for hooks
         return self.target.forward(
-            Inputs.of_trees(trees, texts),
+            Inputs.of_trees(trees, prompts),
             self.cache,
             slots=slice(0, len(members)),
             taps=sorted(taps),
             rider=self.rider_of(members[0].drafter),
             need="tokens" if all(member.greedy for member in members) else "hidden",
             loras=[member.request.lora for member in members],
-            along=along,
         )
 
     @staticmethod

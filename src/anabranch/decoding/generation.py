@@ -145,12 +145,16 @@ def stream(
     """Yield the chunks of one request as they are decoded. Closing the generator cancels the request and frees its row.
 
     Raises InputError or CapabilityError for a request that cannot be served, immediately rather than with the first
-    chunk.
+    chunk; the request is submitted with the first one.
     """
-    return _chunks(scheduler, scheduler.submit(request, drafter), tokenizer, stop)
+    scheduler.check(request, drafter)
+    return _chunks(scheduler, request, drafter, tokenizer, stop)
 
 
-def _chunks(scheduler: Scheduler, ticket: Ticket, tokenizer: Any, stop: Sequence[str]) -> Generator[Chunk, None, None]:
+def _chunks(
+    scheduler: Scheduler, request: Request, drafter: Drafter, tokenizer: Any, stop: Sequence[str]
+) -> Generator[Chunk, None, None]:
+    ticket = scheduler.submit(request, drafter, checked=True)
     output = _Output(ticket, tokenizer, stop)
     try:
         for step in scheduler.steps(ticket):
@@ -189,7 +193,7 @@ def generate(
             while waiting or running:
                 while waiting and len(running) < rows:
                     index, request = waiting.popleft()
-                    ticket = scheduler.submit(request, drafter)
+                    ticket = scheduler.submit(request, drafter, checked=True)
                     running.append((index, ticket, _Output(ticket, tokenizer, stop, whole=True)))
                 if not any(ticket.steps or ticket.done for _, ticket, _ in running):
                     scheduler.advance(running[0][1])

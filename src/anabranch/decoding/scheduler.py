@@ -176,9 +176,10 @@ class Scheduler:
         return bool(self._waiting or self._running)
 
     # -- requests come and go ---------------------------------------------------------------------------
-    def submit(self, request: Request, drafter: Drafter) -> Ticket:
-        """Queue a request. Raises InputError, CapabilityError or OutOfMemoryError for one that cannot be served."""
-        self.check(request, drafter)
+    def submit(self, request: Request, drafter: Drafter, *, checked: bool = False) -> Ticket:
+        """Queue a request. Raises what ``check`` raises, unless that was called before (``checked``)."""
+        if not checked:
+            self.check(request, drafter)
         with self._mutex:
             if self._closed:
                 raise InputError("this model is closed; load it again")
@@ -188,7 +189,7 @@ class Scheduler:
                 ticket.request = _lending(ticket)
                 self._waiting.append(ticket)
                 return ticket
-        return second.submit(request, NoDrafter())
+        return second.submit(request, NoDrafter(), checked=True)
 
     def cancel(self, ticket: Ticket) -> None:
         """End a request; its row is free at once, or after the step that is running."""
@@ -415,8 +416,8 @@ class Scheduler:
                 assert ticket.used is not None
                 reused = self._reuse(engine, ticket, ticket.used)
                 shared = SHARED_CHUNK if self.target.ragged else 0  # others would be padded to its width
-                along = shared if engine.active else CHUNK
-                ticket.row = engine.join(ticket.remaining, ticket.used, known=reused, along=along)
+                prefill = shared if engine.active else CHUNK
+                ticket.row = engine.join(ticket.remaining, ticket.used, known=reused, prefill=prefill)
             except Exception as error:
                 with self._mutex:
                     self._waiting.popleft()

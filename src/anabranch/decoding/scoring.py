@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from anabranch.decoding.batch import check_tokens
 from anabranch.decoding.scheduler import Scheduler
 from anabranch.errors import CapabilityError, InputError, NumericsError
 from anabranch.model.cache import Cache
@@ -59,8 +60,7 @@ def score(scheduler: Scheduler, tokens: Sequence[int], lora: str | None = None) 
         raise CapabilityError("this target's passes have streams, so it has no score of a text; load the model without")
     if lora is not None:
         target.loras.check(lora)
-    if wrong := [token for token in tokens if not 0 <= token < config.vocab_size]:
-        raise InputError(f"the text has the token id {wrong[0]}, but the vocabulary ends at {config.vocab_size - 1}")
+    check_tokens(tokens, config.vocab_size, "the text")
     if len(tokens) > config.max_positions:
         raise InputError(
             f"the text has {len(tokens)} tokens, but the model's limit is {config.max_positions}; split it"

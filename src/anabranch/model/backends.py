@@ -85,10 +85,10 @@ class TorchBackend:
 
     def run(self, network: Network, request: PassRequest) -> PassResult:
         """A whole pass; see ``Backend``."""
-        inputs, cache, slots, taps, rider, _, sides, along = request
+        inputs, cache, slots, taps, rider, _, sides = request
         nodes = Nodes.of(inputs, cache.lengths[slots])
         run = Pass(network.config, nodes, cache, slots, network.rope(), sides=sides)
-        return self._through(network, run, inputs.counts_B, taps, rider).without(along)
+        return self._through(network, run, inputs.counts_B, taps, rider).without_prefill(inputs)
 
     def _through(
         self, network: Network, run: Pass, counts_B: Sequence[int], taps: Sequence[int], rider: Rider | None
@@ -171,8 +171,8 @@ class GraphBackend(TorchBackend):
 
     def run(self, network: Network, request: PassRequest) -> PassResult:
         """A whole pass at the next larger shapes; see ``Backend``."""
-        inputs, cache, slots, taps, rider, _, sides, along = request
-        if slots.start or any(along) or sides is not None or (rider is not None and not rider.fixed):
+        inputs, cache, slots, taps, rider, _, sides = request
+        if slots.start or inputs.prefill_B or sides is not None or (rider is not None and not rider.fixed):
             return super().run(network, request)  # a pass that does not start at the first row reads a prompt
         rows, nodes = len(inputs.counts_B), inputs.width
         width, longest = width_bucket(nodes, rows), max(cache.lengths[slots])

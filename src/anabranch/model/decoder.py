@@ -104,7 +104,6 @@ class Decoder(Network):
         rider: Rider | None = None,
         need: Need = "logits",
         loras: Sequence[str | None] = (),
-        along: Sequence[int] = (),
     ) -> PassResult:
         """Run one pass over the nodes of ``inputs``; their keys and values are appended to ``cache``, not committed.
 
@@ -114,8 +113,6 @@ class Decoder(Network):
         need     what to compute: keys and values only; or the rows after the last norm; with these, their logits or the
                  greedy tokens
         loras    the name of each row's LoRA, or None [B]; empty: no row has one
-        along    how many of each row's first nodes, a chain, are read only for their keys and values [B]; the result is
-                 without them. Empty: none; a rider takes none
 
         Raises InputError where the nodes do not fit the cache or the learned positions.
         """
@@ -125,8 +122,8 @@ class Decoder(Network):
             self._check_positions(inputs, cache.lengths[slots])
         sides = self.loras.sides(loras)
         assert sides is None or rider is None or not rider.rides, "rows that ride take no LoRA"
-        assert rider is None or not any(along), "a rider takes part in all nodes of a pass"
-        request = PassRequest(inputs, cache, slots, taps, rider, need, sides, along)
+        assert rider is None or not inputs.prefill_B, "a rider takes part in all nodes of a pass"
+        request = PassRequest(inputs, cache, slots, taps, rider, need, sides)
         result = self.backend.run(self, request)
         if need == "logits":
             return result._replace(logits_MV=self.logits(result.hidden_MD))

@@ -32,23 +32,27 @@ class Inputs:
     Parents are indices within the row and precede their children; -1 marks a node without a parent. A row of 0 nodes
     takes no part in the pass. Where all rows must have one width, they are padded at the end to [B, N]; a padding node
     sees only itself, and no other node sees it.
+
+    prefill_B  how many of each row's first nodes, a chain, are the end of its prompt: only their keys and values are
+               computed, and the pass returns nothing for them. Empty: none
     """
 
     tokens_M: NDArray[np.int64]
     parents_M: NDArray[np.int64]
     counts_B: Sequence[int]
+    prefill_B: Sequence[int] = ()
 
     @staticmethod
-    def of_trees(trees: Sequence[DraftTree], along: Sequence[Sequence[int]] = ()) -> Inputs:
-        """The draft trees of one step, one for each row; ``along``: tokens before each, which are a chain above it."""
-        if any(along):
-            pairs = list(zip(along, trees, strict=True))
+    def of_trees(trees: Sequence[DraftTree], prefill: Sequence[Sequence[int]] = ()) -> Inputs:
+        """The draft trees of one step, one for each row; ``prefill``: prompt tokens of each, a chain above its tree."""
+        if any(prefill):
+            pairs = list(zip(prefill, trees, strict=True))
             tokens_of = [part for before, tree in pairs for part in (np.array(before, np.int64), tree.tokens)]
             parents_of = [
                 part for before, tree in pairs for part in (np.arange(-1, len(before) - 1), tree.parents + len(before))
             ]
             counts = [len(before) + tree.size for before, tree in pairs]
-            return Inputs(np.concatenate(tokens_of), np.concatenate(parents_of), counts)
+            return Inputs(np.concatenate(tokens_of), np.concatenate(parents_of), counts, list(map(len, prefill)))
         if len(trees) == 1:
             return Inputs(trees[0].tokens, trees[0].parents, (trees[0].size,))
         tokens, parents = (
@@ -66,6 +70,13 @@ class Inputs:
     def of_prompt(tokens: Sequence[int]) -> Inputs:
         """A stretch of one prompt: one row, a chain."""
         return Inputs.of_chains(np.asarray([tokens], np.int64))
+
+    @property
+    def returned_B(self) -> Sequence[int]:
+        """The number of each row's nodes for which the pass returns something: all but ``prefill_B``."""
+        if not self.prefill_B:
+            return self.counts_B
+        return [count - prefill for count, prefill in zip(self.counts_B, self.prefill_B, strict=True)]
 
     @property
     def starts_B(self) -> list[int]:

@@ -211,8 +211,6 @@ class PassRequest(NamedTuple):
     rider    a drafter's part in the pass
     need     what is read of the result; a backend may leave out the rest, and return the greedy tokens if it is these
     sides    what is added in each layer to some rows of the batch (``row_lora``); None: nothing
-    along    how many of each row's first nodes, a chain, are read only for their keys and values; empty: none.
-             The result is without them
     """
 
     inputs: Inputs
@@ -222,7 +220,6 @@ class PassRequest(NamedTuple):
     rider: Rider | None
     need: Need
     sides: Sequence[RowSide] | None = None
-    along: Sequence[int] = ()
 
 
 class PassResult(NamedTuple):
@@ -251,11 +248,11 @@ class PassResult(NamedTuple):
         """The places of a row's nodes in M."""
         return slice(self.starts_B[row], self.starts_B[row] + self.counts_B[row])
 
-    def without(self, along: Sequence[int]) -> PassResult:
-        """The same without so many of each row's first nodes; there are no rows of a rider, and no logits yet."""
-        if not any(along):
+    def without_prefill(self, inputs: Inputs) -> PassResult:
+        """The same without the nodes of ``inputs.prefill_B``; there are no rows of a rider, and no logits yet."""
+        if not inputs.prefill_B:
             return self
-        counts = [count - more for count, more in zip(self.counts_B, along, strict=True)]
+        counts = inputs.returned_B
         kept = [torch.arange(self.nodes(b).stop - count, self.nodes(b).stop) for b, count in enumerate(counts)]
         at_M = torch.cat(kept).to(self.hidden_MD.device)
         taps = {layer: rows[at_M] for layer, rows in self.taps.items()}

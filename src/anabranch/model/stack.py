@@ -240,28 +240,28 @@ class Stack:
         *,
         need: Need,
         tapped: int | None = None,
-        along: Sequence[int] = (),
+        prefill: Sequence[int] = (),
     ) -> tuple[Tensor, NDArray[np.int64] | None, Tensor | None]:
         """A whole pass in one call: hidden states after the last norm [M, D] in the weights' type (none if only keys
         and values are needed), the greedy tokens [M] if these are, and the float32 rows before layer ``tapped`` [M, D];
-        of all nodes but each row's first ones that are read ``along``.
+        of all nodes but each row's first ``prefill`` ones, which are prompt tokens.
         """
         assert self._ends is not None, "only a stack made by of_target runs whole passes"
         tokens_M, d = np.ascontiguousarray(tokens_M, np.int64), self.config.hidden_size
         assert tokens_M.shape == (step.native.nodes,)
         assert slot + step.native.batch <= cache.keys.shape[1]
-        nodes = len(tokens_M) - sum(along)
-        require(len(along) in (0, step.native.batch), "{} numbers of nodes for each row to read along", len(along))
+        nodes = len(tokens_M) - sum(prefill)
+        require(len(prefill) in (0, step.native.batch), "{} numbers of prompt tokens for each row", len(prefill))
         hidden = torch.empty((0 if need == "keys" else nodes, d), dtype=cache.keys.dtype)
         chosen = np.empty(nodes, np.int64) if need == "tokens" else None
         seen = None if tapped is None else torch.empty((nodes, d), dtype=torch.float32)
         ends = native.Ends.from_buffer_copy(self._ends)
         ends.tokens, ends.hidden = address(tokens_M), hidden.data_ptr() or None
         ends.chosen = None if chosen is None else address(chosen)
-        along_B = np.array(along, np.int64) if any(along) else None
-        ends.along = None if along_B is None else address(along_B)
+        prefill_B = np.array(prefill, np.int64) if any(prefill) else None
+        ends.prefill = None if prefill_B is None else address(prefill_B)
         ready = self.ready(cache, slot, 0, self.config.num_layers)
-        self.kernels.layers(*ready, step.native, ends, seen, tapped or 0, sum(along))
+        self.kernels.layers(*ready, step.native, ends, seen, tapped or 0, sum(prefill))
         return hidden, chosen, seen
 
     def normed(self, x: Tensor, norm: Norm) -> Tensor:
@@ -292,7 +292,7 @@ class NativeBackend(TorchBackend):
 
     def run(self, network: Network, request: PassRequest) -> PassResult:
         """A whole pass, whose rows are not padded; with a rider or several tapped layers it takes several calls."""
-        inputs, cache, slots, taps, rider, need, sides, along = request
+        inputs, cache, slots, taps, rider, need, sides = request
         assert sides is None, "a target with LoRAs by row is not packed for the native kernels"
         if rider is not None or len(taps) > 1:
             return super().run(network, request)
@@ -302,14 +302,10 @@ class NativeBackend(TorchBackend):
         if need == "tokens" and network.config.logit_softcap is not None:
             need = "hidden"
         hidden, tokens, seen = self.stack.through(
-            inputs.tokens_M, step, cache, slots.start, need=need, tapped=tapped, along=along
+            inputs.tokens_M, step, cache, slots.start, need=need, tapped=tapped, prefill=inputs.prefill_B
         )
         found = {} if seen is None or tapped is None else {tapped: seen}
-        counts_B, starts_B = inputs.counts_B, inputs.starts_B
-        if any(along):
-            counts_B = [count - more for count, more in zip(counts_B, along, strict=True)]
-            starts_B = starts_of(counts_B)
-        return PassResult(counts_B, starts_B, hidden, tokens, taps=found)
+        return PassResult(inputs.returned_B, starts_of(inputs.returned_B), hidden, tokens, taps=found)
 
     def layers(self, network: Network, x_BND: Tensor, run: Pass, low: int, high: int) -> Tensor:
         """Layers ``low`` to ``high`` - 1, in float32; see ``Backend``."""

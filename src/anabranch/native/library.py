@@ -318,17 +318,17 @@ class Library:
         ends: Ends | None = None,
         tap: Tensor | None = None,
         tapped: int = 0,
-        along: int = 0,
+        prefill: int = 0,
     ) -> None:
         """Run layers over ``batch.x`` in place; keys and values are written after the committed ones.
 
         The cache is float32 if the weights are, else bf16. Either all weights of a layer are quantised or none. With
         ``ends`` the pass starts with tokens and ends with the last norm and, if requested, with tokens. ``tap``
-        receives the rows before layer ``tapped`` of these. ``along`` is the sum of those of ``ends``.
+        receives the rows before layer ``tapped`` of these. ``prefill`` is the sum of those of ``ends``.
         """
         require(len(layers) > 0, "a pass has no layers")
         if tap is not None:
-            filled(tap, (batch.nodes - along) * shape.d, torch.float32)
+            filled(tap, (batch.nodes - prefill) * shape.d, torch.float32)
         with self.lock:
             self._c.anabranch_layers(
                 *(layers[0].qkv.kind, self.runner(), ctypes.byref(shape), layers, len(layers), ctypes.byref(batch)),

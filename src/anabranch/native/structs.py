@@ -71,7 +71,7 @@ class RaggedBatch(ctypes.Structure):
 class Ends(ctypes.Structure):
     """The start of a pass, from tokens, and its end: the last norm, and the tokens that the head chooses.
 
-    along  how many nodes at the start of each batch row only continue its text; what is returned is without them
+    prefill  how many nodes at the start of each batch row are prompt tokens, for which nothing is returned
     """
 
     _fields_ = (
@@ -81,7 +81,7 @@ class Ends(ctypes.Structure):
         ("bias", ctypes.c_void_p),
         ("screen", Screen),
         ("chosen", ctypes.c_void_p),
-        ("along", ctypes.c_void_p),
+        ("prefill", ctypes.c_void_p),
     )
 
 
@@ -92,7 +92,7 @@ LAST: tuple[tuple[type[ctypes.Structure], str], ...] = (
     (Layer, "values"),
     (Shape, "head_stride"),
     (RaggedBatch, "turns"),
-    (Ends, "along"),
+    (Ends, "prefill"),
     (Screen, "size"),
 )
 
