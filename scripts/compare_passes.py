@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from checkouts import HERE, Worker
 
 FORMATS = ("bf16", "compact", "float32", "int8", "int4")
@@ -172,10 +173,9 @@ def main() -> None:
         return
     if args.before is None:
         parser.error("give the other checkout with --before")
-    from compare_commits import commit_of
-
     from anabranch.bench.report import environment
     from anabranch.support.files import shown_command, write_atomically
+    from compare_commits import commit_of
 
     args.shape = args.shape or list(SHAPES)
     found = [result for kind in args.format or FORMATS for result in compare(kind, args)]

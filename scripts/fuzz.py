@@ -60,6 +60,7 @@ def run(args: argparse.Namespace, place: Path) -> int:
     os.environ["ANABRANCH_HOME"] = os.environ.get("ANABRANCH_HOME", str(place / "home"))
     sys.path[:0] = map(str, TOYS)
     import torch
+
     from fuzz_cases import KINDS
 
     torch.set_num_threads(1)
@@ -159,9 +160,8 @@ class Worker:
 
 def work(pipe: Connection) -> None:
     """What a worker does: spoil, use, tell."""
-    from fuzz_cases import KINDS
-
     from anabranch.errors import AnabranchError
+    from fuzz_cases import KINDS
 
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     limit = pages * resource.getpagesize() + MEMORY

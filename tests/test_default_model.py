@@ -1,6 +1,6 @@
 """The default model and the adapter that ships with it, in float32: what a user runs, on a few tokens.
 
-The longer runs are scripts/exactness.py and ``anabranch bench``.
+The longer runs are research/exactness.py and ``anabranch bench``.
 """
 
 from __future__ import annotations

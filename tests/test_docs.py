@@ -99,7 +99,7 @@ def written_commands(page: Path) -> Iterator[list[str]]:
 def complaint(words: list[str]) -> str | None:
     """What is wrong with a command of ours: an unknown verb or option, or a script that is not there."""
     program, *rest = words
-    if program in ("python", "python3") and rest and rest[0].startswith("scripts/"):
+    if program in ("python", "python3") and rest and rest[0].startswith(("scripts/", "research/")):
         script = ROOT / rest[0]
         if not script.is_file():
             return f"there is no {rest[0]}"
@@ -162,7 +162,7 @@ def test_every_picture_is_shown_somewhere() -> None:
 
 def check_numbers(root: Path) -> tuple[int, str]:
     """Exit status and output of the check of generated files in the checkout ``root``."""
-    script = root / "scripts" / "benchmarks_page.py"
+    script = root / "research" / "benchmarks_page.py"
     done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, check=False)
     print(done.stderr)  # shown if a test fails
     return done.returncode, done.stdout
@@ -174,7 +174,7 @@ def test_numbers_are_those_of_the_result_files() -> None:
 
 @pytest.mark.thorough
 def test_a_changed_number_is_found(tmp_path: Path) -> None:
-    for name in ("docs", "benchmarks", "scripts"):
+    for name in ("docs", "benchmarks", "research"):
         shutil.copytree(ROOT / name, tmp_path / name)
     text = README.read_text(encoding="utf-8")
     changed = re.sub(r"\| bf16 \| \d+ \|", "| bf16 | 999 |", text, count=1)

@@ -39,8 +39,8 @@ def test_the_models_are_the_published_ones(name: str, published: float) -> None:
 
 @pytest.fixture(scope="module")
 def papers() -> ModuleType:
-    """``scripts/paper_parameters.py``: the papers' columns, and our counts."""
-    path = Path(__file__).resolve().parents[2] / "scripts" / "paper_parameters.py"
+    """``research/paper_parameters.py``: the papers' columns, and our counts."""
+    path = Path(__file__).resolve().parents[2] / "research" / "paper_parameters.py"
     spec = importlib.util.spec_from_file_location("paper_parameters", path)
     assert spec is not None
     assert spec.loader is not None

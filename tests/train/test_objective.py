@@ -104,7 +104,7 @@ def test_segments_of_any_size_are_the_naive_layout(
 
 
 def test_the_script_that_measures_segments_compares_the_same_loss() -> None:
-    path = Path(__file__).resolve().parents[2] / "scripts" / "segment_memory.py"
+    path = Path(__file__).resolve().parents[2] / "research" / "segment_memory.py"
     spec = importlib.util.spec_from_file_location("segment_memory", path)
     assert spec is not None
     assert spec.loader is not None

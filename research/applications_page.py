@@ -1,0 +1,110 @@
+"""Write the results part of docs/applications.md from the newest benchmarks/application-TASK-*.json of each task.
+
+python research/applications_page.py            # write
+python research/applications_page.py --check    # write nothing; exit 1 and name every file that would change
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from anabranch.bench.calls import CALL_TITLES, call_cells
+from anabranch.bench.quality import percent, quartiles_cell
+from anabranch.bench.task_table import signed_cell
+from benchmark_tables import machine_line, table
+from generated import ROOT, write_or_check
+
+BENCHMARKS, PAGE = ROOT / "benchmarks", "docs/applications.md"
+START, END = "<!-- results: research/applications_page.py -->", "<!-- end of results -->"
+TITLES = {"sql": "Text to SQL", "e2e": "Restaurant descriptions", "dialogsum": "Summaries of dialogues"}
+Result = Mapping[str, Any]
+
+
+def newest() -> dict[str, Result]:
+    """The newest result of each task."""
+    found: dict[str, Result] = {}
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(BENCHMARKS.glob("application-*.json"))]
+    for result in sorted(results, key=lambda each: str(each["environment"]["date"])):
+        found[result["task"]["name"]] = result
+    return {name: found[name] for name in (*TITLES, *found) if name in found}
+
+
+def section(name: str, result: Result) -> list[str]:
+    """What was measured of one task."""
+    task = result["task"]
+    return [
+        f"### {TITLES.get(name, name)}",
+        "",
+        f"{machine_line(result)} {result['rows']} of {task['of']:,} rows of the split {task['split']}, greedy, at most "
+        f"{result['max_new_tokens']} new tokens.",
+        "",
+        f"`{result['command']}`",
+        "",
+        *decoded(result),
+        "Training:",
+        "",
+        *trained(result),
+    ]
+
+
+def decoded(result: Result) -> list[str]:
+    """Quality and speed of every model and drafter."""
+    titles = ["model", "drafter"]
+    for title in result["columns"].values():
+        titles += [f"{title}, %", "difference"]
+    titles += [
+        "equal texts",
+        "tokens per target pass",
+        *CALL_TITLES,
+        "over its own plain decoding",
+        "over plain LoRA's",
+    ]
+    lines = []
+    for one in result["contenders"]:
+        cells = [f"`{one['result']}`", f"`{one['name']}`"]
+        if "error" in one:
+            lines.append([*cells, one["error"]])
+            continue
+        for key in result["columns"]:
+            cells += [percent(one["quality"][key]), signed_cell(one["difference"][key])]
+        length = one["mean_acceptance_length"]
+        cells += [f"{one['equal_texts']}/{result['rows']}", "-" if length is None else f"{length:.2f}"]
+        cells += call_cells(one)
+        cells += [quartiles_cell(one["own_speedup_quartiles"]), quartiles_cell(one["speedup_quartiles"])]
+        lines.append(cells)
+    return table(titles, lines, left=2)
+
+
+def trained(result: Result) -> list[str]:
+    """What training took."""
+    titles = ("form", "extra parameters", "MB", "MB of LoRA", "rows", "answer tokens", "epochs", "steps", "minutes")
+    lines = [
+        [
+            f"`{one['form']}`",
+            f"{one['extra_parameters']:,}",
+            f"{one['bytes'] / 1e6:.1f}",
+            f"{one['lora_bytes'] / 1e6:.1f}" if one["lora_bytes"] else "-",
+            f"{one['examples']:,}",
+            f"{one['answer_tokens']:,}",
+            f"{one['epochs']:g}",
+            f"{one['steps']:,}",
+            f"{one['seconds'] / 60:.0f}",
+        ]
+        for one in result["forms"]
+    ]
+    commands = [f"{one['form']}: `{one['command']}`" for one in result["forms"]]
+    return [*table(titles, lines), *[f"- {line}" for line in commands], ""]
+
+
+def outputs() -> dict[str, str]:
+    """The page, with its results part as the newest results say."""
+    text = (ROOT / PAGE).read_text(encoding="utf-8")
+    lines = [line for name, result in newest().items() for line in section(name, result)]
+    before, rest = text.split(START)
+    return {PAGE: before + "\n".join([START, *lines, END]) + rest.split(END)[1]}
+
+
+if __name__ == "__main__":
+    write_or_check("applications_page.py", (__doc__ or "").split("\n")[0], outputs)

@@ -1,0 +1,398 @@
+"""The tables of docs/benchmarks.md: one function for each kind of result file, found by the keys of the file.
+
+A function takes the parsed file and returns lines of Markdown. A file of no known kind is listed with its command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from anabranch.bench.report import blocks
+from anabranch.bench.throughput import THROUGHPUT_TITLES, throughput_rows
+
+__all__ = ["added", "at_a_time", "comparison", "kind_of", "machine_line", "table", "tables_of"]
+
+Result = Mapping[str, Any]
+
+
+def table(titles: Sequence[str], rows: Sequence[Sequence[object]], left: int = 1) -> list[str]:
+    """A Markdown table; the first ``left`` columns are aligned left, the others right."""
+    lines = ["| " + " | ".join(title.replace("\n", " ") for title in titles) + " |"]
+    lines.append("|" + "---|" * left + "---:|" * (len(titles) - left))
+    lines += ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return [*lines, ""]
+
+
+def machine_line(result: Result) -> str:
+    """Date, processor, kernels and versions, as far as the file says; empty where it says nothing."""
+    where = result.get("environment")
+    if where is None:
+        told = ", ".join(str(result[key]) for key in ("date", "machine") if key in result)
+        return told and f"{told}."
+    parts = [where["date"], f"{where['processor']} ({', '.join(where['instructions'])})", f"{where['threads']} threads"]
+    if "kernels" in where:
+        parts.append(f"{where['kernels']} kernels")
+    parts += [f"PyTorch {where['torch']}", f"transformers {where['transformers']}", f"commit {where['commit']}"]
+    return f"{', '.join(parts)}."
+
+
+def _rates(machine: Result) -> str:
+    tflops = machine["matrix_tflop_s"][1]
+    return f"{machine['read_gb_s'][1]:.1f} GB/s and {tflops:.{2 if tflops >= 0.1 else 4}f} TFLOP/s"
+
+
+def _memory_line(machine: Result) -> str:
+    """What the machine reached before and after the run, and the floor that its memory sets."""
+    after = f", and {_rates(machine['after'])} after it" if "after" in machine else ""
+    return (
+        f"The machine reached {_rates(machine)} before the run{after}: a token of plain decoding takes at least "
+        f"{machine['floor_ms']:.1f} ms, the time to read the weights once."
+    )
+
+
+def at_a_time(run: Result) -> str:
+    """How many prompts a comparison decodes together, in words."""
+    rows = run.get("rows", 1)
+    return "one prompt at a time" if rows == 1 else f"{rows} prompts at a time"
+
+
+def added(record: Result) -> list[str]:
+    """Name the additions that drafted beside a contender's own method, by the sources of its tokens.
+
+    Until these were drafters and settings of their own, ``streams`` had them by default.
+    """
+    sources = record.get("sources") or {}
+    copy = any(source.startswith(("lead ", "quantized ")) for source in sources)
+    return (["a 4-bit copy of the target"] if copy else []) + (["copying from the text"] if "copy" in sources else [])
+
+
+def _additions(result: Result) -> list[str]:
+    """A sentence for contenders whose names do not say what was added to them."""
+    found: dict[str, list[str]] = {}
+    for record in result["contenders"]:
+        named = str(record.get("drafter", record["spec"]))
+        if "quantized_draft" not in named and "copy=yes" not in named and (more := added(record)):
+            found.setdefault(" and ".join(more), []).append(f"`{record['name']}`")
+    drafters = [f"{', '.join(names)} with {more}" for more, names in found.items()]
+    if not drafters:
+        return []
+    return [
+        "In this run drafters did not name all that drafted. By the sources of their tokens there drafted "
+        f"{'; '.join(drafters)} ([now](methods/streams.md#what-is-ours) `+quantized_draft` and `copy=yes`).",
+        "",
+    ]
+
+
+def comparison(result: Result) -> list[str]:
+    """Drafters and peers on the same prompts (``anabranch bench``)."""
+    run = result["run"]
+    sampling = "greedy" if run["temperature"] == 0 else f"temperature {run['temperature']:g}, seed {run['seed']}"
+    lines = [
+        f"{result['prompts_done']} prompts of {run['suite']}, {run['max_new_tokens']} new tokens, {sampling}, "
+        f"{run['dtype']}, {at_a_time(run)}. {_memory_line(result['machine'])}",
+        "",
+    ]
+    chosen = [
+        f"`{r['name']}` was `{r['drafter']}`"
+        for r in result["contenders"]
+        if r["name"].startswith("auto") and r.get("drafter", r["spec"]) != r["spec"]
+    ]
+    if chosen:
+        lines += [f"In this run {', '.join(chosen)}, chosen when the model was loaded.", ""]
+    lines += _additions(result)
+    for caption, titles, rows in blocks(result):
+        lines += [f"**{caption}**", "", *table(titles, rows, left=2 if titles[-1] == "error" else 1)]
+    return lines
+
+
+def _long_context(result: Result) -> list[str]:
+    rows = [
+        (f"{r['context']:,}", f"`{r['method']}`", r["prefill_s"], r["step_ms"], r["tokens_per_step"])
+        for r in result["rows"]
+    ]
+    return table(("context (tokens)", "drafter", "prefill s", "ms/step", "tokens per target pass"), rows, left=2)
+
+
+def _exactness(result: Result) -> list[str]:
+    rows = [(f"`{name}`", f"{m['equal']} of {m['prompts']}") for name, m in result["methods"].items()]
+    return [
+        f"{result['new_tokens']} new tokens, {result['dtype']}; prompts whose tokens are those of plain decoding.",
+        "",
+        *table(("method", "equal"), rows),
+    ]
+
+
+def _memory(result: Result) -> list[str]:
+    rows = [(f"peak: {what}", f"{mb:.0f}") for what, mb in result["peak_mb"].items()]
+    return table(("what", "MB"), [*rows, ("weights", result["weights_mb"]), ("cache", result["cache_mb"])])
+
+
+def _growth(result: Result) -> list[str]:
+    first, *_, last = held = result["held_mb"]
+    rows = [
+        ("model loaded", result["loaded_mb"]),
+        (f"after `{first[0]}`", first[1]),
+        (f"after {len(held) - 1} more drafters and prompts, the last a {last[0]}", last[1]),
+    ]
+    return table(("when", "resident MB"), rows)
+
+
+def _segments(result: Result) -> list[str]:
+    """Segment attention against the naive layout: peak memory and speed (``research/segment_memory.py``)."""
+    by_shape: dict[tuple[int, int], dict[str, Result]] = {}
+    for row in result["rows"]:
+        by_shape.setdefault((row["gamma"], row["length"]), {})[row["layout"]] = row
+    rows = []
+    for (gamma, length), found in by_shape.items():
+        cells = [
+            "not run" if "not_run" in found[layout] else f"{found[layout][field]:,.0f}"
+            for field in ("peak_mb", "positions_per_second")
+            for layout in ("segments", "naive")
+        ]
+        rows.append((gamma, f"{length:,}", *cells))
+    titles = ("gamma", "tokens", "MB, segments", "MB, naive", "positions/s, segments", "positions/s, naive")
+    return table(titles, rows, left=0)
+
+
+def _predicted(result: Result) -> list[str]:
+    cells = [result[f"{what}_mean_acceptance_length"] for what in ("predicted", "decoded")]
+    return table(
+        ("prompts", "nodes", "predicted tokens per target pass", "decoded tokens per target pass"),
+        [(result["prompts"], result["nodes"], *(f"{cell:.3f}" for cell in cells))],
+        left=0,
+    )
+
+
+def _decoded(result: Result) -> list[str]:
+    """Tokens a pass that drafters decoded on prompts of several kinds (``research/acceptance_by_kind.py``)."""
+    decoded = result["decoded"]
+    rows = [
+        [
+            kind,
+            *(f"{run['tokens_per_pass'][kind]:.2f}" for run in decoded),
+            min(run["equal_to_plain"][kind] for run in decoded),
+        ]
+        for kind in decoded[0]["tokens_per_pass"]
+    ]
+    titles = [
+        "kind of prompt",
+        *(f"`{run['drafter']}`, tokens per target pass" for run in decoded),
+        "texts equal to plain decoding",
+    ]
+    return [
+        f"{result['prompts_of_a_kind']} prompts of each kind, {result['new_tokens']} new tokens, one at a time.",
+        "",
+        *table(titles, rows),
+    ]
+
+
+def _own_evaluation(result: Result) -> list[str]:
+    rows = [
+        (name, *(f"{result[side][key]:.3f}" for side in ("spec_bench", "ours")))
+        for name, key in (
+            ("tokens per target pass", "mean_acceptance_length"),
+            ("tokens/s", "tokens_per_second"),
+            ("tokens/s, plain decoding", "plain_tokens_per_second"),
+            ("speedup", "speedup"),
+        )
+    ]
+    return [f"`{result['method']}`, {result['questions']} questions.", "", *table(("", "Spec-Bench", "ours"), rows)]
+
+
+def _tune(result: Result) -> list[str]:
+    if "step_ms" in result:  # written before times were kept as text
+        passes = result["step_ms"]
+    else:
+        passes = {
+            name: {nodes: float(ms) for nodes, ms in (pair.split(":") for pair in times["pass"].split("/"))}
+            for name, times in result["times"].items()
+        }
+    widths = list(passes["none"])
+    low, high = result["interval_90"]
+    return [
+        f"Chosen: `{result['drafter']}`, {result['speedup']:.2f} times plain decoding; predicted "
+        f"{result['predicted_tokens_per_second']:.0f} tokens/s (90 % interval {low:.0f} to {high:.0f}), measured "
+        f"{result['measured_tokens_per_second']:.0f}.",
+        "",
+        *table(
+            ("ms a pass by nodes", *widths),
+            [(name, *(f"{times[w]:.1f}" if w in times else "" for w in widths)) for name, times in passes.items()],
+        ),
+    ]
+
+
+def _shape(result: Result) -> list[str]:
+    rows = [
+        (r["kind"], f"{r['context']:,}", r["batch"], f"{r['ms'][1]:.1f} ({r['ms'][0]:.1f}-{r['ms'][2]:.1f})")
+        for r in result["steps"]
+    ]
+    return [
+        f"{result['model']}, {result['dtype']}, random weights. {_memory_line(result['machine'])}",
+        "",
+        *table(("step", "context", "rows", "ms (quartiles)"), rows),
+    ]
+
+
+def _before_after(result: Result) -> list[str]:
+    rows = [
+        (
+            f"`{case['case']}`",
+            *(f"{case['median_tokens_per_second'][side]:.1f}" for side in ("before", "now")),
+            f"{case['ratio']['median']:.3f} ({case['ratio']['quartiles'][0]:.3f}-{case['ratio']['quartiles'][1]:.3f})",
+            case["same_tokens"],
+        )
+        for case in result["cases"]
+    ]
+    commits = result["commits"]
+    return [
+        f"{result['prompts']} prompts, {result['repeats']} repeats, commits {commits['before']} and {commits['now']}.",
+        "",
+        *table(("weights:drafter", "before", "after", "ratio (quartiles)", "same tokens"), rows),
+    ]
+
+
+def _passes(result: Result) -> list[str]:
+    """Forward passes of two commits (``scripts/compare_passes.py``)."""
+    rows = [
+        (
+            case["format"],
+            case["pass"],
+            *(f"{case['median_ms'][side]:.2f}" for side in ("before", "now")),
+            f"{case['ratio']['median']:.3f} ({case['ratio']['quartiles'][0]:.3f}-{case['ratio']['quartiles'][1]:.3f})",
+            "yes" if case["same_results"] else "no",
+        )
+        for case in result["cases"]
+    ]
+    commits = result["commits"]
+    return [
+        f"Commits {commits['before']} and {commits['now']}; ratios of time, lower is faster.",
+        "",
+        *table(("weights", "rows x nodes", "ms before", "ms after", "ratio (quartiles)", "same bits"), rows),
+    ]
+
+
+def _search(result: Result) -> list[str]:
+    rows = [
+        (f"`{name}`", f"{v['parameters']:,}", v["seconds"], f"{v['tree']:.3f}", f"{v['chain']:.3f}")
+        for name, v in result["variants"].items()
+        if "tree" in v
+    ]
+    return [
+        f"{result['answer_tokens']:,} tokens of completions; predicted tokens per target pass of held-out completions.",
+        "",
+        *table(("change", "parameters", "seconds", "tree, 16 nodes", "chain"), rows),
+    ]
+
+
+def _fuzz(result: Result) -> list[str]:
+    rows = [(name, *(counts[key] for key in counts)) for name, counts in result["kinds"].items()]
+    titles = list(next(iter(result["kinds"].values())))
+    return [f"{result['seconds']:.0f} seconds, seed {result['seed']}.", "", *table(("files", *titles), rows)]
+
+
+def _tables(result: Result) -> list[str]:
+    """Building tables of a large text and drafting from them (``research/tables_at_size.py``)."""
+    rows = [
+        (
+            f"`{name}`",
+            *(f"{kind[key]:,}" for key in ("build_seconds", "peak_anonymous_mb", "peak_resident_mb")),
+            f"{kind['bytes_on_disk'] / 1e6:.0f}",
+            *(kind[key] for key in ("open_ms", "draft_ms_median", "draft_ms_99th_percentile", "nodes_mean")),
+        )
+        for name, kind in result["tables"].items()
+    ]
+    titles = ("tables", "build s", "peak MB", "peak MB with mapped pages", "MB on disk", "open ms")
+    return [
+        f"{result['tokens']:,} tokens of a synthetic text, `--memory {result['memory_option_mb']}`; drafts of up to "
+        "16 nodes.",
+        "",
+        *table((*titles, "draft ms, median", "99th percentile", "nodes"), rows),
+    ]
+
+
+def _training_rates(result: Result) -> list[str]:
+    """How fast the methods train, and the memory that they take (``research/training_rates.py``)."""
+    completions = result["completions"]
+    rows = [("completions", "", "", completions["tokens_per_second"], completions["peak_mb"])]
+    rows += [
+        (f"`{name}`", f"{kind['parameters']:,}", kind["arithmetic"], kind["positions_per_second"], kind["peak_mb"])
+        for name, kind in result["methods"].items()
+    ]
+    return [
+        f"Completions of {completions['rows']} prompts at a time; trainings with {result['batch_tokens']} padded "
+        "tokens per step. Rates by processor time are what all threads would reach if nothing else ran.",
+        "",
+        *table(
+            ("stage", "parameters", "arithmetic", "per second, by processor time", "by the clock", "peak MB"),
+            [
+                (*names, f"{rate['by_processor_time']:.0f}", f"{rate['by_clock']:.0f}", f"{peak:,}")
+                for *names, rate, peak in rows
+            ],
+        ),
+    ]
+
+
+def _listed(result: Result) -> list[str]:
+    return []
+
+
+def _throughput(result: Result) -> list[str]:
+    """Rates and latencies by number of concurrent prompts (``anabranch bench --rows``)."""
+    run = result["run"]
+    return [
+        f"{run['prompts']} prompts, {run['max_new_tokens']} new tokens, {run['dtype']}, {run['repeats']} repeats: "
+        f"medians (lowest-highest). {_memory_line(result['machine'])}",
+        "",
+        *table(THROUGHPUT_TITLES, throughput_rows(result["results"])),
+    ]
+
+
+def _methods(result: Result) -> list[str]:
+    """Trained and model-free methods (``research/compare_methods.py``), which have a page of their own."""
+    names = ", ".join(f"`{method['name']}`" for method in result["compared"])
+    return [f"{names}. The newest such result is on the page [Comparison of methods](comparison.md).", ""]
+
+
+def _study(result: Result) -> list[str]:
+    """A study of the papers (``research/study.py``), which have a page of their own."""
+    return [
+        f"`{result['study']}`. The newest result of each study is on the page [The papers' studies](reproduction.md).",
+        "",
+    ]
+
+
+# what a kind is called, the keys that only its files have, and its tables; the page has them in this order
+KINDS: tuple[tuple[str, tuple[str, ...], Callable[[Result], list[str]]], ...] = (
+    ("Spec-Bench: drafters and other engines", ("contenders", "prompts_done"), comparison),
+    ("Several prompts at a time", ("contenders", "results"), _throughput),
+    ("Methods", ("compared",), _methods),
+    ("Long context", ("passages", "rows"), _long_context),
+    ("Exactness", ("methods", "what"), _exactness),
+    ("Tuning", ("interval_90", "candidates"), _tune),
+    ("Predicted acceptance", ("predicted_over_decoded",), _predicted),
+    ("Acceptance by kind of prompt", ("decoded", "prompts_of_a_kind"), _decoded),
+    ("Spec-Bench's own evaluation", ("spec_bench", "ours"), _own_evaluation),
+    ("Step times in the shape of larger models", ("steps", "parameters", "left_out"), _shape),
+    ("Passes, before and after", ("cases", "passes"), _passes),
+    ("Before and after", ("cases", "commits"), _before_after),
+    ("Memory", ("peak_mb",), _memory),
+    ("Memory with many drafters", ("held_mb",), _growth),
+    ("Adapter search", ("variants", "answer_tokens"), _search),
+    ("Segment attention", ("segment", "rows"), _segments),
+    ("Training rates", ("methods", "completions", "batch_tokens"), _training_rates),
+    ("Tables of a large text", ("tables", "tokens"), _tables),
+    ("Fuzzing", ("kinds", "findings"), _fuzz),
+    ("Studies of the papers", ("study",), _study),
+    ("Other results", (), _listed),
+)
+
+
+def kind_of(result: Result) -> str:
+    """The title of the first kind all of whose keys the file has."""
+    return next(title for title, keys, _ in KINDS if all(key in result for key in keys))
+
+
+def tables_of(result: Result) -> list[str]:
+    """The lines of the file's tables."""
+    return next(show for title, _, show in KINDS if title == kind_of(result))(result)

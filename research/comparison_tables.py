@@ -1,0 +1,241 @@
+"""The tables of docs/comparison.md, from a result of ``research/compare_methods.py``; each is a list of lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from anabranch.bench.calls import CALL_TITLES, call_cells
+from benchmark_tables import machine_line, table
+from speed_chart import Dot
+
+__all__ = [
+    "acceptance",
+    "by_depth",
+    "certificates",
+    "costs",
+    "dots",
+    "failures",
+    "heading",
+    "speeds",
+    "summary",
+    "trained",
+]
+
+Result = Mapping[str, Any]
+Method = Mapping[str, Any]
+Record = Mapping[str, Any]
+FORMATS = {"none": "bf16", "int8": "int8", "int4": "int4"}
+LOAD, PLAIN, REJECTION = "auto", "none", "rejection"
+MOST = 10  # dots of the chart
+DEPTHS = 6
+
+
+def heading(result: Result) -> list[str]:
+    """What was run where."""
+    run = result["run"]
+    stopped = "" if result["complete"] else " **The run was stopped before its end.**"
+    return [
+        f"{machine_line(result)} {run['limit']} prompts of {run['suite']} one at a time, {run['max_new_tokens']} new "
+        f"tokens; throughput of {run['rows_limit']} prompts, {run['rows']} at a time, {run['repeats']} repeats; "
+        f"certified in float32 on {run['certify_limit']} prompts, {run['certify_tokens']} new tokens.{stopped}",
+        "",
+        f"`{run['command']}`",
+        "",
+    ]
+
+
+def _part(method: Method, name: str) -> list[Record]:
+    """The records of a part that was measured, without those that failed."""
+    found = method.get("parts", {}).get(name, [])
+    return [] if isinstance(found, dict) else [record for record in found if "error" not in record]
+
+
+def _alone(method: Method, weights: str = "none") -> list[Record]:
+    return [record for record in _part(method, f"1 row, {weights}") if record["name"] != PLAIN]
+
+
+def _fixed(records: Sequence[Record]) -> list[Record]:
+    return [record for record in records if record["name"] not in (LOAD, PLAIN, REJECTION)]
+
+
+def _largest(records: Sequence[Record]) -> Record | None:
+    """The record of the largest node budget."""
+    fixed = _fixed(records)
+    return fixed[-1] if fixed else None
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _length(record: Record | None) -> str:
+    return "-" if record is None else _number(record["mean_acceptance_length"])
+
+
+def _methods(result: Result) -> Iterator[Method]:
+    return (method for method in result["compared"] if "parts" in method)
+
+
+def _speed(method: Method, rows: int, weights: str, name: str | None = None) -> str:
+    """The median ratio to plain decoding, and its range: of ``name``, or of what follows the load if there is that."""
+    records = [r for r in _part(method, f"{_counted(rows)}, {weights}") if r["name"] != PLAIN]
+    wanted = name or (LOAD if any(record["name"] == LOAD for record in records) else None)
+    chosen = [record for record in records if wanted is None or record["name"] == wanted]
+    if not chosen:
+        return "-"
+    spread = chosen[-1].get("speedup_quartiles" if rows == 1 else "ratio")
+    return "-" if spread is None else f"{spread[1]:.2f} ({spread[0]:.2f}-{spread[2]:.2f})"
+
+
+def _counted(rows: int) -> str:
+    return f"{rows} row" if rows == 1 else f"{rows} rows"
+
+
+def _verdict(method: Method) -> str:
+    found = method["parts"].get("certificate", {})
+    if "verdict" not in found:
+        return "-"
+    counts = ", ".join(f"{count['equal']}/{found['prompts']}" for count in found["rows"].values())
+    return f"{found['verdict']} ({counts})"
+
+
+def summary(result: Result) -> list[str]:
+    """One line a method."""
+    run = result["run"]
+    kinds = [(rows, weights) for rows in (1, run["rows"]) for weights in run["weights"]]
+    titles = ["method", "parameters", "training, min", "tokens per target pass", *CALL_TITLES, "at T = 1", "step"]
+    titles += [f"{_counted(rows)}, {FORMATS[weights]}" for rows, weights in kinds]
+    lines = []
+    for method in _methods(result):
+        alone, sampled = _largest(_alone(method)), _largest(_part(method, "sampled"))
+        seconds = method["facts"].get("seconds")
+        cells = [f"`{method['name']}`", f"{method['facts']['extra_parameters']:,}"]
+        cells += ["-" if seconds is None else _number(seconds / 60, 0), _length(alone)]
+        cells += [*call_cells(alone or {}), _length(sampled)]
+        cells += ["-" if alone is None else _number(alone.get("relative_step"))]
+        cells += [_speed(method, rows, weights) for rows, weights in kinds]
+        lines.append([*cells, _verdict(method)])
+    return table([*titles, "equal in float32"], lines)
+
+
+def trained(result: Result) -> list[str]:
+    """What each adapter is made of and was trained on."""
+    titles = ("method", "extra parameters", "of the target's", "MB", "examples", "target tokens", "epochs", "minutes")
+    lines, estimated = [], False
+    for method in _methods(result):
+        facts = method["facts"]
+        if not facts.get("adapter"):
+            continue
+        size = f"{facts['bytes'] / 1e6:.1f}"
+        if "tuned_bytes" in facts:
+            size += f" + {facts['tuned_bytes'] / 1e6:.0f}, the tuned target"
+        seconds, from_log = facts.get("seconds"), facts.get("seconds_from") == "log"
+        estimated = estimated or from_log
+        lines.append(
+            [
+                f"`{method['name']}`",
+                f"{facts['extra_parameters']:,}",
+                f"{100 * facts['parameter_share']:.2f} %",
+                size,
+                *("-" if facts.get(key) is None else f"{facts[key]:,}" for key in ("examples", "answer_tokens")),
+                "-" if facts.get("epochs") is None else f"{facts['epochs']:g}",
+                "-" if seconds is None else f"{'about ' if from_log else ''}{seconds / 60:.0f}",
+                f"`{(facts.get('data_sha256') or '-')[:10]}`",
+            ]
+        )
+    notes = ['"About": estimated from the training\'s log.', ""] if estimated else []
+    return [*table([*titles, "SHA-256 of the examples"], lines), *notes] if lines else []
+
+
+def acceptance(result: Result) -> list[str]:
+    """Tokens per target pass by task, greedy and sampled."""
+    tasks: list[str] = []
+    lines = []
+    for method in _methods(result):
+        greedy = [("greedy", record) for record in _fixed(_alone(method))]
+        sampled = [("T = 1", r) for r in _part(method, "sampled") if r["name"] not in (PLAIN, LOAD)]
+        for how, record in [*greedy, *sampled]:
+            tasks = tasks or list(record["by_task"])
+            drafter = record["name"] if record["name"] != REJECTION else f"rejection, `{record['spec']}`"
+            shares = (record["by_task"].get(task, {}).get("mean_acceptance_length") for task in tasks)
+            lines.append([f"`{method['name']}`", how, drafter, _length(record), *map(_number, shares)])
+    titles = ["method", "sampling", "draft", "all", *(task.replace("_", " ") for task in tasks)]
+    return table(titles, lines, left=3)
+
+
+def by_depth(result: Result) -> list[str]:
+    """The share of drafted steps that accept at least 1, 2, ... tokens, with the largest budget."""
+    lines = []
+    for method in _methods(result):
+        for how, records in (("greedy", _alone(method)), ("T = 1", _part(method, "sampled"))):
+            record = _largest(records)
+            if record is not None:
+                shares = record["acceptance_by_depth"][:DEPTHS]
+                cells = [*map(_number, shares), *[""] * (DEPTHS - len(shares))]
+                lines.append([f"`{method['name']}`", how, record["name"], *cells])
+    return table(["method", "sampling", "draft", *(f"≥ {depth}" for depth in range(1, DEPTHS + 1))], lines, left=3)
+
+
+def costs(result: Result) -> list[str]:
+    """The parts of a step, in milliseconds and relative to a step of plain decoding."""
+    lines = []
+    for method in _methods(result):
+        for weights in result["run"]["weights"]:
+            for record in _fixed(_alone(method, weights)):
+                if "draft_ms" not in record:
+                    continue
+                cells = [f"`{method['name']}`", FORMATS[weights], record["name"]]
+                cells += [f"{record[key]:.2f}" for key in ("draft_ms", "pass_ms")]
+                cells += [f"{100 * record[key]:.0f} %" for key in ("draft_share", "pass_share")]
+                lines.append([*cells, _number(record.get("relative_step"))])
+    titles = ("method", "weights", "draft", "drafting, ms", "pass, ms", "drafting / plain step", "pass / plain step")
+    return table([*titles, "step / plain step"], lines, left=3)
+
+
+def speeds(result: Result) -> list[str]:
+    """Tokens/s over plain decoding of every drafter."""
+    run = result["run"]
+    kinds = [(rows, weights) for rows in (1, run["rows"]) for weights in run["weights"]]
+    lines = []
+    for method in _methods(result):
+        names = [record["name"] for record in _alone(method)]
+        for name in names:
+            lines.append([f"`{method['name']}`", name, *(_speed(method, rows, w, name) for rows, w in kinds)])
+    titles = [f"{_counted(rows)}, {FORMATS[weights]}" for rows, weights in kinds]
+    return table(["method", "draft", *titles], lines, left=2)
+
+
+def certificates(result: Result) -> list[str]:
+    """What ``anabranch certify`` found."""
+    lines = []
+    for method in _methods(result):
+        found = method["parts"].get("certificate", {})
+        for rows, count in found.get("rows", {}).items():
+            cells = [count[verdict] for verdict in ("equal", "tie", "BUG")]
+            lines.append([f"`{found['spec']}`", rows, found["dtype"], found["prompts"], *cells])
+    return table(("drafter", "rows", "type", "prompts", "equal", "ties", "bugs"), lines) if lines else []
+
+
+def failures(result: Result) -> list[str]:
+    """What could not be measured, and why."""
+    lines = []
+    for method in _methods(result):
+        for name, part in method["parts"].items():
+            failed = [("", part)] if isinstance(part, dict) else [(record["name"], record) for record in part]
+            lines += [[f"`{method['name']}`", name, who, r["error"]] for who, r in failed if "error" in r]
+    return table(("method", "part", "draft", "error"), lines, left=4) if lines else []
+
+
+def dots(result: Result) -> list[Dot]:
+    """Of each method the fastest drafter of a fixed size; of the methods, the ten fastest."""
+    found = []
+    for method in _methods(result):
+        records = [r for r in _fixed(_alone(method)) if "relative_step" in r and "speedup_total" in r]
+        if records:
+            best = max(records, key=lambda record: float(record["speedup_total"]))
+            is_trained = bool(method["facts"].get("adapter"))
+            label = f"{method['name']}, {best['name']}" if best["name"] != "as given" else str(method["name"])
+            dot = Dot(label, best["relative_step"], best["mean_acceptance_length"], is_trained)
+            found.append((best["speedup_total"], dot))
+    return [dot for _, dot in sorted(found, key=lambda each: -each[0])[:MOST]]

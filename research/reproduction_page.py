@@ -1,0 +1,93 @@
+"""Write docs/reproduction.md and its figures from the newest benchmarks/study-*.json of each study.
+
+python research/reproduction_page.py            # write
+python research/reproduction_page.py --check    # write nothing; exit 1 and name every file that would change
+
+A figure is named after its result and drawn once: delete it to have it drawn again, and delete those of older results.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+from benchmark_tables import machine_line, table
+from generated import ROOT, write_or_check
+from studies import STUDIES
+from studies.base import Study
+from studies.draw import draw
+
+BENCHMARKS = ROOT / "benchmarks"
+PAGE, PICTURES = "docs/reproduction.md", "docs/pictures"
+MISSING = "not run yet"
+Result = Mapping[str, Any]
+Found = tuple[str, Result]
+
+INTRODUCTION = """# The papers' studies
+
+What figures and tables of the two Speculative Streaming papers (ACL; "v1" is arXiv 2402.11131) show, measured on the
+default model at a size that two CPU cores can do. `python research/study.py --list` lists the studies, one command runs
+each, and `python research/reproduction_page.py` writes this page from the newest results in `benchmarks/`. DIR is a
+folder with the data sets. Where the papers print no numbers, their finding is given in words.
+""".splitlines()
+
+
+def newest(study: Study) -> Found | None:
+    """The name and content of the study's newest result, by the date in it."""
+    found = [(path.stem, json.loads(path.read_text(encoding="utf-8"))) for path in BENCHMARKS.glob(study.pattern)]
+    return max(found, key=lambda each: (each[1]["environment"]["date"], each[0]), default=None)
+
+
+def summary(results: Mapping[str, Found | None]) -> list[str]:
+    """A row per study: the paper's figure, ours, the paper's, the differences, the command."""
+    rows = []
+    for study in STUDIES:
+        found = results[study.name]
+        ours = MISSING if found is None else study.ours(found[1])
+        link = f"[{study.title}](#{anchor(study)})"
+        rows.append((link, study.papers, ours, study.paper, study.differs, f"`{study.shown_command}`"))
+    return table(("study", "paper", "ours", "the paper's", "what differs", "command"), rows, left=6)
+
+
+def anchor(study: Study) -> str:
+    """The heading's anchor."""
+    return "".join(c for c in study.title.lower().replace(" ", "-") if c.isalnum() or c == "-")
+
+
+def section(study: Study, found: Found | None) -> list[str]:
+    """The lines of one study."""
+    told = textwrap.wrap(f"{study.papers}. {study.measures}", 120, break_long_words=False, break_on_hyphens=False)
+    lines = [f"## {study.title}", "", *told, ""]
+    if found is None:
+        return [*lines, f"**{MISSING.capitalize()}.**", ""]
+    stem, result = found
+    titles, rows = study.table(result)
+    lines += [machine_line(result), "", f"`{result['command']}`", "", *table(titles, rows)]
+    if study.chart is not None:
+        lines += [f"![{study.chart(result).title}](pictures/{stem}.svg)", ""]
+    return lines
+
+
+def outputs() -> dict[str, str]:
+    """The text of every file that this script writes, by its path from the root."""
+    results = {study.name: newest(study) for study in STUDIES}
+    lines = [*INTRODUCTION, "", *summary(results)]
+    files: dict[str, str] = {}
+    for study in STUDIES:
+        found = results[study.name]
+        lines += section(study, found)
+        if found is not None and study.chart is not None:
+            name = f"{PICTURES}/{found[0]}.svg"
+            path = ROOT / name
+            files[name] = path.read_text(encoding="utf-8") if path.is_file() else draw(study.chart(found[1]))
+    return {PAGE: "\n".join(lines).rstrip() + "\n", **files}
+
+
+def main() -> None:
+    write_or_check("reproduction_page.py", (__doc__ or "").splitlines()[0], outputs)
+
+
+if __name__ == "__main__":
+    main()

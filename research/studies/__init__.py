@@ -1,0 +1,36 @@
+"""The studies of the Speculative Streaming papers; ``research/study.py`` runs them."""
+
+from __future__ import annotations
+
+from studies import (
+    adapters,
+    batches,
+    branching,
+    cosine,
+    gradients,
+    long_context,
+    overhead,
+    peeking,
+    pruning,
+    quantization,
+    sampling,
+)
+from studies.base import Study
+
+__all__ = ["STUDIES"]
+
+# in the order of the papers' figures
+STUDIES: tuple[Study, ...] = (
+    peeking.STUDY,
+    cosine.STUDY,
+    gradients.STUDY,
+    overhead.STUDY,
+    branching.STUDY,
+    adapters.LAYERS,
+    adapters.ROTATION,
+    sampling.STUDY,
+    pruning.STUDY,
+    batches.STUDY,
+    quantization.STUDY,
+    long_context.STUDY,
+)

@@ -1,0 +1,54 @@
+"""ACL appendix O: long contexts, from the results of ``research/long_context.py``."""
+
+from __future__ import annotations
+
+from studies.base import Chart, Line, Result, Study, Table
+
+__all__ = ["STUDY"]
+
+
+def _ratios(result: Result) -> dict[str, dict[int, float]]:
+    """Tokens/s over plain decoding while decoding, by method and context: tokens a step / milliseconds a step."""
+    plain = {row["context"]: row["step_ms"] for row in result["rows"] if row["method"] == "none"}
+    found: dict[str, dict[int, float]] = {}
+    for row in result["rows"]:
+        if row["method"] != "none" and row["context"] in plain:
+            ratio = row["tokens_per_step"] * plain[row["context"]] / row["step_ms"]
+            found.setdefault(row["method"], {})[row["context"]] = ratio
+    return found
+
+
+def _ours(result: Result) -> str:
+    method, ratios = list(_ratios(result).items())[-1]
+    return f"`{method}`: " + ", ".join(f"{context:,} tokens {ratio:.2f}x" for context, ratio in ratios.items())
+
+
+def _table(result: Result) -> Table:
+    ratios = _ratios(result)
+    rows: list[list[object]] = [
+        [f"`{r['method']}`", f"{r['context']:,}", r["tokens_per_step"], f"{ratios[r['method']][r['context']]:.2f}"]
+        for r in result["rows"]
+        if r["context"] in ratios.get(r["method"], {})
+    ]
+    return ("drafter", "context (tokens)", "tokens per target pass", "times plain decoding, without the prompt"), rows
+
+
+def _chart(result: Result) -> Chart:
+    lines = [Line(name, list(ratios), list(ratios.values())) for name, ratios in _ratios(result).items()]
+    return Chart("Long contexts", "tokens of the prompt", "times plain decoding", lines)
+
+
+STUDY = Study(
+    name="long_context",
+    papers="ACL appendix O, figure 21",
+    title="Long contexts",
+    measures="Passages of novels, cut to each length and followed by a request to sum them up: tokens per target pass "
+    "and the median time of a step, every passage by all drafters in turn.",
+    paper="2.64 times plain decoding on LongBench's summarization task, gamma = 3 and k = 4",
+    differs="the adapter was not trained on long texts (the paper's was, on Arxiv-summarization); novels, not reports",
+    ours=_ours,
+    table=_table,
+    chart=_chart,
+    command="python research/long_context.py --text BOOK.txt --lengths 512 2048 8000 --out "
+    "benchmarks/long-context-DATE.json",
+)

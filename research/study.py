@@ -1,0 +1,114 @@
+"""Run a study of the Speculative Streaming papers: what one of their figures or tables shows, at this machine's size.
+
+    python research/study.py --list
+    python research/study.py cosine --data DIR --out benchmarks/study-cosine-MACHINE-DATE.json
+
+Studies use the adapter that ships for the target, or those given with --adapter. Those of speed need a quiet machine.
+``python research/reproduction_page.py`` turns the newest result of each into docs/reproduction.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from anabranch.bench.report import environment
+from anabranch.errors import AnabranchError, InputError
+from anabranch.support.files import check_output, check_writable, shown_command, write_atomically
+from anabranch.support.processor import set_threads
+from studies import STUDIES
+from studies.base import Setup, Study
+
+MEASURED = {study.name: study for study in STUDIES if study.measure is not None}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("study", nargs="?", choices=list(MEASURED), metavar="NAME", help="the study to run")
+    add("--list", action="store_true", help="list the studies and exit")
+    add("--model", default="default", help="the target")
+    add("--dtype", default="", help="the target's type (default: the study's own)")
+    add("--adapter", action="append", default=[], metavar="[LABEL=]FOLDER", help="an adapter; repeatable")
+    add("--suite", help="prompts: own, spec_bench, mt_bench, ... (default: the study's own)")
+    add("--data", type=Path, help="folder with the suites and data sets")
+    add("--limit", type=int, help="number of prompts or texts (default: the study's own)")
+    add("--new", type=int, help="new tokens per prompt (default: the study's own)")
+    add("--steps", type=int, default=40, help="optimiser steps, in studies that train")
+    add("--out", type=Path, help="write the result to this JSON file")
+    add("--force", action="store_true", help="replace an existing result")
+    return parser.parse_args()
+
+
+def adapters(words: list[str]) -> dict[str, Path]:
+    """The folders by label; without a label, by the folder's name. Raises InputError for a repeated label."""
+    found: dict[str, Path] = {}
+    for word in words:
+        label, _, folder = word.partition("=") if "=" in word else ("", "", word)
+        path = Path(folder).expanduser()
+        label = label or path.name
+        if label in found:
+            raise InputError(f"--adapter has the label {label!r} twice; give each its own with LABEL=FOLDER")
+        found[label] = path
+    return found
+
+
+def run(study: Study, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure, and return the result as it is stored."""
+    assert study.measure is not None
+    sizes = {
+        "limit": study.limit if args.limit is None else args.limit,
+        "new": study.new if args.new is None else args.new,
+        "steps": args.steps,
+    }
+    for name, value in sizes.items():
+        if value < 1:
+            raise InputError(f"--{name} must be at least 1, got {value}")
+    suite = args.suite or study.suite or "own"
+    setup = Setup(args.model, args.dtype, adapters(args.adapter), suite, args.data, **sizes, report=say)
+    set_threads(None)
+    began = time.perf_counter()
+    measured = study.measure(setup)
+    import torch
+
+    return {
+        "study": study.name,
+        "command": shown_command("python", *sys.argv),
+        "model": Path(args.model).name,
+        "suite": Path(suite).name,
+        "limit": sizes["limit"],
+        "seconds": round(time.perf_counter() - began, 1),
+        **measured,
+        "environment": environment(torch.device("cpu")),
+    }
+
+
+def say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    args = parse()
+    if args.list or args.study is None:
+        for name, study in MEASURED.items():
+            print(f"{name:14}{study.papers}: {study.title}")
+        return
+    study = MEASURED[args.study]
+    try:
+        if args.out is None:
+            raise InputError("give the file of the result with --out benchmarks/study-NAME-MACHINE-DATE.json")
+        check_output(args.out, force=args.force)
+        check_writable(args.out)
+        result = run(study, args)
+    except AnabranchError as error:
+        raise SystemExit(f"study.py: {error}") from error
+    write_atomically(args.out, json.dumps(result, indent=1) + "\n")
+    print(f"{study.papers}: {study.ours(result)}")
+
+
+if __name__ == "__main__":
+    main()

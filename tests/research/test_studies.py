@@ -1,0 +1,327 @@
+"""The studies of research/studies: what they measure, on toy targets, and the page written from their results."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from anabranch.decoding.engine import Engine, Request
+from anabranch.errors import InputError
+from anabranch.learning.examples import Batch, Example
+from anabranch.methods import make_drafter
+from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.methods.streams.config import StreamConfig
+from anabranch.methods.streams.objective import StreamObjective
+from anabranch.methods.streams.recipes import RECIPES, change
+from anabranch.model.cache import Cache
+from anabranch.model.decoder import Decoder
+from anabranch.model.inputs import Inputs
+from small import RICH, joint_losses, logits_of, prompt, small, small_adapter
+from toy_text import ToyFolders
+
+EXAMPLES = [Example(tuple(prompt(5, seed)), tuple(prompt(9, seed + 50))) for seed in range(3)]
+
+
+def study(name: str) -> ModuleType:
+    return importlib.import_module(f"studies.{name}")
+
+
+def text(example: Example) -> Tensor:
+    return torch.tensor((*example.prompt_ids, *example.answer_ids))
+
+
+def plain(target: Decoder, tokens: Sequence[int]) -> Tensor:
+    """The target's own logits of a text [T, V]."""
+    cache = Cache(target.config, rows=1, capacity=len(tokens), dtype=target.dtype, device=target.device)
+    cache.add_row()
+    with torch.no_grad():
+        return logits_of(target(Inputs.of_chains(torch.tensor([list(tokens)]).numpy()), cache))[0]
+
+
+# -- the pass that the studies of states and gradients share --------------------------------------------------------
+@pytest.mark.parametrize("case", ["llama", "gemma2", "gpt2", "mistral"])
+def test_a_causal_pass_is_the_targets_own(case: str) -> None:
+    forward, target, tokens = study("forward"), small(case), prompt(17)
+    with torch.no_grad():
+        rows = forward.rows_pass(target, torch.tensor(tokens), torch.arange(17), forward.causal(17))
+        torch.testing.assert_close(target.logits(rows.hidden_1RD[0]), plain(target, tokens), atol=2e-5, rtol=1e-4)
+    assert len(rows.entries) == target.config.num_layers + 1
+
+
+# -- figure 5: cosine ------------------------------------------------------------------------------------------------
+def test_states_are_as_alike_as_a_loop_finds() -> None:
+    cosine, target = study("cosine"), small()
+    adapter = small_adapter(target)
+    found = cosine.streams_similarity(target, adapter, EXAMPLES)
+    assert found["layers"] == [1, 2, 3]
+    for j in (1, 2, 3):
+        total, count = 0.0, 0
+        for example in EXAMPLES:
+            batch, objective = Batch.of([example]), StreamObjective(target, adapter)
+            frozen = objective.freeze(batch)
+            for t in range(len(example.prompt_ids) - 1, len(example) - j):
+                with torch.no_grad():
+                    mine = objective.states(frozen, batch.tokens_BT, torch.tensor([[t]]))[0, 0, j - 1]
+                total += float(F.cosine_similarity(mine, frozen.hidden_BTD[0, t + j], dim=0))
+                count += 1
+        assert found["cosine"]["streams"][j - 1][-1] == pytest.approx(total / count, abs=2e-4)
+
+
+def test_what_equals_the_true_states_scores_one() -> None:
+    cosine, target, example = study("cosine"), small(), EXAMPLES[0]
+    with torch.no_grad():
+        rows = cosine._true_rows(target, example)
+    positions, inside = cosine._places(example, 3)
+    true = cosine.future_rows(rows, 1, positions, 3)
+    total = cosine.Similarity()
+    total.add(true, true, inside)
+    assert total.means() == [[1.0] * 3] * 3
+    assert inside[-1].tolist() == [True, False, False]
+
+
+def test_streams_without_embeddings_enter_as_copies_of_the_main_stream() -> None:
+    cosine, target = study("cosine"), small()
+    adapter = small_adapter(target, replace(RICH, root_width=0))
+    assert adapter.embeddings is not None
+    adapter.embeddings.zero_()
+    found = cosine.streams_similarity(target, adapter, EXAMPLES)["cosine"]
+    copies = [layers[0] for layers in found["copy of the main stream"]]
+    assert [layers[0] for layers in found["streams"]] == pytest.approx(copies, abs=1e-4)
+    assert [layers[-1] for layers in found["streams"]] != pytest.approx(
+        [layers[-1] for layers in found["copy of the main stream"]], abs=1e-2
+    )
+
+
+# -- figures 10 and 13: trees ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("module", ["pruning", "branching"])
+def test_pruned_trees_have_at_most_their_nodes(module: str) -> None:
+    target = small()
+    adapter, sizes = small_adapter(target), {}
+    for name, spec in study(module).specs(True).items():
+        drafter = make_drafter(spec, target, adapter)
+        engine = Engine(target, drafter, capacity=96)
+        engine.add(Request(prompt(6), 16))
+        steps = [step for step in engine.run() if step.drafted]
+        sizes[name] = max(len(step.tree.tokens) for step in steps)
+        if "prune=" in spec:
+            assert sizes[name] <= int(spec.rpartition("=")[2])
+    if module == "branching":
+        assert sizes["k = 3"] == 1 + 3 + 9 + 27
+        assert sizes["k = 3, pruned to 16"] == 16
+        assert "k = 2, pruned to 16" not in sizes  # has 15 nodes
+    assert not any("prune=" in spec for spec in study(module).specs(False).values())
+
+
+# -- figure 6: gradients ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("streams", [False, True])
+def test_gradient_norms_are_the_slopes_of_the_loss(streams: bool) -> None:
+    gradients, forward, target = study("gradients"), study("forward"), small()
+    adapter = small_adapter(target) if streams else None
+    norms = gradients.gradient_norms(target, EXAMPLES, adapter)
+
+    def loss() -> Tensor:
+        total = torch.zeros(())
+        for example in EXAMPLES:
+            tokens = text(example)
+            rows = forward.rows_pass(target, tokens, torch.arange(len(tokens)), forward.causal(len(tokens)))
+            if adapter is None:
+                total = total + gradients.next_token_loss(target, rows, example) / len(EXAMPLES)
+            else:
+                total = total + gradients.streams_loss(target, adapter, rows, example) / len(EXAMPLES)
+        return total
+
+    weight = target.blocks[1].mlp.down.weight
+    others = list(target.blocks[1].mlp.up.parameters())
+    weights = [weight, *others]
+    for each in weights:
+        each.requires_grad_(True)
+    slopes = torch.autograd.grad(loss(), weights)
+    for each in weights:
+        each.requires_grad_(False)
+    norm = sum(float(slope.square().sum()) for slope in slopes) ** 0.5
+    assert norms[1] == pytest.approx(norm, rel=1e-4)
+    kept, step = [each.clone() for each in weights], 1e-2
+    ends = []
+    try:
+        for sign in (1.0, -1.0):
+            for each, before, slope in zip(weights, kept, slopes, strict=True):
+                each.copy_(before + sign * step * slope / norm)
+            with torch.no_grad():
+                ends.append(float(loss()))
+    finally:
+        for each, before in zip(weights, kept, strict=True):
+            each.copy_(before)
+    assert (ends[0] - ends[1]) / (2 * step) == pytest.approx(norms[1], rel=0.02)
+
+
+def test_the_papers_streams_do_not_reach_the_last_mlp() -> None:
+    """Adapters stand in for it in stream rows, and nothing attends to what comes after it."""
+    gradients, target = study("gradients"), small()
+    paper = small_adapter(target, StreamConfig(num_streams=3, num_stream_layers=2, adapter_rank=3, pruning_rank=0))
+    norms = gradients.gradient_norms(target, EXAMPLES, paper)
+    assert norms[-1] == 0.0
+    assert min(norms[:-1]) > 0.0
+    assert min(gradients.gradient_norms(target, EXAMPLES)) > 0.0
+
+
+# -- figure 4: peeking -----------------------------------------------------------------------------------------------
+def test_the_rows_of_the_drawn_example() -> None:
+    places, visible, main = study("peeking").leak_free_rows(4, torch.tensor([1]), 1)
+    assert places.tolist() == [0, 1, 2, 3, 3, 1]
+    assert visible[4].tolist() == [True, True, False, False, True, False]
+    assert visible[5].tolist() == [True, False, False, False, True, True]
+    assert main.tolist() == [5]
+
+
+@pytest.mark.parametrize("mask", ["leak-free", "literal"])
+def test_without_future_tokens_peeking_is_the_target_itself(mask: str) -> None:
+    peeking, tokens = study("peeking"), prompt(12)
+    positions = torch.arange(4, 11)
+    for case in ("llama", "mistral"):
+        with torch.no_grad():
+            found = peeking.predictions(small(case), torch.tensor(tokens), positions, 0, mask)
+        torch.testing.assert_close(found, plain(small(case), tokens)[positions], atol=2e-5, rtol=1e-4)
+
+
+def test_only_the_literal_mask_shows_the_next_token() -> None:
+    """The token that is predicted, and the last one in sight, each replaced by another."""
+    peeking, target, tokens, at = study("peeking"), small(), torch.tensor(prompt(12)), 5
+
+    def changed(place: int, mask: str) -> bool:
+        other = tokens.clone()
+        other[place] = (tokens[place] + 1) % 19
+        with torch.no_grad():
+            before, after = (
+                peeking.predictions(target, each, torch.tensor([at]), 2, mask)[0] for each in (tokens, other)
+            )
+        return not torch.allclose(before, after, atol=1e-6)
+
+    assert [changed(at + ahead, "leak-free") for ahead in (0, 1, 2, 3, 4)] == [True, False, True, True, False]
+    assert [changed(at + ahead, "literal") for ahead in (1, 2, 3)] == [True, True, True]
+
+
+# -- figures 8, 9, 17, 19: counts ------------------------------------------------------------------------------------
+def test_a_plain_steps_arithmetic_and_reads() -> None:
+    weights = 24 * 12 * 2048**2 + 50_272 * 2048  # OPT-1.3b
+    found = study("overhead").step("plain decoding")
+    assert found["operations"] == 2 * weights + 24 * 4 * 2048 * 1024
+    assert found["bytes"] == 2 * (weights + 2 * 24 * 2048 * 1024)
+    streams, medusa, draft = (study("overhead").step(name) for name in ("streams, optimised", "medusa", "draft model"))
+    assert draft["intensity"] < streams["intensity"] < medusa["intensity"]
+    assert 0 < draft["serial_share"] < 0.5
+
+
+def test_speedups_of_long_contexts_follow_from_steps() -> None:
+    rows = [
+        {"context": 512, "method": "none", "step_ms": 6.0, "tokens_per_step": 1.0},
+        {"context": 512, "method": "streams", "step_ms": 9.0, "tokens_per_step": 2.4},
+    ]
+    assert study("long_context").STUDY.ours({"rows": rows}) == "`streams`: 512 tokens 1.60x"
+
+
+# -- figure 12a: value rotation --------------------------------------------------------------------------------------
+def test_value_rotation_can_be_trained() -> None:
+    target, recipe = small(), change(RECIPES["paper-lossless"](), {"position": "rotation", "stream_layers": 2})
+    torch.manual_seed(0)
+    adapter = StreamAdapter(target.config, recipe.config)
+    assert adapter.embeddings is None
+    objective = StreamObjective(target, adapter, recipe.loss)
+    batch = Batch.of(EXAMPLES)
+    losses = joint_losses(objective, adapter, batch, objective.freeze(batch), steps=12, lr=0.05)
+    assert losses[-1] < 0.8 * losses[0]
+
+
+# -- the command and the page ----------------------------------------------------------------------------------------
+def run(words: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["study.py", *map(str, words)])
+    importlib.import_module("study").main()
+
+
+def toy_words(name: str, toys: ToyFolders, folder: Path) -> list[Any]:
+    suite = folder / "suite.jsonl"
+    suite.write_text("".join(f'{{"prompt": "{text}"}}\n' for text in ("the thing", "other")))
+    adapter = [f"one={toys.adapter}", "--adapter", f"two={toys.adapter}"] if name in COMPARED else [toys.adapter]
+    words = [name, "--model", toys.model, "--adapter", *adapter, "--suite", suite, "--limit", 2, "--new", 12]
+    return [*words, "--steps", 2, "--out", folder / f"study-{name}-toy.json"]
+
+
+COMPARED = ("layers", "rotation")
+LONG = ("gradients", "layers", "pruning", "sampling", "batches", "quantization", "branching", "rotation", "peeking")
+NAMES = ("cosine", *(pytest.param(name, marks=pytest.mark.thorough) for name in LONG))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_study_from_the_command_to_its_section(
+    name: str, toys: ToyFolders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = toy_words(name, toys, tmp_path)
+    if name == "peeking":
+        (tmp_path / "e2e_nlg").mkdir()
+        for split, field in (("train", '"human_reference": "the pub"'), ("test", '"references": ["the pub"]')):
+            line = f'{{"meaning_representation": "a", {field}}}\n'
+            (tmp_path / "e2e_nlg" / f"{split}.jsonl.gz").write_bytes(gzip.compress(line.encode() * 2))
+        monkeypatch.setattr(study("peeking"), "ASK", "")
+        words += ["--data", tmp_path]
+    run(words, monkeypatch)
+    stored = (tmp_path / f"study-{name}-toy.json").read_text()
+    assert str(tmp_path) not in stored
+    result = json.loads(stored)
+    page = importlib.import_module("reproduction_page")
+    (found,) = [each for each in importlib.import_module("studies").STUDIES if each.name == name]
+    lines = page.section(found, ("study-toy", result))
+    titles, rows = found.table(result)
+    assert rows
+    assert all(len(row) == len(titles) for row in rows)
+    assert found.ours(result)
+    assert f"## {found.title}" in lines
+    with pytest.raises(SystemExit, match="exists already"):
+        run(words, monkeypatch)
+    if name in COMPARED:
+        first, second = result["records"]
+        assert {**first, "label": "two"} == second
+    if name == "gradients":
+        assert all(norm > 0 for norm in result["norms"]["trained streams"])
+    if name == "pruning":
+        assert result["pruning_layer"]
+        assert all(record["equal_outputs"] == 2 for record in result["records"] if record["name"] != "none")
+    pytest.importorskip("matplotlib")
+    if found.chart is not None:
+        draw = study("draw").draw
+        picture = draw(found.chart(result))
+        assert picture == draw(found.chart(result))
+        assert picture.count("<svg") == 1
+
+
+def test_bad_input_is_refused(toys: ToyFolders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = toy_words("cosine", toys, tmp_path)
+    with pytest.raises(SystemExit, match="--limit must be at least 1, got 0"):
+        run([*words, "--limit", 0], monkeypatch)
+    with pytest.raises(SystemExit, match="label 'adapter' twice"):
+        run([*words, "--adapter", toys.adapter], monkeypatch)
+    with pytest.raises(SystemExit, match="give the file of the result with --out"):
+        run(["cosine"], monkeypatch)
+    with pytest.raises(SystemExit, match="e2e_nlg"):
+        run(toy_words("peeking", toys, tmp_path), monkeypatch)
+    base = study("base")
+    with pytest.raises(InputError, match="give each with --adapter"):
+        study("adapters").measure(base.Setup(str(toys.model)))
+    with pytest.raises(InputError, match="needs a streams adapter"):
+        study("pruning").STUDY.measure(base.Setup(str(toys.model)))
+
+
+def test_the_page_is_that_of_the_newest_results() -> None:
+    page = importlib.import_module("reproduction_page")
+    for name, wanted in page.outputs().items():
+        assert (page.ROOT / name).read_text(encoding="utf-8") == wanted, name
