@@ -23,12 +23,14 @@ from anabranch.decoding.engine import Engine
 from anabranch.decoding.scheduler import Scheduler
 from anabranch.drafting.combined import CombinedDrafter
 from anabranch.drafting.trained import TrainedModule
-from anabranch.methods import make_drafter, medusa, parse_spec, resolve_spec, streams
+from anabranch.methods import make_drafter, parse_spec, resolve_spec
 from anabranch.methods.choice import ChoiceDrafter
 from anabranch.methods.eagle.module import EagleConfig, EagleModule
+from anabranch.methods.medusa import entry as medusa
 from anabranch.methods.medusa.module import MedusaConfig, MedusaModule
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.space.module import MaskConfig, MaskModule
+from anabranch.methods.streams import entry as streams
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import Target
 from anabranch.model.weights import build_decoder, fingerprint

@@ -12,14 +12,13 @@ import pytest
 import torch
 
 import anabranch as public
-from anabranch import methods as registry
 from anabranch.adapters.folder import LoadedAdapter
 from anabranch.api import Model
 from anabranch.capabilities import COMBINED, QUESTIONS, StandIn, matrix, supports
 from anabranch.decoding.engine import Engine, Request
 from anabranch.drafting.settings import Settings
 from anabranch.errors import AnabranchError, CapabilityError
-from anabranch.methods import Method, methods, register
+from anabranch.methods import Method, methods, register, registry
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.quantized_draft.copy import QuantizedCopy
 from anabranch.model.pack import pack_decoder

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import typer
 
-from anabranch import methods
 from anabranch.cli import app
+from anabranch.methods import registry as methods
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"

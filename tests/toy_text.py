@@ -10,7 +10,7 @@ import torch
 
 from anabranch.adapters.folder import LoadedAdapter, TargetIdentity, save_adapter
 from anabranch.api import Model
-from anabranch.methods.streams import METHOD
+from anabranch.methods.streams.entry import METHOD
 from anabranch.model.load import Target, load_target
 from anabranch.model.weights import build_decoder, fingerprint
 from small import LLAMA, RICH, randomise, small_adapter

@@ -14,15 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from anabranch import methods as registry
 from anabranch.adapters import folder as folders
 from anabranch.adapters.card import card
 from anabranch.adapters.folder import TargetIdentity, find_adapters, load_adapter, read_record, save_adapter
 from anabranch.errors import AdapterError, FileError, InputError
-from anabranch.methods.streams import METHOD
+from anabranch.methods import registry
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.config import MOST_STREAMS, StreamConfig
 from anabranch.methods.streams.drafter import StreamDrafter
+from anabranch.methods.streams.entry import METHOD
 from anabranch.model.load import Target
 from anabranch.model.rope import MARGIN
 from anabranch.model.weights import build_decoder

@@ -19,7 +19,7 @@ from anabranch.bench.shapes import SHAPES, Fixed, Shape, measure_shape
 from anabranch.cli import app
 from anabranch.errors import DeviceError, InputError
 from anabranch.methods import Row
-from anabranch.methods import streams as streams_method
+from anabranch.methods.streams import entry as streams_method
 from anabranch.model import weights
 from anabranch.model.families import model_config
 from anabranch.model.weights import random_decoder

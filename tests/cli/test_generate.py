@@ -12,7 +12,7 @@ from terminals import PROGRAM, Terminal
 
 from anabranch.adapters.folder import TargetIdentity, save_adapter
 from anabranch.api import Model
-from anabranch.methods import medusa
+from anabranch.methods.medusa import entry as medusa
 from anabranch.methods.medusa.module import MedusaConfig, MedusaModule
 from anabranch.model.load import load_target
 from small import randomise

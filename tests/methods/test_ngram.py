@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from anabranch.drafting.drafter import Row
 from anabranch.errors import CapabilityError, InputError
-from anabranch.methods.ngram import NGramDrafter, NGramModel, NGramSettings, counts
+from anabranch.methods.ngram import counts
 from anabranch.methods.ngram.counts import KATZ, discounts, merged
+from anabranch.methods.ngram.entry import NGramDrafter, NGramModel, NGramSettings
 from anabranch.sampling import SamplingParams, target_probs
 from anabranch.verify import trials
 from toy_tables import opened, write

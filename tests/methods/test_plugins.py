@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import anabranch
-from anabranch import methods
 from anabranch.errors import FileError, InputError
 from anabranch.methods import parse_spec
+from anabranch.methods import registry as methods
 from toy_text import ToyFolders, toy_model
 from verbs import Anabranch
 

@@ -21,7 +21,8 @@ import anabranch
 from anabranch.adapters.folder import TargetIdentity, save_adapter
 from anabranch.drafting.tables import Tokenizer, build_tables
 from anabranch.errors import AnabranchError, CapabilityError, FileError, InputError
-from anabranch.methods import draft_model, make_drafter, methods, parse_spec
+from anabranch.methods import make_drafter, methods, parse_spec
+from anabranch.methods.draft_model import entry as draft_model
 from anabranch.methods.draft_model.module import DraftConfig
 from anabranch.methods.suffix import SuffixDrafter
 from anabranch.model.load import load_target

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from anabranch.drafting.drafter import Row
 from anabranch.errors import InputError
-from anabranch.methods.rest import Datastore, RestDrafter, RestSettings, suffixes
+from anabranch.methods.rest import suffixes
+from anabranch.methods.rest.entry import Datastore, RestDrafter, RestSettings
 from anabranch.methods.rest.suffixes import WIDTH
 from anabranch.sampling import SamplingParams
 from toy_tables import opened, write

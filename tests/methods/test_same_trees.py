@@ -24,8 +24,8 @@ from anabranch.methods.eagle.module import EagleConfig, EagleModule
 from anabranch.methods.heads.module import start_from_target
 from anabranch.methods.hydra.module import HydraConfig, HydraModule
 from anabranch.methods.medusa.module import MedusaConfig, MedusaModule
-from anabranch.methods.ngram import NGramDrafter, NGramModel
-from anabranch.methods.rest import Datastore, RestDrafter
+from anabranch.methods.ngram.entry import NGramDrafter, NGramModel
+from anabranch.methods.rest.entry import Datastore, RestDrafter
 from anabranch.methods.space.module import MaskConfig, MaskModule
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.model.config import RopeConfig

@@ -16,7 +16,7 @@ from anabranch.drafting.drafter import Observation, Row
 from anabranch.errors import AdapterError, CapabilityError, InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.methods import make_drafter, parse_spec
-from anabranch.methods.space import METHOD, SpaceSettings
+from anabranch.methods.space.entry import METHOD, SpaceSettings
 from anabranch.methods.space.module import MaskConfig, MaskModule, begin_with, start_from_target
 from anabranch.methods.space.objective import MaskLossOptions, MaskObjective
 from anabranch.methods.space.recipes import TRAINED

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from anabranch import methods
 from anabranch.drafting.combined import CombinedDrafter
 from anabranch.drafting.settings import Settings
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods import Drafter, Method, Row, Spec, make_drafter, parse_spec, register, resolve_spec
+from anabranch.methods import registry as methods
 from anabranch.tree import DraftTree
 from small import decode, request, small, small_adapter
 

@@ -18,7 +18,7 @@ import anabranch
 from anabranch.adapters.folder import TargetIdentity, read_record, save_adapter
 from anabranch.errors import AdapterError, CapabilityError
 from anabranch.loading import LoadConfig, check
-from anabranch.methods.streams import METHOD
+from anabranch.methods.streams.entry import METHOD
 from anabranch.model.families import model_config
 from anabranch.model.load import load_target
 from anabranch.model.lora import Lora, Term, places

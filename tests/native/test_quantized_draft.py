@@ -19,9 +19,9 @@ from anabranch.errors import CapabilityError, InputError
 from anabranch.methods import make_drafter, parse_spec, resolve_spec
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.prompt_lookup import PromptLookupDrafter
-from anabranch.methods.quantized_draft import METHOD
 from anabranch.methods.quantized_draft.copy import COPY, Copied
 from anabranch.methods.quantized_draft.drafter import QuantizedDrafter
+from anabranch.methods.quantized_draft.entry import METHOD
 from anabranch.methods.quantized_draft.lead import LED_ROWS, LeadCopy, LedStreamDrafter, led_tree
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.draft import DraftOptions, NativeDraft, StreamDraft

@@ -21,7 +21,8 @@ from anabranch.bench.suites import SuitePrompt
 from anabranch.capabilities import StandIn
 from anabranch.errors import AdapterError, FileError, InputError
 from anabranch.loading import Loaded
-from anabranch.methods import Method, draft_model, methods
+from anabranch.methods import Method, methods
+from anabranch.methods.draft_model import entry as draft_model
 from anabranch.methods.draft_model.module import DraftConfig
 from anabranch.methods.spec import Part
 from anabranch.model.load import Target, load_target

@@ -18,9 +18,9 @@ from anabranch.adapters.folder import load_adapter
 from anabranch.cli.configured import recipe_rows
 from anabranch.cli.train import app
 from anabranch.errors import AnabranchError, FileError, InputError, TrainingWarning
-from anabranch.methods.streams import METHOD
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.drafter import StreamDrafter
+from anabranch.methods.streams.entry import METHOD
 from anabranch.methods.streams.recipes import OPTIONS, RECIPES, TRAINED
 from anabranch.model import load
 from anabranch.train.appended import settings_path

@@ -14,7 +14,6 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from anabranch import methods
 from anabranch.adapters.folder import LoadedAdapter
 from anabranch.api import Model
 from anabranch.cli import app
@@ -26,6 +25,7 @@ from anabranch.drafting.settings import Settings
 from anabranch.errors import FileError, InputError
 from anabranch.loading import Loaded
 from anabranch.methods import Drafter, Method, Row, make_drafter, parse_spec, register, resolve_spec
+from anabranch.methods import registry as methods
 from anabranch.methods.medusa.module import MedusaConfig, MedusaModule
 from anabranch.model.load import Target
 from anabranch.tree import DraftTree

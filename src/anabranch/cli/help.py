@@ -109,7 +109,7 @@ def _entries() -> list[tuple[str, dict[str | None, ast.expr]]]:
     """
     folder = Path(__file__).parents[1] / "methods"
     found = {}
-    for path in [*folder.glob("*.py"), *folder.glob("*/__init__.py")]:
+    for path in [*folder.glob("*.py"), *folder.glob("*/entry.py")]:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             made = node.value if isinstance(node, ast.Assign) else None
             if isinstance(made, ast.Call) and ast.unparse(made.func) == "Method":

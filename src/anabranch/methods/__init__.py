@@ -1,37 +1,28 @@
-"""The registry of methods, each in its own folder or file. The rest of the library reads the entries.
+"""Methods, each in its own folder or file, and their registry. The rest of the library reads the entries (``Method``).
 
-Your own method needs no change here: ``register`` it, name a file that does to ``load_plugin``, or declare an entry
-point of the group ``anabranch.methods`` (docs/methods.md).
+The registry is imported when one of its names is first used: it imports torch, and ``--help`` does without it.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from anabranch.drafting.drafter import Drafter, Method, Observation, Row, Taps
-from anabranch.errors import FileError, InputError
-from anabranch.methods import (
-    draft_model,
-    eagle,
-    hydra,
-    lookahead,
-    medusa,
-    ngram,
-    none,
-    plugins,
-    prompt_lookup,
-    quantized_draft,
-    rest,
-    space,
-    spec,
-    staged,
-    streams,
-    suffix,
-)
-from anabranch.methods.spec import AUTO, Spec
-from anabranch.model.decoder import Decoder
+if TYPE_CHECKING:
+    from anabranch.methods.registry import (
+        AUTO,
+        Drafter,
+        Method,
+        Observation,
+        Row,
+        Spec,
+        Taps,
+        load_plugin,
+        make_drafter,
+        methods,
+        parse_spec,
+        register,
+        resolve_spec,
+    )
 
 __all__ = [
     "AUTO",
@@ -49,81 +40,10 @@ __all__ = [
     "resolve_spec",
 ]
 
-_registry: tuple[Method, ...] = (
-    none.METHOD,
-    streams.METHOD,
-    prompt_lookup.METHOD,
-    suffix.METHOD,
-    lookahead.METHOD,
-    ngram.METHOD,
-    rest.METHOD,
-    draft_model.METHOD,
-    quantized_draft.METHOD,
-    medusa.METHOD,
-    medusa.METHOD_2,
-    hydra.METHOD,
-    staged.METHOD,
-    eagle.METHOD,
-    space.METHOD,
-)
-_own = frozenset(method.name for method in _registry)
 
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from anabranch.methods import registry
 
-def methods() -> tuple[Method, ...]:
-    """The registered methods."""
-    return _registry
-
-
-def register(method: Method) -> None:
-    """Add your own method, or replace one that was added under the same name.
-
-    Raises InputError if the name belongs to a method of the library, or is not valid in a specification.
-    """
-    global _registry
-    if not method.name.isidentifier() or method.name == AUTO:
-        raise InputError(f"a method's name must be an identifier other than {AUTO!r}, got {method.name!r}")
-    if method.name in _own:
-        raise InputError(f"the name {method.name!r} is taken by a method of the library; choose another")
-    _registry = (*(known for known in _registry if known.name != method.name), method)
-
-
-def load_plugin(path: str | Path) -> tuple[Method, ...]:
-    """Run a Python file that registers methods; returns these.
-
-    Raises FileError for a file that fails, with the line, or that registers nothing.
-    """
-    before = _registry
-    plugins.run_file(Path(path))
-    added = tuple(method for method in _registry if method not in before)
-    if not added:
-        raise FileError(f"the plugin {path} registers no method; call anabranch.register(Method(...)) in it")
-    return added
-
-
-def parse_spec(text: str | Spec) -> Spec:
-    """Parse a drafter's specification; no model is needed. Raises InputError.
-
-    A method that is not registered is imported if an installed package declares it.
-    """
-    if isinstance(text, str):
-        known = {method.name for method in _registry}
-        for name in spec.names(text):
-            if name not in known and (found := plugins.installed().get(name)) is not None:
-                register(plugins.value_of(found))
-    return spec.parse(text, _registry)
-
-
-def resolve_spec(text: str | Spec, *modules: nn.Module | None, target: Decoder | None = None) -> Spec:
-    """Parse a specification and resolve "auto", given the trained modules that are available, and the target.
-
-    With modules of several methods, "auto" becomes a specification with several ``arms``, which is printed as "auto".
-    """
-    return spec.resolve(parse_spec(text), modules, _registry, target)
-
-
-def make_drafter(text: str | Spec, target: Decoder, *modules: nn.Module | None) -> Drafter:
-    """The drafter of a specification, for one target and its trained modules.
-
-    Raises InputError for a name or setting that does not exist, CapabilityError for one that is not supported here.
-    """
-    return spec.build(resolve_spec(text, *modules, target=target), target, modules)
+        return getattr(registry, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,10 +15,12 @@ from torch import nn
 
 from anabranch.drafting.drafter import Drafter, Method, sized
 from anabranch.errors import InputError
-from anabranch.methods import ngram, prompt_lookup, rest, suffix
-from anabranch.methods.draft_model import BUDGETS, DraftModelSettings, draft_of
+from anabranch.methods import prompt_lookup, suffix
 from anabranch.methods.draft_model.drafter import DraftModelDrafter
+from anabranch.methods.draft_model.entry import BUDGETS, DraftModelSettings, draft_of
 from anabranch.methods.draft_model.recipes import TRAINED
+from anabranch.methods.ngram import entry as ngram
+from anabranch.methods.rest import entry as rest
 from anabranch.methods.spec import Spec, build, parse
 from anabranch.model.decoder import Decoder
 from anabranch.support.nearest import hint

@@ -1,0 +1,82 @@
+"""Quantised self-speculation: a 4-bit copy of the target drafts, alone or in front of streams; the method's entry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from anabranch.drafting.drafter import Drafter, Method, numbered
+from anabranch.drafting.settings import Settings
+from anabranch.errors import CapabilityError, InputError
+from anabranch.methods.quantized_draft.copy import COPY, QuantizedCopy
+from anabranch.methods.quantized_draft.drafter import QuantizedDrafter
+from anabranch.methods.quantized_draft.lead import LedStreamDrafter
+from anabranch.methods.streams.entry import METHOD as STREAMS
+from anabranch.methods.streams.entry import StreamSettings, adapter_of
+from anabranch.model.decoder import Decoder
+
+__all__ = ["METHOD", "QuantizedSettings"]
+
+MOST = 8  # tokens
+
+
+@dataclass(frozen=True)
+class QuantizedSettings(Settings):
+    """Settings of ``quantized_draft:...``.
+
+    tokens  tokens that the copy drafts, from 1 to 8; auto: alone as many as pay under the load, in front of streams one
+            where one row is decoded and none for several
+    """
+
+    tokens: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.tokens != "auto" and not (self.tokens.isdigit() and 1 <= int(self.tokens) <= MOST):
+            raise InputError(f"tokens must be auto or a number from 1 to {MOST}, got {self.tokens!r}")
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether ``tokens=auto``."""
+        return self.tokens == "auto"
+
+
+def _build(target: Decoder, settings: QuantizedSettings, module: nn.Module | None) -> Drafter:
+    tokens = MOST if settings.adaptive else int(settings.tokens)
+    return QuantizedDrafter(target, tokens, adaptive=settings.adaptive)
+
+
+def _before_streams(
+    target: Decoder, settings: QuantizedSettings, streams: StreamSettings, module: nn.Module | None
+) -> Drafter:
+    return LedStreamDrafter(
+        *(target, adapter_of(module), streams.options),
+        tokens=None if settings.adaptive else int(settings.tokens),
+        prune=streams.prune,
+        placement=streams.placement,
+        adaptive=streams.adaptive,
+    )
+
+
+def _pays(target: Decoder, streams: Any, module: Any) -> bool:
+    """Whether "auto" puts a copy in front of these streams."""
+    if not QuantizedCopy.fits(target):
+        return False
+    try:
+        _before_streams(target, QuantizedSettings(), streams, module)
+    except CapabilityError:
+        return False
+    return True
+
+
+METHOD = Method(
+    name="quantized_draft",
+    summary="quantised self-speculation: a 4-bit copy of the target drafts; needs bf16 weights on the native kernels",
+    settings=QuantizedSettings,
+    build=_build,
+    variants=("", "tokens=4"),
+    order=numbered(COPY),
+    pairs={STREAMS.name: _before_streams},
+    pays=_pays,
+)
