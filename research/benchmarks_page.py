@@ -272,17 +272,7 @@ def page(results: Mapping[str, Result]) -> str:
 def outputs() -> dict[str, str]:
     """The text of every file that this script writes, by its path from the root."""
     results = read_results()
-    comparisons = newest_comparisons(results)
-    machine = charted(comparisons)
-    readme = (ROOT / README).read_text(encoding="utf-8")
-    if readme.count(START) != 1 or readme.count(END) != 1 or readme.index(START) > readme.index(END):
-        raise SystemExit(f"{README} must contain '{START}' and '{END}' once each, in this order")
-    before, after = readme.split(START)[0], readme.split(END)[1]
-    files = {
-        PAGE: page(results),
-        README: before + readme_part(comparisons) + after,
-        f"{PICTURES}/speed.svg": readme_chart(machine, comparisons[machine]),
-    }
+    files = {PAGE: page(results)}
     files |= {f"{PICTURES}/{stem}.svg": page_chart(stem, r) for stem, r in results.items() if "prompts_done" in r}
     return files
 

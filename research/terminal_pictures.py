@@ -2,9 +2,11 @@
 
     python research/terminal_pictures.py drafts chat training --columns 80
     python research/terminal_pictures.py chat --columns 60 --out /tmp/pictures --text
+    python research/terminal_pictures.py recording
 
 Each scene runs in an empty folder, and its keys are typed; pyte emulates the screen, and rich draws it as SVG.
-``--text`` also prints the screen. Needs pyte (the extra ``dev``) and a POSIX system.
+``--text`` also prints the screen. ``recording`` plays plain decoding and `generate --compare` in turns and draws
+both as one animated SVG. Needs pyte (the extra ``test``) and a POSIX system.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import struct
 import sys
 import tempfile
@@ -34,6 +37,7 @@ from rich.color import ColorParseError
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
+from screen_recording import Recorded, animation
 
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 PROGRAM = [sys.executable, "-c", "from anabranch.cli import main; main()"]
@@ -44,6 +48,18 @@ LOCAL_FONTS = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re
 TOPICS = ("the moon", "bread", "a river", "the wind", "glass", "salt", "a bridge", "the violin")
 FORMS = ("Tell me about {} in a few sentences.", "Write a short poem about {}.", "List five facts about {}.")
 PROMPTS = "".join(json.dumps({"prompt": form.format(topic)}) + "\n" for topic in TOPICS for form in FORMS)
+ASKED = ("generate", "Explain why the sky is blue.", "--max-new-tokens", "96")
+RECORDING = {  # one above the other in the animated picture
+    "plain decoding": (*ASKED, "--drafter", "none"),
+    "speculative decoding, tokens coloured by what drafted them": (
+        *ASKED,
+        "--drafter",
+        "streams:tree=8",
+        "--show-drafts",
+        "--compare",
+    ),
+}
+TAKES = 5  # of each command of the recording
 SHIPPED = Path(__file__).resolve().parents[1] / "src" / "anabranch" / "adapters" / "shipped" / "smollm2-135m-instruct"
 
 
@@ -99,6 +115,7 @@ class Player:
 
     def __init__(self, command: Sequence[str], *, columns: int, lines: int, folder: Path) -> None:
         self.screen = pyte.Screen(columns, lines)
+        self.recorded: Recorded = {}
         self._stream = pyte.ByteStream(self.screen)
         self._pid, self._fd = pty.fork()
         if self._pid == 0:
@@ -122,11 +139,22 @@ class Player:
                 if not data:
                     break
                 self._stream.feed(data)
+                self._record()
             elif left and re.search(left[0][0], self.screen.display[self.screen.cursor.y]):
                 os.write(self._fd, left.pop(0)[1].encode())
         else:
             raise SystemExit(f"the scene did not end within {LONGEST:.0f} s; the screen is\n{self.text()}")
         return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+
+    def _record(self) -> None:
+        """Note the time at which each cell of the lines that changed took its present character."""
+        now = time.monotonic()
+        for y in self.screen.dirty:
+            for x in range(self.screen.columns):
+                char = self.screen.buffer[y][x]
+                if (y, x) not in self.recorded or self.recorded[y, x][1] != char:
+                    self.recorded[y, x] = now, char
+        self.screen.dirty.clear()
 
     def text(self) -> str:
         """The text on the screen."""
@@ -180,14 +208,36 @@ def play(name: str, scene: Scene, *, columns: int, out: Path, show: bool) -> Non
     print(f"{path} is written")
 
 
+def record(*, columns: int, out: Path) -> None:
+    """Play the commands of ``RECORDING`` in turns; draw the take of median speed of each as ``recording.svg``."""
+    takes: dict[str, list[tuple[float, Recorded]]] = {title: [] for title in RECORDING}
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(TAKES):
+            for title, command in RECORDING.items():
+                player = Player(command, columns=columns, lines=24, folder=Path(folder))
+                if player.play(()) or (rate := re.search(r"([\d.]+) tokens/s", player.text())) is None:
+                    raise SystemExit(f"'anabranch {' '.join(command)}' failed:\n{player.text()}")
+                takes[title].append((float(rate[1]), player.recorded))
+    panes = []
+    for title, command in RECORDING.items():
+        ranked = sorted(takes[title], key=lambda take: take[0])
+        panes.append((f"anabranch {shlex.join(command)}", title, ranked[TAKES // 2][1]))
+    path = out / "recording.svg"
+    path.write_text(animation(panes, columns=columns), encoding="utf-8")
+    print(f"{path} is written")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("scenes", nargs="+", choices=list(SCENES))
+    parser.add_argument("scenes", nargs="+", choices=[*SCENES, "recording"])
     parser.add_argument("--columns", type=int, default=80, help="width of the terminal")
     parser.add_argument("--out", type=Path, default=PICTURES, help="folder for the pictures")
     parser.add_argument("--text", action="store_true", help="print the screen too")
     arguments = parser.parse_args()
     for name in arguments.scenes:
+        if name == "recording":
+            record(columns=arguments.columns, out=arguments.out)
+            continue
         play(name, SCENES[name], columns=arguments.columns, out=arguments.out, show=arguments.text)
 
 

@@ -160,16 +160,19 @@ def test_every_picture_is_shown_somewhere() -> None:
     assert [name for name in pictures if f"pictures/{name})" not in pages] == []
 
 
-def check_numbers(root: Path) -> tuple[int, str]:
-    """Exit status and output of the check of generated files in the checkout ``root``."""
-    script = root / "research" / "benchmarks_page.py"
+GENERATORS = ("benchmarks_page.py", "readme_page.py")
+
+
+def check_numbers(script: Path) -> tuple[int, str]:
+    """Exit status and output of the check of the files that ``script`` generates."""
     done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, check=False)
     print(done.stderr)  # shown if a test fails
     return done.returncode, done.stdout
 
 
-def test_numbers_are_those_of_the_result_files() -> None:
-    assert check_numbers(ROOT) == (0, "")
+@pytest.mark.parametrize("name", GENERATORS)
+def test_numbers_are_those_of_the_result_files(name: str) -> None:
+    assert check_numbers(ROOT / "research" / name) == (0, "")
 
 
 @pytest.mark.thorough
@@ -180,7 +183,7 @@ def test_a_changed_number_is_found(tmp_path: Path) -> None:
     changed = re.sub(r"\| bf16 \| \d+ \|", "| bf16 | 999 |", text, count=1)
     assert changed != text
     (tmp_path / "README.md").write_text(changed, encoding="utf-8")
-    status, output = check_numbers(tmp_path)
+    status, output = check_numbers(tmp_path / "research" / "readme_page.py")
     assert status == 1
     assert output.startswith("README.md differs")
 
