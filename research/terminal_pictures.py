@@ -37,6 +37,7 @@ from rich.color import ColorParseError
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
+
 from screen_recording import Recorded, animation
 
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"

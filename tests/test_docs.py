@@ -7,6 +7,7 @@ page share their names.
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
 import shutil
@@ -195,3 +196,24 @@ def test_the_tests_that_the_table_of_situations_names_exist() -> None:
     assert len(named) > 50
     for path, name in named:
         assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path}::{name}"
+
+
+def code_cells() -> list[dict[str, Any]]:
+    notebook = json.loads((ROOT / "examples" / "tour.ipynb").read_text(encoding="utf-8"))
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def test_the_notebook_was_run_from_top_to_bottom() -> None:
+    cells = code_cells()
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    assert {output["output_type"] for cell in cells for output in cell["outputs"]} == {
+        *("execute_result", "stream", "display_data")
+    }
+
+
+@pytest.mark.thorough
+@pytest.mark.default_model
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "research" / "notebook.py", ROOT / "examples" / "tour.ipynb", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
