@@ -16,7 +16,7 @@ from anabranch.bench.calls import CALL_TITLES, call_cells, calls_per_token
 from anabranch.cli.show import passes
 from anabranch.decoding.engine import Request
 from anabranch.decoding.stats import Stats
-from anabranch.drafting.growing import Shape
+from anabranch.drafting.autoregressive import Shape
 from anabranch.methods import Drafter, make_drafter
 from anabranch.methods.draft_model.drafter import DraftModelDrafter
 from anabranch.methods.eagle.module import EagleConfig, EagleModule

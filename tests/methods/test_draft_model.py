@@ -15,10 +15,8 @@ import torch
 
 import anabranch
 from anabranch.decoding.engine import Engine, Request
+from anabranch.drafting.autoregressive import Shape
 from anabranch.drafting.combined import CombinedDrafter
-from anabranch.drafting.grow import best_first, product_size, sampled
-from anabranch.drafting.growing import Shape
-from anabranch.drafting.reader import Continuations
 from anabranch.errors import CapabilityError, FileError, InputError
 from anabranch.methods import Row, make_drafter, parse_spec, resolve_spec
 from anabranch.methods.draft_model.drafter import DraftModelDrafter
@@ -390,35 +388,7 @@ def test_a_text_that_begins_like_an_earlier_one_is_not_read_again() -> None:
     assert reader.cache.count == 1
 
 
-# -- growth by itself ------------------------------------------------------------------------------------------------
-def test_the_drawing_of_a_growth() -> None:
-    asked = Continuations(9)
-    growth = best_first(asked, widths=(2,), depth=2, nodes=4, frontier=9, floor=-9.0, chain=False)
-    assert list(next(growth)) == [0]
-    asked.found[0] = [(5, -0.2), (7, -1.9)]
-    assert list(next(growth)) == [1, 2]
-    asked.found |= {1: [(6, -0.5), (5, -1.0)], 2: [(1, -0.1), (2, -3.0)]}
-    with pytest.raises(StopIteration) as end:
-        next(growth)
-    tree: DraftTree = end.value.value
-    assert tree.tokens.tolist() == [9, 5, 6, 5]
-    assert tree.parents.tolist() == [-1, 0, 1, 1]
-
-
-def test_siblings_without_replacement_are_as_many_as_have_a_probability() -> None:
-    asked = Continuations(0)
-    asked.found[0] = torch.tensor([0.0, 0.5, 0.5, 0.0])
-    growth = sampled(asked, widths=(3,), depth=1, floor=-9.0, replacement=False, noise=np.random.default_rng(0))
-    with pytest.raises(StopIteration) as end:
-        next(growth)
-    tree: DraftTree = end.value.value
-    assert sorted(tree.tokens.tolist()) == [0, 1, 2]
-    assert not tree.replacement
-
-
-def test_sizes() -> None:
-    assert [product_size((2, 1), depth) for depth in range(4)] == [1, 3, 5, 7]
-    assert product_size((3,), 2) == 13
+def test_the_depth_that_fits_a_budget() -> None:
     assert Shape("without", 3, widths=(3, 2, 1)).fitting(10) == 2
     assert Shape("chain", 5).fitting(3) == 2
 

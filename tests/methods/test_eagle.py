@@ -12,10 +12,8 @@ import torch
 
 from anabranch.decoding.engine import Engine, Request
 from anabranch.decoding.scheduler import Scheduler
+from anabranch.drafting.autoregressive import Shape
 from anabranch.drafting.combined import CombinedDrafter
-from anabranch.drafting.grow import ranked
-from anabranch.drafting.growing import Shape
-from anabranch.drafting.reader import Continuations
 from anabranch.errors import AdapterError, CapabilityError, InputError
 from anabranch.methods import Row, make_drafter, parse_spec
 from anabranch.methods.eagle.drafter import STATIC_TREE, EagleDrafter
@@ -137,20 +135,10 @@ def test_unrolled_steps_are_the_levels_of_a_draft() -> None:
 
 
 def test_the_static_tree_is_the_papers() -> None:
-    assert len(STATIC_TREE) == 25
-    assert max(map(len, STATIC_TREE)) == 5
-    assert all(path[:-1] in ((), *STATIC_TREE) for path in STATIC_TREE)
-    asked = Continuations(7)
-    growth = ranked(asked, ranks=((0,), (1,), (2,), (0, 1), (1, 0)), depth=2, nodes=5, floor=-9.0)
-    assert next(growth) == [0]
-    asked.found[0] = [(1, -0.5), (2, -1.0), (3, -10.0)]  # the third is below the floor
-    assert next(growth) == [1, 2]
-    asked.found |= {1: [(4, -0.1), (5, -3.0)], 2: []}
-    with pytest.raises(StopIteration) as end:
-        next(growth)
-    tree = end.value.value
-    assert tree.tokens.tolist() == [7, 1, 2, 5]
-    assert tree.parents.tolist() == [-1, 0, 0, 1]
+    """As drawn in EAGLE's paper and listed in its code: the ranks of each node's children, and how many there are."""
+    by_depth = [[path for path in STATIC_TREE if len(path) == depth] for depth in range(5)]
+    assert [sum(STATIC_TREE[path] for path in level) for level in by_depth] == [4, 8, 8, 3, 2]
+    assert all(path[-1] < STATIC_TREE[path[:-1]] for path in STATIC_TREE if path), "the parent of a node is there"
 
 
 @pytest.mark.parametrize(

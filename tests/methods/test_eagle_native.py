@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from anabranch.drafting.growing import Shape
+from anabranch.drafting.autoregressive import Shape
 from anabranch.methods.eagle.drafter import EagleDrafter
 from anabranch.methods.eagle.layer import EagleLayer, NativeEagleLayer
 from anabranch.methods.eagle.module import EagleConfig, EagleModule

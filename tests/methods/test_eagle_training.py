@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import anabranch
 from anabranch.analysis.cost import target as published
 from anabranch.cli.train import app
-from anabranch.drafting.growing import Shape
+from anabranch.drafting.autoregressive import Shape
 from anabranch.errors import AdapterError, InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.methods.eagle.drafter import EagleDrafter

@@ -133,7 +133,13 @@ def test_a_sparse_tree_has_fixed_places_and_the_heads_own_probabilities() -> Non
     draft = MedusaDraft(target, module, TreeShape("sparse", nodes=12))
     hidden = torch.randn(6, 32, generator=torch.Generator().manual_seed(3))
     trees = draft.build(draft.states(hidden), [1] * 6)
-    assert len({tuple(tree.parents.tolist()) for tree in trees}) == 1
+    ranks: list[dict[int, tuple[int, ...]]] = []
+    for tree in trees:  # nodes stand by probability, so siblings by rank
+        ranks.append({0: ()})
+        for node in range(1, tree.size):
+            parent = int(tree.parents[node])
+            ranks[-1][node] = (*ranks[-1][parent], tree.children(parent).index(node))
+    assert len({frozenset(each.values()) for each in ranks}) == 1
     for b, tree in enumerate(trees):
         best = [
             sorted(level.items(), key=lambda x: -x[1])

@@ -22,8 +22,8 @@ from anabranch.methods.suffix import (
     WEIGHT,
     Occurrences,
     SuffixDrafter,
-    _grow,
     _Vote,
+    tree_of,
 )
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
@@ -136,7 +136,7 @@ def test_a_tree_has_the_most_probable_continuations(
     odds = [0.0, *(share / (1 - share) for share in PRIOR)]
     votes = [_Vote(place, place.length, OWN) for place in index_of(texts).find(context, 1000)]
     every = enumerated(votes, odds, depth)
-    tree = _grow(7, votes, odds, count, depth, threshold=0.0)
+    tree = tree_of(7, votes, odds, count, depth, threshold=0.0)
     assert tree.log_probs is not None
     found = {
         tuple(int(tree.tokens[i]) for i in tree.path_to(node)[1:]): math.exp(tree.log_probs[node])
@@ -144,7 +144,7 @@ def test_a_tree_has_the_most_probable_continuations(
     }
     assert found == pytest.approx({path: every[path] for path in found}, rel=1e-4)
     assert sorted(found.values()) == pytest.approx(sorted(sorted(every.values())[::-1][: count - 1]), rel=1e-4)
-    cut = _grow(7, votes, odds, 1000, depth, threshold=0.2)
+    cut = tree_of(7, votes, odds, 1000, depth, threshold=0.2)
     doubtful = sum(abs(p - 0.2) < 1e-9 for p in every.values())
     assert abs(cut.size - 1 - sum(p >= 0.2 for p in every.values())) <= doubtful
 

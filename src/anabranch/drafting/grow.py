@@ -1,190 +1,232 @@
-"""How draft trees grow from a draft model's distributions.
+"""The growth of draft trees: best-first, product, chain, ranked and sampled ones.
 
-A growth is a generator: it yields the nodes of its ``Continuations`` whose next tokens it has to know, is resumed when
-they are in ``found``, and returns the tree. So one forward pass of the draft model serves all rows of a batch, and a
-node that an inner drafter guessed costs no pass of its own.
+A method says what may follow some nodes (``expand``); ``grow`` chooses the nodes to ask about, and which are kept.
 
-    growth = best_first(asked, ...)
-    nodes = next(growth)                 [0]: what follows the root?
-    asked.found[0] = [(5, -0.2), (7, -1.9)]
-    nodes = next(growth)                 [1]: and what follows 5?
+    nodes=4, frontier=1                                asked      tree so far, by probability
+    expand([9])   -> 1 (0.6), 2 (0.3)                  9          9, 1, 2
+    expand([1])   -> 3 (0.8), 4 (0.1)                  1          9, 1, 3 (0.48), 2 (0.3)
+    expand([3])   -> 5 (0.5)                           3          9, 1, 3, 2; 5 has 0.24
 
-n nodes, V vocabulary of the target.
+Since a child is no more probable than its parent, the most probable nodes form a tree, and a node is asked about only
+once it is among them. Ties: of equally probable nodes the one that was proposed first ranks first, hence the shallower
+one of a path, and of siblings the one that the method named first. Nodes stand in the tree in this order of rank.
+
+The same rule in tensors, for methods whose levels are products on a device: ``levels.grow_levels``; in C++ for streams:
+``methods/streams/draft.h``. Tests hold both to this one.
+
+V vocabulary of the target.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from bisect import bisect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from anabranch.drafting.reader import Continuations
 from anabranch.sampling import inverse_cdf
 from anabranch.tree import DraftTree
 
-__all__ = ["Growth", "best_first", "product_size", "ranked", "sampled"]
+__all__ = ["Child", "Form", "Growth", "Node", "Source", "by_depth", "grow", "product_size"]
 
-Growth = Generator[Sequence[int], None, DraftTree]
+Child: TypeAlias = "tuple[int, float, Any]"  # a token, its log probability given the path to it, and a state of its own
+Source: TypeAlias = "Callable[[Node], str]"
+Ranks: TypeAlias = "Mapping[tuple[int, ...], int]"
 
 
-def best_first(
-    asked: Continuations,
-    *,
-    widths: Sequence[int],
-    depth: int,
-    nodes: int,
-    frontier: int,
-    floor: float,
-    chain: bool,
-    label: str = "draft",
-) -> Growth:
-    """The ``nodes`` most probable nodes, root included, at most ``depth`` deep.
+class Noise(Protocol):
+    """A source of uniform random numbers, such as ``np.random.Generator``."""
 
-    ``asked.found`` has the best next tokens of a node and their log probabilities [(token, log p), ...], best first. A
-    node is asked about once it is among the most probable ones so far and a child of it could be; of these, the
-    ``frontier`` most probable ones in one round. There are at most ``depth`` rounds.
+    def random(self, size: int, /) -> NDArray[np.float64]:
+        """The next ``size`` numbers."""
 
-    widths  children of a node by its depth; the last entry stands for all that follow
-    floor   least joint log probability of a node
-    chain   the tree is a chain (widths of 1)
-    label   sources are "LABEL 1", "LABEL 2", ... by depth
+
+@dataclass(frozen=True)
+class Form:
+    """The form of a tree.
+
+    nodes        node budget, root included; a sampled tree has all of its nodes
+    depth        tokens of a path at most
+    widths       children of a node at most: by its depth, the last entry for all that follow; or of a ranked tree by
+                 its path of ranks, () for the root: {(): 2, (0,): 1} is a root with two children and a grandchild below
+                 the more probable one
+    floor        minimum joint log probability of a node; sampled nodes of a lower one stay, but get no children
+    frontier     nodes that are asked about in one round
+    rounds       rounds at most; None: until the tree is complete
+    by_level     ask about the nodes of one level after the other
+    noise        for sampled trees, whose children are drawn from distributions
+    replacement  whether sampled siblings are independent of each other
     """
-    tokens, parents, depths, joint, at = [asked.tokens[0]], [-1], [0], [0.0], [0]
-    unasked, best = {0}, [0]
-    for _ in range(depth):
-        # the last of the best nodes has no child among them
-        chosen = [n for n in best[: nodes - 1] if n in unasked and depths[n] < depth][:frontier]
-        if not chosen:
-            break
-        if needed := [at[n] for n in chosen if at[n] not in asked.found]:
-            yield needed
-        for n in chosen:
-            unasked.remove(n)
-            for token, log_prob in asked.found[at[n]][: _at(widths, depths[n])]:
-                if joint[n] + log_prob < floor:
+
+    nodes: int
+    depth: int
+    widths: Sequence[int] | Ranks = (2**31,)
+    floor: float = -math.inf
+    frontier: int = 1
+    rounds: int | None = None
+    by_level: bool = False
+    noise: Noise | None = None
+    replacement: bool = True
+
+    def width(self, node: Node) -> int:
+        """The number of children of a node at most."""
+        if node.depth >= self.depth:
+            return 0
+        if isinstance(self.widths, Mapping):
+            return self.widths.get(node.ranks, 0)
+        return _at(self.widths, node.depth)
+
+    @property
+    def chain(self) -> bool:
+        """Whether no node has more than one child."""
+        return not isinstance(self.widths, Mapping) and max(self.widths) == 1
+
+
+class Node:
+    """A node of a tree that grows: its token, parent, depth, joint log probability, and the method's own state of it.
+
+    number  in the order in which nodes were proposed
+    ranks   its path of ranks among siblings
+    """
+
+    __slots__ = ("asked", "depth", "growth", "joint", "number", "parent", "rank", "state", "token")
+
+    def __init__(
+        self, growth: Growth, token: int, parent: Node | None, rank: int, joint: float, number: int, state: Any
+    ) -> None:
+        self.growth, self.token, self.parent, self.rank = growth, token, parent, rank
+        self.joint, self.number, self.state, self.asked = joint, number, state, False
+        self.depth: int = 0 if parent is None else parent.depth + 1
+
+    @property
+    def path(self) -> list[int]:
+        """The tokens from below the root to this node."""
+        return [] if self.parent is None else [*self.parent.path, self.token]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Its path of ranks; empty for the root."""
+        return () if self.parent is None else (*self.parent.ranks, self.rank)
+
+
+class Growth:
+    """A tree that grows.
+
+    state  the method's state of the root
+    key    whatever ``expand`` needs to know of the row; for messages and lookups of its own
+    """
+
+    def __init__(self, root: int, form: Form, *, state: Any = None, key: Any = None) -> None:
+        self.form, self.key = form, key
+        self.root = Node(self, root, None, 0, 0.0, 0, state)
+        self._nodes = 1  # proposed so far
+        self._rounds = 0
+        # the nodes that are kept, by rank; all before ``_first`` were asked about
+        self._ranked: list[tuple[float, int, Node]] = [(0.0, 0, self.root)]
+        self._first = 0
+        self._level = [self.root]  # of a sampled tree, the deepest
+        self._distributions: dict[int, Tensor] = {}  # that the children of a node were drawn from
+
+    def wanted(self) -> list[Node]:
+        """The nodes to ask about in the next round; none if the tree is complete."""
+        form, ranked = self.form, self._ranked
+        if self._rounds == form.rounds:
+            return []
+        self._rounds += 1
+        if form.noise is not None:
+            level, self._level = self._level, []
+            return [node for node in level if node.joint >= form.floor and form.width(node)]
+        found: list[Node] = []
+        for place in range(self._first, min(len(ranked), form.nodes - 1)):  # the last of the best nodes has no child
+            node = ranked[place][2]
+            if node.asked or not form.width(node):
+                self._first += place == self._first
+            elif not form.by_level or node.depth == self._rounds - 1:
+                found.append(node)
+                if len(found) == form.frontier:
                     break
-                unasked.add(len(tokens))
-                at.append(asked.child(at[n], token))
-                tokens.append(token)
-                parents.append(n)
-                depths.append(depths[n] + 1)
-                joint.append(joint[n] + log_prob)
-                if chain:
-                    asked.chain.append(at[-1])
-        best = _most_probable(joint, nodes)
-    return _best(tokens, parents, _sources(depths, label), joint, nodes)
+        return found
+
+    def add(self, node: Node, answer: Sequence[Child] | Tensor) -> None:
+        """Take the children of a node, best first, or the distribution [V] that they are drawn from."""
+        node.asked = True
+        if self.form.noise is not None:
+            if isinstance(answer, Tensor):
+                self._draw(node, answer, self.form.noise)
+            return
+        assert not isinstance(answer, Tensor), "only sampled trees are given distributions"
+        most, floor, ranked = self.form.nodes, self.form.floor, self._ranked
+        for rank, (token, log_prob, state) in enumerate(answer[: self.form.width(node)]):
+            joint = node.joint + log_prob
+            if joint < floor or (len(ranked) >= most and -joint >= ranked[-1][0]):
+                break
+            place = bisect(ranked, (-joint, self._nodes))
+            ranked.insert(place, (-joint, self._nodes, Node(self, token, node, rank, joint, self._nodes, state)))
+            self._first = min(self._first, place)
+            self._nodes += 1
+            if len(ranked) > most:
+                ranked.pop()
+
+    def _draw(self, node: Node, q_V: Tensor, noise: Noise) -> None:
+        self._distributions[node.number] = q_V
+        for token in _drawn(q_V, self.form.width(node), noise, replacement=self.form.replacement):
+            joint = node.joint + math.log(float(q_V[token]))
+            child = Node(self, token, node, 0, joint, self._nodes, None)
+            self._ranked.append((0.0, self._nodes, child))
+            self._level.append(child)
+            self._nodes += 1
+
+    def tree(self, source: Source) -> DraftTree:
+        """The tree as it is now; ``source`` labels its nodes."""
+        nodes = [node for _, _, node in self._ranked]
+        place = {node.number: i for i, node in enumerate(nodes)}
+        parents = [-1 if node.parent is None else place[node.parent.number] for node in nodes]
+        arrays = np.array([node.token for node in nodes], np.int64), np.array(parents, np.int64)
+        sources = ("target", *[source(node) for node in nodes[1:]])
+        log_probs = np.array([node.joint for node in nodes], np.float32)
+        if not self._distributions:
+            return DraftTree.unchecked(*arrays, sources, log_probs)
+        last, none = max(self._distributions), torch.zeros_like(next(iter(self._distributions.values())))
+        probs = torch.stack([self._distributions.get(number, none) for number in range(last + 1)])
+        replacement = self.form.replacement
+        return DraftTree(*arrays, draft_probs=probs, replacement=replacement, sources=sources, log_probs=log_probs)
 
 
-def ranked(
-    asked: Continuations,
-    *,
-    ranks: Sequence[tuple[int, ...]],
-    depth: int,
-    nodes: int,
-    floor: float,
-    label: str = "draft",
-) -> Growth:
-    """A tree of a given form, at most ``depth`` deep, or its ``nodes`` most probable nodes, root included.
+def grow(
+    growths: Sequence[Growth],
+    expand: Callable[[list[Node]], Iterable[Sequence[Child] | Tensor | None]],
+    source: Source,
+) -> list[DraftTree]:
+    """Grow trees together.
 
-    ranks  the nodes as paths of ranks, each after its parent: (0, 2) is the third best child of the best child. Nodes
-           whose joint log probability is below ``floor`` are left out
-    label  sources are "LABEL 1", "LABEL 2", ... by depth
+    expand  nodes of any of the trees -> for each, the tokens that may follow it with their log probabilities, best
+            first; in sampled trees the distribution [V], or () where there is none. None: ask again in the next round.
+            Trees whose nodes are all answered go on meanwhile
+    source  labels a node
     """
-    tokens, parents, depths, joint, at = [asked.tokens[0]], [-1], [0], [0.0], [0]
-    place: dict[tuple[int, ...], int] = {(): 0}
-    for d in range(1, depth + 1):
-        level = [path for path in ranks if len(path) == d and path[:-1] in place]
-        if needed := list(dict.fromkeys(n for path in level if (n := at[place[path[:-1]]]) not in asked.found)):
-            yield needed
-        for path in level:
-            above = place[path[:-1]]
-            children = asked.found[at[above]]
-            if path[-1] >= len(children) or joint[above] + children[path[-1]][1] < floor:
-                continue
-            token, log_prob = children[path[-1]]
-            place[path] = len(tokens)
-            at.append(asked.child(at[above], token))
-            tokens.append(token)
-            parents.append(above)
-            depths.append(d)
-            joint.append(joint[above] + log_prob)
-    return _best(tokens, parents, _sources(depths, label), joint, nodes)
+    asked = [node for growth in growths for node in growth.wanted()]
+    while asked:
+        left: list[Node] = []
+        for node, answer in zip(asked, expand(asked), strict=True):
+            if answer is None:
+                left.append(node)
+            else:
+                node.growth.add(node, answer)
+        waiting = {id(node.growth) for node in left}
+        moved = {id(node.growth): node.growth for node in asked if id(node.growth) not in waiting}
+        asked = left + [node for growth in moved.values() for node in growth.wanted()]
+    return [growth.tree(source) for growth in growths]
 
 
-def _best(
-    tokens: Sequence[int], parents: Sequence[int], sources: tuple[str, ...], joint: Sequence[float], nodes: int
-) -> DraftTree:
-    """The tree of the ``nodes`` most probable of some nodes, each of which comes after its parent."""
-    whole = DraftTree(
-        np.array(tokens, np.int64),
-        np.array(parents, np.int64),
-        sources=sources,
-        log_probs=np.array(joint, np.float32),
-    )
-    best = _most_probable(joint, nodes)
-    return whole if len(best) == len(tokens) else whole.select(sorted(best))
-
-
-def _most_probable(joint: Sequence[float], count: int) -> list[int]:
-    # stable: of equals the earlier one first, so that no node is kept without its parent
-    return sorted(range(len(joint)), key=joint.__getitem__, reverse=True)[:count]
-
-
-def sampled(
-    asked: Continuations,
-    *,
-    widths: Sequence[int],
-    depth: int,
-    floor: float,
-    replacement: bool,
-    noise: np.random.Generator,
-    label: str = "draft",
-) -> Growth:
-    """A tree whose children are all sampled, with the distributions that they were sampled from.
-
-    ``asked.found`` has each node's distribution [V] over the target's vocabulary, or None where it is not finite.
-    Nodes of one level are drawn for in order, siblings one after another.
-
-    widths       children of a node by its depth; without replacement fewer where fewer tokens have a probability
-    floor        a node of a lower joint log probability gets no children, but stays: it was sampled
-    replacement  whether siblings are independent of each other
-    """
-    tokens, parents, depths, joint, at = [asked.tokens[0]], [-1], [0], [0.0], [0]
-    laws: list[Tensor | None] = []
-    level = [0]
-    for d in range(depth):
-        level = [n for n in level if joint[n] >= floor]
-        if needed := list(dict.fromkeys(at[n] for n in level if at[n] not in asked.found)):
-            yield needed
-        below: list[int] = []
-        for n in level:
-            law = asked.found[at[n]]
-            laws += [None] * (n + 1 - len(laws))
-            laws[n] = law
-            for token in () if law is None else _drawn(law, _at(widths, d), noise, replacement=replacement):
-                below.append(len(tokens))
-                at.append(asked.child(at[n], token))
-                tokens.append(token)
-                parents.append(n)
-                depths.append(d + 1)
-                joint.append(joint[n] + math.log(float(law[token])))
-                if widths[0] == widths[-1] == 1:
-                    asked.chain.append(at[-1])
-        level = below
-    known = next((law for law in laws if law is not None), None)
-    return DraftTree(
-        np.array(tokens, np.int64),
-        np.array(parents, np.int64),
-        draft_probs=None
-        if known is None
-        else torch.stack([torch.zeros_like(known) if law is None else law for law in laws]),
-        replacement=replacement,
-        sources=_sources(depths, label),
-        log_probs=np.array(joint, np.float32),
-    )
+def by_depth(label: str) -> Source:
+    """Sources "LABEL 1", "LABEL 2", ... by depth."""
+    return lambda node: f"{label} {node.depth}"
 
 
 def product_size(widths: Sequence[int], depth: int) -> int:
@@ -204,16 +246,12 @@ def _at(widths: Sequence[int], depth: int) -> int:
     return widths[min(depth, len(widths) - 1)]
 
 
-def _drawn(law_V: Tensor, count: int, noise: np.random.Generator, *, replacement: bool) -> list[int]:
+def _drawn(q_V: Tensor, count: int, noise: Noise, *, replacement: bool) -> list[int]:
     """Up to ``count`` tokens drawn from a distribution; without replacement no more than have a probability."""
     if replacement:
-        return inverse_cdf(law_V.expand(count, -1), noise.random(count)).tolist()
-    rest_V, found = law_V.clone(), list[int]()
-    for uniform in noise.random(min(count, int((law_V > 0).sum()))):
-        found.append(int(inverse_cdf(rest_V[None], [uniform])))
-        rest_V[found[-1]] = 0.0
-    return found
-
-
-def _sources(depths: Sequence[int], label: str) -> tuple[str, ...]:
-    return tuple("target" if d == 0 else f"{label} {d}" for d in depths)
+        return inverse_cdf(q_V.expand(count, -1), noise.random(count)).tolist()
+    rest_V, tokens = q_V.clone(), list[int]()
+    for uniform in noise.random(min(count, int((q_V > 0).sum()))):
+        tokens.append(int(inverse_cdf(rest_V[None], [uniform])))
+        rest_V[tokens[-1]] = 0.0
+    return tokens

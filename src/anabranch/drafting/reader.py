@@ -37,13 +37,13 @@ IDLE = 4608  # positions of all rows that a cache may hold when no row uses it
 class Continuations:
     """A trie of continuations of one text; node 0 is the text's last token.
 
-    found   what is known to follow each node that was asked about
+    known   what follows each node that was asked about
     chain   nodes that are drafted for sure, each the child of the one before; stays empty where trees are drafted
     """
 
     def __init__(self, root: int) -> None:
         self.tokens, self.parents, self.depths = [root], [-1], [0]
-        self.found: dict[int, Any] = {}
+        self.known: dict[int, Any] = {}
         self.chain: list[int] = []
         self._at: dict[tuple[int, int], int] = {}
 

@@ -18,7 +18,6 @@ The structure is not a suffix tree but gives the same counts (docs/methods/suffi
 
 from __future__ import annotations
 
-import heapq
 import math
 from array import array
 from collections.abc import Sequence
@@ -27,11 +26,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from anabranch.drafting.drafter import Drafter, Method, Row
+from anabranch.drafting.grow import Child, Form, Growth, Node, grow
 from anabranch.drafting.settings import Settings
 from anabranch.errors import InputError
 from anabranch.tree import DraftTree
 
-__all__ = ["METHOD", "Occurrences", "Place", "SuffixDrafter", "SuffixSettings"]
+__all__ = ["METHOD", "Occurrences", "Place", "SuffixDrafter", "SuffixSettings", "tree_of"]
 
 OWN, SHARED = "suffix", "suffix shared"  # sources of nodes: this row's text, other rows' outputs
 
@@ -255,7 +255,7 @@ class SuffixDrafter(Drafter):
         if not found:
             return DraftTree.root(row.root)
         votes = [_Vote(place, place.length, OWN if n < mine else SHARED) for n, place in enumerate(found)]
-        tree = _grow(row.root, votes, seen.odds(), count, depth, self.threshold)
+        tree = tree_of(row.root, votes, seen.odds(), count, depth, self.threshold)
         if tree.size > 1:
             longest = min(len(PRIOR), max(place.length for place in found))
             seen.bet = (len(row.tokens), longest, int(tree.tokens[1]))
@@ -272,48 +272,38 @@ class _Vote:
     ahead: int = 0
 
 
-def _grow(
+def tree_of(
     root: int, votes: Sequence[_Vote], odds: Sequence[float], count: int, depth: int, threshold: float
 ) -> DraftTree:
-    """The ``count`` most probable nodes, root included, of the tree of all continuations."""
-    least = math.log(threshold) if threshold > 0 else -math.inf
-    tokens, parents, sources, joints, depths = [root], [-1], ["target"], [0.0], [0]
-    waiting: list[tuple[float, int, int, int, list[_Vote]]] = []  # -log p, number, parent, token, votes
-    number = 0
+    """The ``count`` most probable nodes, root included, of the tree of all continuations.
 
-    def expand(node: int, votes: Sequence[_Vote]) -> None:
-        nonlocal number
-        following: dict[int, list[_Vote]] = {}
+    votes  the places that the root's children follow at
+    odds   the weight of a place by the length of its match
+    """
+
+    def weight(vote: _Vote) -> float:
+        return odds[min(vote.length, len(odds) - 1)]
+
+    def following(node: Node) -> list[Child]:
+        votes: list[_Vote] = node.state
+        if node.depth:
+            votes = [_Vote(v.place, v.length + 1, v.source, v.ahead + 1) for v in votes]
+        by_token: dict[int, list[_Vote]] = {}
         for vote in votes:
             at = vote.place.end + vote.ahead
             if at < len(vote.place.tokens):
-                following.setdefault(vote.place.tokens[at], []).append(vote)
-        weights = {token: sum(odds[min(v.length, len(odds) - 1)] for v in those) for token, those in following.items()}
+                by_token.setdefault(vote.place.tokens[at], []).append(vote)
+        weights = {token: sum(map(weight, those)) for token, those in by_token.items()}
         total = sum(weights.values()) + UNSEEN
-        for token, those in following.items():
-            joint = joints[node] + math.log(weights[token] / total)
-            if joint >= least:
-                number += 1
-                heapq.heappush(waiting, (-joint, number, node, token, those))
+        best = sorted(weights, key=weights.__getitem__, reverse=True)
+        return [(token, math.log(weights[token] / total), by_token[token]) for token in best]
 
-    expand(0, votes)
-    while waiting and len(tokens) < count:
-        unlikely, _, parent, token, those = heapq.heappop(waiting)
-        node = len(tokens)
-        tokens.append(token)
-        parents.append(parent)
-        joints.append(-unlikely)
-        depths.append(depths[parent] + 1)
-        own = sum(odds[min(v.length, len(odds) - 1)] * (1 if v.source == OWN else -1) for v in those)
-        sources.append(OWN if own >= 0 else SHARED)
-        if depths[node] < depth:
-            expand(node, [_Vote(v.place, v.length + 1, v.source, v.ahead + 1) for v in those])
-    return DraftTree(
-        np.array(tokens, np.int64),
-        np.array(parents, np.int64),
-        sources=tuple(sources),
-        log_probs=np.array(joints, np.float32),
-    )
+    def source(node: Node) -> str:
+        return OWN if sum(weight(v) if v.source == OWN else -weight(v) for v in node.state) >= 0 else SHARED
+
+    form = Form(count, depth, floor=math.log(threshold) if threshold > 0 else -math.inf)
+    (tree,) = grow([Growth(root, form, state=votes)], lambda nodes: map(following, nodes), source)
+    return tree
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from anabranch.drafting.autoregressive import AutoregressiveDrafter, Shape
 from anabranch.drafting.drafter import Drafter, Row
-from anabranch.drafting.growing import GrowingDrafter, Shape
 from anabranch.drafting.head import TRUST
 from anabranch.drafting.reader import Continuations
 from anabranch.errors import CapabilityError
@@ -27,7 +27,7 @@ from anabranch.sampling import gumbels, position_keys, process_logits, target_pr
 __all__ = ["DraftModelDrafter"]
 
 
-class DraftModelDrafter(GrowingDrafter[DraftReader]):
+class DraftModelDrafter(AutoregressiveDrafter[DraftReader]):
     """Drafts from a smaller model with the target's vocabulary.
 
     model     the draft model: any decoder that reads the target's token ids
@@ -98,7 +98,7 @@ class DraftModelDrafter(GrowingDrafter[DraftReader]):
             if row.rule == "rejection":
                 q_nV = F.pad(target_probs(z_nW, params, histories), (0, self.target.config.vocab_size - self._words))
                 finite = q_nV.isfinite().all(dim=-1).tolist()
-                known.found.update((node, q if ok else None) for node, q, ok in zip(nodes, q_nV, finite, strict=True))
+                known.known.update((node, q if ok else ()) for node, q, ok in zip(nodes, q_nV, finite, strict=True))
                 continue
             z_nW = process_logits(z_nW, params, histories)
             if not params.greedy:
@@ -118,4 +118,4 @@ class DraftModelDrafter(GrowingDrafter[DraftReader]):
         for known, nodes, _ in matching:
             for node in nodes:
                 pairs = zip(*next(rows), strict=True)
-                known.found[node] = [(int(token), p) for token, p in pairs if math.isfinite(p)]
+                known.known[node] = [(int(token), p, None) for token, p in pairs if math.isfinite(p)]

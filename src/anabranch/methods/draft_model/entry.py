@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from anabranch.drafting.autoregressive import Shape
 from anabranch.drafting.drafter import Drafter, Method, numbered, sized
-from anabranch.drafting.growing import Shape
 from anabranch.drafting.settings import Settings
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods.draft_model.drafter import DraftModelDrafter

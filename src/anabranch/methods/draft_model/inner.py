@@ -67,4 +67,4 @@ class Guesser:
         for parent, token in zip(tree.parents[1:].tolist(), tree.tokens[1:].tolist(), strict=True):
             above = at[parent]
             at.append(asked.child(above, token) if above >= 0 and token < words else -1)
-        return [guess for guess in dict.fromkeys(at[1:]) if guess > 0 and guess not in asked.found]
+        return [guess for guess in dict.fromkeys(at[1:]) if guess > 0 and guess not in asked.known]

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from anabranch.drafting.autoregressive import Shape
 from anabranch.drafting.drafter import Row
-from anabranch.drafting.growing import Shape
 from anabranch.errors import InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import DistillationLoss

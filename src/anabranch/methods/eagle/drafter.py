@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from anabranch.drafting.autoregressive import AutoregressiveDrafter, Shape
 from anabranch.drafting.drafter import Observation, Row, Taps
-from anabranch.drafting.grow import Growth, ranked
-from anabranch.drafting.growing import GrowingDrafter, Shape
+from anabranch.drafting.grow import Form
 from anabranch.drafting.head import TRUST, RowVocabulary
 from anabranch.drafting.reader import Continuations
 from anabranch.methods.eagle.layer import EagleLayer, layer_of
@@ -27,22 +27,28 @@ from anabranch.model.decoder import Decoder
 from anabranch.model.passes import PassResult
 from anabranch.sampling import SamplingParams, gumbels, position_keys, process_logits, target_probs
 
-__all__ = ["STATIC_TREE", "EagleDrafter"]
+__all__ = ["STATIC_NODES", "EagleDrafter"]
 
 SHORTLIST = 64  # a node's best tokens, to which the noise is added where the target draws its tokens with it
 UNKNOWN = 0.5772  # mean of the noise, for all other tokens together
-# EAGLE-1's tree, as ranks of children (``mc_sim_7b_63`` of the published code): 25 nodes and the root, five deep
-STATIC_TREE: tuple[tuple[int, ...], ...] = tuple(
-    tuple(map(int, path))
-    for path in (
-        *("0", "1", "2", "3", "00", "01", "02", "10", "11", "20", "21", "30"),
-        *("000", "001", "002", "010", "011", "020", "021", "100"),
-        *("0000", "0001", "0002", "00000", "00001"),
-    )
-)
+# EAGLE-1's tree (``mc_sim_7b_63`` of the published code): the number of children by path of ranks
+STATIC_TREE: dict[tuple[int, ...], int] = {
+    (): 4,
+    (0,): 3,
+    (1,): 2,
+    (2,): 2,
+    (3,): 1,
+    (0, 0): 3,
+    (0, 1): 2,
+    (0, 2): 2,
+    (1, 0): 1,
+    (0, 0, 0): 3,
+    (0, 0, 0, 0): 2,
+}
+STATIC_NODES = 1 + sum(STATIC_TREE.values())
 
 
-class EagleDrafter(GrowingDrafter[FeatureReader]):
+class EagleDrafter(AutoregressiveDrafter[FeatureReader]):
     """Drafts from one autoregressive layer on the target's features.
 
     shape   "best" (EAGLE-2's dynamic tree: the nodes of the highest joint probability) or "chain"
@@ -109,12 +115,9 @@ class EagleDrafter(GrowingDrafter[FeatureReader]):
         return self.reader.knows(row)
 
     # -- drafts ----------------------------------------------------------------------------------------
-    def _growth(self, row: Row, asked: Continuations, budget: int, depth: int) -> Growth:
-        if not self.static:
-            return super()._growth(row, asked, budget, depth)
-        floor = math.log(self.shape.threshold) if self.shape.threshold else -math.inf
-        depth = min(depth, self.depth_of(budget))
-        return ranked(asked, ranks=STATIC_TREE, depth=depth, nodes=budget, floor=floor, label=self.label)
+    def _form(self, row: Row, budget: int, depth: int) -> Form:
+        form = super()._form(row, budget, depth)
+        return replace(form, widths=STATIC_TREE, frontier=len(STATIC_TREE)) if self.static else form
 
     @property
     def _children(self) -> int:
@@ -151,7 +154,7 @@ class EagleDrafter(GrowingDrafter[FeatureReader]):
         params, histories = self._history(row, known, nodes)
         q_nV = target_probs(self._whole(ids_W, z_nW), params, histories)
         finite = q_nV.isfinite().all(dim=-1).tolist()
-        known.found.update((node, q if ok else None) for node, q, ok in zip(nodes, q_nV, finite, strict=True))
+        known.known.update((node, q if ok else ()) for node, q, ok in zip(nodes, q_nV, finite, strict=True))
 
     def _best(self, row: Row, known: Continuations, nodes: Sequence[int], ids_W: Tensor, z_nW: Tensor) -> None:
         """Write down the best next tokens of each node and their log probabilities."""
@@ -167,7 +170,7 @@ class EagleDrafter(GrowingDrafter[FeatureReader]):
             keys = position_keys(params.seed, [len(row.tokens) + known.depths[node] for node in nodes])
             log_probs, tokens = _with_noise(log_probs, tokens, keys, self._children)
         for node, *pairs in zip(nodes, tokens.tolist(), log_probs.tolist(), strict=True):
-            known.found[node] = [(token, p) for token, p in zip(*pairs, strict=True) if math.isfinite(p)]
+            known.known[node] = [(token, p, None) for token, p in zip(*pairs, strict=True) if math.isfinite(p)]
 
     def _history(
         self, row: Row, known: Continuations, nodes: Sequence[int]

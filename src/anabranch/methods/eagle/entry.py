@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import nn
 
+from anabranch.drafting.autoregressive import Shape
 from anabranch.drafting.drafter import Drafter, Method, numbered, sized
-from anabranch.drafting.growing import Shape
 from anabranch.drafting.settings import Settings
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods.eagle.counting import COUNTS
-from anabranch.methods.eagle.drafter import STATIC_TREE, EagleDrafter
+from anabranch.methods.eagle.drafter import STATIC_NODES, EagleDrafter
 from anabranch.methods.eagle.module import EagleModule
 from anabranch.methods.eagle.recipes import TRAINED
 from anabranch.model.decoder import Decoder
@@ -83,7 +83,7 @@ class EagleSettings(Settings):
     def shape(self) -> Shape:
         """The shape of the trees; the static tree is cut to it."""
         tree: Any = "chain" if self.tree == "chain" else "best"
-        nodes = self.nodes or {"auto": MOST, "static": len(STATIC_TREE) + 1}.get(self.tree, 16)
+        nodes = self.nodes or {"auto": MOST, "static": STATIC_NODES}.get(self.tree, 16)
         return Shape(tree, self.depth, nodes, (self.k,), self.threshold)
 
 

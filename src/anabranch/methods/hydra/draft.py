@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from anabranch.drafting.calls import Call
-from anabranch.drafting.head import Drawn, DrawNoise, RowVocabulary
-from anabranch.drafting.levels import Level, collect, to_host, worth_expanding
+from anabranch.drafting.grow_tensors import grow_tensors, trees_of
+from anabranch.drafting.head import DrawNoise, RowVocabulary
 from anabranch.methods.heads.module import VocabularyHeads
 from anabranch.methods.heads.shape import TreeShape
 from anabranch.methods.hydra.module import HydraModule
@@ -73,46 +73,25 @@ class HydraDraft:
         budget = self.max_nodes if budget is None else min(budget, self.max_nodes)
         depth = self.depth_of(budget if depths is None else min(budget, 1 + max(depths)))
         drawn = None if noise is None else DrawNoise.together(noise, depth, states_BSD.device)
-        host = to_host(self._grow(states_BSD, roots, rows, drawn, budget, depth))
-        found = []
-        for b, root in enumerate(roots):
-            tree = collect(root, [(t[b], j[b], p[b]) for t, j, p in host], "head", budget)
-            limit = depth if depths is None else depths[b]
-            found.append(tree if tree.max_depth <= limit else tree.select((tree.depths <= limit).nonzero()[0]))
-        return found
+        k, best = 1 if self.shape.tree == "chain" else min(self.shape.k, budget - 1), self.shape.tree == "best"
+        path_BFC = states_BSD.new_zeros(len(roots), 1, 0)
 
-    def _grow(
-        self,
-        states_B1D: Tensor,
-        roots: list[int],
-        rows: Sequence[RowVocabulary] | None,
-        drawn: Drawn | None,
-        budget: int,
-        depth: int,
-    ) -> list[Level]:
-        k = 1 if self.shape.tree == "chain" else min(self.shape.k, budget - 1)
-        best_first, levels = self.shape.tree == "best", list[Level]()
-        tokens_BF = torch.tensor(roots, device=states_B1D.device)[:, None]
-        joint_BF = torch.zeros(tokens_BF.shape, device=states_B1D.device)
-        path_BFC = states_B1D.new_zeros(len(roots), 1, 0)
-        for d in range(depth):
+        def expand(d: int, tokens_BF: Tensor, above_BF: Tensor | None) -> tuple[Tensor, Tensor]:
+            nonlocal path_BFC
+            if above_BF is not None:
+                path_BFC = path_BFC.gather(1, above_BF[:, :, None].expand(-1, -1, path_BFC.shape[-1]))
             path_BFC = torch.cat((path_BFC, self.module.embed(self.target, tokens_BF).to(path_BFC.dtype)), dim=-1)
-            states_BFD = self.module.states(d, states_B1D, path_BFC)
-            best, log_probs = self.heads[d].best_tokens(states_BFD, k, rows, drawn, slice(d, d + 1))
-            above = torch.arange(tokens_BF.shape[1], device=best.device)[:, None].expand(best.shape)
-            level = Level(best.flatten(1), (joint_BF[:, :, None] + log_probs).flatten(1), above.flatten(1))
-            width = level.tokens.shape[1]
-            if best_first:
-                # nodes that get no children may still be leaves, so they stay candidates after the frontier
-                joint, order = level.joint.topk(min(width, budget - 1), dim=-1)
-                level = Level(level.tokens.gather(1, order), joint, level.parents.gather(1, order))
-                width = min(FRONTIER, level.tokens.shape[1])
-                if joint.device.type == "cpu":
-                    width = worth_expanding([*levels, level], width, budget - 1)
-            levels.append(level)
-            if width == 0:
-                break
-            tokens_BF, joint_BF = level.tokens[:, :width], level.joint[:, :width]
-            index = level.parents[:, :width, None].expand(-1, -1, path_BFC.shape[-1])
-            path_BFC = path_BFC.gather(1, index)
-        return levels
+            states_BFD = self.module.states(d, states_BSD, path_BFC)
+            return self.heads[d].best_tokens(states_BFD, k, rows, drawn, slice(d, d + 1))
+
+        levels = grow_tensors(
+            torch.tensor(roots, device=states_BSD.device),
+            expand,
+            depth=depth,
+            budget=budget if best else None,
+            frontier=FRONTIER,
+            lazy=states_BSD.device.type == "cpu",
+        )
+        limits = [depth] * len(roots) if depths is None else depths
+        trees = zip(trees_of(roots, levels, "head", budget), limits, strict=True)
+        return [t if t.max_depth <= limit else t.select((t.depths <= limit).nonzero()[0]) for t, limit in trees]

@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from anabranch.drafting.best_first import best_first
 from anabranch.drafting.calls import Call
+from anabranch.drafting.grow import Child, Form, Growth, by_depth, grow
 from anabranch.drafting.head import DrawNoise, RowVocabulary
 from anabranch.methods.heads.module import MOST_HEADS, VocabularyHeads
 from anabranch.methods.heads.shape import TreeShape
@@ -39,7 +39,6 @@ class MedusaDraft:
         self.shape = shape or TreeShape()
         self.depth = self.shape.heads(module.config.num_heads)
         self.max_nodes = self.shape.size(module.config.num_heads)
-        self._sources = [f"head {d}" for d in range(1, self.depth + 1)]
         self.states = module.shared(target, MedusaStates, lambda: MedusaStates(target, module))
         self.heads = module.shared(target, VocabularyHeads, lambda: VocabularyHeads(target, module))
         self.call = Call("heads", read=self.states.read + self.heads.read)
@@ -93,36 +92,28 @@ class MedusaDraft:
     ) -> DraftTree:
         levels = [
             [
-                (int(token), min(log_prob, 0.0))
+                (int(token), min(log_prob, 0.0), None)
                 for token, log_prob in zip(*level, strict=True)
                 if math.isfinite(log_prob)
             ]
-            for level in list(zip(tokens, log_probs, strict=True))[:depth]
+            for level in zip(tokens, log_probs, strict=True)
         ]
-        if self.shape.tree in ("chain", "product"):
-            return DraftTree.product(
-                root,
-                [[token for token, _ in level] for level in levels],
-                level_log_probs=[[log_prob for _, log_prob in level] for level in levels],
-                sources=self._sources,
-            ).truncate(budget)
-        ranked = [[log_prob for _, log_prob in level] for level in levels]
-        if self.shape.tree == "sparse":
-            ranked = [
-                [SHARES[d] - RANKS * math.log(n + 1) for n in range(len(level))] for d, level in enumerate(levels)
-            ]
-        children = [
-            [(token, share, d + 1) for (token, _), share in zip(level, shares, strict=True)]
-            for d, (level, shares) in enumerate(zip(levels, ranked, strict=True))
-        ]
-        tree = best_first(root, 0, [*children, []].__getitem__, nodes=budget, depth=depth, source=self._sources)
-        return tree if self.shape.tree == "best" else _told(tree, [dict(level) for level in levels])
+        shape, widths = self.shape.tree, [len(tokens[0])]
+        form = Form(budget, depth, _sparse(budget, depth, widths[0]) if shape == "sparse" else widths)
+        if shape != "best":
+            form = replace(form, frontier=budget)
+        (tree,) = grow([Growth(root, form)], lambda nodes: [levels[node.depth] for node in nodes], by_depth("head"))
+        return tree
 
 
-def _told(tree: DraftTree, log_probs: list[dict[int, float]]) -> DraftTree:
-    """The tree with the joint log probabilities that follow from those of each depth's tokens."""
-    joint = [0.0]
-    nodes = zip(tree.tokens[1:].tolist(), tree.parents[1:].tolist(), tree.depths[1:].tolist(), strict=True)
-    for token, parent, depth in nodes:
-        joint.append(joint[parent] + log_probs[depth - 1][token])
-    return replace(tree, log_probs=np.array(joint, np.float32))
+@cache
+def _sparse(nodes: int, depth: int, k: int) -> dict[tuple[int, ...], int]:
+    """The places of a sparse tree's nodes: the number of children by path of ranks."""
+    children: list[list[Child]] = [
+        [(n, SHARES[d] - RANKS * math.log(n + 1), None) for n in range(k)] for d in range(depth)
+    ]
+    (tree,) = grow(
+        [Growth(0, Form(nodes, depth))], lambda nodes: [children[node.depth] for node in nodes], by_depth("")
+    )
+    paths = [tuple(tree.tokens[list(tree.path_to(node)[1:])].tolist()) for node in range(tree.size)]
+    return {path: len(tree.children(node)) for node, path in enumerate(paths)}

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
+from torch import Tensor
 
-from anabranch.drafting.best_first import best_first
 from anabranch.drafting.drafter import Drafter, Row
 from anabranch.drafting.draws import Draws
+from anabranch.drafting.grow import Child, Form, Growth, Node, grow
 from anabranch.errors import CapabilityError
-from anabranch.methods.ngram.model import Context, NGramModel
-from anabranch.sampling import SamplingParams, generator, inverse_cdf, target_probs
+from anabranch.methods.ngram.model import NGramModel
+from anabranch.sampling import SamplingParams, generator, target_probs
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule
 
@@ -22,8 +22,6 @@ __all__ = ["NGramDrafter"]
 DRAFT_LANE = 2
 CHILDREN = 16  # candidates below one node
 DRAWN = 64  # the same for sampled rows, whose tokens are less probable
-
-State = tuple[Context, int]  # context and depth of a node
 
 
 class NGramDrafter(Drafter):
@@ -68,27 +66,26 @@ class NGramDrafter(Drafter):
         count = 1 if self.chain else min(CHILDREN, nodes - 1)
         draws = None if row.sampling.greedy else Draws(row, min(row.max_depth, nodes))
 
-        def children(state: State) -> list[tuple[int, float, State]]:
-            context, depth = state
+        def children(node: Node) -> Sequence[Child]:
             if draws is None:
-                return [(w, p, (after, depth + 1)) for w, p, after in self.model.best(context, count)]
-            found = self.model.best(context, DRAWN)
-            if not found:
+                return self.model.best(node.state, count)
+            if not (found := self.model.best(node.state, DRAWN)):
                 return []
             words, probs, after = zip(*found, strict=True)
-            beliefs = draws(depth, words, probs)
-            best = np.argsort(-beliefs, kind="stable")[:count].tolist()
-            return [(words[i], float(beliefs[i]), (after[i], depth + 1)) for i in best]
+            log_probs = draws(node.depth, words, probs)
+            best = np.argsort(-log_probs, kind="stable")[:count].tolist()
+            return [(words[i], float(log_probs[i]), after[i]) for i in best]
 
-        start = (self.model.context(row.tokens), 0)
-        return best_first(row.root, start, children, nodes=nodes, depth=row.max_depth, source=self.name)
+        growth = Growth(row.root, Form(nodes, row.max_depth), state=self.model.context(row.tokens))
+        (tree,) = grow([growth], lambda nodes: map(children, nodes), lambda node: self.name)
+        return tree
 
     def _sampled(self, row: Row, length: int) -> DraftTree:
+        def distributions(nodes: list[Node]) -> Tensor:
+            texts = [[*row.tokens[-2:], *node.path] for node in nodes]
+            return target_probs(self.model.probs(texts).log(), row.sampling)
+
         noise = generator(row.sampling.seed, len(row.tokens), lane=DRAFT_LANE)
-        text, drawn, probs = list(row.tokens[-2:]), [], []
-        for _ in range(length):
-            q_1V = target_probs(self.model.probs([text]).log(), row.sampling)
-            drawn.append(int(inverse_cdf(q_1V, [noise.random()])))
-            text.append(drawn[-1])
-            probs.append(q_1V)
-        return DraftTree.chain(row.root, drawn, source=self.name, draft_probs=torch.cat(probs))
+        growth = Growth(row.root, Form(length + 1, length, (1,), noise=noise))
+        (tree,) = grow([growth], distributions, lambda node: self.name)
+        return tree

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 
-from anabranch.drafting.best_first import best_first
 from anabranch.drafting.drafter import Drafter, Row
 from anabranch.drafting.draws import Draws
+from anabranch.drafting.grow import Child, Form, Growth, Node, grow
 from anabranch.methods.rest.datastore import Datastore
 from anabranch.tree import DraftTree
 
@@ -67,8 +66,12 @@ class RestDrafter(Drafter):
             return DraftTree.root(row.root)
         state = self._retrieve(row.tokens[-self.ngram :], depth)
         draws = None if row.sampling.greedy else Draws(row, depth)
-        children = partial(_children, first=state[1], draws=draws)
-        return best_first(row.root, state, children, nodes=nodes, depth=depth, source=self.name)
+
+        def children(asked: list[Node]) -> list[list[Child]]:
+            return [_children(node.state, state[1], draws) for node in asked]
+
+        (tree,) = grow([Growth(row.root, Form(nodes, depth), state=state)], children, lambda node: self.name)
+        return tree
 
     def _retrieve(self, context: Sequence[int], depth: int) -> State:
         """Weighted continuations of the longest match and of shorter ones."""
@@ -93,7 +96,7 @@ def _trust(count: int, distinct: int, matched: int) -> float:
     return count / (count + DOUBT * distinct / matched)
 
 
-def _children(state: State, first: int, draws: Draws | None) -> list[tuple[int, float, State]]:
+def _children(state: State, first: int, draws: Draws | None) -> list[Child]:
     """The next tokens among the continuations, most probable first, and what follows each.
 
     first  tokens that match up to the root, whose continuations have weights that say what they are trusted

@@ -1,4 +1,5 @@
-// Drafting: builds a draft tree from the stream states of one sequence, level by level (NativeDraft in draft.py).
+// Drafting: builds a draft tree from the stream states of one sequence, level by level (NativeDraft in draft.py). This is
+// the fast form of grow() in drafting/grow.py: the same choice of nodes, and the same rule for ties.
 //
 // Node i of level j, whose parent has the token t and the hidden state z', is conditioned on its path:
 //   z = silu(A z' + U E[t] / rms(E[t]) + C s_j),   score = head . (s_j + W z)
@@ -49,7 +50,7 @@ class Drafter {
   using P = Storage<T>;
 
  public:
-  // The tree's nodes in breadth-first order: tokens, parents, sources and joints, at most c.nodes with the root.
+  // The tree's nodes by rank, the most probable first: tokens, parents, sources and joints, at most c.nodes with the root.
   struct Tree {
     int64_t *tokens, *parents;
     int64_t* sources;  // the depth of nodes that a stream proposes; depth + 1 of the streams for those that are copied
@@ -374,14 +375,13 @@ class Drafter {
 
   // the best candidates of all levels
   int select(const Tree& tree) const {
-    // Stable sort: among equals the shallower one comes first, so that no node is kept without its parent.
+    // Stable sort, as in grow(): among equals the shallower one comes first, so that no node is kept without its parent.
     std::vector<int32_t> order(candidates_.size()), node_of(candidates_.size(), -1);
     for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int32_t>(i);
     std::stable_sort(order.begin(), order.end(), [&](int32_t i, int32_t j) {
       return candidates_[static_cast<size_t>(i)].joint > candidates_[static_cast<size_t>(j)].joint;
     });
     if (static_cast<int>(order.size()) > keep_) order.resize(static_cast<size_t>(keep_));
-    std::sort(order.begin(), order.end());
     tree.tokens[0] = root_, tree.parents[0] = -1, tree.sources[0] = 0, tree.joints[0] = 0.0f;
     int count = 1;
     for (const int32_t i : order) {

@@ -1,9 +1,6 @@
 """Build draft trees from stream states: chains, full product trees, and best-first trees under a node budget.
 
-Nodes of depth d come from stream d of the accepted node. Every parent on the frontier gets its k best children; a
-node's joint log probability is the sum along its path. Best-first trees keep the ``nodes`` most probable ones: since
-log probabilities fall along a path, the best nodes of all levels form a tree, and building it level by level gives the
-same nodes as a heap.
+Nodes of depth d come from stream d of the accepted node (``grow_tensors``); the native kernels do the same in one call.
 
 B rows of the batch, F frontier nodes, S streams, V vocabulary, Vd draft vocabulary, D model width.
 """
@@ -19,10 +16,12 @@ from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from anabranch.drafting.grow import Form, Growth, Node, by_depth, grow, product_size
+from anabranch.drafting.grow_tensors import Level, grow_tensors, trees_of
 from anabranch.drafting.head import TRUST, DraftHead, Drawn, DrawNoise, RowVocabulary, Words
-from anabranch.drafting.levels import Level, collect, sources_of, to_host, worth_expanding
 from anabranch.errors import InputError
 from anabranch.methods.streams.adapter import StreamModule
 from anabranch.methods.streams.copying import ALONE, COPIED, MIXED
@@ -33,7 +32,7 @@ from anabranch.model.graphs import Graphs
 from anabranch.model.native_linear import NativeLinear, table_of
 from anabranch.native import library as native
 from anabranch.native.arguments import address
-from anabranch.sampling import SamplingParams, inverse_cdf, target_probs
+from anabranch.sampling import SamplingParams, target_probs
 from anabranch.tree import DraftTree
 
 __all__ = ["DraftOptions", "NativeDraft", "StreamDraft"]
@@ -184,12 +183,9 @@ class StreamDraft:
         budget = options.nodes if options.tree == "best" else None
         floor = math.log(options.threshold) if options.threshold else -math.inf
         words, drawn = self.head.words(rows, len(roots)), DrawNoise.together(noise, self.depth)
-        levels = self._captured(states_BSD, torch.tensor(roots), words, drawn)
-        host = to_host(levels)
-        return [
-            collect(root, [(t[b], j[b], p[b]) for t, j, p in host], self.adapter.predictor, budget, floor)
-            for b, root in enumerate(roots)
-        ]
+        return trees_of(
+            roots, self._captured(states_BSD, torch.tensor(roots), words, drawn), self.adapter.predictor, budget, floor
+        )
 
     def _captured(self, states_BSD: Tensor, roots_B: Tensor, words: Words, drawn: Drawn | None) -> list[Level]:
         """``_grow``, captured as a graph where the backend captures them."""
@@ -209,40 +205,35 @@ class StreamDraft:
 
     def _grow(self, states_BSD: Tensor, roots_B: Tensor, words: Words, drawn: Drawn | None) -> list[Level]:
         options = self.options
-        k = options.children
-        tokens, joint = roots_B[:, None], torch.zeros(len(roots_B), 1, device=roots_B.device)
         carried: Tensor | None = None
         shortlists: Tensor | None = None
         if options.shortlist and self.conditioner is not None:
             n = min(options.shortlist, words.ids_BV.shape[1])
             best = self.head.logits(states_BSD[:, : self.depth], words).topk(n, dim=-1).indices
             shortlists = words.ids_BV.gather(1, best.flatten(1)).view_as(best)
-        levels: list[Level] = []
-        for d in range(self.depth):
-            states, carried = self.condition(states_BSD[:, d : d + 1], tokens, carried)
+
+        def expand(d: int, tokens_BF: Tensor, above_BF: Tensor | None) -> tuple[Tensor, Tensor]:
+            nonlocal carried
+            if carried is not None and above_BF is not None:
+                carried = carried.gather(1, above_BF[:, :, None].expand(-1, -1, carried.shape[-1]))
+            states, carried = self.condition(states_BSD[:, d : d + 1], tokens_BF, carried)
             ids = words.ids_BV if shortlists is None else shortlists[:, d]
             scores = self.head.logits(states, words) if shortlists is None else self._shortlist_logits(states, ids)
             if drawn is not None:
                 scores = drawn.added(scores, ids, slice(d, d + 1))
-            log_probs, best = self.head.best(scores, min(k, ids.shape[1]))
-            level = _children(ids, best, joint[:, :, None] + log_probs)
-            width = level.tokens.shape[1]
-            if options.tree == "best":
-                # nodes that are not expanded may still be leaves, so they stay candidates after the frontier
-                keep = min(width, options.nodes - 1)
-                joint_falling, order = level.joint.topk(keep, dim=-1)
-                level = Level(level.tokens.gather(1, order), joint_falling, level.parents.gather(1, order))
-                width = min(options.frontier, keep)
-                if states.device.type == "cpu" and self.target.backend.capture is None:
-                    width = worth_expanding([*levels, level], width, options.nodes - 1)
-            levels.append(level)
-            if width == 0:
-                break
-            tokens, joint = level.tokens[:, :width], level.joint[:, :width]
-            if carried is not None:
-                index = level.parents[:, :width, None].expand(-1, -1, carried.shape[-1])
-                carried = carried.gather(1, index)
-        return levels
+            log_probs, best = self.head.best(scores, min(options.children, ids.shape[1]))
+            # without conditioning children are the same for all nodes of a row
+            each = (*tokens_BF.shape, log_probs.shape[-1])
+            return ids.gather(1, best.flatten(1)).view_as(best).expand(each), log_probs.expand(each)
+
+        return grow_tensors(
+            roots_B,
+            expand,
+            depth=self.depth,
+            budget=options.nodes if options.tree == "best" else None,
+            frontier=options.frontier,
+            lazy=states_BSD.device.type == "cpu" and self.target.backend.capture is None,
+        )
 
     # -- sampled trees, with the distributions they were sampled from ---------------------------------
     @torch.inference_mode()
@@ -262,37 +253,40 @@ class StreamDraft:
         the product tree of k children over at most ``depth`` streams (k = 1: a chain) with ``draft_probs`` [N, V].
         """
         k = self.options.children
-        vocabulary = self.target.config.vocab_size
-        words = self.head.words(None if row is None else [row], 1)
-        tokens, parents, probs = [root], [-1], []
         carried: Tensor | None = None
-        frontier = [0]
-        for d in range(min(self.depth, depth)):
-            above = torch.tensor([[tokens[i] for i in frontier]], device=states_SD.device)
-            states, carried = self.condition(states_SD[None, d : d + 1], above, carried)
-            scores = torch.full((len(frontier), vocabulary), float("-inf"), device=states_SD.device)
-            scores[:, words.ids_BV[0]] = self.head.logits(states, words)[0].expand(len(frontier), -1)
-            q = target_probs(scores, params)
-            probs.append(q)
-            uniforms = noise.random((k, len(frontier)))
-            drawn = np.stack([inverse_cdf(q, row).cpu().numpy() for row in uniforms], axis=1)
-            slots = np.repeat(np.arange(len(frontier)), k)
+        words = self.head.words(None if row is None else [row], 1)
+        uniforms = _Siblings()
+
+        def distributions(nodes: list[Node]) -> Tensor:
+            nonlocal carried
             if carried is not None:
-                carried = carried[:, torch.from_numpy(slots).to(carried.device)]
-            parents += [frontier[slot] for slot in slots]
-            frontier = list(range(len(tokens), len(tokens) + len(slots)))
-            tokens += drawn.reshape(-1).tolist()
-        leaves = torch.zeros(len(frontier), vocabulary, device=states_SD.device)
-        depths = np.zeros(len(tokens), np.int64)
-        for i in range(1, len(tokens)):
-            depths[i] = depths[parents[i]] + 1
-        return DraftTree(
-            np.asarray(tokens, np.int64),
-            np.asarray(parents, np.int64),
-            draft_probs=torch.cat((*probs, leaves)),
-            replacement=True,
-            sources=sources_of(self.adapter.predictor, depths.tolist()),
-        )
+                parents = torch.tensor([node.parent.state for node in nodes if node.parent])
+                carried = carried[:, parents.to(carried.device)]
+            for place, node in enumerate(nodes):
+                node.state = place
+            d, above = nodes[0].depth, torch.tensor([[node.token for node in nodes]], device=states_SD.device)
+            states, carried = self.condition(states_SD[None, d : d + 1], above, carried)
+            scores = torch.full((len(nodes), self.target.config.vocab_size), -math.inf, device=states_SD.device)
+            scores[:, words.ids_BV[0]] = self.head.logits(states, words)[0].expand(len(nodes), -1)
+            uniforms.values = noise.random((k, len(nodes))).T
+            return target_probs(scores, params)
+
+        depth = min(self.depth, depth)
+        growth = Growth(root, Form(product_size((k,), depth), depth, (k,), noise=uniforms))
+        (tree,) = grow([growth], distributions, by_depth(self.adapter.predictor))
+        return tree
+
+
+class _Siblings:
+    """The numbers that the children of a level's nodes are drawn with, drawn child by child for all nodes."""
+
+    values: NDArray[np.float64]
+
+    def random(self, size: int, /) -> NDArray[np.float64]:
+        """Those of the next node."""
+        numbers, self.values = self.values[0], self.values[1:]
+        assert len(numbers) == size, "all nodes of a level have as many children"
+        return np.asarray(numbers)
 
 
 class NativeDraft:
@@ -313,7 +307,7 @@ class NativeDraft:
         self._greedy, self._sampled = (1.0, TRUST) if certainty is None else (certainty, certainty)
         chain = options.tree == "chain"
         self._kernels = StreamKernels(head.scores.kernels)
-        self._sources = (*sources_of(predictor, range(depth + 1)), COPIED)
+        self._sources = ("target", *(f"{predictor} {d}" for d in range(1, depth + 1)), COPIED)
         self.copies, self._trust = options.copy and options.tree == "best", TRUSTS
         vocabulary = head.vocabulary
         self._kept = (linears, head, vocabulary, target.embedding)
@@ -411,11 +405,3 @@ class NativeDraft:
             self._config.mixed, self._config.alone = (
                 tuple([trust / TRUSTS * weight for weight in table]) for table in (MIXED, ALONE)
             )
-
-
-def _children(ids_BV: Tensor, best_BFk: Tensor, joint_BFk: Tensor) -> Level:
-    """The k best children of every frontier node; without conditioning they are the same for all nodes of a row."""
-    rows, f, k = joint_BFk.shape
-    children = ids_BV.gather(1, best_BFk.flatten(1)).view_as(best_BFk).expand(-1, f, -1)
-    above = torch.arange(f, device=ids_BV.device)[:, None].expand(rows, f, k)
-    return Level(children.reshape(rows, -1), joint_BFk.reshape(rows, -1), above.reshape(rows, -1))

@@ -57,7 +57,7 @@ class TrailEntry(ctypes.Structure):
 
 
 class DraftedNodes(NamedTuple):
-    """A tree's nodes in breadth-first order: tokens, parents and joint log probabilities [N].
+    """A tree's nodes by rank: tokens, parents and joint log probabilities [N].
 
     sources  the depth of nodes that a stream proposes; the streams' number + 1 for those that are copied
     """

@@ -9,13 +9,13 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from anabranch.drafting.drafter import Drafter, Observation, Row
-from anabranch.drafting.grow import Growth, best_first, product_size, sampled
+from anabranch.drafting.grow import Form, Growth, Node, by_depth, grow, product_size
 from anabranch.drafting.reader import Continuations, Reader
 from anabranch.errors import CapabilityError, InputError
 from anabranch.model.decoder import Decoder
@@ -23,7 +23,7 @@ from anabranch.sampling import SamplingParams, generator
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule
 
-__all__ = ["FRONTIER", "MOST_NODES", "GrowingDrafter", "Shape"]
+__all__ = ["FRONTIER", "MOST_NODES", "AutoregressiveDrafter", "Shape"]
 
 MOST_NODES = 1024  # of a tree, since one in which all nodes have children grows with k ** tokens
 MOST_TOKENS = 256
@@ -82,7 +82,7 @@ class Shape:
         return max(d for d in range(self.tokens + 1) if product_size(widths, d) <= budget)
 
 
-class GrowingDrafter(Drafter, Generic[R]):
+class AutoregressiveDrafter(Drafter, Generic[R]):
     """Asks its reader what follows the root, then what follows the best nodes found, until the tree is complete.
 
     One pass of the reader's model serves all rows. A subclass turns what the reader returns into the best next tokens
@@ -132,31 +132,44 @@ class GrowingDrafter(Drafter, Generic[R]):
 
         The root alone where a text has reached the end of what the model can read.
         """
-        found = [DraftTree.root(row.root) for row in rows]
+        trees = [DraftTree.root(row.root) for row in rows]
         longest = self.reader.longest
         for row in rows:
             if len(row.tokens) >= longest:
                 self.reader.forget(row)
         able = [b for b, row in enumerate(rows) if row.max_depth > 0 and len(row.tokens) < longest and self._able(row)]
         if budget < 2 or not able:
-            return found
-        asked = dict(zip(able, self.reader.begin([rows[b] for b in able]), strict=True))
-        growths: dict[int, Growth] = {}
-        wanted: dict[int, list[int]] = {}
-        depths = {b: min(rows[b].max_depth, longest - len(rows[b].tokens)) for b in able}
-        for b in able:
-            growths[b] = self._growth(rows[b], asked[b], min(budget, self.max_nodes), depths[b])
-            self._resume(b, growths[b], wanted, found)
-        while wanted:
-            for b, nodes in wanted.items():
+            return trees
+        growths: list[Growth] = []
+        for b, asked in zip(able, self.reader.begin([rows[b] for b in able]), strict=True):
+            depth = min(rows[b].max_depth, longest - len(rows[b].tokens), self.depth_of(budget))
+            form = self._form(rows[b], min(budget, self.max_nodes), depth)
+            growths.append(Growth(rows[b].root, form, state=0, key=_Text(rows[b], asked, depth)))
+        for b, tree in zip(able, grow(growths, self._expand, by_depth(self.label)), strict=True):
+            trees[b] = tree
+        return trees
+
+    def _expand(self, nodes: Sequence[Node]) -> list[Any]:
+        """What follows some nodes; None for those of rows that wait for a pass while others need none."""
+        of_text: dict[_Text, list[int]] = {}
+        for node in nodes:
+            text: _Text = node.growth.key
+            if node.parent is not None and node.state is None:
+                node.state = text.asked.child(node.parent.state, node.token)
+                if node.growth.form.chain:
+                    text.asked.chain.append(node.state)
+            of_text.setdefault(text, []).append(node.state)
+        ready = {text for text, places in of_text.items() if all(place in text.asked.known for place in places)}
+        if not ready:
+            wanted: list[tuple[_Text, list[int]]] = []
+            for text, places in of_text.items():
+                new = list(dict.fromkeys(place for place in places if place not in text.asked.known))
                 # what follows the deepest nodes is of no use
-                nodes += self._guesses(rows[b], asked[b], nodes, min(self.depth_of(budget), depths[b]) - 1)
-            answer = self.reader.ask({rows[b]: nodes for b, nodes in wanted.items()})
-            self._tell([(rows[b], asked[b], nodes) for b, nodes in wanted.items()], answer)
-            for b in list(wanted):
-                del wanted[b]
-                self._resume(b, growths[b], wanted, found)
-        return found
+                wanted.append((text, new + self._guesses(text.row, text.asked, new, text.depth - 1)))
+            answer = self.reader.ask({text.row: places for text, places in wanted})
+            self._tell([(text.row, text.asked, places) for text, places in wanted], answer)
+            ready = set(of_text)
+        return [node.growth.key.asked.known[node.state] if node.growth.key in ready else None for node in nodes]
 
     def _able(self, row: Row) -> bool:
         """Whether the model can draft for a row now."""
@@ -166,36 +179,15 @@ class GrowingDrafter(Drafter, Generic[R]):
         """Further nodes, at most ``depth`` deep, that may be worth asking about in the same pass."""
         return []
 
-    @staticmethod
-    def _resume(b: int, growth: Growth, wanted: dict[int, list[int]], found: list[DraftTree]) -> None:
-        try:
-            wanted[b] = list(next(growth))
-        except StopIteration as end:
-            found[b] = end.value
-
-    def _growth(self, row: Row, asked: Continuations, budget: int, depth: int) -> Growth:
+    def _form(self, row: Row, budget: int, depth: int) -> Form:
         shape = self.shape
         floor = math.log(shape.threshold) if shape.threshold else -math.inf
         if row.rule == "rejection":
-            return sampled(
-                asked,
-                widths=(1,) if shape.tree == "chain" else shape.widths,
-                depth=min(depth, shape.fitting(budget)),
-                floor=floor,
-                replacement=shape.tree != "without",
-                noise=generator(row.sampling.seed, len(row.tokens), lane=DRAFT_LANE),
-                label=self.label,
-            )
-        return best_first(
-            asked,
-            widths=self._widths,
-            depth=min(depth, self.depth_of(budget)),
-            nodes=budget,
-            frontier=FRONTIER if shape.tree == "best" else MOST_NODES,
-            floor=floor,
-            chain=shape.tree == "chain",
-            label=self.label,
-        )
+            noise = generator(row.sampling.seed, len(row.tokens), lane=DRAFT_LANE)
+            widths, depth = (1,) if shape.tree == "chain" else shape.widths, min(depth, shape.fitting(budget))
+            return Form(budget, depth, widths, floor, noise=noise, replacement=shape.tree != "without")
+        frontier = FRONTIER if shape.tree == "best" else MOST_NODES
+        return Form(budget, depth, self._widths, floor, frontier, rounds=depth)
 
     @property
     def _widths(self) -> tuple[int, ...]:
@@ -208,6 +200,15 @@ class GrowingDrafter(Drafter, Generic[R]):
     def _tell(self, asked: Sequence[tuple[Row, Continuations, Sequence[int]]], answer: Tensor) -> None:
         """Write down what follows the nodes that were asked about, from the reader's answer in the same order.
 
-        ``found`` gets the best next tokens and their log probabilities, or where the rule is *rejection* the
-        distribution that they are sampled from.
+        ``known`` gets the best next tokens and their log probabilities as ``grow.Child``, or where the rule is
+        *rejection* the distribution that they are sampled from, () where it is not finite.
         """
+
+
+@dataclass(frozen=True, eq=False)
+class _Text:
+    """A row whose tree grows, and how deep that may be."""
+
+    row: Row
+    asked: Continuations
+    depth: int
