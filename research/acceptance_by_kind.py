@@ -101,7 +101,8 @@ def lengths(target: Target, adapter: Any, examples: dict[str, list[Example]], no
     """By kind: tokens per target pass for trees of each size, and for a chain."""
     trained = adapter.method.trained
     decoder = learner_of(target.decoder, "stored", torch.float32)
-    objective = trained.objective(decoder, adapter.module.float(), trained.recipe(None, {}), frozen=packed_copy(target))
+    recipe, frozen = trained.training.recipe(), packed_copy(target)
+    objective = trained.objective(decoder, adapter.module.float(), recipe, frozen=frozen)
     found = {}
     for kind, rows in examples.items():
         evaluation = objective.evaluate(rows, nodes=nodes)

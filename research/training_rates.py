@@ -65,10 +65,10 @@ def training(name: str, answers: Path, steps: int, batch_tokens: int) -> dict[st
     assert method.trained is not None
     target = load_target("default")
     given = {"batch_tokens": batch_tokens, "warmup": 1, "held_out": 8, "evaluate_every": 10**6}
-    plan = method.trained.recipe(name.partition(":")[2] or None, given)
+    plan = method.trained.training.recipe(name.partition(":")[2] or None, given)
     examples = read_data(target, plan, answers=answers)
     epochs = steps * batch_tokens / sum(map(len, examples))
-    plan = method.trained.recipe(name.partition(":")[2] or None, given | {"epochs": epochs})
+    plan = method.trained.training.recipe(name.partition(":")[2] or None, given | {"epochs": epochs})
     marks: list[tuple[int, float, float, float]] = []  # step, positions, clock, processor time
 
     def report(progress: Progress) -> None:

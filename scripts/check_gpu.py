@@ -103,7 +103,7 @@ def streams(target: Decoder) -> torch.nn.Module:
     """An adapter of the shipped shape with random weights."""
     trained = next(method.trained for method in methods() if method.name == "streams")
     assert trained is not None
-    recipe = trained.recipe("default-adapter", {})
+    recipe = trained.training.recipe("default-adapter", {})
     vocabulary = torch.arange(min(8192, target.config.vocab_size))
     module: torch.nn.Module = trained.make(target.config, recipe.config, vocabulary)
     return module.to(target.device, target.dtype).eval().requires_grad_(False)
@@ -247,7 +247,7 @@ def training(check: Check) -> None:
     assert method.trained is not None
     for size, segment in ((2048, 128), (8192, 1024), (16384, 2048)):
         given = {"segment": segment, "batch_tokens": size, "epochs": 1.0, "held_out": 8, "warmup": 1}
-        plan = method.trained.recipe("default-adapter", given)
+        plan = method.trained.training.recipe("default-adapter", given)
         count = (3 if check.args.tiny else 6) * (size // 256) + 8
         examples = [Example(tuple(tokens_of(decoder, 40, n)), tuple(tokens_of(decoder, 216, n))) for n in range(count)]
         marks, losses = [], []

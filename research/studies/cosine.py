@@ -141,7 +141,7 @@ def _measure(setup: Setup) -> dict[str, Any]:
         if isinstance(each.module, StreamModule) or trained is None:
             continue
         setup.report(f"heads of {label}")
-        recipe = next(iter(trained.recipes.values()))()
+        recipe = trained.training.recipe()
         objective: Any = trained.objective(target, each.module, recipe, frozen=target)
         heads[label] = heads_similarity(target, objective, examples)
     tokens = sum(len(example.answer_ids) for example in examples)

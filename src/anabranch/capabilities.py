@@ -204,12 +204,12 @@ class StandIn:
         trained = method.trained or method.reads
         if trained is None:
             return None
-        if trained.title not in self._modules:
+        if trained.training.title not in self._modules:
             decoder = self.target.decoder
             with torch.random.fork_rng(devices=[]):
-                made = trained.make(self.target.config, trained.recipe().config, None)
-            self._modules[trained.title] = made.to(decoder.device, decoder.dtype).eval().requires_grad_(False)
-        return self._modules[trained.title]
+                made = trained.make(self.target.config, trained.training.recipe().config, None)
+            self._modules[trained.training.title] = made.to(decoder.device, decoder.dtype).eval().requires_grad_(False)
+        return self._modules[trained.training.title]
 
     def _complete(self, part: Part) -> Part:
         settings, tables = part.settings, part.method.tables

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rich.console import Console
 from anabranch.bench.report import plain_table
 from anabranch.cli import app, help
 from anabranch.cli.layout import fact_lines, print_tables
-from anabranch.methods import methods
+from anabranch.methods import TRAININGS, methods, training
 from verbs import Anabranch
 
 
@@ -53,14 +54,29 @@ def test_help_fits_and_names_are_whole(
 
 def test_help_lists_the_methods_of_the_registry_without_torch() -> None:
     assert dict(help.methods()) == {method.name: method.summary for method in methods()}
-    assert set(help.trainable_methods()) == {method.name for method in methods() if method.trained is not None}
-    assert list(help.table_commands()) == sorted(m.tables.command for m in methods() if m.tables is not None)
-    code = "import sys; from anabranch.cli import app; app(['generate', '-h'], standalone_mode=False)"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code}; assert 'torch' not in sys.modules"], capture_output=True, text=True, check=True
-    )
-    shown = " ".join(done.stdout.split()).replace("- ", "-")  # lines may break at a hyphen
+    trained = {method.name: method.trained.training for method in methods() if method.trained is not None}
+    built = {method.name: method.tables.training for method in methods() if method.tables is not None}
+    assert {name: training(command) for command, (name, _) in TRAININGS.items() if name} == trained | built
+    shown = " ".join(torchless(["generate", "-h"]).split()).replace("- ", "-")  # lines may break at a hyphen
     assert all(f"{name} {summary}" in shown for name, summary in help.methods())
+
+
+def torchless(*calls: Sequence[str]) -> str:
+    """The output of commands, none of which may import torch or what imports it."""
+    code = f"""
+import sys
+from anabranch.cli import app
+for words in {[list(words) for words in calls]}:
+    app(words, standalone_mode=False)
+    heavy = {{"torch", "transformers", "safetensors", "numpy"}} & {{*sys.modules}}
+    assert not heavy, (words, heavy)
+"""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def test_no_help_imports_torch() -> None:
+    shown = torchless(*([*words, "--help"] for words, _ in every_command()))
+    assert shown.count("Usage: ") == len(every_command())
 
 
 def test_completion_installs_for_bash_and_completes(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from anabranch.learning.examples import Batch, Example
 from anabranch.methods.eagle.drafter import EagleDrafter
 from anabranch.methods.eagle.module import EagleConfig, EagleModule
 from anabranch.methods.eagle.objective import EagleObjective, LossOptions
-from anabranch.methods.eagle.recipes import TRAINED
+from anabranch.methods.eagle.trained import TRAINED
 from anabranch.model.load import load_target
 from small import decode, request, small
 from toy_text import ToyFolders
@@ -129,10 +129,10 @@ def test_options_that_are_refused() -> None:
         ({"taps": "x"}, "taps must be numbers of layers"),
     ):
         with pytest.raises(InputError, match=message):
-            TRAINED.recipe("small", given)
-    assert TRAINED.recipe("eagle-1").loss.token == 0.1
+            TRAINED.training.recipe("small", given)
+    assert TRAINED.training.recipe("eagle-1").loss.token == 0.1
     with pytest.raises(InputError, match="there is no option 'streams'"):
-        TRAINED.recipe(None, {"streams": 3})
+        TRAINED.training.recipe(None, {"streams": 3})
 
 
 @pytest.mark.filterwarnings("ignore::anabranch.errors.TrainingWarning")

@@ -19,7 +19,7 @@ from anabranch.methods import make_drafter, parse_spec
 from anabranch.methods.space.entry import METHOD, SpaceSettings
 from anabranch.methods.space.module import MaskConfig, MaskModule, begin_with, start_from_target
 from anabranch.methods.space.objective import MaskLossOptions, MaskObjective
-from anabranch.methods.space.recipes import TRAINED
+from anabranch.methods.space.trained import TRAINED
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig
@@ -178,7 +178,8 @@ def test_training_lowers_the_loss_of_the_masks_alone() -> None:
     torch.manual_seed(0)
     module = MaskModule(target.config, MaskConfig(2))
     start_from_target(target, module)
-    learner = TRAINED.objective(target, module, TRAINED.recipe(given={"num_masks": 2, "stride": 1}), frozen=target)
+    recipe = TRAINED.training.recipe(given={"num_masks": 2, "stride": 1})
+    learner = TRAINED.objective(target, module, recipe, frozen=target)
     assert (learner.predictor, learner.predictors) == ("mask", 2)
     batch = Batch.of(texts)
     frozen = learner.freeze(batch)
@@ -240,7 +241,7 @@ def test_bad_input() -> None:
     for wrong in (0, 257, 1.5, True):
         with pytest.raises(InputError, match="num_masks must be a whole number"):
             MaskConfig(wrong)  # type: ignore[arg-type]
-    with pytest.raises(AdapterError, match="at most lora_rank besides"):
+    with pytest.raises(AdapterError, match="unknown field 'prompts'"):
         MaskConfig.from_dict({"num_masks": 2, "prompts": 1})
     with pytest.raises(AdapterError, match="malformed: num_masks"):
         MaskConfig.from_dict({"num_masks": "2"})

@@ -106,8 +106,8 @@ def test_every_method_learns_the_same_in_either_arithmetic(
     method = replace(method, trained=replace(method.trained, export=None))  # nothing is written as a model
     assert method.trained is not None
     shape = {"batch_tokens": 90, "held_out": 4, "warmup": 2, "epochs": 2.0}
-    shape |= {"stream_layers": 2} if "stream_layers" in method.trained.options else {}
-    plan = method.trained.recipe("small" if "small" in method.trained.recipes else None, shape)
+    shape |= {"stream_layers": 2} if "stream_layers" in method.trained.training.options else {}
+    plan = method.trained.training.recipe("small" if "small" in method.trained.training.recipes else None, shape)
     losses = []
     for dtype in (torch.float32, torch.bfloat16):
         monkeypatch.setattr(job, "chosen_dtype", lambda _, form, stored, dtype=dtype: dtype if stored is None else None)

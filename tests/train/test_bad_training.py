@@ -154,7 +154,7 @@ def test_sequences_over_the_targets_limit_are_cut_or_left_out(tmp_path: Path) ->
 def test_an_example_over_the_targets_limit_is_named(tmp_path: Path) -> None:
     method = trainable("streams")
     assert method.trained is not None
-    recipe = method.trained.recipe("small", {"stream_layers": 2, "held_out": 1})
+    recipe = method.trained.training.recipe("small", {"stream_layers": 2, "held_out": 1})
     texts = [Example(tuple(prompt(5)), tuple(prompt(LIMIT - 4)), "mine", 7), Example((1, 2), (3, 4, 5))]
     with pytest.raises(
         InputError, match=rf"the example mine 7 has {LIMIT + 1} tokens, and the target's context {LIMIT};"

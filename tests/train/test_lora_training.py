@@ -13,13 +13,14 @@ from torch import Tensor
 from anabranch.errors import CapabilityError, InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.target import run_frozen
+from anabranch.methods.lora.recipes import TRAINING, LoraConfig
 from anabranch.methods.tuning import tuned_pass
 from anabranch.model.load import load_target
 from anabranch.model.peft import WEIGHTS, write_lora
 from anabranch.model.quantize import quantize_decoder
 from anabranch.model.weights import build_decoder
 from anabranch.native import library as native
-from anabranch.train.lora import LoraConfig, LoraLayers, LoraObjective, recipe
+from anabranch.train.lora import LoraLayers, LoraObjective, fresh_lora
 from anabranch.train.lora_job import train_lora
 from anabranch.train.trainer import Progress
 from small import CASES, LLAMA, drawn_lora, joint_losses, merged_copy, prompt, small
@@ -52,7 +53,7 @@ def test_the_pass_that_is_trained_is_the_merged_models(case: str, chosen: str) -
 def test_training_lowers_the_loss_and_the_target_stays() -> None:
     target = small()
     torch.manual_seed(0)
-    module = LoraLayers(target.config, LoraConfig(rank=4).fresh(target.config))
+    module = LoraLayers(target.config, fresh_lora(target.config, LoraConfig(rank=4)))
     objective = LoraObjective(target, module)
     before = objective.evaluate(EXAMPLES)
     losses = joint_losses(objective, module, Batch.of(EXAMPLES), None, steps=25, lr=1e-2)
@@ -71,10 +72,9 @@ def test_the_target_may_be_quantised_while_it_is_tuned(form: str, toys: ToyFolde
         pytest.skip(f"no native kernels: {native.why_not()}")
     stored, quantised = (load_target(str(toys.model), dtype="float32") for _ in range(2))
     plan = {**SMALL, "epochs": 4}
-    record = train_lora(stored, recipe(plan), EXAMPLES, tmp_path / "stored", report=lambda now: None)
-    near = train_lora(
-        quantised, recipe({**plan, "target_format": form}), EXAMPLES, tmp_path / form, report=lambda now: None
-    )
+    record = train_lora(stored, TRAINING.recipe(None, plan), EXAMPLES, tmp_path / "stored", report=lambda now: None)
+    reduced = TRAINING.recipe(None, {**plan, "target_format": form})
+    near = train_lora(quantised, reduced, EXAMPLES, tmp_path / form, report=lambda now: None)
     assert near["base_fingerprint"] == record["base_fingerprint"]
     learned, wanted = (r["held_out"]["before"]["loss"] - r["held_out"]["after"]["loss"] for r in (near, record))
     assert wanted > 0.4
@@ -99,7 +99,7 @@ def test_the_loss_is_the_completions_cross_entropy() -> None:
 
 
 def test_a_run_that_was_stopped_resumes_to_the_same_terms(toys: ToyFolders, tmp_path: Path) -> None:
-    target, plan = load_target(str(toys.model), dtype="float32"), recipe(SMALL)
+    target, plan = load_target(str(toys.model), dtype="float32"), TRAINING.recipe(None, SMALL)
 
     def stop(now: Progress) -> None:
         if now.step == 3:
@@ -176,7 +176,7 @@ def test_refusals(anabranch: Anabranch, toys: ToyFolders, tmp_path: Path) -> Non
     assert "it is an adapter of anabranch" in refused(*data, "--init", toys.adapter)
     assert "use --init" in refused(*data, "--lora", tmp_path / "lora")
     assert "no linear module 'c_attn'; give some of q_proj" in refused(*data, "--modules", "c_attn")
-    assert "rank must be from 1 to 1024, got 0" in refused(*data, "--rank", 0)
+    assert "rank must be a whole number from 1 to 1024, got 0" in refused(*data, "--rank", 0)
     assert "alpha must be greater than 0, got -1" in refused(*data, "--alpha", -1)
     assert "contains a finished adapter" in refused(*data[:4], "--out", tmp_path / "lora")
     assert not (tmp_path / "out").exists()
@@ -190,6 +190,6 @@ def test_what_cannot_be_tuned(tmp_path: Path, toys: ToyFolders) -> None:
     write_lora(tmp_path, drawn_lora(load_target(str(toys.model)).config), base="")
     tuned = load_target(str(toys.model), lora=tmp_path)
     with pytest.raises(CapabilityError, match="continue the training of a LoRA with --init"):
-        train_lora(tuned, recipe(SMALL), EXAMPLES, tmp_path / "out", report=lambda now: None)
+        train_lora(tuned, TRAINING.recipe(None, SMALL), EXAMPLES, tmp_path / "out", report=lambda now: None)
     with pytest.raises(InputError, match="there is no option 'depth'"):
-        recipe({"depth": 1})
+        TRAINING.recipe(None, {"depth": 1})

@@ -46,8 +46,8 @@ def learner(name: str) -> tuple[TrainedModule, Objective[Any]]:
     """A module with random weights and a small draft vocabulary, and its objective, of ``METHOD`` or METHOD:RECIPE."""
     trained, target = trainable(name.partition(":")[0]).trained, small()
     assert trained is not None
-    given = {**TOY[name], **({"segment": 8} if "segment" in trained.options else {})}
-    recipe = trained.recipe(name.partition(":")[2] or None, given)
+    given = {**TOY[name], **({"segment": 8} if "segment" in trained.training.options else {})}
+    recipe = trained.training.recipe(name.partition(":")[2] or None, given)
     module = trained.make(target.config, recipe.config, None if name == "draft_model" else WORDS)
     randomise(module, seed=2, scale=0.1)
     return module, trained.objective(target, module, recipe, frozen=target)
@@ -110,8 +110,8 @@ def test_layers_that_are_computed_again_have_the_same_gradients_and_keep_less(na
 
 def test_methods_that_recompute_say_so() -> None:
     known = {name.partition(":")[0] for name in TOY}
-    options = {name: trainable(name).trained for name in known}
-    have = {name for name, trained in options.items() if trained is not None and "recompute" in trained.options}
+    trained = {name: trainable(name).trained for name in known}
+    have = {name for name, found in trained.items() if found is not None and "recompute" in found.training.options}
     assert have == {name.partition(":")[0] for name in RECOMPUTED}
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from anabranch.adapters.folder import load_adapter
 from anabranch.cli.train import app
 from anabranch.errors import FileError, InputError, TrainingWarning
-from anabranch.methods.streams.recipes import TRAINED
+from anabranch.methods.streams.trained import TRAINED
 from anabranch.model import load
 from anabranch.tasks import find_task
 from anabranch.train.task_data import TaskData
@@ -93,7 +93,7 @@ def test_a_task_is_trained_on_and_recorded(folder: Path) -> None:
 def test_examples_have_the_prompts_of_the_benchmark_and_an_end_token(tmp_path: Path) -> None:
     rows = [{"ask": f"w{n % 15 + 4}", "tell": ["w6 w7", "w8 w9 w10"], "id": f"row {n}"} for n in range(12)]
     path = write(tmp_path / "mine.jsonl", rows)
-    recipe = TRAINED.change(TRAINED.recipe("small"), {"held_out": 2, "max_tokens": 16})
+    recipe = TRAINED.training.recipe("small", {"held_out": 2, "max_tokens": 16})
 
     def read(before: int, *, raw: bool = False) -> TaskData:
         return TaskData.read(str(path), template="w11 " * before + "{ask}", completion="tell", raw=raw)

@@ -21,7 +21,8 @@ from anabranch.errors import AnabranchError, FileError, InputError, TrainingWarn
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.methods.streams.entry import METHOD
-from anabranch.methods.streams.recipes import OPTIONS, RECIPES, TRAINED
+from anabranch.methods.streams.recipes import TRAINING
+from anabranch.methods.streams.trained import TRAINED
 from anabranch.model import load
 from anabranch.train.appended import settings_path
 from anabranch.train.start import adopted, start_folder
@@ -314,8 +315,8 @@ def test_help_shows_defaults_and_what_recipes_hold(columns: int) -> None:
     said = CliRunner(env={"COLUMNS": str(columns)}).invoke(app, ["streams", "--help"], terminal_width=columns).stdout
     assert max(map(len, said.splitlines())) <= columns
     assert "[default: 0.0015]" in said
-    names, *rows = recipe_rows(OPTIONS, {name: TRAINED.recipe(name) for name in RECIPES})
-    assert names == ["", *RECIPES]
+    names, *rows = recipe_rows(TRAINING.options, TRAINING.recipes)
+    assert names == ["", *TRAINING.recipes]
     assert ["--init", "none", "none", "none", "shipped", "none"] in rows
     assert ["--main-attends", "none", "none", "none", "none", "own"] in rows
     assert not any(row[0] == "--seed" for row in rows), "it is the same in all"
@@ -427,11 +428,11 @@ def test_an_adapter_that_ships_is_a_start_by_name_and_gives_its_shape(
     assert json.loads(more.stdout)["config"] == {**shape, "attention_rank": 20}
     fresh = call("streams", "--out", tmp_path / "fresh", "--recipe", "small", "--init", "none", *still, *SHAPE)
     assert "init" not in json.loads(fresh.stdout)["training"]
-    plan = TRAINED.recipe("shared", {"lora_rank": 2})
+    plan = TRAINED.training.recipe("shared", {"lora_rank": 2})
     start = start_folder(None, plan, METHOD, TARGET)
     assert start == shipped
     assert adopted(plan, METHOD, start).config == replace(StreamConfig(**shape), mode="shared", lora_rank=2)
-    own = adopted(TRAINED.recipe("shared", {"main_attends": "own"}), METHOD, start).config
+    own = adopted(TRAINED.training.recipe("shared", {"main_attends": "own"}), METHOD, start).config
     assert (own.main_attends, own.root_width) == ("own", 0)
     monkeypatch.setattr(folder, "SHIPPED", tmp_path / "none")
     assert start_folder(None, plan, METHOD, TARGET) is None
@@ -440,22 +441,22 @@ def test_an_adapter_that_ships_is_a_start_by_name_and_gives_its_shape(
 
 
 def test_small_data_are_mostly_trained_on() -> None:
-    plan = TRAINED.recipe()
+    plan = TRAINED.training.recipe()
     assert [plan.held_out_of(n) for n in (1, 2, 9, 100, 10_000)] == [0, 1, 1, 10, 64]
     assert replace(plan, held_out=7).held_out_of(10) == 7
     assert [plan.options.warmup_of(steps) for steps in (1, 21, 400, 10_000)] == [0, 2, 40, 50]
     assert replace(plan.options, warmup=9).warmup_of(10) == 9
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", TRAINING.recipes)
 def test_recipes_name_what_they_are(name: str) -> None:
-    plan = TRAINED.recipe(name)
+    plan = TRAINED.training.recipe(name)
     assert plan.config.num_streams == (5 if name in ("default-adapter", "shared") else 4)
     if name == "shared":
         assert plan.config.main_attends == "none"
         assert plan.config.root_width
         assert plan.init == "shipped"
-        assert TRAINED.recipe(name, {"main_attends": "own"}).config.root_width == 0
+        assert TRAINED.training.recipe(name, {"main_attends": "own"}).config.root_width == 0
     if name == "paper-lossless":
         assert plan.config.stream_mlp == "adapter"
         assert plan.config.conditioning == "none"

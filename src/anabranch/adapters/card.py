@@ -25,10 +25,10 @@ def card(record: dict[str, Any]) -> str:
     lines += [
         "---",
         "",
-        f"# {trained.title} for {title}",
+        f"# {trained.training.title} for {title}",
         "",
-        f"An adapter with which anabranch decodes {title} faster by {trained.title}: more tokens a forward pass, and "
-        "the same ones as without drafts.",
+        f"An adapter with which anabranch decodes {title} faster by {trained.training.title}: more tokens a forward "
+        "pass, and the same ones as without drafts.",
         "",
         f"- method: {method.name}",
         f"- target: {title}, family {target['family']}, fingerprint `{target['fingerprint']}`",

@@ -29,7 +29,7 @@ from typer.main import get_command
 from anabranch.cli.help import HELP, Verb
 
 if TYPE_CHECKING:
-    from anabranch.learning.recipe import Option, Recipe
+    from anabranch.learning.recipe import Option, Recipe, Training
 
 __all__ = ["build", "configured", "extended", "parameters", "recipe_rows"]
 
@@ -56,16 +56,15 @@ def extended(
     name: str,
     verb: Callable[[Any, dict[str, Any]], None],
     kind: type[Any],
-    more: Mapping[str, Option],
+    training: Training,
     help: str,
-    recipes: Mapping[str, Recipe] | None = None,
 ) -> Any:
-    """A command with the options of a configuration and ``more``, whose defaults are those of a recipe.
+    """A command with the options of a configuration and of a training, whose defaults are those of its first recipe.
 
-    ``verb`` gets the configuration, and those values of ``more`` that were given, by name. ``--help`` shows the values
-    of the ``recipes``, the first of which is the default.
+    ``verb`` gets the configuration, and those values of the training's options that were given, by name. ``--help``
+    shows the values of the recipes.
     """
-    recipes = recipes or {}
+    more, recipes = training.options, training.recipes
 
     def called(**values: Any) -> None:
         given = {name: value for name in more if (value := values.pop(name)) is not None}

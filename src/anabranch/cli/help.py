@@ -14,7 +14,7 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
-__all__ = ["HELP", "Verb", "Verbs", "methods", "table_commands", "trainable_methods"]
+__all__ = ["HELP", "Verb", "Verbs", "methods"]
 
 DRAFTERS = ("drafter", "method")  # parameters that take a drafter's specification
 
@@ -85,27 +85,9 @@ def _write_recipes(rows: Sequence[Sequence[str]], formatter: Any) -> None:
 
 
 def methods() -> Iterator[tuple[str, str]]:
-    """The name and summary of each method of the library, sorted by name."""
-    for name, entry in _entries():
-        yield name, ast.literal_eval(entry["summary"])
+    """The name and summary of each method of the library, sorted by name.
 
-
-def trainable_methods() -> Iterator[str]:
-    """The names of the methods that have trained weights, sorted."""
-    return (name for name, entry in _entries() if "trained" in entry)
-
-
-def table_commands() -> Iterator[str]:
-    """The commands that build the tables of methods (``Tables.command``), sorted."""
-    calls = [entry["tables"] for _, entry in _entries() if "tables" in entry]
-    words = [word for call in calls if isinstance(call, ast.Call) for word in call.keywords if word.arg == "command"]
-    return iter(sorted(ast.literal_eval(word.value) for word in words))
-
-
-def _entries() -> list[tuple[str, dict[str | None, ast.expr]]]:
-    """The arguments of each ``METHOD = Method(...)``, by name.
-
-    Read from the syntax trees of ``methods/``, since importing the registry imports torch, which takes seconds.
+    Read from the syntax trees of ``METHOD = Method(...)``, since importing the registry imports torch.
     """
     folder = Path(__file__).parents[1] / "methods"
     found = {}
@@ -114,8 +96,8 @@ def _entries() -> list[tuple[str, dict[str | None, ast.expr]]]:
             made = node.value if isinstance(node, ast.Assign) else None
             if isinstance(made, ast.Call) and ast.unparse(made.func) == "Method":
                 entry = {word.arg: word.value for word in made.keywords}
-                found[str(ast.literal_eval(entry["name"]))] = entry
-    return sorted(found.items())
+                found[str(ast.literal_eval(entry["name"]))] = str(ast.literal_eval(entry["summary"]))
+    yield from sorted(found.items())
 
 
 def _first_sentence(text: str) -> str:

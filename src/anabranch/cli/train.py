@@ -20,14 +20,16 @@ import typer
 
 from anabranch.cli import options
 from anabranch.cli.configured import extended
-from anabranch.cli.help import HELP, Verb, Verbs, table_commands, trainable_methods
+from anabranch.cli.help import HELP, Verb, Verbs
 from anabranch.cli.train_answers import answers
 from anabranch.cli.train_data import DataConfig
+from anabranch.cli.train_lora import lora_command
+from anabranch.cli.train_tables import table_command
 from anabranch.cli.train_task import Timing
+from anabranch.methods import TRAININGS, training
 
 if TYPE_CHECKING:
     from anabranch.cli.screen import Screen
-    from anabranch.methods import Method
     from anabranch.train import Progress
     from anabranch.train.advice import Curve
 
@@ -35,32 +37,19 @@ __all__ = ["Methods", "TrainConfig", "app"]
 
 
 class Methods(Verbs):
-    """The commands of ``train``. Those of methods are built on demand, since the methods define their options."""
+    """The commands of ``train``. Those of methods are built on demand, from their recipes."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """The names of the commands."""
-        trained = [name.replace("_", "-") for name in trainable_methods()]
-        return [*super().list_commands(ctx), *sorted({*trained, *table_commands(), "lora"})]
+        return [*super().list_commands(ctx), *TRAININGS]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command of this name, or None."""
-        found = super().get_command(ctx, cmd_name)
-        if found is not None:
-            return found
+        if cmd_name not in TRAININGS:
+            return super().get_command(ctx, cmd_name)
         if cmd_name == "lora":
-            from anabranch.cli.train_lora import lora_command
-
             return lora_command()
-        from anabranch.methods import methods
-
-        for method in methods():
-            if method.name == cmd_name.replace("-", "_") and method.trained is not None:
-                return _verb(method)
-            if method.tables is not None and method.tables.command == cmd_name:
-                from anabranch.cli.train_tables import table_command
-
-                return table_command(method)
-        return None
+        return _verb(cmd_name) if training(cmd_name).recipes else table_command(cmd_name)
 
 
 app = typer.Typer(
@@ -117,23 +106,20 @@ class TrainConfig:
     as_json: options.AsJson = False
 
 
-def _verb(method: Method) -> Any:
+def _verb(command: str) -> Any:
     """The command that trains a method."""
-    trained = method.trained
-    assert trained is not None
+    of = training(command)
 
-    help = f"""Train an adapter for {trained.title} and write its folder.
+    help = f"""Train an adapter for {of.title} and write its folder.
 
     Learns from the model's own completions, or from plain text. Without either, the model first writes prompts and
     completions of its own (--self-tokens). Options override the recipe's values; recipes are
-    {", ".join(trained.recipes)}. Stop with Ctrl-C or SIGTERM at any time; the same command resumes exactly there.
+    {", ".join(of.recipes)}. Stop with Ctrl-C or SIGTERM at any time; the same command resumes exactly there.
     """
-    recipes = {name: trained.recipe(name) for name in trained.recipes}
-    name = method.name.replace("_", "-")
-    return extended(name, partial(_train, method), TrainConfig, trained.options, help, recipes)
+    return extended(command, partial(_train, command), TrainConfig, of, help)
 
 
-def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
+def _train(command: str, config: TrainConfig, given: dict[str, Any]) -> None:
     """Train; ``given`` has the recipe's values that are overridden on the command line."""
     from anabranch.cli import train_data, train_result
     from anabranch.cli.screen import resumable, screen, silent, stored_step
@@ -143,13 +129,13 @@ def _train(method: Method, config: TrainConfig, given: dict[str, Any]) -> None:
     from anabranch.train.advice import curve_of
     from anabranch.train.checkpoint import read_log
     from anabranch.train.figure import draw_curves
-    from anabranch.train.job import divided, read_data, stored_target, train_adapter
+    from anabranch.train.job import divided, read_data, stored_target, train_adapter, trainable
     from anabranch.train.processes import joined
     from anabranch.train.self_prompts import SOURCE
     from anabranch.train.start import start_folder
 
-    assert method.trained is not None
-    plan = method.trained.recipe(config.recipe, train_data.with_new_data(config.data, method.trained.options, given))
+    method, of = trainable(TRAININGS[command][0]), training(command)
+    plan = of.recipe(config.recipe, train_data.with_new_data(config.data, of.options, given))
     writing = train_data.self_data(config.data, plan.options.seed)
     stated = train_data.licences_of(config.licence)
     _check(config)

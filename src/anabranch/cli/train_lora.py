@@ -13,6 +13,7 @@ import typer
 from anabranch.cli import options
 from anabranch.cli.configured import extended
 from anabranch.cli.train_task import TaskConfig, Timing
+from anabranch.methods.lora.recipes import TRAINING
 
 if TYPE_CHECKING:
     from anabranch.cli.screen import Screen
@@ -51,16 +52,14 @@ class LoraTrainConfig:
 
 
 def lora_command() -> Any:
-    """The command; built on demand, since the recipe defines its options."""
-    from anabranch.train.lora import OPTIONS, recipe
-
+    """The command."""
     help = """Fine-tune a model with LoRA and write a folder in PEFT's format.
 
     Changes what the model says, not how fast: learns from completions that anybody wrote, and measures loss, perplexity
     and token accuracy on those held out. Stop with Ctrl-C or SIGTERM at any time; the same command resumes exactly
     there.
     """
-    return extended("lora", _train, LoraTrainConfig, OPTIONS, help, {"lora": recipe({})})
+    return extended("lora", _train, LoraTrainConfig, TRAINING, help)
 
 
 def _train(config: LoraTrainConfig, given: dict[str, Any]) -> None:
@@ -73,10 +72,9 @@ def _train(config: LoraTrainConfig, given: dict[str, Any]) -> None:
     from anabranch.errors import InputError
     from anabranch.support.files import shown_command
     from anabranch.train.job import check_data, check_folder_is_free, divided
-    from anabranch.train.lora import recipe
     from anabranch.train.lora_job import check_init, read_completions, train_lora
 
-    plan, licences = recipe(given), licences_of(config.licence)
+    plan, licences = TRAINING.recipe(None, given), licences_of(config.licence)
     config.of_task.check()
     task = config.of_task.read()
     if task is None:

@@ -7,15 +7,13 @@ import sys
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from anabranch.cli import options
 from anabranch.cli.configured import extended
-
-if TYPE_CHECKING:
-    from anabranch.methods import Method
+from anabranch.methods import TRAININGS, training
 
 __all__ = ["TablesConfig", "table_command"]
 
@@ -40,28 +38,30 @@ class TablesConfig:
     as_json: options.AsJson = False
 
 
-def table_command(method: Method) -> Any:
+def table_command(command: str) -> Any:
     """The command that builds a method's tables."""
-    tables = method.tables
-    assert tables is not None
+    method, _ = TRAININGS[command]
+    of = training(command)
 
-    help = f"""Build {tables.title} from text, for the drafter '{method.name}'.
+    help = f"""Build {of.title} from text, for the drafter '{method}'.
 
     It serves every model with the same tokenizer. A build that is interrupted leaves nothing behind.
     """
-    return extended(tables.command, partial(_build, method), TablesConfig, tables.options, help)
+    return extended(command, partial(_build, method), TablesConfig, of, help)
 
 
-def _build(method: Method, config: TablesConfig, given: dict[str, Any]) -> None:
+def _build(name: str, config: TablesConfig, given: dict[str, Any]) -> None:
     from anabranch.cli.screen import screen
     from anabranch.drafting.tables import Tokenizer, build_tables, check_free, default_folder
     from anabranch.errors import FileError
+    from anabranch.methods import methods
     from anabranch.model.load import base_name
     from anabranch.model.text import fingerprint
     from anabranch.support.files import check_folder, shown_command
     from anabranch.train.documents import read_documents
     from anabranch.train.job import check_data
 
+    method = next(method for method in methods() if method.name == name)
     tables = method.tables
     assert tables is not None
     check_data(config.answers, config.text)
@@ -76,13 +76,12 @@ def _build(method: Method, config: TablesConfig, given: dict[str, Any]) -> None:
         identity = fingerprint(target.tokenizer)
         folder = config.out or default_folder(tables.command, identity)
         check_free(folder, force=config.force)
-        name = base_name(target)
         record = build_tables(
             tables,
             method.name,
             read_documents(target, answers=config.answers, text=config.text),
             folder,
-            tokenizer=Tokenizer(name, identity, target.config.vocab_size),
+            tokenizer=Tokenizer(base_name(target), identity, target.config.vocab_size),
             options=given,
             made={
                 "command": shown_command("anabranch", *sys.argv[1:]),
@@ -96,6 +95,6 @@ def _build(method: Method, config: TablesConfig, given: dict[str, Any]) -> None:
         print(json.dumps({**record, "folder": str(folder), "bytes": size}))
         return
     facts = ", ".join(f"{value:,} {key}" for key, value in record["facts"].items() if isinstance(value, int))
-    print(f"{tables.title} in {folder}: {facts}, {size:,} bytes")
+    print(f"{tables.training.title} in {folder}: {facts}, {size:,} bytes")
     setting = method.name if config.out is None else f"{method.name}:data={config.out}"
     print(f"Next: anabranch chat --model {config.loading.model} --drafter {setting}")

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from anabranch.drafting.settings import Settings
 from anabranch.errors import CapabilityError, FileError, InputError, one_line
-from anabranch.learning.recipe import Option
+from anabranch.learning.recipe import Training
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import tokenizer_of
 from anabranch.model.text import fingerprint as fingerprint_of
@@ -68,16 +68,14 @@ Report = Callable[[str], None]
 class Tables:
     """The tables of a method, as part of its entry.
 
-    command  ``anabranch train COMMAND`` builds them
-    title    what they are, for help and messages
-    options  build options by name; ``build`` receives None for those that the user did not set
-    build    (documents, vocabulary size, empty folder, options, report): writes arrays (``ArrayWriter``) into the
-             folder and returns facts for the record: JSON values, "tokens" among them. Raises InputError
+    command   ``anabranch train COMMAND`` builds them
+    training  what they are, and the options of ``build``, which receives None for those that the user did not set
+    build     (documents, vocabulary size, empty folder, options, report): writes arrays (``ArrayWriter``) into the
+              folder and returns facts for the record: JSON values, "tokens" among them. Raises InputError
     """
 
     command: str
-    title: str
-    options: Mapping[str, Option]
+    training: Training
     build: Callable[[Documents, int, Path, Mapping[str, Any], Report], dict[str, Any]]
 
 
@@ -288,8 +286,8 @@ def find_tables(tables: Tables, method: str, target: Decoder, data: str) -> Open
         folder = default_folder(tables.command, identity)
     else:
         raise CapabilityError(
-            f"the drafter {method!r} needs {tables.title} for this target's tokenizer, and there is none; build it "
-            f"with 'anabranch train {tables.command} --text FILE', or give data=FOLDER"
+            f"the drafter {method!r} needs {tables.training.title} for this target's tokenizer, and there is none; "
+            f"build it with 'anabranch train {tables.command} --text FILE', or give data=FOLDER"
         )
     return open_tables(tables, method, folder, identity, target.config.vocab_size)
 
@@ -313,7 +311,7 @@ def open_tables(tables: Tables, method: str, folder: Path, fingerprint: str | No
     if not (folder / RECORD).is_file():
         what = "has no tables.json" if folder.is_dir() else "does not exist"
         raise FileError(
-            f"the folder {folder} {what}; give data= {tables.title}, see 'anabranch train {tables.command}'"
+            f"the folder {folder} {what}; give data= {tables.training.title}, see 'anabranch train {tables.command}'"
         )
     record = read_json(folder / RECORD, again)
     if record.get("format") != FORMAT or record.get("version") != VERSION:
@@ -324,7 +322,7 @@ def open_tables(tables: Tables, method: str, folder: Path, fingerprint: str | No
     if record.get("method") != method:
         raise FileError(
             f"the tables in {folder} are for the drafter {shown(record.get('method'))}, got {method!r} to read them; "
-            f"give data= {tables.title}"
+            f"give data= {tables.training.title}"
         )
     tokenizer, facts, arrays = (record.get(name) for name in ("tokenizer", "facts", "arrays"))
     if not (isinstance(tokenizer, dict) and isinstance(facts, dict) and isinstance(arrays, dict)):

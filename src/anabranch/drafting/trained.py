@@ -10,32 +10,21 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor, nn
 
 from anabranch.drafting.published import Layout
-from anabranch.errors import InputError
 from anabranch.learning.objective import Objective
-from anabranch.learning.recipe import Option, Recipe
+from anabranch.learning.recipe import Recipe, Training
+from anabranch.learning.shape import Shape
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import Target
 from anabranch.model.passes import Rider
 
-__all__ = ["Config", "Learn", "Trainable", "Trained", "TrainedModule", "adopt_shape"]
+__all__ = ["Learn", "Trainable", "Trained", "TrainedModule", "adopt_shape"]
 
 T = TypeVar("T")
 
 
-class Config(Protocol):
-    """The shape of a trained module: a frozen dataclass that can be stored as JSON."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
-
-    @staticmethod
-    def from_dict(record: dict[str, Any]) -> Config:
-        """From JSON values. Raises AdapterError for unknown or malformed fields."""
-
-
 class Trainable(nn.Module):
-    """The base class of whatever ``train.trainer`` trains; ``config`` is its shape, with a method ``to_dict``."""
+    """The base class of whatever ``train.trainer`` trains; ``config`` is its shape."""
 
     config: Any
 
@@ -105,15 +94,12 @@ def adopt_shape(recipe: Recipe, config: Any) -> Recipe:
 class Trained:
     """The trained part of a method.
 
-    title      the method's name in adapter cards
+    training   recipes and options
     module     the class of its module
     config     the class of the module's config
     make       (target's config, module's config, draft vocabulary [Vd] or None: all) -> module with fresh weights.
                Raises InputError if they do not fit together
     objective  creates the training objective
-    recipes    recipes by name, the default first
-    options    the values of a recipe that users can override, by name
-    change     (recipe, values by name) -> the recipe with these values. Raises InputError
     describe   a module's config -> its size in a few words, for the card
     rider      (target, module) -> rows that become part of the target itself, since its main rows attend to them
                (``Decoder.rider``), or None; asked whenever an adapter is loaded
@@ -127,14 +113,11 @@ class Trained:
     published  the layouts of others' checkpoints that are read as adapters of this method
     """
 
-    title: str
+    training: Training
     module: type[TrainedModule]
-    config: type[Config]
+    config: type[Shape]
     make: Callable[[ModelConfig, Any, Tensor | None], TrainedModule]
     objective: Learn
-    recipes: Mapping[str, Callable[[], Recipe]]
-    options: Mapping[str, Option]
-    change: Callable[[Recipe, Mapping[str, Any]], Recipe]
     describe: Callable[[Any], str]
     begin: Callable[[Any, Any], None]
     adopt: Callable[[Recipe, Any], Recipe] = adopt_shape
@@ -142,10 +125,3 @@ class Trained:
     fresh: Callable[[Decoder, Any], None] | None = None
     rider: Callable[[Decoder, Any], Rider | None] = lambda target, module: None
     published: tuple[Layout, ...] = ()
-
-    def recipe(self, name: str | None = None, given: Mapping[str, Any] | None = None) -> Recipe:
-        """The recipe of a name (default: the first) with the ``given`` values. Raises InputError."""
-        chosen = next(iter(self.recipes)) if name is None else name
-        if chosen not in self.recipes:
-            raise InputError(f"there is no recipe {chosen!r}; recipes are {', '.join(self.recipes)}")
-        return self.change(self.recipes[chosen](), given or {})

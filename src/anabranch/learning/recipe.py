@@ -1,14 +1,17 @@
-"""Recipes: frozen records that determine a training run. A recipe is a function that returns one."""
+"""Recipes: frozen records that determine a training run, and what a method says of its trainings.
+
+Nothing here imports torch, and neither do the modules of methods that hold recipes: ``--help`` shows them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from anabranch.errors import InputError
 
-__all__ = ["COMMON", "HELD_OUT", "RECOMPUTE", "Option", "Recipe", "TrainOptions"]
+__all__ = ["COMMON", "HELD_OUT", "RECOMPUTE", "Option", "Recipe", "TrainOptions", "Training"]
 
 WARMUP, HELD_OUT = 50, 64  # at most, where a run does not say how many
 
@@ -139,6 +142,28 @@ class Option:
     def of(self, recipe: Recipe, name: str) -> Any:
         """The value that a recipe has for this option, which is called ``name``."""
         return getattr(getattr(recipe, self.part) if self.part else recipe, self.field or name)
+
+
+@dataclass(frozen=True)
+class Training:
+    """A command of ``anabranch train``: recipes, the first of which is the default, and what users can override.
+
+    title    what is trained, in adapter cards and help texts
+    options  by name; a command that builds tables has options and no recipes
+    adjust   (values by name) -> the same with values that follow from them
+    """
+
+    title: str
+    options: Mapping[str, Option]
+    recipes: Mapping[str, Recipe] = field(default_factory=dict)
+    adjust: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda given: given
+
+    def recipe(self, name: str | None = None, given: Mapping[str, Any] | None = None) -> Recipe:
+        """The recipe of a name (default: the first) with the ``given`` values. Raises InputError."""
+        chosen = next(iter(self.recipes)) if name is None else name
+        if chosen not in self.recipes:
+            raise InputError(f"there is no recipe {chosen!r}; recipes are {', '.join(self.recipes)}")
+        return self.recipes[chosen].changed(self.options, self.adjust(given or {}))
 
 
 # the options of every recipe

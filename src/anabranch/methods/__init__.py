@@ -1,13 +1,16 @@
 """Methods, each in its own folder or file, and their registry. The rest of the library reads the entries (``Method``).
 
 The registry is imported when one of its names is first used: it imports torch, and ``--help`` does without it.
+Modules called ``recipes`` import no torch either: they say what can be trained (``training``).
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from anabranch.learning.recipe import Training
     from anabranch.methods.registry import (
         AUTO,
         Drafter,
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AUTO",
+    "TRAININGS",
     "Drafter",
     "Method",
     "Observation",
@@ -38,7 +42,29 @@ __all__ = [
     "parse_spec",
     "register",
     "resolve_spec",
+    "training",
 ]
+
+# the commands of ``anabranch train`` that make what methods need: the method, and where its ``Training`` is
+TRAININGS = {
+    "datastore": ("rest", "rest.recipes.TRAINING"),
+    "draft-model": ("draft_model", "draft_model.recipes.TRAINING"),
+    "eagle": ("eagle", "eagle.recipes.TRAINING"),
+    "hydra": ("hydra", "hydra.recipes.TRAINING"),
+    "lora": ("", "lora.recipes.TRAINING"),
+    "medusa": ("medusa", "medusa.recipes.TRAINING"),
+    "medusa2": ("medusa2", "medusa.recipes.TUNING"),
+    "ngram": ("ngram", "ngram.recipes.TRAINING"),
+    "space": ("space", "space.recipes.TRAINING"),
+    "streams": ("streams", "streams.recipes.TRAINING"),
+}
+
+
+def training(command: str) -> Training:
+    """What ``anabranch train COMMAND`` says of itself; the command is one of ``TRAININGS``."""
+    module, _, name = TRAININGS[command][1].rpartition(".")
+    found: Training = getattr(import_module(f"{__name__}.{module}"), name)
+    return found
 
 
 def __getattr__(name: str) -> Any:

@@ -8,9 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["MOST_RANK", "LowRank"]
-
-MOST_RANK = 1024  # of terms that tune a target
+__all__ = ["LowRank"]
 
 
 class LowRank(nn.Module):

@@ -18,7 +18,7 @@ from anabranch.errors import InputError
 from anabranch.methods import prompt_lookup, suffix
 from anabranch.methods.draft_model.drafter import DraftModelDrafter
 from anabranch.methods.draft_model.entry import BUDGETS, DraftModelSettings, draft_of
-from anabranch.methods.draft_model.recipes import TRAINED
+from anabranch.methods.draft_model.trained import TRAINED
 from anabranch.methods.ngram import entry as ngram
 from anabranch.methods.rest import entry as rest
 from anabranch.methods.spec import Spec, build, parse

@@ -25,7 +25,6 @@ from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import Vocabulary, VocabularyLoss
 from anabranch.learning.objective import Segment, segments
 from anabranch.learning.recompute import through
-from anabranch.methods.low_rank import MOST_RANK
 from anabranch.methods.terms import LayerTuning, lora_of
 from anabranch.model.blocks import Attend, Block, attention
 from anabranch.model.decoder import Decoder
@@ -39,7 +38,6 @@ from anabranch.support.files import write_atomically
 from anabranch.support.jsonfiles import read_json
 
 __all__ = [
-    "MOST_RANK",
     "TextPass",
     "TunedPass",
     "Tunes",

@@ -8,7 +8,7 @@ B rows, T text length, P positions, D model width.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,48 +19,28 @@ from anabranch.drafting.trained import Trainable
 from anabranch.errors import InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.objective import Scores, Segment, segments
-from anabranch.learning.recipe import COMMON, Option, Recipe, TrainOptions
+from anabranch.methods.lora.recipes import LoraConfig, LoraLoss
 from anabranch.methods.terms import fresh_terms, layers_of, lora_of
-from anabranch.methods.tuning import MOST_RANK, check_weights, next_token_scores, tuned_pass
+from anabranch.methods.tuning import check_weights, next_token_scores, tuned_pass
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.lora import Lora, places
 from anabranch.train.data import batches
 
-__all__ = ["OPTIONS", "LoraConfig", "LoraLayers", "LoraLoss", "LoraObjective", "recipe"]
+__all__ = ["LoraLayers", "LoraObjective", "fresh_lora"]
 
 EVALUATED = 2048  # padded tokens of a batch that is evaluated
 
 
-@dataclass(frozen=True)
-class LoraConfig:
-    """Which modules get terms, and of which size.
-
-    rank     r
-    alpha    the terms are multiplied by alpha / rank
-    modules  the ends of the modules' Hugging Face names, separated by commas; "all" linear modules of the layers
-    """
-
-    rank: int = 16
-    alpha: float = 32.0
-    modules: str = "all"
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.rank <= MOST_RANK:
-            raise InputError(f"rank must be from 1 to {MOST_RANK}, got {self.rank}")
-        if not (self.alpha > 0 and math.isfinite(self.alpha)):
-            raise InputError(f"alpha must be greater than 0, got {self.alpha}")
-
-    def fresh(self, model: ModelConfig) -> Lora:
-        """Terms that PEFT would begin with: A uniform (Kaiming), B zero. Raises InputError for unknown modules."""
-        known = places(model)
-        ends = list(dict.fromkeys(name.rpartition(".")[2] for name in known))
-        asked = ends if self.modules == "all" else [name.strip() for name in self.modules.split(",")]
-        if unknown := [name for name in asked if name not in ends]:
-            raise InputError(
-                f"a {model.family} model has no linear module {unknown[0]!r}; give some of {', '.join(ends)}, or all"
-            )
-        return fresh_terms(model, self.rank, self.alpha / self.rank, asked)
+def fresh_lora(model: ModelConfig, config: LoraConfig) -> Lora:
+    """Terms that PEFT would begin with: A uniform (Kaiming), B zero. Raises InputError for unknown modules."""
+    ends = list(dict.fromkeys(name.rpartition(".")[2] for name in places(model)))
+    chosen = ends if config.modules == "all" else [name.strip() for name in config.modules.split(",")]
+    if unknown := [name for name in chosen if name not in ends]:
+        raise InputError(
+            f"a {model.family} model has no linear module {unknown[0]!r}; give some of {', '.join(ends)}, or all"
+        )
+    return fresh_terms(model, config.rank, config.alpha / config.rank, chosen)
 
 
 @dataclass(frozen=True)
@@ -102,11 +82,6 @@ class LoraLayers(Trainable):
     def lora(self) -> Lora:
         """The terms as they are now."""
         return lora_of(self.model, self.layers)
-
-
-@dataclass(frozen=True)
-class LoraLoss:
-    """The loss is the cross-entropy of the completions' tokens; it has no weights."""
 
 
 class LoraObjective:
@@ -158,29 +133,3 @@ class LoraObjective:
             "accuracy": round(right / count, 4),
             "by source": {source: round(math.exp(a / c), 4) for source, (a, _, c) in sorted(totals.items())},
         }
-
-
-def recipe(given: Mapping[str, Any]) -> Recipe:
-    """The recipe with the ``given`` values of ``OPTIONS``. Raises InputError."""
-    options = TrainOptions(lr=1e-3, batch_tokens=1024, schedule="linear")
-    return Recipe(LoraConfig(), LoraLoss(), options).changed(OPTIONS, given)
-
-
-_SHARED = (
-    "epochs",
-    "lr",
-    "batch_tokens",
-    "accumulate",
-    "schedule",
-    "warmup",
-    "seed",
-    "evaluate_every",
-    "checkpoint_every",
-    "target_format",
-)
-OPTIONS: dict[str, Option] = {
-    "rank": Option(int, "rank of the terms", "config"),
-    "alpha": Option(float, "multiply the terms by alpha / rank", "config"),
-    "modules": Option(str, "give terms to these modules, such as q_proj,v_proj; or all", "config"),
-    **{name: COMMON[name] for name in (*_SHARED, "held_out", "max_tokens")},
-}

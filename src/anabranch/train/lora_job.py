@@ -27,7 +27,7 @@ from anabranch.train.arithmetic import ARITHMETIC, chosen_dtype, learner_of
 from anabranch.train.checkpoint import read_checkpoint
 from anabranch.train.data import digest, read_examples, read_texts
 from anabranch.train.job import check_data, divided, sources
-from anabranch.train.lora import LoraLayers, LoraObjective
+from anabranch.train.lora import LoraLayers, LoraObjective, fresh_lora
 from anabranch.train.trainer import Progress, Trainer
 
 __all__ = ["RECORD", "check_init", "read_completions", "train_lora"]
@@ -90,7 +90,7 @@ def train_lora(
     keep_memory()
     training, held_out = divided(examples, validation, recipe)
     torch.manual_seed(recipe.options.seed)  # for the initial terms; besides, only the order of batches is random
-    begun = recipe.config.fresh(target.config) if init is None else read_lora(init, target.config)
+    begun = fresh_lora(target.config, recipe.config) if init is None else read_lora(init, target.config)
     module = LoraLayers(target.config, begun).to(target.decoder.device)
     check_folder(folder, "the LoRA", "folder (--out)")
     run = folder / "training"

@@ -9,7 +9,7 @@ import torch
 
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.config import StreamConfig
-from anabranch.methods.streams.recipes import paper_shared
+from anabranch.methods.streams.recipes import TRAINING
 from anabranch.model.config import ModelConfig
 
 
@@ -44,7 +44,7 @@ def test_stream_embeddings_and_pruning_adapter(width: int, printed: float) -> No
 @pytest.mark.parametrize("width", [2048, 4096])
 def test_shared_mode_as_published(width: int, gamma: int) -> None:
     """(gamma + 16) h beside the terms of the target's layers, which the adapter that is written does not have."""
-    config = replace(paper_shared().config, num_streams=gamma)
+    config = replace(TRAINING.recipe("paper-shared").config, num_streams=gamma)
     rank, inner, layers = config.lora_rank, 4 * width, 24
     terms = layers * rank * (4 * (width + width) + 2 * (width + inner) + (inner + width))
     assert count(width, config) == (gamma + 16) * width + terms

@@ -23,6 +23,7 @@ from anabranch.errors import AdapterError, CapabilityError, InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.recipe import TrainOptions
 from anabranch.learning.recompute import recomputing
+from anabranch.methods.lora.recipes import LoraConfig
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.begin import begin_with, scale_to_target
 from anabranch.methods.streams.config import StreamConfig
@@ -32,7 +33,7 @@ from anabranch.methods.terms import LayerTuning, lora_of
 from anabranch.methods.tuning import next_token_loss, tuned_pass
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import load_target
-from anabranch.train.lora import LoraConfig, LoraLayers, LoraObjective
+from anabranch.train.lora import LoraLayers, LoraObjective, fresh_lora
 from anabranch.train.trainer import Trainer
 from shared_layout import LITERAL, Layout
 from small import RICH, decode, joint_losses, prompt, request, small, small_adapter
@@ -151,7 +152,7 @@ def test_the_target_is_tuned_as_lora_alone_tunes_it(tmp_path: Path) -> None:
     torch.manual_seed(5)
     adapter = StreamAdapter(target.config, replace(RICH_V1, lora_rank=4))
     torch.manual_seed(5)
-    plain = LoraLayers(target.config, LoraConfig(4, 8.0).fresh(target.config))
+    plain = LoraLayers(target.config, fresh_lora(target.config, LoraConfig(4, 8.0)))
     for name, module, objective in (
         ("streams", adapter, SharedObjective(target, adapter, replace(APART, streams=7.0))),
         ("lora", plain, LoraObjective(target, plain)),

@@ -14,7 +14,7 @@ from anabranch.errors import CapabilityError, InputError
 from anabranch.methods.draft_model.drafter import DraftModelDrafter
 from anabranch.methods.draft_model.load import load_draft, shipped_draft
 from anabranch.methods.draft_model.module import DraftModule, decoder_of
-from anabranch.methods.draft_model.recipes import TRAINED
+from anabranch.methods.draft_model.trained import TRAINED
 from anabranch.model.decoder import Decoder
 from anabranch.model.quantize import check_quantization
 from anabranch.support.nearest import hint

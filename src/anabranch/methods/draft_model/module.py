@@ -6,12 +6,9 @@ V vocabulary of the target, D width of the draft model.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,74 +17,21 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from anabranch.drafting.trained import TrainedModule
-from anabranch.errors import AdapterError, InputError
+from anabranch.errors import InputError
 from anabranch.learning.recompute import through
+from anabranch.methods.draft_model.recipes import DraftConfig
 from anabranch.model.backends import backend_for
-from anabranch.model.config import ModelConfig, RopeConfig
+from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import weight_source
 from anabranch.model.load import Target
 from anabranch.model.pack import pack_decoder
 from anabranch.support.files import write_atomically
-from anabranch.support.jsonfiles import is_whole, shown
 
 __all__ = ["DraftConfig", "DraftModule", "begin_with", "decoder_of", "export", "start_from_target"]
 
 STD = 0.02  # of fresh weights
 TABLE = 0.1  # root mean square of a table that begins with the target's
-
-
-@dataclass(frozen=True)
-class DraftConfig:
-    """The shape of a trained draft model; vocabulary and context length are the target's.
-
-    The default is 14 MB in bf16 for a vocabulary of 49,152: 12.6 MB of it are the table of token embeddings.
-    """
-
-    hidden_size: int = 128
-    num_layers: int = 4
-    num_heads: int = 4
-    intermediate_size: int = 384
-
-    def __post_init__(self) -> None:
-        for name, value in dataclasses.asdict(self).items():
-            if not is_whole(value, 1, 1 << 16):
-                raise InputError(f"{name} must be a whole number from 1 to 65536, got {shown(value)}")
-        if self.hidden_size % (2 * self.num_heads):
-            raise InputError(
-                f"hidden_size must be a multiple of twice num_heads, got {self.hidden_size} and {self.num_heads}"
-            )
-
-    def to_dict(self) -> dict[str, Any]:
-        """As stored in adapter_config.json."""
-        return dataclasses.asdict(self)
-
-    @staticmethod
-    def from_dict(record: dict[str, Any]) -> DraftConfig:
-        """From adapter_config.json; unknown or malformed fields are refused."""
-        try:
-            return DraftConfig(**record)
-        except (InputError, TypeError) as error:
-            raise AdapterError(f"adapter_config.json is malformed: {error}") from error
-
-    def model(self, target: ModelConfig) -> ModelConfig:
-        """The draft model for a target."""
-        width = self.hidden_size // self.num_heads
-        return ModelConfig(
-            family="llama",
-            vocab_size=target.vocab_size,
-            hidden_size=self.hidden_size,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_heads,
-            head_dim=width,
-            intermediate_size=self.intermediate_size,
-            max_positions=target.max_positions,
-            rope=RopeConfig(dim=width, max_positions=target.max_positions),
-            tied_head=True,
-            eos_token_ids=target.eos_token_ids,
-            bos_token_id=target.bos_token_id,
-        )
 
 
 class TiedHead(nn.Module):

@@ -9,7 +9,6 @@ B rows, T text length, P positions, D and H widths of draft model and target, V 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from anabranch.drafting.autoregressive import Shape
 from anabranch.drafting.drafter import Row
-from anabranch.errors import InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import DistillationLoss
 from anabranch.learning.objective import Scores, Segment, segments
@@ -26,6 +24,7 @@ from anabranch.learning.replay import Accuracy, Replay, evaluation, walk
 from anabranch.learning.target import run_frozen
 from anabranch.methods.draft_model.drafter import DraftModelDrafter
 from anabranch.methods.draft_model.module import DraftModule
+from anabranch.methods.draft_model.recipes import LossOptions
 from anabranch.model.decoder import Decoder
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
@@ -36,20 +35,6 @@ CHUNK = 256  # predictions scored at once: 256 x 49,152 float32 are 48 MiB
 TOP = 8  # accuracy counts a token among that many best, too
 ROWS = 16  # completions replayed side by side
 DEPTH = 5
-
-
-@dataclass(frozen=True)
-class LossOptions:
-    """Weights of the loss.
-
-    soft  share of the target's distribution in the training target; the rest is the completion's token
-    """
-
-    soft: float = 0.9
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.soft <= 1:
-            raise InputError(f"soft must be from 0 to 1, got {self.soft}")
 
 
 class DraftObjective:

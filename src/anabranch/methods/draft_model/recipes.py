@@ -1,36 +1,89 @@
-"""How a draft model is trained for a target: recipes, the values that users may override, and the entry's part.
+"""Training of a draft model for a target: shape, weights of the loss, recipes, and the values that users can override.
 
-distilled    four layers of width 128: 14 MB for a vocabulary of 49,152
-small        two layers of width 64, one epoch, to see that everything works
+distilled  four layers of width 128 from fresh weights: 14 MB for a vocabulary of 49,152
+small      two layers of width 64, one epoch, to see that everything works
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
-from anabranch.drafting.trained import Trained
-from anabranch.learning.recipe import COMMON, RECOMPUTE, Option, Recipe, TrainOptions
-from anabranch.methods.draft_model.module import DraftConfig, DraftModule, begin_with, export, start_from_target
-from anabranch.methods.draft_model.objective import DraftObjective, LossOptions
-from anabranch.model.decoder import Decoder
+from anabranch.errors import InputError
+from anabranch.learning.recipe import COMMON, RECOMPUTE, Option, Recipe, Training, TrainOptions
+from anabranch.learning.shape import MOST_WIDTH, Shape
+from anabranch.model.config import ModelConfig, RopeConfig
 
-__all__ = ["TRAINED"]
-
-
-def distilled() -> Recipe:
-    """A draft model from fresh weights, on the target's own completions."""
-    return Recipe(DraftConfig(), LossOptions(), TrainOptions(epochs=4.0, lr=3e-3, weight_decay=0.01))
+__all__ = ["TRAINING", "DraftConfig", "LossOptions"]
 
 
-def small() -> Recipe:
-    """Two narrow layers, one epoch."""
-    config = DraftConfig(hidden_size=64, num_layers=2, num_heads=2, intermediate_size=192)
-    return Recipe(config, LossOptions(), TrainOptions(epochs=1.0, lr=3e-3), max_tokens=512)
+@dataclass(frozen=True)
+class DraftConfig(Shape):
+    """The shape of a trained draft model; vocabulary and context length are the target's.
+
+    The default is 14 MB in bf16 for a vocabulary of 49,152: 12.6 MB of it are the table of token embeddings.
+    """
+
+    ranges: ClassVar[Mapping[str, tuple[int, int]]] = dict.fromkeys(
+        ("hidden_size", "num_layers", "num_heads", "intermediate_size"), (1, MOST_WIDTH)
+    )
+    hidden_size: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    intermediate_size: int = 384
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hidden_size % (2 * self.num_heads):
+            raise InputError(
+                f"hidden_size must be a multiple of twice num_heads, got {self.hidden_size} and {self.num_heads}"
+            )
+
+    def model(self, target: ModelConfig) -> ModelConfig:
+        """The draft model for a target."""
+        width = self.hidden_size // self.num_heads
+        return ModelConfig(
+            family="llama",
+            vocab_size=target.vocab_size,
+            hidden_size=self.hidden_size,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_heads,
+            head_dim=width,
+            intermediate_size=self.intermediate_size,
+            max_positions=target.max_positions,
+            rope=RopeConfig(dim=width, max_positions=target.max_positions),
+            tied_head=True,
+            eos_token_ids=target.eos_token_ids,
+            bos_token_id=target.bos_token_id,
+        )
 
 
-RECIPES: dict[str, Callable[[], Recipe]] = {"distilled": distilled, "small": small}
-OPTIONS: dict[str, Option] = {
+@dataclass(frozen=True)
+class LossOptions:
+    """Weights of the loss.
+
+    soft  share of the target's distribution in the training target; the rest is the completion's token
+    """
+
+    soft: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.soft <= 1:
+            raise InputError(f"soft must be from 0 to 1, got {self.soft}")
+
+
+_RECIPES = {
+    "distilled": Recipe(DraftConfig(), LossOptions(), TrainOptions(epochs=4.0, lr=3e-3, weight_decay=0.01)),
+    "small": Recipe(
+        DraftConfig(hidden_size=64, num_layers=2, num_heads=2, intermediate_size=192),
+        LossOptions(),
+        TrainOptions(epochs=1.0, lr=3e-3),
+        max_tokens=512,
+    ),
+}
+_OPTIONS: dict[str, Option] = {
     "hidden_size": Option(int, "width of the draft model", "config"),
     "num_layers": Option(int, "number of layers", "config"),
     "num_heads": Option(int, "number of attention heads", "config"),
@@ -39,32 +92,4 @@ OPTIONS: dict[str, Option] = {
     **{name: option for name, option in COMMON.items() if name not in ("draft_vocabulary", "segment")},
     **RECOMPUTE,
 }
-
-
-def change(recipe: Recipe, given: Mapping[str, Any]) -> Recipe:
-    """A recipe with the ``given`` values of ``OPTIONS``. Raises InputError for unknown names and values."""
-    return recipe.changed(OPTIONS, given)
-
-
-def _objective(target: Decoder, module: DraftModule, recipe: Recipe, *, frozen: Decoder) -> DraftObjective:
-    return DraftObjective(target, module, recipe.loss, frozen=frozen)
-
-
-def _describe(config: DraftConfig) -> str:
-    return f"{config.num_layers} layers of width {config.hidden_size}"
-
-
-TRAINED = Trained(
-    title="a draft model",
-    module=DraftModule,
-    config=DraftConfig,
-    make=DraftModule,
-    objective=_objective,
-    recipes=RECIPES,
-    options=OPTIONS,
-    change=change,
-    describe=_describe,
-    begin=begin_with,
-    fresh=start_from_target,
-    export=export,
-)
+TRAINING = Training("a draft model", _OPTIONS, _RECIPES)

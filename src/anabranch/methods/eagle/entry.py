@@ -14,7 +14,7 @@ from anabranch.errors import CapabilityError, InputError
 from anabranch.methods.eagle.counting import COUNTS
 from anabranch.methods.eagle.drafter import STATIC_NODES, EagleDrafter
 from anabranch.methods.eagle.module import EagleModule
-from anabranch.methods.eagle.recipes import TRAINED
+from anabranch.methods.eagle.trained import TRAINED
 from anabranch.model.decoder import Decoder
 
 __all__ = ["METHOD", "EagleSettings"]

@@ -12,68 +12,22 @@ B rows, T text length, I positions of the head, K kv heads, E head width, D widt
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anabranch.drafting.trained import TrainedModule
-from anabranch.errors import AdapterError, InputError
+from anabranch.errors import InputError
+from anabranch.methods.eagle.recipes import EagleConfig
 from anabranch.model.blocks import Block, Norm, attention
 from anabranch.model.config import ModelConfig
-from anabranch.support.jsonfiles import shown
 
 __all__ = ["EagleConfig", "EagleModule", "begin_with"]
 
 STD = 0.02  # of fresh weights
-
-
-@dataclass(frozen=True)
-class EagleConfig:
-    """The shape of the head. The defaults are EAGLE's, with two norms.
-
-    taps            layers before which the target's states are taken and fused, as in 2/15/27; empty: the state after
-                    the last norm. With taps, both inputs have a norm, and so have states before the target's head
-    embedding_norm  whether embeddings pass a norm, since they are much smaller than features in many models; always
-                    with taps, never in published EAGLE heads
-    input_norm      whether the layer begins with its norm; most published EAGLE heads have none there
-    bias            whether ``fc`` has a bias; published EAGLE heads have one
-    """
-
-    taps: str = ""
-    embedding_norm: bool = True
-    input_norm: bool = True
-    bias: bool = False
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.taps, str) or not all(part.isdigit() for part in self.taps.split("/") if self.taps):
-            raise InputError(f"taps must be numbers of layers as in 2/15/27, or empty, got {shown(self.taps)}")
-        if list(self.layers) != sorted(set(self.layers)):
-            raise InputError(f"taps must be different layers in ascending order, got {self.taps}")
-        for name in ("embedding_norm", "input_norm", "bias"):
-            if not isinstance(getattr(self, name), bool):
-                raise InputError(f"{name} must be true or false, got {shown(getattr(self, name))}")
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """The tapped layers; none: the state after the last norm."""
-        return tuple(map(int, self.taps.split("/"))) if self.taps else ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """As stored in adapter_config.json."""
-        return dataclasses.asdict(self)
-
-    @staticmethod
-    def from_dict(record: dict[str, Any]) -> EagleConfig:
-        """From adapter_config.json; unknown or malformed fields are refused."""
-        try:
-            return EagleConfig(**record)
-        except (InputError, TypeError) as error:
-            raise AdapterError(f"adapter_config.json is malformed: {error}") from error
 
 
 def _one_layer(target: ModelConfig) -> ModelConfig:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from anabranch.drafting.autoregressive import Shape
 from anabranch.drafting.drafter import Row
-from anabranch.errors import InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import Vocabulary, VocabularyLoss, hits
 from anabranch.learning.objective import Scores, Segment, segments
@@ -29,6 +28,7 @@ from anabranch.learning.target import run_frozen
 from anabranch.methods.eagle.drafter import EagleDrafter
 from anabranch.methods.eagle.layer import new_layer
 from anabranch.methods.eagle.module import EagleModule
+from anabranch.methods.eagle.recipes import LossOptions
 from anabranch.model.decoder import Decoder
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
@@ -38,40 +38,6 @@ __all__ = ["EagleObjective", "Frozen", "LossOptions"]
 TOP = 8  # accuracy counts a token among that many best, too
 ROWS = 16  # completions replayed side by side
 DEPTH = 5
-MOST_STEPS = 16
-
-
-@dataclass(frozen=True)
-class LossOptions:
-    """Weights of the loss.
-
-    feature  weight of the Smooth-L1 distance of the features; not used with taps, where the head's features are its own
-    token    weight of the cross-entropy
-    soft     share of the target's distribution in the cross-entropy; the rest is the completion's token
-    unroll   steps of the head on its own features; 1: the target's features only
-    decay    step k (from 0) has the weight decay ** k
-    noise    half the range of uniform noise added to the target's features, times their mean absolute value
-    """
-
-    feature: float = 0.2
-    token: float = 1.0
-    soft: float = 0.9
-    unroll: int = 3
-    decay: float = 0.9
-    noise: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("feature", "token", "noise"):
-            if not getattr(self, name) >= 0:
-                raise InputError(f"{name} must be at least 0, got {getattr(self, name)}")
-        if not self.feature + self.token:
-            raise InputError("feature and token are both 0, so there is nothing to learn; give one of them a weight")
-        if not 0 <= self.soft <= 1:
-            raise InputError(f"soft must be from 0 to 1, got {self.soft}")
-        if not 0 < self.decay <= 1:
-            raise InputError(f"decay must be greater than 0 and at most 1, got {self.decay}")
-        if not 1 <= self.unroll <= MOST_STEPS:
-            raise InputError(f"unroll must be from 1 to {MOST_STEPS}, got {self.unroll}")
 
 
 @dataclass(frozen=True)

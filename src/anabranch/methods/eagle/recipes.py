@@ -1,51 +1,103 @@
-"""How EAGLE's head is trained: recipes, the values that users may override, and the entry's part.
+"""Training of EAGLE's head: shape, weights of the loss, recipes, and the values that users can override.
 
-eagle    the head's own features in training, with a small weight on their distance to the target's
-eagle-1  the paper's loss: one step on the target's features with noise, weights 1 and 0.1
-small    one epoch, to see that everything works
+eagle    three steps on the head's own features in training, with a small weight on their distance to the target's
+eagle-1  the paper's loss over all tokens: one step on the target's features with noise, weights 1 and 0.1
+small    two steps, one epoch, to see that everything works
 
 ``--taps`` fuses several layers' states as EAGLE-3 does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
 
-from anabranch.drafting.trained import Trained
-from anabranch.learning.recipe import COMMON, Option, Recipe, TrainOptions
-from anabranch.methods.eagle.module import EagleConfig, EagleModule, begin_with
-from anabranch.methods.eagle.objective import EagleObjective, LossOptions
-from anabranch.methods.eagle.published import LAYOUTS
-from anabranch.model.decoder import Decoder
+from anabranch.errors import InputError
+from anabranch.learning.recipe import COMMON, Option, Recipe, Training, TrainOptions
+from anabranch.learning.shape import Shape
+from anabranch.support.jsonfiles import shown
 
-__all__ = ["TRAINED"]
+__all__ = ["TRAINING", "EagleConfig", "LossOptions"]
 
-
-def eagle() -> Recipe:
-    """Three steps on its own features."""
-    options = TrainOptions(epochs=3.0, lr=1e-3, weight_decay=0.01)
-    return Recipe(EagleConfig(), LossOptions(), options, draft_vocabulary=8192)
+MOST_STEPS = 16
 
 
-def eagle_1() -> Recipe:
-    """EAGLE's published loss, over all tokens of the vocabulary."""
-    loss = LossOptions(feature=1.0, token=0.1, soft=1.0, unroll=1, noise=0.1)
-    return Recipe(
+@dataclass(frozen=True)
+class EagleConfig(Shape):
+    """The shape of the head. The defaults are EAGLE's, with two norms.
+
+    taps            layers before which the target's states are taken and fused, as in 2/15/27; empty: the state after
+                    the last norm. With taps, both inputs have a norm, and so have states before the target's head
+    embedding_norm  whether embeddings pass a norm, since they are much smaller than features in many models; always
+                    with taps, never in published EAGLE heads
+    input_norm      whether the layer begins with its norm; most published EAGLE heads have none there
+    bias            whether ``fc`` has a bias; published EAGLE heads have one
+    """
+
+    taps: str = ""
+    embedding_norm: bool = True
+    input_norm: bool = True
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.taps, str) or not all(part.isdigit() for part in self.taps.split("/") if self.taps):
+            raise InputError(f"taps must be numbers of layers as in 2/15/27, or empty, got {shown(self.taps)}")
+        if list(self.layers) != sorted(set(self.layers)):
+            raise InputError(f"taps must be different layers in ascending order, got {self.taps}")
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The tapped layers; none: the state after the last norm."""
+        return tuple(map(int, self.taps.split("/"))) if self.taps else ()
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """Weights of the loss.
+
+    feature  weight of the Smooth-L1 distance of the features; not used with taps, where the head's features are its own
+    token    weight of the cross-entropy
+    soft     share of the target's distribution in the cross-entropy; the rest is the completion's token
+    unroll   steps of the head on its own features; 1: the target's features only
+    decay    step k (from 0) has the weight decay ** k
+    noise    half the range of uniform noise added to the target's features, times their mean absolute value
+    """
+
+    feature: float = 0.2
+    token: float = 1.0
+    soft: float = 0.9
+    unroll: int = 3
+    decay: float = 0.9
+    noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("feature", "token", "noise"):
+            if not getattr(self, name) >= 0:
+                raise InputError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if not self.feature + self.token:
+            raise InputError("feature and token are both 0, so there is nothing to learn; give one of them a weight")
+        if not 0 <= self.soft <= 1:
+            raise InputError(f"soft must be from 0 to 1, got {self.soft}")
+        if not 0 < self.decay <= 1:
+            raise InputError(f"decay must be greater than 0 and at most 1, got {self.decay}")
+        if not 1 <= self.unroll <= MOST_STEPS:
+            raise InputError(f"unroll must be from 1 to {MOST_STEPS}, got {self.unroll}")
+
+
+_RECIPES = {
+    "eagle": Recipe(
+        EagleConfig(), LossOptions(), TrainOptions(epochs=3.0, lr=1e-3, weight_decay=0.01), draft_vocabulary=8192
+    ),
+    "eagle-1": Recipe(
         EagleConfig(embedding_norm=False, input_norm=False, bias=True),
-        loss,
+        LossOptions(feature=1.0, token=0.1, soft=1.0, unroll=1, noise=0.1),
         TrainOptions(epochs=3.0, lr=1e-3, clip=0.5),
-    )
-
-
-def small() -> Recipe:
-    """Two steps, one epoch."""
-    options = TrainOptions(epochs=1.0, lr=2e-3)
-    return Recipe(EagleConfig(), LossOptions(unroll=2), options, draft_vocabulary=4096, max_tokens=512)
-
-
-RECIPES: dict[str, Callable[[], Recipe]] = {"eagle": eagle, "eagle-1": eagle_1, "small": small}
-OPTIONS: dict[str, Option] = {
+    ),
+    "small": Recipe(
+        EagleConfig(), LossOptions(unroll=2), TrainOptions(epochs=1.0, lr=2e-3), draft_vocabulary=4096, max_tokens=512
+    ),
+}
+_OPTIONS: dict[str, Option] = {
     "taps": Option(str, "layers whose states are fused, as in 2/15/27; empty: the state after the last norm", "config"),
     "embedding_norm": Option(bool, "normalise the embeddings; always done with taps", "config"),
     "input_norm": Option(bool, "start the layer with a norm", "config"),
@@ -58,31 +110,4 @@ OPTIONS: dict[str, Option] = {
     "noise": Option(float, "noise on the target's features, relative to their mean size", "loss"),
     **{name: option for name, option in COMMON.items() if name != "segment"},
 }
-
-
-def change(recipe: Recipe, given: Mapping[str, Any]) -> Recipe:
-    """A recipe with the ``given`` values of ``OPTIONS``. Raises InputError for unknown names and values."""
-    return recipe.changed(OPTIONS, given)
-
-
-def _objective(target: Decoder, module: EagleModule, recipe: Recipe, *, frozen: Decoder) -> EagleObjective:
-    return EagleObjective(target, module, recipe.loss, frozen=frozen)
-
-
-def _describe(config: EagleConfig) -> str:
-    return f"one layer on the fused states before layers {config.taps}" if config.taps else "one layer on features"
-
-
-TRAINED = Trained(
-    title="EAGLE",
-    module=EagleModule,
-    config=EagleConfig,
-    make=EagleModule,
-    objective=_objective,
-    recipes=RECIPES,
-    options=OPTIONS,
-    change=change,
-    describe=_describe,
-    begin=begin_with,
-    published=LAYOUTS,
-)
+TRAINING = Training("EAGLE", _OPTIONS, _RECIPES)

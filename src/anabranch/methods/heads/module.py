@@ -9,11 +9,8 @@ K heads, M positions, D model width, Vd draft vocabulary, C embeddings that a bl
 
 from __future__ import annotations
 
-import dataclasses
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -21,15 +18,14 @@ from torch import Tensor, nn
 
 from anabranch.drafting.head import DraftHead
 from anabranch.drafting.trained import TrainedModule
-from anabranch.errors import AdapterError, InputError
+from anabranch.errors import InputError
 from anabranch.learning.loss import Vocabulary
+from anabranch.methods.heads.recipes import HeadConfig
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.pack import Packable, packed_like
-from anabranch.support.jsonfiles import is_whole, shown
 
 __all__ = [
-    "MOST_HEADS",
     "DraftHeads",
     "HeadConfig",
     "ResidualBlock",
@@ -38,44 +34,6 @@ __all__ = [
     "first_blocks",
     "start_from_target",
 ]
-
-MOST_HEADS, MOST_LAYERS = 16, 16
-C = TypeVar("C", bound="HeadConfig")
-
-
-@dataclass(frozen=True)
-class HeadConfig:
-    """The shape of draft heads.
-
-    num_heads   tokens drafted beyond the next one
-    num_layers  residual blocks of a head
-    head        "shared": all heads are scored by the target's own head; "own": each has one of its own, which is
-                trained (the papers)
-    """
-
-    num_heads: int = 4
-    num_layers: int = 1
-    head: Literal["shared", "own"] = "shared"
-
-    def __post_init__(self) -> None:
-        for name, most in (("num_heads", MOST_HEADS), ("num_layers", MOST_LAYERS)):
-            value = getattr(self, name)
-            if not is_whole(value, 1, most):
-                raise InputError(f"{name} must be a whole number from 1 to {most}, got {shown(value)}")
-        if self.head not in ("shared", "own"):
-            raise InputError(f"head must be shared or own, got {shown(self.head)}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """As stored in adapter_config.json."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls: type[C], record: dict[str, Any]) -> C:
-        """From adapter_config.json. Raises AdapterError for unknown or malformed fields."""
-        try:
-            return cls(**record)
-        except (InputError, TypeError) as error:
-            raise AdapterError(f"adapter_config.json is malformed: {error}") from error
 
 
 class ResidualBlock(Packable):

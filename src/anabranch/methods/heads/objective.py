@@ -18,7 +18,6 @@ from torch import Tensor
 
 from anabranch.drafting.head import RowVocabulary
 from anabranch.drafting.replay import replay_all
-from anabranch.errors import InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import DistillationLoss, Vocabulary, VocabularyLoss
 from anabranch.learning.objective import Scores, Segment, segments
@@ -26,29 +25,12 @@ from anabranch.learning.replay import evaluation
 from anabranch.learning.target import run_frozen
 from anabranch.methods.heads.drafter import HeadDraft
 from anabranch.methods.heads.module import DraftHeads
+from anabranch.methods.heads.recipes import LossOptions
 from anabranch.methods.heads.shape import TreeShape
 from anabranch.model.decoder import Decoder
 from anabranch.tree import DraftTree
 
 __all__ = ["HeadObjective", "LossOptions"]
-
-
-@dataclass(frozen=True)
-class LossOptions:
-    """Weights of the loss.
-
-    decay  the weight of head k is decay ** (k - 1)
-    soft   share of the target's own distribution in the training target (distillation); the rest is the token
-    """
-
-    decay: float = 0.8
-    soft: float = 0.5
-
-    def __post_init__(self) -> None:
-        if not 0 < self.decay <= 1:
-            raise InputError(f"decay must be greater than 0 and at most 1, got {self.decay}")
-        if not 0 <= self.soft <= 1:
-            raise InputError(f"soft must be from 0 to 1, got {self.soft}")
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,53 @@
-"""How draft heads are trained: the values that users may override, and the counted cost of their drafts."""
+"""What trainings of draft heads share: the shape, the weights of the loss, and the values that users can override."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
-from torch import nn
+from anabranch.errors import InputError
+from anabranch.learning.recipe import COMMON, Option
+from anabranch.learning.shape import Shape
 
-from anabranch.drafting.counting import WEIGHT_BYTES, DraftCost, matrix_weights, parameters
-from anabranch.learning.recipe import COMMON, Option, Recipe
-from anabranch.methods.heads.module import HeadConfig
+__all__ = ["MOST_HEADS", "OPTIONS", "HeadConfig", "LossOptions"]
 
-__all__ = ["OPTIONS", "change", "described", "read_once"]
+MOST_HEADS, MOST_LAYERS = 16, 16
+
+
+@dataclass(frozen=True)
+class HeadConfig(Shape):
+    """The shape of draft heads.
+
+    num_heads   tokens drafted beyond the next one
+    num_layers  residual blocks of a head
+    head        "shared": all heads are scored by the target's own head; "own": each has one of its own, which is
+                trained (the papers)
+    """
+
+    ranges: ClassVar[Mapping[str, tuple[int, int]]] = {"num_heads": (1, MOST_HEADS), "num_layers": (1, MOST_LAYERS)}
+    num_heads: int = 4
+    num_layers: int = 1
+    head: Literal["shared", "own"] = "shared"
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """Weights of the loss.
+
+    decay  the weight of head k is decay ** (k - 1)
+    soft   share of the target's own distribution in the training target (distillation); the rest is the token
+    """
+
+    decay: float = 0.8
+    soft: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 < self.decay <= 1:
+            raise InputError(f"decay must be greater than 0 and at most 1, got {self.decay}")
+        if not 0 <= self.soft <= 1:
+            raise InputError(f"soft must be from 0 to 1, got {self.soft}")
+
 
 OPTIONS: dict[str, Option] = {
     "num_heads": Option(int, "tokens drafted beyond the next one", "config"),
@@ -21,21 +57,3 @@ OPTIONS: dict[str, Option] = {
     "decay": Option(float, "weight of head k is decay ** (k - 1)", "loss"),
     **COMMON,
 }
-
-
-def change(options: Mapping[str, Option]) -> Callable[[Recipe, Mapping[str, Any]], Recipe]:
-    """``Trained.change`` for these options."""
-    return lambda recipe, given: recipe.changed(options, given)
-
-
-def described(config: HeadConfig, read: str = "") -> str:
-    """The size of heads in a few words; ``read`` says what they read besides the target's state."""
-    scored = "scored by the target's head" if config.head == "shared" else "with vocabulary heads of their own"
-    blocks = "1 residual block" if config.num_layers == 1 else f"{config.num_layers} residual blocks"
-    return f"{config.num_heads} heads of {blocks}{read}, {scored}"
-
-
-def read_once(heads: nn.Module) -> DraftCost:
-    """The cost of heads that are read once per draft."""
-    read = matrix_weights(heads)
-    return DraftCost(parameters(heads), WEIGHT_BYTES * read, 2 * read)

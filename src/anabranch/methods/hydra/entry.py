@@ -14,7 +14,7 @@ from anabranch.methods.heads.shape import BUDGETS, HeadSettings
 from anabranch.methods.hydra.draft import HydraDraft
 from anabranch.methods.hydra.drafter import PrefixDrafter
 from anabranch.methods.hydra.module import HydraModule
-from anabranch.methods.hydra.recipes import COUNTS, TRAINED
+from anabranch.methods.hydra.trained import COUNTS, TRAINED
 from anabranch.model.decoder import Decoder
 
 __all__ = ["METHOD", "HydraSettings"]

@@ -13,48 +13,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anabranch.errors import InputError
-from anabranch.methods.heads.module import DraftHeads, HeadConfig
+from anabranch.methods.heads.module import DraftHeads
+from anabranch.methods.hydra.recipes import HydraConfig
 from anabranch.model.blocks import Block, Norm, attention
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.pack import packed_like
-from anabranch.support.jsonfiles import shown
 
 __all__ = ["HydraConfig", "HydraModule", "Memory", "PrefixLayer"]
-
-
-@dataclass(frozen=True)
-class HydraConfig(HeadConfig):
-    """The shape of Hydra's heads.
-
-    embeddings  of draft tokens: "unit" at unit RMS, or "raw" as the target has them (the paper)
-    prefix      whether the heads read a prefix layer (Hydra++)
-    published   the form in which the authors publish heads: their vocabulary heads have biases, and a norm follows the
-                prefix layer
-    """
-
-    embeddings: Literal["unit", "raw"] = "unit"
-    prefix: bool = False
-    published: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.embeddings not in ("unit", "raw"):
-            raise InputError(f"embeddings must be unit or raw, got {shown(self.embeddings)}")
-        if not isinstance(self.prefix, bool):
-            raise InputError(f"prefix must be true or false, got {shown(self.prefix)}")
-        if not isinstance(self.published, bool) or (self.published and self.head != "own"):
-            raise InputError(
-                f"published must be true or false, and true only with head own, got {shown(self.published)}"
-            )
 
 
 class HydraModule(DraftHeads):

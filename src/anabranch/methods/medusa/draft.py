@@ -16,7 +16,8 @@ from torch import Tensor
 from anabranch.drafting.calls import Call
 from anabranch.drafting.grow import Child, Form, Growth, by_depth, grow
 from anabranch.drafting.head import DrawNoise, RowVocabulary
-from anabranch.methods.heads.module import MOST_HEADS, VocabularyHeads
+from anabranch.methods.heads.module import VocabularyHeads
+from anabranch.methods.heads.recipes import MOST_HEADS
 from anabranch.methods.heads.shape import TreeShape
 from anabranch.methods.medusa.module import MedusaModule, MedusaStates
 from anabranch.model.decoder import Decoder

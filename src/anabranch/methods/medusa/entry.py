@@ -16,7 +16,7 @@ from anabranch.methods.heads.drafter import HeadDrafter
 from anabranch.methods.heads.shape import BUDGETS, HeadSettings
 from anabranch.methods.medusa.draft import MedusaDraft
 from anabranch.methods.medusa.module import MedusaModule
-from anabranch.methods.medusa.recipes import COUNTS, TRAINED, TUNED
+from anabranch.methods.medusa.trained import COUNTS, TRAINED, TUNED
 from anabranch.model.decoder import Decoder
 
 __all__ = ["METHOD", "METHOD_2", "MedusaSettings"]

@@ -9,35 +9,19 @@ B rows, T text length, P positions, D model width.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from torch import Tensor
 
-from anabranch.errors import InputError
 from anabranch.learning.examples import Batch
 from anabranch.learning.objective import Scores, Segment, segments
-from anabranch.methods.heads.objective import HeadObjective, LossOptions
+from anabranch.methods.heads.objective import HeadObjective
 from anabranch.methods.medusa.draft import MedusaDraft
 from anabranch.methods.medusa.module import MedusaModule
+from anabranch.methods.medusa.recipes import MedusaLoss
 from anabranch.methods.tuning import check_tunable, next_token_loss, tuned_pass
 from anabranch.model.decoder import Decoder
 
 __all__ = ["JointObjective", "MedusaLoss"]
-
-
-@dataclass(frozen=True)
-class MedusaLoss(LossOptions):
-    """Weights of the loss.
-
-    heads  weight of the heads beside the tuned target's own next token (lambda_0 of the paper)
-    """
-
-    heads: float = 0.2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.heads > 0:
-            raise InputError(f"heads must be greater than 0, got {self.heads}")
 
 
 class JointObjective(HeadObjective):

@@ -9,38 +9,20 @@ K heads, M positions, D model width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anabranch.errors import InputError
-from anabranch.methods.heads.module import DraftHeads, HeadConfig, begin_with, first_blocks
+from anabranch.methods.heads.module import DraftHeads, begin_with, first_blocks
+from anabranch.methods.medusa.recipes import MedusaConfig
 from anabranch.methods.terms import terms_of
-from anabranch.methods.tuning import MOST_RANK
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.reads import read_bytes
-from anabranch.support.jsonfiles import is_whole, shown
 
 __all__ = ["MedusaConfig", "MedusaModule", "MedusaStates", "begin_with_heads"]
-
-
-@dataclass(frozen=True)
-class MedusaConfig(HeadConfig):
-    """The shape of Medusa's heads.
-
-    lora_rank  rank of the terms on the target's layers that are trained with the heads (Medusa-2); 0: the target is
-               frozen. An adapter always has 0: the terms are merged into a target of its own
-    """
-
-    lora_rank: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not is_whole(self.lora_rank, 0, MOST_RANK):
-            raise InputError(f"lora_rank must be a whole number from 0 to {MOST_RANK}, got {shown(self.lora_rank)}")
 
 
 class MedusaModule(DraftHeads):

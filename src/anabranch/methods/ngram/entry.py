@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from anabranch.drafting.drafter import Drafter, Method, sized
 from anabranch.drafting.tables import Tables, TableSettings, find_tables
 from anabranch.errors import InputError
-from anabranch.learning.recipe import Option
 from anabranch.methods.ngram.counts import build
 from anabranch.methods.ngram.drafter import NGramDrafter
 from anabranch.methods.ngram.model import NGramModel
+from anabranch.methods.ngram.recipes import TRAINING
 from anabranch.model.decoder import Decoder
 
 __all__ = ["METHOD", "NGramDrafter", "NGramModel", "NGramSettings"]
@@ -57,8 +57,7 @@ METHOD = Method(
     build=_build,
     tables=Tables(
         command="ngram",
-        title="a table of n-grams",
-        options={"memory": Option(int, "use at most this many MB (default: 512)")},
+        training=TRAINING,
         build=build,
     ),
     variants=("", "tree=auto", "tree=chain"),

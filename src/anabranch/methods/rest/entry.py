@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from anabranch.drafting.drafter import Drafter, Method, sized
 from anabranch.drafting.tables import Tables, TableSettings, find_tables
 from anabranch.errors import InputError
-from anabranch.learning.recipe import Option
 from anabranch.methods.rest.datastore import Datastore
 from anabranch.methods.rest.drafter import RestDrafter
+from anabranch.methods.rest.recipes import TRAINING
 from anabranch.methods.rest.suffixes import WIDTH, build
 from anabranch.model.decoder import Decoder
 
@@ -54,8 +54,7 @@ METHOD = Method(
     build=_build,
     tables=Tables(
         command="datastore",
-        title="a datastore",
-        options={"memory": Option(int, "use at most this many MB (default: 512)")},
+        training=TRAINING,
         build=build,
     ),
     variants=("", "tree=auto"),

@@ -15,7 +15,7 @@ from anabranch.drafting.counting import WEIGHT_BYTES, DraftCost, DraftShape, att
 from anabranch.drafting.drafter import Drafter, Method, numbered, sized
 from anabranch.errors import CapabilityError
 from anabranch.methods.space.module import MaskConfig, MaskModule
-from anabranch.methods.space.recipes import TRAINED
+from anabranch.methods.space.trained import TRAINED
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.methods.streams.settings import TreeSettings
 from anabranch.model.decoder import Decoder

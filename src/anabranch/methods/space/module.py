@@ -5,62 +5,19 @@ B rows of the batch, N nodes, S masks, D model width.
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from anabranch.errors import AdapterError, InputError
+from anabranch.errors import InputError
+from anabranch.methods.space.recipes import TUNED_UNIT, MaskConfig
 from anabranch.methods.streams.adapter import StreamModule
-from anabranch.methods.streams.config import MOST_STREAMS, StreamConfig
+from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.terms import LayerTuning, terms_of
-from anabranch.methods.tuning import MOST_RANK
 from anabranch.model.blocks import RowSide
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
-from anabranch.support.jsonfiles import is_whole, shown
 
-__all__ = ["TUNED_UNIT", "MaskConfig", "MaskModule", "begin_with", "start_from_target"]
-
-TUNED_UNIT = 200.0  # of the masks' embeddings beside terms of the layers: the ratio of their learning rates
-
-
-@dataclass(frozen=True)
-class MaskConfig:
-    """The configuration of SPACE's masks.
-
-    num_masks  k: mask j behind the token at position t predicts token t + 1 + j
-    lora_rank  rank of the terms on the target's layers that are trained with the masks (SAR-SFT); 0: the target is
-               frozen. An adapter always has 0: the terms are merged into a target of its own
-    """
-
-    num_masks: int = 5
-    lora_rank: int = 0
-
-    def __post_init__(self) -> None:
-        if not is_whole(self.num_masks, 1, MOST_STREAMS):
-            raise InputError(f"num_masks must be a whole number from 1 to {MOST_STREAMS}, got {shown(self.num_masks)}")
-        if not is_whole(self.lora_rank, 0, MOST_RANK):
-            raise InputError(f"lora_rank must be a whole number from 0 to {MOST_RANK}, got {shown(self.lora_rank)}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """As stored in adapter_config.json."""
-        return dataclasses.asdict(self)
-
-    @staticmethod
-    def from_dict(record: dict[str, Any]) -> MaskConfig:
-        """From adapter_config.json. Raises AdapterError for unknown or malformed fields."""
-        if not {"num_masks"} <= set(record) <= {"num_masks", "lora_rank"}:
-            raise AdapterError(
-                f"adapter_config.json must have num_masks and at most lora_rank besides for the method 'space', got "
-                f"{shown(sorted(record))}; it may come from a newer anabranch"
-            )
-        try:
-            return MaskConfig(**record)
-        except InputError as error:
-            raise AdapterError(f"adapter_config.json is malformed: {error}") from error
+__all__ = ["MaskConfig", "MaskModule", "begin_with", "start_from_target"]
 
 
 class MaskModule(StreamModule):

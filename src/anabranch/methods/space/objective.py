@@ -6,44 +6,16 @@ texts at few positions rather than few texts at all of theirs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from anabranch.errors import InputError
 from anabranch.learning.examples import Batch
 from anabranch.learning.objective import Scores, Segment
 from anabranch.methods.space.module import MaskModule
-from anabranch.methods.streams.objective import Frozen, LossOptions, StreamObjective
+from anabranch.methods.space.recipes import MaskLossOptions
+from anabranch.methods.streams.objective import Frozen, StreamObjective
 from anabranch.model.decoder import Decoder
 
 __all__ = ["MaskLossOptions", "MaskObjective"]
-
-
-@dataclass(frozen=True)
-class MaskLossOptions:
-    """Weights of the loss; ``decay`` and ``soft`` are those of streams (``LossOptions``).
-
-    stride  masks are trained behind every n-th position
-    masks   weight of the masks beside the tuned target's own next token, where the target is tuned too
-    """
-
-    decay: float = 0.8
-    soft: float = 0.5
-    stride: int = 4
-    masks: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.stride < 1:
-            raise InputError(f"stride must be at least 1, got {self.stride}")
-        if not self.masks > 0:
-            raise InputError(f"masks must be greater than 0, got {self.masks}")
-        _ = self.of_streams
-
-    @property
-    def of_streams(self) -> LossOptions:
-        """The weights that the streams' objective reads."""
-        return LossOptions(decay=self.decay, soft=self.soft, unconditioned=0.0, pruning=0.0)
 
 
 class MaskObjective(StreamObjective):

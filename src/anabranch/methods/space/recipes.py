@@ -1,4 +1,4 @@
-"""Training of SPACE's masks: recipes, the values that users can override, and the registry's entry.
+"""Training of SPACE's masks: shape, weights of the loss, recipes, and the values that users can override.
 
 frozen   five masks on the frozen target, trained on its tokens and its distributions
 tokens   the same on tokens alone with equal weights, the loss of the paper
@@ -7,42 +7,75 @@ sar-sft  five masks and low-rank terms on the target, which becomes a target of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
-from anabranch.drafting.trained import Trained
-from anabranch.learning.recipe import COMMON, RECOMPUTE, Option, Recipe, TrainOptions
-from anabranch.methods.space.joint import JointMaskObjective
-from anabranch.methods.space.module import TUNED_UNIT, MaskConfig, MaskModule, begin_with, start_from_target
-from anabranch.methods.space.objective import MaskLossOptions, MaskObjective
-from anabranch.methods.tuning import export_tuned
-from anabranch.model.decoder import Decoder
+from anabranch.errors import InputError
+from anabranch.learning.recipe import COMMON, RECOMPUTE, Option, Recipe, Training, TrainOptions
+from anabranch.learning.shape import MOST_RANK, Shape
+from anabranch.methods.streams.config import MOST_STREAMS
+from anabranch.methods.streams.recipes import LossOptions
 
-__all__ = ["OPTIONS", "RECIPES", "TRAINED"]
+__all__ = ["TRAINING", "TUNED_UNIT", "MaskConfig", "MaskLossOptions"]
 
 LR = 0.1  # embeddings are learned in units of the target's own
+TUNED_UNIT = 200.0  # of the masks' embeddings beside terms of the layers: the ratio of their learning rates
 
 
-def frozen() -> Recipe:
-    """Five masks, half of the loss to the target's distribution."""
-    return Recipe(MaskConfig(), MaskLossOptions(), TrainOptions(epochs=3.0, lr=LR), draft_vocabulary=8192)
+@dataclass(frozen=True)
+class MaskConfig(Shape):
+    """The configuration of SPACE's masks.
+
+    num_masks  k: mask j behind the token at position t predicts token t + 1 + j
+    lora_rank  rank of the terms on the target's layers that are trained with the masks (SAR-SFT); 0: the target is
+               frozen. An adapter always has 0: the terms are merged into a target of its own
+    """
+
+    ranges: ClassVar[Mapping[str, tuple[int, int]]] = {"num_masks": (1, MOST_STREAMS), "lora_rank": (0, MOST_RANK)}
+    num_masks: int = 5
+    lora_rank: int = 0
 
 
-def tokens() -> Recipe:
-    """The paper's loss: cross-entropy of the tokens, equal for all masks."""
-    loss = MaskLossOptions(decay=1.0, soft=0.0)
-    return Recipe(MaskConfig(), loss, TrainOptions(epochs=3.0, lr=LR), draft_vocabulary=8192)
+@dataclass(frozen=True)
+class MaskLossOptions:
+    """Weights of the loss; ``decay`` and ``soft`` are those of streams (``LossOptions``).
+
+    stride  masks are trained behind every n-th position
+    masks   weight of the masks beside the tuned target's own next token, where the target is tuned too
+    """
+
+    decay: float = 0.8
+    soft: float = 0.5
+    stride: int = 4
+    masks: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.stride < 1:
+            raise InputError(f"stride must be at least 1, got {self.stride}")
+        if not self.masks > 0:
+            raise InputError(f"masks must be greater than 0, got {self.masks}")
+        _ = self.of_streams
+
+    @property
+    def of_streams(self) -> LossOptions:
+        """The weights that the streams' objective reads."""
+        return LossOptions(decay=self.decay, soft=self.soft, unconditioned=0.0, pruning=0.0)
 
 
-def sar_sft() -> Recipe:
-    """SAR-SFT: masks and target trained together."""
-    options = TrainOptions(epochs=2.0, lr=LR / TUNED_UNIT)
-    return Recipe(MaskConfig(lora_rank=32), MaskLossOptions(), options, draft_vocabulary=8192)
-
-
-RECIPES: dict[str, Callable[[], Recipe]] = {"frozen": frozen, "tokens": tokens, "sar-sft": sar_sft}
-
-OPTIONS: dict[str, Option] = {
+_RECIPES = {
+    "frozen": Recipe(MaskConfig(), MaskLossOptions(), TrainOptions(epochs=3.0, lr=LR), draft_vocabulary=8192),
+    "tokens": Recipe(
+        MaskConfig(), MaskLossOptions(decay=1.0, soft=0.0), TrainOptions(epochs=3.0, lr=LR), draft_vocabulary=8192
+    ),
+    "sar-sft": Recipe(
+        MaskConfig(lora_rank=32),
+        MaskLossOptions(),
+        TrainOptions(epochs=2.0, lr=LR / TUNED_UNIT),
+        draft_vocabulary=8192,
+    ),
+}
+_OPTIONS: dict[str, Option] = {
     "num_masks": Option(int, "mask tokens after each node (k): tokens drafted beyond the next one", "config"),
     "soft": Option(float, "share of the target's distribution in the loss (distillation)", "loss"),
     "decay": Option(float, "weight of mask j is decay ** (j - 1)", "loss"),
@@ -52,33 +85,4 @@ OPTIONS: dict[str, Option] = {
     **COMMON,
     **RECOMPUTE,
 }
-
-
-def _change(recipe: Recipe, given: Mapping[str, Any]) -> Recipe:
-    return recipe.changed(OPTIONS, given)
-
-
-def _objective(target: Decoder, module: MaskModule, recipe: Recipe, *, frozen: Decoder) -> MaskObjective:
-    if module.tuning is not None:
-        return JointMaskObjective(target, module, recipe.loss, frozen=frozen)
-    return MaskObjective(target, module, recipe.loss, segment=recipe.options.segment, frozen=frozen)
-
-
-def _describe(config: MaskConfig) -> str:
-    return f"{config.num_masks} mask tokens"
-
-
-TRAINED = Trained(
-    title="SPACE",
-    module=MaskModule,
-    config=MaskConfig,
-    make=MaskModule,
-    objective=_objective,
-    recipes=RECIPES,
-    options=OPTIONS,
-    change=_change,
-    describe=_describe,
-    begin=begin_with,
-    fresh=start_from_target,
-    export=export_tuned,
-)
+TRAINING = Training("SPACE", _OPTIONS, _RECIPES)

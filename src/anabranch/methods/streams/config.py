@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
-from anabranch.errors import AdapterError, InputError
-from anabranch.methods.low_rank import MOST_RANK
-from anabranch.support.jsonfiles import is_number, is_whole, shown
+from anabranch.errors import InputError
+from anabranch.learning.shape import MOST_RANK, MOST_WIDTH, Shape
+from anabranch.support.jsonfiles import is_number, shown
 
 __all__ = ["MOST_STREAMS", "StreamConfig"]
 
 # Maximum number of streams, which reach as many positions past the text; rotary tables cover four times as many.
 MOST_STREAMS = 256
-_WIDEST = 1 << 16
-_RANGES = {
-    "num_streams": (1, MOST_STREAMS),
-    "num_stream_layers": (1, 1 << 12),
-    "adapter_rank": (0, _WIDEST),
-    "attention_rank": (0, _WIDEST),
-    "mlp_rank": (0, _WIDEST),
-    "init_rank": (0, _WIDEST),
-    "pruning_rank": (0, _WIDEST),
-    "context_top": (0, (1 << 31) - 1),
-    "conditioning_rank": (0, _WIDEST),
-    "root_width": (0, _WIDEST),
-    "lora_rank": (0, MOST_RANK),
-}
 
 
 @dataclass(frozen=True)
-class StreamConfig:
+class StreamConfig(Shape):
     """The configuration of a stream adapter (ACL section 2). The defaults are the paper's lossless mode.
 
     num_streams        gamma: stream j of position t predicts token t + 1 + j
@@ -59,6 +45,19 @@ class StreamConfig:
                        training only: an adapter has 0, since the terms are merged into a target of its own
     """
 
+    ranges: ClassVar[Mapping[str, tuple[int, int]]] = {
+        "num_streams": (1, MOST_STREAMS),
+        "num_stream_layers": (1, 1 << 12),
+        "adapter_rank": (0, MOST_WIDTH),
+        "attention_rank": (0, MOST_WIDTH),
+        "mlp_rank": (0, MOST_WIDTH),
+        "init_rank": (0, MOST_WIDTH),
+        "pruning_rank": (0, MOST_WIDTH),
+        "context_top": (0, (1 << 31) - 1),
+        "conditioning_rank": (0, MOST_WIDTH),
+        "root_width": (0, MOST_WIDTH),
+        "lora_rank": (0, MOST_RANK),
+    }
     num_streams: int = 4
     num_stream_layers: int = 4
     stream_mlp: Literal["adapter", "mlp+adapter"] = "adapter"
@@ -78,21 +77,9 @@ class StreamConfig:
     lora_rank: int = 0
 
     def __post_init__(self) -> None:
-        for name, (low, high) in _RANGES.items():
-            value = getattr(self, name)
-            if not is_whole(value, low, high):
-                raise InputError(f"{name} must be a whole number from {low} to {high}, got {shown(value)}")
+        super().__post_init__()
         if not is_number(self.rotation_step, -math.pi, math.pi):
             raise InputError(f"rotation_step must be an angle from -pi to pi, got {shown(self.rotation_step)}")
-        for name, allowed in (
-            ("stream_mlp", ("adapter", "mlp+adapter")),
-            ("position", ("embedding", "rotation")),
-            ("conditioning", ("none", "parent", "path")),
-            ("mode", ("lossless", "shared")),
-            ("main_attends", ("none", "own")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise InputError(f"{name} must be one of {', '.join(allowed)}, got {shown(getattr(self, name))}")
         if not self.adapter_rank and self.stream_mlp == "adapter":
             raise InputError("adapter_rank 0 leaves stream rows without an MLP; use stream_mlp 'mlp+adapter'")
         if self.mlp_rank and self.stream_mlp == "adapter":
@@ -118,21 +105,3 @@ class StreamConfig:
         """Whether streams pass through the target's layers like main rows, from states that their embeddings give."""
         own = (self.adapter_rank, self.attention_rank, self.mlp_rank, self.init_rank, self.context_top, self.root_width)
         return not any(own) and self.position == "embedding"
-
-    def to_dict(self) -> dict[str, Any]:
-        """As stored in adapter_config.json."""
-        return dataclasses.asdict(self)
-
-    @staticmethod
-    def from_dict(record: dict[str, Any]) -> StreamConfig:
-        """From adapter_config.json. Raises AdapterError for unknown or malformed fields."""
-        known = {f.name for f in dataclasses.fields(StreamConfig)}
-        if unknown := sorted(set(record) - known):
-            raise AdapterError(
-                f"adapter_config.json has the unknown stream option {shown(unknown[0])}; it may come from a newer "
-                "anabranch"
-            )
-        try:
-            return StreamConfig(**record)
-        except (InputError, TypeError) as error:
-            raise AdapterError(f"adapter_config.json is malformed: {error}") from error

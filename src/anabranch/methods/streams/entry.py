@@ -14,8 +14,8 @@ from anabranch.methods.streams.copying import COPIED
 from anabranch.methods.streams.counting import COUNTS
 from anabranch.methods.streams.draft import DraftOptions
 from anabranch.methods.streams.drafter import StreamDrafter
-from anabranch.methods.streams.recipes import TRAINED
 from anabranch.methods.streams.settings import TreeSettings
+from anabranch.methods.streams.trained import TRAINED
 from anabranch.model.decoder import Decoder
 
 __all__ = ["METHOD", "StreamSettings", "adapter_of"]

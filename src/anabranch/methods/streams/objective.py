@@ -27,6 +27,7 @@ from anabranch.learning.target import run_frozen
 from anabranch.methods.streams.adapter import StreamModule
 from anabranch.methods.streams.draft import DraftOptions, StreamDraft
 from anabranch.methods.streams.prune import early_exit_logits
+from anabranch.methods.streams.recipes import LossOptions
 from anabranch.methods.streams.rider import trail
 from anabranch.model.decoder import Decoder
 
@@ -34,45 +35,6 @@ __all__ = ["Frozen", "LossOptions", "StreamObjective"]
 
 UNCONDITIONED_STRIDE = 5  # every n-th diagonal of positions and streams, so that each stream has its share
 RIDING_STRIDE = 8
-
-
-@dataclass(frozen=True)
-class LossOptions:
-    """Weights of the loss.
-
-    main            alpha_0: weight of the main rows' next token, in shared mode
-    streams         alpha_1: weight of the streams beside it, in shared mode
-    detach          the streams' loss trains streams only, and the terms of the target learn from the main rows alone,
-                    as in plain LoRA training; in shared mode, if main rows do not attend to their streams
-    decay           alpha_j = alpha_1 * decay ** (j - 1)
-    soft            weight of the target's own distribution in the training target (distillation); the rest is its token
-    unconditioned   weight of the loss of the streams without conditioning, if the adapter has conditioning
-    pruning         weight of the early-exit adapter's next-token loss (ACL section 2.4)
-    pruning_stride  compute that loss at every n-th position only
-    rounding        in every other step, and in evaluations, round the weights that streams read to four bits, as the
-                    native kernels do, in lossless mode
-    """
-
-    decay: float = 0.8
-    soft: float = 0.5
-    unconditioned: float = 0.1
-    pruning: float = 1.0
-    pruning_stride: int = 8
-    main: float = 0.0
-    streams: float = 1.0
-    detach: bool = False
-    rounding: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 < self.decay <= 1:
-            raise InputError(f"decay must be greater than 0 and at most 1, got {self.decay}")
-        if not 0 <= self.soft <= 1:
-            raise InputError(f"soft must be from 0 to 1, got {self.soft}")
-        if not self.streams > 0:
-            raise InputError(f"streams must be greater than 0, got {self.streams}")
-        for name, low in (("unconditioned", 0), ("pruning", 0), ("pruning_stride", 1), ("main", 0)):
-            if not getattr(self, name) >= low:
-                raise InputError(f"{name} must be at least {low}, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)

@@ -1,91 +1,113 @@
-"""Training of stream adapters: recipes, the values that users can override, and the registry's entry.
+"""Training of stream adapters: weights of the loss, recipes, and the values that users can override.
 
-default-adapter    the adapter shipped for the default model
-small              a first adapter in minutes, to check that everything works
-paper-lossless     ACL section 2, lossless mode: stream adapters of rank 8 in place of the MLP, no conditioning
-shared             the target and its streams tuned together on the data, starting from the shipped adapter
-paper-shared       ACL section 2, shared mode: (gamma + 16) h parameters beside the terms of the target's layers
+default-adapter  the adapter shipped for the default model: twelve layers, frozen MLP with deltas, conditioned on the
+                 root and on the path
+small            a first adapter in minutes, to check that everything works: four layers, scores conditioned on the
+                 parent token
+paper-lossless   ACL section 2, lossless mode with gamma = 4, N_s = 4: stream adapters of rank 8 in place of the MLP, no
+                 conditioning, no distillation, equal weights for all streams
+shared           the target and its streams tuned together on the data, starting from the shipped adapter; main rows do
+                 not attend to streams. The target is tuned as ``train lora`` tunes it, on its own loss: in a joint loss
+                 at the paper's weights, the part of the streams outweighs the main rows' after a few dozen steps, and
+                 the terms of the target's layers follow it
+paper-shared     ACL section 2, shared mode, gamma = 4, N_s = 4, alpha_0 = 1, alpha_j = 0.1: (gamma + 16) h parameters
+                 beside the terms of the target's layers, which the streams run through
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from anabranch.drafting.trained import Trained
-from anabranch.learning.recipe import COMMON, RECOMPUTE, Option, Recipe, TrainOptions
-from anabranch.methods.streams.adapter import StreamAdapter
-from anabranch.methods.streams.begin import adopt_streams, begin_with, scale_to_target
+from anabranch.errors import InputError
+from anabranch.learning.recipe import COMMON, RECOMPUTE, Option, Recipe, Training, TrainOptions
 from anabranch.methods.streams.config import StreamConfig
-from anabranch.methods.streams.joint import SharedObjective
-from anabranch.methods.streams.objective import LossOptions, StreamObjective
-from anabranch.methods.streams.rider import own_rider
-from anabranch.methods.tuning import export_tuned
-from anabranch.model.decoder import Decoder
 
-__all__ = ["OPTIONS", "RECIPES", "TRAINED", "change"]
+__all__ = ["TRAINING", "LossOptions"]
 
 
-def paper_lossless() -> Recipe:
-    """The paper's lossless mode with gamma = 4, N_s = 4: no distillation, equal weights for all streams."""
-    return Recipe(StreamConfig(), LossOptions(decay=1.0, soft=0.0, unconditioned=0.0))
+@dataclass(frozen=True)
+class LossOptions:
+    """Weights of the loss.
 
-
-def small() -> Recipe:
-    """Four layers, scores conditioned on the parent token, a small draft vocabulary, one epoch."""
-    config = StreamConfig(
-        stream_mlp="mlp+adapter", adapter_rank=16, attention_rank=16, conditioning="parent", conditioning_rank=64
-    )
-    options = TrainOptions(epochs=1.0)
-    return Recipe(config, LossOptions(), options, draft_vocabulary=4096, max_tokens=512)
-
-
-def default_adapter() -> Recipe:
-    """The shipped adapter: twelve layers, frozen MLP with deltas, conditioned on the root and on the path."""
-    config = StreamConfig(
-        num_streams=5,
-        num_stream_layers=12,
-        stream_mlp="mlp+adapter",
-        adapter_rank=32,
-        attention_rank=64,
-        mlp_rank=64,
-        conditioning="path",
-        conditioning_rank=512,
-        root_width=512,
-    )
-    options = TrainOptions(epochs=3.0, lr=1.5e-3, batch_tokens=2048, keep_states=True)
-    return Recipe(config, LossOptions(), options, draft_vocabulary=8192)
-
-
-def shared() -> Recipe:
-    """Shared mode at its best: the streams of the shipped adapter, to which main rows do not attend.
-
-    The target is tuned as ``train lora`` tunes it, on its own loss. In a joint loss at the paper's weights, the part of
-    the streams outweighs the main rows' after a few dozen steps, and the terms of the target's layers follow it.
+    main            alpha_0: weight of the main rows' next token, in shared mode
+    streams         alpha_1: weight of the streams beside it, in shared mode
+    detach          the streams' loss trains streams only, and the terms of the target learn from the main rows alone,
+                    as in plain LoRA training; in shared mode, if main rows do not attend to their streams
+    decay           alpha_j = alpha_1 * decay ** (j - 1)
+    soft            weight of the target's own distribution in the training target (distillation); the rest is its token
+    unconditioned   weight of the loss of the streams without conditioning, if the adapter has conditioning
+    pruning         weight of the early-exit adapter's next-token loss (ACL section 2.4)
+    pruning_stride  compute that loss at every n-th position only
+    rounding        in every other step, and in evaluations, round the weights that streams read to four bits, as the
+                    native kernels do, in lossless mode
     """
-    shape = default_adapter().config
-    config = replace(shape, attention_rank=16, mlp_rank=13, mode="shared", lora_rank=16)
-    options = TrainOptions(epochs=3.0, lr=1e-3, batch_tokens=1024, schedule="linear")
-    return Recipe(config, LossOptions(main=1.0, detach=True), options, draft_vocabulary=8192, init="shipped")
+
+    decay: float = 0.8
+    soft: float = 0.5
+    unconditioned: float = 0.1
+    pruning: float = 1.0
+    pruning_stride: int = 8
+    main: float = 0.0
+    streams: float = 1.0
+    detach: bool = False
+    rounding: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.decay <= 1:
+            raise InputError(f"decay must be greater than 0 and at most 1, got {self.decay}")
+        if not 0 <= self.soft <= 1:
+            raise InputError(f"soft must be from 0 to 1, got {self.soft}")
+        if not self.streams > 0:
+            raise InputError(f"streams must be greater than 0, got {self.streams}")
+        for name, low in (("unconditioned", 0), ("pruning", 0), ("pruning_stride", 1), ("main", 0)):
+            if not getattr(self, name) >= low:
+                raise InputError(f"{name} must be at least {low}, got {getattr(self, name)}")
 
 
-def paper_shared() -> Recipe:
-    """The paper's shared mode, gamma = 4, N_s = 4, alpha_0 = 1, alpha_j = 0.1; streams run through the tuned layers."""
-    config = StreamConfig(stream_mlp="mlp+adapter", adapter_rank=0, mode="shared", main_attends="own", lora_rank=32)
-    loss = LossOptions(main=1.0, streams=0.1, decay=1.0, soft=0.0, unconditioned=0.0)
-    return Recipe(config, loss, TrainOptions(epochs=3.0, lr=5e-4, schedule="linear"))
-
-
-RECIPES: dict[str, Callable[[], Recipe]] = {
-    "default-adapter": default_adapter,
-    "small": small,
-    "paper-lossless": paper_lossless,
-    "shared": shared,
-    "paper-shared": paper_shared,
+_DEFAULT = StreamConfig(
+    num_streams=5,
+    num_stream_layers=12,
+    stream_mlp="mlp+adapter",
+    adapter_rank=32,
+    attention_rank=64,
+    mlp_rank=64,
+    conditioning="path",
+    conditioning_rank=512,
+    root_width=512,
+)
+_RECIPES = {
+    "default-adapter": Recipe(
+        _DEFAULT,
+        LossOptions(),
+        TrainOptions(epochs=3.0, lr=1.5e-3, batch_tokens=2048, keep_states=True),
+        draft_vocabulary=8192,
+    ),
+    "small": Recipe(
+        StreamConfig(
+            stream_mlp="mlp+adapter", adapter_rank=16, attention_rank=16, conditioning="parent", conditioning_rank=64
+        ),
+        LossOptions(),
+        TrainOptions(epochs=1.0),
+        draft_vocabulary=4096,
+        max_tokens=512,
+    ),
+    "paper-lossless": Recipe(StreamConfig(), LossOptions(decay=1.0, soft=0.0, unconditioned=0.0)),
+    "shared": Recipe(
+        replace(_DEFAULT, attention_rank=16, mlp_rank=13, mode="shared", lora_rank=16),
+        LossOptions(main=1.0, detach=True),
+        TrainOptions(epochs=3.0, lr=1e-3, batch_tokens=1024, schedule="linear"),
+        draft_vocabulary=8192,
+        init="shipped",
+    ),
+    "paper-shared": Recipe(
+        StreamConfig(stream_mlp="mlp+adapter", adapter_rank=0, mode="shared", main_attends="own", lora_rank=32),
+        LossOptions(main=1.0, streams=0.1, decay=1.0, soft=0.0, unconditioned=0.0),
+        TrainOptions(epochs=3.0, lr=5e-4, schedule="linear"),
+    ),
 }
-
-OPTIONS: dict[str, Option] = {
+_OPTIONS: dict[str, Option] = {
     "num_streams": Option(int, "tokens drafted beyond the next one (gamma)", "config"),
     "stream_layers": Option(int, "top layers that streams run through (N_s)", "config", "num_stream_layers"),
     "stream_mlp": Option(str, "adapter (the paper) or mlp+adapter", "config"),
@@ -115,44 +137,14 @@ OPTIONS: dict[str, Option] = {
 }
 
 
-def change(recipe: Recipe, given: Mapping[str, Any]) -> Recipe:
-    """A recipe with the ``given`` values of ``OPTIONS``. Raises InputError for unknown names and values."""
+def _adjusted(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Values that follow from others."""
     if given.get("conditioning") == "none":
         given = {"conditioning_rank": 0, **given}
     if given.get("main_attends") == "own":
         # such streams are computed before the next token is known, and are part of the target
         given = {"root_width": 0, "detach": False, **given}
-    return recipe.changed(OPTIONS, given)
+    return given
 
 
-def _objective(target: Decoder, module: StreamAdapter, recipe: Recipe, *, frozen: Decoder) -> StreamObjective:
-    made = SharedObjective if module.config.mode == "shared" else StreamObjective
-    return made(target, module, recipe.loss, segment=recipe.options.segment, frozen=frozen)
-
-
-def _describe(config: StreamConfig) -> str:
-    size = f"{config.num_streams} streams through the top {config.num_stream_layers} layers"
-    if config.mode == "lossless":
-        return size
-    if config.main_attends == "none":
-        return f"{size}; shared mode: the target was tuned with them"
-    where = "" if config.bare else "; PyTorch runs these layers, so near-ties in bf16 may differ with drafts"
-    return f"{size}; shared mode: main rows attend to their own streams, which are part of the target{where}"
-
-
-TRAINED = Trained(
-    title="Speculative Streaming",
-    module=StreamAdapter,
-    config=StreamConfig,
-    make=StreamAdapter,
-    objective=_objective,
-    recipes=RECIPES,
-    options=OPTIONS,
-    change=change,
-    describe=_describe,
-    begin=begin_with,
-    adopt=adopt_streams,
-    fresh=scale_to_target,
-    export=export_tuned,
-    rider=own_rider,
-)
+TRAINING = Training("Speculative Streaming", _OPTIONS, _RECIPES, _adjusted)

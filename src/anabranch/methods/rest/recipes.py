@@ -1,0 +1,9 @@
+"""What ``anabranch train`` says of a datastore; none of it imports torch."""
+
+from __future__ import annotations
+
+from anabranch.learning.recipe import Option, Training
+
+__all__ = ["TRAINING"]
+
+TRAINING = Training("a datastore", {"memory": Option(int, "use at most this many MB (default: 512)")})
