@@ -24,7 +24,7 @@ from anabranch.methods import make_drafter
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.objective import StreamObjective
-from anabranch.methods.streams.recipes import RECIPES, change
+from anabranch.methods.streams.recipes import TRAINING
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
@@ -233,7 +233,7 @@ def test_speedups_of_long_contexts_follow_from_steps() -> None:
 
 # -- figure 12a: value rotation --------------------------------------------------------------------------------------
 def test_value_rotation_can_be_trained() -> None:
-    target, recipe = small(), change(RECIPES["paper-lossless"](), {"position": "rotation", "stream_layers": 2})
+    target, recipe = small(), TRAINING.recipe("paper-lossless", {"position": "rotation", "stream_layers": 2})
     torch.manual_seed(0)
     adapter = StreamAdapter(target.config, recipe.config)
     assert adapter.embeddings is None
