@@ -56,7 +56,7 @@ def decoded(result: Result) -> list[str]:
         titles += [f"{title}, %", "difference"]
     titles += [
         "equal texts",
-        "tokens per target pass",
+        "mean acceptance length",
         *CALL_TITLES,
         "over its own plain decoding",
         "over plain LoRA's",
@@ -94,8 +94,7 @@ def trained(result: Result) -> list[str]:
         ]
         for one in result["forms"]
     ]
-    commands = [f"{one['form']}: `{one['command']}`" for one in result["forms"]]
-    return [*table(titles, lines), *[f"- {line}" for line in commands], ""]
+    return table(titles, lines)
 
 
 def outputs() -> dict[str, str]:
