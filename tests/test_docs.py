@@ -193,7 +193,7 @@ def test_the_tests_that_the_table_of_situations_names_exist() -> None:
     named = re.findall(
         r"`(tests/[\w/]+\.py)::(test_\w+)`", (ROOT / "docs" / "situations.md").read_text(encoding="utf-8")
     )
-    assert len(named) > 50
+    assert len(named) > 30
     for path, name in named:
         assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path}::{name}"
 
