@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks.md: one function for each kind of result file, found by the keys of the file.
+"""The tables of docs/benchmarks/: one function for each kind of result file, found by the keys of the file.
 
 A function takes the parsed file and returns lines of Markdown. A file of no known kind is listed with its command.
 """
@@ -8,10 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from anabranch.bench.report import blocks
+from anabranch.bench.calls import CALL_TITLES, call_cells
 from anabranch.bench.throughput import THROUGHPUT_TITLES, throughput_rows
 
-__all__ = ["added", "at_a_time", "comparison", "kind_of", "machine_line", "table", "tables_of"]
+__all__ = [
+    "added",
+    "at_a_time",
+    "before_after",
+    "comparison",
+    "kind_of",
+    "machine_line",
+    "passes",
+    "table",
+    "tables_of",
+]
 
 Result = Mapping[str, Any]
 
@@ -101,9 +111,35 @@ def comparison(result: Result) -> list[str]:
     if chosen:
         lines += [f"In this run {', '.join(chosen)}, chosen when the model was loaded.", ""]
     lines += _additions(result)
-    for caption, titles, rows in blocks(result):
-        lines += [f"**{caption}**", "", *table(titles, rows, left=2 if titles[-1] == "error" else 1)]
-    return lines
+    return [*lines, *table(CONTENDER, [_contender(record) for record in result["contenders"]])]
+
+
+CONTENDER = (
+    "contender",
+    "tokens/s",
+    "speedup (quartiles)",
+    "mean acceptance length",
+    *CALL_TITLES,
+    "ms/token",
+    "equal",
+)
+
+
+def _contender(record: Result) -> list[str]:
+    """One line of a comparison; the file has more columns, and the same by task."""
+    if "error" in record:
+        return [f"`{record['name']}`", record["error"]]
+    low, middle, high = record["speedup_quartiles"]
+    length = record.get("mean_acceptance_length")
+    return [
+        f"`{record['name']}`",
+        f"{record['tokens_per_second']:.1f}",
+        f"{middle:.2f} ({low:.2f}-{high:.2f})",
+        "-" if length is None else f"{length:.2f}",
+        *call_cells(record),
+        f"{record['token_ms_quartiles'][1]:.1f}",
+        f"{record['equal_outputs']}",
+    ]
 
 
 def _long_context(result: Result) -> list[str]:
@@ -111,15 +147,17 @@ def _long_context(result: Result) -> list[str]:
         (f"{r['context']:,}", f"`{r['method']}`", r["prefill_s"], r["step_ms"], r["tokens_per_step"])
         for r in result["rows"]
     ]
-    return table(("context (tokens)", "drafter", "prefill s", "ms/step", "tokens per target pass"), rows, left=2)
+    return table(("context (tokens)", "drafter", "prefill s", "ms/step", "mean acceptance length"), rows, left=2)
 
 
 def _exactness(result: Result) -> list[str]:
-    rows = [(f"`{name}`", f"{m['equal']} of {m['prompts']}") for name, m in result["methods"].items()]
+    by_count: dict[str, list[str]] = {}
+    for name, counts in result["methods"].items():
+        by_count.setdefault(f"{counts['equal']} of {counts['prompts']}", []).append(f"`{name}`")
     return [
         f"{result['new_tokens']} new tokens, {result['dtype']}; prompts whose tokens are those of plain decoding.",
         "",
-        *table(("method", "equal"), rows),
+        *table(("equal", "methods"), [(equal, ", ".join(names)) for equal, names in by_count.items()], left=2),
     ]
 
 
@@ -145,6 +183,8 @@ def _segments(result: Result) -> list[str]:
         by_shape.setdefault((row["gamma"], row["length"]), {})[row["layout"]] = row
     rows = []
     for (gamma, length), found in by_shape.items():
+        if gamma not in (1, 4, 8):  # the file has all
+            continue
         cells = [
             "not run" if "not_run" in found[layout] else f"{found[layout][field]:,.0f}"
             for field in ("peak_mb", "positions_per_second")
@@ -158,7 +198,7 @@ def _segments(result: Result) -> list[str]:
 def _predicted(result: Result) -> list[str]:
     cells = [result[f"{what}_mean_acceptance_length"] for what in ("predicted", "decoded")]
     return table(
-        ("prompts", "nodes", "predicted tokens per target pass", "decoded tokens per target pass"),
+        ("prompts", "nodes", "predicted mean acceptance length", "decoded mean acceptance length"),
         [(result["prompts"], result["nodes"], *(f"{cell:.3f}" for cell in cells))],
         left=0,
     )
@@ -177,7 +217,7 @@ def _decoded(result: Result) -> list[str]:
     ]
     titles = [
         "kind of prompt",
-        *(f"`{run['drafter']}`, tokens per target pass" for run in decoded),
+        *(f"`{run['drafter']}`, mean acceptance length" for run in decoded),
         "texts equal to plain decoding",
     ]
     return [
@@ -191,7 +231,7 @@ def _own_evaluation(result: Result) -> list[str]:
     rows = [
         (name, *(f"{result[side][key]:.3f}" for side in ("spec_bench", "ours")))
         for name, key in (
-            ("tokens per target pass", "mean_acceptance_length"),
+            ("mean acceptance length", "mean_acceptance_length"),
             ("tokens/s", "tokens_per_second"),
             ("tokens/s, plain decoding", "plain_tokens_per_second"),
             ("speedup", "speedup"),
@@ -234,42 +274,36 @@ def _shape(result: Result) -> list[str]:
     ]
 
 
-def _before_after(result: Result) -> list[str]:
-    rows = [
-        (
-            f"`{case['case']}`",
-            *(f"{case['median_tokens_per_second'][side]:.1f}" for side in ("before", "now")),
-            f"{case['ratio']['median']:.3f} ({case['ratio']['quartiles'][0]:.3f}-{case['ratio']['quartiles'][1]:.3f})",
-            case["same_tokens"],
-        )
-        for case in result["cases"]
-    ]
-    commits = result["commits"]
+def before_after(results: Mapping[str, Result]) -> list[str]:
+    """Two commits on the same prompts in turns (``scripts/compare_commits.py``), all results in one table."""
+    rows = []
+    for stem, result in results.items():
+        commits = f"{result['commits']['before']} → {result['commits']['now']}"
+        for number, case in enumerate(result["cases"]):
+            before, now = (f"{case['median_tokens_per_second'][side]:.1f}" for side in ("before", "now"))
+            first = (f"`{stem}`", commits, result["prompts"]) if number == 0 else ("", "", "")
+            rows.append((*first, f"`{case['case']}`", before, now, _ratio(case), case["same_tokens"]))
+    titles = ("result", "commits", "prompts", "weights:drafter", "tokens/s before", "after", "ratio", "same tokens")
+    return table(titles, rows, left=2)
+
+
+def passes(results: Mapping[str, Result]) -> list[str]:
+    """Forward passes of two commits (``scripts/compare_passes.py``): ratios of time, all results in one table."""
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for stem, result in results.items():
+        for case in result["cases"]:
+            cells.setdefault((case["format"], case["pass"]), {})[stem] = _ratio(case)
+    rows = [(*key, *(found.get(stem, "") for stem in results)) for key, found in cells.items()]
+    commits = [f"`{stem}`: {r['commits']['before']} → {r['commits']['now']}" for stem, r in results.items()]
     return [
-        f"{result['prompts']} prompts, {result['repeats']} repeats, commits {commits['before']} and {commits['now']}.",
+        f"Ratios of time, lower is faster. {'; '.join(commits)}.",
         "",
-        *table(("weights:drafter", "before", "after", "ratio (quartiles)", "same tokens"), rows),
+        *table(("weights", "rows x nodes", *(f"`{stem}`" for stem in results)), rows, left=2),
     ]
 
 
-def _passes(result: Result) -> list[str]:
-    """Forward passes of two commits (``scripts/compare_passes.py``)."""
-    rows = [
-        (
-            case["format"],
-            case["pass"],
-            *(f"{case['median_ms'][side]:.2f}" for side in ("before", "now")),
-            f"{case['ratio']['median']:.3f} ({case['ratio']['quartiles'][0]:.3f}-{case['ratio']['quartiles'][1]:.3f})",
-            "yes" if case["same_results"] else "no",
-        )
-        for case in result["cases"]
-    ]
-    commits = result["commits"]
-    return [
-        f"Commits {commits['before']} and {commits['now']}; ratios of time, lower is faster.",
-        "",
-        *table(("weights", "rows x nodes", "ms before", "ms after", "ratio (quartiles)", "same bits"), rows),
-    ]
+def _ratio(case: Result) -> str:
+    return f"{case['ratio']['median']:.2f} ({case['ratio']['quartiles'][0]:.2f}-{case['ratio']['quartiles'][1]:.2f})"
 
 
 def _search(result: Result) -> list[str]:
@@ -279,7 +313,7 @@ def _search(result: Result) -> list[str]:
         if "tree" in v
     ]
     return [
-        f"{result['answer_tokens']:,} tokens of completions; predicted tokens per target pass of held-out completions.",
+        f"{result['answer_tokens']:,} tokens of completions; predicted mean acceptance length of held-out completions.",
         "",
         *table(("change", "parameters", "seconds", "tree, 16 nodes", "chain"), rows),
     ]
@@ -364,7 +398,7 @@ def _study(result: Result) -> list[str]:
 
 # what a kind is called, the keys that only its files have, and its tables; the page has them in this order
 KINDS: tuple[tuple[str, tuple[str, ...], Callable[[Result], list[str]]], ...] = (
-    ("Spec-Bench: drafters and other engines", ("contenders", "prompts_done"), comparison),
+    ("Drafters and other engines", ("contenders", "prompts_done"), comparison),
     ("Several prompts at a time", ("contenders", "results"), _throughput),
     ("Methods", ("compared",), _methods),
     ("Long context", ("passages", "rows"), _long_context),
@@ -374,8 +408,8 @@ KINDS: tuple[tuple[str, tuple[str, ...], Callable[[Result], list[str]]], ...] = 
     ("Acceptance by kind of prompt", ("decoded", "prompts_of_a_kind"), _decoded),
     ("Spec-Bench's own evaluation", ("spec_bench", "ours"), _own_evaluation),
     ("Step times in the shape of larger models", ("steps", "parameters", "left_out"), _shape),
-    ("Passes, before and after", ("cases", "passes"), _passes),
-    ("Before and after", ("cases", "commits"), _before_after),
+    ("Passes, before and after", ("cases", "passes"), _listed),
+    ("Before and after", ("cases", "commits"), _listed),
     ("Memory", ("peak_mb",), _memory),
     ("Memory with many drafters", ("held_mb",), _growth),
     ("Adapter search", ("variants", "answer_tokens"), _search),
@@ -390,6 +424,8 @@ KINDS: tuple[tuple[str, tuple[str, ...], Callable[[Result], list[str]]], ...] = 
 
 def kind_of(result: Result) -> str:
     """The title of the first kind all of whose keys the file has."""
+    if "application" in result.get("run", {}):
+        return "Applications"
     return next(title for title, keys, _ in KINDS if all(key in result for key in keys))
 
 

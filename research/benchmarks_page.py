@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md and its charts from the files in benchmarks/.
+"""Write docs/benchmarks.md, a page a question in docs/benchmarks/, and their charts, from the files in benchmarks/.
 
 python research/benchmarks_page.py            # write
 python research/benchmarks_page.py --check    # write nothing; exit 1 and name every file that would change
@@ -14,11 +14,11 @@ from typing import Any
 
 from anabranch.bench.figures import leading
 from bar_chart import Bar, bar_chart
-from benchmark_tables import KINDS, at_a_time, kind_of, machine_line, tables_of
+from benchmark_tables import at_a_time, before_after, kind_of, machine_line, passes, table, tables_of
 from generated import ROOT, write_or_check
 
 BENCHMARKS = ROOT / "benchmarks"
-PAGE, PICTURES = "docs/benchmarks.md", "docs/pictures"
+INDEX, PAGES, PICTURES = "docs/benchmarks.md", "docs/benchmarks", "docs/pictures"
 # all of these processors report the same name, so machines are told apart by the names of the result files
 MACHINES = {
     "epyc-avx512-2cores": "AMD EPYC Zen 5, AVX-512",
@@ -26,6 +26,23 @@ MACHINES = {
     "epyc-avx2-2cores": "AMD EPYC, AVX2",
 }
 SUITES = {"spec_bench": "Spec-Bench"}
+QUESTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (  # page, question, kinds of results
+    ("engines", "How fast is it beside other engines?", ("Drafters and other engines",)),
+    ("load", "What is left of the gain with several prompts at a time?", ("Several prompts at a time",)),
+    ("context", "What happens at long context?", ("Long context",)),
+    ("exactness", "Are the tokens those of plain decoding?", ("Exactness",)),
+    (
+        "acceptance",
+        "How much is accepted, and is it predicted well?",
+        ("Acceptance by kind of prompt", "Predicted acceptance", "Tuning", "Spec-Bench's own evaluation"),
+    ),
+    ("sizes", "What does a step cost in larger models?", ("Step times in the shape of larger models",)),
+    ("changes", "What did changes of the code bring?", ("Before and after", "Passes, before and after")),
+    ("memory", "How much memory does it take?", ("Memory", "Memory with many drafters", "Tables of a large text")),
+    ("training", "What does training take?", ("Training rates", "Segment attention", "Adapter search")),
+    ("robustness", "How do damaged files end?", ("Fuzzing",)),
+)
+MERGED = {"Before and after": before_after, "Passes, before and after": passes}
 Result = Mapping[str, Any]
 Record = Mapping[str, Any]
 
@@ -77,39 +94,64 @@ def page_chart(stem: str, result: Result) -> str:
     return bar_chart(title, _caption(machine_of(stem) or stem, result), bars)
 
 
-def page(results: Mapping[str, Result]) -> str:
+def page(question: str, kinds: tuple[str, ...], results: Mapping[str, Result]) -> str:
+    """The page of one question."""
+    lines = [f"# {question}", ""]
+    for kind in kinds:
+        chosen = {stem: result for stem, result in results.items() if kind_of(result) == kind}
+        if len(kinds) > 1 and chosen:
+            lines += [f"## {kind}", ""]
+        if kind in MERGED:
+            lines += MERGED[kind](chosen)
+            continue
+        for stem, result in chosen.items():
+            lines += [f"{'#' * (2 + (len(kinds) > 1))} {stem}", ""]
+            command = result.get("command") or result.get("run", {}).get("command")
+            for paragraph in (machine_line(result), f"`{command}`" if command else ""):
+                lines += [paragraph, ""] if paragraph else []
+            if charted(result):
+                lines += [f"![Tokens per second](../pictures/{stem}.svg)", ""]
+            lines += tables_of(result)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def index(results: Mapping[str, Result]) -> str:
     """docs/benchmarks.md."""
+    rows = []
+    for name, question, kinds in QUESTIONS:
+        stems = [stem for stem, result in results.items() if kind_of(result) in kinds]
+        rows.append((f"[{question}](benchmarks/{name}.md)", ", ".join(f"`{stem}`" for stem in stems)))
+    asked = {kind for _, _, kinds in QUESTIONS for kind in kinds}
+    others = [f"`{stem}`" for stem, result in results.items() if kind_of(result) not in asked]
     lines = [
         "# Benchmarks",
         "",
         *_wrapped(
-            "Every result file of the repository as tables. `python research/benchmarks_page.py` writes this page from "
-            "`benchmarks/`; do not edit it. [Metrics](metrics.md) defines every number. Speedups compare with our own "
-            "plain decoding on the same prompt, in the same run, with the same weights. The default model is "
-            "SmolLM2-135M-Instruct. All runs are on CPUs; nothing has been measured on a GPU."
+            "One page a question, with every result that answers it. `python research/benchmarks_page.py` writes these "
+            "pages from `benchmarks/`; do not edit them. [Metrics](metrics.md) defines every number. Speedups compare "
+            "with our own plain decoding on the same prompt, in the same run, with the same weights. The default model "
+            "is SmolLM2-135M-Instruct. All runs are on CPUs; nothing has been measured on a GPU."
+        ),
+        *table(("question", "results"), rows, left=2),
+        *_wrapped(
+            "Other results are on the pages [comparison of methods](comparison.md), [applications](applications.md) "
+            f"and [the papers' studies](reproduction.md), or quoted where they are used: {', '.join(others)}."
         ),
     ]
-    for title, _, _ in KINDS:
-        chosen = {stem: result for stem, result in results.items() if kind_of(result) == title}
-        if chosen:
-            lines += [f"## {title}", ""]
-        for stem, result in chosen.items():
-            lines += [f"### {stem}", ""]
-            command = result.get("command") or result.get("run", {}).get("command")
-            for paragraph in (machine_line(result), f"`{command}`" if command else ""):
-                lines += [paragraph, ""] if paragraph else []
-            if "prompts_done" in result:
-                lines += [f"![Tokens per second](pictures/{stem}.svg)", ""]
-            lines += tables_of(result)
     return "\n".join(lines).rstrip() + "\n"
+
+
+def charted(result: Result) -> bool:
+    """Whether a result has a chart: a comparison with other engines."""
+    return "prompts_done" in result and any(record["kind"] == "peer" for record in result["contenders"])
 
 
 def outputs() -> dict[str, str]:
     """The text of every file that this script writes, by its path from the root."""
     results = read_results()
-    files = {PAGE: page(results)}
-    files |= {f"{PICTURES}/{stem}.svg": page_chart(stem, r) for stem, r in results.items() if "prompts_done" in r}
-    return files
+    files = {INDEX: index(results)}
+    files |= {f"{PAGES}/{name}.md": page(question, kinds, results) for name, question, kinds in QUESTIONS}
+    return files | {f"{PICTURES}/{stem}.svg": page_chart(stem, r) for stem, r in results.items() if charted(r)}
 
 
 def main() -> None:

@@ -13,8 +13,6 @@ from typing import Any
 from benchmark_tables import table
 from comparison_tables import (
     acceptance,
-    by_depth,
-    certificates,
     costs,
     dots,
     failures,
@@ -35,11 +33,9 @@ Result = Mapping[str, Any]
 SECTIONS: tuple[tuple[str, str, Callable[[Result], list[str]]], ...] = (
     ("Summary", "", summary),
     ("Training", "", trained),
-    ("Tokens per target pass by task", "", acceptance),
-    ("Acceptance by depth", "Share of drafted steps that accept at least so many draft tokens.", by_depth),
+    ("Mean acceptance length by task", "", acceptance),
     ("Cost of a step", "One prompt at a time; medians over prompts.", costs),
     ("Speed", "Tokens/s over plain decoding with the same weights and rows.", speeds),
-    ("Exactness", "Greedy tokens against plain decoding's, by `anabranch certify`.", certificates),
     ("Not measured", "", failures),
 )
 
@@ -52,7 +48,7 @@ def newest() -> tuple[str, Result] | None:
 
 def results(stem: str, result: Result) -> list[str]:
     """The lines between ``START`` and ``END``."""
-    lines = [*heading(result), f"![Tokens per target pass against the cost of a step](pictures/{stem}.svg)", ""]
+    lines = [*heading(result), f"![Mean acceptance length against the cost of a step](pictures/{stem}.svg)", ""]
     for title, sentence, tables in SECTIONS:
         if found := tables(result):
             lines += [f"### {title}", "", *([sentence, ""] if sentence else []), *found]
@@ -67,7 +63,7 @@ def chart(result: Result) -> str:
     )
     shown = dots(result)
     more = "" if len(shown) < 10 else " (ten fastest methods)"
-    return speed_chart(f"Tokens per target pass against the cost of a step{more}", caption, shown)
+    return speed_chart(f"Mean acceptance length against the cost of a step{more}", caption, shown)
 
 
 def _between(text: str, marks: tuple[str, str], lines: list[str]) -> str:

@@ -11,8 +11,6 @@ from speed_chart import Dot
 
 __all__ = [
     "acceptance",
-    "by_depth",
-    "certificates",
     "costs",
     "dots",
     "failures",
@@ -104,7 +102,7 @@ def summary(result: Result) -> list[str]:
     """One line a method."""
     run = result["run"]
     kinds = [(rows, weights) for rows in (1, run["rows"]) for weights in run["weights"]]
-    titles = ["method", "parameters", "training, min", "tokens per target pass", *CALL_TITLES, "at T = 1", "step"]
+    titles = ["method", "parameters", "training, min", "mean acceptance length", *CALL_TITLES, "at T = 1", "step"]
     titles += [f"{_counted(rows)}, {FORMATS[weights]}" for rows, weights in kinds]
     lines = []
     for method in _methods(result):
@@ -149,7 +147,7 @@ def trained(result: Result) -> list[str]:
 
 
 def acceptance(result: Result) -> list[str]:
-    """Tokens per target pass by task, greedy and sampled."""
+    """Mean acceptance length by task, greedy and sampled."""
     tasks: list[str] = []
     lines = []
     for method in _methods(result):
@@ -162,19 +160,6 @@ def acceptance(result: Result) -> list[str]:
             lines.append([f"`{method['name']}`", how, drafter, _length(record), *map(_number, shares)])
     titles = ["method", "sampling", "draft", "all", *(task.replace("_", " ") for task in tasks)]
     return table(titles, lines, left=3)
-
-
-def by_depth(result: Result) -> list[str]:
-    """The share of drafted steps that accept at least 1, 2, ... tokens, with the largest budget."""
-    lines = []
-    for method in _methods(result):
-        for how, records in (("greedy", _alone(method)), ("T = 1", _part(method, "sampled"))):
-            record = _largest(records)
-            if record is not None:
-                shares = record["acceptance_by_depth"][:DEPTHS]
-                cells = [*map(_number, shares), *[""] * (DEPTHS - len(shares))]
-                lines.append([f"`{method['name']}`", how, record["name"], *cells])
-    return table(["method", "sampling", "draft", *(f"≥ {depth}" for depth in range(1, DEPTHS + 1))], lines, left=3)
 
 
 def costs(result: Result) -> list[str]:
@@ -204,17 +189,6 @@ def speeds(result: Result) -> list[str]:
             lines.append([f"`{method['name']}`", name, *(_speed(method, rows, w, name) for rows, w in kinds)])
     titles = [f"{_counted(rows)}, {FORMATS[weights]}" for rows, weights in kinds]
     return table(["method", "draft", *titles], lines, left=2)
-
-
-def certificates(result: Result) -> list[str]:
-    """What ``anabranch certify`` found."""
-    lines = []
-    for method in _methods(result):
-        found = method["parts"].get("certificate", {})
-        for rows, count in found.get("rows", {}).items():
-            cells = [count[verdict] for verdict in ("equal", "tie", "BUG")]
-            lines.append([f"`{found['spec']}`", rows, found["dtype"], found["prompts"], *cells])
-    return table(("drafter", "rows", "type", "prompts", "equal", "ties", "bugs"), lines) if lines else []
 
 
 def failures(result: Result) -> list[str]:

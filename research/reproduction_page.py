@@ -22,6 +22,7 @@ from studies.draw import draw
 BENCHMARKS = ROOT / "benchmarks"
 PAGE, PICTURES = "docs/reproduction.md", "docs/pictures"
 MISSING = "not run yet"
+MOST_ROWS = 14  # of a table beside a chart of the same numbers
 Result = Mapping[str, Any]
 Found = tuple[str, Result]
 
@@ -30,7 +31,8 @@ INTRODUCTION = """# The papers' studies
 What figures and tables of the two Speculative Streaming papers (ACL; "v1" is arXiv 2402.11131) show, measured on the
 default model at a size that two CPU cores can do. `python research/study.py --list` lists the studies, one command runs
 each, and `python research/reproduction_page.py` writes this page from the newest results in `benchmarks/`. DIR is a
-folder with the data sets. Where the papers print no numbers, their finding is given in words.
+folder with the data sets. Where the papers print no numbers, their finding is given in words. Long tables are left to
+their charts and result files.
 """.splitlines()
 
 
@@ -64,7 +66,9 @@ def section(study: Study, found: Found | None) -> list[str]:
         return [*lines, f"**{MISSING.capitalize()}.**", ""]
     stem, result = found
     titles, rows = study.table(result)
-    lines += [machine_line(result), "", f"`{result['command']}`", "", *table(titles, rows)]
+    lines += [machine_line(result), ""]
+    if study.chart is None or len(rows) <= MOST_ROWS:
+        lines += table(titles, rows)
     if study.chart is not None:
         lines += [f"![{study.chart(result).title}](pictures/{stem}.svg)", ""]
     return lines
