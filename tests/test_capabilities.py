@@ -15,6 +15,7 @@ import anabranch as public
 from anabranch.adapters.folder import LoadedAdapter
 from anabranch.api import Model
 from anabranch.capabilities import COMBINED, QUESTIONS, StandIn, matrix, supports
+from anabranch.declared import CALL
 from anabranch.decoding.engine import Engine, Request
 from anabranch.drafting.settings import Settings
 from anabranch.errors import AnabranchError, CapabilityError
@@ -87,8 +88,8 @@ def asked_of(stand_in: StandIn) -> list[Request]:
     """A request for each question, with prompts of several lengths."""
     asked = []
     for number, options in enumerate(QUESTIONS.values()):
-        call = {name: value for name, value in options.items() if name in Options.__dataclass_fields__}
-        chosen = Options(max_new_tokens=NEW + number % 3, seed=number, **call)
+        call: Any = {name: value for name, value in options.items() if name in CALL}
+        chosen = Options({"max_new_tokens": NEW + number % 3, "seed": number, **call})
         asked.append(chosen.request(prompt(4 + number % 4, seed=number % 3), stand_in.target))
     return asked
 
@@ -128,7 +129,7 @@ def test_every_cell_decodes_exactly_or_raises_its_sentence(
         said = supports(drafter, **options)
         assert model.supports(spec, **options) == said
         if not said:
-            call = {name: value for name, value in options.items() if name not in ("prompts", "stream")}
+            call: Any = {name: value for name, value in options.items() if name not in ("prompts", "stream")}
             with pytest.raises(AnabranchError) as raised:
                 model.generate([5, 7, 9], max_new_tokens=4, drafter=spec, **call)
             assert str(raised.value) == said.reason
@@ -316,7 +317,7 @@ def test_the_command_for_a_model(anabranch: Anabranch, toys: Any) -> None:
 
 def test_an_engine_refuses_with_the_same_sentence(stand_in: StandIn) -> None:
     said = supports("streams", rule="rejection", temperature=1.0)
-    call = Options(rule="rejection", temperature=1.0)
+    call = Options({"rule": "rejection", "temperature": 1.0})
     with pytest.raises(CapabilityError) as raised:
         Engine.refuse(stand_in.target.decoder, call.request([3], stand_in.target), stand_in.drafter("streams"))
     assert str(raised.value) == said.reason

@@ -14,7 +14,7 @@ from anabranch import api
 from anabranch.decoding.generation import Generation
 from anabranch.errors import AnabranchWarning, InputError, ModelError
 from anabranch.model import generation_config
-from anabranch.processors import ScoreOptions
+from anabranch.processors import first_penalty, score_processors
 from anabranch.sampling import SamplingParams, process_logits
 from toy_text import VOCABULARY, ToyFolders, byte_tokenizer, save_toys
 
@@ -82,9 +82,8 @@ def test_scores_are_those_of_transformers(oracle: Any, name: str) -> None:
             config.min_length = options["min_new_tokens"] + len(prompt)
         length = len(prompt)
         expected = oracle._get_logits_processor(config, length, torch.tensor([prompt]), device="cpu", model_kwargs={})
-        settled = ScoreOptions(**options)
-        own = settled.score_processors(prompt, {END, 11}, 20, VOCABULARY)
-        params = SamplingParams(repetition_penalty=settled.first_penalty, processors=own)
+        own = score_processors(options, prompt, {END, 11}, 20, VOCABULARY)
+        params = SamplingParams(repetition_penalty=first_penalty(options), processors=own)
         text = list(prompt)
         while len(text) < 20:
             logits = torch.randn(1, VOCABULARY, generator=generator) * 3

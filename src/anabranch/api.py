@@ -18,6 +18,7 @@ from anabranch import loading
 from anabranch.adapters.folder import LoadedAdapter
 from anabranch.capabilities import Support, check_named_once, refuse, support_of
 from anabranch.control.profiles import Known, Situation, keep_arms, settle, tuned_drafter
+from anabranch.declared import ChatKeywords, Keywords
 from anabranch.decoding import generation
 from anabranch.decoding.generation import Chunk, Generation
 from anabranch.decoding.scheduler import Scheduler
@@ -27,7 +28,7 @@ from anabranch.loading import LoadConfig
 from anabranch.methods import AUTO, Drafter, Spec, make_drafter, parse_spec, resolve_spec
 from anabranch.model.kernel_use import kernels_of
 from anabranch.model.load import Target
-from anabranch.options import ChatKeywords, Keywords, Options, chat_options
+from anabranch.options import Options, chat_options
 from anabranch.prompts import Arrays, Ids, check_stream, conversation_ids, read_prompts
 from anabranch.support.background import Worker
 from anabranch.support.forks import renewed_after_fork
@@ -83,8 +84,7 @@ def load(
     tuned = None if lora is None else Path(lora)
     several = tuple((str(each), Path(folder)) for each, folder in (loras or {}).items())
     where = dtype, device, quantize, revision, threads
-    config = LoadConfig(str(name), tuple(map(Path, given)), *where, lora=tuned, loras=several)
-    loaded = loading.load(config)
+    loaded = loading.load(LoadConfig(str(name), tuple(map(Path, given)), *where, lora=tuned, loras=several))
     return Model(loaded.target, loaded.adapters, drafter)
 
 
@@ -298,7 +298,7 @@ class Model:
 
     def _generate(self, prompt: Any, options: Keywords, cancelled: threading.Event | None = None) -> Any:
         single, prompts = read_prompts(prompt, self.tokenizer)
-        call = Options.of(options)
+        call = Options(options)
         seeds = call.seeds(len(prompts))
         requests = [
             call.request(ids, self.target, seed) for ids, own in zip(prompts, seeds, strict=True) for seed in own
@@ -308,13 +308,13 @@ class Model:
             found = generation.generate(
                 *(self._scheduler, requests, drafter, self.tokenizer),
                 stop=call.stops(self.target),
-                rows=int(call.rows),
+                rows=int(call.values["rows"]),
                 cancelled=cancelled,
             )
         finally:
             self._settle()
-        if call.n > 1:
-            samples = [found[at : at + call.n] for at in range(0, len(found), call.n)]
+        if (n := int(call.values["n"])) > 1:
+            samples = [found[at : at + n] for at in range(0, len(found), n)]
             return samples[0] if single else samples
         return found[0] if single else found
 
@@ -325,7 +325,7 @@ class Model:
         """
         _, prompts = read_prompts(prompt, self.tokenizer)
         check_stream(len(prompts))
-        call = Options.of(options)
+        call = Options(options)
         call.seeds(1)
         call.check_single()
         request = call.request(prompts[0], self.target)

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from anabranch import loading
+from anabranch.declared import Keywords
 from anabranch.decoding.engine import Engine
 from anabranch.drafting.tables import TableSettings, Tokenizer, build_tables
 from anabranch.drafting.trained import TrainedModule
@@ -35,7 +36,7 @@ from anabranch.model.load import Target, resolve_device, resolve_dtype
 from anabranch.model.pack import pack_decoder
 from anabranch.model.quantize import check_quantization, quantize_decoder
 from anabranch.model.weights import build_decoder
-from anabranch.options import Keywords, Options
+from anabranch.options import Options
 from anabranch.prompts import check_stream
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def refuse(
         raise InputError(f"prompts must be a whole number of at least 1, got {prompts!r}")
     if stream:
         check_stream(prompts)
-    call = Options.of(options)
+    call = Options(options)
     call.seeds(prompts)
     if stream:
         call.check_single()

@@ -6,10 +6,12 @@ Importing this module is cheap: torch and transformers are imported by ``check``
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from anabranch.declared import Option
 from anabranch.errors import AdapterError, CapabilityError, InputError
 from anabranch.support.log import LOGGER
 
@@ -25,27 +27,34 @@ __all__ = ["LoadConfig", "Loaded", "check", "load"]
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """What to load and how.
+    """What to load and how; ``api.load`` describes the fields. The command line offers those with an ``Option``.
 
-    model     "default" (SmolLM2-135M-Instruct, downloaded once), a folder, a .gguf file, or a hub id
     adapters  adapter folders; for all other methods, the adapter shipped for this target is used
-    dtype     "auto" (as stored), "float32", "bfloat16" or "float16"
-    device    "auto" (cuda if available), "cpu", "cuda" or "cuda:N"
-    quantize  "none", "int8" or "int4" weights; the quantised model is then the target
-    revision  branch, tag or commit of a hub id; None: its main branch
-    threads   CPU threads of this process; None: torch's default, limited to the container's quota
-    lora      a LoRA folder in PEFT's format, merged into the weights; the tuned model is then the target
     loras     LoRA folders by name, which requests choose from; the weights stay as they are
     """
 
-    model: str = "default"
-    adapters: tuple[Path, ...] = ()
-    dtype: str | torch.dtype = "auto"
-    device: str = "auto"
-    quantize: str = "none"
-    revision: str | None = None
-    threads: int | None = None
-    lora: Path | None = None
+    model: Annotated[
+        str, Option("load this model: default, a folder, a .gguf file or a hub id", values=("default",))
+    ] = "default"
+    adapters: Annotated[
+        tuple[Path, ...],
+        Option("load this adapter instead of the shipped one; repeatable", flags=("--adapter",), metavar="FOLDER"),
+    ] = ()
+    dtype: Annotated[
+        str | torch.dtype,
+        Option(
+            "compute in auto (as stored), float32, bfloat16 or float16",
+            values=("auto", "float32", "bfloat16", "float16"),
+        ),
+    ] = "auto"
+    device: Annotated[str, Option("run on auto, cpu, cuda or cuda:N", values=("auto", "cpu", "cuda"))] = "auto"
+    quantize: Annotated[
+        str,
+        Option("quantise the weights: none, int8 or int4; the result is the target", values=("none", "int8", "int4")),
+    ] = "none"
+    revision: Annotated[str | None, Option("take this branch, tag or commit of a hub id")] = None
+    threads: Annotated[int | None, Option("use this many CPU threads (default: all allowed)")] = None
+    lora: Annotated[Path | None, Option("merge this LoRA (PEFT's format) into the model", metavar="FOLDER")] = None
     loras: tuple[tuple[str, Path], ...] = ()
 
 
@@ -97,16 +106,22 @@ def check(config: LoadConfig) -> None:
             )
 
 
-def load(config: LoadConfig, *, pack: bool = True, adapters: bool = True) -> Loaded:
+def load(
+    config: LoadConfig, *, pack: bool = True, adapters: bool = True, fetch: Callable[[], object] = lambda: None
+) -> Loaded:
     """Set the threads, load the target, find its adapters, and pack its weights for the native kernels.
 
     pack      whether to pack the weights; packed weights have no gradients, so not for training
     adapters  whether to load adapters
+    fetch     downloads the default model if it is missing, and shows the progress; called before that model is loaded
 
     Raises what ``check`` raises, and FetchError, FileError, ModelError and CapabilityError.
     """
     from anabranch.support.plain_torch import plain_torch
 
+    check(config)
+    if config.model == "default":
+        fetch()
     with plain_torch():
         return _load(config, pack=pack, adapters=adapters)
 
@@ -118,7 +133,6 @@ def _load(config: LoadConfig, *, pack: bool, adapters: bool) -> Loaded:
     from anabranch.model.peft import read_lora
     from anabranch.support.processor import set_threads
 
-    check(config)
     set_threads(config.threads)
     began = time.perf_counter()
     target = load_target(

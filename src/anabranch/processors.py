@@ -1,7 +1,6 @@
-"""The options that change scores by the tokens so far. Each equals the logits processor of transformers of that name.
+"""Logits processors of the options that change scores by the tokens so far (``declared.ScoreKeywords``).
 
-``ScoreOptions`` holds them as a caller or a model's generation config gives them, and makes the processors of a prompt:
-functions (tokens so far, logits [V]) -> logits [V], in the order in which transformers applies them.
+Each equals the logits processor of transformers of that name: a function (tokens so far, logits [V]) -> logits [V].
 
 Legend: V vocabulary, L tokens so far.
 """
@@ -9,231 +8,97 @@ Legend: V vocabulary, L tokens so far.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from anabranch.declared import Biases, Ids, LogitsProcessor, ScoreKeywords, biases, decay, ids_of, logit_biases, words
 from anabranch.errors import InputError
-from anabranch.sampling import LogitsProcessor, penalised
+from anabranch.sampling import penalised
 
-__all__ = ["ScoreOptions", "ids_of"]
-
-_Ids = tuple[int, ...]
-_Biases = tuple[tuple[_Ids, float], ...]
+__all__ = ["first_penalty", "score_processors"]
 
 
-@dataclass(frozen=True)
-class ScoreOptions:
-    """Options of a call that change scores by the tokens so far; None is the model's default, or off.
+def first_penalty(options: ScoreKeywords) -> float:
+    """The repetition penalty if nothing changes scores before it, else 1: then ``score_processors`` apply it.
 
-    repetition_penalty                divide positive and multiply negative logits of tokens seen before; 1: off
-    no_repeat_ngram_size              no n-gram of this length occurs twice, the prompt included; 0: off
-    sequence_bias                     {token ids: bias} or [[token ids, bias], ...], added to the logit of the last id
-                                      where the others precede it
-    logit_bias                        {token id: bias}, added to the logit of each id
-    bad_words_ids                     lists of token ids that do not occur
-    suppress_tokens                   token ids that do not occur
-    begin_suppress_tokens             token ids that are not the first new token
-    min_new_tokens                    no end token before this many new tokens
-    min_length                        the same, with the prompt's tokens counted; ``min_new_tokens`` overrides it
-    forced_bos_token_id               the token after a prompt of one token
-    forced_eos_token_id               the token, or one of several, at the last place that ``max_new_tokens`` leaves
-    exponential_decay_length_penalty  (start, factor): raises end tokens' logits after ``start`` new tokens
-    encoder_repetition_penalty        above 1 raises the logits of the prompt's tokens; 1: off
-    encoder_no_repeat_ngram_size      no n-gram of the prompt of this length is repeated; 0: off
-    remove_invalid_values             replace logits that are not finite
-
-    Raises InputError for a value that is out of range or of the wrong type.
+    As a parameter of ``SamplingParams``, drafters follow it too.
     """
-
-    repetition_penalty: float | None = None
-    no_repeat_ngram_size: int | None = None
-    sequence_bias: Mapping[_Ids, float] | Sequence[Any] | None = None
-    logit_bias: Mapping[int, float] | None = None
-    bad_words_ids: Sequence[Sequence[int]] | None = None
-    suppress_tokens: Sequence[int] | None = None
-    begin_suppress_tokens: Sequence[int] | None = None
-    min_new_tokens: int | None = None
-    min_length: int | None = None
-    forced_bos_token_id: int | None = None
-    forced_eos_token_id: int | Sequence[int] | None = None
-    exponential_decay_length_penalty: Sequence[float] | None = None
-    encoder_repetition_penalty: float | None = None
-    encoder_no_repeat_ngram_size: int | None = None
-    remove_invalid_values: bool | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("repetition_penalty", "encoder_repetition_penalty"):
-            value = getattr(self, name)
-            if value is not None and not (_is_number(value) and 0 < value < math.inf):
-                raise InputError(f"{name} must be a positive number (1 is off), got {value!r}")
-        for name in ("no_repeat_ngram_size", "min_new_tokens", "min_length", "encoder_no_repeat_ngram_size"):
-            value = getattr(self, name)
-            if value is not None and not (_is_id(value)):
-                raise InputError(f"{name} must be a whole number of at least 0 (off), got {value!r}")
-        for name in ("suppress_tokens", "begin_suppress_tokens"):
-            ids_of(getattr(self, name), name)
-        ids_of(self.forced_eos_token_id, "forced_eos_token_id")
-        if self.forced_bos_token_id is not None and not _is_id(self.forced_bos_token_id):
-            raise InputError(f"forced_bos_token_id must be a token id, got {self.forced_bos_token_id!r}")
-        _words(self.bad_words_ids)
-        _biases(self.sequence_bias)
-        _logit_biases(self.logit_bias)
-        _decay(self.exponential_decay_length_penalty)
-        if not isinstance(self.remove_invalid_values, bool | None):
-            raise InputError(f"remove_invalid_values must be True or False, got {self.remove_invalid_values!r}")
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """The options that are not None, by name."""
-        values = {each.name: getattr(self, each.name) for each in fields(ScoreOptions)}
-        return {name: value for name, value in values.items() if value is not None}
-
-    @property
-    def first_penalty(self) -> float:
-        """The repetition penalty if nothing changes scores before it, else 1: then ``score_processors`` apply it.
-
-        As a parameter of ``SamplingParams``, drafters follow it too.
-        """
-        before = self.sequence_bias or self.logit_bias or (self.encoder_repetition_penalty or 1) != 1
-        return 1.0 if before else float(self.repetition_penalty or 1.0)
-
-    def score_processors(
-        self, prompt_ids: Sequence[int], ends: Iterable[int], max_length: int, vocabulary: int
-    ) -> tuple[LogitsProcessor, ...]:
-        """The processors of a prompt's logits after ``first_penalty``, in the order of transformers.
-
-        ends        the token ids that end the text
-        max_length  tokens of the prompt and of the longest text after it
-
-        Raises InputError for a token id that is not in the vocabulary.
-        """
-        prompt, end_ids = tuple(int(token) for token in prompt_ids), tuple(sorted(ends))
-        self._check_ids(vocabulary)
-        found: list[LogitsProcessor] = []
-        if biases := _biases(self.sequence_bias):
-            found.append(_SequenceBias(biases))
-        if biases := _logit_biases(self.logit_bias):
-            found.append(_SequenceBias(biases))
-        if (reward := self.encoder_repetition_penalty or 1) != 1:
-            found.append(_PromptPenalty(prompt, 1 / reward))
-        if (penalty := self.repetition_penalty or 1) != 1 and self.first_penalty == 1:
-            found.append(_RepetitionPenalty(penalty))
-        if size := int(self.no_repeat_ngram_size or 0):
-            found.append(_NoRepeatNGram(size))
-        if size := int(self.encoder_no_repeat_ngram_size or 0):
-            found.append(_NoPromptNGram(size, prompt))
-        if words := tuple(word for word in _words(self.bad_words_ids) if word not in {(end,) for end in end_ids}):
-            found.append(_SequenceBias(tuple((word, -math.inf) for word in words)))
-        least = len(prompt) + int(self.min_new_tokens) if self.min_new_tokens is not None else int(self.min_length or 0)
-        if end_ids and least > len(prompt):
-            found.append(_Forbid(end_ids, 0, least))
-        return (*found, *self._of_places(prompt, end_ids, max_length))
-
-    def _of_places(self, prompt: _Ids, end_ids: _Ids, max_length: int) -> Iterable[LogitsProcessor]:
-        """The processors that come last, most of which change a single place of the text."""
-        if self.forced_bos_token_id is not None:
-            yield _Force((int(self.forced_bos_token_id),), 1)
-        if forced := ids_of(self.forced_eos_token_id, "forced_eos_token_id"):
-            yield _Force(forced, max_length - 1)
-        if self.remove_invalid_values:
-            yield _remove_invalid
-        if end_ids and (decay := _decay(self.exponential_decay_length_penalty)) is not None:
-            yield _LengthDecay(end_ids, decay[0] + len(prompt), decay[1])
-        if suppressed := ids_of(self.suppress_tokens, "suppress_tokens"):
-            yield _Forbid(suppressed, 0, None)
-        if suppressed := ids_of(self.begin_suppress_tokens, "begin_suppress_tokens"):
-            begin = len(prompt) + (len(prompt) <= 1 and self.forced_bos_token_id is not None)
-            yield _Forbid(suppressed, begin, begin + 1)
-
-    def _check_ids(self, vocabulary: int) -> None:
-        bos = () if self.forced_bos_token_id is None else (int(self.forced_bos_token_id),)
-        named = {
-            "sequence_bias": [token for ids, _ in _biases(self.sequence_bias) for token in ids],
-            "logit_bias": [ids[0] for ids, _ in _logit_biases(self.logit_bias)],
-            "bad_words_ids": [token for word in _words(self.bad_words_ids) for token in word],
-            "suppress_tokens": ids_of(self.suppress_tokens, "suppress_tokens"),
-            "begin_suppress_tokens": ids_of(self.begin_suppress_tokens, "begin_suppress_tokens"),
-            "forced_bos_token_id": bos,
-            "forced_eos_token_id": ids_of(self.forced_eos_token_id, "forced_eos_token_id"),
-        }
-        for name, tokens in named.items():
-            if wrong := [token for token in tokens if token >= vocabulary]:
-                raise InputError(f"{name} has the token id {wrong[0]}, but the vocabulary ends at {vocabulary - 1}")
+    before = (
+        options.get("sequence_bias")
+        or options.get("logit_bias")
+        or (options.get("encoder_repetition_penalty") or 1) != 1
+    )
+    return 1.0 if before else float(options.get("repetition_penalty") or 1.0)
 
 
-# -- what values are accepted ------------------------------------------------------------------------
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+def score_processors(
+    options: ScoreKeywords, prompt_ids: Sequence[int], ends: Iterable[int], max_length: int, vocabulary: int
+) -> tuple[LogitsProcessor, ...]:
+    """The processors of a prompt's logits after ``first_penalty``, in the order of transformers.
+
+    ends        the token ids that end the text
+    max_length  tokens of the prompt and of the longest text after it
+
+    Raises InputError for a token id that is not in the vocabulary.
+    """
+    prompt, end_ids = tuple(int(token) for token in prompt_ids), tuple(sorted(ends))
+    _check_ids(options, vocabulary)
+    made: list[LogitsProcessor] = []
+    if added := biases("sequence_bias", options.get("sequence_bias")):
+        made.append(_SequenceBias(added))
+    if added := logit_biases("logit_bias", options.get("logit_bias")):
+        made.append(_SequenceBias(added))
+    if (reward := options.get("encoder_repetition_penalty") or 1) != 1:
+        made.append(_PromptPenalty(prompt, 1 / reward))
+    if (penalty := options.get("repetition_penalty") or 1) != 1 and first_penalty(options) == 1:
+        made.append(_RepetitionPenalty(penalty))
+    if size := int(options.get("no_repeat_ngram_size") or 0):
+        made.append(_NoRepeatNGram(size))
+    if size := int(options.get("encoder_no_repeat_ngram_size") or 0):
+        made.append(_NoPromptNGram(size, prompt))
+    bad = words("bad_words_ids", options.get("bad_words_ids"))
+    if bad := tuple(word for word in bad if word not in {(end,) for end in end_ids}):
+        made.append(_SequenceBias(tuple((word, -math.inf) for word in bad)))
+    new = options.get("min_new_tokens")
+    least = len(prompt) + int(new) if new is not None else int(options.get("min_length") or 0)
+    if end_ids and least > len(prompt):
+        made.append(_Forbid(end_ids, 0, least))
+    return (*made, *_of_places(options, prompt, end_ids, max_length))
 
 
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= 0
+def _of_places(options: ScoreKeywords, prompt: Ids, end_ids: Ids, max_length: int) -> Iterable[LogitsProcessor]:
+    """The processors that come last, most of which change a single place of the text."""
+    if (bos := options.get("forced_bos_token_id")) is not None:
+        yield _Force((int(bos),), 1)
+    if forced := ids_of("forced_eos_token_id", options.get("forced_eos_token_id")):
+        yield _Force(forced, max_length - 1)
+    if options.get("remove_invalid_values"):
+        yield _remove_invalid
+    penalty = decay("exponential_decay_length_penalty", options.get("exponential_decay_length_penalty"))
+    if end_ids and penalty is not None:
+        yield _LengthDecay(end_ids, penalty[0] + len(prompt), penalty[1])
+    if suppressed := ids_of("suppress_tokens", options.get("suppress_tokens")):
+        yield _Forbid(suppressed, 0, None)
+    if suppressed := ids_of("begin_suppress_tokens", options.get("begin_suppress_tokens")):
+        begin = len(prompt) + (len(prompt) <= 1 and bos is not None)
+        yield _Forbid(suppressed, begin, begin + 1)
 
 
-def ids_of(value: Any, name: str) -> _Ids:
-    """Token ids given as one id, as several, or as None. Raises InputError for anything else."""
-    if value is None:
-        return ()
-    if _is_id(value):
-        return (int(value),)
-    if not isinstance(value, Iterable) or isinstance(value, str | Mapping):
-        raise InputError(f"{name} must be a list of token ids, got {value!r}")
-    tokens = tuple(value)
-    if wrong := [token for token in tokens if not _is_id(token)]:
-        raise InputError(f"{name} must be a list of token ids, got {wrong[0]!r} in it")
-    return tuple(map(int, tokens))
-
-
-def _words(value: Any) -> tuple[_Ids, ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        raise InputError(f"bad_words_ids must be a list of lists of token ids, got {value!r}")
-    words = tuple(ids_of(word, "an item of bad_words_ids") for word in value)
-    if () in words:
-        raise InputError("bad_words_ids has an empty list; leave it out")
-    return words
-
-
-def _biases(value: Any) -> _Biases:
-    wrong = "sequence_bias must be {(token ids): bias} or [[[token ids], bias], ...]"
-    if value is None:
-        return ()
-    if not isinstance(value, Mapping | Sequence) or isinstance(value, str):
-        raise InputError(f"{wrong}, got {value!r}")
-    found: dict[_Ids, float] = {}
-    for item in value.items() if isinstance(value, Mapping) else value:
-        if not isinstance(item, Sequence) or isinstance(item, str) or len(item) != 2:
-            raise InputError(f"{wrong}, got {item!r} in it")
-        ids, bias = ids_of(item[0], "sequence_bias"), item[1]
-        if not ids or not _is_number(bias) or math.isnan(bias):
-            raise InputError(f"{wrong}, got {item!r} in it")
-        found[ids] = float(bias)
-    return tuple(found.items())
-
-
-def _logit_biases(value: Any) -> _Biases:
-    if value is None:
-        return ()
-    if not isinstance(value, Mapping):
-        raise InputError(f"logit_bias must be {{token id: bias}}, got {value!r}")
-    for token, bias in value.items():
-        if not _is_id(token) or not _is_number(bias) or math.isnan(bias):
-            raise InputError(f"logit_bias must be {{token id: bias}}, got {token!r}: {bias!r} in it")
-    return tuple(((int(token),), float(bias)) for token, bias in value.items())
-
-
-def _decay(value: Any) -> tuple[int, float] | None:
-    if value is None or (isinstance(value, Sequence) and not value):
-        return None
-    if not isinstance(value, Sequence) or len(value) != 2 or not _is_id(value[0]) or not _is_number(value[1]):
-        raise InputError(f"exponential_decay_length_penalty must be (start, factor), or () for off, got {value!r}")
-    return int(value[0]), float(value[1])
+def _check_ids(options: ScoreKeywords, vocabulary: int) -> None:
+    lists = ("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
+    named = {
+        "sequence_bias": [id for ids, _ in biases("sequence_bias", options.get("sequence_bias")) for id in ids],
+        "logit_bias": [ids[0] for ids, _ in logit_biases("logit_bias", options.get("logit_bias"))],
+        "bad_words_ids": [id for word in words("bad_words_ids", options.get("bad_words_ids")) for id in word],
+        **{name: [*ids_of(name, options.get(name))] for name in lists},
+    }
+    for name, tokens in named.items():
+        if wrong := [token for token in tokens if token >= vocabulary]:
+            raise InputError(f"{name} has the token id {wrong[0]}, but the vocabulary ends at {vocabulary - 1}")
 
 
 # -- the processors ----------------------------------------------------------------------------------
@@ -247,7 +112,7 @@ class _RepetitionPenalty:
 
 @dataclass(frozen=True)
 class _PromptPenalty:
-    prompt: _Ids
+    prompt: Ids
     penalty: float
 
     def __call__(self, tokens: Sequence[int], logits_V: Tensor) -> Tensor:
@@ -258,7 +123,7 @@ class _PromptPenalty:
 class _SequenceBias:
     """Biases are summed before they are added, as in transformers, so that roundings agree."""
 
-    biases: _Biases
+    biases: Biases
 
     def __call__(self, tokens: Sequence[int], logits_V: Tensor) -> Tensor:
         matching = [(ids[-1], bias) for ids, bias in self.biases if len(ids) == 1]
@@ -284,7 +149,7 @@ class _NoRepeatNGram:
 @dataclass(frozen=True)
 class _NoPromptNGram:
     size: int
-    prompt: _Ids
+    prompt: Ids
 
     def __call__(self, tokens: Sequence[int], logits_V: Tensor) -> Tensor:
         return _without_repeats(logits_V, tokens, self.prompt, self.size)
@@ -304,7 +169,7 @@ def _without_repeats(logits_V: Tensor, tokens: Sequence[int], text: Sequence[int
 class _Forbid:
     """Forbid token ids while there are at least ``first`` and fewer than ``last`` tokens; None: until the end."""
 
-    ids: _Ids
+    ids: Ids
     first: int
     last: int | None
 
@@ -317,7 +182,7 @@ class _Forbid:
 class _Force:
     """Allow no other token ids than these after exactly ``length`` tokens."""
 
-    ids: _Ids
+    ids: Ids
     length: int
 
     def __call__(self, tokens: Sequence[int], logits_V: Tensor) -> Tensor:
@@ -330,7 +195,7 @@ class _Force:
 
 @dataclass(frozen=True)
 class _LengthDecay:
-    ids: _Ids
+    ids: Ids
     start: int
     factor: float
 

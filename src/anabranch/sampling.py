@@ -15,7 +15,7 @@ Legend: N tree nodes, V vocabulary, M entries of a sum (blocks of the vocabulary
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -24,6 +24,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from anabranch.declared import CALL, LogitsProcessor, integer
 from anabranch.errors import InputError
 
 __all__ = [
@@ -42,9 +43,6 @@ __all__ = [
     "target_probs",
     "target_tokens",
 ]
-
-LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
-"""(all tokens up to and including the node, logits [V]) -> logits [V]; -inf forbids a token."""
 
 BLOCK = 256  # vocabulary entries: inverse_cdf first sums blocks of them, to keep its float64 prefix sums short
 NUCLEUS = 256  # candidates that top-p tries before it sorts the whole vocabulary
@@ -79,24 +77,9 @@ class SamplingParams:
     processors: tuple[LogitsProcessor, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float, np.number)) or isinstance(value, bool):
-                raise InputError(f"{name} must be a number, got {value!r}")
-        for name in ("top_k", "seed"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
-                raise InputError(f"{name} must be an integer, got {value!r}")
-        if not 0 <= self.temperature < math.inf:
-            raise InputError(f"temperature must be 0 (greedy) or a positive number, got {self.temperature}")
-        if self.top_k < 0:
-            raise InputError(f"top_k must be 0 (off) or a positive integer, got {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p must be greater than 0 and at most 1 (off), got {self.top_p}")
-        if not 0 <= self.min_p < 1:
-            raise InputError(f"min_p must be at least 0 (off) and less than 1, got {self.min_p}")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise InputError(f"repetition_penalty must be a positive number (1 is off), got {self.repetition_penalty}")
+        for name, value in vars(self).items():
+            if (check := integer if name == "seed" else CALL[name].check) is not None:
+                check(name, value)
 
     @property
     def greedy(self) -> bool:

@@ -15,20 +15,19 @@ Legend: N tree nodes, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from anabranch.declared import Rule
 from anabranch.errors import CapabilityError
 from anabranch.sampling import inverse_cdf
 from anabranch.tree import DraftTree
 
 __all__ = ["Rule", "Verdict", "match", "reject", "trials"]
-
-Rule = Literal["match", "rejection"]
 
 TINY = float(np.finfo(np.float64).tiny)
 

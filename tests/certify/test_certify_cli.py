@@ -55,7 +55,7 @@ def test_the_exit_status_is_the_verdict(
         (("--sampling",), "temperature 0 has none; give --temperature 1, say"),
         (("--effect", 0.1), "are for the test of --sampling; add it"),
         (("--html", "x.html"), "are for the test of --sampling; add it"),
-        ((*SAMPLING, "--rule", "toss"), "--rule must be match or rejection, got 'toss'"),
+        ((*SAMPLING, "--rule", "toss"), "rule must be 'match' or 'rejection', got 'toss'"),
         ((*SAMPLING, "--effect", 0), "effect must be from 0.01 to 2, got 0.0"),
         ((*SAMPLING, "--power", 1), "power must be from 0.5 to 0.9999, got 1.0"),
         (("--rows", 0), "--rows must be at least 1, got 0"),

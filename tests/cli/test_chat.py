@@ -14,7 +14,6 @@ import torch
 from terminals import PROGRAM, Terminal
 
 from anabranch.api import Model
-from anabranch.cli import options
 from anabranch.cli.chat import ChatConfig, Conversation
 from anabranch.cli.show import cleaned
 from anabranch.decoding.engine import Engine
@@ -33,8 +32,8 @@ main()
 
 
 def conversation(model: Model, *, temperature: float = 0.0, seed: int = 0) -> Conversation:
-    sampling = options.Sampling(temperature=temperature, seed=seed)
-    return Conversation(model, ChatConfig(decoding=options.Decoding(max_new_tokens=6, sampling=sampling)))
+    call = {**ChatConfig().call, "max_new_tokens": 6, "temperature": temperature, "seed": seed}
+    return Conversation(model, ChatConfig(call=call))  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -13,10 +13,14 @@ from typer.testing import CliRunner
 
 from anabranch import api
 from anabranch.cli import options
+from anabranch.cli.certify import CertifyConfig
+from anabranch.cli.chat import ChatConfig
 from anabranch.cli.configured import build, configured, parameters
+from anabranch.cli.generate import GenerateConfig
+from anabranch.declared import CALL
+from anabranch.declared import check as check_call
 from anabranch.errors import AnabranchError, InputError
 from anabranch.loading import LoadConfig, check
-from anabranch.options import Options
 from anabranch.sampling import SamplingParams
 
 
@@ -61,20 +65,34 @@ def test_parameters_and_build_are_inverse() -> None:
 
 
 def test_shared_options_have_pythons_defaults() -> None:
-    assert options.Loading().config == LoadConfig()
     signature = inspect.signature(api.load).parameters
     assert signature["name"].default == LoadConfig().model
     for name in ("dtype", "device", "quantize", "revision", "threads", "lora"):
         assert signature[name].default == getattr(LoadConfig(), name), name
-    assert options.Sampling().params == SamplingParams()
-    assert Options.of(options.Decoding().keywords()) == Options()
-    named = {found.name for found in fields(options.Sampling)}
-    assert named == {found.name for found in fields(SamplingParams)} - {"processors"}
+    assert options.params(CertifyConfig().sampling) == SamplingParams()
+    assert {*options.SAMPLING} == {found.name for found in fields(SamplingParams)} - {"processors"}
+
+
+def test_options_of_a_call_come_from_their_declarations() -> None:
+    offered = {parameter.name: parameter for parameter in parameters(ChatConfig)}
+    for name, default in ChatConfig().call.items():
+        assert offered[name].default == default
+        assert CALL[name].help in str(offered[name].annotation.__metadata__[0].help)
+        assert default == CALL[name].default or name == "max_new_tokens"
+    assert str(offered["temperature"].annotation).startswith("typing.Annotated[float,")
+    assert build(ChatConfig, {name: each.default for name, each in offered.items()}) == ChatConfig()
+    assert {*GenerateConfig().call} <= {*CALL}
+
+
+def test_every_declared_option_is_described_and_checked() -> None:
+    described = inspect.getdoc(api.Model.generate) or ""
+    assert not [name for name in CALL if name not in described]
+    assert not [name for name, option in CALL.items() if option.check is None and name not in ("drafter", "log_probs")]
 
 
 def test_values_out_of_range_are_refused() -> None:
-    with pytest.raises(InputError, match=r"--rule must be match or rejection, got 'follow'"):
-        options.Decoding(rule="follow").keywords()
+    with pytest.raises(InputError, match=r"rule must be 'match' or 'rejection', got 'follow'"):
+        check_call({"rule": "follow"})
     with pytest.raises(InputError, match=r"--max-new-tokens must be at least 1, got 0"):
         options.check_at_least(1, repeats=2, limit=None, max_new_tokens=0)
 

@@ -226,3 +226,58 @@ def test_the_adapter_that_was_chosen_is_named_and_remembered(
     assert any(f"drafter {arm};" in again.err for arm in arms)
     later = json.loads(path.read_text())["yields"]["1"]
     assert sum(tokens for tokens, _ in later.values()) > sum(tokens for tokens, _ in kept.values())
+
+
+def test_several_samples(anabranch: Anabranch, where: list[object], model: Model) -> None:
+    command = ("generate", *where, "the thing", "--drafter", "none", "-n", 6, "--temperature", 1)
+    expected = [answer(model, "the thing", max_new_tokens=6, temperature=1.0, seed=seed) for seed in (3, 4, 9, 10)]
+    done = anabranch(*command, "--n", 2, "--seed", 3, "--seed", 9)
+    assert done.out == "".join(f"{each.text}\n" for each in expected)
+    assert [line.split(":")[0] for line in done.err.splitlines()[:-1]] == ["seed 3", "seed 4", "seed 9", "seed 10"]
+    assert done.err.splitlines()[-1].startswith(f"{sum(len(each.token_ids) for each in expected)} tokens, ")
+    samples = json.loads(anabranch(*command, "--n", 2, "--seed", 3, "--seed", 9, "--json").out)["samples"]
+    assert [(each["seed"], each["token_ids"]) for each in samples] == [
+        (seed, each.token_ids) for seed, each in zip((3, 4, 9, 10), expected, strict=True)
+    ]
+    for words, said in (
+        (("--compare",), "--compare is for a single sample"),
+        (("--json", "--stream"), "--stream is for a single sample"),
+        (("--temperature", 0), "2 samples are all the same at temperature 0"),
+    ):
+        refused = anabranch(*command, "--n", 2, *words)
+        assert refused.code == 1
+        assert said in refused.err
+    assert "n must be a whole number of at least 1, got 0" in anabranch(*command, "--n", 0).err
+
+
+def test_top_log_probs(anabranch: Anabranch, where: list[object], model: Model) -> None:
+    command = ("generate", *where, "the thing", "--raw", "--drafter", "none", "-n", 3, "--top-log-probs", 2)
+    expected = model.generate("the thing", max_new_tokens=3, top_log_probs=2, drafter="none").top_log_probs
+    assert expected is not None
+    places = json.loads(anabranch(*command, "--json").out)["top_log_probs"]
+    assert [{token: pytest.approx(value, abs=1e-4) for token, value in place} for place in places] == expected
+    *chunks, last = map(json.loads, anabranch(*command, "--json", "--stream").out.splitlines())
+    assert [place for chunk in chunks for place in chunk["top_log_probs"]] == last["result"]["top_log_probs"] == places
+    assert "--top-log-probs needs --json" in anabranch(*command).err
+
+
+def test_a_conversation_is_answered(anabranch: Anabranch, where: list[object], model: Model, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "the"}, {"role": "assistant", "content": "thing"}]
+    messages.append({"role": "user", "content": "one two"})
+    path = tmp_path / "talk.json"
+    path.write_text(json.dumps(messages))
+    command = ("generate", *where, "-n", 6, "--messages")
+    expected = model.chat([{"role": "system", "content": "the"}, *messages], max_new_tokens=6).text
+    assert anabranch(*command, path, "--system", "the").out == f"{expected}\n"
+    assert (
+        anabranch(*command, "-", stdin=json.dumps(messages)).out == f"{model.chat(messages, max_new_tokens=6).text}\n"
+    )
+    for text, said in (
+        ("[", "is not JSON"),
+        ('{"role": "user"}', "a conversation must be a list of messages"),
+        ("[3]", "a message must be a dictionary"),
+    ):
+        path.write_text(text)
+        assert said in anabranch(*command, path).err
+    assert "give either" in anabranch(*command, path, "text").err
+    assert "--messages needs the chat template" in anabranch(*command, path, "--raw").err

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from anabranch.cli import completion, options
+from anabranch.declared import Keywords
 from anabranch.errors import InputError
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class BenchConfig:
         Path | None, typer.Option(metavar="FILE", help="with --task: write the tables and the examples as a web page")
     ] = None
     max_new_tokens: options.NewTokens = 128
-    sampling: options.Sampling = field(default=options.Sampling())
+    sampling: Keywords = field(default_factory=options.sampling)
     repeats: Annotated[int, typer.Option(help="repeat every measurement this many times")] = 1
     rows: Annotated[
         tuple[int, ...],
@@ -151,7 +152,7 @@ def entries_of(config: BenchConfig) -> list[Entry]:
     defaults = [AUTO] if config.rows else [method.name for method in methods() if method.default]
     asked = config.asked or (PLAIN, *defaults)
     asked = tuple(quantised(text, kind) for text in asked)
-    sampling = config.sampling.params
+    sampling = options.params(config.sampling)
     if config.peer and (sampling.min_p or sampling.repetition_penalty != 1):
         raise InputError("peers do not support --min-p and --repetition-penalty; leave out these or --peer")
     entries = read_entries(asked, config.peer)
@@ -195,7 +196,7 @@ def described(
     from anabranch.model.kernel_use import near_ties
     from anabranch.support.files import without_folders
 
-    sampling = config.sampling.params
+    sampling = options.params(config.sampling)
     return {
         "model": without_folders(config.loading.model),
         **({} if config.loading.lora is None else {"lora": config.loading.lora.name}),

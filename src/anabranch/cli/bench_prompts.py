@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from anabranch.cli import bench_task
+from anabranch.cli import bench_task, options
 from anabranch.cli.bench_config import (
     BenchConfig,
     command,
@@ -62,7 +62,14 @@ def run(config: BenchConfig, given: Mapping[str, str]) -> None:
     console = status_console()
     shown = 0 if application is None else config.examples
     with Session(
-        described_run, entries, encoded, weights.loaded, config.sampling.params, console.print, recordings, shown
+        described_run,
+        entries,
+        encoded,
+        weights.loaded,
+        options.params(config.sampling),
+        console.print,
+        recordings,
+        shown,
     ) as session:
         interrupted = _measure(session, config, entries, console)
         result = session.result(command()) | {"load_seconds": weights.load_seconds}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from anabranch.cli import options
 from anabranch.cli.bench_config import (
     BenchConfig,
     Weights,
@@ -72,7 +73,7 @@ def run(config: BenchConfig, given: Mapping[str, str]) -> None:
         "machine": machine,
         "load_seconds": weights.load_seconds,
         "contenders": facts,
-        "results": _records(done, entries, greedy=config.sampling.temperature == 0),
+        "results": _records(done, entries, greedy=options.params(config.sampling).greedy),
     }
     if out is not None:
         write_atomically(out, json.dumps(result, indent=1) + "\n")
@@ -165,7 +166,7 @@ def _open(
     from anabranch.control.profiles import settle
     from anabranch.methods import make_drafter, resolve_spec
 
-    loaded, sampling = weights.loaded[entry.weights], config.sampling.params
+    loaded, sampling = weights.loaded[entry.weights], options.params(config.sampling)
     if entry.kind == "ours":
         spec = resolve_spec(entry.spec, *loaded.modules, target=loaded.target.decoder)
         fact["drafter"] = str(spec)

@@ -11,6 +11,7 @@ import typer
 
 from anabranch.cli import options
 from anabranch.cli.configured import configured
+from anabranch.declared import Keywords, check
 from anabranch.errors import InputError
 from anabranch.support.files import check_output, write_atomically
 
@@ -50,7 +51,7 @@ class DistributionTest:
         """What the tests must find. Raises InputError for a value out of range."""
         from anabranch.certify import Design
 
-        options.check_rule(self.rule)
+        check({"rule": self.rule})
         return Design(self.effect, self.alpha, self.power)
 
 
@@ -66,7 +67,7 @@ class CertifyConfig:
         int | None,
         typer.Option(help=f"decode this many at a time (default: {ROWS}, with --sampling {SAMPLED_ROWS})"),
     ] = None
-    sampling: options.Sampling = field(default=options.Sampling())
+    sampling: Keywords = field(default_factory=options.sampling)
     distribution: Annotated[
         bool, typer.Option("--sampling", help="test the distribution of sampled tokens statistically")
     ] = False
@@ -108,7 +109,7 @@ def certify(config: CertifyConfig) -> None:
 
 def _check(config: CertifyConfig) -> None:
     """Check the options of one mode or the other. Raises InputError or FileError."""
-    sampling = config.sampling.params
+    sampling = options.params(config.sampling)
     if not config.distribution:
         if config.test != DistributionTest():
             raise InputError("--rule, --effect, --alpha, --power and --html are for the test of --sampling; add it")
@@ -145,7 +146,7 @@ def _tokens(config: CertifyConfig, loaded: Loaded, drafter: Spec, prompts: list[
         drafter,
         [_ids(config, loaded, text) for text, _ in prompts],
         max_new_tokens=config.max_new_tokens,
-        sampling=config.sampling.params,
+        sampling=options.params(config.sampling),
         rows=config.rows or ROWS,
         report=report,
     )
@@ -168,7 +169,7 @@ def _distribution(config: CertifyConfig, loaded: Loaded, drafter: Spec, prompts:
         loaded.modules,
         drafter,
         [_ids(config, loaded, text) for text in prompts],
-        sampling=config.sampling.params,
+        sampling=options.params(config.sampling),
         rule="rejection" if config.test.rule == "rejection" else "match",
         design=config.test.design,
         max_new_tokens=config.max_new_tokens,

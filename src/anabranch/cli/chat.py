@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from anabranch.cli import options, show
-from anabranch.cli.configured import configured
+from anabranch.cli.configured import chosen, configured
 from anabranch.cli.keyboard import Reader, reader
 from anabranch.cli.show import note
+from anabranch.declared import Keywords
 from anabranch.errors import AnabranchError, FileError, InputError
 from anabranch.support.files import cache_home, check_writable, write_atomically
 from anabranch.support.interrupt import Terminated
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from anabranch.api import Model
     from anabranch.decoding.generation import Generation
     from anabranch.decoding.stats import Stats
-    from anabranch.options import Keywords
 
 __all__ = ["ChatConfig", "chat"]
 
@@ -58,7 +58,9 @@ class ChatConfig:
     loading: options.Loading = field(default=options.Loading())
     drafter: options.DefaultDrafter = None
     system: options.System = None
-    decoding: options.Decoding = field(default=options.Decoding(max_new_tokens=512))
+    call: Keywords = field(
+        default_factory=chosen("max_new_tokens", "min_new_tokens", *options.SAMPLING, "rule", max_new_tokens=512)
+    )
     show_drafts: options.ShowDrafts = False
     stats: Annotated[bool, typer.Option("--stats", help="show speed and acceptance after each answer")] = False
     no_history: Annotated[bool, typer.Option("--no-history", help="keep no history file of what was typed")] = False
@@ -71,7 +73,7 @@ def chat(config: ChatConfig) -> None:
     The text of a stopped answer stays in the conversation. From a pipe, every line is a message.
     """
     with show.Wait() as wait:
-        loaded = show.load_model(config.loading, config.drafter, config.decoding, wait)
+        loaded = show.load_model(config.loading, config.drafter, config.call, wait)
         talk = Conversation(loaded, config)
         talk.prompt_ids([{"role": "user", "content": "hello"}])  # raises for a model without a chat template
         words = [command.split()[0] for command in COMMANDS]
@@ -115,13 +117,14 @@ class Conversation:
     """The messages of a conversation and the statistics of the answers. A failed message leaves it unchanged."""
 
     def __init__(self, model: Model, config: ChatConfig) -> None:
-        self.model, self.call, self.system = model, config.decoding.keywords(), config.system
+        self.model, self.call, self.system = model, config.call, config.system
         self.shows_stats, self.show_drafts = config.stats, config.show_drafts
         self.messages: list[dict[str, Any]] = []
         self.drafter = str(model.drafter)
         self.answered: list[Stats] = []
         self._question: str | None = None  # the last message, answered or not
-        self._seed = config.decoding.sampling.seed
+        seed = config.call["seed"]
+        self._seed = seed if isinstance(seed, int) else seed[0]
         self._last: list[str] = []  # summary of the last complete answer
         self._full: list[int] | None = None  # the prompt of the last answer, if that was completed
 

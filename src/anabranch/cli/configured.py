@@ -12,7 +12,8 @@
     @configured
     def generate(config: GenerateConfig) -> None: ...
 
-A field that is itself a configuration contributes its fields, with the defaults of its default instance.
+A field that is itself a configuration contributes its fields, with the defaults of its default instance; a
+``LoadConfig`` also --plugin. A field of the type ``Keywords`` (``chosen``) contributes options of a call. A field
 ``tuple[X, ...]`` is a repeatable option. Other parameters of the command, such as a ``typer.Context``, are passed on.
 """
 
@@ -21,17 +22,23 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Optional, TypeVar, get_args, get_origin, get_type_hints
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional, TypeVar, get_args, get_origin
 
 import typer
 from typer.main import get_command
 
+from anabranch.cli import completion
 from anabranch.cli.help import HELP, Verb
+from anabranch.cli.plugins import PLUGIN
+from anabranch.declared import CALL, Keywords, hints_of
+from anabranch.declared import Option as Declared
+from anabranch.loading import LoadConfig
 
 if TYPE_CHECKING:
     from anabranch.learning.recipe import Option, Recipe, Training
 
-__all__ = ["build", "configured", "extended", "parameters", "recipe_rows"]
+__all__ = ["build", "chosen", "configured", "extended", "parameters", "recipe_rows"]
 
 C = TypeVar("C")
 
@@ -110,49 +117,91 @@ def _signed(called: Callable[..., None], found: list[inspect.Parameter]) -> Call
     return called
 
 
+def chosen(*names: str, **defaults: Any) -> Callable[[], Keywords]:
+    """The default factory of a configuration's field for these options of a call.
+
+    Their defaults are the declared ones unless others are given here. One whose default is a tuple is repeatable.
+    """
+    return lambda: {name: defaults.get(name, CALL[name].default) for name in names}  # type: ignore[return-value]
+
+
 def parameters(kind: type[Any], defaults: Any = None) -> Iterator[inspect.Parameter]:
     """The options of a configuration as keyword parameters; ``defaults`` is an instance of it, or None."""
-    hints = get_type_hints(kind, include_extras=True)
-    for field in fields(kind):
+    for field, hint in _hinted(kind):
         default = _default(field, defaults)
-        if is_dataclass(hints[field.name]):
-            yield from parameters(hints[field.name], None if default is MISSING else default)
-            continue
-        hint, default = _repeatable(hints[field.name], default)
-        yield inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if default is MISSING else default,
-            annotation=hint,
-        )
+        if is_dataclass(hint):
+            yield from parameters(hint, None if default is MISSING else default)  # type: ignore[arg-type]
+        elif hint is Keywords:
+            for name, value in default.items():
+                yield _parameter(name, _offered(hints_of(Keywords)[name], value), value)
+        elif isinstance(_declared(hint), Declared):
+            yield _parameter(field.name, _offered(hint, default), default)
+        elif get_origin(hint) is Annotated:
+            yield _parameter(field.name, hint, default)
+    if kind is LoadConfig:
+        yield _parameter("plugin", Annotated[tuple[Path, ...], PLUGIN], ())
 
 
 def build(kind: type[C], given: dict[str, Any]) -> C:
     """Build a configuration from the flat values of its options."""
-    hints = get_type_hints(kind)
     values: dict[str, Any] = {}
-    for field in fields(kind):  # type: ignore[arg-type]
-        hint = hints[field.name]
+    for field, hint in _hinted(kind):
         if is_dataclass(hint):
             values[field.name] = build(hint, given)  # type: ignore[arg-type]
-        elif get_origin(hint) is tuple:
-            values[field.name] = tuple(given[field.name] or ())
-        else:
-            values[field.name] = given[field.name]
+        elif hint is Keywords:
+            names = _default(field, None)
+            values[field.name] = {name: tuple(v) if isinstance(v := given[name], list) else v for name in names}
+        elif field.name in given:
+            plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+            repeated = get_origin(plain) is tuple
+            values[field.name] = tuple(given[field.name] or ()) if repeated else given[field.name]
     return kind(**values)
 
 
+def _hinted(kind: type[Any]) -> list[tuple[Any, Any]]:
+    """The fields of a configuration with their annotations."""
+    hints = hints_of(kind)
+    return [(field, hints[field.name]) for field in fields(kind)]
+
+
+def _declared(hint: Any) -> Any:
+    return get_args(hint)[1] if get_origin(hint) is Annotated else None
+
+
+def _offered(hint: Any, default: Any) -> Any:
+    """A declared option as typer's: of the first type that the command line can read."""
+    option: Declared = _declared(hint)
+    types = get_args(get_args(hint)[0]) or (get_args(hint)[0],)
+    kind: Any = next((each for each in types if each in (bool, int, float, str, Path)), str)
+    if isinstance(default, tuple):
+        kind = tuple[kind, ...]
+    elif default is None:
+        kind = Optional[kind]  # noqa: UP045 - an annotation made here
+    completed = completion.one_of(*option.values) if option.values else None
+    more = "; repeatable" if isinstance(default, tuple) and not option.help.endswith("repeatable") else ""
+    return Annotated[
+        kind, typer.Option(*option.flags, help=option.help + more, metavar=option.metavar, autocompletion=completed)
+    ]
+
+
 def _default(field: Any, defaults: Any) -> Any:
-    return field.default if defaults is None else getattr(defaults, field.name)
+    if defaults is not None:
+        return getattr(defaults, field.name)
+    return field.default if field.default_factory is MISSING else field.default_factory()
 
 
-def _repeatable(hint: Any, default: Any) -> tuple[Any, Any]:
-    """``tuple[X, ...]`` in typer's spelling; other hints unchanged."""
-    plain, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-    if get_origin(plain) is not tuple:
-        return hint, default
-    values = None if default is MISSING or not default else list(default)
-    spelled: Any = Optional[list[get_args(plain)[0]]]  # type: ignore[misc]  # noqa: UP045 - an annotation made here
+def _parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:
+    """A keyword parameter in typer's spelling, which has lists for ``tuple[X, ...]``."""
+    plain, *extras = get_args(hint)
+    if get_origin(plain) is tuple:
+        default = None if default is MISSING or not default else list(default)
+        plain = Optional[list[get_args(plain)[0]]]  # type: ignore[misc]  # noqa: UP045 - an annotation made here
+    annotation: Any = plain
     for extra in extras:
-        spelled = Annotated[spelled, extra]
-    return spelled, values
+        annotation = Annotated[annotation, extra]
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if default is MISSING else default,
+        annotation=annotation,
+    )

@@ -4,26 +4,89 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from anabranch.cli import generate_batch, options, show
-from anabranch.cli.configured import configured
-from anabranch.cli.generate_config import GenerateConfig
-from anabranch.errors import InputError
+from anabranch.cli.configured import chosen, configured
+from anabranch.declared import Keywords, check
+from anabranch.errors import FileError, InputError
 from anabranch.support.files import check_output
+from anabranch.support.jsonfiles import parse_json, read_whole
 
 if TYPE_CHECKING:
     from anabranch.api import Model
     from anabranch.decoding.generation import Chunk, Generation
-    from anabranch.options import Keywords
 
 __all__ = ["GenerateConfig", "generate"]
 
 COMPARED_RUNS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig:
+    """The options of ``anabranch generate``."""
+
+    prompt: Annotated[
+        str | None, typer.Argument(help="the prompt, or - to read it from standard input", show_default=False)
+    ] = None
+    loading: options.Loading = field(default=options.Loading())
+    drafter: options.DefaultDrafter = None
+    messages: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.json", help="answer this conversation instead: a list of messages (- is standard input)"
+        ),
+    ] = None
+    system: options.System = None
+    raw: options.Raw = False
+    call: Keywords = field(
+        default_factory=chosen(
+            *("max_new_tokens", "min_new_tokens", *options.SAMPLING, "n"),
+            *("rule", "stop", "stop_token_ids", "top_log_probs"),
+            stop=(),
+            seed=(0,),
+        )
+    )
+    show_drafts: options.ShowDrafts = False
+    compare: Annotated[bool, typer.Option("--compare", help="also measure the speedup over plain decoding")] = False
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="record every step in this file, for 'simulate'")
+    ] = None
+    every_position: Annotated[
+        bool, typer.Option("--every-position", help="with --trace: record a draft at every token, verify none")
+    ] = False
+    force: options.Force = False
+    as_json: options.AsJson = False
+    streams: Annotated[
+        bool, typer.Option("--stream", help="with --json: print a line of JSON for each chunk; the last has the result")
+    ] = False
+    prompts: Annotated[
+        str | None,
+        typer.Option(metavar="FILE.jsonl", help="answer each line instead (- is standard input), as lines of JSON"),
+    ] = None
+    out: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="with --prompts: write the answers here; continues what is there"),
+    ] = None
+
+    @property
+    def seeds(self) -> list[int]:
+        """The seed of each sample."""
+        given = self.call["seed"]
+        assert isinstance(given, Sequence)
+        return [seed + sample for seed in given for sample in range(self.call["n"])]
+
+    @property
+    def keywords(self) -> Keywords:
+        """The options of a call for one sample."""
+        stop = tuple(map(options.unescaped, self.call["stop"] or ()))
+        return {**self.call, "n": 1, "seed": self.seeds[0], "stop": stop or None}
 
 
 @configured
@@ -35,43 +98,74 @@ def generate(config: GenerateConfig) -> None:
     kind, the drafter that auto chose, and why the text ended. --compare adds the measured speedup over plain decoding.
     --trace records token ids, drafts and times, but no text.
 
+    --n, or several --seed, draw several samples of the answer, each printed when all are decoded.
+
     --prompts FILE.jsonl --out FILE answers many prompts. The same command continues after an interruption.
     """
     _check(config)
-    stops = tuple(map(options.unescaped, config.stop))
+    call = config.keywords
     if config.prompts is not None:
-        generate_batch.run(config, config.decoding.keywords(stops, config.stop_token_id))
+        load = lambda wait: show.load_model(config.loading, config.drafter, call, wait)  # noqa: E731
+        generate_batch.run(
+            config.prompts, config.out, call, load, force=config.force, raw=config.raw, system=config.system
+        )
         return
-    assert config.prompt is not None
-    text = options.standard_input() if config.prompt == "-" else config.prompt
-    if not text.strip():
-        raise InputError("the prompt is empty; give some text")
+    asked = _read(config)
     with show.Wait() as wait:
-        loaded = show.load_model(config.loading, config.drafter, config.decoding, wait)
-        asked = _asked(loaded, text, config)
-        call = config.decoding.keywords(stops, config.stop_token_id)
-        streamed: Keywords = {**call, "on_prompt": show.prompt_progress(wait)}
-        chunks = loaded.stream(asked, **streamed)
-        if config.trace is not None:
-            config.trace.unlink(missing_ok=True)
-            chunks = _recorded(chunks, loaded, asked, call, config)
-        wait.clear()
-        marker = show.Marker(loaded.tokenizer, stops) if config.show_drafts and not config.as_json else None
-        if config.streams:
-            chunks = _printed(chunks)
-        _, found = show.show(chunks, wait=wait, visible=not config.as_json, marker=marker)
-    assert found is not None, "the last chunk has the result"
-    if marker is not None:
-        typer.echo(marker.legend(found.stats), err=True)
-    comparison = _compare(loaded, asked, call, found.drafter) if config.compare else None
+        loaded = show.load_model(config.loading, config.drafter, call, wait)
+        ids = show.prompt_ids(loaded, asked, raw=config.raw, system=config.system)
+        call["on_prompt"] = show.prompt_progress(wait)
+        if len(config.seeds) > 1:
+            several: Keywords = {**call, "seed": config.seeds}
+            samples = loaded.generate([ids] * len(config.seeds), **several)
+        else:
+            samples = [_streamed(loaded, ids, call, config, wait)]
+    call["on_prompt"] = None
+    comparison = _compare(loaded, ids, call, samples[0].drafter) if config.compare else None
     if config.as_json:
-        record = _record(loaded, found, config, comparison)
+        records = [_record(loaded, sample, config) for sample in samples]
+        if len(records) > 1:
+            records = [{"samples": [{"seed": s, **r} for s, r in zip(config.seeds, records, strict=True)]}]
+        record = records[0] if comparison is None else records[0] | {"compare": comparison}
         print(json.dumps({"result": record} if config.streams else record))
         return
-    facts = show.rates(found.stats, found.drafter)
-    ended = show.ending(found, loaded)
-    facts += [*show.lesser_kernels(loaded), show.explained(ended, found, loaded, more="--max-new-tokens")]
+    if len(samples) > 1:
+        _print_samples(loaded, samples, config.seeds)
+        return
+    facts = show.rates(samples[0].stats, samples[0].drafter)
+    ended = show.ending(samples[0], loaded)
+    facts += [*show.lesser_kernels(loaded), show.explained(ended, samples[0], loaded, more="--max-new-tokens")]
     show.sentences(facts + (_compared(comparison) if comparison else []))
+
+
+def _streamed(loaded: Model, ids: list[int], call: Keywords, config: GenerateConfig, wait: show.Wait) -> Generation:
+    """The result of one sample, whose text is printed as it is decoded."""
+    chunks = loaded.stream(ids, **call)
+    if config.trace is not None:
+        config.trace.unlink(missing_ok=True)
+        chunks = _recorded(chunks, loaded, ids, {**call, "on_prompt": None}, config)
+    wait.clear()
+    stops = call["stop"] or ()
+    marker = show.Marker(loaded.tokenizer, stops) if config.show_drafts and not config.as_json else None
+    if config.streams:
+        chunks = _printed(chunks)
+    _, result = show.show(chunks, wait=wait, visible=not config.as_json, marker=marker)
+    assert result is not None, "the last chunk has the result"
+    if marker is not None:
+        typer.echo(marker.legend(result.stats), err=True)
+    return result
+
+
+def _print_samples(loaded: Model, samples: Sequence[Generation], seeds: Sequence[int]) -> None:
+    """Print several samples, each under a line with its seed, and the statistics of all."""
+    from anabranch.decoding.stats import Stats
+
+    for sample, seed in zip(samples, seeds, strict=True):
+        why = show.explained(show.ending(sample, loaded), sample, loaded, more="--max-new-tokens")
+        show.note(f"seed {seed}: {why}")
+        print(show.for_stdout(sample.text), flush=True)
+    total = Stats.merged(sample.stats for sample in samples)
+    show.sentences([*show.rates(total, samples[0].drafter, prompts=len(samples)), *show.lesser_kernels(loaded)])
 
 
 def _printed(chunks: Generator[Chunk, None, None]) -> Generator[Chunk, None, None]:
@@ -79,58 +173,76 @@ def _printed(chunks: Generator[Chunk, None, None]) -> Generator[Chunk, None, Non
     with closing(chunks):
         for chunk in chunks:
             record = {"text": chunk.text, "token_ids": list(chunk.token_ids), "sources": list(chunk.sources)}
+            if chunk.top_log_probs is not None:
+                record["top_log_probs"] = [[*place.items()] for place in chunk.top_log_probs]
             print(json.dumps(record), flush=True)
             yield chunk
 
 
 def _check(config: GenerateConfig) -> None:
     """Check for contradictory options and for output files. Raises InputError or FileError."""
-    if config.prompt is None and config.prompts is None:
+    check(config.call)
+    given = [each for each in (config.prompt, config.messages, config.prompts) if each is not None]
+    if not given:
         raise options.UsageError("Missing argument 'PROMPT', or --prompts FILE (see 'anabranch generate --help')")
-    if config.prompt is not None and config.prompts is not None:
-        raise InputError("give either a prompt, or a file of them with --prompts")
+    if len(given) > 1:
+        raise InputError("give either a prompt, a conversation with --messages, or a file of prompts with --prompts")
     if config.prompts is None and config.out is not None:
         raise InputError("--out needs --prompts; redirect the text of one prompt instead")
     if config.streams and not config.as_json:
         raise InputError("--stream needs --json; text is streamed without it")
-    single = (config.show_drafts, config.compare, config.trace, config.as_json)
-    if config.prompts is not None and any(single):
-        name = ("--show-drafts", "--compare", "--trace", "--json")[[bool(each) for each in single].index(True)]
-        raise InputError(f"{name} is for a single prompt; leave out {name} or --prompts")
+    if config.call["top_log_probs"] and not config.as_json:
+        raise InputError("--top-log-probs needs --json, which prints them")
+    several = len(config.seeds) > 1
+    single = {
+        "--show-drafts": config.show_drafts,
+        "--compare": config.compare,
+        "--trace": config.trace is not None,
+        "--stream": config.streams,
+        **({} if several else {"--json": config.as_json}),
+        **({} if several and config.prompts is None else {"--n or several --seed": several}),
+    }
+    if (config.prompts is not None or several) and (name := next((name for name in single if single[name]), None)):
+        what = "--prompts" if config.prompts is not None else "--n and all but one --seed"
+        kind = "a single prompt" if config.prompts is not None else "a single sample"
+        raise InputError(f"{name} is for {kind}; leave out {name} or {what}")
+    if several and config.call["temperature"] == 0:
+        raise InputError(f"{len(config.seeds)} samples are all the same at temperature 0; give --temperature 1, say")
     if config.compare and config.drafter == "none":
         raise InputError("--compare measures a drafter against plain decoding; choose another drafter than none")
     if config.every_position and config.trace is None:
         raise InputError("--every-position needs a recording; give a file with --trace")
-    if config.system is not None and config.raw:
-        raise InputError("--system needs the chat template, which --raw disables; give only one of them")
+    if config.raw and (config.system is not None or config.messages is not None):
+        name = "--messages" if config.system is None else "--system"
+        raise InputError(f"{name} needs the chat template, which --raw disables; give only one of them")
     if config.trace is not None:
         check_output(config.trace, force=config.force, what="the trace", option="--trace")
 
 
-def _asked(loaded: Model, text: str, config: GenerateConfig) -> list[int]:
-    """The prompt's token ids, in the chat template if there is one."""
-    from anabranch.prompts import chat_ids
+def _read(config: GenerateConfig) -> Any:
+    """The text of the prompt, or the messages of the conversation. Raises InputError or FileError."""
+    if config.messages is not None:
+        stdin = config.messages == "-"
+        text = options.standard_input() if stdin else read_whole(Path(config.messages).expanduser())
+        try:
+            return parse_json(text)
+        except ValueError as error:
+            where = "standard input" if stdin else config.messages
+            raise FileError(f"{where} is not JSON ({error}); give a list of messages") from error
+    text = options.standard_input() if config.prompt == "-" else config.prompt or ""
+    if not text.strip():
+        raise InputError("the prompt is empty; give some text")
+    return text
 
-    return chat_ids(loaded.tokenizer, text, raw=config.raw, system=config.system, model=loaded.target.name)
 
-
-def _record(
-    loaded: Model, found: Generation, config: GenerateConfig, comparison: dict[str, Any] | None
-) -> dict[str, Any]:
+def _record(loaded: Model, result: Generation, config: GenerateConfig) -> dict[str, Any]:
     """The result as JSON."""
-    record: dict[str, Any] = {
-        "text": found.text,
-        "token_ids": found.token_ids,
-        "finish_reason": found.finish_reason,
-        "ended": show.ending(found, loaded),
-        "prompt_tokens": len(found.prompt_ids),
-        "drafter": found.drafter,
-        "kernels": show.kernels(loaded),
-    }
+    record = {**show.record(result, loaded), "kernels": show.kernels(loaded)}
     if config.show_drafts:
-        record["sources"] = found.sources
-    record["stats"] = found.stats.to_dict()
-    return record if comparison is None else record | {"compare": comparison}
+        record["sources"] = result.sources
+    if result.top_log_probs is not None:
+        record["top_log_probs"] = [[*place.items()] for place in result.top_log_probs]
+    return {**record, "stats": result.stats.to_dict()}
 
 
 def _recorded(
@@ -144,16 +256,15 @@ def _recorded(
     from anabranch.methods import make_drafter
 
     assert config.trace is not None
-    settings = {**call, "drafter": str(loaded.drafter), "model": loaded.target.title}
+    settings: dict[str, Any] = {**call, "drafter": str(loaded.drafter), "model": loaded.target.title}
+    del settings["on_prompt"]
     with TraceWriter(config.trace, settings=settings, every_position=config.every_position) as writer:
         if config.every_position:
-            settled = Options.of(call)
-            decoder = loaded.target.decoder
-            drafter = make_drafter(loaded.spec, decoder, *(found.module for found in loaded.adapters))
-            request = settled.request(asked, loaded.target)
-            watched = writer.watch(drafter, decoder)
-            stops = settled.stops(loaded.target)
-            chunks = stream(Scheduler(decoder, rows=1), request, watched, loaded.tokenizer, stop=stops)
+            checked, decoder = Options(call), loaded.target.decoder
+            drafter = make_drafter(loaded.spec, decoder, *(adapter.module for adapter in loaded.adapters))
+            request, watched = checked.request(asked, loaded.target), writer.watch(drafter, decoder)
+            stop = checked.stops(loaded.target)
+            chunks = stream(Scheduler(decoder, rows=1), request, watched, loaded.tokenizer, stop=stop)
         with closing(chunks):
             for chunk in chunks:
                 writer.add(chunk.step, len(chunk.token_ids))

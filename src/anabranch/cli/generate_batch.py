@@ -12,16 +12,17 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from anabranch.cli import options, show
+from anabranch.declared import CALL, Keywords
 from anabranch.errors import AnabranchError, FileError, InputError
 from anabranch.support.files import check_writable
 from anabranch.support.interrupt import INTERRUPTED
@@ -29,8 +30,7 @@ from anabranch.support.jsonfiles import parse_object, read_lines, shown
 
 if TYPE_CHECKING:
     from anabranch.api import Model
-    from anabranch.cli.generate_config import GenerateConfig
-    from anabranch.options import Keywords
+    from anabranch.decoding.generation import Chunk
 
 __all__ = ["OPTIONS", "run"]
 
@@ -48,20 +48,38 @@ class Line:
     error: str = ""
 
 
-def run(config: GenerateConfig, call: Keywords) -> None:
-    """Answer the lines that have no answer yet. Exits with 1 if some could not be answered, 130 after Ctrl-C."""
-    assert config.prompts is not None
-    lines = _lines(config.prompts)
-    output = _Output(config.out, force=config.force)
+def run(
+    source: str,
+    out: str | None,
+    call: Keywords,
+    load: Callable[[show.Wait], Model],
+    *,
+    force: bool,
+    raw: bool,
+    system: str | None,
+) -> None:
+    """Answer the lines that have no answer yet. Exits with 1 if some could not be answered, 130 after Ctrl-C.
+
+    source  the file, or "-" for standard input
+    out     where the answers go; None: standard output
+    call    the options of lines that have none of their own
+    """
+    lines = _lines(source)
+    output = _Output(out, force=force)
     done = output.finished({line.id for line in lines})
     waiting = [line for line in lines if line.id not in done]
     if done:
         show.note(f"continuing after {len(done)} of {len(lines)} prompts")
     with show.Wait() as wait:
-        loaded = show.load_model(config.loading, config.drafter, config.decoding, wait)
+        loaded = load(wait)
     failed = 0
+
+    def stream(line: Line) -> Generator[Chunk, None, None]:
+        own: Any = {**call, **{name: line.fields[name] for name in OPTIONS if name in line.fields}}
+        return loaded.stream(_ids(loaded, line, raw=raw, system=system), **own)
+
     try:
-        for place, record in enumerate(_answers(loaded, waiting, call, config), len(done) + 1):
+        for place, record in enumerate(_answers(loaded, waiting, stream), len(done) + 1):
             failed += "error" in record
             output.append(record, f"{place - 1:,} of {len(lines):,} prompts")
     except KeyboardInterrupt:
@@ -109,76 +127,61 @@ def _line(number: int, text: str, where: str) -> Line:
     if len(given) != 1:
         what = " and ".join(given) if given else "none of them"
         return Line(name, {}, f"line {number} of {where} needs one of {', '.join(PROMPTS)}, got {what}")
-    from anabranch.options import Options
-
-    known = {field.name for field in fields(Options)} - set(OPTIONS)
-    if refused := [field for field in row if field in known]:
+    if refused := [field for field in row if field in CALL and field not in OPTIONS]:
         return Line(
             name, {}, f"line {number} of {where}: {refused[0]} is no option of a line; those are {', '.join(OPTIONS)}"
         )
     return Line(name, row)
 
 
-def _answers(loaded: Model, lines: Sequence[Line], call: Keywords, config: GenerateConfig) -> Iterator[dict[str, Any]]:
+def _answers(
+    loaded: Model, lines: Sequence[Line], stream: Callable[[Line], Generator[Chunk, None, None]]
+) -> Iterator[dict[str, Any]]:
     """The records of the lines, in their order; several are decoded at the same time."""
     stopping = threading.Event()
     left, running = deque(lines), deque[Future[dict[str, Any]]]()
+
+    def answer(line: Line) -> dict[str, Any]:
+        """The record of one line: its answer, or why there is none."""
+        if line.error:
+            return {"id": line.id, "error": line.error}
+        try:
+            result = None
+            with closing(stream(line)) as chunks:
+                for chunk in chunks:
+                    result = chunk.result
+                    if stopping.is_set():
+                        break
+        except AnabranchError as error:
+            return {"id": line.id, "error": str(error)}
+        if result is None:
+            return {"id": line.id, "error": "it was interrupted"}  # not written: nobody waits for it any more
+        return {"id": line.id, **show.record(result, loaded)}
+
     with ThreadPoolExecutor(ROWS) as pool:
         try:
             while left or running:
                 while left and len(running) < 4 * ROWS:  # one long answer keeps only so many others waiting
-                    running.append(pool.submit(_answer, loaded, left.popleft(), call, config, stopping))
+                    running.append(pool.submit(answer, left.popleft()))
                 yield running.popleft().result()
         finally:
             stopping.set()
             pool.shutdown(cancel_futures=True)
 
 
-def _answer(
-    loaded: Model, line: Line, call: Keywords, config: GenerateConfig, stopping: threading.Event
-) -> dict[str, Any]:
-    """The record of one line: its answer, or why there is none."""
-    if line.error:
-        return {"id": line.id, "error": line.error}
-    own: Any = {**call, **{name: line.fields[name] for name in OPTIONS if name in line.fields}}
-    try:
-        result = None
-        with closing(loaded.stream(_ids(loaded, line, config), **own)) as chunks:
-            for chunk in chunks:
-                result = chunk.result
-                if stopping.is_set():
-                    break
-    except AnabranchError as error:
-        return {"id": line.id, "error": str(error)}
-    if result is None:
-        return {"id": line.id, "error": "it was interrupted"}  # not written: nobody waits for it any more
-    return {
-        "id": line.id,
-        "text": result.text,
-        "token_ids": result.token_ids,
-        "finish_reason": result.finish_reason,
-        "ended": show.ending(result, loaded),
-        "prompt_tokens": len(result.prompt_ids),
-        "drafter": result.drafter,
-    }
-
-
-def _ids(loaded: Model, line: Line, config: GenerateConfig) -> Any:
-    """The prompt of a line, as ``Model.stream`` takes it. Raises InputError or CapabilityError."""
-    from anabranch.prompts import chat_ids
-
+def _ids(loaded: Model, line: Line, *, raw: bool, system: str | None) -> list[int]:
+    """The prompt of a line. Raises InputError or CapabilityError."""
     row = line.fields
-    if "messages" in row:
-        first = [] if config.system is None else [{"role": "system", "content": config.system}]
-        return loaded.chat_ids([*first, *row["messages"]] if isinstance(row["messages"], list) else row["messages"])
     if "token_ids" in row:
         if not isinstance(row["token_ids"], list):
             raise InputError(f"token_ids must be a list of whole numbers, got {shown(row['token_ids'])}")
-        return row["token_ids"]
-    if not isinstance(row["prompt"], str) or not row["prompt"].strip():
+        ids: list[int] = row["token_ids"]
+        return ids
+    if "prompt" in row and (not isinstance(row["prompt"], str) or not row["prompt"].strip()):
         raise InputError(f"the prompt must be a text that is not empty, got {shown(row['prompt'])}")
-    name = loaded.target.name
-    return chat_ids(loaded.tokenizer, row["prompt"], raw=config.raw, system=config.system, model=name)
+    if isinstance(row.get("messages"), str):
+        return loaded.chat_ids(row["messages"])  # refuses it
+    return show.prompt_ids(loaded, row["prompt"] if "prompt" in row else row["messages"], raw=raw, system=system)
 
 
 class _Output:

@@ -1,7 +1,6 @@
 """Options shared by several commands, each declared once with its help text, unit and default.
 
-``configured`` turns them into command-line options. The groups mirror ``loading.LoadConfig`` and ``options.Options``; a
-test compares their defaults.
+``configured`` turns them into command-line options, as it does those of a call (``declared``) and of loading.
 """
 
 from __future__ import annotations
@@ -9,28 +8,26 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from anabranch.cli import completion
-from anabranch.cli.plugins import PLUGIN
+from anabranch.cli.configured import chosen
+from anabranch.declared import Keywords
 from anabranch.errors import AnabranchWarning, InputError
 from anabranch.loading import LoadConfig, Loaded
-from anabranch.support.nearest import hint
 
 if TYPE_CHECKING:
     from anabranch.bench.application import Application
     from anabranch.bench.suites import SuitePrompt
-    from anabranch.options import Keywords
     from anabranch.sampling import SamplingParams
 
 __all__ = [
     "AsJson",
     "Completion",
-    "Decoding",
     "Drafter",
     "Figure",
     "Force",
@@ -39,16 +36,15 @@ __all__ = [
     "PromptTemplate",
     "Prompts",
     "Raw",
-    "Sampling",
     "Seed",
     "ShowDrafts",
-    "Stop",
     "System",
     "UsageError",
     "check_at_least",
-    "check_rule",
     "decoded",
     "load",
+    "params",
+    "sampling",
     "standard_input",
     "unescaped",
 ]
@@ -93,130 +89,20 @@ Completion = Annotated[
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="replace files that exist")]
-RULES = ("match", "rejection")
 OF_TASKS = ("prompt_template", "completion", "split")  # options of --task
-Stop = Annotated[
-    tuple[str, ...],
-    typer.Option(
-        help=r"end the text before this string; \n, \t, \xNN and \uNNNN are escapes, \\ is a backslash; repeatable"
-    ),
-]
 Figure = Annotated[Path | None, typer.Option(metavar="FILE", help="draw a figure (FILE.png or FILE.svg)")]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Loading:
-    """What to load and how: the fields of ``LoadConfig``."""
-
-    model: Annotated[
-        str,
-        typer.Option(
-            help="load this model: default, a folder, a .gguf file or a hub id",
-            autocompletion=completion.one_of("default"),
-        ),
-    ] = "default"
-    adapter: Annotated[
-        tuple[Path, ...],
-        typer.Option(metavar="FOLDER", help="load this adapter instead of the shipped one; repeatable"),
-    ] = ()
-    dtype: Annotated[
-        str,
-        typer.Option(
-            help="compute in auto (as stored), float32, bfloat16 or float16",
-            autocompletion=completion.one_of("auto", "float32", "bfloat16", "float16"),
-        ),
-    ] = "auto"
-    device: Annotated[
-        str,
-        typer.Option(help="run on auto, cpu, cuda or cuda:N", autocompletion=completion.one_of("auto", "cpu", "cuda")),
-    ] = "auto"
-    quantize: Annotated[
-        str,
-        typer.Option(
-            help="quantise the weights: none, int8 or int4; the result is the target",
-            autocompletion=completion.one_of("none", "int8", "int4"),
-        ),
-    ] = "none"
-    revision: Annotated[str | None, typer.Option(help="take this branch, tag or commit of a hub id")] = None
-    threads: Annotated[int | None, typer.Option(help="use this many CPU threads (default: all allowed)")] = None
-    lora: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="merge this LoRA (PEFT's format) into the model")
-    ] = None
-    plugin: Annotated[tuple[Path, ...], PLUGIN] = ()
-
-    @property
-    def config(self) -> LoadConfig:
-        """The loader's configuration."""
-        return LoadConfig(
-            *(self.model, self.adapter, self.dtype, self.device, self.quantize, self.revision, self.threads), self.lora
-        )
+Loading = LoadConfig
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")  # the fields of ``SamplingParams``
+sampling = chosen(*SAMPLING)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """The next-token distribution, as in ``SamplingParams``; None: the model's default in ``Decoding``, else off."""
+def params(options: Keywords) -> SamplingParams:
+    """The engine's parameters, without defaults of a model. Raises InputError for a value out of range."""
+    from anabranch.options import sampling_params
 
-    temperature: Annotated[float, typer.Option(help="divide the logits by this; 0: greedy")] = 0.0
-    top_k: Annotated[int | None, typer.Option(help="keep the k most probable tokens; 0: all")] = None
-    top_p: Annotated[
-        float | None, typer.Option(help="keep the most probable tokens up to this total probability; 1: all")
-    ] = None
-    min_p: Annotated[
-        float | None, typer.Option(help="keep tokens with at least this fraction of the highest probability; 0: all")
-    ] = None
-    repetition_penalty: Annotated[
-        float | None, typer.Option(help="divide the logits of earlier tokens by this; 1: off")
-    ] = None
-    seed: Seed = 0
-
-    @property
-    def params(self) -> SamplingParams:
-        """The engine's parameters, without defaults of a model. Raises InputError for a value out of range."""
-        from anabranch.sampling import SamplingParams
-
-        return SamplingParams(**{name: value for name, value in vars(self).items() if value is not None})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decoding:
-    """One call of ``generate``, ``stream`` or ``chat``: fields of ``options.Options``."""
-
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option("--max-new-tokens", "-n", help="stop after this many new tokens (default: the model's, or 256)"),
-    ] = None
-    min_new_tokens: Annotated[
-        int | None, typer.Option(help="let the model end the text no earlier than after this many new tokens")
-    ] = None
-    sampling: Sampling = field(default=Sampling())
-    rule: Annotated[
-        str,
-        typer.Option(
-            help="verify drafts by this rule: match or rejection",
-            autocompletion=completion.one_of("match", "rejection"),
-        ),
-    ] = "match"
-
-    def keywords(self, stop: tuple[str, ...] = (), stop_token_ids: tuple[int, ...] = ()) -> Keywords:
-        """Keyword arguments for ``Model.generate``. Raises InputError for a value out of range."""
-        from anabranch.options import Options
-
-        check_rule(self.rule)
-        found: Keywords = {
-            "max_new_tokens": self.max_new_tokens,
-            "min_new_tokens": self.min_new_tokens,
-            "temperature": self.sampling.temperature,
-            "top_k": self.sampling.top_k,
-            "top_p": self.sampling.top_p,
-            "min_p": self.sampling.min_p,
-            "repetition_penalty": self.sampling.repetition_penalty,
-            "seed": self.sampling.seed,
-            "rule": "match" if self.rule == "match" else "rejection",
-            "stop": stop or None,
-            "stop_token_ids": stop_token_ids,
-        }
-        Options.of(found)
-        return found
+    return sampling_params(options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,22 +200,12 @@ class Prompts:
             warnings.warn(sentence + more, AnabranchWarning, stacklevel=2)
 
 
-def load(loading: Loading, *, pack: bool = True, adapters: bool = True) -> Loaded:
+def load(loading: LoadConfig, *, pack: bool = True, adapters: bool = True) -> Loaded:
     """Load the model and adapters; the default model is downloaded first if necessary, with a progress bar."""
     from anabranch.cli import models
-    from anabranch.loading import check
     from anabranch.loading import load as load_config
 
-    check(loading.config)
-    if loading.model == "default":
-        models.fetch_default()
-    return load_config(loading.config, pack=pack, adapters=adapters)
-
-
-def check_rule(rule: str) -> None:
-    """Raise InputError for a verification rule that does not exist."""
-    if rule not in RULES:
-        raise InputError(f"--rule must be match or rejection, got {rule!r}{hint(rule, RULES)}")
+    return load_config(loading, pack=pack, adapters=adapters, fetch=models.fetch_default)
 
 
 def check_at_least(least: int, **values: int | None) -> None:

@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     from anabranch.api import Model
-    from anabranch.cli.options import Decoding, Loading
+    from anabranch.declared import Keywords
     from anabranch.decoding.generation import Chunk, Generation
     from anabranch.decoding.stats import Stats
+    from anabranch.loading import LoadConfig
 
 __all__ = [
     "Marker",
@@ -34,13 +35,16 @@ __all__ = [
     "cleaned",
     "ending",
     "explained",
+    "for_stdout",
     "kernels",
     "lesser_kernels",
     "load_model",
     "note",
     "passes",
+    "prompt_ids",
     "prompt_progress",
     "rates",
+    "record",
     "sentences",
     "show",
 ]
@@ -384,42 +388,58 @@ def _place(source: str) -> tuple[bool, bool, int, str]:
     return source != TARGET, not _mark(source).isdigit(), min(ranks, default=sys.maxsize), source
 
 
-# --- loading ------------------------------------------------------------------------------------------------------
+# --- models -------------------------------------------------------------------------------------------------------
 
 
-def load_model(loading: Loading, drafter: str | None, decoding: Decoding, wait: Wait) -> Model:
+def load_model(loading: LoadConfig, drafter: str | None, call: Keywords, wait: Wait) -> Model:
     """Check the options, then download the model if necessary (with a progress bar) and load it.
 
     On a terminal, ``wait`` shows this before the first slow import.
     """
-    wait.tell(f"loading {loading.model} ...")
-    from anabranch.api import load
-    from anabranch.loading import check
+    said = f"loading {loading.model} ..."
+    wait.tell(said)
+    from anabranch.api import Model
+    from anabranch.cli.models import fetch_default
+    from anabranch.loading import load
     from anabranch.methods import parse_spec
+    from anabranch.options import Options
 
     if drafter is not None:
         parse_spec(drafter)
-    decoding.keywords()
-    config = loading.config
-    check(config)
-    if loading.model == "default":
-        from anabranch.cli.models import fetch_default
+    Options(call)
 
+    def fetch() -> None:
         wait.clear()  # a download has its own progress bar
         fetch_default()
-        wait.tell(f"loading {loading.model} ...")
-    loaded = load(
-        config.model,
-        drafter=drafter,
-        adapter=config.adapters or None,
-        dtype=config.dtype,
-        device=config.device,
-        quantize=config.quantize,
-        revision=config.revision,
-        threads=config.threads,
-        lora=config.lora,
-    )
-    if said := loaded.target.generation.sentences():
+        wait.tell(said)
+
+    loaded = load(loading, fetch=fetch)
+    if defaults := loaded.target.generation.sentences():
         wait.clear()
-        sentences(said)
-    return loaded
+        sentences(defaults)
+    return Model(loaded.target, loaded.adapters, drafter)
+
+
+def prompt_ids(model: Model, asked: Any, *, raw: bool = False, system: str | None = None) -> list[int]:
+    """The token ids of a text, in the chat template if there is one, or of a conversation.
+
+    Raises InputError or CapabilityError.
+    """
+    from anabranch.prompts import chat_ids
+
+    if isinstance(asked, str):
+        return chat_ids(model.tokenizer, asked, raw=raw, system=system, model=model.target.name)
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return model.chat_ids([*first, *asked] if isinstance(asked, list) else asked)
+
+
+def record(result: Generation, model: Model) -> dict[str, Any]:
+    """A result as JSON values, without its statistics."""
+    return {
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "finish_reason": result.finish_reason,
+        "ended": ending(result, model),
+        "prompt_tokens": len(result.prompt_ids),
+        "drafter": result.drafter,
+    }

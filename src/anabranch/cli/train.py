@@ -187,10 +187,8 @@ def _train(command: str, config: TrainConfig, given: dict[str, Any]) -> None:
             speeds = train_result.predicted_speeds(target, record, config.out, examples, shown)
             timings = measured_speeds(target, config.out, own_examples or held_out, shown)
         elif timed and held_out:
-            own_model = replace(
-                config.loading.config, model=str(config.out / "model"), adapters=(config.out,), lora=None
-            )
-            decoded = measured_tuning(config.loading.config, own_model, (PLAIN, AUTO), held_out, shown)
+            own_model = replace(config.loading, model=str(config.out / "model"), adapters=(config.out,), lora=None)
+            decoded = measured_tuning(config.loading, own_model, (PLAIN, AUTO), held_out, shown)
     log = read_log(run)
     used = str(config.out / "model") if tuned else config.loading.model
     lora = None if tuned else config.loading.lora

@@ -13,6 +13,7 @@ import typer
 from anabranch.cli import options
 from anabranch.cli.configured import configured
 from anabranch.cli.train_task import TaskConfig
+from anabranch.declared import Keywords
 
 if TYPE_CHECKING:
     from anabranch.cli.screen import Screen
@@ -41,7 +42,7 @@ class AnswersConfig:
     max_new_tokens: options.NewTokens = 256
     longest_prompt: Annotated[int, typer.Option(help="leave out prompts of more tokens than this")] = 1024
     limit: Annotated[int | None, typer.Option(help="read only the first prompts, this many")] = None
-    sampling: options.Sampling = field(default=options.Sampling())
+    sampling: Keywords = field(default_factory=options.sampling)
     as_json: options.AsJson = False
 
 
@@ -56,7 +57,7 @@ def answers(config: AnswersConfig) -> None:
     from anabranch.train.job import trainable
     from anabranch.train.self_prompts import told, write_prompts
 
-    sampling = config.sampling.params
+    sampling = options.params(config.sampling)
     source = _check(config)
     task = config.of_task.read()
     written = None

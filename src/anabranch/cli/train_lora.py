@@ -115,8 +115,8 @@ def _train(config: LoraTrainConfig, given: dict[str, Any]) -> None:
         shown.keep()
         decoded = {}
         if held_out and (timing_pays(target) if config.timing is None else config.timing):
-            tuned = replace(config.loading.config, lora=config.out)
-            decoded = measured_tuning(config.loading.config, tuned, (PLAIN,), held_out, shown)
+            tuned = replace(config.loading, lora=config.out)
+            decoded = measured_tuning(config.loading, tuned, (PLAIN,), held_out, shown)
     if config.as_json:
         print(json.dumps(record))
         return

@@ -10,22 +10,20 @@ temperature, and a warning says so. What can be neither honoured nor ignored is 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from anabranch.declared import SCORES, ScoreKeywords, check
 from anabranch.errors import AnabranchWarning, InputError, ModelError
-from anabranch.processors import ScoreOptions
-from anabranch.sampling import SamplingParams
 from anabranch.support.jsonfiles import is_whole, read_json, shown
 from anabranch.support.log import warn
 
 __all__ = ["HARMLESS", "HONOURED", "NEUTRAL", "SUGGESTED", "GenerationDefaults", "read_defaults"]
 
-SCORES = tuple(each.name for each in fields(ScoreOptions) if each.name != "logit_bias")
 CUTS = ("top_k", "top_p", "min_p")
 LENGTHS = ("max_new_tokens", "max_length")
-HONOURED = frozenset((*SCORES, *CUTS, *LENGTHS, "stop_strings", "eos_token_id"))
+HONOURED = frozenset((*{*SCORES} - {"logit_bias"}, *CUTS, *LENGTHS, "stop_strings", "eos_token_id"))
 SUGGESTED = frozenset(("do_sample", "temperature"))
 # Fields that change no token of greedy decoding or sampling, whatever their value.
 HARMLESS = frozenset(
@@ -68,7 +66,7 @@ class GenerationDefaults:
     suggested  do_sample and temperature, which nothing is done with
     """
 
-    scores: ScoreOptions = field(default=ScoreOptions())
+    scores: ScoreKeywords = field(default_factory=dict)  # type: ignore[assignment]
     cuts: Mapping[str, Any] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
     new: int | None = None
@@ -78,7 +76,7 @@ class GenerationDefaults:
     @property
     def honoured(self) -> dict[str, Any]:
         """The defaults that calls use, by the names that the file has for them."""
-        found = {**self.scores.given, **self.cuts, "stop_strings": list(self.stop)}
+        found = {**self.scores, **self.cuts, "stop_strings": list(self.stop)}
         found |= {"max_new_tokens": self.new, "max_length": self.total}
         return {name: value for name, value in found.items() if value not in (None, [])}
 
@@ -126,9 +124,9 @@ def read_defaults(folder: Path, described: Mapping[str, Any], advice: str) -> tu
 
 
 def _defaults(given: Mapping[str, Any]) -> GenerationDefaults:
-    scores = ScoreOptions(**{name: _tuples(given[name]) for name in SCORES if name in given})
+    scores: Any = {name: _tuples(given[name]) for name in SCORES if name in given and name in HONOURED}
     cuts = {name: given[name] for name in CUTS if name in given and given[name] not in (0, -1)}
-    SamplingParams(temperature=1.0, **cuts)
+    check({**scores, **cuts})
     for name in LENGTHS:
         if name in given and not is_whole(given[name], 1, 2**31):
             raise InputError(f"{name} must be a whole number of at least 1, got {shown(given[name])}")
