@@ -38,10 +38,9 @@ def target() -> Target:
     return load_target("default", dtype="float32")
 
 
-def test_the_shipped_adapters_belong_to_it(target: Target) -> None:
+def test_the_shipped_adapter_belongs_to_it(target: Target) -> None:
     """A change in how files are read must not change the identity of their weights."""
-    shipped = [read_record(folder) for folder in SHIPPED.iterdir() if (folder / "adapter_config.json").is_file()]
-    assert {record["target"]["fingerprint"] for record in shipped} == {target.fingerprint}
+    assert read_record(SHIPPED / "smollm2-135m-instruct")["target"]["fingerprint"] == target.fingerprint
     assert target.config.tied_head
 
 
@@ -125,9 +124,10 @@ def test_streams_save_passes(target: Target, adapter: StreamAdapter) -> None:
     assert sum(len(step.tokens) for step in steps) > 1.4 * len(steps)
 
 
-def test_the_shipped_adapter_is_small() -> None:
-    for weights in SHIPPED.glob("*/adapter.safetensors"):
-        assert weights.stat().st_size <= 8_000_000
+def test_the_shipped_adapters_are_small() -> None:
+    sizes = {weights.parent.name: weights.stat().st_size for weights in SHIPPED.glob("*/adapter.safetensors")}
+    assert sizes.pop("smollm2-135m-instruct") <= 8_000_000
+    assert all(size <= 16_000_000 for size in sizes.values())
 
 
 class Watched(Wrapped):
