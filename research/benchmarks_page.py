@@ -130,7 +130,7 @@ def index(results: Mapping[str, Result]) -> str:
             "One page a question, with every result that answers it. `python research/benchmarks_page.py` writes these "
             "pages from `benchmarks/`; do not edit them. [Metrics](metrics.md) defines every number. Speedups compare "
             "with our own plain decoding on the same prompt, in the same run, with the same weights. The default model "
-            "is SmolLM2-135M-Instruct. All runs are on CPUs; nothing has been measured on a GPU."
+            "is SmolLM2-135M-Instruct. All runs but that [on a GPU](gpu.md) are on CPUs."
         ),
         *table(("question", "results"), rows, left=2),
         *_wrapped(
