@@ -37,6 +37,7 @@ class DraftModelSettings(Settings):
     tokens     depth at most, or auto: up to 10, as the load decides
     nodes      node budget of a best-first tree, root included; 0: 16, or with tree=auto 24
     k          children of a node, or of nodes by depth: 3/2/1; empty: 2, in a best-first tree 16
+    threshold  joint probability below which a node is not drafted; a chain ends there
     quantize   none, int8 or int4 weights of the draft model
     """
 

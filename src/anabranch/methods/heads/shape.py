@@ -67,6 +67,7 @@ class HeadSettings(Settings):
            nodes
     nodes  node budget, counting the root; 0: 16, or with tree=auto 24
     k      maximum number of children of a node; 0: 10, or in a product tree 3
+    depth  number of heads used; 0: all
     """
 
     trees: ClassVar[tuple[str, ...]] = ("best", "chain", "sparse", "product", "auto")

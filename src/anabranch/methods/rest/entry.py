@@ -20,7 +20,12 @@ BUDGETS = (3, 4, 5, 6, 8, 12, 16)
 
 @dataclass(frozen=True)
 class RestSettings(TableSettings):
-    """Settings of ``rest:...``, besides those of ``TableSettings``; ``RestDrafter`` says what each means."""
+    """Settings of ``rest:...``, besides those of ``TableSettings``.
+
+    ngram    maximum length of a match
+    depth    maximum number of drafted tokens of a continuation
+    matches  maximum number of continuations read per match, evenly spread over all of them
+    """
 
     ngram: int = 16
     depth: int = 10

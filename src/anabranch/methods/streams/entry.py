@@ -28,7 +28,15 @@ PUBLISHED = {"Llama-2-7B": (3.52, 3.08), "Llama-2-13B": (3.63, 3.21), "Vicuna-33
 
 @dataclass(frozen=True)
 class StreamSettings(TreeSettings):
-    """Settings of ``streams:...``: those of trees, of scores (``DraftOptions``), and of ``StreamDrafter``."""
+    """Settings of ``streams:...``, besides those of trees.
+
+    shortlist  number of each stream's best tokens whose conditioned scores are computed; 0: the whole draft vocabulary
+    condition  use the adapter's conditioning, if it has any
+    copy       mix in what followed earlier matches in the text (greedy rows, best-first trees, native kernels)
+    prune      number of nodes that the early-exit layer keeps; 0: no pruning
+    placement  ride in the target's pass (the paper), trail it, or auto: trail on a CPU and with an adapter that
+               conditions its streams on the emitted token, otherwise ride
+    """
 
     shortlist: int = 0
     condition: bool = True

@@ -18,11 +18,14 @@ MOST = 24  # default node budget if the size of trees follows the load
 
 @dataclass(frozen=True)
 class TreeSettings(Settings):
-    """The shape of trees; see ``DraftOptions`` for those not described here.
+    """The shape of trees.
 
-    tree   best, product, chain, auto (best, with a size that follows the load), or a number: best with so many nodes
-    nodes  node budget, counting the root; 0: 16, or with tree=auto 24
-    k      maximum number of children of a node; 0: 16, or in a product tree 3
+    tree       best, product, chain, auto (best, sized by the load), or a number: best with so many nodes
+    nodes      node budget, counting the root; 0: 16, or with tree=auto 24
+    k          maximum number of children of a node; 0: 16, or in a product tree 3
+    depth      number of streams or masks used; 0: all, but fewer in small best-first trees
+    frontier   maximum number of nodes expanded per level (best-first)
+    threshold  minimum joint probability of a node (best-first)
     """
 
     tree: str = "best"
