@@ -24,8 +24,10 @@ from anabranch.drafting.drafter import Drafter
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.config import StreamConfig
+from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig, RopeConfig
 from anabranch.model.decoder import Decoder
+from anabranch.model.inputs import Inputs
 from anabranch.model.load import Target
 from anabranch.model.lora import Lora, Term, places
 from anabranch.model.passes import PassResult
@@ -136,8 +138,20 @@ def rows_of(values_M: Tensor, result: PassResult) -> Tensor:
 
 def logits_of(result: PassResult) -> Tensor:
     """The logits of a pass by rows [B, N, V]."""
-    assert result.logits_MV is not None
     return rows_of(result.logits_MV, result)
+
+
+def new_cache(target: Decoder, rows: int = 1, *, capacity: int = 96, prompt: int = 0) -> Cache:
+    """An empty cache of a target, with ``rows`` rows for prompts of ``prompt`` tokens."""
+    cache = Cache(target.config, rows=rows, capacity=capacity, dtype=target.dtype, device=target.device)
+    for _ in range(rows):
+        cache.add_row(prompt)
+    return cache
+
+
+def logits_after(target: Decoder, ids: Sequence[int]) -> Tensor:
+    """The logits [N, V] of a text, read in one pass."""
+    return logits_of(target(Inputs.of_prompt(list(ids)), new_cache(target, prompt=len(ids))))[0]
 
 
 class Words:
@@ -166,13 +180,13 @@ def as_target(decoder: Decoder, *, eos: tuple[int, ...] = (2,), name: str = "toy
     return Target(decoder, Words(), replace(decoder.config, eos_token_ids=eos), name, None, fingerprint(decoder))
 
 
-def drawn_lora(config: ModelConfig, chosen: str = "", *, seed: int = 5) -> Lora:
+def drawn_lora(config: ModelConfig, chosen: str = "", *, rank: int = 3, seed: int = 5) -> Lora:
     """Random terms for the modules whose names contain ``chosen``."""
     noise = torch.Generator().manual_seed(seed)
     terms = {}
     for name, place in places(config).items():
         if chosen in name:
-            shapes = (3, place.width), (place.outputs, 3)
+            shapes = (rank, place.width), (place.outputs, rank)
             down, up = (0.1 * torch.randn(shape, generator=noise) for shape in shapes)
             terms[name] = Term(down, up, 1.5)
     return Lora(terms)

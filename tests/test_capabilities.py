@@ -136,30 +136,6 @@ def test_every_cell_decodes_exactly_or_raises_its_sentence(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_every_cell_through_the_public_calls(drafter: str, stand_in: StandIn, model: Model) -> None:
-    if not fitting(stand_in, [drafter]):
-        pytest.skip("there is no copy of float32 weights")
-    spec = stand_in.spec(drafter)
-    prompts = [prompt(3 + n, seed=n) for n in range(8)]
-    for options in QUESTIONS.values():
-        call: dict[str, Any] = {name: value for name, value in options.items() if name not in ("prompts", "stream")}
-        call |= {"max_new_tokens": NEW, "seed": 3, "drafter": spec}
-        if not supports(drafter, **options):
-            continue
-        plain = [model.generate(ids, **{**call, "drafter": "none", "rule": "match"}) for ids in prompts]
-        if options.get("stream"):
-            chunks = [[token for chunk in model.stream(ids, **call) for token in chunk.token_ids] for ids in prompts]
-            assert chunks == [each.token_ids for each in plain]
-            continue
-        found = model.generate(prompts[: options.get("prompts", 3)], **call)
-        if options.get("rule") != "rejection":
-            assert [each.token_ids for each in found] == [each.token_ids for each in plain[: len(found)]]
-        if options.get("log_probs"):
-            assert all(len(each.log_probs) == NEW for each in found)
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("dtype", "quantize"),
     [(torch.float32, "none"), (torch.bfloat16, "none"), (torch.bfloat16, "int8"), (torch.bfloat16, "int4")],

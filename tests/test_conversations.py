@@ -122,7 +122,9 @@ def test_several_templates(model: Model) -> None:
         ([{"role": "user", "content": 3}], "must be a string or a list of parts, got 3"),
         ([{"role": "user", "content": [3]}], "a part of a message's content must be .*, got 3"),
         ([{"role": "system", "content": "be brief"}, USER], "refuses this conversation: no system role"),
-        ([{"role": "assistant", "tool_calls": [CALL]}] * 0, "the conversation is empty"),
+        ([{"role": "user", "content": None}], "a message must be a dictionary with a role and a content"),
+        ([{"role": "user", "content": "\ud800"}], "unpaired surrogate"),
+        ([], "the conversation is empty"),
     ],
 )
 def test_messages_that_are_none(model: Model, messages: Any, message: str) -> None:
@@ -130,6 +132,8 @@ def test_messages_that_are_none(model: Model, messages: Any, message: str) -> No
         model.chat(messages)
 
 
-def test_pictures_are_refused(model: Model) -> None:
+def test_what_is_not_supported_is_refused(model: Model) -> None:
+    with pytest.raises(CapabilityError, match="no chat template"):
+        toy_model(template=False).chat([USER])
     with pytest.raises(CapabilityError, match="reads text only, and a message has a part of type 'image'"):
         model.chat([{"role": "user", "content": [{"type": "image", "url": "x"}]}])

@@ -19,7 +19,6 @@ from anabranch.errors import AnabranchError, CapabilityError, InputError, Numeri
 from anabranch.methods.lookahead import LookaheadDrafter
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.prompt_lookup import PromptLookupDrafter
-from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.draft import DraftOptions
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.methods.suffix import SuffixDrafter
@@ -30,7 +29,6 @@ from anabranch.model.weights import build_decoder
 from anabranch.sampling import SamplingParams, log_probs
 from anabranch.tree import DraftTree
 from small import CASES, LLAMA, RICH, SOME_CASES, VOCABULARY, decode, prompt, randomise, request, small, small_adapter
-from toy_distribution import assert_pairs_from, pair_probs
 
 BEST = DraftOptions(nodes=10, k=4)
 FREQUENT = torch.arange(0, VOCABULARY, 2)
@@ -311,23 +309,6 @@ def test_log_probs_are_the_targets_own(name: str) -> None:
         start = len(asked.prompt_ids) - 1
         wanted = log_probs(logits[start:-1], torch.tensor(answer))
         assert told == pytest.approx(wanted.tolist(), abs=1e-4)
-
-
-# -- rejection ---------------------------------------------------------------------------------------------------------
-@pytest.mark.thorough  # test_enumerated.py computes the same distributions exactly
-@pytest.mark.parametrize("tree", ["chain", "product"])
-def test_rejection_keeps_the_joint_distribution_of_two_tokens(tree: str) -> None:
-    """Second and third new token of 1,600 samples; the first step drafts nothing, the second two tokens deep."""
-    words, count = 5, 1600
-    target = build_decoder(replace(LLAMA, vocab_size=words, num_layers=2), device="cpu")
-    randomise(target, seed=3, scale=0.2)
-    adapter = small_adapter(target, StreamConfig(num_streams=2, num_stream_layers=1, adapter_rank=2))
-    drafter = StreamDrafter(target, adapter, DraftOptions(tree=tree, k=2))  # type: ignore[arg-type]
-    text = [1, 4, 2]
-    asked = [Request(text, 4, SamplingParams(temperature=1.0, seed=seed), rule="rejection") for seed in range(count)]
-    found, steps = decode(target, asked, drafter, rows=64)
-    assert_pairs_from([(second, third) for _, second, third, _ in found], pair_probs(target, text, skipped=1))
-    assert 0.2 < np.mean([row[1].verdict.accepted > 0 for row in steps]) < 1.0  # drafts were judged both ways
 
 
 def test_rules_that_a_drafter_cannot_serve_are_refused() -> None:

@@ -60,13 +60,6 @@ def feed(ids: Sequence[int], sizes: Sequence[int], stop: Sequence[str] = ()) -> 
     return [*pieces, detokenizer.finish()], detokenizer
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.lists(st.integers(0, VOCABULARY - 1), max_size=30), st.lists(st.integers(1, 6), max_size=8))
-def test_pieces_add_up_to_decoding_at_once(ids: list[int], sizes: list[int]) -> None:
-    pieces, _ = feed(ids, sizes)
-    assert "".join(pieces) == TOKENIZER.decode(ids, skip_special_tokens=True)
-
-
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, VOCABULARY - 1), max_size=30), st.integers(1, 6))
 def test_a_whole_text_is_that_of_decoding_at_once(ids: list[int], size: int) -> None:
@@ -86,45 +79,12 @@ def test_characters_come_whole(text: str, sizes: list[int]) -> None:
     assert not any("�" in piece for piece in pieces)
 
 
-@settings(max_examples=200, deadline=None)
-@given(
-    st.text("abü ", max_size=14),
-    st.lists(st.text("abü", min_size=1, max_size=3), min_size=1, max_size=3),
-    st.lists(st.integers(1, 6), max_size=8),
-)
-def test_stop_strings_end_the_text_before_them(text: str, stop: list[str], sizes: list[int]) -> None:
-    """However tokens are grouped: the text before the first token that completes a stop string, cut there."""
-    ids = TOKENIZER.encode(text)
-    pieces, detokenizer = feed(ids, sizes, stop)
-    for count in range(len(ids) + 1):
-        said = TOKENIZER.decode(ids[:count])
-        found = [at for at in (said.find(s) for s in stop) if at >= 0]
-        if found:
-            assert "".join(pieces) == said[: min(found)]
-            assert detokenizer.stopped is not None
-            assert detokenizer.kept == count
-            return
-    assert "".join(pieces) == text
-    assert detokenizer.stopped is None
-
-
 def test_a_text_that_may_become_a_stop_string_is_held_back() -> None:
     detokenizer = Detokenizer(TOKENIZER, ["stop"])
     assert detokenizer.add(TOKENIZER.encode("no st")) == "no "
     assert detokenizer.add(TOKENIZER.encode("a")) == "sta"
     assert detokenizer.add(TOKENIZER.encode("sto")) == ""
     assert detokenizer.finish() == "sto"
-
-
-def test_the_earliest_of_several_stop_strings_counts() -> None:
-    pieces, _ = feed(TOKENIZER.encode("x yy zz"), [7], ["zz", "yy"])
-    assert "".join(pieces) == "x "
-
-
-def test_special_tokens_have_no_text() -> None:
-    detokenizer = Detokenizer(TOKENIZER)
-    assert detokenizer.add([*TOKENIZER.encode("the"), END]) + detokenizer.finish() == "the"
-    assert detokenizer.kept == 2
 
 
 def run(model: Model, drafter: Drafter, request: Request, stop: Sequence[str] = ()) -> generation.Generation:
@@ -175,14 +135,6 @@ def test_the_end_token_is_a_token_but_no_text(model: Model) -> None:
         assert result.finish_reason == "stop"
 
 
-def test_length_cuts_inside_an_accepted_path(model: Model) -> None:
-    whole = plain(model)
-    result = run(model, Oracle(whole.token_ids), Request(whole.prompt_ids, 13))
-    assert result.token_ids == whole.token_ids[:13]
-    assert result.finish_reason == "length"
-    assert result.stats.steps == 2
-
-
 def test_statistics_of_an_oracle(model: Model) -> None:
     whole = plain(model)
     result = run(model, Oracle(whole.token_ids), Request(whole.prompt_ids, 36))
@@ -220,16 +172,6 @@ def test_what_a_listener_raises_cancels_the_request(model: Model) -> None:
         next(generation.stream(scheduler, Request([1, 2, 3], 4, on_prompt=stop), Oracle([]), model.tokenizer))
     assert not scheduler.busy
     assert run(model, Oracle([]), Request([1, 2, 3], 4)).token_ids
-
-
-def test_log_probs_are_those_of_the_raw_distribution(model: Model) -> None:
-    result = model.generate("the", max_new_tokens=12, temperature=1.0, top_k=3, seed=4, log_probs=True)
-    again = model.generate("the", max_new_tokens=12, temperature=1.0, top_k=3, seed=4, log_probs=True, drafter="none")
-    assert result.token_ids == again.token_ids
-    assert result.log_probs is not None
-    assert again.log_probs is not None
-    assert result.log_probs == pytest.approx(again.log_probs, abs=1e-4)
-    assert len(result.log_probs) == len(result.token_ids)
 
 
 def test_closing_a_stream_frees_its_row(model: Model) -> None:

@@ -79,14 +79,3 @@ def test_the_compiler_stays_out(toys: ToyFolders) -> None:
         sys.exit(", ".join({{"sympy", "torch._dynamo", "torch._inductor"}} & set(sys.modules)) or 0)
     """
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_one_default_drafter() -> None:
-    import inspect
-
-    from anabranch.api import load
-    from anabranch.cli.chat import chat
-    from anabranch.cli.generate import generate
-
-    defaults = {inspect.signature(f).parameters["drafter"].default for f in (load, generate, chat)}
-    assert defaults == {None}, "what tune found, else auto"

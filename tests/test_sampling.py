@@ -30,42 +30,37 @@ NO_KEYS = np.zeros(0, np.uint64)  # greedy decoding reads none
 LOGITS = torch.tensor([[0.5, 0.2, 0.2, 0.1], [0.1, 0.6, 0.0, 0.3]]).log()  # [2, 4]
 
 
-def assert_distribution(params: SamplingParams, expected: list[list[float]]) -> None:
-    torch.testing.assert_close(target_probs(LOGITS, params), torch.tensor(expected).float(), rtol=1e-5, atol=1e-6)
-
-
 # --- the distribution -----------------------------------------------------------------------------------------------
 
-
-def test_temperature_one_is_softmax() -> None:
-    assert_distribution(SamplingParams(temperature=1.0), [[0.5, 0.2, 0.2, 0.1], [0.1, 0.6, 0.0, 0.3]])
-
-
-def test_temperature_half_squares() -> None:
-    first = [p * p / 0.34 for p in (0.5, 0.2, 0.2, 0.1)]
-    assert_distribution(SamplingParams(temperature=0.5), [first, [0.01 / 0.46, 0.36 / 0.46, 0.0, 0.09 / 0.46]])
+WHOLE = [[0.5, 0.2, 0.2, 0.1], [0.1, 0.6, 0.0, 0.3]]
+BEST = [[1, 0, 0, 0], [0, 1, 0, 0]]
+CUT = [[5 / 9, 2 / 9, 2 / 9, 0], [0, 2 / 3, 0, 1 / 3]]  # tied tokens stay together
+SQUARED = [[p * p / 0.34 for p in WHOLE[0]], [p * p / 0.46 for p in WHOLE[1]]]
 
 
-def test_greedy_is_one_hot_at_the_first_of_ties() -> None:
-    assert_distribution(SamplingParams(), [[1, 0, 0, 0], [0, 1, 0, 0]])
-    ties = torch.tensor([[1.0, 3.0, 3.0, 3.0]])
-    assert target_probs(ties, SamplingParams()).tolist() == [[0, 1, 0, 0]]
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, WHOLE),
+        ({"temperature": 0.5}, SQUARED),
+        *(({"temperature": temperature}, BEST) for temperature in (0.0, 1e-6, 1e-38, 5e-324)),
+        *(({"top_k": k}, probs) for k, probs in ((1, BEST), (2, CUT), (99, WHOLE))),
+        *(({"top_p": p}, probs) for p, probs in ((0.3, BEST), (0.85, CUT), (1e-9, BEST))),
+        ({"min_p": 0.3}, CUT),
+    ],
+)
+def test_target_probs(options: dict[str, float], expected: list[list[float]]) -> None:
+    params = SamplingParams(**{"temperature": 1.0, **options})  # type: ignore[arg-type]
+    torch.testing.assert_close(target_probs(LOGITS, params), torch.tensor(expected).float(), rtol=1e-5, atol=1e-6)
+    assert target_probs(LOGITS.bfloat16(), params).dtype == torch.float32
+    assert params.greedy == (options == {"temperature": 0.0})
+
+
+def test_greedy_takes_the_first_of_ties() -> None:
+    assert target_probs(torch.tensor([[1.0, 3.0, 3.0, 3.0]]), SamplingParams()).tolist() == [[0, 1, 0, 0]]
     wide = torch.zeros(1, 1000)
     wide[0, [300, 301, 900]] = 5.0
     assert target_tokens(wide, SamplingParams(), NO_KEYS).tolist() == [300]
-
-
-def test_top_k_keeps_ties() -> None:
-    assert_distribution(SamplingParams(temperature=1.0, top_k=1), [[1, 0, 0, 0], [0, 1, 0, 0]])
-    two = [5 / 9, 2 / 9, 2 / 9, 0]  # the two that tie for the second place both stay
-    assert_distribution(SamplingParams(temperature=1.0, top_k=2), [two, [0, 2 / 3, 0, 1 / 3]])
-    assert_distribution(SamplingParams(temperature=1.0, top_k=99), [[0.5, 0.2, 0.2, 0.1], [0.1, 0.6, 0.0, 0.3]])
-
-
-def test_top_p_keeps_the_smallest_set_that_holds_the_mass() -> None:
-    assert_distribution(SamplingParams(temperature=1.0, top_p=0.3), [[1, 0, 0, 0], [0, 1, 0, 0]])
-    assert_distribution(SamplingParams(temperature=1.0, top_p=0.85), [[5 / 9, 2 / 9, 2 / 9, 0], [0, 2 / 3, 0, 1 / 3]])
-    assert_distribution(SamplingParams(temperature=1.0, top_p=1e-9), [[1, 0, 0, 0], [0, 1, 0, 0]])
 
 
 def test_top_p_beyond_the_shortlist_sorts_everything() -> None:
@@ -76,20 +71,6 @@ def test_top_p_beyond_the_shortlist_sorts_everything() -> None:
     enough = int((ordered.cumsum(0) < 0.5).sum()) + 1
     assert (probs[1] > 0).sum() == enough
     assert (probs[2] > 0).sum() == 1
-
-
-def test_min_p_is_relative_to_the_best() -> None:
-    assert_distribution(SamplingParams(temperature=1.0, min_p=0.3), [[5 / 9, 2 / 9, 2 / 9, 0], [0, 2 / 3, 0, 1 / 3]])
-
-
-def test_tiny_temperatures_do_not_overflow() -> None:
-    for temperature in (1e-6, 1e-38, 5e-324):
-        assert_distribution(SamplingParams(temperature=temperature), [[1, 0, 0, 0], [0, 1, 0, 0]])
-
-
-def test_bfloat16_logits_give_float32_probs() -> None:
-    assert target_probs(LOGITS.bfloat16(), SamplingParams(temperature=1.0)).dtype == torch.float32
-    assert target_tokens(LOGITS.bfloat16(), SamplingParams(), NO_KEYS).tolist() == [0, 1]
 
 
 def test_inputs_are_left_alone() -> None:
@@ -327,9 +308,3 @@ def test_generator_is_fresh_for_each_position() -> None:
 def test_values_that_mean_nothing_are_refused(name: str, value: object) -> None:
     with pytest.raises(InputError, match=rf"^{name} must be .*, got "):
         SamplingParams(**{name: value})  # type: ignore[arg-type]
-
-
-def test_defaults_are_greedy() -> None:
-    assert SamplingParams().greedy
-    assert not SamplingParams(temperature=0.1).greedy
-    assert SamplingParams(seed=np.int64(3)) == SamplingParams(seed=3)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The distribution of the emitted tokens, enumerated exactly over a 4-word vocabulary; then sampled, and by seed.
+"""The distribution of the emitted tokens, enumerated exactly over a 4-word vocabulary.
 
 The enumeration runs the shipped code: ``match`` on every outcome of the target's draws, and ``trials``, which makes
 every decision of ``reject``, on every outcome of the drafter's. Steps that emit fewer tokens than are compared continue
@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from anabranch.errors import CapabilityError
-from anabranch.sampling import SamplingParams, generator, position_keys, target_probs, target_tokens
+from anabranch.sampling import generator
 from anabranch.tree import DraftTree
 from anabranch.verify import Verdict, match, reject, trials
-from toy_distribution import assert_counts_from
 
 VOCABULARY = 4
 LENGTH = 3  # tokens whose joint distribution is compared
@@ -261,106 +260,6 @@ def test_the_wrong_replacement_errs() -> None:
     for tokens, weight in drafts([-1, 0, 0, 0], False):
         reject_outcomes(sampled_tree(tokens, [-1, 0, 0, 0], True), weight, emitted)
     assert distance(joint(P, emitted), plain_distribution()) > 0.01
-
-
-# --- reject itself, sampled -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("replacement", [pytest.param(True, marks=pytest.mark.thorough), False])
-def test_rejection_draws_from_the_target_distribution(replacement: bool) -> None:
-    runs, parents = 4000, [-1, 0, 0, 1, 2]
-    outcomes = list(drafts(parents, replacement))
-    weights = np.array([weight for _, weight in outcomes])
-    chosen = np.random.default_rng(0).choice(len(outcomes), size=runs, p=weights / weights.sum())
-    counts = np.zeros((VOCABULARY, VOCABULARY))
-    for run, choice in enumerate(chosen.tolist()):
-        tree = sampled_tree(outcomes[choice][0], parents, replacement)
-        noise = generator(11, run)
-        p_NV = torch.from_numpy(np.stack([P(words_at(tree, node)) for node in range(tree.size)]))
-        verdict = reject(tree, p_NV, noise)
-        words = (*words_at(tree, verdict.path[-1]), verdict.next_token)
-        if len(words) == 1:
-            words = (*words, int(noise.choice(VOCABULARY, p=P(words))))
-        counts[words[:2]] += 1
-    assert_counts_from(counts.ravel().tolist(), plain_distribution().sum(axis=2).ravel().tolist())
-
-
-# --- whole decodings ------------------------------------------------------------------------------------------------
-
-WORDS = 40
-Drafter = Callable[[list[int]], DraftTree]
-
-
-def logits_after(tokens: list[int]) -> torch.Tensor:
-    return torch.from_numpy(2 * np.random.default_rng(tokens[-3:]).standard_normal(WORDS)).float()
-
-
-def decode(drafter: Drafter, params: SamplingParams, count: int) -> tuple[list[int], list[int]]:
-    """Return the tokens and how many each step accepted, by the rule that fits each tree."""
-    tokens, accepted = [1, 2, 3], []
-    while len(tokens) < 3 + count:
-        tree, start = drafter(tokens), len(tokens)
-        paths = [[int(tree.tokens[i]) for i in tree.path_to(node)[1:]] for node in range(tree.size)]
-        logits_NV = torch.stack([logits_after(tokens + path) for path in paths])
-        if tree.draft_probs is None:
-            drawn = target_tokens(logits_NV, params, position_keys(params.seed, start + tree.depths))
-            verdict = match(tree, drawn.numpy())
-        else:
-            verdict = reject(tree, target_probs(logits_NV, params), generator(params.seed, start))
-        tokens = tokens + paths[verdict.path[-1]] + [verdict.next_token]
-        accepted.append(verdict.accepted)
-    return tokens[3 : 3 + count], accepted
-
-
-def nothing(tokens: list[int]) -> DraftTree:
-    return DraftTree.root(tokens[-1])
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.4, 1.0])
-@pytest.mark.parametrize("seed", [0, 7])
-def test_no_drafter_changes_what_matching_says(temperature: float, seed: int) -> None:
-    params = SamplingParams(temperature=temperature, top_p=0.95, seed=seed)
-    plain, steps = decode(nothing, params, 60)
-    assert steps == [0] * 60
-    rng = np.random.default_rng(seed)
-
-    def adversary(tokens: list[int]) -> DraftTree:
-        """Propose mostly what must not be said, wrong twins beside right words, in trees of random shape."""
-        size = int(rng.integers(1, 20))
-        parents = np.array([-1, *(int(rng.integers(0, node)) for node in range(1, size))], np.int64)
-        words = rng.integers(0, WORDS, size)
-        words[0] = tokens[-1]
-        upcoming = plain[len(tokens) - 3 :]
-        for node in range(1, min(size, len(upcoming))):
-            if rng.random() < 0.5:
-                words[node] = upcoming[int(rng.integers(0, min(3, len(upcoming))))]
-        return DraftTree(words, parents)
-
-    assert decode(adversary, params, 60)[0] == plain
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_an_oracle_is_accepted_to_the_end(temperature: float) -> None:
-    params = SamplingParams(temperature=temperature, seed=3)
-    plain, _ = decode(nothing, params, 60)
-
-    def oracle(tokens: list[int]) -> DraftTree:
-        upcoming = plain[len(tokens) - 3 :][:4]
-        return DraftTree.from_paths(tokens[-1], [[0], upcoming, [1, 2]])
-
-    tokens, accepted = decode(oracle, params, 60)
-    assert tokens == plain
-    assert accepted == [4] * 12
-
-
-def test_rejection_at_temperature_zero_says_what_plain_decoding_says() -> None:
-    rng = np.random.default_rng(0)
-    q = torch.full((3, WORDS), 1 / WORDS)
-
-    def sampler(tokens: list[int]) -> DraftTree:
-        return DraftTree.chain(tokens[-1], rng.integers(0, WORDS, 3).tolist(), draft_probs=q)
-
-    assert decode(sampler, SamplingParams(), 40)[0] == decode(nothing, SamplingParams(), 40)[0]
 
 
 # --- misuse ---------------------------------------------------------------------------------------------------------

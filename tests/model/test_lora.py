@@ -21,25 +21,14 @@ from anabranch.loading import LoadConfig, check
 from anabranch.methods.streams.entry import METHOD
 from anabranch.model.families import model_config
 from anabranch.model.load import load_target
-from anabranch.model.lora import Lora, Term, places
+from anabranch.model.lora import Lora, Term
 from anabranch.model.peft import CONFIG, WEIGHTS, PeftSettings, read_lora, read_settings, write_lora
 from anabranch.model.weights import fingerprint
-from small import LLAMA, small_adapter
+from small import LLAMA, drawn_lora, logits_after, small_adapter
 
 IDS = tokens(9)
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 Q, DOWN = "model.layers.1.self_attn.q_proj", "model.layers.2.mlp.down_proj"
-
-
-def some_lora(config: Any, rank: int = 3, scale: float = 0.7, *, seed: int = 0) -> Lora:
-    """Random terms for every module."""
-    noise = torch.Generator().manual_seed(seed)
-
-    def drawn(*shape: int) -> Tensor:
-        return 0.2 * torch.randn(shape, generator=noise)
-
-    found = places(config)
-    return Lora({name: Term(drawn(rank, p.width), drawn(p.outputs, rank), scale) for name, p in found.items()})
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +39,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def lora(llama: Path, tmp_path: Path) -> Path:
     """A LoRA folder for the toy, of all its modules."""
-    write_lora(tmp_path / "lora", some_lora(load_target(str(llama)).config), base="acme/llama")
+    write_lora(tmp_path / "lora", drawn_lora(load_target(str(llama)).config), base="acme/llama")
     return tmp_path / "lora"
 
 
@@ -65,7 +54,7 @@ def test_terms_are_added_to_the_weights(llama: Path, lora: Path, tmp_path: Path)
     terms = load_file(lora / WEIGHTS)
     for name in [name for name in terms if ".lora_A." in name]:
         weight = f"{name.removeprefix('base_model.model.').partition('.lora_A')[0]}.weight"
-        merged[weight] += (terms[name.replace("lora_A", "lora_B")] @ terms[name]) * 0.7
+        merged[weight] += (terms[name.replace("lora_A", "lora_B")] @ terms[name]) * 1.5
     other = tmp_path / "merged"
     save_toy(toy_hf(*CASES["llama"]), other)
     save_file(merged, other / "model.safetensors", metadata={"format": "pt"})
@@ -81,7 +70,7 @@ def test_terms_are_added_to_the_weights(llama: Path, lora: Path, tmp_path: Path)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    written = some_lora(LLAMA)
+    written = drawn_lora(LLAMA)
     terms = dict(written.terms)
     terms[Q] = Term(torch.ones(5, 32), torch.ones(32, 5), 2.0)
     write_lora(tmp_path, Lora(terms), base="acme/llama")
@@ -95,7 +84,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 
 def test_ranks_scales_and_selections(tmp_path: Path) -> None:
-    lora = some_lora(LLAMA, rank=4)
+    lora = drawn_lora(LLAMA, rank=4)
     ends = {"q_proj", "down_proj"}
     write_lora(tmp_path, Lora({n: t for n, t in lora.terms.items() if n.split(".")[-1] in ends}), base="")
     change(tmp_path, target_modules=["q_proj", "down_proj"], lora_alpha=6, use_rslora=True, rank_pattern={}, r=4)
@@ -119,10 +108,8 @@ def test_a_lora_is_loaded_for_decoding(llama: Path, lora: Path) -> None:
     with anabranch.load(llama, dtype="float32") as plain, anabranch.load(llama, lora=lora, dtype="float32") as tuned:
         assert "lora='lora'" in repr(tuned)
         assert plain.generate(IDS, **text).token_ids != tuned.generate(IDS, **text).token_ids
-        assert (
-            tuned.generate(IDS, **{**text, "drafter": "prompt_lookup"}).token_ids
-            == tuned.generate(IDS, **text).token_ids
-        )
+        drafted = tuned.generate(IDS, **{**text, "drafter": "prompt_lookup"}).token_ids
+        assert drafted == tuned.generate(IDS, **text).token_ids
 
 
 NAMES = tuple(f"model.layers.{layer}.{end}" for layer in (0, 1, 12) for end in ("self_attn.k_proj", "mlp.up_proj"))
@@ -212,7 +199,7 @@ def test_the_table_of_selections_is_pefts(fields: dict[str, Any], expected: str)
 
 
 def test_patterns_count_for_the_names_in_the_file(tmp_path: Path) -> None:
-    write_lora(tmp_path, Lora({Q: some_lora(LLAMA, rank=4).terms[Q]}), base="")
+    write_lora(tmp_path, Lora({Q: drawn_lora(LLAMA, rank=4).terms[Q]}), base="")
     tensors_of(tmp_path, lambda t: [t.update({k.replace("model.layers", "layers", 1): t.pop(k)}) for k in list(t)])
     change(tmp_path, target_modules=["q_proj"], layers_to_transform=[1], layers_pattern="layers", lora_alpha=8)
     change(tmp_path, alpha_pattern={r"^layers.*": 4})
@@ -312,7 +299,7 @@ def test_terms_that_do_not_fit(llama: Path, lora: Path) -> None:
 
 
 def test_an_adapter_belongs_to_its_lora(toys: Any, tmp_path: Path) -> None:
-    write_lora(tmp_path, some_lora(load_target(str(toys.model)).config), base="")
+    write_lora(tmp_path, drawn_lora(load_target(str(toys.model)).config), base="")
     with pytest.raises(AdapterError, match=r"was trained for toy .* but the target is .* with the LoRA"):
         anabranch.load(toys.model, lora=tmp_path, adapter=toys.adapter)
     target = load_target(str(toys.model), lora=tmp_path)
@@ -357,13 +344,7 @@ def peft_model(case: str, **settings: Any) -> Any:
 
 
 def logits(target: Any) -> Tensor:
-    from anabranch.model.cache import Cache
-    from anabranch.model.inputs import Inputs
-    from small import logits_of
-
-    cache = Cache(target.config, rows=1, capacity=32, dtype=torch.float32, device=torch.device("cpu"))
-    cache.add_row()
-    return logits_of(target.decoder(Inputs.of_prompt(IDS), cache))[0]
+    return logits_after(target.decoder, IDS)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -393,7 +374,7 @@ def test_peft_reads_what_is_written(case: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     base = toy_hf(*CASES[case])
     model = save_toy(base, tmp_path / "model")
-    lora = some_lora(load_target(str(model)).config)
+    lora = drawn_lora(load_target(str(model)).config)
     lora = Lora({n: Term(t.down_RI[:2], t.up_OR[:, :2], 1.5) if "1" in n else t for n, t in lora.terms.items()})
     write_lora(tmp_path / "lora", lora, base="acme/toy")
     mine = load_target(str(model), dtype="float32", lora=tmp_path / "lora")
@@ -428,7 +409,7 @@ def test_terms_of_fused_modules_are_trained_where_they_belong(case: str, tmp_pat
 
     model = save_toy(toy_hf(*CASES[case]), tmp_path / "model")
     target = load_target(str(model), dtype="float32")
-    lora = some_lora(target.config)
+    lora = drawn_lora(target.config)
     write_lora(tmp_path / "lora", lora, base="")
     module = LoraLayers(target.config, lora)
     assert all(torch.equal(term.up_OR, lora.terms[name].up_OR) for name, term in module.lora().terms.items())

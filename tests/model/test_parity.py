@@ -11,27 +11,19 @@ from toys import Oracle, tokens
 from anabranch.errors import InputError
 from anabranch.model.blocks import Block
 from anabranch.model.cache import Cache
-from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
-from anabranch.model.load import Target
+from anabranch.model.load import Target, load_target
 from anabranch.model.passes import Entry, Pass
 from anabranch.tree import DraftTree
 from conftest import ToyMaker
-from small import logits_of
+from small import logits_after, logits_of, new_cache
 
 #   0 - 1 - 3
 #   |   +-- 4 - 6
 #   +-- 2 - 5
 PARENTS = [-1, 0, 0, 1, 1, 2, 4]
 PATHS = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 4], [0, 2, 5], [0, 1, 4, 6]]
-
-
-def new_cache(config: ModelConfig, rows: int = 1) -> Cache:
-    cache = Cache(config, rows=rows, capacity=96, dtype=torch.float32, device=torch.device("cpu"))
-    for _ in range(rows):
-        cache.add_row()
-    return cache
 
 
 def run(decoder: Decoder, feed: Inputs, cache: Cache, **options: object) -> Tensor:
@@ -88,15 +80,14 @@ class Pruner:
 def test_one_forward(toy: tuple[Target, Oracle]) -> None:
     target, oracle = toy
     ids = tokens(23)
-    logits = run(target.decoder, Inputs.of_prompt(ids), new_cache(target.config))
     theirs = oracle.logits(ids)
     assert theirs.std() > 0.3, "a toy that says nothing tests nothing"
-    close(logits[0], theirs)
+    close(logits_after(target.decoder, ids), theirs)
 
 
 def test_cache_reuse_in_uneven_pieces(toy: tuple[Target, Oracle]) -> None:
     target, oracle = toy
-    ids, cache = tokens(23), new_cache(target.config)
+    ids, cache = tokens(23), new_cache(target.decoder)
     pieces, start = [], 0
     for width in (1, 7, 3, 1, 1, 10):
         pieces.append(advance(target.decoder, ids[start : start + width], cache))
@@ -108,7 +99,7 @@ def test_cache_reuse_in_uneven_pieces(toy: tuple[Target, Oracle]) -> None:
 def test_rows_of_different_lengths(toy: tuple[Target, Oracle]) -> None:
     target, oracle = toy
     rows = [tokens(length, seed=length) for length in (3, 12, 7)]
-    cache = new_cache(target.config, rows=3)
+    cache = new_cache(target.decoder, rows=3)
     for slot, ids in enumerate(rows):
         close(advance(target.decoder, ids, cache, slot), oracle.logits(ids))
     for width in (1, 4, 1):
@@ -122,7 +113,7 @@ def test_rows_of_different_lengths(toy: tuple[Target, Oracle]) -> None:
 
 def test_each_node_of_a_tree_is_its_path_alone(toy: tuple[Target, Oracle]) -> None:
     target, oracle = toy
-    prompt, cache, drawn = tokens(9), new_cache(target.config), tree(5)
+    prompt, cache, drawn = tokens(9), new_cache(target.decoder), tree(5)
     advance(target.decoder, prompt, cache)
     logits = run(target.decoder, Inputs.of_trees([drawn]), cache)[0]
     for node, path in enumerate(PATHS):
@@ -132,13 +123,13 @@ def test_each_node_of_a_tree_is_its_path_alone(toy: tuple[Target, Oracle]) -> No
 @pytest.mark.parametrize("path", [[0], [0, 2, 5], [0, 1, 4, 6]])
 def test_commit_of_a_path_equals_a_fresh_prefill(toy: tuple[Target, Oracle], path: list[int]) -> None:
     target, oracle = toy
-    prompt, cache, drawn, more = tokens(9), new_cache(target.config), tree(5), tokens(4, seed=7)
+    prompt, cache, drawn, more = tokens(9), new_cache(target.decoder), tree(5), tokens(4, seed=7)
     advance(target.decoder, prompt, cache)
     run(target.decoder, Inputs.of_trees([drawn]), cache)
     cache.commit([path])
     ids = prompt + along(drawn, path)
     assert cache.lengths == [len(ids)]
-    fresh = new_cache(target.config)
+    fresh = new_cache(target.decoder)
     advance(target.decoder, ids, fresh)
     n = len(ids)
     torch.testing.assert_close(cache.keys[:, :, :, :n], fresh.keys[:, :, :, :n], rtol=0, atol=1e-4)
@@ -152,7 +143,7 @@ def test_pruned_trees_of_two_rows(toy: tuple[Target, Oracle]) -> None:
     prompts, trees = [tokens(4), tokens(9, seed=2)], [tree(5), tree(6)]
     kept = [[0, 1, 4, 6], [0, 1, 2, 5]]
     paths = [[0, 1, 2, 3], [0, 2, 3]]  # of kept nodes: 0 1 4 6 and 0 2 5
-    cache = new_cache(target.config, rows=2)
+    cache = new_cache(target.decoder, rows=2)
     for slot, prompt in enumerate(prompts):
         advance(target.decoder, prompt, cache, slot)
     logits = run(target.decoder, Inputs.of_trees(trees), cache, rider=Pruner(2, kept))
@@ -173,7 +164,7 @@ def test_pruned_trees_of_two_rows(toy: tuple[Target, Oracle]) -> None:
 
 def test_pruning_twice(make_toy: ToyMaker) -> None:
     target, oracle = make_toy("llama")
-    prompt, cache, drawn, more = tokens(6), new_cache(target.config), tree(5), tokens(3, seed=7)
+    prompt, cache, drawn, more = tokens(6), new_cache(target.decoder), tree(5), tokens(3, seed=7)
     advance(target.decoder, prompt, cache)
     # 0 1 2 4 6 are left in layer 1, 0 1 4 6 of them in layer 2
     pruner = Pruner(1, [[0, 1, 2, 4, 6]], then=(2, [[0, 1, 3, 4]]))
@@ -188,7 +179,7 @@ def test_pruning_twice(make_toy: ToyMaker) -> None:
 def test_trees_of_different_sizes_and_a_row_that_leaves(make_toy: ToyMaker) -> None:
     target, oracle = make_toy("mistral-sliding")
     prompts = [tokens(8), tokens(3, seed=2), tokens(5, seed=3)]
-    cache = new_cache(target.config, rows=3)
+    cache = new_cache(target.decoder, rows=3)
     for slot, prompt in enumerate(prompts):
         advance(target.decoder, prompt, cache, slot)
     drawn = [tree(5), DraftTree.root(40), DraftTree.chain(41, [42, 43])]
@@ -209,7 +200,7 @@ def test_trees_of_different_sizes_and_a_row_that_leaves(make_toy: ToyMaker) -> N
 def test_a_window_narrower_than_the_tree_is_deep(make_toy: ToyMaker) -> None:
     """The window counts positions, not places in the cache: siblings stand between a node and its ancestors there."""
     target, oracle = make_toy("mistral-sliding")
-    prompt, cache = tokens(4), new_cache(target.config)
+    prompt, cache = tokens(4), new_cache(target.decoder)
     advance(target.decoder, prompt, cache)
     drawn = DraftTree(np.array(tokens(10, seed=5), np.int64), np.array([-1, 0, 0, 0, 3, 4, 5, 6, 7, 8], np.int64))
     logits = run(target.decoder, Inputs.of_trees([drawn]), cache)[0]
@@ -220,7 +211,7 @@ def test_a_window_narrower_than_the_tree_is_deep(make_toy: ToyMaker) -> None:
 
 def test_rewound_tokens_are_forgotten(make_toy: ToyMaker) -> None:
     target, oracle = make_toy("gemma2")
-    ids, cache = tokens(12), new_cache(target.config)
+    ids, cache = tokens(12), new_cache(target.decoder)
     advance(target.decoder, ids, cache)
     cache.rewind(0, 5)
     more = tokens(3, seed=4)
@@ -229,23 +220,15 @@ def test_rewound_tokens_are_forgotten(make_toy: ToyMaker) -> None:
 
 def test_learned_positions_end(make_toy: ToyMaker) -> None:
     target, _ = make_toy("gpt2")
-    cache = Cache(target.config, rows=1, capacity=256, dtype=torch.float32, device=torch.device("cpu"))
-    cache.add_row()
     with pytest.raises(InputError, match="needs 129 positions, but the target has 128"):
-        target.decoder(Inputs.of_prompt(tokens(129)), cache)
+        target.decoder(Inputs.of_prompt(tokens(129)), new_cache(target.decoder, capacity=256))
 
 
 def test_bfloat16_is_near(make_toy: ToyMaker) -> None:
     """The half-width types run through every wire too; their numerics are a matter of rounding."""
     target, oracle = make_toy("llama")
-    assert target.path is not None
-    from anabranch.model.load import load_target
-
-    half = load_target(str(target.path), dtype="bfloat16", device="cpu")
-    ids = tokens(10)
-    cache = Cache(half.config, rows=1, capacity=16, dtype=torch.bfloat16, device=torch.device("cpu"))
-    cache.add_row()
-    logits = run(half.decoder, Inputs.of_prompt(ids), cache)
+    half, ids = load_target(str(target.path), dtype="bfloat16", device="cpu"), tokens(10)
+    logits = logits_after(half.decoder, ids)
     assert logits.dtype == torch.bfloat16
     theirs = oracle.logits(ids)
-    assert (logits[0].float() - theirs).abs().mean() < 0.1 * theirs.std()
+    assert (logits.float() - theirs).abs().mean() < 0.1 * theirs.std()

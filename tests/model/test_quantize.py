@@ -13,21 +13,17 @@ from torch import nn
 from anabranch.errors import InputError
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.model import pack
-from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
-from anabranch.model.inputs import Inputs
 from anabranch.model.load import load_target
 from anabranch.model.pack import WIDE, PackedQuantized
 from anabranch.model.quantize import GROUP, QuantizedLinear, QuantizedWeight, check_quantization, quantize_decoder
-from small import decode, logits_of, request, small, small_adapter
+from small import decode, logits_after, request, small, small_adapter
 
 Kind = Literal["int8", "int4"]
 
 
 def logits(model: Decoder) -> torch.Tensor:
-    cache = Cache(model.config, rows=1, capacity=32, dtype=model.dtype, device=model.device)
-    cache.add_row()
-    return logits_of(model(Inputs.of_prompt([3, 5, 7]), cache))
+    return logits_after(model, [3, 5, 7])
 
 
 @pytest.mark.parametrize(("kind", "levels"), [("int8", 254), ("int4", 15)])
@@ -117,7 +113,6 @@ def test_speculation_on_packed_weights(case: str, kind: Kind, monkeypatch: pytes
     packed = copy.deepcopy(dense)
     assert pack.pack_decoder(packed)
     assert pack.pack_decoder(packed)  # it is already
-    assert isinstance(packed.head, PackedQuantized)
     torch.testing.assert_close(logits(packed), logits(dense), rtol=1e-3, atol=1e-3)
     asked = [request(5, seed, 20) for seed in range(3)]
     wanted, _ = decode(packed, asked)

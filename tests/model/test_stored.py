@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,10 @@ from torch import Tensor
 from toys import CASES, save_toy, tokens, toy_hf
 
 from anabranch.errors import ModelError, ModelWarning
-from anabranch.model.cache import Cache
-from anabranch.model.inputs import Inputs
 from anabranch.model.load import Target, load_target
 from anabranch.model.pack import pack_decoder
 from anabranch.model.weights import fingerprint
-from small import logits_of
+from small import logits_after
 
 Tensors = dict[str, Tensor]
 TIED = {"tie_word_embeddings": True}
@@ -62,15 +59,13 @@ def theirs(folder: Path) -> Tensor:
     return logits
 
 
-def logits(target: Target) -> Tensor:
-    cache = Cache(target.config, rows=1, capacity=16, dtype=torch.float32, device=torch.device("cpu"))
-    cache.add_row()
-    return logits_of(target.decoder(Inputs.of_prompt(tokens(13)), cache))[0]
+def check(target: Target, folder: Path) -> None:
+    torch.testing.assert_close(logits_after(target.decoder, tokens(13)), theirs(folder), rtol=0, atol=1e-4)
 
 
 def equal(folder: Path) -> Target:
     target = load_target(str(folder), dtype="float32", device="cpu")
-    torch.testing.assert_close(logits(target), theirs(folder), rtol=0, atol=1e-4)
+    check(target, folder)
     return target
 
 
@@ -94,15 +89,8 @@ def test_a_tied_matrix_may_have_either_name_or_both(case: str, tmp_path: Path) -
     stored = load_file(folder / "model.safetensors")
     matrix = stored.pop(outer + table + ".weight")
     prints = set()
-    for names in (
-        [outer + table],
-        [head],
-        ["lm_head"],
-        [outer + table, head],
-        [table],
-        [outer + "lm_head"],
-        [outer + outer + table],
-    ):
+    alone = (outer + table, head, "lm_head", table, outer + "lm_head", outer + outer + table)
+    for names in ([outer + table, head], *([name] for name in alone)):
         written = {**stored, **{f"{name}.weight": matrix.clone() for name in names}}
         save_file(written, folder / "model.safetensors", metadata={"format": "pt"})
         target = equal(folder)
@@ -135,16 +123,13 @@ def test_a_tied_head_in_shards(tmp_path: Path) -> None:
     assert not equal(folder).config.tied_head
 
 
-@pytest.mark.parametrize("case", ["llama", "gpt2"])
-def test_a_missing_head_is_refused_by_name(case: str, tmp_path: Path) -> None:
-    folder = toy(tmp_path, case, **TIED)
-    edit_config(folder, **UNTIED)
-    with pytest.raises(ModelError, match=r"the weights lack lm_head\.weight"):
-        load_target(str(folder))
-
-
-def test_neither_embedding_nor_head(tmp_path: Path) -> None:
-    folder = toy(tmp_path, "llama", lambda stored: stored.pop("model.embed_tokens.weight"), **TIED)
+def test_a_missing_head_or_embedding_is_refused_by_name(tmp_path: Path) -> None:
+    for case in ("llama", "gpt2"):
+        folder = toy(tmp_path / case, case, **TIED)
+        edit_config(folder, **UNTIED)
+        with pytest.raises(ModelError, match=r"the weights lack lm_head\.weight"):
+            load_target(str(folder))
+    folder = toy(tmp_path / "neither", "llama", lambda stored: stored.pop("model.embed_tokens.weight"), **TIED)
     with pytest.raises(ModelError, match=r"the weights lack model\.embed_tokens\.weight"):
         load_target(str(folder))
 
@@ -183,21 +168,17 @@ def test_unused_tensors_are_named_in_one_warning(name: str, tmp_path: Path) -> N
         stored.update({key: torch.full(shape, 3, dtype=dtype) for key, shape in more.items()})
 
     folder = toy(tmp_path, case, add)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always", ModelWarning)
+    with pytest.warns(ModelWarning, match=message) as seen:
         target = load_target(str(folder), dtype="float32", device="cpu")
-    (said,) = [str(each.message) for each in seen if issubclass(each.category, ModelWarning)]
-    with pytest.warns(ModelWarning, match=message):
-        warnings.warn(said, ModelWarning, stacklevel=1)
-    torch.testing.assert_close(logits(target), theirs(folder), rtol=0, atol=1e-4)
+    assert len(seen) == 1
+    check(target, folder)
     assert target.fingerprint == fingerprint(folder)
 
 
 def test_fewer_layers_than_the_file_has(tmp_path: Path) -> None:
     folder = toy(tmp_path, "llama", num_hidden_layers=2)
     with pytest.warns(ModelWarning, match=r"contain model\.layers\.2\..* and 6 more"):
-        target = load_target(str(folder), dtype="float32", device="cpu")
-    torch.testing.assert_close(logits(target), theirs(folder), rtol=0, atol=1e-4)
+        check(load_target(str(folder), dtype="float32", device="cpu"), folder)
 
 
 @pytest.mark.parametrize(("case", "name"), [("gpt2", "transformer.h.0.attn.bias"), ("llama", "rotary_emb.inv_freq")])
@@ -210,24 +191,18 @@ def test_what_older_files_store_beside_the_weights_is_passed_over(case: str, nam
 # -- shapes and types ------------------------------------------------------------------------------
 def test_parts_of_a_fused_matrix_must_have_their_own_shapes(tmp_path: Path) -> None:
     """Together they have the right number of rows."""
-
-    def shift(stored: Tensors) -> None:
-        key = "model.layers.0.self_attn."
-        stored[f"{key}q_proj.weight"] = torch.zeros(72, 64)
-        stored[f"{key}k_proj.weight"] = torch.zeros(24, 64)
-
+    key = "model.layers.0.self_attn."
+    shifted = {f"{key}q_proj.weight": torch.zeros(72, 64), f"{key}k_proj.weight": torch.zeros(24, 64)}
     message = r"q_proj\.weight has the shape \(72, 64\), but the config requires \(64, 64\)"
     with pytest.raises(ModelError, match=message):
-        load_target(str(toy(tmp_path, "llama", shift)))
+        load_target(str(toy(tmp_path, "llama", lambda stored: stored.update(shifted))))
 
 
 def test_shapes_are_given_as_stored(tmp_path: Path) -> None:
-    def narrow(stored: Tensors) -> None:
-        stored["transformer.h.0.mlp.c_fc.weight"] = torch.zeros(64, 128)
-
+    narrow = {"transformer.h.0.mlp.c_fc.weight": torch.zeros(64, 128)}
     message = r"mlp\.c_fc\.weight has the shape \(64, 128\), but the config requires \(64, 256\)"
     with pytest.raises(ModelError, match=message):
-        load_target(str(toy(tmp_path, "gpt2", narrow)))
+        load_target(str(toy(tmp_path, "gpt2", lambda stored: stored.update(narrow))))
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8, torch.int64])
