@@ -49,7 +49,7 @@ class There(Tensor):
     @staticmethod
     def __new__(cls, held: Tensor) -> There:
         strides, offset = held.stride(), held.storage_offset()
-        made: There = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: There = Tensor._make_wrapper_subclass(
             cls, held.shape, strides=strides, storage_offset=offset, dtype=held.dtype, device=CUDA
         )
         made.held = held

@@ -10,7 +10,7 @@ from torch import Tensor
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.attention import stream_positions
 from anabranch.methods.streams.config import StreamConfig
-from anabranch.model.blocks import Block, attention
+from anabranch.model.blocks import attention
 from anabranch.model.decoder import Decoder
 
 LITERAL = StreamConfig(
@@ -70,7 +70,6 @@ class Layout:
     def _block(self, index: int, x: Tensor, turns: tuple[Tensor, Tensor], mask: Tensor, main: int) -> Tensor:
         config, shape = self.target.config, self.adapter.config
         block = self.target.blocks[index]
-        assert isinstance(block, Block)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if shape.position == "rotation":
@@ -88,6 +87,6 @@ class Layout:
         if index >= self.adapter.start:
             side = self.adapter.side(index, main)
         else:
-            side = None if self.adapter.tuning is None else self.adapter.tuning[index]  # type: ignore[assignment]
+            side = None if self.adapter.tuning is None else self.adapter.tuning[index]
         found: Tensor = block(x, *turns, attend, side)
         return found

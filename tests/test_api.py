@@ -109,7 +109,6 @@ def test_a_text_ends_at_the_models_limit(model: Model) -> None:
         ({"drafter": "none+streams"}, "cannot be combined"),
         ({"drafter": "streams+"}, "there is no drafter"),
     ],
-    ids=str,
 )
 def test_calls_that_are_refused(model: Model, options: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
@@ -211,4 +210,4 @@ def test_words_are_checked_before_weights_are_read(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="there is no folder"):
         anabranch.load(str(tmp_path / "missing"))
     with pytest.raises(InputError, match="named by a string"):
-        anabranch.load(7)  # type: ignore[arg-type]
+        anabranch.load(7)

@@ -74,7 +74,7 @@ def test_errors_reach_whoever_awaits(model: Model) -> None:
         with pytest.raises(InputError, match="max_new_tokens"):
             await model.agenerate("the", max_new_tokens=0)
         with pytest.raises(InputError, match="one prompt at a time"):
-            await tokens_of(model.astream(["a", "b"]))  # type: ignore[arg-type]
+            await tokens_of(model.astream(["a", "b"]))
         with pytest.raises(InputError, match="conversation is empty"):
             await model.achat([])
         with pytest.raises(RuntimeError, match="of the user's own"):

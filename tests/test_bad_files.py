@@ -60,7 +60,6 @@ def test_profiles(changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.M
     situation = Situation.of(as_target(small()))
     save_profile(situation, costs={"pass": "1:8/8:9"}, drafter="none", record={})
     whole = find_profile(situation)
-    assert whole is not None
     situation.path().write_text(json.dumps({**whole, **changes}), encoding="utf-8")
     assert "run 'anabranch tune' again" in refused(lambda: find_profile(situation))
     situation.path().write_text(LONG, encoding="utf-8")

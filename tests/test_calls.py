@@ -120,7 +120,6 @@ def test_prompts_are_not_counted_and_bytes_are_those_of_weights() -> None:
     stats = Stats.of(steps)
     assert stats.bytes_read == 9 * weight_bytes(target)
     drafter = _drafter("draft_model", target)
-    assert isinstance(drafter, DraftModelDrafter)
     (steps,) = decode(target, [Request(TEXT, 9)], drafter)[1]
     found = Stats.of(steps)
     assert found.calls["draft", 3, 3] == drafter.reader.passes == found.draft_calls

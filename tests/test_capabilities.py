@@ -64,7 +64,7 @@ def made(dtype: torch.dtype = torch.float32, quantize: str = "none", *, packed: 
         if quantize != "none":
             from anabranch.model.quantize import quantize_decoder
 
-            quantize_decoder(stand_in.target.decoder, quantize)  # type: ignore[arg-type]
+            quantize_decoder(stand_in.target.decoder, quantize)
     if packed:
         assert pack_decoder(stand_in.target.decoder)
         assert stand_in.target.decoder.backend.kernels is not None
@@ -79,7 +79,7 @@ def stand_in() -> StandIn:
 @pytest.fixture(scope="module")
 def model(stand_in: StandIn) -> Iterator[Model]:
     """The same target with the same modules, as a user has them."""
-    adapters = [LoadedAdapter(stand_in.module(m), {"sha256": "0" * 64}, m) for m in methods() if m.trained is not None]  # type: ignore[arg-type]
+    adapters = [LoadedAdapter(stand_in.module(m), {"sha256": "0" * 64}, m) for m in methods() if m.trained is not None]
     with Model(replace(stand_in.target, tokenizer=Spoken()), adapters, "none") as loaded:
         yield loaded
 
@@ -246,10 +246,10 @@ def test_a_quantised_copy_is_supported_where_the_kernels_run_bf16_weights() -> N
         assert supports(f"{spec}:tokens=2+suffix", dtype="bfloat16")
         assert not supports(spec, rule="rejection", temperature=1.0)
         for options in ({"dtype": "float32"}, {"quantize": "int4"}):
-            said = supports(spec, **options)  # type: ignore[arg-type]
+            said = supports(spec, **options)
             assert not said
             assert "bf16 weights" in said.reason
-            assert supports("auto", **options)  # type: ignore[arg-type]
+            assert supports("auto", **options)
     assert not supports("streams:tree=product+quantized_draft")
 
 

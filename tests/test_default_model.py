@@ -77,7 +77,6 @@ def test_every_method_emits_the_tokens_of_plain_decoding(
 
 def test_a_draft_model_ships(target: Target, adapter: StreamAdapter) -> None:
     folder = shipped_draft(target.decoder)
-    assert folder is not None
     assert sum(path.stat().st_size for path in folder.iterdir()) < 20e6
     plain = _decode(target, adapter, "none", rows=1, sampling=SamplingParams())
     assert _decode(target, adapter, "draft_model", rows=3, sampling=SamplingParams()) == plain

@@ -36,7 +36,7 @@ FREQUENT = torch.arange(0, VOCABULARY, 2)
 
 def streams(target: Decoder, **options: object) -> StreamDrafter:
     tree = options.pop("tree", BEST)
-    return StreamDrafter(target, small_adapter(target), tree, **options)  # type: ignore[arg-type]
+    return StreamDrafter(target, small_adapter(target), tree, **options)
 
 
 DRAFTERS: dict[str, Callable[[Decoder], Drafter]] = {
@@ -110,7 +110,7 @@ def forbid_evens(history: Sequence[int], logits_V: Tensor) -> Tensor:
 def test_penalties_and_processors_look_at_each_nodes_own_history(name: str, temperature: float) -> None:
     target = small()
     for options in ({"repetition_penalty": 1.7}, {"processors": (forbid_evens,)}):
-        sampling = SamplingParams(temperature=temperature, seed=5, **options)  # type: ignore[arg-type]
+        sampling = SamplingParams(temperature=temperature, seed=5, **options)
         requests = [replace(r, sampling=sampling) for r in RAGGED[:3]]
         wanted, _ = decode(target, requests)
         assert decode(target, requests, DRAFTERS[name](target), rows=2)[0] == wanted

@@ -91,7 +91,6 @@ def run(model: Model, drafter: Drafter, request: Request, stop: Sequence[str] = 
     scheduler = Scheduler(model.target.decoder)
     chunks = list(generation.stream(scheduler, request, drafter, model.tokenizer, stop=stop))
     result = chunks[-1].result
-    assert result is not None
     assert all(chunk.result is None for chunk in chunks[:-1])
     assert "".join(chunk.text for chunk in chunks) == result.text
     assert [token for chunk in chunks for token in chunk.token_ids] == result.token_ids
@@ -119,7 +118,6 @@ def test_a_stop_string_cuts_inside_an_accepted_path(model: Model) -> None:
         assert result.token_ids == whole.token_ids[:count]
         assert result.finish_reason == "stop"
         assert result.stats.tokens == count == sum(result.stats.sources.values())
-        assert result.log_probs is not None
         assert len(result.log_probs) == count
 
 
@@ -160,7 +158,7 @@ def test_reading_a_prompt_tells_how_far_it_is(model: Model, monkeypatch: pytest.
     model.generate(list(range(1, 12)), max_new_tokens=1, on_prompt=lambda *at: seen.append(at))
     assert seen == [(4, 10), (8, 10), (10, 10)]
     with pytest.raises(InputError, match="on_prompt must be a function, got 3"):
-        model.generate([1], on_prompt=3)  # type: ignore[typeddict-item]
+        model.generate([1], on_prompt=3)
 
 
 def test_what_a_listener_raises_cancels_the_request(model: Model) -> None:
@@ -178,7 +176,6 @@ def test_closing_a_stream_frees_its_row(model: Model) -> None:
     scheduler = Scheduler(model.target.decoder)
     chunks = generation.stream(scheduler, Request([1, 2, 3], 40), Oracle([]), model.tokenizer)
     next(chunks)
-    assert scheduler.engine is not None
     assert scheduler.engine.active == 1
     chunks.close()
     assert not scheduler.busy

@@ -121,7 +121,7 @@ def test_a_training_step_is_that_of_the_cpu() -> None:
             frozen, total = objective.freeze(batch), 0.0
             for segment in objective.segments(batch):
                 loss = objective.loss(batch, frozen, segment).loss
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 total += float(loss.detach())
             if not len(losses) % 3:
                 gradients.append({name: p.grad.cpu() for name, p in adapter.named_parameters() if p.grad is not None})

@@ -16,8 +16,6 @@ import pytest
 def _script() -> ModuleType:
     path = Path(__file__).resolve().parents[1] / "scripts" / "count_imports.py"
     spec = importlib.util.spec_from_file_location("count_imports", path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -88,7 +88,7 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         assert set_threads(None) == 3
         for wrong in (0, -1, 1.5, "2", True):
             with pytest.raises(InputError, match="threads must be a whole number of at least 1, got"):
-                set_threads(wrong)  # type: ignore[arg-type]
+                set_threads(wrong)
         monkeypatch.setattr(processor, "_settled", False)
         monkeypatch.setenv("OMP_NUM_THREADS", "5")
         torch.set_num_threads(5)

@@ -98,7 +98,7 @@ def test_one_loaded_target_serves_several_applications(toys: ToyFolders, folders
         with pytest.raises(InputError, match="there is no LoRA 'other'; those loaded are sql, e2e"):
             model.generate("the", lora="other")
         with pytest.raises(InputError, match="lora must be the name of a loaded LoRA, got 3"):
-            model.generate("the", lora=3)  # type: ignore[arg-type]
+            model.generate("the", lora=3)
         assert model.supports("prompt_lookup", lora="sql")
         assert "there is no LoRA 'x'" in model.supports("prompt_lookup", lora="x").reason
 

@@ -50,7 +50,7 @@ SQUARED = [[p * p / 0.34 for p in WHOLE[0]], [p * p / 0.46 for p in WHOLE[1]]]
     ],
 )
 def test_target_probs(options: dict[str, float], expected: list[list[float]]) -> None:
-    params = SamplingParams(**{"temperature": 1.0, **options})  # type: ignore[arg-type]
+    params = SamplingParams(**{"temperature": 1.0, **options})
     torch.testing.assert_close(target_probs(LOGITS, params), torch.tensor(expected).float(), rtol=1e-5, atol=1e-6)
     assert target_probs(LOGITS.bfloat16(), params).dtype == torch.float32
     assert params.greedy == (options == {"temperature": 0.0})
@@ -307,4 +307,4 @@ def test_generator_is_fresh_for_each_position() -> None:
 )
 def test_values_that_mean_nothing_are_refused(name: str, value: object) -> None:
     with pytest.raises(InputError, match=rf"^{name} must be .*, got "):
-        SamplingParams(**{name: value})  # type: ignore[arg-type]
+        SamplingParams(**{name: value})

@@ -90,7 +90,6 @@ def test_chain() -> None:
     assert tree.tokens.tolist() == [9, 1, 2]
     assert tree.parents.tolist() == [-1, 0, 1]
     assert tree.sources == ("target", "prompt_lookup", "prompt_lookup")
-    assert tree.log_probs is not None
     assert tree.log_probs.tolist() == [0.0, -0.5, -1.5]
     assert tree.draft_probs is probs
     assert tree.mask.tolist() == np.tri(3, dtype=bool).tolist()
@@ -102,7 +101,6 @@ def test_product_drawing() -> None:
     assert tree.tokens.tolist() == [9, 1, 2, 3, 4, 3, 4]
     assert tree.parents.tolist() == [-1, 0, 0, 1, 1, 2, 2]
     assert tree.sources == ("target", *["draft"] * 6)
-    assert tree.log_probs is not None
     assert tree.log_probs.tolist() == [0, -1, -2, -1.25, -1.5, -2.25, -2.5]
     assert DraftTree.product(9, []).size == 1
     assert DraftTree.product(9, [[1, 2]], sources=["head 1"]).sources == ("target", "head 1", "head 1")
@@ -126,7 +124,6 @@ def test_from_paths_drawing() -> None:
 def test_from_paths_keeps_the_best_belief_of_a_shared_node() -> None:
     tree = DraftTree.from_paths(9, [[1, 2], [1, 3]], source=["a", "b"], log_probs=[[-1, -2], [-0.5, -3]])
     assert tree.sources == ("target", "b", "a", "b")
-    assert tree.log_probs is not None
     assert tree.log_probs.tolist() == [0, -0.5, -2, -3]
 
 
@@ -146,7 +143,6 @@ def test_merge_drawing() -> None:
     assert full.tokens.tolist() == [9, 1, 2, 5, 4]
     assert full.parents.tolist() == [-1, 0, 1, 1, 0]
     assert full.sources == ("target", "a", "a", "b", "b")
-    assert full.log_probs is not None
     agreed = math.log(1 - (1 - math.exp(-0.1)) * (1 - math.exp(-0.2)))
     np.testing.assert_allclose(full.log_probs, [0, agreed, -0.3, -0.4, -2.0], rtol=1e-5)
     assert DraftTree.merge(merge_inputs()).tokens.tolist() == full.tokens.tolist()
@@ -158,7 +154,6 @@ def test_a_tree_without_beliefs_counts_as_coin_tosses() -> None:
     sure = DraftTree.chain(9, [1, 2], log_probs=[-0.1, -0.2])
     merged = DraftTree.merge([DraftTree.chain(9, [3, 4, 5]), sure], 4)
     assert merged.tokens.tolist() == [9, 3, 1, 2]
-    assert merged.log_probs is not None
     assert merged.log_probs[1] == np.float32(UNKNOWN_LOG_PROB)
 
 
@@ -212,7 +207,6 @@ def test_select_keeps_paths(tree: DraftTree, data: st.DataObject) -> None:
         assert path_tokens(small, new) == path_tokens(tree, old)
     assert (small.mask == tree.mask[np.ix_(kept, kept)]).all()
     if tree.log_probs is not None:
-        assert small.log_probs is not None
         assert (small.log_probs == tree.log_probs[kept]).all()
 
 

@@ -109,7 +109,6 @@ def sampled_tree(tokens: list[int], parents: list[int], replacement: bool) -> Dr
 
 def reject_outcomes(tree: DraftTree, weight: float, emitted: dict[Words, float], node: int = 0) -> None:
     """Walk through every decision that ``reject`` can make on this tree, weighted by the odds of ``trials``."""
-    assert tree.draft_probs is not None
     words, siblings = words_at(tree, node), tree.children(node)
     decisions = trials(P(words), tree.draft_probs[node].numpy(), tree.tokens[list(siblings)], tree.replacement)
     for child, (odds, rest) in zip((*siblings, None), decisions, strict=True):

@@ -21,7 +21,6 @@ def next_probs(target: Decoder, text: Sequence[int], temperature: float = 1.0) -
     cache.add_row()
     with torch.inference_mode():
         logits_MV = target(Inputs.of_prompt(list(text)), cache, need="logits").logits_MV
-    assert logits_MV is not None
     return (logits_MV[-1].double() / temperature).softmax(-1)
 
 

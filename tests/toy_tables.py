@@ -23,7 +23,6 @@ def method(name: str) -> Method:
 def write(name: str, documents: Sequence[Sequence[int]], folder: Path, **options: Any) -> dict[str, Any]:
     """Build the tables of a method from documents over the toy's vocabulary."""
     entry = method(name)
-    assert entry.tables is not None
     vocab_size = options.pop("vocab_size", VOCABULARY)
     texts = (np.array(ids, np.int64) for ids in documents)
     tokenizer = Tokenizer(TOY.name, TOY.fingerprint, vocab_size)
@@ -33,5 +32,4 @@ def write(name: str, documents: Sequence[Sequence[int]], folder: Path, **options
 def opened(name: str, folder: Path, vocab_size: int = VOCABULARY) -> OpenTables:
     """Open what ``write`` wrote."""
     entry = method(name)
-    assert entry.tables is not None
     return open_tables(entry.tables, name, folder, TOY.fingerprint, vocab_size)

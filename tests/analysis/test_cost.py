@@ -42,8 +42,6 @@ def papers() -> ModuleType:
     """``research/paper_parameters.py``: the papers' columns, and our counts."""
     path = Path(__file__).resolve().parents[2] / "research" / "paper_parameters.py"
     spec = importlib.util.spec_from_file_location("paper_parameters", path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # its dataclasses look there
     spec.loader.exec_module(module)

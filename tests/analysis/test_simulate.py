@@ -123,9 +123,7 @@ def test_real_steps_replay_between_floor_and_recording(tmp_path: Path) -> None:
     trace, _ = record(tmp_path / "run.jsonl", WIDE, REQUESTS)
     whole, cut = simulate(trace), simulate(trace, Cut(nodes=3))
     assert cut.steps == whole.steps
-    assert cut.floor is not None
     assert 1 <= cut.floor < cut.mean_acceptance_length < whole.mean_acceptance_length
-    assert cut.filled is not None
     assert 0 < cut.filled <= 1
 
 
@@ -146,7 +144,6 @@ def test_milliseconds_by_width(tmp_path: Path) -> None:
     narrow = Latency((1, 4), (1.0, 2.0))
     assert simulate(trace, latency=narrow).tokens_per_second is None
     own = Latency.of(trace)
-    assert own is not None
     assert own(30) is not None
 
 
@@ -167,7 +164,7 @@ def test_broken_latency_tables(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize("wrong", [{"nodes": 0}, {"depth": -1}, {"k": 0}, {"threshold": 1.0}])
 def test_cuts_that_mean_nothing(wrong: dict[str, int]) -> None:
     with pytest.raises(InputError):
-        Cut(**wrong)  # type: ignore[arg-type]
+        Cut(**wrong)
 
 
 def test_drafts_without_beliefs_have_no_best_nodes() -> None:

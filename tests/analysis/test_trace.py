@@ -62,7 +62,6 @@ def test_a_recording_holds_what_happened(tmp_path: Path, spec: str) -> None:
         assert found.tree.tokens.tolist() == step.tree.tokens.tolist()
         assert found.tree.parents.tolist() == step.tree.parents.tolist()
         assert found.tree.sources == step.tree.sources
-        assert found.tree.log_probs is not None
         assert np.array_equal(found.tree.log_probs, step.tree.log_probs)  # to the bit
         assert len(found.ranks) == found.verdict.accepted
     for row in trace.rows():
@@ -81,7 +80,6 @@ def test_p_and_q_are_those_of_the_rule(tmp_path: Path) -> None:
             assert step.tree.size == 1
             continue
         q = step.tree.draft_probs
-        assert q is not None
         expected = [float(q[parent, token]) for parent, token in zip(step.tree.parents, step.tree.tokens, strict=True)]
         assert found.judged.q == pytest.approx(expected[1:])
         inner = [node for node in found.verdict.path if step.tree.children(node)]
@@ -104,7 +102,6 @@ def test_every_position_has_the_draft_that_would_be_made_there(tmp_path: Path) -
         at = {r.at: r for r in row.records}
         for found in real.records:
             whole, depth = at[found.at].tree, at[found.at].max_depth
-            assert depth is not None
             tree = whole.select((whole.depths <= depth).nonzero()[0])  # near the end a draft is cut
             assert tree.tokens.tolist() == found.tree.tokens.tolist()
             assert tree.parents.tolist() == found.tree.parents.tolist()
@@ -134,7 +131,6 @@ def test_impossible_nodes_survive(tmp_path: Path) -> None:
     with TraceWriter(tmp_path / "other.jsonl", settings={}) as writer:
         writer.add(Step(0, step.tokens, step.sources, tree, 1, step.verdict, step.timings))
     (found,) = read_trace(tmp_path / "other.jsonl")
-    assert found.tree.log_probs is not None
     assert found.tree.log_probs.tolist() == [0.0, float("-inf")]
 
 

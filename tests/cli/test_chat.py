@@ -316,8 +316,6 @@ def test_ctrl_c_at_the_prompt_of_a_real_pipe(toys: ToyFolders) -> None:
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as chat:
-        assert chat.stdin is not None
-        assert chat.stderr is not None
         chat.stdin.write("the\n")
         chat.stdin.flush()
         while "tokens/s" not in (line := chat.stderr.readline()):  # a warning about the toy comes first

@@ -98,13 +98,11 @@ def test_what_auto_means_here(anabranch: Anabranch, home: Path) -> None:
 
 def test_costs_that_were_measured_at_load(anabranch: Anabranch, home: Path, toys: ToyFolders) -> None:
     known = load(toys.model, adapter=toys.adapter).known
-    assert known is not None
     assert known.origin == "measured when loaded"
     (found,) = json.loads(anabranch("info", "--json").out)["auto"]["costs"]
     assert found["pass_ms"].startswith("1:")
     assert f"costs of forward passes measured at load on {found['date']}" in " ".join(anabranch("info").out.split())
     again = load(toys.model, adapter=toys.adapter).known
-    assert again is not None
     assert again.origin == "remembered"
 
 

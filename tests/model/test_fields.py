@@ -39,8 +39,6 @@ def config_class(family: str) -> Any:
 def tree(module: str) -> ast.Module:
     """The source of a module of transformers."""
     spec = importlib.util.find_spec(f"transformers.{module}")
-    assert spec is not None
-    assert spec.origin is not None
     return ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
 
 

@@ -51,7 +51,7 @@ def test_streams_learn_from_a_target_in_int8_as_from_the_stored_one() -> None:
         objective = StreamObjective(target, adapter, frozen=stored)
         frozen = objective.freeze(batch)
         loss = torch.stack([objective.loss(batch, frozen, segment).loss for segment in objective.segments(batch)]).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         slope = torch.cat([p.grad.flatten() for p in adapter.parameters() if p.grad is not None])
         found.append((float(loss.detach()), slope))
     (loss, slope), (near, near_slope) = found

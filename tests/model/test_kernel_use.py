@@ -76,7 +76,7 @@ def test_the_best_kernels_are_not_mentioned(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_targets_that_are_not_covered(changes: dict[str, object], dtype: torch.dtype, why: str) -> None:
-    config = replace(FITS, **changes)  # type: ignore[arg-type]
+    config = replace(FITS, **changes)
     (message,) = warned(config, dtype)
     assert message.startswith("decoding runs on PyTorch's kernels, which are slower: the native kernels")
     assert why in message

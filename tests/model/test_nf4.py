@@ -76,7 +76,7 @@ def test_products_and_gradients_are_those_of_the_dequantised_weight(dtype: torch
 
 
 def layer_bytes(decoder: nn.Module) -> int:
-    return sum(x.nbytes for block in decoder.blocks for x in (*block.parameters(), *block.buffers()))  # type: ignore[operator, union-attr]
+    return sum(x.nbytes for block in decoder.blocks for x in (*block.parameters(), *block.buffers()))
 
 
 def test_streams_learn_from_a_target_in_nf4_with_a_loss_near_its_own() -> None:
@@ -91,7 +91,7 @@ def test_streams_learn_from_a_target_in_nf4_with_a_loss_near_its_own() -> None:
         objective = StreamObjective(target, adapter)
         frozen = objective.freeze(batch)
         loss = torch.stack([objective.loss(batch, frozen, segment).loss for segment in objective.segments(batch)]).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         slope = torch.cat([p.grad.flatten() for p in adapter.parameters() if p.grad is not None])
         found.append((float(loss.detach()), slope, layer_bytes(target)))
     (loss, slope, size), (near, near_slope, small_size) = found
@@ -124,4 +124,4 @@ def test_a_training_in_another_format_from_the_command_line(
     refused = CliRunner().invoke(app, [*map(str, words), "--force"])
     assert f"was started with target_format {form} (now stored)" in str(refused.exception)
     with pytest.raises(InputError, match="target_format must be stored, int8 or nf4, got 'fp4'"):
-        TrainOptions(target_format="fp4")  # type: ignore[arg-type]
+        TrainOptions(target_format="fp4")

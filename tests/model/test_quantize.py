@@ -113,6 +113,7 @@ def test_speculation_on_packed_weights(case: str, kind: Kind, monkeypatch: pytes
     packed = copy.deepcopy(dense)
     assert pack.pack_decoder(packed)
     assert pack.pack_decoder(packed)  # it is already
+    assert isinstance(packed.head, PackedQuantized)
     torch.testing.assert_close(logits(packed), logits(dense), rtol=1e-3, atol=1e-3)
     asked = [request(5, seed, 20) for seed in range(3)]
     wanted, _ = decode(packed, asked)

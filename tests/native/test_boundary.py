@@ -62,7 +62,6 @@ def test_packed_like_takes_every_rank(dtype: torch.dtype, kind: Literal["int8", 
         for shape in ((rank, 64), (64, rank)):
             weight, x = torch.randn(*shape).to(dtype), torch.randn(2, shape[1]).to(dtype)
             made = packed_like(like, weight, None, kind)
-            assert made is not None
             wanted = x.float() @ weight.float().T
             assert (made(x).float() - wanted).abs().max() < 0.3 * wanted.std() + 0.3
 
@@ -102,7 +101,6 @@ def test_outputs_are_selected_only_where_they_can_be_copied() -> None:
 
 
 @pytest.mark.parametrize("rank", [1, 5, 32])
-@torch.inference_mode()
 def test_adapters_of_odd_ranks_decode(rank: int) -> None:
     from anabranch.decoding.engine import Engine, Request
     from anabranch.methods.streams.drafter import StreamDrafter
@@ -188,7 +186,6 @@ def test_the_c_side_refuses_by_itself() -> None:
     assert "beyond" in refused(c.anabranch_move(at, at, 1, 1, *move, ctypes.c_void_p(nodes.ctypes.data), 2))
 
 
-@torch.inference_mode()
 def test_passes_that_do_not_fit_are_refused() -> None:
     """Tokens, trees, lengths and sizes that would be read or written outside of their tensors."""
     model = packed(BASE, "bfloat16")
@@ -228,7 +225,7 @@ def test_passes_that_do_not_fit_are_refused() -> None:
         ([10], chain, {"kv_heads": 0}, {}, "key heads"),
     ):
         with pytest.raises(AssertionError, match=why):
-            run(lengths, parents, shape, **step)  # type: ignore[arg-type]
+            run(lengths, parents, shape, **step)
     for token in (BASE.vocab_size, -1):
         with pytest.raises(AssertionError, match="vocabulary"):
             stack.through(np.array([1, token]), stack.step([3], [2], None, 300), memory, 0, need="tokens")
@@ -250,7 +247,6 @@ def test_passes_that_do_not_fit_are_refused() -> None:
         kernels().move(memory.keys, memory.values[:2], range(3), 0, 0, np.array([1]))
 
 
-@torch.inference_mode()
 def test_rows_of_a_pass_that_do_not_fit_are_refused() -> None:
     """Each batch row has nodes of its own, which neither overlap nor leave the pass."""
     model = packed(BASE, "bfloat16")
@@ -281,10 +277,9 @@ def test_rows_of_a_pass_that_do_not_fit_are_refused() -> None:
         ([10, 0, 10], [0, 2, 2, 4], [-1, 0, 1, 0], {}, "parent"),
     ):
         with pytest.raises(AssertionError, match=why):
-            run(lengths, starts, parents, **step)  # type: ignore[arg-type]
+            run(lengths, starts, parents, **step)
 
 
-@torch.inference_mode()
 def test_streams_that_do_not_fit_are_refused() -> None:
     model = packed(BASE, "bfloat16")
     trail = NativeTrail(model, adapter_for(model, conditioning="path", conditioning_rank=8, root_width=32), 2)
@@ -293,7 +288,6 @@ def test_streams_that_do_not_fit_are_refused() -> None:
 
     def run(counts: list[int], nodes: list[int], emitted: list[int], **entry: int) -> None:
         chosen, words = np.array(nodes), np.array(emitted)
-        assert trail._entry is not None
         begin = TrailEntry.from_buffer_copy(trail._entry)
         begin.main, begin.rows, begin.nodes, begin.emitted = main.data_ptr(), 6, chosen.ctypes.data, words.ctypes.data
         for name, value in entry.items():
@@ -312,7 +306,7 @@ def test_streams_that_do_not_fit_are_refused() -> None:
         ([2, 2], [0, 5], [3, 4], {"main": None}, "null"),
     ):
         with pytest.raises(AssertionError, match=why):
-            run(counts, nodes, emitted, **entry)  # type: ignore[arg-type]
+            run(counts, nodes, emitted, **entry)
 
 
 # ---- scores that are no numbers -------------------------------------------------------------------------------------
@@ -367,7 +361,7 @@ def test_choose_tells_rows_without_a_largest_score(outputs: int, form: str) -> N
 
     def linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> NativeLinear:
         quantized = form in ("int8", "int4")
-        return NativeLinear(QuantizedWeight.of(weight, form) if quantized else weight, bias, wide=True)  # type: ignore[arg-type]
+        return NativeLinear(QuantizedWeight.of(weight, form) if quantized else weight, bias, wide=True)
 
     plain = linear(weight)
     assert torch.equal(plain.choose(x), plain(x).argmax(1))
@@ -391,7 +385,6 @@ def test_choose_tells_rows_without_a_largest_score(outputs: int, form: str) -> N
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("where", ["qkv", "out", "up", "down", "norm_in"])
-@torch.inference_mode()
 def test_weights_with_a_nan_choose_nothing(where: str, form: str) -> None:
     from anabranch.model.pack import pack_decoder
     from anabranch.model.quantize import quantize_decoder
@@ -400,28 +393,23 @@ def test_weights_with_a_nan_choose_nothing(where: str, form: str) -> None:
     weight = getattr(model.blocks[1].mlp if where in ("up", "down") else model.blocks[1], where).weight
     weight.view(-1)[weight.numel() // 2 + 3] = NAN
     if form in ("int8", "int4"):
-        quantize_decoder(model, form)  # type: ignore[arg-type]
+        quantize_decoder(model, form)
     assert pack_decoder(model)
     stack = stack_in(model)
     step = stack.step([0], [5], None, 300)
     _, chosen, _ = stack.through(np.array(tokens(5)), step, cache(model), 0, need="tokens")
-    assert chosen is not None
     assert chosen[-1] == -1
 
 
 def draft_of(form: str, options: DraftOptions) -> StreamDraft:
     model = packed(BASE, form)
     adapter = adapter_for(model, torch.arange(0, 64, 3), conditioning="path", conditioning_rank=32, root_width=32)
-    draft = StreamDraft(model, adapter, options)
-    assert draft.native is not None
-    return draft
+    return StreamDraft(model, adapter, options)
 
 
 @pytest.mark.parametrize("form", FORMS)
-@torch.inference_mode()
 def test_drafts_of_nan_are_the_root_alone(form: str) -> None:
     draft = draft_of(form, DraftOptions(nodes=24))
-    assert draft.native is not None
     states = torch.randn(draft.depth, BASE.hidden_size).to(draft.target.dtype)
     whole = draft.native(states, 5, None, None)
     assert whole.size > 1
@@ -435,11 +423,9 @@ def test_drafts_of_nan_are_the_root_alone(form: str) -> None:
         draft.native(states, -1, None, None)
 
 
-@torch.inference_mode()
 def test_a_huge_frontier_is_that_of_all_nodes() -> None:
     draft = draft_of("bfloat16", DraftOptions(nodes=12, frontier=12))
     states = torch.randn(draft.depth, BASE.hidden_size).bfloat16()
-    assert draft.native is not None
     wanted = draft.native(states, 5, None, None)
     draft.native._config.frontier = 2**31 - 1
     found = draft.native(states, 5, None, None)

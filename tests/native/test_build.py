@@ -91,7 +91,6 @@ def test_where_they_cannot_be_had(home: Path, monkeypatch: pytest.MonkeyPatch, t
             assert native.library() is None
             assert why in native.why_not()
             found = native.shortfall()
-            assert found is not None
             assert advice in found.advice
             other = copy.deepcopy(model)
             pack_decoder(other)
@@ -126,7 +125,7 @@ def test_a_damaged_library_is_compiled_again(damage: object, home: Path, quick: 
     (path,) = kept(home)
     whole = path.read_bytes()
     path.unlink()  # it is mapped into this process
-    path.write_bytes(damage(whole))  # type: ignore[operator]
+    path.write_bytes(damage(whole))
     code = f"from anabranch.native import build\nprint(build.opened({QUICK!r}).library.anabranch_multiplies())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "1"
@@ -157,7 +156,6 @@ def test_a_cache_that_cannot_be_kept(home: Path, quick: Path, monkeypatch: pytes
     monkeypatch.setattr(build.tempfile, "tempdir", str(temporary))
     assert native.library() is not None
     found = native.shortfall()
-    assert found is not None
     assert "compiled again at every start" in found.why
     assert "ANABRANCH_HOME" in found.advice
     assert list(temporary.iterdir()) == []
@@ -326,7 +324,6 @@ def test_a_lesser_form(home: Path, quick: Path, monkeypatch: pytest.MonkeyPatch)
     )
     kernels, found = native.library(), native.shortfall()
     assert kernels is not None
-    assert found is not None
     assert kernels.instruction_set != best
     assert f"instead of {best}" in found.why
     assert NO_HEADER in found.why
@@ -334,6 +331,5 @@ def test_a_lesser_form(home: Path, quick: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("ANABRANCH_NATIVE", "avx2")
     native.forget()
     found = native.shortfall()
-    assert found is not None
     assert found.accepted
     assert found.why == "ANABRANCH_NATIVE is avx2"

@@ -69,7 +69,6 @@ def other(request: pytest.FixtureRequest) -> Iterator[str]:
         patch.setattr(test_kernels, "MODELS", {})
         native.forget()
         library = native.library()
-        assert library is not None
         assert library.instruction_set == name
         yield name
     native.forget()
@@ -100,13 +99,13 @@ def test_layers(other: str, name: str) -> None:
 @pytest.mark.parametrize("form", test_kernels.FORMS)
 @pytest.mark.parametrize("name", ["llama", "sliding window (mistral)", "biases (qwen2)"])
 def test_a_tree_is_its_paths_to_the_bit(other: str, name: str, form: str) -> None:
-    test_kernels.test_a_tree_is_its_paths_to_the_bit(name=name, form=form)  # type: ignore[call-arg]
+    test_kernels.test_a_tree_is_its_paths_to_the_bit(name=name, form=form)
 
 
 @in_every_other_form
 @pytest.mark.parametrize("form", test_kernels.FORMS)
 def test_a_ragged_pass_is_its_rows_to_the_bit(other: str, form: str) -> None:
-    test_kernels.test_a_ragged_pass_is_its_rows_to_the_bit(name="llama", form=form)  # type: ignore[call-arg]
+    test_kernels.test_a_ragged_pass_is_its_rows_to_the_bit(name="llama", form=form)
     test_kernels.test_streams_of_some_rows_trail_to_the_bit(test_kernels.ADAPTERS[-1], form)
 
 
@@ -165,7 +164,6 @@ def test_without_tiles_where_they_fail(flaw: str, monkeypatch: pytest.MonkeyPatc
     native.forget()
     try:
         library = native.library()
-        assert library is not None
         assert library.instruction_set == "avx512"
         with pytest.raises(build.BuildError):
             build.opened((*build.FLAGS, *flags))
@@ -182,7 +180,6 @@ def test_who_may_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "processor_flags", lambda: needs["avx2"] - {"fma"})
     assert build.instruction_sets() == []
     lacking = build.unfit()
-    assert lacking is not None
     assert "fma" in lacking.why
     monkeypatch.setattr(build, "processor_flags", lambda: needs["avx2"] | needs["amx"])
     monkeypatch.setenv("ANABRANCH_NATIVE", "avx512")

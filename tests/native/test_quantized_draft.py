@@ -24,7 +24,7 @@ from anabranch.methods.quantized_draft.drafter import QuantizedDrafter
 from anabranch.methods.quantized_draft.entry import METHOD
 from anabranch.methods.quantized_draft.lead import LED_ROWS, LeadCopy, LedStreamDrafter, led_tree
 from anabranch.methods.streams.adapter import StreamAdapter
-from anabranch.methods.streams.draft import DraftOptions, NativeDraft, StreamDraft
+from anabranch.methods.streams.draft import DraftOptions, NativeDraft
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
@@ -32,6 +32,8 @@ from anabranch.model.pack import pack_decoder
 from anabranch.model.reads import weight_bytes
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
+
+pytestmark = needs_kernels
 
 SHAPE: dict[str, object] = {"conditioning": "path", "conditioning_rank": 32, "root_width": 32}
 SAMPLED = SamplingParams(temperature=1.0, seed=5)
@@ -43,7 +45,7 @@ def setup(form: str = "bfloat16") -> tuple[Decoder, StreamAdapter]:
 
 
 def decode(model: Decoder, drafter: object, rows: int, sampling: SamplingParams | None = None) -> list[list[Step]]:
-    engine = Engine(model, drafter, rows=rows, capacity=200)  # type: ignore[arg-type]
+    engine = Engine(model, drafter, rows=rows, capacity=200)
     asked = [Request(tokens(4 + 9 * i, i), 30, sampling=sampling or SamplingParams()) for i in range(rows)]
     order = [engine.add(request) for request in asked]
     found: dict[int, list[Step]] = {}
@@ -68,11 +70,9 @@ def test_a_lead_stands_between_the_root_and_the_streams_tree() -> None:
     assert tree.tokens.tolist() == [5, 7, 8, 1, 4, 2]
     assert tree.parents.tolist() == [-1, 0, 1, 2, 2, 3]
     assert tree.sources == ("target", "quantized 1", "quantized 2", "stream 1", "stream 1", "stream 2")
-    assert tree.log_probs is not None
     assert tree.log_probs.tolist() == [0.0, -0.125, -0.25, -0.75, -1.75, -1.0]
 
 
-@needs_kernels
 @pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("rows", [1, 2, LED_ROWS + 2])
 def test_a_lead_changes_nothing_that_is_said(rows: int, sampling: SamplingParams) -> None:
@@ -87,9 +87,7 @@ def test_a_lead_changes_nothing_that_is_said(rows: int, sampling: SamplingParams
         assert max(step.tree.size for steps in found for step in steps) <= nodes
 
 
-@needs_kernels
 @pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
-@torch.no_grad()
 def test_a_copy_of_weights_that_four_bits_hold_is_nearly_always_right(sampling: SamplingParams) -> None:
     model = decoder(BASE)
     adapter = adapter_for(model, num_stream_layers=1, attention_rank=0)
@@ -101,13 +99,11 @@ def test_a_copy_of_weights_that_four_bits_hold_is_nearly_always_right(sampling: 
     assert sum(len(step.verdict.path) - 1 for step in whole) / (3 * len(whole)) > 0.8
 
 
-@needs_kernels
 @pytest.mark.parametrize("certainty", [None, 10.0])
 def test_certainty_scales_the_scores_of_greedy_rows(certainty: float | None) -> None:
     model, adapter = setup()
     head = DraftHead(model, adapter.vocabulary)
     native = NativeDraft.of(model, head, DraftOptions(tree="chain", depth=1), depth=1, certainty=certainty)
-    assert native is not None
     state = torch.randn(1, BASE.hidden_size, generator=torch.Generator().manual_seed(3)).to(model.dtype)
     scores = head.scores(state)[0].float() * (certainty or 1.0)
     drafted = native.nodes(state, 1, None, None)
@@ -115,8 +111,6 @@ def test_certainty_scales_the_scores_of_greedy_rows(certainty: float | None) -> 
     assert drafted.log_probs.item(1) == pytest.approx(float(scores.log_softmax(0).max()), abs=1e-3)
 
 
-@needs_kernels
-@torch.no_grad()
 def test_one_pass_drafts_several_tokens_where_the_streams_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy's trees have the right tokens behind wrong ones, so what it keeps in the cache has to be moved."""
     model = decoder(BASE)
@@ -144,7 +138,6 @@ def test_one_pass_drafts_several_tokens_where_the_streams_are_right(monkeypatch:
     assert taken / sum(leads) > 0.8
 
 
-@needs_kernels
 @pytest.mark.parametrize(("lead", "nodes"), [(1, 4), (8, 12)])
 def test_a_lead_may_reach_the_end_of_the_context(lead: int, nodes: int) -> None:
     model = packed(replace(BASE, max_positions=48), "bfloat16")
@@ -154,7 +147,6 @@ def test_a_lead_may_reach_the_end_of_the_context(lead: int, nodes: int) -> None:
     assert sum(len(step.tokens) for step in engine.run()) == 40
 
 
-@needs_kernels
 def test_small_budgets_cut_the_lead() -> None:
     model, adapter = setup()
     plain = [said(steps) for steps in decode(model, NoDrafter(), 1)]
@@ -163,7 +155,6 @@ def test_small_budgets_cut_the_lead() -> None:
     assert {step.tree.size for steps in found for step in steps} == {1, 2}
 
 
-@needs_kernels
 def test_rejection_judges_no_drafts_of_a_copy() -> None:
     model, adapter = setup()
     led = LedStreamDrafter(model, adapter, DraftOptions(tree="chain"))
@@ -173,7 +164,6 @@ def test_rejection_judges_no_drafts_of_a_copy() -> None:
     StreamDrafter(model, adapter, DraftOptions(tree="chain")).check(SAMPLED, "rejection")
 
 
-@needs_kernels
 @pytest.mark.parametrize("form", ["float32", "int8", "int4"])
 def test_there_is_no_copy_where_four_bits_read_no_less(form: str) -> None:
     model, adapter = setup(form)
@@ -183,7 +173,6 @@ def test_there_is_no_copy_where_four_bits_read_no_less(form: str) -> None:
     assert "quantized_draft" not in str(resolve_spec("auto", adapter, target=model))
 
 
-@needs_kernels
 def test_what_a_copy_does_not_go_with() -> None:
     model, adapter = setup()
     for settings in ("tree=product,k=2", "placement=ride", "prune=4"):
@@ -198,7 +187,6 @@ def test_the_setting_is_a_small_number_or_auto(tokens: str) -> None:
     assert str(parse_spec("streams:tree=8+quantized_draft:tokens=2")) == "streams:nodes=8+quantized_draft:tokens=2"
 
 
-@needs_kernels
 def test_auto_says_that_a_copy_drafts() -> None:
     model, adapter = setup()
     spec = str(resolve_spec("auto", adapter, target=model))
@@ -209,7 +197,6 @@ def test_auto_says_that_a_copy_drafts() -> None:
     assert make_drafter("auto", model, adapter).spec == spec
 
 
-@needs_kernels
 def test_streams_alone_have_no_copy_and_copy_nothing() -> None:
     model, adapter = setup()
     drafter = make_drafter("streams:tree=8", model, adapter)
@@ -222,7 +209,6 @@ def test_streams_alone_have_no_copy_and_copy_nothing() -> None:
     assert calls["partial", streams, layers] <= len(steps)
 
 
-@needs_kernels
 @pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("spec", ["quantized_draft:tokens=3", "quantized_draft", "prompt_lookup+quantized_draft"])
@@ -237,7 +223,6 @@ def test_a_copy_alone_changes_nothing_that_is_said(spec: str, rows: int, samplin
         assert max(step.tree.size for steps in found for step in steps) == 4
 
 
-@needs_kernels
 def test_every_pass_of_the_copy_and_of_the_streams_is_counted() -> None:
     model, adapter = setup()
     layers, streams = BASE.num_layers, len(adapter.layers)
@@ -253,7 +238,6 @@ def test_every_pass_of_the_copy_and_of_the_streams_is_counted() -> None:
     assert stats.bytes_read > stats.steps * weight_bytes(model)
 
 
-@needs_kernels
 def test_drafts_with_a_copy_are_judged_apart_and_never_small() -> None:
     model, adapter = setup()
     led, unled = LedStreamDrafter(model, adapter, DraftOptions(nodes=12)), StreamDrafter(model, adapter)
@@ -262,16 +246,13 @@ def test_drafts_with_a_copy_are_judged_apart_and_never_small() -> None:
     assert (unled.account(1), unled.least(1)) == ("streams", 1)
 
 
-@needs_kernels
 def test_the_copy_is_made_once() -> None:
     model, adapter = setup()
     first, second = (LedStreamDrafter(model, adapter, tokens=tokens) for tokens in (1, 2))
     alone = QuantizedDrafter(model, 2)
     assert first.copy._stack is second.copy._stack is alone.copy._stack
-    assert isinstance(first.tree, StreamDraft)
 
 
-@needs_kernels
 def test_no_streams_trail_where_prompt_lookup_suffices(monkeypatch: pytest.MonkeyPatch) -> None:
     model, adapter = setup()
     (plain,) = decode(model, NoDrafter(), 1)
