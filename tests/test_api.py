@@ -125,9 +125,6 @@ def test_a_stream_is_refused_before_its_first_chunk(model: Model, prompt: Any, w
     assert not model._scheduler.busy
 
 
-# --- drafters by name ---------------------------------------------------------------------------------------------
-
-
 def test_settings_reach_the_drafter(model: Model) -> None:
     adapter = model.adapters[0].module
 
@@ -169,9 +166,6 @@ def test_a_long_prompt_is_refused_in_our_words_alone(model: Model, caplog: pytes
     with pytest.raises(InputError, match="the model's limit is"):
         model.generate("the thing " * 400)
     assert not caplog.records
-
-
-# --- loading ------------------------------------------------------------------------------------------------------
 
 
 def test_load_a_folder_with_an_adapter(toys: ToyFolders) -> None:

@@ -93,9 +93,6 @@ def test_wrong_usage_ends_with_code_2(refused: Refused, arguments: list[str], wo
     assert "--help'" in sentence
 
 
-# --- models and adapters ------------------------------------------------------------------------------------------
-
-
 def test_no_model(refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("no model")
     (tmp_path / "broken.gguf").write_bytes(b"GGUF, but not really")
@@ -155,9 +152,6 @@ def test_adapter_files_that_are_missing_or_changed(refused: Refused, copied: Toy
     assert "has no adapter_config.json" in refused(*command, copied.adapter)
 
 
-# --- prompts from files -------------------------------------------------------------------------------------------
-
-
 def test_prompt_files(refused: Refused, toys: ToyFolders, tmp_path: Path) -> None:
     command = ("certify", "--model", toys.model, "--adapter", toys.adapter, "--prompts")
     path = tmp_path / "prompts.jsonl"
@@ -179,9 +173,6 @@ def test_bench_without_what_it_measures(refused: Refused, toys: ToyFolders) -> N
     command = ("bench", "--model", toys.model, "--method", "none")
     assert "--data FOLDER" in refused(*command, "--suite", "spec_bench")
     assert "there is no peer 'magic'" in refused(*command, "--peer", "magic")
-
-
-# --- the machine --------------------------------------------------------------------------------------------------
 
 
 def test_no_memory_for_the_cache(refused: Refused, toy: list[object], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,29 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from anabranch.cli import app
 from anabranch.decoding.scores import Scores
 from toy_text import ToyFolders
 from verbs import Anabranch
 
 VERBS = ("pull", "generate", "chat", "info", "convert", "certify", "tune", "simulate", "analyze", "bench", "train")
 PROGRAM = [sys.executable, "-c", "from anabranch.cli import main; main()"]
-
-
-@pytest.mark.parametrize("verb", [*VERBS, "train streams", "train answers"])
-def test_help_tells_what_a_verb_is_for(verb: str) -> None:
-    result = CliRunner().invoke(app, [*verb.split(), "--help"])
-    assert result.exit_code == 0
-    assert "Usage" in result.output
-    assert len(result.output) > 200
 
 
 def test_help_lists_the_verbs_and_is_quick() -> None:
@@ -97,29 +86,6 @@ def test_certify_finds_a_bug(
     done = anabranch(*certify_arguments(toys, tmp_path / "prompts.jsonl"), *options)
     assert done.code == 1
     assert "3 bugs" in done.out
-
-
-def _installed() -> bool:
-    try:
-        return bool(version("anabranch"))
-    except PackageNotFoundError:
-        return False
-
-
-@pytest.mark.thorough  # measures the machine twice
-@pytest.mark.skipif(not _installed(), reason="a result file names the installed version")
-def test_bench_writes_a_result(anabranch: Anabranch, toys: ToyFolders, tmp_path: Path) -> None:
-    methods = ("--method", "none", "--method", "prompt_lookup", "--method", "streams", "--peer", "transformers")
-    where = ("--model", toys.model, "--adapter", toys.adapter, "--dtype", "float32", "--raw")
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the thing"}\n{"prompt": "other"}\n')
-    suite = ("--suite", tmp_path / "prompts.jsonl", "--max-new-tokens", 6)
-    out = tmp_path / "made" / "result"
-    done = anabranch("bench", *where, *methods, *suite, "--out", out)
-    assert done.code == 0, done.err
-    record = json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))
-    assert [c["name"] for c in record["contenders"]] == ["none", "prompt_lookup", "streams", "transformers"]
-    assert all(c["equal_outputs"] == 2 for c in record["contenders"])
-    assert "tokens/s" in out.with_suffix(".md").read_text(encoding="utf-8")
 
 
 def test_pull_names_the_folder(anabranch: Anabranch, toys: ToyFolders, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,31 +6,23 @@ The longer runs are research/exactness.py and ``anabranch bench``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-import numpy as np
 import pytest
-import torch
 
 from anabranch.adapters.folder import SHIPPED, find_adapters, read_record
 from anabranch.decoding.engine import Engine, Request
-from anabranch.drafting.drafter import Wrapped
-from anabranch.methods import Observation, Row, make_drafter
+from anabranch.methods import make_drafter
 from anabranch.methods.draft_model.load import shipped_draft
 from anabranch.methods.streams.adapter import StreamAdapter
-from anabranch.model.cache import Cache
-from anabranch.model.inputs import Inputs
 from anabranch.model.load import Target, load_target
 from anabranch.model.pack import pack_decoder
 from anabranch.native import library as native
-from anabranch.sampling import SamplingParams, generator, position_keys, target_probs, target_tokens
-from anabranch.verify import match, reject
+from anabranch.sampling import SamplingParams
 
 pytestmark = pytest.mark.default_model
 
 RARE = "Zymurgy in Karlsruhe, Ἀθῆναι and 東京: Zymurgy in"  # tokens that the draft vocabulary lacks
 PROMPTS = ("Explain why the sky is blue.", "Write a Python function that adds two numbers.", "1, 2, 3, 4, 5, 6,")
-CHI_SQUARE_999 = 3.29  # standard deviations above the mean: one false alarm in about a thousand
 
 
 @pytest.fixture(scope="module")
@@ -121,59 +113,3 @@ def test_streams_save_passes(target: Target, adapter: StreamAdapter) -> None:
     engine.add(Request(target.tokenizer.encode(PROMPTS[0]), 48))
     steps = list(engine.run())
     assert sum(len(step.tokens) for step in steps) > 1.4 * len(steps)
-
-
-def test_the_shipped_adapters_are_small() -> None:
-    sizes = {weights.parent.name: weights.stat().st_size for weights in SHIPPED.glob("*/adapter.safetensors")}
-    assert sizes.pop("smollm2-135m-instruct") <= 8_000_000
-    assert all(size <= 16_000_000 for size in sizes.values())
-
-
-class Watched(Wrapped):
-    """A drafter that keeps the rows of the last step."""
-
-    rows: Sequence[Row] = ()
-
-    def observe(self, rows: Sequence[Row], seen: Observation) -> None:
-        super().observe(rows, seen)
-        self.rows = rows
-
-
-@pytest.mark.thorough
-@torch.inference_mode()
-def test_the_distribution_of_the_first_token_at_temperature_one(target: Target, adapter: StreamAdapter) -> None:
-    """Chi-square of both rules against the target's own distribution (T = 1, top-k 50), drafts sampled from streams."""
-    sampling = SamplingParams(temperature=1.0, top_k=50)
-    drafter = Watched(make_drafter("streams:tree=product,k=2,depth=1", target.decoder, adapter))
-    engine = Engine(target.decoder, drafter, capacity=128)
-    engine.add(Request(target.tokenizer.encode("The weather was"), 8, sampling, rule="rejection"))
-    engine.step()
-    (row,) = drafter.rows
-    cache = Cache(target.config, rows=1, capacity=128, dtype=torch.float32, device=target.decoder.device)
-    cache.add_row()
-    logits = target.decoder.logits(target.decoder(Inputs.of_prompt(row.tokens), cache).hidden_MD[-1:])
-    probs_V = target_probs(logits, sampling)[0].double().numpy()
-
-    draws = 4000
-    emitted: dict[str, list[int]] = {"rejection": [], "match": []}
-    for i in range(draws):
-        row.sampling, row.max_depth = replace(sampling, seed=i), 1
-        (tree,) = drafter.draft([row], drafter.max_nodes)
-        rows_NV = torch.from_numpy(np.tile(probs_V, (tree.size, 1)))
-        verdict = reject(tree, rows_NV, generator(i, len(row.tokens)))
-        emitted["rejection"].append(int(tree.tokens[verdict.path[1]]) if verdict.accepted else verdict.next_token)
-        keys = position_keys(i, len(row.tokens) + tree.depths)
-        own = target_tokens(logits.expand(tree.size, -1), sampling, keys).numpy()
-        verdict = match(tree, own)
-        emitted["match"].append(int(tree.tokens[verdict.path[1]]) if verdict.accepted else verdict.next_token)
-    for rule, tokens in emitted.items():
-        counts = np.bincount(tokens, minlength=len(probs_V))
-        assert counts[probs_V == 0].sum() == 0, rule
-        # pool what is expected fewer than 5 times
-        often = probs_V * draws >= 5
-        seen = np.append(counts[often], counts[~often].sum())
-        expected = np.append(probs_V[often], probs_V[~often].sum()) * draws
-        kept = expected > 0
-        statistic = float(((seen - expected)[kept] ** 2 / expected[kept]).sum())
-        freedom = int(kept.sum()) - 1
-        assert statistic < freedom + CHI_SQUARE_999 * (2 * freedom) ** 0.5 + 5, (rule, statistic, freedom)

@@ -120,7 +120,6 @@ def test_penalties_and_processors_look_at_each_nodes_own_history(name: str, temp
 PLAIN = {"repetition_penalty": 1.0, "processors": ()}
 
 
-# -- drafters that know nothing and everything ---------------------------------------------------------------
 class Noise(Drafter):
     """Random trees of random sizes."""
 
@@ -178,7 +177,6 @@ def test_an_oracle_reaches_the_maximum() -> None:
         assert all(step.sources == ("draft",) * depth + ("target",) for step in row)
 
 
-# -- where a row ends --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("cut", range(1, 12))
 def test_the_length_limit_and_end_tokens_cut_inside_an_accepted_path(cut: int) -> None:
     target = small()
@@ -268,7 +266,6 @@ def test_a_cancelled_row_leaves_the_others_alone() -> None:
     assert engine.cache.count == 0
 
 
-# -- what the cache and the numbers are -----------------------------------------------------------------------
 def forward(target: Decoder, text: Sequence[int]) -> tuple[Tensor, Cache]:
     """Logits [N, V] of a text in one pass, and its cache."""
     cache = Cache(target.config, rows=1, capacity=len(text), dtype=target.dtype, device=target.device)
@@ -327,7 +324,6 @@ def test_rules_that_a_drafter_cannot_serve_are_refused() -> None:
     assert sum(len(step.tokens) for step in product.run()) == 5
 
 
-# -- requests that cannot be served ----------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
@@ -381,7 +377,6 @@ def test_combining() -> None:
         CombinedDrafter([streams(target)], nodes=1)
 
 
-# -- scores that are not numbers -----------------------------------------------------------------------------------
 class _Overflowing:
     """Lets a decoder's head give NaN or infinite scores after a few passes, as activations that overflow do."""
 

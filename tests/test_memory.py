@@ -31,7 +31,6 @@ from small import decode, request, small, small_adapter
 PLAIN = NoDrafter()
 
 
-# -- how much is free ------------------------------------------------------------------------------------------------
 def machine(root: Path, *, groups: str, mounts: str, files: dict[str, str]) -> Path:
     """A machine with 1 GiB available and 1 MiB of swap, and the files of control groups."""
     files = {
@@ -113,7 +112,6 @@ def test_pages_are_zero_and_aligned() -> None:
         assert size < memory.PAGE or pages.data_ptr() % memory.PAGE == 0
 
 
-# -- the cache grows -------------------------------------------------------------------------------------------------
 def test_room_grows_by_a_quarter() -> None:
     sizes = sorted({room_for(n) for n in range(1, 40_000)})
     assert sizes[:6] == [512, 640, 768, 896, 1024, 1280]

@@ -140,7 +140,6 @@ def test_values_that_mean_nothing_are_refused(model: api.Model, options: Any, me
         model.generate(PROMPT, max_new_tokens=2, **options)
 
 
-# -- what a model's generation config says -----------------------------------------------------------
 def saved(folder: Path, *, older: bool = False, **settings: Any) -> tuple[Any, api.Model]:
     """The toy with a generation config, or with its fields in ``config.json``: for transformers, and loaded here."""
     import json

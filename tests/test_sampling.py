@@ -30,8 +30,6 @@ NO_KEYS = np.zeros(0, np.uint64)  # greedy decoding reads none
 LOGITS = torch.tensor([[0.5, 0.2, 0.2, 0.1], [0.1, 0.6, 0.0, 0.3]]).log()  # [2, 4]
 
 
-# --- the distribution -----------------------------------------------------------------------------------------------
-
 WHOLE = [[0.5, 0.2, 0.2, 0.1], [0.1, 0.6, 0.0, 0.3]]
 BEST = [[1, 0, 0, 0], [0, 1, 0, 0]]
 CUT = [[5 / 9, 2 / 9, 2 / 9, 0], [0, 2 / 3, 0, 1 / 3]]  # tied tokens stay together
@@ -87,9 +85,6 @@ def test_inputs_are_left_alone() -> None:
 def test_log_probs_are_raw() -> None:
     expected = torch.tensor([0.1, 0.6]).log()
     torch.testing.assert_close(log_probs(LOGITS + 3, torch.tensor([3, 1])), expected)
-
-
-# --- history --------------------------------------------------------------------------------------------------------
 
 
 def test_repetition_penalty_pulls_seen_tokens_down_once() -> None:
@@ -151,9 +146,6 @@ def test_parity_with_hugging_face(params: SamplingParams) -> None:
     if params.min_p:
         scores = hf.MinPLogitsWarper(params.min_p)(history, scores)
     torch.testing.assert_close(process_logits(logits, params, history.tolist()), scores)
-
-
-# --- drawing --------------------------------------------------------------------------------------------------------
 
 
 def test_inverse_cdf_drawing() -> None:
@@ -223,9 +215,6 @@ def test_the_draw_at_a_node_does_not_depend_on_its_neighbours() -> None:
     assert together.tolist() == alone
 
 
-# --- noise ----------------------------------------------------------------------------------------------------------
-
-
 def test_keys_belong_to_positions() -> None:
     positions = np.array([[7, 3], [7, 10_000_000_000]])
     keys = position_keys(1, positions)
@@ -277,9 +266,6 @@ def test_generator_is_fresh_for_each_position() -> None:
     draws = [generator(0, position).random(4).tolist() for position in (5, 5, 6)]
     assert draws[0] == draws[1]
     assert not set(draws[0]) & set(draws[2])
-
-
-# --- bad input ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

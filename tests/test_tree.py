@@ -48,9 +48,6 @@ def path_tokens(tree: DraftTree, node: int) -> tuple[int, ...]:
     return tuple(int(tree.tokens[i]) for i in tree.path_to(node))
 
 
-# --- the drawings ---------------------------------------------------------------------------------------------------
-
-
 def test_module_drawing(cat_tree: DraftTree) -> None:
     assert cat_tree.size == 5
     assert cat_tree.depths.tolist() == [0, 1, 1, 2, 2]
@@ -169,9 +166,6 @@ def test_whatever_may_drop_nodes_drops_draft_probs() -> None:
     assert [result.draft_probs for result in results] == [None] * 4
 
 
-# --- properties -----------------------------------------------------------------------------------------------------
-
-
 @patient
 @given(trees())
 def test_mask_depths_and_children_follow_from_parents(tree: DraftTree) -> None:
@@ -232,9 +226,6 @@ def test_merge_is_the_union_of_paths(some: list[DraftTree], budget: int) -> None
     assert cut.draft_probs is None
     assert cut.size == min(budget, len(union))
     assert {path_tokens(cut, node) for node in range(cut.size)} <= union
-
-
-# --- misuse ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -132,9 +132,6 @@ def distance(a: Distribution, b: Distribution) -> float:
     return float(np.abs(a - b).sum() / 2)
 
 
-# --- matching: any tree --------------------------------------------------------------------------------------------
-
-
 def top(words: Words, k: int) -> list[int]:
     return [int(word) for word in np.argsort(-Q(words))[:k]]
 
@@ -167,9 +164,6 @@ def test_matching_drawing() -> None:
     assert match(tree, np.array([3, 5, 7, 1])) == Verdict((0, 1, 3), 1)
     assert match(tree, [9, 3, 7, 5]) == Verdict((0,), 9)
     assert Verdict((0, 1, 3), 1).accepted == 2
-
-
-# --- rejection: sampled trees ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("replacement", [True, False])
@@ -213,9 +207,6 @@ def test_rejection_at_temperature_zero_is_the_target_argmax() -> None:
     assert reject(miss, one_hot, generator(0, 0)) == Verdict((0,), 2)
 
 
-# --- trees of any shape ---------------------------------------------------------------------------------------------
-
-
 def shaped(draw: st.DrawFn, most: int) -> list[int]:
     return [-1, *(draw(st.integers(0, node - 1)) for node in range(1, draw(st.integers(1, most))))]
 
@@ -233,9 +224,6 @@ def test_matching_is_exact_for_random_trees(data: st.DataObject) -> None:
 @settings(max_examples=15, deadline=None)
 def test_rejection_is_exact_for_random_trees(parents: list[int], replacement: bool) -> None:
     np.testing.assert_allclose(rejection_distribution(parents, replacement), plain_distribution(), rtol=0, atol=1e-12)
-
-
-# --- the check can fail ---------------------------------------------------------------------------------------------
 
 
 def test_top_k_children_judged_by_the_ratio_err() -> None:
@@ -259,9 +247,6 @@ def test_the_wrong_replacement_errs() -> None:
     for tokens, weight in drafts([-1, 0, 0, 0], False):
         reject_outcomes(sampled_tree(tokens, [-1, 0, 0, 0], True), weight, emitted)
     assert distance(joint(P, emitted), plain_distribution()) > 0.01
-
-
-# --- misuse ---------------------------------------------------------------------------------------------------------
 
 
 def test_rejection_refuses_trees_without_draft_probs() -> None:

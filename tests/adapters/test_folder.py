@@ -171,7 +171,6 @@ def test_a_folder_that_cannot_be_written(target: Target, tmp_path: Path) -> None
         save(tmp_path / "file", small_adapter(small()), TargetIdentity.of(target))
 
 
-# -- bad folders -------------------------------------------------------------------------------------------------
 def edit(**changes: Any) -> Callable[[Path], None]:
     """Change fields of a record of either version, whose config version 1 keeps by another name; None removes one."""
 

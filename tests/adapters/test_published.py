@@ -61,7 +61,12 @@ def converted(folder: Path, target: Target) -> Converted:
     return convert(read_published(folder), target)
 
 
-# -- EAGLE --------------------------------------------------------------------------------------------
+def refused(message: str, target: Target, folder: Path, *written_files: Any) -> None:
+    """Check that a checkpoint with these weights and this config is not converted."""
+    with pytest.raises(AdapterError, match=message):
+        converted(written(folder, *written_files), target)
+
+
 @pytest.mark.parametrize(("bias", "norm"), [(True, False), (False, True)])
 def test_eagle_computes_the_same(target: Target, tmp_path: Path, bias: bool, norm: bool) -> None:
     weights, (fc, made) = eagle(target, bias=bias, norm=norm)
@@ -107,26 +112,24 @@ def test_eagle_as_an_adapter(
 def test_eagle_of_another_target(target: Target, tmp_path: Path) -> None:
     weights, _ = eagle(target)
     other = weights | {"embed_tokens.weight": torch.randn_like(weights["embed_tokens.weight"])}
-    with pytest.raises(AdapterError, match="other embeddings"):
-        converted(written(tmp_path / "other", other), target)
-    with pytest.raises(AdapterError, match=r"fc\.weight with the shape \(64, 128\).*asks for \(32, 64\)"):
-        converted(written(tmp_path / "wide", weights | {"fc.weight": torch.zeros(64, 128)}), target)
+    refused("other embeddings", target, tmp_path / "other", other)
+    refused(
+        r"fc\.weight with the shape \(64, 128\).*asks for \(32, 64\)",
+        target,
+        tmp_path / "wide",
+        weights | {"fc.weight": torch.zeros(64, 128)},
+    )
     lacking = {name: value for name, value in weights.items() if "down_proj" not in name}
-    with pytest.raises(AdapterError, match=r"no layer like this target's.*down_proj"):
-        converted(written(tmp_path / "lacking", lacking), target)
-    with pytest.raises(AdapterError, match=r"rope_theta 5000.* in its config"):
-        converted(written(tmp_path / "theta", weights, {"rope_theta": 5000.0}), target)
-    with pytest.raises(AdapterError, match="has 2 layers"):
-        converted(written(tmp_path / "deep", weights, {"num_hidden_layers": 2}), target)
+    refused(r"no layer like this target's.*down_proj", target, tmp_path / "lacking", lacking)
+    refused(r"rope_theta 5000.* in its config", target, tmp_path / "theta", weights, {"rope_theta": 5000.0})
+    refused("has 2 layers", target, tmp_path / "deep", weights, {"num_hidden_layers": 2})
 
 
 def test_eagle_3_is_named(target: Target, tmp_path: Path) -> None:
     weights = {"midlayer.hidden_norm.weight": torch.zeros(32), "fc.weight": torch.zeros(32, 96)}
-    with pytest.raises(AdapterError, match="is an EAGLE-3 head"):
-        converted(written(tmp_path / "three", weights), target)
+    refused("is an EAGLE-3 head", target, tmp_path / "three", weights)
 
 
-# -- Medusa -------------------------------------------------------------------------------------------
 class Residual(nn.Module):
     """Medusa's block."""
 
@@ -201,20 +204,15 @@ def test_medusa_as_an_adapter(anabranch: Anabranch, toys: ToyFolders, target: Ta
 def test_medusa_of_another_target(target: Target, tmp_path: Path) -> None:
     weights = dict(medusa(target, layers=1).state_dict())
     gap = {name: value for name, value in weights.items() if not name.startswith("1.")}
-    with pytest.raises(AdapterError, match=r"\[0, 2\] and lacks some"):
-        converted(written(tmp_path / "gap", gap), target)
+    refused(r"\[0, 2\] and lacks some", target, tmp_path / "gap", gap)
     lacking = {name: value for name, value in weights.items() if name != "1.1.weight"}
-    with pytest.raises(AdapterError, match=r"has no 1\.1\.weight"):
-        converted(written(tmp_path / "lacking", lacking), target)
+    refused(r"has no 1\.1\.weight", target, tmp_path / "lacking", lacking)
     small = weights | {"0.1.weight": weights["0.1.weight"][:-1]}
-    with pytest.raises(AdapterError, match=r"0\.1\.weight with the shape \(262, 32\).*asks for \(263, 32\)"):
-        converted(written(tmp_path / "small", small), target)
+    refused(r"0\.1\.weight with the shape \(262, 32\).*asks for \(263, 32\)", target, tmp_path / "small", small)
     many = {f"{head}{name[1:]}": weights[name] for head in range(17) for name in weights if name.startswith("0.")}
-    with pytest.raises(AdapterError, match="num_heads must be"):
-        converted(written(tmp_path / "many", many), target)
+    refused("num_heads must be", target, tmp_path / "many", many)
 
 
-# -- Hydra --------------------------------------------------------------------------------------------
 class Conditioned(nn.Module):
     """Hydra's block."""
 
@@ -294,19 +292,14 @@ def test_hydra_as_an_adapter(
 def test_hydra_of_another_form(target: Target, tmp_path: Path) -> None:
     weights = dict(Heads(target, prefix=True, layers=1).state_dict())
     ungrounded = {name: value for name, value in weights.items() if "res_connection" not in name}
-    with pytest.raises(AdapterError, match=r"has no hydra_mlp\..*res_connection"):
-        converted(written(tmp_path / "ungrounded", ungrounded), target)
+    refused(r"has no hydra_mlp\..*res_connection", target, tmp_path / "ungrounded", ungrounded)
     deeper = weights | {"prefix_embeding_layer.layers.1.input_layernorm.weight": torch.zeros(32)}
-    with pytest.raises(AdapterError, match=r"also has prefix_embeding_layer\.layers\.1"):
-        converted(written(tmp_path / "deeper", deeper), target)
+    refused(r"also has prefix_embeding_layer\.layers\.1", target, tmp_path / "deeper", deeper)
     lacking = {name: value for name, value in weights.items() if "k_proj" not in name}
-    with pytest.raises(AdapterError, match="no prefix layer like this target's"):
-        converted(written(tmp_path / "lacking", lacking), target)
-    with pytest.raises(AdapterError, match="before the target's last layer"):
-        converted(written(tmp_path / "offset", weights, {"hidden_state_offset": 1}), target)
+    refused("no prefix layer like this target's", target, tmp_path / "lacking", lacking)
+    refused("before the target's last layer", target, tmp_path / "offset", weights, {"hidden_state_offset": 1})
 
 
-# -- files ----------------------------------------------------------------------------------------------
 def test_files_that_cannot_be_read(target: Target, tmp_path: Path) -> None:
     weights, _ = eagle(target)
     with pytest.raises(FileError, match="download the checkpoint first"):
@@ -337,14 +330,11 @@ def test_files_that_cannot_be_read(target: Target, tmp_path: Path) -> None:
 
 def test_tensors_that_cannot_be_used(target: Target, tmp_path: Path) -> None:
     weights, _ = eagle(target)
-    with pytest.raises(AdapterError, match="are not those of draft heads"):
-        converted(written(tmp_path / "unknown", {"conv.weight": torch.zeros(2)}), target)
-    with pytest.raises(AdapterError, match=r"also has extra\.weight"):
-        converted(written(tmp_path / "more", weights | {"extra.weight": torch.zeros(2)}), target)
+    refused("are not those of draft heads", target, tmp_path / "unknown", {"conv.weight": torch.zeros(2)})
+    refused(r"also has extra\.weight", target, tmp_path / "more", weights | {"extra.weight": torch.zeros(2)})
     for value, words in ((torch.nan, "not finite numbers"), (1, "as int64")):
         wrong = torch.full_like(weights["fc.bias"], value, dtype=torch.int64 if value == 1 else None)
-        with pytest.raises(AdapterError, match=words):
-            converted(written(tmp_path / words, weights | {"fc.bias": wrong}), target)
+        refused(words, target, tmp_path / words, weights | {"fc.bias": wrong})
 
 
 def test_a_failed_conversion_leaves_nothing(anabranch: Anabranch, toys: ToyFolders, tmp_path: Path) -> None:

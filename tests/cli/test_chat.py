@@ -45,9 +45,6 @@ def said(talk: Conversation) -> list[tuple[str, str]]:
     return [(message["role"], message["content"]) for message in talk.messages]
 
 
-# --- through a pipe -----------------------------------------------------------------------------------------------
-
-
 def test_a_pipe_is_answered_line_by_line(anabranch: Anabranch, where: list[object], model: Model) -> None:
     done = anabranch("chat", *where, "-n", 6, "--system", "the", stdin="thing\n\nother")
     messages = [{"role": "system", "content": "the"}, {"role": "user", "content": "thing"}]
@@ -97,9 +94,6 @@ def test_a_model_that_cannot_chat_is_refused_at_once(
     done = anabranch("chat", "--model", plain.model, stdin="the\n")
     assert (done.code, done.out) == (1, "")
     assert "has no chat template" in done.err
-
-
-# --- commands -----------------------------------------------------------------------------------------------------
 
 
 def test_system_prompts_can_be_set_and_removed(talk: Conversation, capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,9 +189,6 @@ def test_stats_on_demand(talk: Conversation, capsys: pytest.CaptureFixture[str])
     assert together.startswith("2 answers in total; 12 tokens, ")
 
 
-# --- what goes wrong ----------------------------------------------------------------------------------------------
-
-
 def test_an_error_while_answering_does_not_end_the_chat(
     anabranch: Anabranch, where: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,9 +250,6 @@ def test_ctrl_c_while_a_prompt_is_read_leaves_the_message_out(
     assert "stopped before the answer began; /retry sends the message again" in capsys.readouterr().err
     talk.take("/retry")
     assert len(talk.messages) == 2
-
-
-# --- a real terminal, a real pipe ---------------------------------------------------------------------------------
 
 
 def test_a_real_terminal(where: list[object], model: Model, tmp_path: Path) -> None:

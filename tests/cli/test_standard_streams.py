@@ -11,6 +11,7 @@ import pytest
 from toy_text import ToyFolders
 
 CLI = f"{sys.executable} -m anabranch"
+GENERATE = f"{CLI} generate --model {{}} --raw --max-new-tokens 8 --drafter none 'abc'"
 
 
 def run(command: str, folder: Path) -> tuple[int, str]:
@@ -53,8 +54,7 @@ def test_a_reader_that_has_ended(toys: ToyFolders, tmp_path: Path) -> None:
     code, said = run(f"{CLI} --help | true; exit ${{PIPESTATUS[0]}}", tmp_path)
     assert code == 141
     assert not said.strip()
-    command = f"{CLI} generate --model {toys.model} --raw --max-new-tokens 8 'abc'"
-    code, said = run(f"{command} 2>log | true; exit ${{PIPESTATUS[0]}}", tmp_path)
+    code, said = run(f"{GENERATE.format(toys.model)} 2>log | true; exit ${{PIPESTATUS[0]}}", tmp_path)
     assert code == 141
     assert quiet((tmp_path / "log").read_text())
 
@@ -63,7 +63,7 @@ def test_a_reader_that_has_ended(toys: ToyFolders, tmp_path: Path) -> None:
     ("streams", "status"), [(">/dev/full", 1), (">&-", 1), ("2>/dev/full >out", 0), ("2>&- >out", 0), ("<&- >out", 0)]
 )
 def test_a_text_that_is_lost(streams: str, status: int, toys: ToyFolders, tmp_path: Path) -> None:
-    code, said = run(f"{CLI} generate --model {toys.model} --raw --max-new-tokens 8 'abc' {streams}", tmp_path)
+    code, said = run(f"{GENERATE.format(toys.model)} {streams}", tmp_path)
     assert code == status
     assert quiet(said)
     assert ("standard output cannot be written" in " ".join(said.split())) == (status == 1)

@@ -96,7 +96,6 @@ def refused(message: str, model: Any = None, *, error: type[Exception] = Capabil
         (model or toy()).generate(**prompt, **options)
 
 
-# -- greedy -----------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "case", [c if c in ("llama", "gpt2", "gemma2") else pytest.param(c, marks=pytest.mark.thorough) for c in CASES]
 )
@@ -141,7 +140,6 @@ def test_default_generation_config_of_a_model_is_used() -> None:
     assert torch.equal(model.generate(ids()), model.generate(ids(), **LOOKUP))
 
 
-# -- logits processors --------------------------------------------------------------------------------
 PROCESSED = {
     "repetition_penalty": {"repetition_penalty": 1.7},
     "penalty_after_bias": {"repetition_penalty": 1.7, "sequence_bias": {(5,): 3.0, (6, 7): -4.0}},
@@ -179,7 +177,6 @@ def test_custom_logits_processor() -> None:
         both(toy(), inputs, logits_processor=LogitsProcessorList([Shift()]))
 
 
-# -- sampling -----------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "options",
     [
@@ -222,7 +219,6 @@ def test_sampled_distribution_is_that_of_transformers() -> None:
     assert float(chi_square) < 20.5, "the 0.999 quantile of 5 degrees of freedom"
 
 
-# -- outputs ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("sample", [False, True])
 def test_greedy_generate_dict_outputs(sample: bool) -> None:
     asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "max_new_tokens": NEW}
@@ -252,7 +248,6 @@ def test_transition_scores_greedy_search() -> None:
     assert bool((found[1][~real] == 0).all()), "padding is certain"
 
 
-# -- stopping -----------------------------------------------------------------------------------------
 class Every(StoppingCriteria):
     """Ends a row at its first token that is divisible, and counts its calls."""
 
@@ -291,7 +286,6 @@ def test_stop_strings_as_a_criterion(toys: ToyFolders) -> None:
     assert ours.shape[1] < 9 + NEW
 
 
-# -- adapters and other models --------------------------------------------------------------------------
 def test_an_adapter_drafts(toys: ToyFolders) -> None:
     model = AutoModelForCausalLM.from_pretrained(toys.model)
     theirs = model.generate(ids(), max_new_tokens=NEW)
@@ -321,7 +315,6 @@ def test_pipelines(toys: ToyFolders) -> None:
     assert pipe(texts, **options, **LOOKUP) == pipe(texts, **options)
 
 
-# -- streamers ----------------------------------------------------------------------------------------
 class Words:
     """A tokenizer of the words w0, w1, ..."""
 
@@ -378,7 +371,6 @@ def test_a_failing_streamer_leaves_nothing_running() -> None:
     assert not model_of(toy()).scheduler.busy
 
 
-# -- the config: every field is honoured or refused ---------------------------------------------------
 def test_every_field_of_generation_config_is_known() -> None:
     fields = {name for name in vars(GenerationConfig()) if name[0] != "_" and name != "transformers_version"}
     assert fields <= HONOURED | set(REFUSED)  # older versions lack some
@@ -442,7 +434,6 @@ def test_a_refused_field_is_refused_by_generate(options: dict[str, Any]) -> None
     refused("is not supported with custom_generate", **options)
 
 
-# -- bad input ----------------------------------------------------------------------------------------
 def test_an_assistant_model_is_refused() -> None:
     refused("assistant_model is not supported", assistant_model=toy())
 
@@ -489,7 +480,6 @@ def test_models_that_compute_something_else() -> None:
     refused("family", unknown, error=ModelError)
 
 
-# -- weights ------------------------------------------------------------------------------------------
 def test_tensors_are_shared() -> None:
     decoder = model_of(toy()).target.decoder
     layer = toy().model.layers[0]

@@ -144,7 +144,6 @@ def test_fields_of_other_families_are_ignored_even_if_malformed() -> None:
             assert model_config({**base, name: value}) == model_config(base)
 
 
-# -- the page --------------------------------------------------------------------------------------
 PAGE = Path(__file__).parents[2] / "docs" / "installation.md"
 # in the page's text: the fields of all families, and those of all with rotary positions
 OF_ALL = set.intersection(*(set(table.honoured) for table in FIELDS.values()))

@@ -121,7 +121,6 @@ def test_a_key_means_what_it_does_in_transformers(
         assert float(other) > 0.001, "the case has no effect, so it shows nothing"
 
 
-# -- what is refused -----------------------------------------------------------------------------------
 def keys_of_llama_cpp() -> list[str]:
     """All keys of architectures that the gguf package knows, and those that it no longer does."""
 
@@ -255,7 +254,6 @@ def test_what_is_no_model_is_refused(kind: str) -> None:
         config_of(path, {**metadata, "general.type": kind}, stored)
 
 
-# -- tensors -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("family", "name"),
     [
@@ -321,7 +319,6 @@ def test_a_head_of_its_own(tmp_path: Path, family: str, tied: bool) -> None:
     torch.testing.assert_close(found, Oracle(model).logits(IDS), rtol=1e-4, atol=1e-4)
 
 
-# -- precision, parts ----------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("stored", "quantize", "expected"),
     [

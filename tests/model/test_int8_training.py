@@ -7,11 +7,12 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from anabranch.errors import CapabilityError
 from anabranch.learning.examples import Batch, Example
 from anabranch.methods.streams.objective import StreamObjective
+from anabranch.model.decoder import Decoder
 from anabranch.model.int8_training import Int8Linear, multiply_in_int8
 from anabranch.model.quantize import quantize_decoder
 from anabranch.native import library as native
@@ -37,24 +38,22 @@ def test_products_and_gradients_are_near_those_of_the_weight(dtype: torch.dtype)
     assert not any(parameter.requires_grad for parameter in product.parameters())
 
 
+def loss_and_slope(target: Decoder, stored: Decoder | None = None) -> tuple[float, Tensor]:
+    """The streams' loss on a toy batch, and its gradient; of the states of ``stored`` where one is given."""
+    adapter = small_adapter(target).requires_grad_(True)
+    batch = Batch.of([Example(tuple(prompt(4, n)), tuple(prompt(12, 30 + n))) for n in range(6)])
+    objective = StreamObjective(target, adapter, frozen=stored or target)
+    frozen = objective.freeze(batch)
+    loss = torch.stack([objective.loss(batch, frozen, segment).loss for segment in objective.segments(batch)]).sum()
+    loss.backward()
+    return float(loss.detach()), torch.cat([p.grad.flatten() for p in adapter.parameters() if p.grad is not None])
+
+
 def test_streams_learn_from_a_target_in_int8_as_from_the_stored_one() -> None:
-    found = []
-    for quantised in (False, True):
-        target = copy.deepcopy(small())
-        stored = target
-        if quantised:
-            target = copy.deepcopy(target)
-            multiply_in_int8(target)
-            assert isinstance(target.blocks[0].qkv, Int8Linear)
-        adapter = small_adapter(target).requires_grad_(True)
-        batch = Batch.of([Example(tuple(prompt(4, n)), tuple(prompt(12, 30 + n))) for n in range(6)])
-        objective = StreamObjective(target, adapter, frozen=stored)
-        frozen = objective.freeze(batch)
-        loss = torch.stack([objective.loss(batch, frozen, segment).loss for segment in objective.segments(batch)]).sum()
-        loss.backward()
-        slope = torch.cat([p.grad.flatten() for p in adapter.parameters() if p.grad is not None])
-        found.append((float(loss.detach()), slope))
-    (loss, slope), (near, near_slope) = found
+    stored, quantised = copy.deepcopy(small()), copy.deepcopy(small())
+    multiply_in_int8(quantised)
+    assert isinstance(quantised.blocks[0].qkv, Int8Linear)
+    (loss, slope), (near, near_slope) = loss_and_slope(stored), loss_and_slope(quantised, stored)
     assert near == pytest.approx(loss, rel=0.01)
     assert float(F.cosine_similarity(slope, near_slope, dim=0)) > 0.99
 

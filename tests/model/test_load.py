@@ -44,7 +44,6 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
 
 
-# -- what loads ------------------------------------------------------------------------------------
 def test_a_target_is_frozen_and_complete(folder: Path) -> None:
     target = load_target(str(folder), device="cpu")
     assert not target.decoder.training
@@ -145,7 +144,6 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     assert load_target(str(path), device="cpu").decoder.dtype == torch.float32, "as stored"
 
 
-# -- what does not ---------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [

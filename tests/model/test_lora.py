@@ -48,7 +48,6 @@ def change(lora: Path, **fields: Any) -> None:
     (lora / CONFIG).write_text(json.dumps({**record, **fields}))
 
 
-# -- without peft ------------------------------------------------------------------------------------
 def test_terms_are_added_to_the_weights(llama: Path, lora: Path, tmp_path: Path) -> None:
     merged = load_file(llama / "model.safetensors")
     terms = load_file(lora / WEIGHTS)
@@ -324,7 +323,6 @@ def test_peers_read_the_model_from_its_files(llama: Path, lora: Path) -> None:
         launch._weights(spec, {}, target, Path())
 
 
-# -- with peft ---------------------------------------------------------------------------------------
 MODULES: dict[str, list[str]] = {
     "llama": list(ALL),
     "gpt2": ["c_attn", "c_proj", "c_fc"],

@@ -10,19 +10,18 @@ from statistics import NormalDist
 import pytest
 import torch
 import torch.nn.functional as F
+from test_int8_training import loss_and_slope
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from typer.testing import CliRunner
 
 from anabranch.cli.train import app
 from anabranch.errors import CapabilityError, InputError
-from anabranch.learning.examples import Batch, Example
 from anabranch.learning.recipe import TrainOptions
-from anabranch.methods.streams.objective import StreamObjective
 from anabranch.model.nf4 import BLOCK, LEVELS, Nf4Linear, quantize_to_nf4
 from anabranch.model.quantize import quantize_decoder
 from anabranch.native import library as native
-from small import prompt, small, small_adapter
+from small import prompt, small
 from toy_text import ToyFolders
 
 pytestmark = pytest.mark.filterwarnings("ignore::anabranch.errors.TrainingWarning")
@@ -81,23 +80,12 @@ def layer_bytes(decoder: nn.Module) -> int:
 
 def test_streams_learn_from_a_target_in_nf4_with_a_loss_near_its_own() -> None:
     """4.5 bits instead of 32; the loss and its gradient stay near those of the unquantised target."""
-    found = []
-    for quantised in (False, True):
-        target = copy.deepcopy(small())
-        if quantised:
-            quantize_to_nf4(target)
-        adapter = small_adapter(target).requires_grad_(True)
-        batch = Batch.of([Example(tuple(prompt(4, n)), tuple(prompt(12, 30 + n))) for n in range(6)])
-        objective = StreamObjective(target, adapter)
-        frozen = objective.freeze(batch)
-        loss = torch.stack([objective.loss(batch, frozen, segment).loss for segment in objective.segments(batch)]).sum()
-        loss.backward()
-        slope = torch.cat([p.grad.flatten() for p in adapter.parameters() if p.grad is not None])
-        found.append((float(loss.detach()), slope, layer_bytes(target)))
-    (loss, slope, size), (near, near_slope, small_size) = found
+    stored, quantised = copy.deepcopy(small()), copy.deepcopy(small())
+    quantize_to_nf4(quantised)
+    (loss, slope), (near, near_slope) = loss_and_slope(stored), loss_and_slope(quantised)
     assert near == pytest.approx(loss, rel=0.1)
     assert float(F.cosine_similarity(slope, near_slope, dim=0)) > 0.8
-    assert small_size < 0.16 * size
+    assert layer_bytes(quantised) < 0.16 * layer_bytes(stored)
     target = copy.deepcopy(small())
     quantize_decoder(target, "int8")
     with pytest.raises(CapabilityError, match="a quantised target cannot be trained in NF4; load it with quantize="):

@@ -69,7 +69,6 @@ def equal(folder: Path) -> Target:
     return target
 
 
-# -- the head --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("case", NAMES)
 def test_a_head_that_differs_wins_over_a_config_that_ties_it(case: str, tmp_path: Path) -> None:
     folder = toy(tmp_path, case, **UNTIED)
@@ -142,7 +141,6 @@ def test_a_tensor_under_two_names_must_be_the_same(tmp_path: Path) -> None:
         load_target(str(toy(tmp_path, "llama", twice)))
 
 
-# -- unused tensors --------------------------------------------------------------------------------
 UNUSED: dict[str, tuple[str, dict[str, tuple[int, ...]], str]] = {
     "a bias of the attention": ("llama", {"model.layers.0.self_attn.q_proj.bias": (64,)}, r"layers\.0\.self_attn"),
     "a bias of the head": ("llama", {"lm_head.bias": (97,)}, r"lm_head\.bias"),
@@ -188,7 +186,6 @@ def test_what_older_files_store_beside_the_weights_is_passed_over(case: str, nam
     equal(toy(tmp_path, case, lambda stored: stored.update({name: torch.ones(8)})))
 
 
-# -- shapes and types ------------------------------------------------------------------------------
 def test_parts_of_a_fused_matrix_must_have_their_own_shapes(tmp_path: Path) -> None:
     """Together they have the right number of rows."""
     key = "model.layers.0.self_attn."

@@ -309,9 +309,6 @@ def test_streams_that_do_not_fit_are_refused() -> None:
             run(counts, nodes, emitted, **entry)
 
 
-# ---- scores that are no numbers -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("count", [1, 4, 16, 17, 40])
 @pytest.mark.parametrize("width", [1, 7, 16, 33, 100, 1000])
 def test_best_leaves_out_what_is_not_finite(width: int, count: int) -> None:
@@ -444,9 +441,6 @@ def test_a_huge_frontier_is_that_of_all_nodes() -> None:
         )
 
 
-# ---- without memory or threads --------------------------------------------------------------------------------------
-
-
 def in_a_process(code: str, **environment: str) -> str:
     """What a program prints that begins with the kernels; a crash is a failure."""
     begin = "import ctypes, os, resource, sys, threading, time, warnings\nimport numpy as np, torch\n"
@@ -506,9 +500,6 @@ print([str(w.message) for w in found])
     same, warned = in_a_process(f"resource.setrlimit(resource.RLIMIT_STACK, (2**26, -1))\n{code}").splitlines()
     assert same == "True"
     assert "of 64 threads; raise the limit" in warned
-
-
-# ---- threads and processes ------------------------------------------------------------------------------------------
 
 
 def test_nobody_keeps_a_wrong_count_of_threads() -> None:
