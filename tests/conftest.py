@@ -23,6 +23,14 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def restored_threads() -> Iterator[int]:
+    """The number of torch's threads, restored after the test."""
+    threads = torch.get_num_threads()
+    yield threads
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _passes_cost_the_same() -> Iterator[None]:
     """``auto`` depends on the time that passes take; in tests it is the same in every run, and nothing is kept."""

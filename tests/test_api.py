@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,10 @@ import pytest
 import torch
 
 import anabranch
-from anabranch.adapters import folder
 from anabranch.api import Model
-from anabranch.errors import AdapterError, CapabilityError, FileError, InputError
+from anabranch.errors import CapabilityError, FileError, InputError
 from anabranch.methods import make_drafter
 from toy_text import ToyFolders, toy_model
-
-PROMPTS = ["the thing", "a", "another prompt, longer than both"]
 
 
 @pytest.fixture(scope="module")
@@ -46,26 +42,6 @@ def test_a_stream_adds_up_to_the_result(model: Model) -> None:
     assert chunks[0].step.tree.size >= 1
     assert chunks[-1].result is not None
     assert chunks[-1].result.token_ids == result.token_ids
-
-
-def test_streams_side_by_side_do_not_disturb_each_other(model: Model) -> None:
-    alone = model.generate("the thing", max_new_tokens=16).token_ids
-    first, second = model.stream("the thing", max_new_tokens=16), model.stream("the thing", max_new_tokens=16)
-    tokens: list[list[int]] = [[], []]
-    tokens[0] += next(first).token_ids
-    tokens[1] += next(second).token_ids
-    assert model.generate("the thing", max_new_tokens=16).token_ids == alone
-    for out, chunks in zip(tokens, (first, second), strict=True):
-        for chunk in chunks:
-            out += chunk.token_ids
-    assert tokens == [alone, alone]
-
-
-def test_a_text_ends_at_the_models_limit(model: Model) -> None:
-    limit = model.target.config.max_positions
-    result = model.generate([5] * (limit - 4), max_new_tokens=50, ignore_eos=True)
-    assert len(result.token_ids) == 4
-    assert result.finish_reason == "length"
 
 
 @pytest.mark.parametrize(
@@ -145,23 +121,6 @@ def test_settings_reach_the_drafter(model: Model) -> None:
     assert build("none").max_nodes == 1
 
 
-def test_threads_decode_together(toys: ToyFolders) -> None:
-    model = anabranch.load(toys.model, adapter=toys.adapter, dtype="float32")
-    prompts = ["the thing", "the", "other", "that", "a thing", "th"]
-    wanted = [model.generate(prompt, max_new_tokens=20).token_ids for prompt in prompts]
-
-    def streamed(prompt: str) -> list[int]:
-        return [token for chunk in model.stream(prompt, max_new_tokens=20) for token in chunk.token_ids]
-
-    def called(prompt: str) -> list[int]:
-        return model.generate(prompt, max_new_tokens=20).token_ids
-
-    with ThreadPoolExecutor(len(prompts)) as threads:
-        for _ in range(3):
-            assert list(threads.map(called, prompts)) == wanted
-            assert list(threads.map(streamed, prompts)) == wanted
-
-
 def test_a_long_prompt_is_refused_in_our_words_alone(model: Model, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(InputError, match="the model's limit is"):
         model.generate("the thing " * 400)
@@ -185,17 +144,6 @@ def test_without_an_adapter_nothing_is_silently_plain(toys: ToyFolders) -> None:
     assert model.drafter.startswith("prompt_lookup"), "auto drafts with what there is"
     with pytest.raises(CapabilityError, match="adapter"):
         model.generate("the", drafter="streams+prompt_lookup")
-
-
-def test_a_shipped_adapter_is_found_by_fingerprint(toys: ToyFolders, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder, "SHIPPED", toys.adapter.parent)
-    model = anabranch.load(str(toys.model), dtype="float32")
-    assert model.generate("the", max_new_tokens=4).stats.draft_nodes > 0
-
-
-def test_an_adapter_of_another_target_is_refused(toys: ToyFolders) -> None:
-    with pytest.raises(AdapterError, match="was trained for another"):
-        anabranch.load(str(toys.model), adapter=toys.other)
 
 
 def test_words_are_checked_before_weights_are_read(tmp_path: Path) -> None:

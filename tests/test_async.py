@@ -166,21 +166,17 @@ def test_a_call_cancelled_while_it_waits_for_a_step_of_others_ends_after_it(mode
     assert len(ran) < 5
 
 
-def test_the_worker_decodes_with_the_threads_of_its_caller() -> None:
-    before = torch.get_num_threads()
+def test_the_worker_decodes_with_the_threads_of_its_caller(restored_threads: int) -> None:
     seen: list[int] = []
 
     def note(tokens: Any, logits: torch.Tensor) -> torch.Tensor:
         seen.append(torch.get_num_threads())
         return logits
 
-    try:
-        torch.set_num_threads(before + 1)
-        with toy_model() as model:
-            asyncio.run(model.agenerate("the", max_new_tokens=1, processors=[note]))
-    finally:
-        torch.set_num_threads(before)
-    assert set(seen) == {before + 1}
+    torch.set_num_threads(restored_threads + 1)
+    with toy_model() as model:
+        asyncio.run(model.agenerate("the", max_new_tokens=1, processors=[note]))
+    assert set(seen) == {restored_threads + 1}
 
 
 def test_a_model_is_closed_once_and_for_all() -> None:

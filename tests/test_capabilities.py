@@ -16,7 +16,7 @@ from anabranch.adapters.folder import LoadedAdapter
 from anabranch.api import Model
 from anabranch.capabilities import COMBINED, QUESTIONS, StandIn, matrix, supports
 from anabranch.declared import CALL
-from anabranch.decoding.engine import Engine, Request
+from anabranch.decoding.engine import Request
 from anabranch.drafting.settings import Settings
 from anabranch.errors import AnabranchError, CapabilityError
 from anabranch.methods import Method, methods, register, registry
@@ -289,11 +289,3 @@ def test_the_command_for_a_model(anabranch: Anabranch, toys: Any) -> None:
     rows = {row["drafter"]: row for row in json.loads(anabranch("info", str(toys.model), "--matrix", "--json").out)}
     assert rows["suffix"]["cells"]["match, greedy"]["supported"]
     assert "needs an adapter" in rows["streams"]["cells"]["match, greedy"]["reason"]
-
-
-def test_an_engine_refuses_with_the_same_sentence(stand_in: StandIn) -> None:
-    said = supports("streams", rule="rejection", temperature=1.0)
-    call = Options({"rule": "rejection", "temperature": 1.0})
-    with pytest.raises(CapabilityError) as raised:
-        Engine.refuse(stand_in.target.decoder, call.request([3], stand_in.target), stand_in.drafter("streams"))
-    assert str(raised.value) == said.reason

@@ -53,15 +53,11 @@ def test_certify(anabranch: Anabranch, toys: ToyFolders, tmp_path: Path) -> None
 
 
 def test_certify_takes_threads_and_checks_files_first(
-    anabranch: Anabranch, toys: ToyFolders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    anabranch: Anabranch, toys: ToyFolders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored_threads: int
 ) -> None:
     arguments = certify_arguments(toys, tmp_path / "prompts.jsonl")
-    before = torch.get_num_threads()
-    try:
-        assert anabranch(*arguments, "--threads", before + 1, "--limit", 1).code == 0
-        assert torch.get_num_threads() == before + 1
-    finally:
-        torch.set_num_threads(before)
+    assert anabranch(*arguments, "--threads", restored_threads + 1, "--limit", 1).code == 0
+    assert torch.get_num_threads() == restored_threads + 1
     monkeypatch.setattr("anabranch.model.load.load_target", None)
     for verb in ("certify", "bench"):
         done = anabranch(verb, "--model", toys.model, "--adapter", tmp_path / "gone")

@@ -47,7 +47,7 @@ def test_generate(toys: ToyFolders, quantize: str) -> None:
         for device in ("cuda", "cpu")
     )
     assert str(there_.target.decoder.device) == "cuda:0"
-    for drafter in ("none", "prompt_lookup", "streams:tree=6", "streams:tree=auto,nodes=6+prompt_lookup"):
+    for drafter in ("none", "streams:tree=auto,nodes=6+prompt_lookup"):
         for temperature in (0.0, 1.0):
             texts = [
                 model.generate(TEXT, max_new_tokens=12, drafter=drafter, temperature=temperature, seed=1).token_ids

@@ -40,7 +40,7 @@ def test_the_commands_of_the_page_run(anabranch: Anabranch, monkeypatch: pytest.
         assert done.out.startswith("SELECT COUNT(")
 
 
-@pytest.mark.parametrize("name", list(ROWS))
+@pytest.mark.parametrize("name", ["sql", pytest.param("e2e", marks=pytest.mark.thorough)])
 def test_an_example_drafts_what_its_tuned_model_says(name: str) -> None:
     folder = EXAMPLES / name
     prompt = find_task(name).template.render(ROWS[name], name)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -16,22 +13,19 @@ from torch import Tensor
 from anabranch import load
 from anabranch.api import Model
 from anabranch.errors import InputError
+from children import SECONDS, in_child
 from toy_text import ToyFolders
 
 PROMPT = [3, 4, 5, 3, 4]
-SECONDS = 60  # a deadlock takes longer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
 
 
 @pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
+def _threads(restored_threads: int) -> None:
     """Two threads of PyTorch, and the pool of OpenMP that they need."""
-    before = torch.get_num_threads()
     torch.set_num_threads(2)
     _parallel()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -44,25 +38,6 @@ def _parallel() -> bool:
     return bool((torch.ones(300, 300) @ torch.ones(300, 300)).sum() == 300**3) and bool(
         torch.ones(2**20).sum() == 2**20
     )
-
-
-def in_child(call: Callable[[], bool]) -> None:
-    """Check that a call returns True in a forked child process, in time."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            code = 0 if call() else 2
-        finally:
-            os._exit(code)
-    deadline = time.monotonic() + SECONDS
-    while not (done := os.waitpid(child, os.WNOHANG))[0]:
-        if time.monotonic() > deadline:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            pytest.fail("the child waits for threads or locks of its parent")
-        time.sleep(0.005)
-    assert os.waitstatus_to_exitcode(done[1]) == 0
 
 
 def test_a_child_decodes_and_loads(model: Model, toys: ToyFolders) -> None:

@@ -99,11 +99,6 @@ def test_a_system_that_does_not_say(tmp_path: Path) -> None:
     assert free_memory(root=tmp_path) is None
 
 
-def test_this_machine() -> None:
-    found = free_memory()
-    assert found is None or found > 0
-
-
 def test_pages_are_zero_and_aligned() -> None:
     for size in (100, 3 * memory.PAGE):
         pages = zeroed(size)

@@ -75,26 +75,22 @@ def test_usable_cpus(quota: float | None, cpus: int | None, monkeypatch: pytest.
     assert usable_cpus() == (cpus or 8)
 
 
-def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads(monkeypatch: pytest.MonkeyPatch, restored_threads: int) -> None:
     """Torch's choice is lowered to the quota once; what is asked for stays."""
-    before = torch.get_num_threads()
     monkeypatch.setattr(processor, "usable_cpus", lambda: 2)
     monkeypatch.setattr(processor, "_settled", False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    try:
-        torch.set_num_threads(5)
-        assert set_threads(None) == 2
-        assert set_threads(3) == 3
-        assert set_threads(None) == 3
-        for wrong in (0, -1, 1.5, "2", True):
-            with pytest.raises(InputError, match="threads must be a whole number of at least 1, got"):
-                set_threads(wrong)
-        monkeypatch.setattr(processor, "_settled", False)
-        monkeypatch.setenv("OMP_NUM_THREADS", "5")
-        torch.set_num_threads(5)
-        assert set_threads(None) == 5
-    finally:
-        torch.set_num_threads(before)
+    torch.set_num_threads(5)
+    assert set_threads(None) == 2
+    assert set_threads(3) == 3
+    assert set_threads(None) == 3
+    for wrong in (0, -1, 1.5, "2", True):
+        with pytest.raises(InputError, match="threads must be a whole number of at least 1, got"):
+            set_threads(wrong)
+    monkeypatch.setattr(processor, "_settled", False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    torch.set_num_threads(5)
+    assert set_threads(None) == 5
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import ctypes
 import itertools
 import math
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -27,6 +26,7 @@ from anabranch.model.pack import packed_like
 from anabranch.model.quantize import QuantizedWeight
 from anabranch.native import library as native
 from anabranch.sampling import position_keys
+from children import in_child
 
 NAN, INF = math.nan, math.inf
 SANITIZED = "ANABRANCH_SANITIZED" in os.environ  # which limits of a process's memory cannot bear
@@ -502,9 +502,9 @@ print([str(w.message) for w in found])
     assert "of 64 threads; raise the limit" in warned
 
 
-def test_nobody_keeps_a_wrong_count_of_threads() -> None:
+def test_nobody_keeps_a_wrong_count_of_threads(restored_threads: int) -> None:
     """Torch's count is each thread's own: one that starts while another decodes has all of them, for life."""
-    before, seen = torch.get_num_threads(), []
+    seen = list[int]()
     torch.set_num_threads(3)
     meet, part = threading.Barrier(2, timeout=30), threading.Barrier(2, timeout=30)
 
@@ -518,41 +518,34 @@ def test_nobody_keeps_a_wrong_count_of_threads() -> None:
     def born() -> None:
         seen.append(torch.get_num_threads())
 
-    try:
-        thread = threading.Thread(target=decode)
-        thread.start()
-        meet.wait()
-        assert torch.get_num_threads() == 3
-        late = threading.Thread(target=born)
-        late.start()
-        late.join()
-        with kernels().single_threaded(), kernels().single_threaded():  # overlapping the other thread's
-            assert torch.get_num_threads() == 1
-            part.wait()
-            thread.join()
-            assert torch.get_num_threads() == 1
-        assert torch.get_num_threads() == 3
-        assert seen == [1, 3, 3]
-    finally:
-        torch.set_num_threads(before)
+    thread = threading.Thread(target=decode)
+    thread.start()
+    meet.wait()
+    assert torch.get_num_threads() == 3
+    late = threading.Thread(target=born)
+    late.start()
+    late.join()
+    with kernels().single_threaded(), kernels().single_threaded():  # overlapping the other thread's
+        assert torch.get_num_threads() == 1
+        part.wait()
+        thread.join()
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 3
+    assert seen == [1, 3, 3]
 
 
-def test_the_kernels_keep_their_threads_meanwhile() -> None:
+def test_the_kernels_keep_their_threads_meanwhile(restored_threads: int) -> None:
     k = kernels()
-    before = torch.get_num_threads()
     torch.set_num_threads(2)
-    try:
-        with k.single_threaded(), k.lock:
-            k.runner()
-        assert 2 in k._runners
-    finally:
-        torch.set_num_threads(before)
+    with k.single_threaded(), k.lock:
+        k.runner()
+    assert 2 in k._runners
 
 
-def test_threads_without_cpus_are_left_out_and_tried_again() -> None:
+def test_threads_without_cpus_are_left_out_and_tried_again(restored_threads: int) -> None:
     """Two threads on one CPU: soon one of them does everything, later both share again, and texts are the same."""
     model = packed(BASE, "bfloat16")
-    before, cpus = torch.get_num_threads(), os.sched_getaffinity(0)
+    cpus = os.sched_getaffinity(0)
 
     def text() -> list[int]:
         engine = Engine(model, None, rows=1, capacity=100)
@@ -578,7 +571,6 @@ def test_threads_without_cpus_are_left_out_and_tried_again() -> None:
     finally:
         for thread in os.listdir("/proc/self/task"):
             os.sched_setaffinity(int(thread), cpus)
-        torch.set_num_threads(before)
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
@@ -589,15 +581,4 @@ def test_a_fork_takes_no_locks_along() -> None:
     x = torch.randn(1, 32)
     k.linear(x, weight, None)
     with k.lock, native._finding.lock:
-        child = os.fork()
-        if child == 0:
-            same = torch.equal(k.linear(x, weight, None), x) and native.library() is k
-            os._exit(0 if same else 1)
-    deadline = time.monotonic() + 60
-    while not (done := os.waitpid(child, os.WNOHANG))[0]:
-        if time.monotonic() > deadline:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            pytest.fail("the child waits for a lock")
-        time.sleep(0.01)
-    assert os.waitstatus_to_exitcode(done[1]) == 0
+        in_child(lambda: torch.equal(k.linear(x, weight, None), x) and native.library() is k)

@@ -656,38 +656,21 @@ def test_draws_as_in_pytorch(width: int, rows: int, temperature: float, seed: in
 @pytest.mark.parametrize(
     "form", [f if f in ("bfloat16", "int4") else pytest.param(f, marks=pytest.mark.thorough) for f in FORMS]
 )
-def test_threads_change_nothing(form: str) -> None:
+def test_threads_change_nothing(form: str, restored_threads: int) -> None:
     """They take blocks as they come: each block once, whoever does it, so drafts too are the same to the bit."""
     model = packed(BASE, form)
     adapter = adapter_for(model, torch.arange(0, 64, 3), conditioning="path", conditioning_rank=32, root_width=32)
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            engine = Engine(model, StreamDrafter(model, adapter, DraftOptions(nodes=16)), rows=2, capacity=200)
-            for length in (5, 60):
-                engine.add(Request(tokens(length, length), 24))
-            steps = list(engine.run())
-            assert all(step.tree.log_probs is not None for step in steps)
-            found.append([(s.tokens, s.tree.tokens.tolist(), s.tree.log_probs.tolist()) for s in steps])
-    finally:
-        torch.set_num_threads(before)
+    found = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        engine = Engine(model, StreamDrafter(model, adapter, DraftOptions(nodes=16)), rows=2, capacity=200)
+        for length in (5, 60):
+            engine.add(Request(tokens(length, length), 24))
+        steps = list(engine.run())
+        assert all(step.tree.log_probs is not None for step in steps)
+        found.append([(s.tokens, s.tree.tokens.tolist(), s.tree.log_probs.tolist()) for s in steps])
     assert max(len(drafted) for _, drafted, _ in found[0]) == 16
     assert found[0] == found[1] == found[2]
-
-
-def test_torch_keeps_its_threads() -> None:
-    kernels = native.library()
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        with kernels.single_threaded():
-            assert torch.get_num_threads() == 1
-            with kernels.single_threaded():
-                assert torch.get_num_threads() == 1
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
 
 
 TREES = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -45,12 +46,19 @@ def shipped_draft(target: Decoder) -> Path | None:
     """The folder of the draft model that comes with the package and has the target's token ids; None without one."""
     tokenizer = tokenizer_of(target)
     words = {} if tokenizer is None else tokenizer.get_vocab()
+    own = hash(frozenset(words.items()))
     for path in sorted(SHIPPED.glob("*/tokenizer.json")) if words else ():
-        found = read_json(path, "install the package again")
-        added = {token["content"]: token["id"] for token in found["added_tokens"]}
-        if found["model"]["vocab"] | added == words:
+        if _hash_of_vocabulary(path) == own:
             return path.parent
     return None
+
+
+@cache
+def _hash_of_vocabulary(path: Path) -> int:
+    """Hash of the token ids in a tokenizer's file, which takes a few tenths of a second to read."""
+    record = read_json(path, "install the package again")
+    added = {token["content"]: token["id"] for token in record["added_tokens"]}
+    return hash(frozenset((record["model"]["vocab"] | added).items()))
 
 
 def check_vocabulary(target: Mapping[str, int], draft: Mapping[str, int], name: str) -> None:
