@@ -132,7 +132,7 @@ def small_adapter(target: Decoder, config: StreamConfig = RICH, vocabulary: Tens
 
 
 def rows_of(values_M: Tensor, result: PassResult) -> Tensor:
-    """What a pass gives for each node [M, ...], by rows [B, N, ...], padded with zeros."""
+    """Values of a pass for each node [M, ...] by rows [B, N, ...], padded with zeros."""
     return pad_sequence([values_M[result.nodes(b)] for b in range(len(result.counts_B))], batch_first=True)
 
 
@@ -176,7 +176,7 @@ class Words:
 
 
 def as_target(decoder: Decoder, *, eos: tuple[int, ...] = (2,), name: str = "toy") -> Target:
-    """What ``load_target`` would return."""
+    """A ``Target`` as ``load_target`` returns it."""
     return Target(decoder, Words(), replace(decoder.config, eos_token_ids=eos), name, None, fingerprint(decoder))
 
 
@@ -236,12 +236,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def decode(
-    target: Decoder,
-    requests: Sequence[Request],
-    drafter: Drafter | None = None,
-    *,
-    rows: int = 1,
-    capacity: int = 96,
+    target: Decoder, requests: Sequence[Request], drafter: Drafter | None = None, *, rows: int = 1, capacity: int = 96
 ) -> tuple[list[list[int]], list[list[Step]]]:
     """Tokens and steps of each request, in order; a row enters as another leaves."""
     engine = Engine(target, drafter or NoDrafter(), rows=rows, capacity=capacity)

@@ -7,7 +7,6 @@ import copy
 import json
 import pickle
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,7 +100,7 @@ def test_scores_are_those_of_transformers(
         model.score([5, 263])
 
 
-def test_results_are_json_and_short(model: api.Model, tmp_path: Path) -> None:
+def test_results_are_json_and_short(model: api.Model) -> None:
     found = model.generate("the thing", max_new_tokens=20, top_log_probs=2, log_probs=True)
     record = json.loads(json.dumps(asdict(found)))
     assert record["token_ids"] == found.token_ids

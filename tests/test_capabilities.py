@@ -1,4 +1,4 @@
-"""What is said to be supported works and decodes exactly; what is said not to be raises the sentence that was given."""
+"""Supported combinations decode exactly; others raise the reason that ``supports`` gives."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NEW = 6  # tokens
 
 
 def fitting(stand_in: StandIn, drafters: Sequence[str] = DRAFTERS) -> list[str]:
-    """Those without a quantised copy where there is none: it is of bf16 weights that the native kernels run."""
+    """Leave out quantised copies except for bf16 weights on the native kernels."""
     fits = QuantizedCopy.fits(stand_in.target.decoder)
     return [drafter for drafter in drafters if fits or not drafter.startswith("quantized_draft")]
 
@@ -95,7 +95,7 @@ def asked_of(stand_in: StandIn) -> list[Request]:
 
 
 def plain_of(stand_in: StandIn) -> list[list[int]]:
-    """What plain decoding says to ``asked_of``."""
+    """The tokens of plain decoding for ``asked_of``."""
     asked = [replace(each, rule="match") for each in asked_of(stand_in)]
     return decode(stand_in.target.decoder, asked, rows=4)[0]
 
@@ -228,7 +228,7 @@ def test_reasons(drafter: str, options: dict[str, Any], reason: str) -> None:
     assert reason in said.reason
 
 
-def test_what_works_has_no_reason() -> None:
+def test_supported_combinations_have_no_reason() -> None:
     for said in (supports(), supports("auto", quantize="int4", dtype="bfloat16"), public.supports("none", stream=True)):
         assert said
         assert said == public.Support(True)

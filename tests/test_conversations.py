@@ -131,7 +131,7 @@ def test_messages_that_are_none(model: Model, messages: Any, message: str) -> No
         model.chat(messages)
 
 
-def test_what_is_not_supported_is_refused(model: Model) -> None:
+def test_unsupported_conversations_are_refused(model: Model) -> None:
     with pytest.raises(CapabilityError, match="no chat template"):
         toy_model(template=False).chat([USER])
     with pytest.raises(CapabilityError, match="reads text only, and a message has a part of type 'image'"):

@@ -1,4 +1,4 @@
-"""What a user does on a GPU, on a device that is ``pretended``: no tensor of the host strays into it."""
+"""Public calls and commands on a ``pretended`` GPU: no tensor of the host strays into it."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_tune(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_cuda")
 def test_loss_and_evaluation() -> None:
-    """What training computes but for autograd's way back, which no device can be pretended to."""
+    """The forward part of training: autograd cannot be run on a pretended device."""
     batch = Batch.of([Example(tuple(prompt(p, p)), tuple(prompt(a, 30 + a))) for p, a in ((5, 9), (3, 14))])
     losses = []
     for target in (small(), there(small())):

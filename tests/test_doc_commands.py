@@ -163,8 +163,7 @@ def forget(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=pytest.mark.thorough if page in SLOW else ()) for page in PAGES],
+    "page", [pytest.param(page, marks=pytest.mark.thorough if page in SLOW else ()) for page in PAGES]
 )
 def test_commands_about_training_run_as_written(page: str, place: Path, anabranch: Anabranch) -> None:
     found = [words for words in commands(ROOT / page, PAGES[page]) if words != REAL]

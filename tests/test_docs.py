@@ -101,7 +101,7 @@ def written_commands(page: Path) -> Iterator[list[str]]:
 
 
 def complaint(words: list[str]) -> str | None:
-    """What is wrong with a command of ours: an unknown verb or option, or a script that is not there."""
+    """Describe what is wrong with a command of ours: an unknown verb or option, or a missing script."""
     program, *rest = words
     if program in ("python", "python3") and rest and rest[0].startswith(("scripts/", "research/")):
         script = ROOT / rest[0]

@@ -1,4 +1,4 @@
-"""What the loop promises for every drafter: drafts decide how fast, never what. Float32, toy size."""
+"""Guarantees of the loop for every drafter: drafts change the speed and never the text. Float32, toy size."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def test_half_a_minute_finds_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_what_is_not_a_sentence_is_a_finding(tmp_path: Path) -> None:
+def test_crashes_hangs_and_tracebacks_are_findings(tmp_path: Path) -> None:
     """A kind that crashes, hangs or raises is kept with its files, and the run goes on."""
     broken = tmp_path / "fuzz_broken.py"
     broken.write_text(

@@ -161,7 +161,7 @@ def test_reading_a_prompt_tells_how_far_it_is(model: Model, monkeypatch: pytest.
         model.generate([1], on_prompt=3)
 
 
-def test_what_a_listener_raises_cancels_the_request(model: Model) -> None:
+def test_an_exception_of_a_listener_cancels_the_request(model: Model) -> None:
     def stop(done: int, total: int) -> None:
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""What a program has set for PyTorch as a whole does not change what is loaded and decoded."""
+"""Global settings of PyTorch change neither loading nor decoding."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_quotas(name: str, tmp_path: Path) -> None:
     assert cgroup_quota(tmp_path) == quota
 
 
-def test_what_cannot_be_read_is_no_quota(tmp_path: Path) -> None:
+def test_unreadable_files_set_no_quota(tmp_path: Path) -> None:
     assert cgroup_quota(tmp_path) is None
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_bytes(b"0::/\xff")

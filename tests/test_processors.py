@@ -214,7 +214,7 @@ def test_sampling_is_suggested_and_cuts_are_defaults(tmp_path: Path) -> None:
     assert model.target.generation.suggested == {"do_sample": True, "temperature": 0.6}
 
 
-def test_what_is_not_supported_is_named_once(tmp_path: Path) -> None:
+def test_unsupported_fields_are_named_once(tmp_path: Path) -> None:
     with pytest.warns(AnabranchWarning, match=r"generation_config.json asks for num_beams=4, typical_p=0.9, which is"):
         saved(tmp_path, num_beams=4, typical_p=0.9, length_penalty=2.0, use_cache=False, renormalize_logits=True)
 

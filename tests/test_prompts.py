@@ -1,4 +1,4 @@
-"""What a prompt may be: text, ids, tensors, arrays, encodings; and what is refused."""
+"""Types of prompts: text, ids, tensors, arrays, encodings; others are refused."""
 
 from __future__ import annotations
 
@@ -104,6 +104,6 @@ def test_a_padded_batch_of_the_tokenizer_decodes_as_its_texts_do(side: str) -> N
         (bytearray(b"the"), "got bytearray"),
     ],
 )
-def test_what_is_no_prompt(prompt: Any, words: str) -> None:
+def test_prompts_of_other_types_are_refused(prompt: Any, words: str) -> None:
     with pytest.raises(InputError, match=words):
         read_prompts(prompt, TOKENIZER)

@@ -146,7 +146,7 @@ def test_a_drafter_that_calls_its_own_model_is_refused(model: Model, monkeypatch
 
 
 @pytest.mark.parametrize("kind", [ValueError, SystemExit, GeneratorExit, KeyboardInterrupt])
-def test_what_a_function_raises_ends_its_own_call_only(model: Model, kind: type[BaseException]) -> None:
+def test_an_exception_of_a_function_ends_its_own_call_only(model: Model, kind: type[BaseException]) -> None:
     alone = model.generate(OTHER, max_new_tokens=20).token_ids
     stream = model.stream(OTHER, max_new_tokens=20)
     tokens = list(next(stream).token_ids)

@@ -59,7 +59,7 @@ def test_the_loras_matter() -> None:
     assert len(set(map(tuple, said))) == 3
 
 
-def test_what_is_refused() -> None:
+def test_unknown_or_unsupported_loras_are_refused() -> None:
     target = with_loras()
     with pytest.raises(InputError, match="there is no LoRA 'c'; those loaded are a, b"):
         Engine(target).add(replace(request(4, 1), lora="c"))
@@ -109,7 +109,7 @@ def test_the_weights_may_be_quantised(toys: ToyFolders, folders: dict[str, Path]
     assert len(set(map(tuple, found))) == 3
 
 
-def test_what_can_be_refused_before_loading_is(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_invalid_options_are_refused_before_loading(folders: dict[str, Path], tmp_path: Path) -> None:
     check(LoadConfig(loras=tuple(folders.items())))
     with pytest.raises(InputError, match="give either a LoRA to merge"):
         check(LoadConfig(lora=folders["sql"], loras=tuple(folders.items())))

@@ -186,7 +186,7 @@ def test_draws_at_two_positions_are_independent() -> None:
 
 
 def test_similar_distributions_mostly_draw_the_same_token() -> None:
-    """What lets a drafter profit from the noise: at least (1 - d) / (1 + d) of draws agree, d the total variation."""
+    """Drafters profit from the noise: at least (1 - d) / (1 + d) of draws agree, d the total variation."""
     source, draws = torch.Generator().manual_seed(1), 4000
     logits = torch.randn(1, 300, generator=source) * 2
     near = logits + torch.randn(1, 300, generator=source) / 2

@@ -37,7 +37,7 @@ def pair_probs(target: Decoder, text: Sequence[int], *, skipped: int = 0, temper
 
 
 def assert_pairs_from(pairs: Iterable[Sequence[int]], probs_VV: Tensor) -> None:
-    """Whether pairs of tokens are a sample of a joint distribution, by a chi-square test."""
+    """Check by a chi-square test that pairs of tokens are a sample of a joint distribution."""
     seen = torch.zeros_like(probs_VV)
     for one, two in pairs:
         seen[one, two] += 1
@@ -45,7 +45,7 @@ def assert_pairs_from(pairs: Iterable[Sequence[int]], probs_VV: Tensor) -> None:
 
 
 def assert_counts_from(counts: Sequence[float], probs: Sequence[float]) -> None:
-    """Whether counts are those of a sample of a distribution, by a chi-square test."""
+    """Check by a chi-square test that counts are those of a sample of a distribution."""
     found = goodness_of_fit(counts, probs)
     assert found.degrees > 0, "outcomes are too rare for a test; draw more"
     assert found.p_value > RARELY, found

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import io
 import sys
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 
 from anabranch.cli import main
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     code: int
     out: str
     err: str
@@ -32,5 +31,4 @@ class Anabranch:
             main([str(argument) for argument in arguments])
         captured = self.capsys.readouterr()
         code = ended.value.code
-        assert isinstance(code, int)
         return Outcome(code, captured.out, captured.err)

@@ -62,7 +62,7 @@ def saved(target: Target, tmp_path: Path) -> Path:
     return tmp_path / "a"
 
 
-def test_what_was_saved_comes_back(target: Target, saved: Path) -> None:
+def test_a_saved_adapter_loads_unchanged(target: Target, saved: Path) -> None:
     loaded = load_adapter(saved, target)
     original = small_adapter(target.decoder, RICH, WORDS)
     assert loaded.module.config == RICH
@@ -230,10 +230,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "an unknown option": (edit(config={**RICH.to_dict(), "later": 1}), "'later'"),
     "a bad option": (edit(config={**RICH.to_dict(), "num_streams": -1}), "num_streams"),
     "too many layers": (edit(config={**RICH.to_dict(), "num_stream_layers": 9}), "only 3 layers"),
-    "other shapes": (
-        edit(config={**RICH.to_dict(), "adapter_rank": 4}),
-        r"mlp.down with the shape \(3, 32\)",
-    ),
+    "other shapes": (edit(config={**RICH.to_dict(), "adapter_rank": 4}), r"mlp.down with the shape \(3, 32\)"),
     "another target": (edit(target={"name": "elsewhere", "fingerprint": "f" * 64}), "elsewhere.*ffffffffffff.*toy"),
     "truncated": (truncate, "truncated or was changed"),
     "tampered": (flip, "truncated or was changed"),
@@ -375,7 +372,7 @@ def test_one_target_has_adapters_of_several_methods(
 
 
 @pytest.mark.parametrize("path", sorted(folders.SHIPPED.glob("*/adapter_config.json")), ids=lambda p: p.parent.name)
-def test_what_ships_is_whole_and_small(path: Path) -> None:
+def test_shipped_adapters_are_complete_and_small(path: Path) -> None:
     record = read_record(path.parent)
     weights = path.with_name("adapter.safetensors").read_bytes()
     assert hashlib.sha256(weights).hexdigest() == record["sha256"]

@@ -84,9 +84,7 @@ def test_eagle_computes_the_same(target: Target, tmp_path: Path, bias: bool, nor
     torch.testing.assert_close(ours, theirs[0] if isinstance(theirs, tuple) else theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_eagle_as_an_adapter(
-    anabranch: Anabranch, toys: ToyFolders, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_eagle_as_an_adapter(anabranch: Anabranch, toys: ToyFolders, target: Target, tmp_path: Path) -> None:
     weights, _ = eagle(target)
     source, out = tmp_path / "EAGLE-toy", tmp_path / "adapter"
     source.mkdir()

@@ -10,18 +10,9 @@ from pathlib import Path
 import pytest
 
 from anabranch.analysis.trace import read_trace
-from anabranch.cli import main
 from anabranch.support import plots
 from toy_text import ToyFolders
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    code = ended.value.code
-    assert isinstance(code, int)
-    return code, captured.out, captured.err
+from verbs import Anabranch
 
 
 @pytest.fixture
@@ -30,15 +21,13 @@ def generate(toys: ToyFolders) -> list[object]:
     return ["generate", *where, "--max-new-tokens", 30, "--drafter", "streams:nodes=20", "--json", "the thing"]
 
 
-def test_from_a_recording_to_a_prediction(
-    capsys: pytest.CaptureFixture[str], generate: list[object], tmp_path: Path
-) -> None:
+def test_from_a_recording_to_a_prediction(anabranch: Anabranch, generate: list[object], tmp_path: Path) -> None:
     path, every = tmp_path / "run.jsonl", tmp_path / "every.jsonl"
-    code, out, _ = run(capsys, *generate, "--trace", path)
+    code, out, _ = anabranch(*generate, "--trace", path)
     assert code == 0
     decoded = json.loads(out)
     assert read_trace(path).settings["drafter"] == "streams:nodes=20"
-    code, out, _ = run(capsys, "simulate", path, "--nodes", "1,8", "--k", "2", "--json")
+    code, out, _ = anabranch("simulate", path, "--nodes", "1,8", "--k", "2", "--json")
     assert code == 0
     first, none, eight = json.loads(out)["predictions"]
     assert first["mean_acceptance_length"] == decoded["stats"]["mean_acceptance_length"]
@@ -46,32 +35,30 @@ def test_from_a_recording_to_a_prediction(
     assert none["mean_acceptance_length"] == 1
     assert eight["cut"] == {"nodes": 8, "depth": None, "k": 2, "threshold": 0.0, "drop": []}
 
-    code, out, _ = run(capsys, *generate, "--trace", every, "--every-position")
+    code, out, _ = anabranch(*generate, "--trace", every, "--every-position")
     assert code == 0
     assert json.loads(out)["token_ids"] == decoded["token_ids"]
-    code, out, _ = run(capsys, "simulate", every, "--json")
+    code, out, _ = anabranch("simulate", every, "--json")
     (whole,) = json.loads(out)["predictions"]
     assert whole["mean_acceptance_length"] == decoded["stats"]["mean_acceptance_length"]
 
     (tmp_path / "ms.csv").write_text("1,10\n20,20\n")
-    code, out, _ = run(capsys, "simulate", path, "--drop-source", "stream", "--latency", tmp_path / "ms.csv")
+    code, out, _ = anabranch("simulate", path, "--drop-source", "stream", "--latency", tmp_path / "ms.csv")
     assert code == 0
     assert "as recorded" in out
     assert "without stream" in out
     assert "100.0" in out  # nothing is drafted: 10 ms a token
 
     for arguments in (("--nodes", "1,8"), ("--drop-source", "stream", "--k", "2", "--threshold", "0.001")):
-        code, out, _ = run(capsys, "simulate", path, "--latency", tmp_path / "ms.csv", "--depth", "12", *arguments)
+        code, out, _ = anabranch("simulate", path, "--latency", tmp_path / "ms.csv", "--depth", "12", *arguments)
         assert code == 0
         assert "…" not in out
     assert "depth 12, k 2, threshold 0.001, without stream" in out
 
 
-def test_what_cannot_be_replayed_is_said(
-    capsys: pytest.CaptureFixture[str], generate: list[object], tmp_path: Path
-) -> None:
+def test_cuts_that_cannot_be_replayed_are_refused(anabranch: Anabranch, generate: list[object], tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    assert run(capsys, *generate, "--trace", path)[0] == 0
+    assert anabranch(*generate, "--trace", path)[0] == 0
     for arguments, message in (
         (("simulate", tmp_path / "missing"), "cannot be read"),
         (("simulate", path, "--nodes", "eight"), "--nodes must be whole numbers"),
@@ -81,18 +68,16 @@ def test_what_cannot_be_replayed_is_said(
         ((*generate, "--trace", path), "exists"),
         ((*generate, "--every-position"), "give a file with --trace"),
     ):
-        code, out, err = run(capsys, *arguments)
+        code, out, err = anabranch(*arguments)
         assert (code, out) == (1, "")
         assert message in err
         assert "Traceback" not in err
 
 
 @pytest.mark.thorough
-def test_the_figures_and_their_tables(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_figures_and_their_tables(anabranch: Anabranch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    code, out, _ = run(capsys, "analyze", "--out", tmp_path, "--model", "Phi-3", "--json")
+    code, out, _ = anabranch("analyze", "--out", tmp_path, "--model", "Phi-3", "--json")
     assert code == 0
     names = {"streaming_speedup", "t5", "overhead", "operations"}
     expected = {tmp_path / f"{name}.{kind}" for name in names for kind in ("csv", "png", "svg")}
@@ -104,45 +89,35 @@ def test_the_figures_and_their_tables(
     assert [float(r["speedup"]) for r in at_parity] == [1.0]
     with (tmp_path / "t5.csv").open() as file:
         assert next(round(float(r["predicted"]), 2) for r in csv.DictReader(file)) == 3.16
-    code, _, err = run(capsys, "analyze", "--out", tmp_path, "--model", "GPT")
+    code, _, err = anabranch("analyze", "--out", tmp_path, "--model", "GPT")
     assert code == 1
     assert "no model 'GPT'" in err
     for path in sorted(expected):
-        code, _, err = run(capsys, "analyze", "--out", tmp_path)
+        code, _, err = anabranch("analyze", "--out", tmp_path)
         assert code == 1
         assert "exists already; give another --out, or --force to replace it" in err
         path.unlink()
     (tmp_path / "t5.csv").write_text("old")
     monkeypatch.setattr(plots, "save_both", lambda figure, path: [])  # drawing takes long
-    assert run(capsys, "analyze", "--out", tmp_path, "--force")[0] == 0
+    assert anabranch("analyze", "--out", tmp_path, "--force")[0] == 0
     assert (tmp_path / "t5.csv").read_text() != "old"
 
 
 def test_figures_that_could_not_be_written(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    anabranch: Anabranch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr("anabranch.analysis.figures._streaming", lambda: 1 / 0)
     (tmp_path / "file").write_text("mine")
     for folder, words in ((tmp_path / "file", "is a file; give a folder"), (tmp_path / "file" / "x", "choose another")):
-        code, out, err = run(capsys, "analyze", "--out", folder)
+        code, out, err = anabranch("analyze", "--out", folder)
         assert (code, out) == (1, "")
         assert words in err
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_without_matplotlib(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_matplotlib(anabranch: Anabranch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    code, _, err = run(capsys, "analyze", "--out", tmp_path)
+    code, _, err = anabranch("analyze", "--out", tmp_path)
     assert code == 1
     assert "anabranch[figures]" in err
-
-
-@pytest.mark.parametrize("verb", ["simulate", "analyze"])
-def test_help_tells_what_a_verb_is_for(capsys: pytest.CaptureFixture[str], verb: str) -> None:
-    code, out, _ = run(capsys, verb, "--help")
-    assert code == 0
-    assert "Usage" in out
-    assert len(out) > 200

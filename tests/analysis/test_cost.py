@@ -112,7 +112,7 @@ def test_counts_of_one_target() -> None:
     assert found["streams"].operations == 4 * full
 
 
-def test_what_the_paper_says_of_its_figures() -> None:
+def test_claims_of_the_paper_about_its_figures() -> None:
     found = costs("Llama-2-13B")
     # appendix H: written down naively, more arithmetic than Eagle; the optimisations cut it
     assert found["streams"].operations > found["eagle"].operations

@@ -1,4 +1,4 @@
-"""The one look of figures: its files, and that it comes and goes."""
+"""The shared style of figures: its files, and that it is applied and removed."""
 
 from __future__ import annotations
 

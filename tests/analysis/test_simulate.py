@@ -53,7 +53,7 @@ def histogram(steps: list[Step]) -> Counter[int]:
         (Cut(k=1, drop=("stream 2",)), [0, 1, 4]),
     ],
 )
-def test_what_is_left_of_a_draft(cut: Cut, left: list[int]) -> None:
+def test_nodes_that_a_cut_keeps(cut: Cut, left: list[int]) -> None:
     assert cut(TREE).tokens.tolist() == TREE.tokens[left].tolist()
 
 

@@ -22,12 +22,7 @@ SAMPLED = SamplingParams(temperature=1.0, seed=3)
 
 
 def record(
-    path: Path,
-    spec: str,
-    requests: list[Request],
-    *,
-    every_position: bool = False,
-    rule: Rule = "match",
+    path: Path, spec: str, requests: list[Request], *, every_position: bool = False, rule: Rule = "match"
 ) -> tuple[Trace, list[Step]]:
     """Decode all requests together and record; returns the recording and the steps in the order of decoding."""
     target = small()

@@ -31,7 +31,7 @@ def test_drafts_change_nothing(spec: str, temperature: float) -> None:
     assert heard == found
 
 
-def test_what_cannot_be_certified_is_refused_first() -> None:
+def test_invalid_certificates_are_refused_first() -> None:
     target = as_target(small())
     with pytest.raises(InputError, match="at least one prompt"):
         certify(target, [], "none", [], max_new_tokens=4)

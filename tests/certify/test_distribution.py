@@ -170,7 +170,7 @@ def test_failures_while_sampling_are_raised(target: Target) -> None:
         draw(scheduler, NoDrafter(), [1, 2, 3], replace(WARM, processors=(failing,)), rule="match", seeds=[1])
 
 
-def test_what_cannot_be_tested_is_refused(target: Target, modules: list[nn.Module]) -> None:
+def test_untestable_requests_are_refused(target: Target, modules: list[nn.Module]) -> None:
     for options, message in (
         ({"sampling": SamplingParams()}, "at temperature 0 there is no distribution to test"),
         ({"rows": 0}, "rows must be at least 1, got 0"),

@@ -1,4 +1,4 @@
-"""What Tab completes in a shell."""
+"""Completion with Tab in a shell."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from anabranch.tasks import TASKS
 
 
 def completed(*words: str) -> list[str]:
-    """What bash would offer for the last word."""
+    """Completions that bash offers for the last word."""
     typed = " ".join(["anabranch", *words])
     env = {"_ANABRANCH_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(words))}
     code = "import sys; sys.argv = ['anabranch']; from anabranch.cli import main; main()"

@@ -98,9 +98,8 @@ def test_values_out_of_range_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "config",
-    [LoadConfig(dtype="int3"), LoadConfig(device="tpu"), LoadConfig(quantize="int2"), LoadConfig(threads=0)],
+    "config", [LoadConfig(dtype="int3"), LoadConfig(device="tpu"), LoadConfig(quantize="int2"), LoadConfig(threads=0)]
 )
-def test_what_can_be_refused_before_loading_is(config: LoadConfig) -> None:
+def test_invalid_options_are_refused_before_loading(config: LoadConfig) -> None:
     with pytest.raises(AnabranchError, match=r"int3|tpu|int2|got 0"):
         check(config)

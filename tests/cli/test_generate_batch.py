@@ -109,10 +109,7 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [
-        ('{"id": 1, "prompt": "a"}\n{"id": 1, "prompt": "b"}\n', "line 2 of"),
-        ("\n\n", "has no prompts"),
-    ],
+    [('{"id": 1, "prompt": "a"}\n{"id": 1, "prompt": "b"}\n', "line 2 of"), ("\n\n", "has no prompts")],
 )
 def test_files_that_are_refused(anabranch: Anabranch, tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "a.jsonl"
@@ -122,8 +119,7 @@ def test_files_that_are_refused(anabranch: Anabranch, tmp_path: Path, text: str,
 
 
 @pytest.mark.parametrize(
-    "words",
-    [("hello", "--prompts", "a"), ("hello", "--out", "a"), ("hello", "--stream"), ("--prompts", "a", "--json")],
+    "words", [("hello", "--prompts", "a"), ("hello", "--out", "a"), ("hello", "--stream"), ("--prompts", "a", "--json")]
 )
 def test_contradictory_options(anabranch: Anabranch, words: tuple[str, ...]) -> None:
     done = anabranch("generate", *words)

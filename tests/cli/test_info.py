@@ -83,7 +83,7 @@ def test_a_machine(anabranch: Anabranch, home: Path, monkeypatch: pytest.MonkeyP
     assert "costs are measured when the model is loaded" in shown
 
 
-def test_what_auto_means_here(anabranch: Anabranch, home: Path) -> None:
+def test_info_shows_tuned_profiles(anabranch: Anabranch, home: Path) -> None:
     profile(home, "here.json")
     profile(home, "another-machine.json", processor="another")
     profile(home, "another-number-of-threads.json", threads=1 + torch.get_num_threads())

@@ -23,7 +23,7 @@ def history(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def typed(history: Path) -> Iterator[Type]:
-    """What is read when keys are pressed."""
+    """Press keys and return the message that is read."""
     with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
         terminal = Terminal(history, ["/help", "/reset"])
 

@@ -25,7 +25,7 @@ def test_the_package_is_silent_unless_logging_is_configured(toys: ToyFolders) ->
     assert (done.stdout, done.stderr) == ("True\n", "")
 
 
-def test_what_is_loaded_is_logged(toys: ToyFolders, caplog: pytest.LogCaptureFixture) -> None:
+def test_loading_is_logged(toys: ToyFolders, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "anabranch"):
         load(LoadConfig(str(toys.model), (toys.adapter,), "float32", "cpu"))
     assert any("float32 on cpu, quantize=none, adapters of streams" in each.getMessage() for each in caplog.records)

@@ -53,9 +53,7 @@ def test_marks_are_numbers_or_first_letters_and_the_legend_is_ordered() -> None:
 FACTS = ["256 tokens, 98.1 tokens/s", "drafter streams", "mean acceptance length 2.61", "a" * 38]
 
 
-def test_facts_break_between_sentences(
-    terminal: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_facts_break_between_sentences(terminal: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     terminal()
     show.sentences(FACTS)
     lines = capsys.readouterr().err.replace("\x1b[2m", "").replace("\x1b[0m", "").splitlines()
@@ -67,9 +65,7 @@ def test_facts_are_one_line_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().err == "; ".join(FACTS) + "\n"
 
 
-def test_a_waiting_line_goes_away(
-    terminal: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_waiting_line_goes_away(terminal: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     terminal()
     with show.Wait("loading " + "x" * 60) as wait:
         assert len(capsys.readouterr().err) == 39
@@ -89,9 +85,7 @@ def test_a_warning_is_printed_above_the_waiting_line(
         assert capsys.readouterr().err == "loading\r\x1b[Kslow\nloading"
 
 
-def test_a_dumb_terminal_gets_one_line(
-    terminal: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dumb_terminal_gets_one_line(terminal: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     terminal("dumb")
     with show.Wait("loading") as wait:
         wait.tell("reading")

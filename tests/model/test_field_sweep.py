@@ -218,7 +218,7 @@ LENIENT = {("ministral", "head_dim"), ("phi3", "rope_parameters"), ("phi3", "rop
 
 
 def wrong(family: str, field: str, said: str) -> bool:
-    """Whether a verdict is against the rule. Types of ignored fields are transformers' business."""
+    """True for a verdict against the rule. Types of ignored fields are left to transformers."""
     table = FIELDS[family]
     if said.startswith("NOT REFUSED"):
         return field in (*table.honoured, *table.aliases, *table.refused) and (family, field) not in LENIENT

@@ -189,7 +189,7 @@ def test_all_ends_of_a_turn_are_ends(tmp_path: Path, keys: dict[str, Any], ends:
     assert load_target(str(path)).config.eos_token_ids == tuple(ends)
 
 
-def test_ordinary_text_is_no_end(tmp_path: Path) -> None:
+def test_ordinary_text_is_no_end() -> None:
     tokens = ["a", "</s>", "<EOT>", "<end_of_turn>"]
     assert end_tokens({"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [1, 1, 3, 1]}) == [2, 3]
     assert end_tokens({"tokenizer.ggml.tokens": tokens}) == [1, 2, 3]

@@ -104,7 +104,7 @@ def written(path: Path, family: str, model: Any, changes: dict[str, Any]) -> Pat
 
 
 def logits(path: Path) -> Tensor:
-    """What we compute for IDS from a file, in float32."""
+    """Our logits for IDS from a file, in float32."""
     return logits_after(load_target(str(path), dtype="float32", device="cpu").decoder, IDS)
 
 
@@ -248,7 +248,7 @@ def test_combinations_that_are_refused(tmp_path: Path, family: str, changes: dic
 
 
 @pytest.mark.parametrize("kind", ["adapter", "mmproj", "imatrix"])
-def test_what_is_no_model_is_refused(kind: str) -> None:
+def test_files_of_other_types_are_refused(kind: str) -> None:
     path, metadata, stored = parsed("llama")
     with pytest.raises(ModelError, match=f"of the type '{kind}', not a model"):
         config_of(path, {**metadata, "general.type": kind}, stored)

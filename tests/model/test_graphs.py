@@ -154,8 +154,8 @@ def test_a_graph_that_fails_or_differs_is_not_used() -> None:
         assert len(seen) == 2  # once for the cache, once for the drafts
 
 
-def test_what_a_graph_cannot_hold_is_refused() -> None:
-    """That the pretended device would notice."""
+def test_operations_that_a_graph_cannot_capture_are_refused() -> None:
+    """The pretended device notices each of them."""
     outside = torch.ones(3)
     reads: list[Callable[[Tensor], Tensor]] = [
         lambda x: x * float(x[0]),

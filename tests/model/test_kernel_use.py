@@ -21,12 +21,7 @@ from anabranch.native import library as native
 from small import LLAMA, randomise
 
 FITS = replace(
-    LLAMA,
-    hidden_size=64,
-    head_dim=32,
-    num_heads=2,
-    intermediate_size=64,
-    rope=RopeConfig(dim=32, max_positions=96),
+    LLAMA, hidden_size=64, head_dim=32, num_heads=2, intermediate_size=64, rope=RopeConfig(dim=32, max_positions=96)
 )
 needs_kernels = pytest.mark.skipif(native.library() is None, reason=f"no native kernels here: {native.why_not()}")
 
@@ -99,7 +94,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert "there is no C++ compiler; install g++" in message
 
 
-def test_what_the_user_chose_is_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_the_user_turned_off_are_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ANABRANCH_NATIVE", "0")
     native.forget()
     assert warned(FITS) == []

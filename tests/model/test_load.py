@@ -189,10 +189,7 @@ WRONG_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "a variant as a list": ({"rope_parameters": {"rope_type": ["yarn"]}}, "rope_parameters.rope_type"),
     "no stretch": ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "rope_parameters.factor"),
     "a negative stretch": ({"rope_parameters": {"rope_type": "yarn", "factor": -8.0}}, "rope_parameters.factor"),
-    "a stretch of null": (
-        {"rope_parameters": {"rope_type": "dynamic", "factor": None}},
-        "'dynamic' cannot be",
-    ),
+    "a stretch of null": ({"rope_parameters": {"rope_type": "dynamic", "factor": None}}, "'dynamic' cannot be"),
     "factors as text": (
         {"rope_parameters": {"rope_type": "longrope", "short_factor": "12", "long_factor": [1.0]}},
         "rope_parameters.short_factor",

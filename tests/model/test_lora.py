@@ -68,7 +68,7 @@ def test_terms_are_added_to_the_weights(llama: Path, lora: Path, tmp_path: Path)
     assert load_target(str(llama), lora=lora, dtype="bfloat16").fingerprint == tuned.fingerprint
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_a_written_lora_reads_back(tmp_path: Path) -> None:
     written = drawn_lora(LLAMA)
     terms = dict(written.terms)
     terms[Q] = Term(torch.ones(5, 32), torch.ones(32, 5), 2.0)
@@ -236,10 +236,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "modules": (lambda f: change(f, target_modules=[3]), "target_modules in .* must be module names"),
     "no modules": (lambda f: change(f, target_modules=None), "names no target_modules"),
     "layers": (lambda f: change(f, layers_to_transform="all"), "layers_to_transform in .* must be layer numbers"),
-    "another rank": (
-        lambda f: change(f, r=4),
-        r"lora_A of .* with the shape \(3, 64\), .* rank 4 require \(4, 64\)",
-    ),
+    "another rank": (lambda f: change(f, r=4), r"lora_A of .* with the shape \(3, 64\), .* rank 4 require \(4, 64\)"),
     "truncated": (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-9]), "is truncated"),
     "empty": (lambda f: (f / WEIGHTS).write_bytes(b""), "is truncated"),
 }
@@ -257,7 +254,7 @@ def test_bad_folders(case: str, llama: Path, lora: Path) -> None:
     assert not str(caught.value).endswith(".")
 
 
-def test_what_can_be_refused_before_loading_is(lora: Path, toys: Any) -> None:
+def test_invalid_options_are_refused_before_loading(lora: Path, toys: Any) -> None:
     check(LoadConfig(lora=lora))
     change(lora, use_dora=True)
     with pytest.raises(AdapterError, match="use_dora"):

@@ -201,7 +201,7 @@ def test_prompts_are_read_in_chunks_and_beside_others(kind: str, monkeypatch: py
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_request_that_lost_its_row_goes_on(kind: str) -> None:
-    """What was emitted is then read like a prompt, but is rotated as before."""
+    """Emitted tokens are read again like a prompt, with the rotations that they had."""
     scheduler = Scheduler(ours(kind), rows=2, prefix_bytes=0)
     tickets = [scheduler.submit(Request(text(length), new), NoDrafter()) for length, new in RUNS]
     for count in range(200):
@@ -226,7 +226,7 @@ def test_training_reads_a_text_as_transformers_does(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("packed", [False, pytest.param(True, marks=needs_kernels)], ids=["pytorch", "native"])
 def test_drafters_learn_from_states_as_they_are_decoded(kind: str, packed: bool) -> None:
-    """Of prompts of different lengths in one batch."""
+    """Prompts of different lengths share a batch."""
     target = ours(kind, packed=packed)
     parts = [(text(length), theirs(kind, length, new)) for length, new in RUNS]
     batch = Batch.of([Example(tuple(prompt), tuple(answer)) for prompt, answer in parts])

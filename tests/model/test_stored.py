@@ -180,7 +180,7 @@ def test_fewer_layers_than_the_file_has(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("case", "name"), [("gpt2", "transformer.h.0.attn.bias"), ("llama", "rotary_emb.inv_freq")])
-def test_what_older_files_store_beside_the_weights_is_passed_over(case: str, name: str, tmp_path: Path) -> None:
+def test_buffers_of_older_files_are_ignored(case: str, name: str, tmp_path: Path) -> None:
     if case == "llama":
         name = f"model.layers.0.self_attn.{name}"
     equal(toy(tmp_path, case, lambda stored: stored.update({name: torch.ones(8)})))

@@ -44,13 +44,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", _GROUPED),
     "qwen2-sliding": (
         "qwen2",
-        {
-            **_GROUPED,
-            "num_hidden_layers": 4,
-            "use_sliding_window": True,
-            "sliding_window": 5,
-            "max_window_layers": 2,
-        },
+        {**_GROUPED, "num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
     ),
     "qwen3": ("qwen3", {**_GROUPED, "head_dim": 32}),
     "phi": ("phi", {**_GROUPED, "hidden_act": "gelu_new"}),
@@ -108,7 +102,7 @@ def tokens(count: int, *, seed: int = 1) -> list[int]:
 
 @dataclass(frozen=True)
 class Oracle:
-    """What transformers computes."""
+    """Logits of transformers."""
 
     model: Any
 

@@ -1,4 +1,4 @@
-"""What the kernels refuse, and what they do with scores that are no numbers, without memory, and in other threads."""
+"""The boundary of the kernels: refused calls, scores that are not numbers, no memory, threads, forks."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_wrong_tensors_are_refused() -> None:
 
 
 def refused(status: int) -> str:
-    """What the C side said."""
+    """The message of the C side."""
     assert status == -3
     return kernels()._c.anabranch_message().decode()
 
@@ -442,7 +442,7 @@ def test_a_huge_frontier_is_that_of_all_nodes() -> None:
 
 
 def in_a_process(code: str, **environment: str) -> str:
-    """What a program prints that begins with the kernels; a crash is a failure."""
+    """Output of a program that starts with the kernels loaded; a crash fails the test."""
     begin = "import ctypes, os, resource, sys, threading, time, warnings\nimport numpy as np, torch\n"
     begin += "from anabranch.native import library as native\nkernels = native.library()\n"
     begin += "def limit(more):\n"
@@ -553,7 +553,7 @@ def test_threads_without_cpus_are_left_out_and_tried_again(restored_threads: int
         return [token for step in engine.run() for token in step.tokens]
 
     def shared() -> bool:
-        """Whether another thread worked while this one used 50 ms of its CPU; torch's would spin."""
+        """True if another thread worked while this one used 50 ms of its CPU; torch's would spin."""
         mine, others = time.thread_time(), time.process_time() - time.thread_time()
         with kernels().single_threaded():
             while time.thread_time() < mine + 0.05:

@@ -186,7 +186,7 @@ def _links(path: Path) -> None:
         ),
     ],
 )
-def test_what_others_can_write_is_not_loaded(
+def test_libraries_that_others_can_write_are_not_loaded(
     spoil: Callable[[Path, Path], None], advised: bool, home: Path, quick: Path
 ) -> None:
     build.opened(QUICK)
@@ -282,11 +282,7 @@ def test_structs_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize(
     ("vendor", "features", "pairs"),
-    [
-        ("GenuineIntel", {"avx512_bf16"}, False),
-        ("AuthenticAMD", {"avx512_bf16"}, True),
-        ("AuthenticAMD", set(), False),
-    ],
+    [("GenuineIntel", {"avx512_bf16"}, False), ("AuthenticAMD", {"avx512_bf16"}, True), ("AuthenticAMD", set(), False)],
 )
 def test_where_bf16_is_multiplied_in_pairs(
     vendor: str, features: set[str], pairs: bool, monkeypatch: pytest.MonkeyPatch

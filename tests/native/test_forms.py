@@ -27,10 +27,7 @@ TILES = build.INSTRUCTION_SETS["amx"][1][0]
 needs_avx512 = pytest.mark.skipif(
     native.library() is None or "avx512" not in build.instruction_sets(), reason="this processor has no AVX-512"
 )
-FASTER = [
-    pytest.param("avx2", marks=needs_avx512),
-    pytest.param("amx", marks=(needs_avx512, pytest.mark.thorough)),
-]
+FASTER = [pytest.param("avx2", marks=needs_avx512), pytest.param("amx", marks=(needs_avx512, pytest.mark.thorough))]
 SCALAR_FORM = pytest.param("scalar", marks=(test_kernels.needs_kernels, pytest.mark.thorough))
 # bf16 in pairs, or as floats: what this processor does not take
 PAIRS = pytest.param(
@@ -153,7 +150,7 @@ def test_tiles_are_used(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_without_tiles_where_they_fail(flaw: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What is tried in a process of its own first cannot hurt: the kernels do without tiles."""
+    """Tiles are tried in another process first: if that fails, the kernels run without them."""
     monkeypatch.setenv("ANABRANCH_HOME", str(tmp_path))
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O0"))  # compiled sooner
     broken = tmp_path / "broken.h"

@@ -525,7 +525,7 @@ def test_quantized_products(outputs: int, rows: int, kind: Literal["int8", "int4
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_quantized_layers_agree_with_dense_ones(kind: Literal["int8", "int4"]) -> None:
-    """What int8 rows lose against the same quantised weights in float32 is little."""
+    """Rows in int8 lose little against float32 rows with the same quantised weights."""
     exact = decoder(BASE, torch.float32)
     quantize_decoder(exact, kind)
     ours = packed(BASE, kind)
@@ -727,7 +727,7 @@ def test_drafts_as_in_pytorch(
 @pytest.mark.parametrize("rank", [32, 0])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_levels_score_the_blocks_of_a_streams_best_tokens(dtype: torch.dtype, rank: int) -> None:
-    """Of 32 tokens each; where paths tell a stream nothing they are all that matter. Rows' own tokens always count."""
+    """Blocks of 32 tokens; they suffice where streams are not conditioned on paths. A row's own tokens always count."""
     vocabulary = 2 * native.BLOCK * BLOCKS + 11
     model = decoder(variant(vocab_size=vocabulary + 100), dtype)
     shape = StreamConfig(num_stream_layers=2, conditioning="path" if rank else "none", conditioning_rank=rank)
@@ -839,7 +839,7 @@ def test_only_best_first_trees_of_greedy_rows_copy() -> None:
         assert {source for tree in trees for source in tree.sources} & {"prompt_lookup"} == sources
 
 
-def test_what_is_copied_must_be_a_text_before_the_root() -> None:
+def test_the_copied_text_must_end_with_the_root() -> None:
     model = packed(BASE, "bfloat16")
     draft = StreamDraft(model, adapter_for(model, num_streams=3), DraftOptions(nodes=12, copy=True))
     states = torch.randn(3, BASE.hidden_size).to(model.dtype)

@@ -173,7 +173,7 @@ def test_there_is_no_copy_where_four_bits_read_no_less(form: str) -> None:
     assert "quantized_draft" not in str(resolve_spec("auto", adapter, target=model))
 
 
-def test_what_a_copy_does_not_go_with() -> None:
+def test_trees_that_a_copy_cannot_lead_are_refused() -> None:
     model, adapter = setup()
     for settings in ("tree=product,k=2", "placement=ride", "prune=4"):
         with pytest.raises(CapabilityError, match="trail on them without pruning, with tree=best or tree=chain"):

@@ -98,7 +98,7 @@ def test_a_query_can_do_no_harm(answer: str, tmp_path_factory: pytest.TempPathFa
     assert not path.exists()
 
 
-def test_what_cannot_be_scored() -> None:
+def test_answers_that_cannot_be_scored() -> None:
     for context, reference in (
         ("CREATE TABLE boats (order VARCHAR)", "SELECT order FROM boats"),
         (BOATS, "SELECT nothing FROM boats"),

@@ -130,11 +130,7 @@ def test_tasks_that_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", [{"a": "x", "b": "y"}])
     for text, options, why in (
         ("sqll", {}, "there is no task or file 'sqll' (did you mean 'sql'?); tasks are sql, e2e,"),
-        (
-            str(path),
-            {},
-            "TEXT, with fields as {name}, and --completion FIELD; its fields are a, b",
-        ),
+        (str(path), {}, "TEXT, with fields as {name}, and --completion FIELD; its fields are a, b"),
         (str(path), {"completion": "b"}, "t.jsonl is a file, so it needs --prompt-template TEXT"),
         (str(path), {"template": "{a}"}, "t.jsonl is a file, so it needs --completion FIELD"),
         ("sql", {"metrics": ["bleu"]}, "there is no metric 'bleu'; metrics are exact_match, execution, rouge"),
