@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
-from toys import CASES, Oracle, save_toy, toy_hf
+from toys import CASES, Oracle, ToyMaker, save_toy, toy_hf
 
 from anabranch.model.load import Target, load_target
-
-ToyMaker = Callable[[str], tuple[Target, Oracle]]
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from toys import Oracle, tokens
+from toys import Oracle, ToyMaker, tokens
 
 from anabranch.errors import InputError
 from anabranch.model.blocks import Block
@@ -16,7 +16,6 @@ from anabranch.model.inputs import Inputs
 from anabranch.model.load import Target, load_target
 from anabranch.model.passes import Entry, Pass
 from anabranch.tree import DraftTree
-from conftest import ToyMaker
 from small import logits_after, logits_of, new_cache
 
 #   0 - 1 - 3

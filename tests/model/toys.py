@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from anabranch.model.load import Target
 
 VOCABULARY = 97
 _SIZES: dict[str, Any] = {
@@ -111,3 +114,7 @@ class Oracle:
         with torch.no_grad():
             logits: Tensor = self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
         return logits
+
+
+# a function that makes our decoder and transformers' model of a case, with the same weights
+ToyMaker = Callable[[str], tuple[Target, Oracle]]
