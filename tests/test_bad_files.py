@@ -43,16 +43,9 @@ def refused(read: Callable[[], Any]) -> str:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"drafter": 7},
-        {"drafter": None},
-        {"costs": None},
-        {"costs": []},
-        {"costs": {}},
-        {"costs": {"draft": "1:1"}},
-        {"costs": {"pass": 7}},
-        {"costs": {"pass": "1:nan/8:2"}},
-        {"costs": {"pass": "1:1/8:2", "draft": "x"}},
-        {"costs": {"pass": "1:1/8:2", "prepare": [1]}},
+        *({"drafter": value} for value in (7, None)),
+        *({"costs": value} for value in (None, [], {}, {"draft": "1:1"}, {"pass": 7}, {"pass": "1:nan/8:2"})),
+        *({"costs": {"pass": "1:1/8:2", **other}} for other in ({"draft": "x"}, {"prepare": [1]})),
     ],
 )
 def test_profiles(changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,27 +70,26 @@ def trace(tmp_path: Path) -> Path:
     return tmp_path / "trace.jsonl"
 
 
+WRONG_STEPS: dict[str, tuple[Any, ...]] = {
+    "tokens": ([1, 10**30], "many"),
+    "parents": ([-1, True],),
+    "sources": ([0, -1],),
+    "path": ([], [0, -1]),
+    "next": ("5", -1),
+    "kept": (99, None),
+    "row": ([0],),
+    "at": (-3,),
+    "ms": ([1.0], [1.0, "2", 3.0, 4.0]),
+    "log_probs": (["a"],),
+    "finish": ("tired",),
+    "max_depth": ("much", -1),
+}
+
+
 @pytest.mark.parametrize(
     "changes",
     [
-        {"tokens": [1, 10**30]},
-        {"tokens": "many"},
-        {"parents": [-1, True]},
-        {"sources": [0, -1]},
-        {"path": []},
-        {"path": [0, -1]},
-        {"next": "5"},
-        {"next": -1},
-        {"kept": 99},
-        {"kept": None},
-        {"row": [0]},
-        {"at": -3},
-        {"ms": [1.0]},
-        {"ms": [1.0, "2", 3.0, 4.0]},
-        {"log_probs": ["a"]},
-        {"finish": "tired"},
-        {"max_depth": "much"},
-        {"max_depth": -1},
+        *({name: value} for name, values in WRONG_STEPS.items() for value in values),
         {"p": [0.5], "q": [0.5], "overlap": "all"},
     ],
 )

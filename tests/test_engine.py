@@ -28,7 +28,20 @@ from anabranch.model.inputs import Inputs
 from anabranch.model.weights import build_decoder
 from anabranch.sampling import SamplingParams, log_probs
 from anabranch.tree import DraftTree
-from small import CASES, LLAMA, RICH, SOME_CASES, VOCABULARY, decode, prompt, randomise, request, small, small_adapter
+from small import (
+    CASES,
+    LLAMA,
+    RICH,
+    SOME_CASES,
+    VOCABULARY,
+    decode,
+    new_cache,
+    prompt,
+    randomise,
+    request,
+    small,
+    small_adapter,
+)
 
 BEST = DraftOptions(nodes=10, k=4)
 FREQUENT = torch.arange(0, VOCABULARY, 2)
@@ -268,8 +281,7 @@ def test_a_cancelled_row_leaves_the_others_alone() -> None:
 
 def forward(target: Decoder, text: Sequence[int]) -> tuple[Tensor, Cache]:
     """Logits [N, V] of a text in one pass, and its cache."""
-    cache = Cache(target.config, rows=1, capacity=len(text), dtype=target.dtype, device=target.device)
-    cache.add_row()
+    cache = new_cache(target, capacity=len(text))
     with torch.no_grad():
         output = target(Inputs.of_prompt(text), cache)
     cache.commit([range(len(text))])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -268,29 +269,17 @@ def test_generator_is_fresh_for_each_position() -> None:
     assert not set(draws[0]) & set(draws[2])
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("temperature", -0.1),
-        ("temperature", math.nan),
-        ("temperature", math.inf),
-        ("temperature", "hot"),
-        ("top_p", 0.0),
-        ("top_p", 1.1),
-        ("top_p", math.nan),
-        ("top_k", -1),
-        ("top_k", 2.5),
-        ("min_p", -0.1),
-        ("min_p", 1.0),
-        ("min_p", math.nan),
-        ("repetition_penalty", 0.0),
-        ("repetition_penalty", -1.0),
-        ("repetition_penalty", math.nan),
-        ("seed", 1.5),
-        ("seed", None),
-        ("seed", True),
-    ],
-)
+NONSENSE: dict[str, tuple[Any, ...]] = {
+    "temperature": (-0.1, math.nan, math.inf, "hot"),
+    "top_p": (0.0, 1.1, math.nan),
+    "top_k": (-1, 2.5),
+    "min_p": (-0.1, 1.0, math.nan),
+    "repetition_penalty": (0.0, -1.0, math.nan),
+    "seed": (1.5, None, True),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in NONSENSE for value in NONSENSE[name]])
 def test_values_that_mean_nothing_are_refused(name: str, value: object) -> None:
     with pytest.raises(InputError, match=rf"^{name} must be .*, got "):
         SamplingParams(**{name: value})

@@ -8,20 +8,16 @@ import torch
 from torch import Tensor
 
 from anabranch.certify.statistics import goodness_of_fit
-from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
-from anabranch.model.inputs import Inputs
+from small import logits_after
 
 RARELY = 1e-3  # a right sampler fails a test this often; seeds are fixed, so it passes always or never
 
 
 def next_probs(target: Decoder, text: Sequence[int], temperature: float = 1.0) -> Tensor:
     """The target's distribution after a text [V], float64, from one pass over it."""
-    cache = Cache(target.config, rows=1, capacity=len(text), dtype=target.dtype, device=target.device)
-    cache.add_row()
     with torch.inference_mode():
-        logits_MV = target(Inputs.of_prompt(list(text)), cache, need="logits").logits_MV
-    return (logits_MV[-1].double() / temperature).softmax(-1)
+        return (logits_after(target, text)[-1].double() / temperature).softmax(-1)
 
 
 def pair_probs(target: Decoder, text: Sequence[int], *, skipped: int = 0, temperature: float = 1.0) -> Tensor:

@@ -375,43 +375,6 @@ def test_every_field_of_generation_config_is_known() -> None:
     fields = {name for name in vars(GenerationConfig()) if name[0] != "_" and name != "transformers_version"}
     assert fields <= HONOURED | set(REFUSED)  # older versions lack some
     assert not HONOURED & set(REFUSED)
-    assert set(ASKED) == set(REFUSED)
-
-
-ASKED: dict[str, Any] = {
-    "num_beams": 2,
-    "early_stopping": True,
-    "length_penalty": 2.0,
-    "use_cache": False,
-    "cache_config": {"nbits": 4},
-    "max_cache_len": 64,
-    "cache_implementation": "static",
-    "use_mtp": True,
-    "is_assistant": True,
-    "num_assistant_tokens": 5,
-    "num_assistant_tokens_schedule": "heuristic",
-    "assistant_confidence_threshold": 0.9,
-    "prompt_lookup_num_tokens": 3,
-    "max_matching_ngram_size": 3,
-    "assistant_early_exit": 1,
-    "assistant_lookbehind": 3,
-    "target_lookbehind": 3,
-    "assistant_ensemble_weight": 0.5,
-    "speculation_type": "dflash",
-    "guidance_scale": 1.5,
-    "output_attentions": True,
-    "output_hidden_states": True,
-    "num_beam_groups": 2,
-    "diversity_penalty": 1.0,
-    "constraints": ["any"],
-    "force_words_ids": [[5]],
-    "penalty_alpha": 0.6,
-    "low_memory": True,
-    "dola_layers": "low",
-    "prefill_chunk_size": 4,
-    "compile_config": "fast",
-    "continuous_batching_config": "any",
-}
 
 
 @pytest.mark.parametrize("name", sorted(set(REFUSED) & set(vars(GenerationConfig()))))
@@ -420,7 +383,7 @@ def test_a_refused_field_is_named(name: str) -> None:
 
     config = GenerationConfig()
     check_config(config)
-    setattr(config, name, ASKED[name])
+    setattr(config, name, "another value")
     with pytest.raises(CapabilityError, match=rf"{name}=.*leave {name} out"):
         check_config(config)
 

@@ -21,13 +21,12 @@ from torch import Tensor
 from toys import CASES, tokens, toy_hf
 
 from anabranch.errors import ModelError, ModelWarning
-from anabranch.model.cache import Cache
 from anabranch.model.families import FAMILIES, model_config
 from anabranch.model.fields import FIELDS
 from anabranch.model.inputs import Inputs
 from anabranch.model.weights import fill_decoder, load_safetensors_dir
 from anabranch.tree import DraftTree
-from small import logits_of
+from small import logits_of, new_cache
 
 IDS = tokens(13)
 PROMPT = 9  # more than the window of the toys, so that a window that slides over the cache alone shows
@@ -172,8 +171,7 @@ def ours(folder: Path) -> tuple[Tensor, Tensor] | ModelError:
         return error
     found = []
     for parts in ([IDS], pieces()):
-        cache = Cache(decoder.config, rows=1, capacity=32, dtype=torch.float32, device=torch.device("cpu"))
-        cache.add_row()
+        cache = new_cache(decoder, capacity=32)
         logits = []
         for start, piece in enumerate(parts):
             feed = Inputs.of_prompt(piece) if start == 0 else Inputs.of_trees([DraftTree.root(piece[0])])

@@ -21,7 +21,6 @@ from anabranch.methods.none import NoDrafter
 from anabranch.methods.prompt_lookup import PromptLookupDrafter
 from anabranch.methods.tuning import TextPass
 from anabranch.model.backends import GraphBackend
-from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import model_config
 from anabranch.model.graphs import Compute, Outputs
@@ -30,6 +29,7 @@ from anabranch.model.pack import pack_decoder
 from anabranch.model.weights import fill_decoder
 from anabranch.native import library as native
 from anabranch.tree import DraftTree
+from small import new_cache
 
 ORIGINAL = 32
 SIZES: dict[str, Any] = {
@@ -233,8 +233,11 @@ def test_drafters_learn_from_states_as_they_are_decoded(kind: str, packed: bool)
     hidden_BTD = run_frozen(target, batch).hidden_BTD
     for (prompt, answer), hidden_TD in zip(parts, hidden_BTD, strict=True):
         again = target.rope().reread_after
-        memory = Cache(target.config, rows=1, capacity=96, dtype=torch.float32, device=torch.device("cpu"))
-        memory.add_row(len(prompt) if again is None else target.rope().prompt(len(prompt), len(prompt + answer)))
+        memory = new_cache(
+            target,
+            capacity=96,
+            prompt=len(prompt) if again is None else target.rope().prompt(len(prompt), len(prompt + answer)),
+        )
         with torch.no_grad():
             for piece in (prompt, *([token] for token in answer)):
                 found = target(Inputs.of_prompt(piece), memory, need="hidden").hidden_MD
