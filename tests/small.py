@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from anabranch.control.controller import Speculation
 from anabranch.control.costs import Costs, PassCosts, StepCosts
 from anabranch.decoding.engine import Engine, Request, Step
-from anabranch.drafting.drafter import Drafter
+from anabranch.drafting.drafter import Drafter, Row
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.config import StreamConfig
@@ -33,6 +33,7 @@ from anabranch.model.lora import Lora, Term, places
 from anabranch.model.passes import PassResult
 from anabranch.model.weights import build_decoder, fingerprint
 from anabranch.sampling import SamplingParams
+from anabranch.tree import DraftTree
 
 VOCABULARY = 19
 LLAMA = ModelConfig(
@@ -200,6 +201,23 @@ def merged_copy(target: Decoder, lora: Lora) -> Decoder:
             weight: Any = tuned.blocks[place.layer].get_submodule(place.part).weight
             weight[place.rows] = lora.terms[name].merged(weight[place.rows])
     return tuned
+
+
+class Oracle(Drafter):
+    """Proposes the continuations of known texts, ``depth`` tokens at a time; nothing for other texts."""
+
+    name, rules = "oracle", ("match",)
+
+    def __init__(self, texts: Sequence[Sequence[int]], depth: int = 8) -> None:
+        self.texts, self.depth, self.max_nodes = texts, depth, depth + 1
+
+    def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
+        chains = []
+        for row in rows:
+            known = next((text for text in self.texts if list(text[: len(row.tokens)]) == row.tokens), row.tokens)
+            ahead = known[len(row.tokens) :][: min(self.depth, row.max_depth)]
+            chains.append(DraftTree.chain(row.root, ahead, source=self.name))
+        return chains
 
 
 class Timeless(Speculation):

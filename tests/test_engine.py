@@ -34,6 +34,7 @@ from small import (
     RICH,
     SOME_CASES,
     VOCABULARY,
+    Oracle,
     decode,
     new_cache,
     prompt,
@@ -152,23 +153,6 @@ class Noise(Drafter):
         return found
 
 
-class Oracle(Drafter):
-    """The text to come, ``depth`` tokens at a time."""
-
-    name, rules = "oracle", ("match",)
-
-    def __init__(self, texts: Sequence[Sequence[int]], depth: int) -> None:
-        self.texts, self.depth, self.max_nodes = texts, depth, depth + 1
-
-    def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
-        chains = []
-        for row in rows:
-            (text,) = [t for t in self.texts if list(t[: len(row.tokens)]) == row.tokens]
-            behind = text[len(row.tokens) :][: min(self.depth, row.max_depth)]
-            chains.append(DraftTree.chain(row.root, behind))
-        return chains
-
-
 @pytest.mark.parametrize("case", ["llama", "gemma2", "gpt2"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_noise_changes_nothing(case: str, temperature: float) -> None:
@@ -187,7 +171,7 @@ def test_an_oracle_reaches_the_maximum() -> None:
     assert [len(row) for row in plain] == [new] * 3
     assert [len(row) for row in steps] == [new // (depth + 1)] * 3
     for row in steps:
-        assert all(step.sources == ("draft",) * depth + ("target",) for step in row)
+        assert all(step.sources == ("oracle",) * depth + ("target",) for step in row)
 
 
 @pytest.mark.parametrize("cut", range(1, 12))

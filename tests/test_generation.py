@@ -16,32 +16,14 @@ from anabranch.decoding.detokenizer import Detokenizer
 from anabranch.decoding.engine import Engine, Request
 from anabranch.decoding.scheduler import Scheduler
 from anabranch.decoding.stats import Stats
-from anabranch.drafting.drafter import Drafter, Row
+from anabranch.drafting.drafter import Drafter
 from anabranch.errors import CapabilityError, DeviceError, InputError
 from anabranch.sampling import SamplingParams
-from anabranch.tree import DraftTree
+from small import Oracle
 from toy_text import VOCABULARY, byte_tokenizer, toy_model
 
 TOKENIZER = byte_tokenizer()
 END = VOCABULARY - 1
-
-
-class Oracle(Drafter):
-    """Knows what will be said, so a step accepts as much as it may."""
-
-    name = "oracle"
-    max_nodes = 9
-
-    def __init__(self, answer: Sequence[int]) -> None:
-        self.answer = list(answer)
-
-    def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
-        trees = []
-        for row in rows:
-            done = len(row.tokens) - row.prompt_length
-            chain = self.answer[done : done + min(8, row.max_depth)]
-            trees.append(DraftTree.chain(row.root, chain, source="oracle"))
-        return trees
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +94,7 @@ def test_a_stop_string_cuts_inside_an_accepted_path(model: Model) -> None:
     cut = whole.text.index(stop)
     count = next(n + 1 for n, text in enumerate(said) if stop in text)
     request = Request(whole.prompt_ids, 40, log_probs=True)
-    for drafter in (Oracle(whole.token_ids), Oracle([])):
+    for drafter in (Oracle([whole.prompt_ids + whole.token_ids]), Oracle([])):
         result = run(model, drafter, request, [stop])
         assert result.text == whole.text[:cut]
         assert result.token_ids == whole.token_ids[:count]
@@ -126,7 +108,7 @@ def test_the_end_token_is_a_token_but_no_text(model: Model) -> None:
     # a token with text as the end token: it must not show
     end = next(token for token in whole.token_ids[10:] if token < 256)
     count = whole.token_ids.index(end) + 1
-    for drafter in (Oracle(whole.token_ids), Oracle([])):
+    for drafter in (Oracle([whole.prompt_ids + whole.token_ids]), Oracle([])):
         result = run(model, drafter, Request(whole.prompt_ids, 40, stop_ids=frozenset({end})))
         assert result.token_ids == whole.token_ids[:count]
         assert result.text == model.tokenizer.decode(whole.token_ids[: count - 1])
@@ -135,7 +117,7 @@ def test_the_end_token_is_a_token_but_no_text(model: Model) -> None:
 
 def test_statistics_of_an_oracle(model: Model) -> None:
     whole = plain(model)
-    result = run(model, Oracle(whole.token_ids), Request(whole.prompt_ids, 36))
+    result = run(model, Oracle([whole.prompt_ids + whole.token_ids]), Request(whole.prompt_ids, 36))
     stats = result.stats
     assert (stats.tokens, stats.steps, stats.mean_acceptance_length) == (36, 4, 9.0)
     assert dict(stats.accepted) == {8: 4}
