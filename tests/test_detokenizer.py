@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from anabranch.decoding.detokenizer import Detokenizer
-from toy_text import byte_tokenizer
+from toy_text import VOCABULARY, byte_tokenizer
 
 BYTES = [f"<0x{byte:02X}>" for byte in (0x41, 0x20, 0xC3, 0xBC, 0xE2, 0x82, 0xAC, 0xFF, 0xF0, 0x9F)]
 PIECES = ["▁", "▁the", "▁a", "b", "ü", "▁▁", "st", "op", "▁stop", "n't", "."]
@@ -137,3 +137,30 @@ def test_a_character_of_a_stop_string_may_be_followed_by_half_of_another() -> No
     found = Detokenizer(tokenizer, ["a"])
     assert found.add(ids[:2]) == ""
     assert (found.stopped, found.kept) == ("a", 1)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, VOCABULARY - 1), max_size=30), st.integers(1, 6))
+def test_a_whole_text_is_that_of_decoding_at_once(ids: list[int], size: int) -> None:
+    tokenizer = TOKENIZERS["byte level"]
+    detokenizer = Detokenizer(tokenizer, whole=True)
+    for at in range(0, len(ids), size):
+        assert detokenizer.add(ids[at : at + size]) == ""
+    assert detokenizer.finish() == detokenizer.text == tokenizer.decode(ids, skip_special_tokens=True)
+    assert detokenizer.kept == len(ids)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(max_size=12), SIZES)
+def test_characters_come_whole(text: str, sizes: list[int]) -> None:
+    text = text.replace("\ufffd", "")
+    pieces = pieces_of(TOKENIZERS["byte level"], TOKENIZERS["byte level"].encode(text), sizes)
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_a_text_that_may_become_a_stop_string_is_held_back() -> None:
+    tokenizer = TOKENIZERS["byte level"]
+    detokenizer = Detokenizer(tokenizer, ["stop"])
+    assert [detokenizer.add(tokenizer.encode(text)) for text in ("no st", "a", "sto")] == ["no ", "sta", ""]
+    assert detokenizer.finish() == "sto"

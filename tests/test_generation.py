@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from anabranch.api import Model
 from anabranch.decoding import generation
-from anabranch.decoding.detokenizer import Detokenizer
 from anabranch.decoding.engine import Engine, Request
 from anabranch.decoding.scheduler import Scheduler
 from anabranch.decoding.stats import Stats
@@ -20,53 +17,12 @@ from anabranch.drafting.drafter import Drafter
 from anabranch.errors import CapabilityError, DeviceError, InputError
 from anabranch.sampling import SamplingParams
 from small import Oracle
-from toy_text import VOCABULARY, byte_tokenizer, toy_model
-
-TOKENIZER = byte_tokenizer()
-END = VOCABULARY - 1
+from toy_text import toy_model
 
 
 @pytest.fixture(scope="module")
 def model() -> Model:
     return toy_model()
-
-
-def feed(ids: Sequence[int], sizes: Sequence[int], stop: Sequence[str] = ()) -> tuple[list[str], Detokenizer]:
-    """Push tokens in groups of the given sizes, then singly; returns the texts handed out."""
-    detokenizer = Detokenizer(TOKENIZER, stop)
-    pieces, at = [], 0
-    for size in [*sizes, *[1] * len(ids)]:
-        if at < len(ids) and detokenizer.stopped is None:
-            pieces.append(detokenizer.add(ids[at : at + size]))
-            at += size
-    return [*pieces, detokenizer.finish()], detokenizer
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.integers(0, VOCABULARY - 1), max_size=30), st.integers(1, 6))
-def test_a_whole_text_is_that_of_decoding_at_once(ids: list[int], size: int) -> None:
-    detokenizer = Detokenizer(TOKENIZER, whole=True)
-    for at in range(0, len(ids), size):
-        assert detokenizer.add(ids[at : at + size]) == ""
-    assert detokenizer.finish() == detokenizer.text == TOKENIZER.decode(ids, skip_special_tokens=True)
-    assert detokenizer.kept == len(ids)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.text(max_size=12), st.lists(st.integers(1, 6), max_size=8))
-def test_characters_come_whole(text: str, sizes: list[int]) -> None:
-    text = text.replace("�", "")
-    pieces, _ = feed(TOKENIZER.encode(text), sizes)
-    assert "".join(pieces) == text
-    assert not any("�" in piece for piece in pieces)
-
-
-def test_a_text_that_may_become_a_stop_string_is_held_back() -> None:
-    detokenizer = Detokenizer(TOKENIZER, ["stop"])
-    assert detokenizer.add(TOKENIZER.encode("no st")) == "no "
-    assert detokenizer.add(TOKENIZER.encode("a")) == "sta"
-    assert detokenizer.add(TOKENIZER.encode("sto")) == ""
-    assert detokenizer.finish() == "sto"
 
 
 def run(model: Model, drafter: Drafter, request: Request, stop: Sequence[str] = ()) -> generation.Generation:
