@@ -10,14 +10,14 @@ from collections.abc import Sequence
 import pytest
 
 from anabranch.adapters.folder import SHIPPED, find_adapters, read_record
-from anabranch.decoding.engine import Engine, Request
+from anabranch.decoding.engine import Request
 from anabranch.methods import make_drafter
 from anabranch.methods.draft_model.load import shipped_draft
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.model.load import Target, load_target
 from anabranch.model.pack import pack_decoder
 from anabranch.native import library as native
-from anabranch.sampling import SamplingParams
+from small import decode
 
 pytestmark = pytest.mark.default_model
 
@@ -45,21 +45,12 @@ def adapter(target: Target) -> StreamAdapter:
 @pytest.fixture(scope="module")
 def plain(target: Target, adapter: StreamAdapter) -> list[list[int]]:
     """The greedy tokens of plain decoding."""
-    return _decode(target, adapter, "none", rows=1, sampling=SamplingParams())
+    return _decode(target, adapter, "none", rows=1)
 
 
-def _decode(
-    target: Target, adapter: StreamAdapter, spec: str, *, rows: int, sampling: SamplingParams
-) -> list[list[int]]:
-    engine = Engine(target.decoder, make_drafter(spec, target.decoder, adapter), rows=rows, capacity=128)
-    out: dict[int, list[int]] = {}
-    waiting = [Request(target.tokenizer.encode(text), 16, sampling) for text in (*PROMPTS, RARE)]
-    while waiting or engine.active:
-        while waiting and engine.active < rows:
-            out[engine.add(waiting.pop(0))] = []
-        for step in engine.step():
-            out[step.row].extend(step.tokens)
-    return list(out.values())
+def _decode(target: Target, adapter: StreamAdapter, spec: str, *, rows: int) -> list[list[int]]:
+    asked = [Request(target.tokenizer.encode(text), 16) for text in (*PROMPTS, RARE)]
+    return decode(target.decoder, asked, make_drafter(spec, target.decoder, adapter), rows=rows, capacity=128)[0]
 
 
 def test_every_method_emits_the_tokens_of_plain_decoding(
@@ -67,17 +58,21 @@ def test_every_method_emits_the_tokens_of_plain_decoding(
 ) -> None:
     for spec in ("streams:prune=8,placement=ride", "streams+prompt_lookup"):
         # rows that join and leave; that one row alone is the same is tested in the types that users load
-        assert _decode(target, adapter, spec, rows=3, sampling=SamplingParams()) == plain, spec
+        assert _decode(target, adapter, spec, rows=3) == plain, spec
 
 
 def test_a_draft_model_ships(target: Target, adapter: StreamAdapter, plain: list[list[int]]) -> None:
     folder = shipped_draft(target.decoder)
     assert sum(path.stat().st_size for path in folder.iterdir()) < 20e6
-    assert _decode(target, adapter, "draft_model", rows=3, sampling=SamplingParams()) == plain
-    engine = Engine(target.decoder, make_drafter("draft_model", target.decoder), capacity=128)
-    engine.add(Request(target.tokenizer.encode(PROMPTS[0]), 48, SamplingParams()))
-    steps = list(engine.run())
-    assert sum(len(step.tokens) for step in steps) > 1.3 * len(steps)
+    assert _decode(target, adapter, "draft_model", rows=3) == plain
+
+
+@pytest.mark.parametrize(("spec", "length"), [("draft_model", 1.3), ("streams", 1.4)])
+def test_mean_acceptance_lengths(spec: str, length: float, target: Target, adapter: StreamAdapter) -> None:
+    asked = [Request(target.tokenizer.encode(PROMPTS[0]), 48)]
+    drafter = make_drafter(spec, target.decoder, *([adapter] if spec == "streams" else []))
+    (tokens,), (steps,) = decode(target.decoder, asked, drafter, capacity=128)
+    assert len(tokens) > length * len(steps)
 
 
 FEW = ("none", "streams:tree=12+prompt_lookup")
@@ -104,14 +99,7 @@ def test_every_method_in_the_types_that_users_load(quantize: str, specs: Sequenc
     target = load_target("default", dtype="bfloat16", quantize=quantize)
     assert pack_decoder(target.decoder)
     (loaded,) = find_adapters(target)
-    plain = _decode(target, loaded.module, "none", rows=1, sampling=SamplingParams())
+    plain = _decode(target, loaded.module, "none", rows=1)
     for spec in specs:
         for rows in (1, 3) if spec == "streams:tree=12+prompt_lookup" else (3,):
-            assert _decode(target, loaded.module, spec, rows=rows, sampling=SamplingParams()) == plain, (spec, rows)
-
-
-def test_streams_save_passes(target: Target, adapter: StreamAdapter) -> None:
-    engine = Engine(target.decoder, make_drafter("streams", target.decoder, adapter), capacity=128)
-    engine.add(Request(target.tokenizer.encode(PROMPTS[0]), 48))
-    steps = list(engine.run())
-    assert sum(len(step.tokens) for step in steps) > 1.4 * len(steps)
+            assert _decode(target, loaded.module, spec, rows=rows) == plain, (spec, rows)

@@ -15,8 +15,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import small
 from anabranch.decoding.engine import Engine, Request
 from anabranch.drafting.combined import CombinedDrafter
+from anabranch.drafting.drafter import Drafter
 from anabranch.drafting.head import DrawNoise, RowVocabulary
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.prompt_lookup import PromptLookupDrafter
@@ -414,15 +416,8 @@ def test_speculation_says_the_same(name: str, rows: int, form: str) -> None:
     adapter = adapter_for(model, torch.arange(0, 64, 3), conditioning="path", conditioning_rank=32, root_width=32)
     asked = [Request(tokens(4 + 9 * i, i), 40) for i in range(4)]
 
-    def decode(drafter: object, rows: int) -> list[list[int]]:
-        engine = Engine(model, drafter, rows=rows, capacity=200)
-        waiting, found, order = list(asked), {}, []
-        while waiting or engine.active:
-            while waiting and engine.active < rows:
-                order.append(engine.add(waiting.pop(0)))
-            for step in engine.step():
-                found.setdefault(step.row, []).extend(step.tokens)
-        return [found[key] for key in order]
+    def decode(drafter: Drafter, rows: int) -> list[list[int]]:
+        return small.decode(model, asked, drafter, rows=rows, capacity=200)[0]
 
     plain = decode(NoDrafter(), 1)
     assert decode(NoDrafter(), rows) == plain

@@ -9,11 +9,12 @@ import pytest
 import torch
 from test_kernels import BASE, adapter_for, decoder, in_four_bits, needs_kernels, packed, tokens
 
+import small
 from anabranch.control.controller import Speculation
 from anabranch.decoding.engine import Engine, Request, Step
 from anabranch.decoding.stats import Stats
 from anabranch.drafting.combined import CombinedDrafter
-from anabranch.drafting.drafter import Observation, Row
+from anabranch.drafting.drafter import Drafter, Observation, Row
 from anabranch.drafting.head import DraftHead
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods import make_drafter, parse_spec, resolve_spec
@@ -44,14 +45,9 @@ def setup(form: str = "bfloat16") -> tuple[Decoder, StreamAdapter]:
     return model, adapter_for(model, **SHAPE)
 
 
-def decode(model: Decoder, drafter: object, rows: int, sampling: SamplingParams | None = None) -> list[list[Step]]:
-    engine = Engine(model, drafter, rows=rows, capacity=200)
+def decode(model: Decoder, drafter: Drafter, rows: int, sampling: SamplingParams | None = None) -> list[list[Step]]:
     asked = [Request(tokens(4 + 9 * i, i), 30, sampling=sampling or SamplingParams()) for i in range(rows)]
-    order = [engine.add(request) for request in asked]
-    found: dict[int, list[Step]] = {}
-    for step in engine.run():
-        found.setdefault(step.row, []).append(step)
-    return [found[key] for key in order]
+    return small.decode(model, asked, drafter, rows=rows, capacity=200)[1]
 
 
 def said(steps: list[Step]) -> list[int]:
