@@ -70,13 +70,6 @@ def test_generate_json(anabranch: Anabranch, where: list[object], model: Model) 
     assert done.err == ""
 
 
-def test_generate_stops_before_a_stop_string(anabranch: Anabranch, where: list[object], model: Model) -> None:
-    text = model.generate("the thing", max_new_tokens=12).text
-    stop = next(text[i] for i in range(3, len(text)) if text[i] != "�")
-    done = anabranch("generate", *where, "the thing", "--raw", "--max-new-tokens", 12, "--stop", stop)
-    assert done.out == text[: text.index(stop)] + "\n"
-
-
 def test_show_drafts_marks_every_source(anabranch: Anabranch, where: list[object], model: Model) -> None:
     drafter = "streams+prompt_lookup"
     options = {"max_new_tokens": 40, "ignore_eos": False}

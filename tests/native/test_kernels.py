@@ -196,25 +196,6 @@ def test_a_tree_is_its_paths_to_the_bit(name: str, form: str, data: st.DataObjec
         assert torch.equal(alone[0, 0], wide[0, step])
 
 
-@pytest.mark.parametrize("name", ["llama", "sliding window (mistral)"])
-def test_rows_of_a_batch_are_alone(name: str) -> None:
-    model = decoder(CASES[name])
-    assert pack_decoder(model)
-    prompts = [tokens(n, n) for n in (3, 31, 17)]
-    trees = [DraftTree(np.array(tokens(n, 50 + n)), np.array([-1, *range(n - 1)])) for n in (4, 1, 6)]
-    together = cache(model, rows=3)
-    for slot, prompt in enumerate(prompts):
-        model(Inputs.of_prompt(prompt), together, slots=slice(slot, slot + 1))
-        together.commit([range(len(prompt))])
-    batch = logits_of(model(Inputs.of_trees(trees), together))
-    for b, (prompt, tree) in enumerate(zip(prompts, trees, strict=True)):
-        memory = cache(model)
-        model(Inputs.of_prompt(prompt), memory)
-        memory.commit([range(len(prompt))])
-        alone = logits_of(model(Inputs.of_trees([tree]), memory))
-        assert torch.equal(alone[0], batch[b, : tree.size])
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["llama", "one kv head", "sliding window (mistral)"])
 @settings(max_examples=10, deadline=None)
