@@ -376,7 +376,7 @@ def test_shipped_adapters_are_complete_and_small(path: Path) -> None:
     record = read_record(path.parent)
     weights = path.with_name("adapter.safetensors").read_bytes()
     assert hashlib.sha256(weights).hexdigest() == record["sha256"]
-    assert len(weights) <= 8 * 10**6
+    assert len(weights) <= (8 if path.parent.name == "smollm2-135m-instruct" else 16) * 10**6
     assert StreamConfig.from_dict(record["config"]).to_dict() == {**StreamConfig().to_dict(), **record["config"]}
     assert json.loads(path.read_text(encoding="utf-8")) == record, "written in the current version"
     assert path.with_name("README.md").read_text(encoding="utf-8") == card(record)
